@@ -1,0 +1,3 @@
+"""Post-training of language models on a Slurm cluster."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,270 @@
+"""Every option once: its name, type, range, default and meaning.
+
+YAML files in ``configs/`` hold only what a recipe changes; defaults are written here and nowhere else.
+Light on purpose: a login node imports this without torch.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+
+class Section(BaseModel):
+    """A group of options. Unknown keys are errors, and a value is never converted behind the user's back."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True)
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Files = Annotated[list[str], BeforeValidator(_one_or_many)]
+
+# Everything that becomes one line of an sbatch script: a line break there would end the directive.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_SLURM_TIME = re.compile(r"(\d+|\d+:\d{2}|\d+:\d{2}:\d{2}|\d+-\d{1,2}(:\d{2}){0,2}|UNLIMITED|INFINITE)")
+
+
+def _one_line(value: str) -> str:
+    if _CONTROL.search(value):
+        raise ValueError(f"{value!r} has a line break or control character, which no sbatch option can hold")
+    return value
+
+
+Line = Annotated[str, BeforeValidator(lambda v: _one_line(v) if isinstance(v, str) else v)]
+
+
+class ModelConfig(Section):
+    path: str
+    """Folder of a Hugging Face model, or its name on the hub."""
+    tokenizer_path: str | None = None
+    """Folder or hub name of the tokenizer; the model's own where null."""
+    trust_remote_code: bool = False
+    """Run Python code that the model's repository ships."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the trained weights and of the exported model. On a GPU the arithmetic is bfloat16 either way."""
+    enable_gradient_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass: about a third more time, far less memory."""
+    use_torch_compile: bool = False
+    """Compile each transformer layer with torch.compile."""
+
+
+class DataConfig(Section):
+    train_files: Files
+    """Training data: parquet or jsonl files, or one name of a `datasets` data set (its train split)."""
+    val_files: Files = []
+    """Validation data, in the same forms (its test split); empty for none."""
+    messages_key: str = "messages"
+    """Column with chat messages (role, content). Used where prompt_key is null."""
+    prompt_key: str | None = None
+    """Column with the prompt text; together with response_key instead of messages_key."""
+    response_key: str | None = None
+    """Column with the response text."""
+    chat_template: str | None = None
+    """File with a Jinja chat template, for a tokenizer that has none or another one."""
+    max_length: int = Field(1024, ge=2)
+    """Longest sample, in tokens."""
+    truncation: Literal["truncate", "drop"] = "truncate"
+    """What happens to a sample over max_length; either way it is counted in the log."""
+    train_batch_size: int = Field(64, ge=1)
+    """Samples per optimizer step, over all ranks."""
+    shuffle: bool = True
+    """A new order each epoch, the same for any number of ranks."""
+
+    @field_validator("train_files")
+    @classmethod
+    def _some_files(cls, value: list[str]) -> list[str]:
+        if not value:
+            raise ValueError("name at least one data file")
+        return value
+
+    @model_validator(mode="after")
+    def _both_columns(self) -> DataConfig:
+        if (self.prompt_key is None) != (self.response_key is None):
+            raise ValueError(
+                "prompt_key and response_key go together: set both, or neither (then messages_key is used)"
+            )
+        return self
+
+
+class OptimConfig(Section):
+    lr: float = Field(1e-5, gt=0)
+    """Peak learning rate of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW's epsilon."""
+    weight_decay: float = Field(0.01, ge=0)
+    """AdamW's decoupled weight decay; norms and biases are left out."""
+    clip_grad: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0 for no clipping."""
+    lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up."""
+    warmup_ratio: float = Field(0.03, ge=0, le=1)
+    """Part of all steps in which the learning rate rises linearly from 0."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """Where cosine and linear end, as a part of the peak."""
+
+
+class TrainerConfig(Section):
+    nnodes: int = Field(1, ge=1)
+    """Nodes of the job (--nodes)."""
+    n_gpus_per_node: int = Field(1, ge=1)
+    """Processes per node, one for each GPU; with device=cpu one for each CPU process (--gpus-per-node)."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """What the processes compute on; cpu asks Slurm for no GPUs."""
+
+
+class SftTrainerConfig(TrainerConfig):
+    total_epochs: int = Field(1, ge=1)
+    """Passes over the training data."""
+    total_training_steps: int | None = Field(None, ge=1)
+    """Optimizer steps; replaces total_epochs where set."""
+    packing: bool = True
+    """Pack samples into micro-batches of at most micro_tokens tokens; false: one sample at a time."""
+    micro_tokens: int = Field(4096, ge=2)
+    """Tokens of one forward and backward pass on one rank: the setting that decides memory use."""
+    sharding: Literal["full", "gradients", "none"] = "full"
+    """FSDP: full shards parameters between layers too; gradients keeps them gathered from forward to backward (ZeRO-2,
+    less traffic); none replicates the model on every rank and averages gradients once per step."""
+    save_freq: int = Field(0, ge=0)
+    """Checkpoint every N steps; 0: only at the end and on a stop."""
+    max_ckpt_to_keep: int = Field(2, ge=1)
+    """Checkpoints kept, the newest ones."""
+    test_freq: int = Field(0, ge=0)
+    """Validation loss every N steps; 0: only at the end, if there are val_files."""
+    export: bool = True
+    """Write the Hugging Face folder `model/` into the run directory at the end."""
+    seed: int = Field(1, ge=0)
+    """Seed of data order and random numbers."""
+    logger: list[Literal["console", "wandb"]] = ["console"]
+    """Where metrics go besides metrics.jsonl, which is always written."""
+    project_name: str = "hpc-rl"
+    """Project in wandb."""
+    experiment_name: str | None = None
+    """Name in wandb; the run directory's name where null."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """offline writes into the run directory, for compute nodes without internet; `wandb sync` uploads later."""
+    wandb_proxy: str | None = None
+    """HTTP proxy for wandb alone."""
+
+
+class SlurmConfig(Section):
+    job_name: Line | None = Field(None, min_length=1)
+    """Job name; the run directory's name where null."""
+    partition: Line | None = None
+    """Partition (queue); Slurm's default where null."""
+    account: Line | None = None
+    """Account that is charged."""
+    qos: Line | None = None
+    """Quality of service."""
+    constraint: Line | None = None
+    """Node features, as sbatch takes them."""
+    time: Line | None = None
+    """Walltime, quoted: "24:00:00" or "2-12:00:00"; the partition's default where null."""
+    mem: Line | None = None
+    """Memory per node, as sbatch takes it ("64G"; "0" for all of the node)."""
+    cpus_per_task: int | None = Field(None, ge=1)
+    """CPUs per node (one task runs on each); one per process where null."""
+    warning_s: int = Field(180, ge=1, le=65535)
+    """Seconds before the walltime at which the run saves and is queued again."""
+    requeue: bool = True
+    """Queue the job again when the walltime stopped it, or a node failed."""
+    sbatch: dict[str, Line | int | None] = {}
+    """Any other sbatch option (--sbatch key=value); null for an option without a value."""
+    setup: list[str] = []
+    """Lines of bash that run on the first node before the step (`module load cuda`)."""
+    env: dict[str, str] = {}
+    """Environment variables of the job."""
+    python: str | None = None
+    """Python that runs on the nodes; the one that runs hpc-rl where null."""
+    interface: Line | None = None
+    """Network interface between the nodes (ib0, hsn0); the default route's where null."""
+    start_timeout_s: int = Field(300, ge=1)
+    """Seconds in which all nodes must have met."""
+
+    @field_validator("time", mode="before")
+    @classmethod
+    def _quoted_time(cls, value: Any) -> Any:
+        if isinstance(value, int | float):
+            raise ValueError(
+                f'{value} is a number: YAML turns an unquoted 24:00:00 into 86400; quote it (time: "24:00:00")'
+            )
+        return value
+
+    @field_validator("time")
+    @classmethod
+    def _slurm_time(cls, value: str | None) -> str | None:
+        if value is not None and not _SLURM_TIME.fullmatch(value):
+            raise ValueError(f"{value!r} is no Slurm time: minutes, HH:MM:SS or D-HH:MM:SS")
+        return value
+
+    @field_validator("sbatch")
+    @classmethod
+    def _known_form(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for key in value:
+            if not re.fullmatch(r"[a-z][a-z0-9-]*", key):
+                raise ValueError(f"{key!r} is no long sbatch option (write exclusive, not --exclusive)")
+            if key in _OWNED:
+                raise ValueError(f"{key!r} is set by hpc-rl itself: {_OWNED[key]}")
+        return value
+
+    @field_validator("env")
+    @classmethod
+    def _names(cls, value: dict[str, str]) -> dict[str, str]:
+        for key in value:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
+                raise ValueError(f"{key!r} is no name of an environment variable")
+        return value
+
+
+_OWNED = {
+    "nodes": "use --nodes",
+    "ntasks": "one task runs on each node",
+    "ntasks-per-node": "one task runs on each node",
+    "gpus-per-node": "use --gpus-per-node",
+    "output": "the job's log is in the run directory",
+    "open-mode": "the job's log is in the run directory",
+    "signal": "use slurm.warning_s",
+    "requeue": "use slurm.requeue",
+    "no-requeue": "use slurm.requeue",
+    "array": "one run directory holds one job",
+    "job-name": "use --job-name",
+    "partition": "use --partition",
+    "account": "use --account",
+    "qos": "use --qos",
+    "constraint": "use --constraint",
+    "time": "use --time",
+    "mem": "use --mem",
+    "cpus-per-task": "use --cpus-per-task",
+}
+
+
+class JobConfig(Section):
+    """What the launcher needs of any job; `submit torchrun` uses it as it is."""
+
+    trainer: TrainerConfig = TrainerConfig()
+    slurm: SlurmConfig = SlurmConfig()
+
+
+class SftConfig(JobConfig):
+    model: ModelConfig
+    data: DataConfig
+    optim: OptimConfig = OptimConfig()
+    trainer: SftTrainerConfig = SftTrainerConfig()
+
+    @model_validator(mode="after")
+    def _sample_fits(self) -> SftConfig:
+        if self.data.max_length > self.trainer.micro_tokens:
+            raise ValueError(
+                f"data.max_length {self.data.max_length} is over trainer.micro_tokens {self.trainer.micro_tokens}: "
+                "a sample is never split, so raise micro_tokens or lower max_length"
+            )
+        return self
+
+
+SCHEMAS: dict[str, type[JobConfig]] = {"sft": SftConfig, "torchrun": JobConfig}

@@ -1,0 +1,13 @@
+"""Errors that are the user's to fix."""
+
+EXIT_BAD_INPUT = 2
+"""What was asked cannot work; nothing was started."""
+EXIT_STOPPED = 75
+"""Saved and left before the end (EX_TEMPFAIL of sysexits.h): starting again in the same run directory goes on."""
+
+
+class UserError(Exception):
+    """Bad input: shown as its message alone, without a traceback, and with exit code 2.
+
+    The message says what was asked, what was found and what to do.
+    """

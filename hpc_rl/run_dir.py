@@ -1,0 +1,91 @@
+"""What lies where in a run directory.
+
+The run directory is the run: every command and every process of a run finds its files through this class and through
+nothing else. Standard library only, since login node, node entry and trainer all import it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ENV_RUN_DIR = "HPC_RL_RUN_DIR"
+ENV_ATTEMPT_DIR = "HPC_RL_ATTEMPT_DIR"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths below one run directory; none of them needs to exist."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration, YAML; written by the job script."""
+        return self.path / "config.yaml"
+
+    @property
+    def script(self) -> Path:
+        """The script as it was submitted."""
+        return self.path / "job.sbatch"
+
+    @property
+    def job(self) -> Path:
+        """job.json: what was submitted, when and as which job."""
+        return self.path / "job.json"
+
+    @property
+    def status(self) -> Path:
+        """status.json: where the job script is, for clusters without accounting."""
+        return self.path / "status.json"
+
+    @property
+    def stop(self) -> Path:
+        """The stop file: while it exists, trainers save and leave at the next step. Its text is the reason."""
+        return self.path / "stop"
+
+    @property
+    def metrics(self) -> Path:
+        """metrics.jsonl: one JSON object per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """The exported Hugging Face model."""
+        return self.path / "model"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def git(self) -> Path:
+        """git.txt: commit and uncommitted changes of the folder that the job was submitted from."""
+        return self.path / "git.txt"
+
+    def attempts(self) -> list[Path]:
+        """attempt-1, attempt-2, ...: one folder of logs for each start of the job, oldest first."""
+        found = [(int(m[1]), p) for p in self.path.glob("attempt-*") if (m := re.fullmatch(r"attempt-(\d+)", p.name))]
+        return [path for _, path in sorted(found)]
+
+
+def current_run_dir() -> RunDir | None:
+    """The run directory that the job script exported, or None outside of a job."""
+    value = os.environ.get(ENV_RUN_DIR)
+    return RunDir(Path(value)) if value else None
+
+
+def current_attempt_dir() -> Path | None:
+    """The attempt's log folder that the job script exported, or None outside of a job."""
+    value = os.environ.get(ENV_ATTEMPT_DIR)
+    return Path(value) if value else None

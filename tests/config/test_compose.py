@@ -1,0 +1,163 @@
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpc_rl.config.compose import compose, compose_partly, documented_keys, dump, load_config
+from hpc_rl.config.schema import SCHEMAS, SftConfig
+from hpc_rl.errors import UserError
+
+REQUIRED = ["model.path=/model", "data.train_files=train.jsonl"]
+
+
+def sft(*overrides: str, **flags: object) -> SftConfig:
+    config = compose("sft", [*REQUIRED, *overrides], {key.replace("__", "."): v for key, v in flags.items()})
+    assert isinstance(config, SftConfig)
+    return config
+
+
+def error_of(*overrides: str, job: str = "sft") -> str:
+    with pytest.raises(UserError) as caught:
+        compose(job, overrides)
+    return str(caught.value)
+
+
+def test_any_key_is_overridden_without_a_plus() -> None:
+    config = sft(
+        "trainer.total_epochs=3", "optim.betas=[0.8,0.9]", "slurm.sbatch.exclusive=null", "trainer.packing=false"
+    )
+    assert config.trainer.total_epochs == 3
+    assert config.optim.betas == (0.8, 0.9)
+    assert config.slurm.sbatch == {"exclusive": None}
+    assert config.trainer.packing is False
+
+
+def test_a_group_is_chosen_by_name_and_its_keys_can_be_overridden() -> None:
+    config = compose("sft", ["model=qwen2.5-0.5b", "model.dtype=bfloat16", "data.train_files=a.jsonl"])
+    assert isinstance(config, SftConfig)
+    assert config.model.path == "Qwen/Qwen2.5-0.5B"
+    assert config.model.dtype == "bfloat16"
+
+
+def test_settings_win_over_overrides() -> None:
+    assert sft("trainer.nnodes=2", trainer__nnodes=4).trainer.nnodes == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [("slurm.account=0123", "0123"), ("slurm.constraint=node[01-04]", "node[01-04]"), ("slurm.mem='64G'", "64G"),
+     ("slurm.time=24:00:00", "24:00:00"), ("slurm.partition=12_3", "12_3"), ("slurm.qos=a=b", "a=b")],
+)  # fmt: skip
+def test_text_arrives_as_it_was_typed(override: str, value: str) -> None:
+    key = override.partition("=")[0].partition(".")[2]
+    assert getattr(sft(override).slurm, key) == value
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1).filter(
+        lambda t: t[0] not in "['\"" and t != "null"
+    )
+)
+def test_any_text_of_an_environment_variable_arrives_intact(text: str) -> None:
+    assert sft(f"slurm.env.X={text}").slurm.env == {"X": text}
+
+
+def test_one_file_or_many() -> None:
+    assert sft().data.train_files == ["train.jsonl"]
+    assert sft("data.train_files=[a.jsonl,b.jsonl]").data.train_files == ["a.jsonl", "b.jsonl"]
+
+
+def test_all_errors_are_reported_at_once_with_dotted_keys() -> None:
+    lines = error_of("trainer.total_epoch=3", "optim.lr=fast", "trainer.nnodes=0").splitlines()
+    assert sorted(line.partition(":")[0] for line in lines) == [
+        "data.train_files",
+        "model.path",
+        "optim.lr",
+        "trainer.nnodes",
+        "trainer.total_epoch",
+    ]
+    assert "trainer.total_epoch: unknown key; did you mean trainer.total_epochs?" in lines
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("lr=1", "did you mean optim.lr?"),
+        ("trainer.n_gpu_per_node=8", "did you mean trainer.n_gpus_per_node?"),
+        ("model=qwen9", "model/qwen9"),
+        ("trainer.total_epochs", "write key=value"),
+        ("trainer.total_epochs=[1", "trainer.total_epochs=[1"),
+        ("trainer.micro_tokens=64", "raise micro_tokens or lower max_length"),
+        ("data.prompt_key=question", "go together"),
+        ("slurm.time=tomorrow", "no Slurm time"),
+        ("slurm.sbatch.nodes=3", "use --nodes"),
+        ("slurm.sbatch.Exclusive=1", "no long sbatch option"),
+        ("slurm.env.1A=x", "no name of an environment variable"),
+        ("trainer.device=tpu", "'cuda' or 'cpu'"),
+    ],
+)
+def test_what_is_wrong_is_said(override: str, said: str) -> None:
+    assert said in error_of(*REQUIRED, override)
+
+
+def test_a_time_that_yaml_made_a_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "sft.yaml").write_text("slurm: {time: 24:00:00}\n")
+    monkeypatch.chdir(tmp_path)
+    message = error_of(*REQUIRED)
+    assert message.startswith("slurm.time: 86400") and "quote it" in message
+
+
+def test_a_line_break_in_an_sbatch_option_is_refused() -> None:
+    with pytest.raises(UserError, match=r"slurm\.account.*line break"):
+        sft(slurm__account="me\n#SBATCH --uid=0")
+
+
+def test_a_recipe_in_the_working_folder_wins_and_the_shipped_groups_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "configs").mkdir()
+    recipe = "defaults: [{model: qwen2.5-0.5b}, _self_]\ndata: {train_files: mine.jsonl}\ntrainer: {seed: 7}\n"
+    (tmp_path / "configs" / "sft.yaml").write_text(recipe)
+    monkeypatch.chdir(tmp_path)
+    config = compose("sft")
+    assert isinstance(config, SftConfig)
+    assert (config.trainer.seed, config.data.train_files, config.model.path) == (7, ["mine.jsonl"], "Qwen/Qwen2.5-0.5B")
+
+
+def test_dump_and_load_keep_everything(tmp_path: Path) -> None:
+    config = sft("slurm.env.X='a: b'", "slurm.sbatch.nice=10", "optim.lr=3e-4")
+    (tmp_path / "config.yaml").write_text(dump(config))
+    assert load_config("sft", tmp_path / "config.yaml") == config
+
+
+def test_load_names_what_it_cannot_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no configuration at"):
+        load_config("sft", tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(UserError, match="is no YAML"):
+        load_config("sft", tmp_path / "bad.yaml")
+
+
+def test_looking_at_a_configuration_needs_no_required_keys() -> None:
+    config, missing = compose_partly("sft", ["optim.lr=1e-4"])
+    assert missing == ["model.path", "data.train_files"]
+    assert isinstance(config, SftConfig) and config.model.path == "???"
+
+
+@pytest.mark.parametrize("job", sorted(SCHEMAS))
+def test_every_key_is_documented_with_a_default_that_yaml_reads_back(job: str) -> None:
+    for key, type_name, default, meaning in documented_keys(SCHEMAS[job]):
+        assert meaning.endswith("."), f"{key} has no sentence about it"
+        assert type_name
+        if default != "required":
+            yaml.safe_load(default)
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs" / "model").glob("*.yaml")))
+def test_every_shipped_model_composes(path: Path) -> None:
+    config = compose("sft", [f"model={path.stem}", "data.train_files=a.jsonl"])
+    assert isinstance(config, SftConfig) and config.model.path
