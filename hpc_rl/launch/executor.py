@@ -1,0 +1,77 @@
+"""submitit's Slurm executor, with our script and our idea of a job's state.
+
+submitit writes, submits, cancels and watches; this changes what it must not decide: the text of the script (ours can be
+edited by hand and holds no pickle), the number of tasks, and the state, which submitit asks of sacct alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+from submitit.core.utils import FailedJobError
+from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
+
+from hpc_rl.errors import UserError
+from hpc_rl.slurm import commands
+
+
+class StateWatcher(SlurmInfoWatcher):
+    """Asks sacct, then squeue, then scontrol: works with and without accounting."""
+
+    def update(self) -> None:
+        for job_id in self._registered - self._finished:
+            state = commands.job_state(job_id)
+            if state is not None:
+                self._info_dict[job_id] = {"JobID": job_id, "State": state.state, "NodeList": state.nodes}
+                if state.ended:
+                    self._finished.add(job_id)
+        self._num_calls += 1
+
+
+class ScriptJob(SlurmJob[Any]):
+    """A submitted script; its result is what it leaves in the run directory."""
+
+    watcher = StateWatcher(delay_s=15)
+
+
+class ScriptExecutor(SlurmExecutor):
+    """Submits one finished script as it stands."""
+
+    job_class = ScriptJob
+
+    def __init__(self, folder: Path, script: str) -> None:
+        super().__init__(folder)
+        self._script = script
+
+    def submit_script(self) -> ScriptJob:
+        """Submit by sbatch.
+
+        Raises:
+            UserError: sbatch refused; its own words are the message.
+        """
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            # submitit prints sbatch's complaint and raises it too: once is enough.
+            with contextlib.redirect_stderr(io.StringIO()):
+                job = self._submit_command("")
+        except FailedJobError as error:
+            raise UserError(f"sbatch refused the job: {_words(str(error))}") from error
+        assert isinstance(job, ScriptJob)
+        return job
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return self._script
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        return ["timeout", str(commands.TIMEOUT_S), "sbatch", str(submission_file_path)]
+
+    def _num_tasks(self) -> int:
+        return 1
+
+
+def _words(stderr: str) -> str:
+    text = " ".join(stderr.split())
+    return text.removeprefix("sbatch: error: ") or f"no answer within {commands.TIMEOUT_S} s"

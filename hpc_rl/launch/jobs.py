@@ -1,0 +1,155 @@
+"""Starting, watching and ending the job of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hpc_rl.errors import EXIT_STOPPED, UserError
+from hpc_rl.launch import runs
+from hpc_rl.launch.render import Job
+from hpc_rl.launch.snapshot import git_snapshot
+from hpc_rl.run_dir import RunDir
+from hpc_rl.slurm import commands
+
+STATE_POLL_S = (1.0, 15.0)
+"""First and last interval between two questions to Slurm: many users share its controller."""
+
+
+def check_free(run: RunDir) -> None:
+    """A run directory holds one job at a time.
+
+    Raises:
+        UserError: its job is queued or running, or the folder holds something else.
+    """
+    if not run.path.exists():
+        return
+    if not runs.is_run(run.path) and any(run.path.iterdir()):
+        raise UserError(f"{run.path} is not empty and no run directory; choose another --run-dir or --job-name")
+    now = runs.status(run)
+    if now.active:
+        raise UserError(
+            f"run {run.name} is {now.state} as job {now.job_id} in {run.path}: "
+            f"wait for it, end it (hpc-rl stop {run.name}), or choose another --job-name"
+        )
+
+
+def prepare(job: Job, script: str, job_id: str | None) -> None:
+    """Fill the run directory: script, snapshot of the code, and job.json once there is a job."""
+    job.run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _write(job.run_dir.script, script)
+    _write(job.run_dir.git, git_snapshot(job.working_dir))
+    if job_id is not None:
+        record(job, job_id)
+
+
+def record(job: Job, job_id: str, **more: object) -> None:
+    """Write job.json."""
+    facts = {
+        "job_id": job_id,
+        "kind": job.kind,
+        "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "working_dir": str(job.working_dir),
+        **more,
+    }
+    _write(job.run_dir.job, json.dumps(facts, indent=2) + "\n")
+
+
+def submit(job: Job, script: str) -> str:
+    """Queue the script; the job id.
+
+    Raises:
+        UserError: no Slurm here, or sbatch refused; then nothing is left behind.
+    """
+    if not commands.available():
+        raise UserError("no sbatch on PATH: run this on a login node of a Slurm cluster, or here with --local")
+    from hpc_rl.launch.executor import ScriptExecutor
+
+    made = not job.run_dir.path.exists()
+    prepare(job, script, None)
+    try:
+        submitted = ScriptExecutor(job.run_dir.path / ".submitit", script).submit_script()
+    except UserError:
+        if made:
+            _remove(job.run_dir.path)
+        raise
+    record(job, submitted.job_id)
+    return submitted.job_id
+
+
+def wait(run: RunDir, on_poll: Callable[[], None] = lambda: None) -> int:
+    """Block until the run's job has ended; its exit code. `on_poll` is called several times a second.
+
+    A job that is queued again after its walltime's warning has not ended.
+    """
+    interval, most = STATE_POLL_S
+    next_look, seen = 0.0, None
+    while True:
+        on_poll()
+        written = run.status.stat().st_mtime_ns if run.status.exists() else None
+        if time.monotonic() >= next_look or written != seen:  # the job wrote where it is: worth a question at once
+            now = runs.status(run)
+            if not now.active:
+                on_poll()
+                return exit_code(now)
+            interval, next_look, seen = min(interval * 1.3, most), time.monotonic() + interval, written
+        time.sleep(0.2)
+
+
+def exit_code(ended: runs.RunStatus) -> int:
+    """The exit code that stands for a run's end: never 0 unless it was completed."""
+    if ended.state == "COMPLETED":
+        return ended.exit_code or 0
+    return ended.exit_code or 1
+
+
+def cancel(run: RunDir) -> str:
+    """End the run's job now; what was done, in a line."""
+    now = runs.status(run)
+    if not now.active or now.job_id is None:
+        return f"run {run.name} has no job to cancel: it is {now.state}"
+    if runs.is_local(now.job_id):
+        _end_local(run)
+    else:
+        commands.cancel(now.job_id)
+    return f"cancelled job {now.job_id} of run {run.name}; submitting it again goes on from its last checkpoint"
+
+
+def stop(run: RunDir) -> str:
+    """Ask the run to save at the next step and leave; what was done, in a line."""
+    now = runs.status(run)
+    if not now.active or now.job_id is None:
+        return f"run {run.name} has nothing to stop: it is {now.state}"
+    if now.state == "PENDING":
+        commands.cancel(now.job_id)
+        return f"job {now.job_id} of run {run.name} had not started; took it out of the queue"
+    _write(run.stop, "user\n")
+    return f"run {run.name} will save at its next step and leave with exit code {EXIT_STOPPED}"
+
+
+def _end_local(run: RunDir) -> None:
+    import signal
+
+    job = runs.read_json(run.job)
+    pid = int(job["pid"])
+    if runs.process_alive(pid, int(job["start_time"])):
+        os.kill(pid, signal.SIGTERM)
+
+
+def _remove(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder)
+    if folder.parent == runs.ROOT.absolute() and not any(folder.parent.iterdir()):
+        folder.parent.rmdir()
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)

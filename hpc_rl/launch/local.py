@@ -1,0 +1,136 @@
+"""A job on this machine: the same node entries as under Slurm, as local processes with an allocation of our making."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+
+from hpc_rl.config.compose import dump
+from hpc_rl.errors import EXIT_STOPPED
+from hpc_rl.launch import jobs, runs
+from hpc_rl.launch.render import TRAINERS, Job, node_options
+from hpc_rl.process import end, shell_code, start
+from hpc_rl.run_dir import ENV_ATTEMPT_DIR, ENV_RUN_DIR
+
+POLL_S = 0.1
+
+
+def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
+    """Run the job here, to its end; the exit code.
+
+    Ctrl-C asks it to save and leave; a second one ends it at once.
+    """
+    job_id = f"local-{os.getpid()}"
+    jobs.prepare(job, script, None)
+    jobs.record(job, job_id, pid=os.getpid(), start_time=runs.process_start_time(os.getpid()))
+    attempt = job.run_dir.path / f"attempt-{len(job.run_dir.attempts()) + 1}"
+    attempt.mkdir(mode=0o700)
+    job.run_dir.stop.unlink(missing_ok=True)
+    if job.kind in TRAINERS:
+        job.run_dir.config.write_text(dump(job.config))
+    _report(job, job_id, "RUNNING", None)
+    code = 1
+    try:
+        code = _run_nodes(job, job_id, attempt, on_poll)
+    finally:
+        state = {0: "COMPLETED", EXIT_STOPPED: runs.STOPPED}.get(code, "FAILED")
+        _report(job, job_id, state, code)
+    return code
+
+
+def node_environment(
+    job: Job, job_id: str, attempt: Path, node_rank: int, environ: Mapping[str, str], cpus: int
+) -> dict[str, str]:
+    """The environment of one node's entry: what Slurm would set, for as many nodes of the same name as asked for.
+
+    Args:
+        cpus: CPUs of this machine, shared by the nodes.
+    """
+    trainer = job.config.trainer
+    outside = {name: value for name, value in environ.items() if not name.startswith("SLURM_")}
+    host = os.uname().nodename
+    gpus = {}
+    if trainer.device == "cuda":
+        visible = outside.get("CUDA_VISIBLE_DEVICES")
+        every = visible.split(",") if visible else list(map(str, range(trainer.nnodes * trainer.n_gpus_per_node)))
+        first = node_rank * trainer.n_gpus_per_node
+        gpus["CUDA_VISIBLE_DEVICES"] = ",".join(every[first : first + trainer.n_gpus_per_node])
+    return {
+        **outside,
+        **job.config.slurm.env,
+        **gpus,
+        ENV_RUN_DIR: str(job.run_dir.path),
+        ENV_ATTEMPT_DIR: str(attempt),
+        "SLURM_JOB_ID": job_id,
+        "SLURM_JOB_NODELIST": ",".join([host] * trainer.nnodes),
+        "SLURM_NODEID": str(node_rank),
+        "SLURM_CPUS_ON_NODE": str(max(1, cpus // trainer.nnodes)),
+    }
+
+
+def node_command(job: Job) -> list[str]:
+    program = list(job.program)
+    if job.kind in TRAINERS:
+        program = ["-m", TRAINERS[job.kind], "--config", str(job.run_dir.config)]
+    python = job.config.slurm.python or sys.executable
+    return [python, "-m", "hpc_rl.node.torchrun", *node_options(job.config), "--", *program]
+
+
+def _run_nodes(job: Job, job_id: str, attempt: Path, on_poll: Callable[[], None]) -> int:
+    cpus = len(os.sched_getaffinity(0))
+    nodes: list[subprocess.Popen[bytes]] = []
+    interrupts = _count_interrupts(job)
+    try:
+        with runs.job_log(job.run_dir, job_id).open("ab") as log:
+            for rank in range(job.config.trainer.nnodes):
+                environ = node_environment(job, job_id, attempt, rank, os.environ, cpus)
+                nodes.append(start(node_command(job), environ, log, new_session=True))
+        while True:
+            on_poll()
+            codes = [node.poll() for node in nodes]
+            failed = [shell_code(code) for code in codes if code]
+            if failed:
+                return failed[0]
+            if all(code == 0 for code in codes):
+                return 0
+            if interrupts() > 1:
+                return 128 + signal.SIGINT
+            time.sleep(POLL_S)
+    finally:
+        # As srun --kill-on-bad-exit does; all are asked before the first is waited for.
+        for node in nodes:
+            node.terminate()
+        for node in nodes:
+            end(node)
+        on_poll()
+
+
+def _count_interrupts(job: Job) -> Callable[[], int]:
+    """How often the user has asked to end: the first Ctrl-C writes the stop file; SIGTERM counts as two."""
+    count = 0
+
+    def interrupted(number: int, _frame: FrameType | None) -> None:
+        nonlocal count
+        count += 2 if number == signal.SIGTERM else 1
+        if count == 1:
+            job.run_dir.stop.write_text("user\n")
+            print("\nhpc-rl: saving and leaving at the next step; Ctrl-C again to end at once", file=sys.stderr)
+
+    signal.signal(signal.SIGINT, interrupted)
+    signal.signal(signal.SIGTERM, interrupted)
+    return lambda: count
+
+
+def _report(job: Job, job_id: str, state: str, exit_code: int | None) -> None:
+    attempt = len(job.run_dir.attempts())
+    text = json.dumps({"job_id": job_id, "attempt": attempt, "state": state, "exit_code": exit_code})
+    partial = job.run_dir.path / ".status.partial"
+    partial.write_text(text + "\n")
+    partial.replace(job.run_dir.status)

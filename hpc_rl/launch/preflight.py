@@ -1,0 +1,119 @@
+"""Everything that the login node can know to be wrong, before anything is queued."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from hpc_rl.config.schema import DataConfig, ModelConfig, SftConfig
+from hpc_rl.data.rows import CannotCheck, check_file, is_file
+from hpc_rl.errors import UserError
+from hpc_rl.launch.render import Job
+
+MAX_ROWS = 10_000
+"""Rows of a data file that are looked at here; the job itself looks at all of them."""
+
+
+def check(job: Job) -> list[str]:
+    """Check all that the job needs.
+
+    Returns:
+        Notes: what could not be checked here and will be at the start of the job.
+
+    Raises:
+        UserError: all problems, a line each.
+    """
+    checks: list[Callable[[], str | None]] = [partial(check_run_dir, job.run_dir.path)]
+    if isinstance(job.config, SftConfig):
+        model, data = job.config.model, job.config.data
+        checks += [partial(check_model, model), partial(check_chat_template, model, data)]
+        checks += [partial(check_data, file, data) for file in [*data.train_files, *data.val_files]]
+    else:
+        checks.append(partial(check_program, job.program))
+    problems, notes = [], []
+    for one in checks:
+        try:
+            if note := one():
+                notes.append(note)
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(problems))
+    return notes
+
+
+def check_run_dir(path: Path) -> None:
+    """It is empty or a run of ours, and writable; where it does not exist, the nearest folder above it is."""
+    existing = next(folder for folder in [path, *path.parents] if folder.exists())
+    if not existing.is_dir():
+        raise UserError(f"run directory {path}: {existing} is a file")
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise UserError(f"run directory {path} is not writable: {existing}: {error.strerror}") from error
+
+
+def check_data(file: str, data: DataConfig) -> str | None:
+    if not is_file(file):
+        return f"data set {file} is a name on the hub: it is looked up when the job starts"
+    try:
+        check_file(file, data, MAX_ROWS)
+    except CannotCheck as error:
+        return f"{file} is checked when the job starts ({error})"
+    return None
+
+
+def check_model(model: ModelConfig) -> str | None:
+    """A folder must hold a Hugging Face model; a name is left to the job's start."""
+    folder = Path(model.path)
+    if not folder.is_dir():
+        if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model.path):
+            raise UserError(f"model.path {model.path}: no such folder, and no name of a model on the hub")
+        return f"model {model.path} is a name on the hub: it is looked up when the job starts"
+    config = folder / "config.json"
+    if "model_type" not in _json_object(config):
+        raise UserError(f"model.path {model.path} is no Hugging Face model: no config.json with a model_type in it")
+    if not any([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        raise UserError(f"model.path {model.path} has no weights (*.safetensors or *.bin)")
+    return None
+
+
+def check_chat_template(model: ModelConfig, data: DataConfig) -> None:
+    if data.chat_template is not None:
+        if not Path(data.chat_template).is_file():
+            raise UserError(f"data.chat_template {data.chat_template}: no such file")
+        return
+    folder = Path(model.tokenizer_path or model.path)
+    if not folder.is_dir():
+        return
+    settings = folder / "tokenizer_config.json"
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        raise UserError(f"{folder} has no tokenizer; set model.tokenizer_path")
+    if not _json_object(settings).get("chat_template") and not any(folder.glob("chat_template.*")):
+        raise UserError(f"the tokenizer in {folder} has no chat template; set data.chat_template to a Jinja file")
+
+
+def check_program(program: tuple[str, ...]) -> None:
+    """What `submit torchrun -- ...` was given: a script, or -m and a module."""
+    if not program:
+        raise UserError("no program given: hpc-rl submit torchrun --nodes 2 -- train.py --lr 1e-4")
+    if program[0] == "-m":
+        if len(program) < 2:
+            raise UserError("-m needs the name of a module: hpc-rl submit torchrun -- -m my.module")
+        return
+    if re.fullmatch(r"(.*/)?(python[\d.]*|torchrun|accelerate)", program[0]):
+        raise UserError(f"leave out {program[0]}: the job starts torchrun itself; write -- train.py --lr 1e-4")
+    if not Path(program[0]).is_file():
+        raise UserError(f"program {program[0]}: no such file in {Path.cwd()}")
+
+
+def _json_object(path: Path) -> dict[str, object]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,182 @@
+"""From a configuration to the text of a job script. Pure, but for reading the template."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_rl import __version__
+from hpc_rl.config.compose import dump
+from hpc_rl.config.schema import JobConfig
+from hpc_rl.errors import UserError
+from hpc_rl.resources import shipped
+from hpc_rl.run_dir import RunDir
+
+TEMPLATE = "torchrun.sbatch.j2"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job to be: everything that the script depends on."""
+
+    kind: str
+    """sft or torchrun."""
+    config: JobConfig
+    run_dir: RunDir
+    working_dir: Path
+    """Where relative paths start, on the nodes too."""
+    program: tuple[str, ...] = ()
+    """The user's own program and its arguments, for torchrun."""
+    after: str | None = None
+    """Id of a job that has to end well before this one starts."""
+
+    @property
+    def name(self) -> str:
+        return self.config.slurm.job_name or self.run_dir.name
+
+
+TRAINERS = {"sft": "hpc_rl.finetune.train"}
+"""Job kind -> the module that trains; named by string, so that the login node never imports it."""
+
+
+def render(job: Job) -> str:
+    """The sbatch script of a job.
+
+    A template of the same name in `./slurm_templates/` or `~/.config/hpc-rl/slurm_templates/` wins over ours.
+
+    Raises:
+        UserError: the template is broken (file and line named), or a path cannot stand in a script.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError, TemplateSyntaxError
+
+    folders = [Path("slurm_templates"), Path("~/.config/hpc-rl/slurm_templates").expanduser()]
+    environment = Environment(
+        loader=FileSystemLoader([*folders, shipped("slurm_templates")]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters.update(bash=bash_word, directive=directive_word, comment=_printable)
+    try:
+        return environment.get_template(TEMPLATE).render(_values(job))
+    except TemplateSyntaxError as error:
+        raise UserError(f"template {error.filename or TEMPLATE}, line {error.lineno}: {error.message}") from error
+    except TemplateError as error:
+        raise UserError(f"template {_template_line(error)}: {error.message}") from error
+
+
+def bash_word(text: str) -> str:
+    """One word of bash with exactly this value, on one line (bash's manual page, QUOTING)."""
+    if not _CONTROL.search(text):
+        return shlex.quote(text)
+    escapes = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+    return "$'" + "".join(escapes.get(c) or (f"\\{ord(c):03o}" if _CONTROL.match(c) else c) for c in text) + "'"
+
+
+def directive_word(value: str | int) -> str:
+    """A value of an #SBATCH line, which sbatch splits at blanks and unquotes with backslashes.
+
+    Raises:
+        UserError: it has a line break or another control character, which no directive can hold.
+    """
+    text = str(value)
+    if _CONTROL.search(text):
+        raise UserError(f"{text!r} has a line break or control character, which no #SBATCH line can hold")
+    return re.sub(r"([^A-Za-z0-9_@%+=:,./\[\]()&|*{}^~!?<>-])", r"\\\1", text)
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def _values(job: Job) -> dict[str, Any]:
+    config = job.config
+    config_text = dump(config).rstrip() if job.kind in TRAINERS else None
+    return {
+        "title": f"{job.name}: {job.kind} on {_places(config)}, rendered by hpc-rl {__version__}.",
+        "directives": list(_directives(job)),
+        "run_dir": str(job.run_dir.path),
+        "python": config.slurm.python or sys.executable,
+        "working_dir": str(job.working_dir),
+        "setup": config.slurm.setup,
+        "env": sorted(config.slurm.env.items()),
+        "config": config_text,
+        "config_end": f"END_OF_CONFIG_{hashlib.sha256((config_text or '').encode()).hexdigest()[:8]}",
+        "warning_s": config.slurm.warning_s,
+        "requeue": config.slurm.requeue,
+        "node_options": " ".join(map(bash_word, node_options(config))),
+        "program": program_text(job),
+    }
+
+
+def node_options(config: JobConfig) -> list[str]:
+    """Arguments of `python -m hpc_rl.node.torchrun`."""
+    options = ["--processes", str(config.trainer.n_gpus_per_node), "--start-timeout", str(config.slurm.start_timeout_s)]
+    return options + (["--interface", config.slurm.interface] if config.slurm.interface else [])
+
+
+def program_text(job: Job) -> str:
+    if job.kind in TRAINERS:
+        return f'-m {TRAINERS[job.kind]} --config "$HPC_RL_RUN_DIR/config.yaml"'
+    return " ".join(map(bash_word, job.program))
+
+
+def _directives(job: Job) -> Iterator[tuple[str, str | int | None]]:
+    slurm, trainer = job.config.slurm, job.config.trainer
+    yield "job-name", job.name
+    yield "nodes", trainer.nnodes
+    yield "ntasks-per-node", 1
+    yield "cpus-per-task", slurm.cpus_per_task or trainer.n_gpus_per_node
+    if trainer.device == "cuda":
+        yield "gpus-per-node", trainer.n_gpus_per_node
+    for option in ("mem", "time", "partition", "account", "qos", "constraint"):
+        value = getattr(slurm, option)
+        if value is not None:
+            yield option, value
+    if job.after:
+        yield "dependency", f"afterok:{job.after}"
+    yield from slurm.sbatch.items()
+    yield "output", _log_pattern(job.run_dir)
+    yield "open-mode", "append"
+    yield "signal", f"B:USR2@{slurm.warning_s}"
+    yield ("requeue" if slurm.requeue else "no-requeue"), None
+
+
+def _log_pattern(run_dir: RunDir) -> str:
+    """A filename pattern: %% is a percent sign, and a backslash would switch patterns off (sbatch's manual page)."""
+    path = str(run_dir.path)
+    if "\\" in path:
+        raise UserError(
+            f"run directory {path}: sbatch takes no backslash in the path of a log; choose another --run-dir"
+        )
+    return f"{path.replace('%', '%%')}/job-%j.log"
+
+
+def _places(config: JobConfig) -> str:
+    trainer = config.trainer
+    nodes = "1 node" if trainer.nnodes == 1 else f"{trainer.nnodes} nodes"
+    unit = "GPU" if trainer.device == "cuda" else "CPU process"
+    plural = "" if trainer.n_gpus_per_node == 1 else ("s" if unit == "GPU" else "es")
+    return f"{nodes} x {trainer.n_gpus_per_node} {unit}{plural}"
+
+
+def _printable(text: str) -> str:
+    return _CONTROL.sub("?", text)
+
+
+def _template_line(error: Exception) -> str:
+    """File and line in the template: the innermost frame that Jinja2 mapped back to one."""
+    place = TEMPLATE
+    trace = error.__traceback__
+    while trace:
+        filename = trace.tb_frame.f_code.co_filename
+        if filename.endswith(".j2"):
+            place = f"{filename}, line {trace.tb_lineno}"
+        trace = trace.tb_next
+    return place

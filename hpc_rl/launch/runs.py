@@ -1,0 +1,181 @@
+"""Which run is meant, and how it is."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.errors import UserError
+from hpc_rl.run_dir import RunDir
+from hpc_rl.slurm import commands
+from hpc_rl.slurm.states import ENDED
+from hpc_rl.tracking.metrics import parse_line
+
+ROOT = Path("runs")
+"""Where runs without --run-dir lie, below the working folder."""
+STOPPED = "STOPPED"
+"""Our own state: saved and left before the end. To Slurm it is a job that FAILED with exit code 75."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run as `hpc-rl status` shows it."""
+
+    run: str
+    run_dir: str
+    job_id: str | None
+    state: str
+    reason: str = ""
+    nodes: str = ""
+    exit_code: int | None = None
+    attempt: int = 0
+    step: int | None = None
+    total_steps: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    log: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED or self.state == STOPPED
+
+    @property
+    def active(self) -> bool:
+        return not self.ended and self.state not in ("UNKNOWN", "NOT SUBMITTED")
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def find_run(target: str) -> RunDir:
+    """The run directory that a user names: by its path, by its name below ./runs, or by its job id.
+
+    Raises:
+        UserError: there is none; the nearest name is shown.
+    """
+    for path in (Path(target), ROOT / target):
+        if is_run(path):
+            return RunDir(path.absolute())
+    if target.isdigit():
+        return _run_of_job(target)
+    if Path(target).is_dir():
+        raise UserError(f"{target} is a folder, but no run directory (no job.json, no config.yaml)")
+    names = sorted(path.name for path in _below_root())
+    close = difflib.get_close_matches(target, names, n=1, cutoff=0.4)
+    raise UserError(
+        f"no run {target!r} in {ROOT.absolute()}: "
+        + (f"did you mean {close[0]}?" if close else "give a run directory, a run's name or a job id")
+    )
+
+
+def is_run(path: Path) -> bool:
+    return any((path / mark).is_file() for mark in ("job.json", "status.json", "config.yaml"))
+
+
+def current_job(run: RunDir) -> str | None:
+    """Id of the run's newest job: as submitted (job.json) or as it wrote itself when it started (status.json)."""
+    marks = [path for path in (run.job, run.status) if path.is_file()]
+    newest = max(marks, key=lambda path: path.stat().st_mtime_ns, default=None)
+    return None if newest is None else str(read_json(newest).get("job_id"))
+
+
+def is_local(job_id: str) -> bool:
+    return job_id.startswith("local-")
+
+
+def status(run: RunDir) -> RunStatus:
+    """State from Slurm where it knows, else from the run directory; progress from metrics.jsonl."""
+    job_id = current_job(run)
+    latest = _last_metrics(run.metrics)
+    attempts = run.attempts()
+    return RunStatus(
+        run=run.name,
+        run_dir=str(run.path),
+        job_id=job_id,
+        **_job_fields(run, job_id),
+        attempt=len(attempts),
+        step=latest.pop("step", None),
+        total_steps=latest.pop("total_steps", None),
+        metrics=latest,
+        log=str(job_log(run, job_id)) if job_id else None,
+    )
+
+
+def job_log(run: RunDir, job_id: str) -> Path:
+    return run.path / f"job-{job_id}.log"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or an empty one where the file is missing or half-written."""
+    try:
+        found = json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def process_alive(pid: int, start_time: int) -> bool:
+    """Whether the process with this id and start time (field 22 of proc(5) stat, clock ticks) still runs."""
+    return process_start_time(pid) == start_time
+
+
+def process_start_time(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The program's name, in parentheses, may hold blanks.
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def _job_fields(run: RunDir, job_id: str | None) -> dict[str, Any]:
+    if job_id is None:
+        return {"state": "NOT SUBMITTED"}
+    own = read_json(run.status)
+    own = own if own.get("job_id") == job_id else {}
+    own_fields = {"state": own.get("state", "UNKNOWN"), "exit_code": own.get("exit_code")}
+    if is_local(job_id):
+        job = read_json(run.job)
+        alive = process_alive(int(job.get("pid", 0)), int(job.get("start_time", 0)))
+        if own_fields["state"] in ("RUNNING", "UNKNOWN") and not alive:
+            return {"state": "FAILED", "reason": "its process is gone", "exit_code": 1}
+        return {**own_fields, "nodes": os.uname().nodename}
+    slurm = commands.job_state(job_id)
+    if slurm is None:
+        return own_fields
+    if slurm.ended and own.get("state") == STOPPED:
+        return {**own_fields, "nodes": slurm.nodes}
+    return {"state": slurm.state, "reason": slurm.reason, "nodes": slurm.nodes, "exit_code": slurm.exit_code}
+
+
+def _run_of_job(job_id: str) -> RunDir:
+    for path in _below_root():
+        run = RunDir(path.absolute())
+        if job_id in (read_json(run.job).get("job_id"), read_json(run.status).get("job_id")):
+            return run
+    state = commands.job_state(job_id)
+    if state is None:
+        raise UserError(f"no job {job_id}: no run in {ROOT.absolute()} has it, and Slurm does not know it")
+    log = Path(state.stdout)
+    if state.stdout and is_run(log.parent):
+        return RunDir(log.parent)
+    raise UserError(f"job {job_id} is {state.state}, but it is no run of hpc-rl")
+
+
+def _below_root() -> list[Path]:
+    return [path for path in ROOT.iterdir() if path.is_dir()] if ROOT.is_dir() else []
+
+
+def _last_metrics(path: Path) -> dict[str, Any]:
+    """The last whole line; the very last one may be half-written."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 65536))
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return {}
+    return next((record for line in reversed(lines) if (record := parse_line(line))), {})

@@ -1,0 +1,103 @@
+"""What Slurm granted to this task: SLURM_* -> Allocation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One task's view of its job step (srun's manual page, OUTPUT ENVIRONMENT VARIABLES)."""
+
+    job_id: str
+    restart: int
+    """How often Slurm queued the job again."""
+    nodes: tuple[str, ...]
+    """Node names in Slurm's order; node 0 hosts the rendezvous."""
+    node_rank: int
+    cpus: int
+    """CPUs on this node that the job may use."""
+    gpus: int
+    """GPUs on this node that the job may use."""
+
+    @property
+    def node(self) -> str:
+        return self.nodes[self.node_rank]
+
+    @property
+    def is_head(self) -> bool:
+        return self.node_rank == 0
+
+
+def read_allocation(environ: Mapping[str, str], affinity: int) -> Allocation:
+    """The allocation that SLURM_* describe.
+
+    Args:
+        affinity: CPUs in this process's affinity mask. Inside a step SLURM_CPUS_PER_TASK can be stale, so the smaller
+            of the mask and SLURM_CPUS_ON_NODE is what the task really has.
+
+    Raises:
+        ValueError: a variable is missing or malformed, named in the message.
+    """
+    nodes = expand_hostlist(_required(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
+    rank = int(_required(environ, "SLURM_NODEID"))
+    if not 0 <= rank < len(nodes):
+        raise ValueError(f"SLURM_NODEID is {rank}, but the step has {len(nodes)} nodes")
+    granted = int(environ.get("SLURM_CPUS_ON_NODE") or affinity)
+    return Allocation(
+        job_id=_required(environ, "SLURM_JOB_ID"),
+        restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
+        nodes=nodes,
+        node_rank=rank,
+        cpus=max(1, min(granted, affinity)),
+        gpus=int(environ.get("SLURM_GPUS_ON_NODE") or 0),
+    )
+
+
+def expand_hostlist(text: str) -> tuple[str, ...]:
+    """Node names of Slurm's hostlist form: `gpu[01-03,7],login` -> gpu01 gpu02 gpu03 gpu7 login.
+
+    Several bracket groups in one name multiply (`r[1-2]n[1-2]`), the last one fastest.
+
+    Raises:
+        ValueError: unbalanced brackets or an empty list.
+    """
+    if text.count("[") != text.count("]") or re.search(r"\[[^\]]*\[", text):
+        raise ValueError(f"{text!r} is no hostlist: brackets do not match")
+    names = [name for part in _split_outside_brackets(text) for name in _expand_one(part)]
+    if not names:
+        raise ValueError("the hostlist is empty")
+    return tuple(names)
+
+
+def _required(environ: Mapping[str, str], *names: str) -> str:
+    for name in names:
+        if environ.get(name):
+            return environ[name]
+    raise ValueError(f"{names[-1]} is not set: this runs inside a Slurm step (srun), or by `hpc-rl submit --local`")
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    return [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
+
+
+def _expand_one(part: str) -> list[str]:
+    match = re.search(r"\[([^\]]*)\]", part)
+    if not match:
+        return [part]
+    heads = [part[: match.start()] + index for index in _expand_ranges(match[1])]
+    tails = _expand_one(part[match.end() :])
+    return [head + tail for head in heads for tail in tails]
+
+
+def _expand_ranges(text: str) -> list[str]:
+    indices: list[str] = []
+    for item in text.split(","):
+        bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", item.strip())
+        if not bounds:
+            raise ValueError(f"{item!r} is no range of a hostlist")
+        first, last = bounds[1], bounds[2] or bounds[1]
+        indices += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+    return indices

@@ -1,0 +1,69 @@
+"""The only calls to Slurm's programs (submission itself goes through submitit). Each has a deadline."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+from hpc_rl.errors import UserError
+from hpc_rl.slurm.states import JobState, read_sacct, read_scontrol, read_squeue
+
+TIMEOUT_S = 60
+
+
+def available() -> bool:
+    """Whether this machine can submit to Slurm."""
+    return shutil.which("sbatch") is not None
+
+
+def job_state(job_id: str) -> JobState | None:
+    """The state of a job, or None where Slurm does not know (any more).
+
+    Asked in this order: sacct (complete, but only with accounting), squeue, scontrol (kept for minutes after the end).
+    """
+    columns = "JobID,State,ExitCode,NodeList,Reason"
+    recorded = read_sacct(_answer(["sacct", "-X", "-n", "-P", "--duplicates", "-o", columns, "-j", job_id]), job_id)
+    # Accounting lags behind a requeue: as long as the controller knows the job, its word is newer.
+    if recorded and recorded.ended and not _is_queued(job_id):
+        return recorded
+    queued = read_squeue(_answer(["squeue", "-h", "-t", "all", "-r", "-O", _SQUEUE_COLUMNS, "-j", job_id]), job_id)
+    if queued and not queued.ended:
+        return queued
+    return read_scontrol(_answer(["scontrol", "show", "job", "-o", job_id])) or queued or recorded
+
+
+def cancel(job_id: str) -> None:
+    """End a job.
+
+    Raises:
+        UserError: with scancel's own words.
+    """
+    result = _run(["scancel", job_id])
+    if result is None or result.returncode:
+        raise UserError(f"scancel {job_id}: {_words(result)}")
+
+
+_SQUEUE_COLUMNS = "JobArrayID:40|,State:30|,NodeList:400|,Reason:100|"
+
+
+def _is_queued(job_id: str) -> bool:
+    return bool(_answer(["squeue", "-h", "-o", "%i", "-j", job_id]).strip())
+
+
+def _answer(argv: list[str]) -> str:
+    """Standard output, or nothing where the program is missing, fails or does not answer: the next source is asked."""
+    result = _run(argv)
+    return result.stdout if result is not None and result.returncode == 0 else ""
+
+
+def _run(argv: list[str]) -> subprocess.CompletedProcess[str] | None:
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+
+
+def _words(result: subprocess.CompletedProcess[str] | None) -> str:
+    if result is None:
+        return f"not on PATH, or no answer within {TIMEOUT_S} s"
+    return " ".join(result.stderr.split()) or f"exit code {result.returncode}"

@@ -1,0 +1,115 @@
+"""Job states out of the text of sacct, squeue and scontrol. Pure functions."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+
+ENDED = frozenset(
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "REVOKED",
+        "TIMEOUT",
+    }
+)
+"""States that a job does not leave by itself (squeue's manual page, JOB STATE CODES)."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What Slurm knows of one job."""
+
+    state: str
+    """Long name in capitals: PENDING, RUNNING, COMPLETED, ... or UNKNOWN."""
+    nodes: str = ""
+    """Hostlist; empty while pending."""
+    reason: str = ""
+    """Why it waits, or why it failed, in Slurm's words."""
+    exit_code: int | None = None
+    """As a shell would see it: 128 + n for a death by signal n. None before the end."""
+    stdout: str = ""
+    """Path of the job's log, where Slurm tells it."""
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+
+def read_sacct(text: str, job_id: str) -> JobState | None:
+    """Output of `sacct -X -n -P --duplicates -o JobID,State,ExitCode,NodeList,Reason`; the job's last line counts."""
+    found = None
+    for line in text.splitlines():
+        fields = line.split("|")
+        if len(fields) == 5 and fields[0] == job_id:
+            state = _plain(fields[1])
+            exit_code = _exit_code(fields[2]) if state in ENDED else None
+            found = JobState(state, _nodes(fields[3]), _reason(fields[4]), exit_code)
+    return found
+
+
+def read_squeue(text: str, job_id: str) -> JobState | None:
+    """Output of `squeue -h -t all -O JobArrayID:|,State:|,NodeList:|,Reason:|`.
+
+    squeue does not tell an exit code, so an ended job is left to `scontrol`, whose answer has one.
+    """
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split("|")]
+        if len(fields) >= 4 and fields[0] == job_id:
+            return JobState(_plain(fields[1]), _nodes(fields[2]), _reason(fields[3]))
+    return None
+
+
+def read_scontrol(text: str) -> JobState | None:
+    """Output of `scontrol show job -o ID`, which Slurm keeps for MinJobAge (300 s) after the end."""
+    fields = dict(re.findall(r"(?:^|\s)(JobState|NodeList|Reason|ExitCode|StdOut)=(.*?)(?=\s+[A-Za-z/:]+=|\s*$)", text))
+    if "JobState" not in fields:
+        return None
+    state = _plain(fields["JobState"])
+    exit_code = _exit_code(fields.get("ExitCode", "")) if state in ENDED else None
+    return JobState(
+        state,
+        _nodes(fields.get("NodeList", "")),
+        _reason(fields.get("Reason", "")),
+        exit_code,
+        fields.get("StdOut", ""),
+    )
+
+
+def run_dir_of_script(text: str, variable: str) -> str | None:
+    """Value of `export VARIABLE=...` in a job script, as bash would read it; None without such a line."""
+    for line in text.splitlines():
+        match = re.match(rf"\s*(?:export\s+)?{variable}=(\S.*)", line)
+        if match:
+            words = shlex.split(match[1], comments=True)
+            return words[0] if words else None
+    return None
+
+
+def _plain(state: str) -> str:
+    """`CANCELLED by 1000` and `RUNNING+` are the state and something about it."""
+    words = state.split()
+    return words[0].rstrip("+") if words else "UNKNOWN"
+
+
+def _nodes(text: str) -> str:
+    return "" if text in ("(null)", "None assigned", "None") else text
+
+
+def _reason(text: str) -> str:
+    return "" if text in ("None", "(null)") else text
+
+
+def _exit_code(text: str) -> int | None:
+    """Slurm's `code:signal`."""
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if not match:
+        return None
+    return 128 + int(match[2]) if int(match[2]) else int(match[1])

@@ -1,0 +1,43 @@
+import pytest
+
+from hpc_rl.slurm.states import JobState, read_sacct, read_scontrol, read_squeue, run_dir_of_script
+
+SCONTROL = (
+    "JobId=7 JobName=my run UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901757 Nice=0 Account=(null) "
+    "QOS=(null) JobState={state} Reason={reason} Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 "
+    "ExitCode={code} RunTime=00:00:01 NodeList={nodes} BatchHost=node1 NumNodes=2 Command=/a/job.sbatch "
+    "WorkDir=/a StdErr=/a/b c/job-7.log StdIn=/dev/null StdOut=/a/b c/job-7.log Power="
+)
+
+
+def test_sacct_takes_the_last_line_of_the_job() -> None:
+    text = "7|REQUEUED|0:0|node1|None\n7|CANCELLED by 0|0:15|node[1-2]|None\n77|COMPLETED|0:0|node1|None\n"
+    assert read_sacct(text, "7") == JobState("CANCELLED", "node[1-2]", "", 143)
+    assert read_sacct(text, "8") is None
+    assert read_sacct("", "7") is None
+
+
+def test_squeue_tells_why_a_job_waits() -> None:
+    text = "7                   |PENDING             |                    |Resources           |\n"
+    state = read_squeue(text, "7")
+    assert state == JobState("PENDING", "", "Resources", None)
+    assert not state.ended
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "expected"),
+    [("COMPLETED", "0:0", 0), ("FAILED", "75:0", 75), ("CANCELLED", "0:15", 143), ("RUNNING", "0:0", None)],
+)
+def test_scontrol_has_state_exit_code_and_log(state: str, code: str, expected: int | None) -> None:
+    text = SCONTROL.format(state=state, reason="None", code=code, nodes="node[1-2]")
+    assert read_scontrol(text) == JobState(state, "node[1-2]", "", expected, "/a/b c/job-7.log")
+
+
+def test_scontrol_without_a_job_is_nothing() -> None:
+    assert read_scontrol("slurm_load_jobs error: Invalid job id specified") is None
+
+
+def test_the_run_directory_is_read_as_bash_would() -> None:
+    text = "#!/bin/bash\nexport OTHER=1\n  export RUN='/a b/$c'  # here\n"
+    assert run_dir_of_script(text, "RUN") == "/a b/$c"
+    assert run_dir_of_script("echo RUN=3", "RUN") is None
