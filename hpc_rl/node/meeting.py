@@ -1,0 +1,91 @@
+"""How the nodes of one attempt find each other: small files in the attempt's folder, each written by rename.
+
+Node 0 publishes the rendezvous address; every node says that it is there; after a stop every node waits for the others,
+so that the first one to leave does not make Slurm end those that still save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_rl.errors import UserError
+
+POLL_S = 0.05
+SHARED_TIMEOUT_S = 60
+"""NFS clients may remember for up to acdirmax (nfs(5): 60 s) that a folder was not there."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    attempt_dir: Path
+    nodes: tuple[str, ...]
+    node_rank: int
+
+    def check_shared(self, timeout_s: float = SHARED_TIMEOUT_S) -> None:
+        """Node 0 made the attempt's folder; every other node has to see it.
+
+        Raises:
+            UserError: this node does not, so the run directory is not on a shared file system.
+        """
+        if not _wait(self.attempt_dir.is_dir, timeout_s, refresh=self.attempt_dir.parent):
+            raise UserError(
+                f"node {self.nodes[self.node_rank]} does not see {self.attempt_dir}, which node {self.nodes[0]} made: "
+                "put the run directory on a file system that all nodes share"
+            )
+
+    def publish(self, address: str) -> None:
+        self._write("rendezvous", address)
+
+    def await_address(self, timeout_s: float) -> str:
+        """`host:port` from node 0.
+
+        Raises:
+            UserError: none came in time.
+        """
+        path = self.attempt_dir / ".rendezvous"
+        if not _wait(path.exists, timeout_s, refresh=self.attempt_dir):
+            raise UserError(
+                f"node {self.nodes[self.node_rank]} waited {timeout_s:.0f} s for node {self.nodes[0]} to publish its "
+                f"address in {self.attempt_dir}: see node0.log there, or raise slurm.start_timeout_s"
+            )
+        return path.read_text()
+
+    def arrive(self) -> None:
+        self._write(f"node{self.node_rank}.here", "")
+
+    def missing(self) -> list[str]:
+        """Names of the nodes that have not arrived yet."""
+        return self._without("here")
+
+    def leave_together(self, timeout_s: float) -> None:
+        """Wait until every node is about to leave, or the time is up."""
+        self._write(f"node{self.node_rank}.leaving", "")
+        _wait(lambda: not self._without("leaving"), timeout_s, refresh=self.attempt_dir)
+
+    def _without(self, mark: str) -> list[str]:
+        seen = {path.name for path in self.attempt_dir.iterdir()}
+        return [name for rank, name in enumerate(self.nodes) if f".node{rank}.{mark}" not in seen]
+
+    def _write(self, name: str, text: str) -> None:
+        partial = self.attempt_dir / f".{name}.partial{self.node_rank}"
+        partial.write_text(text)
+        partial.replace(self.attempt_dir / f".{name}")
+
+
+def named(nodes: Sequence[str]) -> str:
+    return f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {', '.join(nodes)}"
+
+
+def _wait(condition: Callable[[], bool], timeout_s: float, refresh: Path) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+        with contextlib.suppress(FileNotFoundError):
+            list(refresh.iterdir())  # makes an NFS client look again
+    return True

@@ -1,0 +1,58 @@
+"""One rank of a torchrun job: gives it a log of its own and keeps its exit code.
+
+    python -m hpc_rl.node.rank -- -m hpc_rl.finetune.train ...
+
+torchrun starts this in place of the program, since its own exit code is 1 whatever its ranks ended with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_rl.process import die_with_parent, forward_termination, shell_code, start
+from hpc_rl.run_dir import ENV_ATTEMPT_DIR
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How one rank ended."""
+
+    rank: int
+    exit_code: int
+    time: float
+    """Unix time in seconds: the first failure is the cause, later ones are its echoes."""
+
+
+def log_path(attempt_dir: Path, node_rank: int, rank: int) -> Path:
+    return attempt_dir / f"node{node_rank}-rank{rank}.log"
+
+
+def read_exits(attempt_dir: Path, node_rank: int) -> list[RankExit]:
+    """The ranks of one node that have ended, in the order in which they did."""
+    files = attempt_dir.glob(f".node{node_rank}-rank*.exit")
+    return sorted((RankExit(**json.loads(file.read_text())) for file in files), key=lambda ended: ended.time)
+
+
+def main(argv: list[str]) -> int:
+    die_with_parent()
+    program = argv[argv.index("--") + 1 :]
+    attempt_dir = Path(os.environ[ENV_ATTEMPT_DIR])
+    rank, node_rank = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
+    with log_path(attempt_dir, node_rank, rank).open("ab") as log:
+        child = start([sys.executable, "-u", *program], os.environ, log)
+        forward_termination(child)
+        ended = RankExit(rank, shell_code(child.wait()), time.time())
+    record = attempt_dir / f".node{node_rank}-rank{rank}.exit"
+    partial = record.with_suffix(".partial")
+    partial.write_text(json.dumps(ended.__dict__))
+    partial.replace(record)
+    return ended.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

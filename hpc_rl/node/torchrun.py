@@ -1,0 +1,215 @@
+"""One node of a torchrun job: from a Slurm task to torchrun and its ranks.
+
+    srun --ntasks-per-node=1 python -m hpc_rl.node.torchrun --processes 8 -- -m hpc_rl.finetune.train --config FILE
+
+The job script starts this once on each node. It exits with the code of the first rank of its node that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED, UserError
+from hpc_rl.follow import Follower
+from hpc_rl.node.meeting import POLL_S, Meeting, named
+from hpc_rl.node.network import choose_address
+from hpc_rl.node.ports import free_port
+from hpc_rl.node.rank import RankExit, log_path, read_exits
+from hpc_rl.process import GRACE_S, end, forward_termination, shell_code, start, tail
+from hpc_rl.run_dir import ENV_ATTEMPT_DIR
+from hpc_rl.slurm.allocation import Allocation, read_allocation
+
+_SIGTERM_CODE = 128 + 15
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parse(sys.argv[1:] if argv is None else argv)
+    try:
+        return run_node(options)
+    except UserError as error:
+        print(f"hpc-rl: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+def run_node(options: argparse.Namespace) -> int:
+    """Meet the other nodes, run torchrun, return the exit code for Slurm."""
+    allocation = _allocation()
+    attempt_dir = Path(_required_env(ENV_ATTEMPT_DIR))
+    meeting = Meeting(attempt_dir, allocation.nodes, allocation.node_rank)
+    meeting.check_shared()
+    meeting.arrive()
+    with _only_run(attempt_dir.parent, allocation):
+        interface, endpoint, own_address = _rendezvous(allocation, meeting, options)
+        environ = process_environment(os.environ, allocation, options.processes, interface)
+        command = torchrun_command(allocation, options.processes, endpoint, own_address, options)
+        with (attempt_dir / f"node{allocation.node_rank}.log").open("ab") as log:
+            child = start(command, environ, log)
+            try:
+                forward_termination(child)
+                _supervise(child, meeting, options.start_timeout)
+            finally:
+                end(child)
+    return _outcome(child, allocation, attempt_dir, meeting)
+
+
+def process_environment(
+    environ: Mapping[str, str], allocation: Allocation, processes: int, interface: str
+) -> dict[str, str]:
+    """The ranks' environment. What the user exported wins over every default here."""
+    defaults = {
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_CUMEM_ENABLE": "0",  # saves memory where vLLM and a trainer share a GPU, as verl and OpenRLHF set it
+        "NCCL_DEBUG": "WARN",
+        "OMP_NUM_THREADS": str(max(1, allocation.cpus // processes)),
+        "TOKENIZERS_PARALLELISM": "true",
+    }
+    if interface != "lo":  # NCCL takes no loopback for a job on one node, and needs none
+        defaults["NCCL_SOCKET_IFNAME"] = interface
+    return {**defaults, **environ}
+
+
+def torchrun_command(
+    allocation: Allocation, processes: int, endpoint: str, own_address: str, options: argparse.Namespace
+) -> list[str]:
+    """torchrun with the c10d rendezvous; restarts are Slurm's business, so it has none of its own."""
+    settings = {"is_host": int(allocation.is_head), "join_timeout": options.start_timeout}
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        f"--nnodes={len(allocation.nodes)}",
+        f"--nproc-per-node={processes}",
+        f"--node-rank={allocation.node_rank}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={endpoint}",
+        f"--rdzv-id={allocation.job_id}.{allocation.restart}",
+        f"--rdzv-conf={','.join(f'{key}={value}' for key, value in settings.items())}",
+        f"--local-addr={own_address}",
+        "--max-restarts=0",
+        "--monitor-interval=0.1",
+        "--no-python",
+        *(sys.executable, "-m", "hpc_rl.node.rank", "--", *options.program),
+    ]
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m hpc_rl.node.torchrun", description=__doc__)
+    parser.add_argument("--processes", type=int, required=True, help="ranks on this node")
+    parser.add_argument("--interface", help="network interface between the nodes (default: by the routing table)")
+    parser.add_argument("--start-timeout", type=int, default=300, help="seconds in which all nodes must have met")
+    parser.add_argument("program", nargs="+", help="-- then SCRIPT or -m MODULE, and its arguments")
+    return parser.parse_args(argv)
+
+
+def _allocation() -> Allocation:
+    try:
+        return read_allocation(os.environ, len(os.sched_getaffinity(0)))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _rendezvous(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> tuple[str, str, str]:
+    """(interface, rendezvous `host:port`, own address)."""
+    others = [name for name in allocation.nodes if name != allocation.node]
+    interface, address = choose_address(options.interface, others[0] if others else None)
+    if allocation.is_head:
+        port = free_port(f"{allocation.job_id}.{allocation.restart}", address)
+        meeting.publish(f"{address}:{port}")
+    return interface, meeting.await_address(options.start_timeout), address
+
+
+def _supervise(child: subprocess.Popen[bytes], meeting: Meeting, start_timeout: float) -> None:
+    """Until torchrun ends: show rank 0's output on the head, and give up on nodes that never come."""
+    if meeting.node_rank != 0:
+        child.wait()
+        return
+    rank0 = Follower(log_path(meeting.attempt_dir, 0, 0))
+    deadline = time.monotonic() + start_timeout
+    missing = meeting.missing()
+    while child.poll() is None:
+        time.sleep(POLL_S)
+        print(rank0.new_text(), end="", flush=True)
+        missing = missing and meeting.missing()
+        if missing and time.monotonic() > deadline:
+            raise UserError(
+                f"{named(missing)} did not start within {start_timeout:.0f} s (slurm.start_timeout_s); "
+                f"the logs are in {meeting.attempt_dir}"
+            )
+    print(rank0.new_text(), end="", flush=True)
+
+
+def _outcome(child: subprocess.Popen[bytes], allocation: Allocation, attempt_dir: Path, meeting: Meeting) -> int:
+    """The node's exit code: that of its first rank that failed. Says which one it was, with the end of its log."""
+    if child.returncode == 0:
+        return 0
+    failed = [ended for ended in read_exits(attempt_dir, allocation.node_rank) if ended.exit_code != 0]
+    # Ranks that torchrun ended after the first failure are not the cause.
+    causes = [ended for ended in failed if ended.exit_code != _SIGTERM_CODE] or failed
+    if not causes:
+        log = attempt_dir / f"node{allocation.node_rank}.log"
+        code = shell_code(child.returncode)
+        _say(f"torchrun on node {allocation.node} ended with exit code {code}; the end of {log}:\n{tail(log)}")
+        return code
+    first = causes[0]
+    if first.exit_code == EXIT_STOPPED:
+        meeting.leave_together(GRACE_S)
+    else:
+        _explain(first, causes, allocation, attempt_dir)
+    return first.exit_code
+
+
+def _explain(first: RankExit, causes: list[RankExit], allocation: Allocation, attempt_dir: Path) -> None:
+    log = log_path(attempt_dir, allocation.node_rank, first.rank)
+    shown_already = any(ended.rank == 0 and ended.exit_code == first.exit_code for ended in causes)
+    end_of_log = "" if shown_already else tail(log)
+    if first.exit_code == EXIT_BAD_INPUT and (shown_already or not end_of_log):
+        return  # bad input is one line, and rank 0 has printed it
+    meaning = " (killed: out of memory, or by hand)" if first.exit_code == 128 + 9 else ""
+    _say(
+        f"rank {first.rank} on node {allocation.node} ended with exit code {first.exit_code}{meaning}; its log is {log}"
+        + (f" and ends:\n{end_of_log}" if end_of_log else "")
+    )
+
+
+@contextmanager
+def _only_run(run_dir: Path, allocation: Allocation) -> Iterator[None]:
+    """Two jobs in one run directory would write over each other's checkpoints; the kernel drops the lock on any end."""
+    if not allocation.is_head:
+        yield
+        return
+    with (run_dir / ".lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise UserError(
+                f"another job runs in {run_dir} (job {lock.read().strip() or 'unknown'}): "
+                "wait for it or choose another run directory"
+            ) from None
+        except OSError as error:
+            # Some shared file systems have no locks; submission has already looked for a running job.
+            print(f"hpc-rl: no file lock in {run_dir} ({error.strerror}); going on without", file=sys.stderr)
+        lock.truncate(0)
+        lock.write(allocation.job_id)
+        lock.flush()
+        yield
+
+
+def _required_env(name: str) -> str:
+    if name not in os.environ:
+        raise UserError(f"{name} is not set: start this by a script that hpc-rl rendered, or by hpc-rl submit --local")
+    return os.environ[name]
+
+
+def _say(text: str) -> None:
+    print(f"hpc-rl: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
