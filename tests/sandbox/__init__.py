@@ -1,0 +1,1 @@
+"""A real multi-node Slurm cluster on one machine: see docs/sandbox.md."""

@@ -1,0 +1,59 @@
+"""Gives every machine a part of the cgroup v1 hierarchies that it sees as the whole, as separate nodes would."""
+
+from pathlib import Path
+
+from tests.sandbox.processes import wait_until
+
+ROOT = Path("/sys/fs/cgroup")
+CONTROLLERS = {"cpuset", "memory", "freezer", "devices", "cpu", "cpuacct"}
+NEEDED = {"cpuset", "memory", "freezer"}
+
+
+def hierarchies(mounts: str | None = None) -> list[Path]:
+    """Mount points of the cgroup v1 hierarchies, or none if Slurm could not confine jobs with them."""
+    found: set[str] = set()
+    points: dict[Path, None] = {}
+    for line in (Path("/proc/self/mounts").read_text() if mounts is None else mounts).splitlines():
+        _, point, kind, options = line.split()[:4]
+        controllers = CONTROLLERS & set(options.split(","))
+        if kind == "cgroup" and controllers and Path(point).parent == ROOT:
+            found |= controllers
+            points[Path(point)] = None
+    return list(points) if found >= NEEDED else []
+
+
+def create(group: str, machine: str) -> list[Path]:
+    """Make GROUP/MACHINE in each hierarchy."""
+    made = []
+    for point in hierarchies():
+        for path in (point / group, point / group / machine):
+            path.mkdir(exist_ok=True)
+            for inherited in ("cpuset.cpus", "cpuset.mems"):  # these start empty, and an empty set takes no process
+                if (path / inherited).exists():
+                    (path / inherited).write_text((path.parent / inherited).read_text())
+        made.append(point / group / machine)
+    return made
+
+
+def remove(group: str, machine: str = "", timeout: float = 10) -> None:
+    """Remove GROUP, or one MACHINE in it; their processes are dead or dying."""
+    tops = [point / group / machine for point in hierarchies()]
+    wait_until(
+        lambda: all([_remove_tree(top) for top in tops]), f"cgroups {group} to go", timeout, lambda: _tasks(tops)
+    )
+
+
+def _remove_tree(top: Path) -> bool:
+    if not top.exists():
+        return True
+    # A cgroup directory is removed by rmdir alone, though it shows files; deepest first.
+    for directory in sorted((path for path in [top, *top.rglob("*")] if path.is_dir()), reverse=True):
+        try:
+            directory.rmdir()
+        except OSError:  # a process in it is not gone yet, or a directory below is left for that reason
+            return False
+    return True
+
+
+def _tasks(tops: list[Path]) -> str:
+    return "\n".join(f"{path}: {path.read_text().split()}" for top in tops for path in top.rglob("cgroup.procs"))

@@ -1,0 +1,237 @@
+"""A real multi-node Slurm cluster on this machine, as a context manager."""
+
+import atexit
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tests.sandbox import cgroups, config, machines, network, state
+from tests.sandbox.config import Spec
+from tests.sandbox.processes import Process, SandboxError, wait_until
+
+FINAL_STATES = frozenset(
+    ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE")
+)
+COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "nsenter", "unshare", "setpriv")
+ACCOUNTING_COMMANDS = ("slurmdbd", "mariadbd")
+
+
+def missing(accounting: bool = False) -> str | None:
+    """One line on what a sandbox lacks here, or None."""
+    if os.geteuid() != 0:
+        return "the Slurm sandbox needs root (network namespaces, cgroups)"
+    wanted = COMMANDS + (ACCOUNTING_COMMANDS if accounting else ())
+    lacking = [command for command in wanted if not shutil.which(command, path=machines.PATH)]
+    if lacking:
+        return f"the Slurm sandbox lacks {', '.join(lacking)}: run .ci/install-slurm"
+    # Root in a container may be refused what a sandbox is made of.
+    probe = ["unshare", *machines.NAMESPACES, "sh", "-ec", "ip link add type veth; ip link add type bridge"]
+    tried = subprocess.run(probe, capture_output=True, text=True, timeout=20, env={"PATH": machines.PATH})
+    if tried.returncode != 0:
+        return f"the Slurm sandbox cannot make network namespaces: {' '.join(tried.stderr.split())}"
+    return None
+
+
+class Cluster:
+    """`with Cluster(nodes=3) as cluster: cluster.run(["sbatch", ...])`. Parameters: the fields of `Spec`.
+
+    It ends with this process, however that ends, unless `detach` is called.
+    """
+
+    def __init__(
+        self, nodes: int = 3, *, name: str = "default", partitions: Mapping[str, str] | None = None, **spec: Any
+    ):
+        if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", name):
+            raise SandboxError(f"sandbox name {name!r}: use 1 to 32 of a-z, 0-9 and '-'")
+        self.spec = Spec(name, nodes, partitions=partitions or dict(config.PARTITIONS), **spec)
+        limits = {"nodes": (1, 200), "cpus": (1, 1024), "memory_mb": (64, 10**8), "gpus": (0, 64)}
+        for what, (least, most) in limits.items():
+            if not least <= getattr(self.spec, what) <= most:
+                raise SandboxError(f"sandbox with {what}={getattr(self.spec, what)}: use {least} to {most}")
+        self.name = name
+        self.base = self.spec.base
+        self.shared: Path = self.base / "shared"
+        """A directory that all nodes see under the same path; their /tmp is their own."""
+        self.nodes = self.spec.node_names
+        self.env = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH"))}
+        self.env |= {"SLURM_CONF": str(self.base / "etc/slurm.conf"), "PATH": machines.PATH}
+        self._launchers: dict[str, subprocess.Popen[str]] = {}
+
+    @classmethod
+    def attach(cls, name: str = "default") -> Self:
+        """A sandbox that another process made."""
+        return cls(**vars(state.read(name).spec))
+
+    def __enter__(self) -> Self:
+        self.up()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.down()
+
+    def up(self, timeout: float = 60) -> None:
+        """Start it and wait until all nodes are idle."""
+        if lacking := missing(self.spec.accounting):
+            raise SandboxError(lacking)
+        subnet = state.claim(self.spec)
+        atexit.register(self._down_at_exit, os.getpid())
+        try:
+            machines.write_files(self.spec, subnet)
+            self._start_machine("ctl")
+            for node in self.nodes:
+                self._start_machine(node)
+            self.wait_idle(timeout)
+        except BaseException:
+            self.down()
+            raise
+
+    def down(self) -> None:
+        """Remove everything, the shared directory too, unless the name has passed to another process meanwhile."""
+        with state.lock():
+            if not state.in_use(self.name) or state.read(self.name).owner in (None, Process.of(os.getpid())):
+                state.remove(self.name)
+        for launcher in self._launchers.values():
+            machines.reap(launcher)
+        self._launchers.clear()
+        atexit.unregister(self._down_at_exit)
+
+    def _down_at_exit(self, owner: int) -> None:
+        if os.getpid() == owner:  # not in a forked child
+            self.down()
+
+    def detach(self) -> None:
+        """Leave the cluster running when this process ends."""
+        for launcher in self._launchers.values():
+            machines.detach(launcher)
+        self._launchers.clear()
+        state.write(state.read(self.name)._replace(owner=None))
+        atexit.unregister(self._down_at_exit)
+
+    # What tests do with it
+
+    def run(
+        self, argv: Sequence[str | Path], timeout: float | None = 60, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on this machine as on a login node. Options are those of `subprocess.run`."""
+        settings: dict[str, Any] = {"env": self.env, "capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+        if options.keys() & {"stdout", "stderr"}:
+            del settings["capture_output"]
+        if "input" in options:
+            del settings["stdin"]
+        try:
+            return subprocess.run([str(word) for word in argv], timeout=timeout, **settings | options)
+        except subprocess.CalledProcessError as error:  # with check=True; its own text leaves out what was printed
+            error.add_note(f"{error.stdout or ''}{error.stderr or ''}".strip())
+            raise
+
+    def exec_on(
+        self, node: str, argv: Sequence[str | Path], timeout: float | None = 60, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on a node (or `ctl`) behind Slurm's back, in the node's namespaces, from directory /."""
+        process = state.machines(self.name).get(node)
+        if not process or not process.is_alive():
+            raise SandboxError(f"sandbox {self.name}: {node} is not up")
+        spaces = ["--net", "--uts", "--ipc", "--mount", "--pid", *(["--cgroup"] if cgroups.hierarchies() else [])]
+        # The command is nsenter's child on the node, and ends with nsenter when the timeout ends that.
+        enter = ["nsenter", f"--target={process.pid}", *spaces, "--", "setpriv", "--pdeathsig=KILL", "--"]
+        return self.run([*enter, *argv], timeout, **options)
+
+    def node_states(self) -> dict[str, str]:
+        """Node -> state in small letters with Slurm's flags, like `idle`, `mixed`, `down*`; empty if nobody answers."""
+        try:
+            answer = self.run(["sinfo", "--noheader", "--Node", "--format=%N %T"], timeout=20)
+        except subprocess.TimeoutExpired:
+            return {}
+        return dict(line.split() for line in answer.stdout.splitlines())
+
+    def wait_idle(self, timeout: float = 60) -> None:
+        """Wait until every node is up and runs no job."""
+        idle = dict.fromkeys(self.nodes, "idle")
+        subnet = state.read(self.name).subnet
+
+        def check() -> bool:
+            self._expect_machines()
+            return network.answers(subnet, config.SLURMCTLD_PORT) and self.node_states() == idle
+
+        wait_until(check, f"all nodes of sandbox {self.name} to be idle", timeout, self.diagnosis)
+
+    def job_state(self, job_id: int | str) -> str:
+        """Slurm's JobState, like PENDING. It is known until MinJobAge (300 s) after the job's end."""
+        answer = self.run(["scontrol", "show", "job", "--oneliner", str(job_id)], timeout=20)
+        found = re.search(r"\bJobState=(\S+)", answer.stdout)
+        if not found:
+            raise SandboxError(f"job {job_id}: {answer.stderr.strip() or answer.stdout.strip()}")
+        return found[1]
+
+    def wait_job(self, job_id: int | str, timeout: float = 60, states: Collection[str] = FINAL_STATES) -> str:
+        """Wait until the job is in one of `states`, and return which."""
+        seen: list[str] = []
+
+        def check() -> bool:
+            seen.append(self.job_state(job_id))
+            return seen[-1] in states
+
+        wanted = "end" if states == FINAL_STATES else f"become {' or '.join(sorted(states))}"
+        show = ["scontrol", "show", "job", str(job_id)]
+        wait_until(check, f"job {job_id} to {wanted}", timeout, lambda: self.run(show, timeout=20).stdout)
+        return seen[-1]
+
+    def kill_node(self, node: str, notice: bool = True) -> None:
+        """End a node as a power failure does: all its processes and its network, without a word to its peers.
+
+        With `notice` the controller is told at once; otherwise it finds out after SlurmdTimeout.
+        """
+        network.unplug(state.machines(self.name)["ctl"].pid, self.nodes.index(node) + 1)
+        state.end_machine(self.name, node)
+        if launcher := self._launchers.pop(node, None):
+            machines.reap(launcher)
+        if notice:
+            self._update_node(node, "State=DOWN", "Reason=power failure")
+
+    def restore_node(self, node: str, timeout: float = 60) -> None:
+        """Start a killed node again, empty, and wait until jobs can run there."""
+        self._start_machine(node)
+        owner = state.read(self.name).owner
+        if not owner or owner.pid != os.getpid():  # then the node must outlive this process
+            machines.detach(self._launchers.pop(node))
+        up = {"idle", "mixed", "allocated"}
+        wait_until(lambda: self.node_states().get(node) in up, f"{node} to come back", timeout, self.diagnosis)
+
+    # Diagnostics
+
+    def slurmctld_log(self) -> str:
+        return self._log("slurmctld.log")
+
+    def slurmd_log(self, node: str) -> str:
+        return self._log(f"slurmd.{node}.log")
+
+    def diagnosis(self) -> str:
+        """What to look at when something did not come about: node states and the ends of all logs."""
+        parts = [f"node states: {self.node_states()}"]
+        for path in sorted((self.base / "log").glob("*.log")):
+            parts.append(f"--- {path.name}\n" + "\n".join(self._log(path.name).splitlines()[-12:]))
+        return "\n".join(parts)
+
+    def _log(self, name: str) -> str:
+        path = self.base / "log" / name
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def _expect_machines(self) -> None:
+        ended = [machine for machine, process in state.machines(self.name).items() if not process.is_alive()]
+        if ended:
+            raise SandboxError(f"sandbox {self.name}: {', '.join(ended)} ended\n{self.diagnosis()}")
+
+    # How it is made
+
+    def _start_machine(self, machine: str) -> None:
+        self._launchers[machine] = machines.start(state.read(self.name), machine)
+
+    def _update_node(self, node: str, *settings: str) -> None:
+        self.run(["scontrol", "update", f"NodeName={node}", *settings], timeout=20, check=True)

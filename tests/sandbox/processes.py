@@ -1,0 +1,51 @@
+"""Processes that are told apart by pid and start time, and waits that have a deadline."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+
+class SandboxError(RuntimeError):
+    """Something in the sandbox did not happen; the message says what was awaited and what was found."""
+
+
+class Process(NamedTuple):
+    """A pid alone may be reused; a pid with its start time (in clock ticks since boot) names one process for ever."""
+
+    pid: int
+    start: int
+
+    @classmethod
+    def of(cls, pid: int) -> "Process":
+        return cls(pid, _stat(pid)[1])
+
+    def is_alive(self) -> bool:
+        try:
+            state, start = _stat(self.pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        return start == self.start and state not in "ZX"
+
+    def kill(self) -> None:
+        if self.is_alive():
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State and start time. The command's name is skipped from its right end, since it may hold spaces and brackets."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+def wait_until(check: Callable[[], bool], what: str, timeout: float, found: Callable[[], str] | None = None) -> None:
+    """Poll `check`. The error names `what` was awaited and what was `found` instead."""
+    deadline = time.monotonic() + timeout
+    while not check():
+        if time.monotonic() > deadline:
+            raise SandboxError(f"waited {timeout:g} s for {what}" + (f"; found:\n{found()}" if found else ""))
+        time.sleep(0.05)

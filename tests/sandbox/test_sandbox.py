@@ -1,0 +1,298 @@
+"""The sandbox behaves as a cluster of separate nodes, and leaves nothing behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.sandbox import cgroups, config, network, state
+from tests.sandbox.__main__ import main
+from tests.sandbox.cluster import Cluster, missing
+from tests.sandbox.config import Spec
+from tests.sandbox.processes import Process, SandboxError, wait_until
+
+REPOSITORY = Path(__file__).parents[2]
+sandbox = pytest.mark.sandbox
+
+
+@pytest.fixture(autouse=True)
+def whole(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test ends with all nodes of the shared cluster up and idle."""
+    yield
+    if "slurm_cluster" in request.fixturenames:
+        request.getfixturevalue("slurm_cluster").wait_idle(30)
+
+
+def submit(cluster: Cluster, body: str, *options: str) -> str:
+    script = f"#!/bin/bash\n{body}\n"
+    output = f"--output={cluster.shared}/%j.out"
+    done = cluster.run(["sbatch", "--parsable", output, *options], input=script, check=True)
+    return done.stdout.strip()
+
+
+# Pure functions: no root, no Slurm
+
+
+def test_slurm_conf_states_the_cluster() -> None:
+    spec = Spec("x", nodes=4, cpus=8, memory_mb=16000, gpus=2)
+    text = config.slurm_conf(spec, "10.77.5", confined=True, cores=True)
+    assert "SlurmctldHost=ctl(10.77.5.254)" in text
+    assert "NodeName=node[1-4] NodeAddr=10.77.5.[1-4] Sockets=1 CoresPerSocket=8" in text
+    assert "RealMemory=16000 Gres=gpu:2" in text
+    assert "PartitionName=debug Nodes=ALL State=UP Default=YES" in text
+    assert "AccountingStorageType" not in text
+
+
+def test_without_cgroup_v1_nothing_asks_for_confinement() -> None:
+    assert "cgroup" not in config.slurm_conf(Spec("x"), "10.77.5", confined=False, cores=True)
+    assert "=yes" not in config.cgroup_conf(confined=False, cores=True, devices=True)
+    assert not cgroups.hierarchies("cgroup2 /sys/fs/cgroup cgroup2 rw,nosuid 0 0\n")
+
+
+def test_interface_names_fit_the_kernel() -> None:
+    names = [network.host_link(f"{'long-name-' * 3}{number}") for number in range(50)]
+    assert len(set(names)) == 50 and all(len(name) <= 15 for name in names)
+
+
+def test_a_pid_with_another_start_time_is_another_process() -> None:
+    mine = Process.of(os.getpid())
+    assert mine.is_alive() and not mine._replace(start=mine.start - 1).is_alive()
+
+
+@pytest.mark.parametrize("wrong", [{"name": "Not/A/Name"}, {"nodes": 0}, {"cpus": 0}])
+def test_what_cannot_be_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(SandboxError, match="use"):
+        Cluster(**wrong)  # type: ignore[arg-type]
+
+
+def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert main(["up"]) == 2
+    assert capsys.readouterr().err == "the Slurm sandbox needs root (network namespaces, cgroups)\n"
+
+
+# A cluster
+
+
+@sandbox
+def test_srun_reaches_every_node(slurm_cluster: Cluster) -> None:
+    done = slurm_cluster.run(["srun", "--nodes=3", "hostname"], check=True)
+    assert sorted(done.stdout.split()) == ["node1", "node2", "node3"]
+
+
+@sandbox
+def test_jobs_are_confined_to_their_cores_and_memory(slurm_cluster: Cluster) -> None:
+    if not cgroups.hierarchies():
+        pytest.skip("no cgroup v1 on this machine")
+    assert slurm_cluster.run(["srun", "--cpus-per-task=1", "nproc"], check=True).stdout == "1\n"
+    greedy = ["srun", "--mem=100", sys.executable, "-c", "print(len(b'x' * (300 << 20)))"]
+    killed = slurm_cluster.run(greedy)
+    assert killed.returncode != 0 and "Out Of Memory" in killed.stderr
+
+
+@sandbox
+def test_fake_gpus_are_allocated(slurm_cluster: Cluster) -> None:
+    show = "echo $SLURM_GPUS_ON_NODE; for gpu in $BASE/gpus/*; do (: <$gpu) 2>&1 | sed 's/.*: //'; done"
+    env = slurm_cluster.env | {"BASE": str(slurm_cluster.base)}
+    done = slurm_cluster.run(["srun", "--gres=gpu:1", "bash", "-c", show], env=env, check=True)
+    assert done.stdout.splitlines()[0] == "1"
+    if "ConstrainDevices=yes" in (slurm_cluster.base / "etc/cgroup.conf").read_text():
+        assert done.stdout.splitlines()[1:] == ["No such device or address", "Operation not permitted"]
+    assert slurm_cluster.run(["srun", "--gres=gpu:3", "true"]).returncode != 0
+
+
+@sandbox
+def test_nodes_are_separate_machines(slurm_cluster: Cluster) -> None:
+    mark = "for place in /tmp /dev/shm; do echo $(hostname) >$place/mark-$SLURM_JOB_ID; done"
+    job = submit(slurm_cluster, f"srun bash -c '{mark}; ip -4 -br a show eth0; ps -e | wc -l; ls /tmp'", "--nodes=2")
+    assert slurm_cluster.wait_job(job) == "COMPLETED"
+    for node in ("node1", "node2"):
+        for place in ("/tmp", "/dev/shm"):
+            assert slurm_cluster.exec_on(node, ["cat", f"{place}/mark-{job}"]).stdout == f"{node}\n"
+    assert not list(Path("/tmp").glob(f"mark-{job}")) and not list(Path("/dev/shm").glob(f"mark-{job}"))
+    assert (slurm_cluster.shared / f"{job}.out").read_text().count("UP") == 2
+    assert slurm_cluster.exec_on("node3", ["hostname"]).stdout == "node3\n"
+
+
+@sandbox
+def test_nodes_talk_by_tcp(slurm_cluster: Cluster) -> None:
+    talk = """
+import os, socket
+number = int(os.environ["SLURM_NODEID"])
+if number == 0:
+    server = socket.create_server(("", 5000))
+    server.settimeout(20)
+    print(server.accept()[0].recv(99).decode(), flush=True)
+else:
+    for attempt in range(200):
+        try:
+            socket.create_connection(("node1", 5000), timeout=20).sendall(os.uname().nodename.encode())
+            break
+        except ConnectionRefusedError:
+            __import__("time").sleep(0.05)
+"""
+    done = slurm_cluster.run(["srun", "--nodelist=node[1-2]", sys.executable, "-c", talk], check=True)
+    assert done.stdout == "node2\n"
+
+
+@sandbox
+def test_a_requeued_job_starts_again_soon(slurm_cluster: Cluster) -> None:
+    job = submit(slurm_cluster, '((SLURM_RESTART_COUNT)) || { scontrol requeue "$SLURM_JOB_ID"; sleep 60; }')
+    assert slurm_cluster.wait_job(job, 40) == "COMPLETED"
+    assert "Restarts=1" in slurm_cluster.run(["scontrol", "show", "job", job], check=True).stdout
+
+
+@sandbox
+def test_what_runs_past_its_timeout_is_ended_on_the_node_too(slurm_cluster: Cluster) -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        slurm_cluster.exec_on("node1", ["sleep", "4321"], timeout=0.5)
+
+    def found() -> str:
+        return slurm_cluster.exec_on("node1", ["sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"]).stdout
+
+    wait_until(lambda: "sleep 4321" not in found(), "sleep to end", 10, found)
+
+
+@sandbox
+def test_other_users_can_submit(slurm_cluster: Cluster) -> None:
+    who = slurm_cluster.run(["srun", "--chdir=/", "id", "--user"], user=65534, check=True)
+    assert who.stdout == "65534\n"
+
+
+@sandbox
+def test_no_accounting_unless_asked_for(slurm_cluster: Cluster) -> None:
+    assert slurm_cluster.run(["sacct"]).returncode != 0
+
+
+@sandbox
+@pytest.mark.slow
+def test_accounting(accounting_cluster: Cluster) -> None:
+    accounting_cluster.run(["srun", "--job-name=kept", "--gres=gpu:1", "true"], check=True)
+    sacct = ["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobName,State,AllocTRES"]
+
+    def found() -> str:
+        return accounting_cluster.run(sacct, check=True).stdout
+
+    wait_until(lambda: re.search(r"kept\|COMPLETED\|.*gres/gpu=1", found()) is not None, "sacct to know", 20, found)
+
+
+@sandbox
+@pytest.mark.slow
+def test_a_node_can_fail_and_come_back(slurm_cluster: Cluster) -> None:
+    reach = ["timeout", "2", "bash", "-c", ": </dev/tcp/node3/6818"]  # slurmd's port
+    slurm_cluster.exec_on("node1", reach, check=True)
+    body = "((SLURM_RESTART_COUNT)) || srun sleep 60; hostname"
+    job = submit(slurm_cluster, body, "--nodelist=node3")
+    slurm_cluster.wait_job(job, states={"RUNNING"})
+    slurm_cluster.kill_node("node3")
+    assert slurm_cluster.exec_on("node1", reach).returncode != 0
+    assert slurm_cluster.node_states()["node3"].startswith("down")
+    assert slurm_cluster.wait_job(job, states={"PENDING"}) == "PENDING"
+    slurm_cluster.restore_node("node3")
+    slurm_cluster.exec_on("node1", reach, check=True)
+    assert slurm_cluster.wait_job(job, 40) == "COMPLETED"
+    assert (slurm_cluster.shared / f"{job}.out").read_text().split()[-1] == "node3"
+
+
+# Nothing is left
+
+
+def traces(name: str) -> dict[str, str]:
+    """The lists of things on this machine which name something of a sandbox."""
+    listing = {
+        "processes": "\n".join(path.read_text().replace("\0", " ") for path in command_lines()),
+        "links": subprocess.run(["ip", "link"], capture_output=True, text=True, check=True, timeout=20).stdout,
+        "namespaces": "\n".join(os.listdir("/run/netns")) if Path("/run/netns").exists() else "",
+        "mounts": Path("/proc/self/mounts").read_text(),
+        "cgroups": "\n".join(str(path) for point in cgroups.hierarchies() for path in point.iterdir()),
+        "directories": "\n".join(os.listdir("/var/tmp") + os.listdir("/tmp") + os.listdir("/dev/shm")),
+    }
+    mark = rf"hpc-rl-sandbox-{name}(?![\w-])|{network.host_link(name)}"
+    return {what: text for what, text in listing.items() if re.search(mark, text)}
+
+
+def command_lines() -> Iterator[Path]:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            path.read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        yield path
+
+
+@pytest.fixture
+def own_name() -> Iterator[str]:
+    """Name of a sandbox that a test makes by the command line and that may be left by a failed test."""
+    if lacking := missing():
+        pytest.skip(lacking)
+    name = f"own-{os.getpid()}"
+    yield name
+    with state.lock():
+        state.remove(name)
+
+
+def cli(*argv: str) -> list[str]:
+    return [sys.executable, "-m", "tests.sandbox", *argv]
+
+
+@sandbox
+@pytest.mark.slow
+def test_up_and_down_leave_nothing(own_name: str) -> None:
+    def call(*argv: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(cli(*argv), capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+
+    assert not traces(own_name)
+    up = call("up", "--nodes=2", "--gpus=1", "--name", own_name)
+    assert up.returncode == 0, up.stderr
+    assert f"export SLURM_CONF={Spec(own_name).base}/etc/slurm.conf" in up.stdout
+    assert {"processes", "links", "directories"} <= traces(own_name).keys()
+    cluster = Cluster.attach(own_name)
+    job = submit(cluster, "setsid nohup sleep 300 & disown; srun sleep 300", "--nodes=2")
+    cluster.wait_job(job, states={"RUNNING"})
+    again = call("up", "--name", own_name)
+    assert again.returncode == 1 and "is up already" in again.stderr
+    assert f"{own_name}: node1 mixed, node2 mixed" in call("status").stdout
+    assert call("exec", "--name", own_name, "node2", "hostname").stdout == "node2\n"
+    assert call("down", "--name", own_name).returncode == 0
+    assert not traces(own_name)
+
+
+@sandbox
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["sandbox.json", "machines/ctl", "machines/node2", "log/slurmd.node2.log"])
+def test_a_killed_launcher_takes_its_cluster_along(own_name: str, moment: str) -> None:
+    make = (
+        f"import signal; from tests.sandbox.cluster import Cluster; Cluster(2, name='{own_name}').up(); signal.pause()"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", make], cwd=REPOSITORY)
+    try:
+        wait_until((Spec(own_name).base / moment).exists, f"{moment} to be written", 30)
+    finally:
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait(20)
+    # The kernel ends the processes and the network without anybody's help; files and cgroups are left to the next up.
+    left = {"processes", "links"}
+    wait_until(lambda: not left & traces(own_name).keys(), "its end", 20, lambda: str(list(traces(own_name))))
+    assert "directories" in traces(own_name) and not state.in_use(own_name)
+    with Cluster(1, name=f"{own_name}-next"):
+        assert not traces(own_name)
+    assert not traces(f"{own_name}-next")
+
+
+@sandbox
+@pytest.mark.slow
+def test_two_clusters_at_once_and_one_poses_as_large(slurm_cluster: Cluster) -> None:
+    with Cluster(1, name=f"second-{os.getpid()}", cpus=64, memory_mb=999000) as second:
+        assert second.run(["srun", "hostname"], check=True).stdout == "node1\n"
+        assert second.run(["srun", "--cpus-per-task=64", "sh", "-c", "echo $SLURM_CPUS_ON_NODE"]).stdout == "64\n"
+        long = submit(second, "sleep 60")
+        assert second.wait_job(long, states={"RUNNING"}) == "RUNNING"
+        assert slurm_cluster.run(["srun", "--nodes=3", "true"]).returncode == 0
+        assert second.node_states() == {"node1": "mixed"}
+    assert not traces(second.name)
+    assert slurm_cluster.run(["srun", "--nodelist=node1", "hostname"], check=True).stdout == "node1\n"
