@@ -439,3 +439,7 @@ def _note(text: str) -> None:
 def _leave(code: int) -> NoReturn:
     sys.stdout.flush()
     raise typer.Exit(code)
+
+
+if __name__ == "__main__":
+    main()

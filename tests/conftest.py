@@ -1,7 +1,9 @@
 """Slurm clusters for tests: real ones, made on this machine by tests/sandbox, or a skip with the reason."""
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,16 +11,14 @@ import pytest
 from tests.sandbox.cluster import Cluster, missing
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "sandbox: needs a real Slurm on this machine, hence root and Slurm's packages")
-    config.addinivalue_line("markers", "slow: takes more than a few seconds")
-
-
 def sandbox_cluster(name: str, **spec: Any) -> Iterator[Cluster]:
     """A cluster that ends with the fixture, or with this process however that ends. Its name is this run's own."""
     if lacking := missing(bool(spec.get("accounting"))):
         pytest.skip(lacking)
-    with Cluster(name=f"{name}-{os.getpid()}", **spec) as cluster:
+    # Nodes with a /tmp of their own would not see a checkout or an environment below it.
+    homes = [Path(__file__).resolve(), Path(sys.prefix).resolve()]
+    own_tmp = not any(home.is_relative_to("/tmp") for home in homes)
+    with Cluster(name=f"{name}-{os.getpid()}", own_tmp=own_tmp, **spec) as cluster:
         yield cluster
 
 

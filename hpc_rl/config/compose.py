@@ -81,7 +81,8 @@ def dump(config: BaseModel) -> str:
     """YAML of every key, readable by `load_config`."""
     import yaml
 
-    text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    # ASCII only: PyYAML writes some Unicode line breaks as they are and reads them back as spaces.
+    text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120)
     return text
 
 

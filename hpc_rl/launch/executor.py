@@ -38,7 +38,12 @@ class ScriptJob(SlurmJob[Any]):
 
 
 class ScriptExecutor(SlurmExecutor):
-    """Submits one finished script as it stands."""
+    """Submits one finished script as it stands.
+
+    Args:
+        folder: where submitit keeps the script while it submits. Slurm takes a copy, so the folder may be a temporary
+            one; an existing one, since submitit makes none.
+    """
 
     job_class = ScriptJob
 
@@ -52,7 +57,6 @@ class ScriptExecutor(SlurmExecutor):
         Raises:
             UserError: sbatch refused; its own words are the message.
         """
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             # submitit prints sbatch's complaint and raises it too: once is enough.
             with contextlib.redirect_stderr(io.StringIO()):
@@ -73,5 +77,5 @@ class ScriptExecutor(SlurmExecutor):
 
 
 def _words(stderr: str) -> str:
-    text = " ".join(stderr.split())
-    return text.removeprefix("sbatch: error: ") or f"no answer within {commands.TIMEOUT_S} s"
+    lines = [line.strip().removeprefix("sbatch: ").removeprefix("error: ") for line in stderr.splitlines()]
+    return "; ".join(line for line in lines if line) or f"no answer within {commands.TIMEOUT_S} s"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -73,7 +76,8 @@ def submit(job: Job, script: str) -> str:
     made = not job.run_dir.path.exists()
     prepare(job, script, None)
     try:
-        submitted = ScriptExecutor(job.run_dir.path / ".submitit", script).submit_script()
+        with tempfile.TemporaryDirectory() as folder:
+            submitted = ScriptExecutor(Path(folder), script).submit_script()
     except UserError:
         if made:
             _remove(job.run_dir.path)
@@ -133,8 +137,6 @@ def stop(run: RunDir) -> str:
 
 
 def _end_local(run: RunDir) -> None:
-    import signal
-
     job = runs.read_json(run.job)
     pid = int(job["pid"])
     if runs.process_alive(pid, int(job["start_time"])):
@@ -142,8 +144,6 @@ def _end_local(run: RunDir) -> None:
 
 
 def _remove(folder: Path) -> None:
-    import shutil
-
     shutil.rmtree(folder)
     if folder.parent == runs.ROOT.absolute() and not any(folder.parent.iterdir()):
         folder.parent.rmdir()

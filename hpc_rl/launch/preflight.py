@@ -13,6 +13,7 @@ from hpc_rl.config.schema import DataConfig, ModelConfig, SftConfig
 from hpc_rl.data.rows import CannotCheck, check_file, is_file
 from hpc_rl.errors import UserError
 from hpc_rl.launch.render import Job
+from hpc_rl.slurm import commands
 
 MAX_ROWS = 10_000
 """Rows of a data file that are looked at here; the job itself looks at all of them."""
@@ -28,6 +29,8 @@ def check(job: Job) -> list[str]:
         UserError: all problems, a line each.
     """
     checks: list[Callable[[], str | None]] = [partial(check_run_dir, job.run_dir.path)]
+    if job.after is not None:
+        checks.append(partial(check_after, job.after))
     if isinstance(job.config, SftConfig):
         model, data = job.config.model, job.config.data
         checks += [partial(check_model, model), partial(check_chat_template, model, data)]
@@ -55,6 +58,18 @@ def check_run_dir(path: Path) -> None:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise UserError(f"run directory {path} is not writable: {existing}: {error.strerror}") from error
+
+
+def check_after(job_id: str) -> str | None:
+    """A job after one that has failed, or that never was, would wait for ever or not at all."""
+    if not commands.available():
+        return f"job {job_id} is looked up when the script is submitted"
+    state = commands.job_state(job_id)
+    if state is None:
+        raise UserError(f"--after {job_id}: Slurm does not know this job")
+    if state.ended and state.state != "COMPLETED":
+        raise UserError(f"--after {job_id}: this job is {state.state}, so a job after it would never start")
+    return None
 
 
 def check_data(file: str, data: DataConfig) -> str | None:

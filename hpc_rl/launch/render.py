@@ -74,6 +74,8 @@ def render(job: Job) -> str:
 
 def bash_word(text: str) -> str:
     """One word of bash with exactly this value, on one line (bash's manual page, QUOTING)."""
+    if _RESERVED.fullmatch(text):
+        return f"'{text}'"
     if not _CONTROL.search(text):
         return shlex.quote(text)
     escapes = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
@@ -81,7 +83,7 @@ def bash_word(text: str) -> str:
 
 
 def directive_word(value: str | int) -> str:
-    """A value of an #SBATCH line, which sbatch splits at blanks and unquotes with backslashes.
+    """A value of an #SBATCH line: sbatch knows double quotes, and backslashes before a quote or a backslash.
 
     Raises:
         UserError: it has a line break or another control character, which no directive can hold.
@@ -89,10 +91,13 @@ def directive_word(value: str | int) -> str:
     text = str(value)
     if _CONTROL.search(text):
         raise UserError(f"{text!r} has a line break or control character, which no #SBATCH line can hold")
-    return re.sub(r"([^A-Za-z0-9_@%+=:,./\[\]()&|*{}^~!?<>-])", r"\\\1", text)
+    if re.fullmatch(r"[A-Za-z0-9_@%+=:,./&|*-]+", text):
+        return text
+    return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_RESERVED = re.compile("if|then|else|elif|fi|case|esac|for|select|while|until|do|done|in|function|time|coproc")
 
 
 def _values(job: Job) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def find_run(target: str) -> RunDir:
     if target.isdigit():
         return _run_of_job(target)
     if Path(target).is_dir():
-        raise UserError(f"{target} is a folder, but no run directory (no job.json, no config.yaml)")
+        raise UserError(f"{target} is a folder, but no run directory (no job.sbatch, no config.yaml)")
     names = sorted(path.name for path in _below_root())
     close = difflib.get_close_matches(target, names, n=1, cutoff=0.4)
     raise UserError(
@@ -72,7 +72,7 @@ def find_run(target: str) -> RunDir:
 
 
 def is_run(path: Path) -> bool:
-    return any((path / mark).is_file() for mark in ("job.json", "status.json", "config.yaml"))
+    return any((path / mark).is_file() for mark in ("job.sbatch", "job.json", "status.json", "config.yaml"))
 
 
 def current_job(run: RunDir) -> str | None:

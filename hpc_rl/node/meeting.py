@@ -15,8 +15,8 @@ from pathlib import Path
 from hpc_rl.errors import UserError
 
 POLL_S = 0.05
-SHARED_TIMEOUT_S = 60
-"""NFS clients may remember for up to acdirmax (nfs(5): 60 s) that a folder was not there."""
+SHARED_TIMEOUT_S = 20
+"""NFS clients look again when the folder above is listed (close-to-open, nfs(5)); this leaves them time for it."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ class RankExit:
     """How one rank ended."""
 
     rank: int
+    node_rank: int
     exit_code: int
     time: float
     """Unix time in seconds: the first failure is the cause, later ones are its echoes."""
@@ -32,9 +33,9 @@ def log_path(attempt_dir: Path, node_rank: int, rank: int) -> Path:
     return attempt_dir / f"node{node_rank}-rank{rank}.log"
 
 
-def read_exits(attempt_dir: Path, node_rank: int) -> list[RankExit]:
-    """The ranks of one node that have ended, in the order in which they did."""
-    files = attempt_dir.glob(f".node{node_rank}-rank*.exit")
+def read_exits(attempt_dir: Path) -> list[RankExit]:
+    """The ranks of all nodes that have ended, in the order in which they did."""
+    files = attempt_dir.glob(".node*-rank*.exit")
     return sorted((RankExit(**json.loads(file.read_text())) for file in files), key=lambda ended: ended.time)
 
 
@@ -42,11 +43,11 @@ def main(argv: list[str]) -> int:
     die_with_parent()
     program = argv[argv.index("--") + 1 :]
     attempt_dir = Path(os.environ[ENV_ATTEMPT_DIR])
-    rank, node_rank = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
+    rank, node_rank = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])  # as torchrun sets them
     with log_path(attempt_dir, node_rank, rank).open("ab") as log:
         child = start([sys.executable, "-u", *program], os.environ, log)
         forward_termination(child)
-        ended = RankExit(rank, shell_code(child.wait()), time.time())
+        ended = RankExit(rank, node_rank, shell_code(child.wait()), time.time())
     record = attempt_dir / f".node{node_rank}-rank{rank}.exit"
     partial = record.with_suffix(".partial")
     partial.write_text(json.dumps(ended.__dict__))

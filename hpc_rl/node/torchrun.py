@@ -47,9 +47,9 @@ def run_node(options: argparse.Namespace) -> int:
     meeting.check_shared()
     meeting.arrive()
     with _only_run(attempt_dir.parent, allocation):
-        interface, endpoint, own_address = _rendezvous(allocation, meeting, options)
+        interface, endpoint = _rendezvous(allocation, meeting, options)
         environ = process_environment(os.environ, allocation, options.processes, interface)
-        command = torchrun_command(allocation, options.processes, endpoint, own_address, options)
+        command = torchrun_command(allocation, endpoint, options.processes, options.start_timeout, options.program)
         with (attempt_dir / f"node{allocation.node_rank}.log").open("ab") as log:
             child = start(command, environ, log)
             try:
@@ -77,24 +77,27 @@ def process_environment(
 
 
 def torchrun_command(
-    allocation: Allocation, processes: int, endpoint: str, own_address: str, options: argparse.Namespace
+    allocation: Allocation, endpoint: str, processes: int, start_timeout: int, program: Sequence[str]
 ) -> list[str]:
-    """torchrun with the c10d rendezvous; restarts are Slurm's business, so it has none of its own."""
-    settings = {"is_host": int(allocation.is_head), "join_timeout": options.start_timeout}
+    """torchrun with the nodes in Slurm's order: the static rendezvous keeps it, where c10d would sort by host name.
+
+    Restarts are Slurm's business, so torchrun has none of its own.
+    """
+    host, port = endpoint.rsplit(":", 1)
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         f"--nnodes={len(allocation.nodes)}",
         f"--nproc-per-node={processes}",
         f"--node-rank={allocation.node_rank}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={endpoint}",
+        "--rdzv-backend=static",
+        f"--master-addr={host}",
+        f"--master-port={port}",
         f"--rdzv-id={allocation.job_id}.{allocation.restart}",
-        f"--rdzv-conf={','.join(f'{key}={value}' for key, value in settings.items())}",
-        f"--local-addr={own_address}",
+        f"--rdzv-conf=timeout={start_timeout}",
         "--max-restarts=0",
         "--monitor-interval=0.1",
         "--no-python",
-        *(sys.executable, "-m", "hpc_rl.node.rank", "--", *options.program),
+        *(sys.executable, "-m", "hpc_rl.node.rank", "--", *program),
     ]
 
 
@@ -114,14 +117,14 @@ def _allocation() -> Allocation:
         raise UserError(str(error)) from error
 
 
-def _rendezvous(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> tuple[str, str, str]:
-    """(interface, rendezvous `host:port`, own address)."""
+def _rendezvous(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> tuple[str, str]:
+    """(interface of this node, address `host:port` of node 0's store)."""
     others = [name for name in allocation.nodes if name != allocation.node]
     interface, address = choose_address(options.interface, others[0] if others else None)
     if allocation.is_head:
         port = free_port(f"{allocation.job_id}.{allocation.restart}", address)
         meeting.publish(f"{address}:{port}")
-    return interface, meeting.await_address(options.start_timeout), address
+    return interface, meeting.await_address(options.start_timeout)
 
 
 def _supervise(child: subprocess.Popen[bytes], meeting: Meeting, start_timeout: float) -> None:
@@ -145,34 +148,41 @@ def _supervise(child: subprocess.Popen[bytes], meeting: Meeting, start_timeout: 
 
 
 def _outcome(child: subprocess.Popen[bytes], allocation: Allocation, attempt_dir: Path, meeting: Meeting) -> int:
-    """The node's exit code: that of its first rank that failed. Says which one it was, with the end of its log."""
+    """The node's exit code: that of its first rank that failed. Says what the cause was, with the end of its log."""
     if child.returncode == 0:
         return 0
-    failed = [ended for ended in read_exits(attempt_dir, allocation.node_rank) if ended.exit_code != 0]
+    failed = [ended for ended in read_exits(attempt_dir) if ended.exit_code != 0]
     # Ranks that torchrun ended after the first failure are not the cause.
     causes = [ended for ended in failed if ended.exit_code != _SIGTERM_CODE] or failed
-    if not causes:
+    own = [ended for ended in causes if ended.node_rank == allocation.node_rank]
+    if not own:
         log = attempt_dir / f"node{allocation.node_rank}.log"
         code = shell_code(child.returncode)
-        _say(f"torchrun on node {allocation.node} ended with exit code {code}; the end of {log}:\n{tail(log)}")
+        if not causes:
+            _say(f"torchrun on node {allocation.node} ended with exit code {code}; the end of {log}:\n{tail(log)}")
         return code
-    first = causes[0]
-    if first.exit_code == EXIT_STOPPED:
+    if own[0].exit_code == EXIT_STOPPED:
         meeting.leave_together(GRACE_S)
-    else:
-        _explain(first, causes, allocation, attempt_dir)
-    return first.exit_code
+    elif own[0] is causes[0]:
+        _explain(own[0], allocation.node, attempt_dir)
+    elif own[0].exit_code != EXIT_BAD_INPUT:
+        first = causes[0]
+        _say(
+            f"node {allocation.node} ended after rank {first.rank} on node {allocation.nodes[first.node_rank]}, "
+            f"which had failed with exit code {first.exit_code}"
+        )
+    return own[0].exit_code
 
 
-def _explain(first: RankExit, causes: list[RankExit], allocation: Allocation, attempt_dir: Path) -> None:
-    log = log_path(attempt_dir, allocation.node_rank, first.rank)
-    shown_already = any(ended.rank == 0 and ended.exit_code == first.exit_code for ended in causes)
-    end_of_log = "" if shown_already else tail(log)
-    if first.exit_code == EXIT_BAD_INPUT and (shown_already or not end_of_log):
+def _explain(first: RankExit, node: str, attempt_dir: Path) -> None:
+    """Say how the first rank failed; the log of rank 0 has been shown while it ran."""
+    log = log_path(attempt_dir, first.node_rank, first.rank)
+    end_of_log = "" if first.rank == 0 else tail(log)
+    if first.exit_code == EXIT_BAD_INPUT and not end_of_log:
         return  # bad input is one line, and rank 0 has printed it
     meaning = " (killed: out of memory, or by hand)" if first.exit_code == 128 + 9 else ""
     _say(
-        f"rank {first.rank} on node {allocation.node} ended with exit code {first.exit_code}{meaning}; its log is {log}"
+        f"rank {first.rank} on node {node} failed with exit code {first.exit_code}{meaning}; its log is {log}"
         + (f" and ends:\n{end_of_log}" if end_of_log else "")
     )
 

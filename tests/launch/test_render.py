@@ -129,7 +129,9 @@ def test_a_bash_word_is_one_line_and_has_its_value(text: str) -> None:
 
 
 def test_a_directive_holds_one_line_only() -> None:
-    assert directive_word("a b#c'd") == r"a\ b\#c\'d"
+    assert directive_word("a b#c'd") == '"a b#c\'d"'
+    assert directive_word('a"b\\c') == r'"a\"b\\c"'
+    assert directive_word("gpu:a100:4") == "gpu:a100:4"
     with pytest.raises(UserError, match="line break"):
         directive_word("a\n#SBATCH --uid=0")
 

@@ -1,0 +1,268 @@
+"""The supervised path on a real Slurm: two nodes, torchrun, FSDP over gloo, a Hugging Face folder at the end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.workspace import QUICK, Workspace, make_workspace
+from tests.sandbox.cluster import Cluster
+
+pytestmark = pytest.mark.sandbox
+STEPS = "trainer.total_training_steps=40"
+
+
+@pytest.fixture(scope="module")
+def workspace(slurm_cluster: Cluster) -> Workspace:
+    return make_workspace(slurm_cluster.shared / f"sft-{uuid.uuid4().hex[:8]}", slurm_cluster.env)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(workspace: Workspace) -> dict[int, float]:
+    """Losses of a run on two nodes from beginning to end."""
+    workspace.ok("submit", "sft", "--nodes", "2", "--wait", "--job-name", "whole", *QUICK, STEPS, timeout=180)
+    return workspace.losses("whole")
+
+
+def same_losses(found: dict[int, float], expected: dict[int, float]) -> bool:
+    return found.keys() == expected.keys() and all(abs(found[step] - expected[step]) < 1e-4 for step in expected)
+
+
+def test_two_nodes_train_and_the_exported_folder_generates(
+    workspace: Workspace, uninterrupted: dict[int, float]
+) -> None:
+    status = workspace.status("whole")
+    assert (status["state"], status["exit_code"], status["nodes"]) == ("COMPLETED", 0, "node[1-2]")
+    assert (status["step"], status["total_steps"], status["attempt"]) == (40, 40, 1)
+    assert uninterrupted[40] < uninterrupted[1] - 0.5
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(workspace.folder / "runs/whole/model")
+    tokenizer = AutoTokenizer.from_pretrained(workspace.folder / "runs/whole/model")
+    inputs = tokenizer("A shelf has", return_tensors="pt")
+    assert model.generate(**inputs, max_new_tokens=5, do_sample=False).shape[1] == inputs["input_ids"].shape[1] + 5
+    workspace.ok("export", "whole", "exported", "--dtype", "bfloat16")
+    assert "bfloat16" in (workspace.folder / "exported" / "config.json").read_text()
+
+
+def test_the_run_directory_is_private_and_has_a_snapshot(workspace: Workspace, uninterrupted: dict[int, float]) -> None:
+    run = workspace.folder / "runs" / "whole"
+    assert run.stat().st_mode & 0o077 == 0
+    assert (run / "git.txt").read_text()
+    assert "total_training_steps: 40" in (run / "config.yaml").read_text()
+    assert (run / "report.html").read_text().startswith("<!doctype html>")
+    names = {path.name for path in (run / "attempt-1").glob("*.log")}
+    assert names == {"node0.log", "node1.log", "node0-rank0.log", "node1-rank1.log"}
+
+
+def test_a_dry_run_is_what_is_submitted(workspace: Workspace) -> None:
+    arguments = ["sft", "--nodes", "1", *QUICK, "trainer.total_training_steps=1", "trainer.export=false"]
+    script = workspace.ok("submit", *arguments, "--dry-run")
+    said = workspace.ok("submit", *arguments, "--wait")
+    run = said.split("in ")[1].split()[0]
+    assert (workspace.folder / run / "job.sbatch").read_text() == script
+
+
+def test_the_script_edited_by_hand_trains_by_plain_sbatch(workspace: Workspace, slurm_cluster: Cluster) -> None:
+    script = workspace.ok("render", "sft", "--nodes", "2", "--job-name", "by-hand", *QUICK, STEPS)
+    edited = script.replace("total_training_steps: 40", "total_training_steps: 3").replace(
+        "cpus-per-task=1", "cpus-per-task=2"
+    )
+    (workspace.folder / "my.sbatch").write_text(edited)
+    sbatch = ["sbatch", "--parsable", str(workspace.folder / "my.sbatch")]
+    job_id = slurm_cluster.run(sbatch, cwd="/", check=True).stdout.strip()
+    assert slurm_cluster.wait_job(job_id, timeout=90) == "COMPLETED", workspace.logs()
+    assert sorted(workspace.losses("by-hand")) == [1, 2, 3]
+    assert workspace.status(job_id)["run"] == "by-hand"
+
+
+def test_an_edited_script_goes_through_submit_too(workspace: Workspace) -> None:
+    script = workspace.ok("render", "sft", "--job-name", "by-script", *QUICK, STEPS)
+    (workspace.folder / "two.sbatch").write_text(script.replace("total_training_steps: 40", "total_training_steps: 2"))
+    workspace.ok("submit", "sft", "--script", "two.sbatch", "--wait")
+    assert sorted(workspace.losses("by-script")) == [1, 2]
+
+
+def test_a_stopped_run_goes_on_on_one_node(workspace: Workspace, uninterrupted: dict[int, float]) -> None:
+    arguments = ["sft", "--job-name", "stopped", *QUICK, STEPS]
+    workspace.ok("submit", *arguments, "--nodes", "2")
+    workspace.wait_for_step("stopped", 3)
+    refused = workspace.hpc_rl("submit", *arguments, "--nodes", "1")
+    assert refused.returncode == 2 and "run stopped is RUNNING" in refused.stderr
+    workspace.ok("stop", "stopped")
+    followed = workspace.hpc_rl("logs", "-f", "stopped")
+    assert followed.returncode == 75, followed.stdout
+    status = workspace.status("stopped")
+    assert (status["state"], status["exit_code"]) == ("STOPPED", 75)
+    saved = max(workspace.losses("stopped"))
+    assert 3 <= saved < 40
+    workspace.ok("submit", *arguments, "--nodes", "1", "--wait")
+    assert same_losses(workspace.losses("stopped"), uninterrupted)
+    assert workspace.status("stopped")["attempt"] == 2
+
+
+def test_the_walltime_warning_saves_and_queues_again(
+    workspace: Workspace, slurm_cluster: Cluster, uninterrupted: dict[int, float]
+) -> None:
+    workspace.ok("submit", "sft", "--nodes", "2", "--job-name", "walltime", *QUICK, STEPS)
+    workspace.wait_for_step("walltime", 3)
+    job_id = str(workspace.status("walltime")["job_id"])
+    # The signal that --signal=B:USR2@N has Slurm send, to the batch shell alone.
+    slurm_cluster.run(["scancel", "--batch", "--signal=USR2", job_id], check=True)
+    workspace.ok("logs", "-f", "walltime")
+    status = workspace.status("walltime")
+    assert (status["job_id"], status["state"], status["attempt"]) == (job_id, "COMPLETED", 2)
+    assert same_losses(workspace.losses("walltime"), uninterrupted)
+
+
+def test_a_cancelled_run_goes_on_when_submitted_again(workspace: Workspace, uninterrupted: dict[int, float]) -> None:
+    arguments = ["sft", "--nodes", "2", "--job-name", "cancelled", *QUICK, STEPS, "trainer.save_freq=2"]
+    workspace.ok("submit", *arguments)
+    workspace.wait_for_step("cancelled", 5)
+    workspace.ok("cancel", "cancelled")
+    followed = workspace.hpc_rl("logs", "-f", "cancelled")
+    assert followed.returncode not in (0, 75)
+    assert workspace.status("cancelled")["state"] == "CANCELLED"
+    assert max(workspace.losses("cancelled")) < 40
+    workspace.ok("submit", *arguments, "--wait")
+    assert "going on after step" in workspace.ok("logs", "cancelled")
+    assert same_losses(workspace.losses("cancelled"), uninterrupted)
+
+
+def test_a_dead_rank_ends_the_job_and_is_named(workspace: Workspace, slurm_cluster: Cluster) -> None:
+    workspace.ok("submit", "sft", "--nodes", "2", "--job-name", "dead", *QUICK, "trainer.total_training_steps=5000")
+    workspace.wait_for_step("dead", 2)
+    slurm_cluster.exec_on(
+        "node2", ["pkill", "-KILL", "-f", "^[^ ]*python[^ ]* -u -m hpc_rl.finetune.train"], check=True
+    )
+    followed = workspace.hpc_rl("logs", "-f", "dead", timeout=60)
+    assert followed.returncode == 137, followed.stdout
+    assert "rank 1 on node node2 failed with exit code 137 (killed: out of memory, or by hand)" in followed.stdout
+    slurm_cluster.wait_idle(60)
+    for node in ("node1", "node2"):
+        left = slurm_cluster.exec_on(node, ["pgrep", "-f", "hpc_rl"], check=False)
+        assert left.stdout == "", f"left on {node}"
+
+
+def test_a_run_directory_that_nodes_do_not_share_names_the_node(workspace: Workspace, slurm_cluster: Cluster) -> None:
+    alone = f"/dev/shm/run-{uuid.uuid4().hex[:8]}"
+    for node in ("node1", "node2"):
+        slurm_cluster.exec_on(node, ["mkdir", alone], check=True)
+    script = workspace.ok("render", "sft", "--nodes", "2", "--job-name", "alone", *QUICK)
+    (workspace.folder / "alone.sbatch").write_text(
+        script.replace(str(workspace.folder / "runs/alone") + "/job", str(workspace.folder / "alone")).replace(
+            f"HPC_RL_RUN_DIR={workspace.folder}/runs/alone", f"HPC_RL_RUN_DIR={alone}"
+        )
+    )
+    job_id = slurm_cluster.run(
+        ["sbatch", "--parsable", str(workspace.folder / "alone.sbatch")], check=True
+    ).stdout.strip()
+    assert slurm_cluster.wait_job(job_id, timeout=90) == "FAILED"
+    log = (workspace.folder / f"alone-{job_id}.log").read_text()
+    assert "node node2 does not see" in log and "which node node1 made" in log, log
+
+
+def test_a_log_that_cannot_be_written_is_explained(workspace: Workspace) -> None:
+    # Made on this machine's /dev/shm; the nodes have one of their own.
+    path = f"/dev/shm/run-{uuid.uuid4().hex[:8]}"
+    done = workspace.hpc_rl("submit", "sft", "--run-dir", path, "--wait", *QUICK)
+    try:
+        assert done.returncode not in (0, 2)
+        assert "Is the run directory on a shared file system?" in done.stdout
+    finally:
+        subprocess.run(["rm", "-r", path], check=True, timeout=60)
+
+
+def test_jobs_are_chained(workspace: Workspace, slurm_cluster: Cluster) -> None:
+    (workspace.folder / "first.py").write_text("import pathlib\npathlib.Path('first').touch()\n")
+    (workspace.folder / "second.py").write_text("import pathlib, sys\nsys.exit(not pathlib.Path('first').exists())\n")
+    workspace.ok("submit", "torchrun", "--job-name", "first", "trainer.device=cpu", "--", "first.py")
+    workspace.ok("submit", "torchrun", "--after", "first", "--wait", "trainer.device=cpu", "--", "second.py")
+
+
+def test_any_torchrun_program_runs_with_its_arguments(workspace: Workspace) -> None:
+    (workspace.folder / "own.py").write_text(
+        "import os, sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.tensor([dist.get_rank()]); dist.all_reduce(total)\n"
+        "print(sys.argv[1:], total.item(), os.environ['GLOO_SOCKET_IFNAME'], os.environ['NCCL_DEBUG'])\n"
+        "dist.destroy_process_group()\n"
+        "sys.exit(3 if dist.is_torchelastic_launched() and '--fail' in sys.argv else 0)\n"
+    )
+    arguments = ["--nodes", "2", "--cpus-per-task", "2", "trainer.device=cpu", "trainer.n_gpus_per_node=2"]
+    said = workspace.ok("submit", "torchrun", *arguments, "--follow", "--", "own.py", "--lr", "1e-4", "a b;$HOME")
+    assert "['--lr', '1e-4', 'a b;$HOME'] 6 eth0 WARN" in said
+    failed = workspace.hpc_rl("submit", "torchrun", *arguments, "--wait", "--", "own.py", "--fail")
+    assert failed.returncode == 3
+
+
+def test_an_odd_job_name_arrives_at_slurm(workspace: Workspace, slurm_cluster: Cluster) -> None:
+    name = 'it\'s a "test" #1 $x;y `z` \\ %j'
+    (workspace.folder / "nothing.py").write_text("")
+    arguments = ["--job-name", name, "--run-dir", "runs/odd %j", "--sbatch", "hold", "trainer.device=cpu"]
+    workspace.ok("submit", "torchrun", *arguments, "--", "nothing.py")
+    job_id = str(workspace.status("odd %j")["job_id"])
+    shown = slurm_cluster.run(["squeue", "-h", "-j", job_id, "-o", "%j"], check=True).stdout.rstrip("\n")
+    assert shown == name
+    workspace.ok("stop", "odd %j")
+    assert workspace.status(job_id)["state"] == "CANCELLED"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["submit", "sft", "--partition", "nope", *QUICK], "invalid partition specified: nope"),
+        (["submit", "sft", "--after", "999999", *QUICK], "--after 999999: Slurm does not know this job"),
+        (["status", "999999"], "no job 999999"),
+        (["cancel", "999999"], "no job 999999"),
+        (["logs", "no-such-run"], "no run 'no-such-run'"),
+    ],
+)
+def test_what_slurm_refuses_is_said_and_leaves_nothing(workspace: Workspace, arguments: list[str], said: str) -> None:
+    runs = workspace.folder / "runs"
+    before = sorted(runs.iterdir()) if runs.exists() else []
+    done = workspace.hpc_rl(*arguments)
+    assert done.returncode == 2, done.stdout
+    assert said in done.stderr and "Traceback" not in done.stderr
+    assert (sorted(runs.iterdir()) if runs.exists() else []) == before
+
+
+@pytest.fixture(scope="module")
+def accounted(accounting_cluster: Cluster) -> Iterator[Workspace]:
+    yield make_workspace(accounting_cluster.shared / "acct", accounting_cluster.env)
+
+
+def test_states_with_accounting(accounted: Workspace) -> None:
+    accounted.ok(
+        "submit", "sft", "--nodes", "2", "--wait", "--job-name", "run", *QUICK, "trainer.total_training_steps=2"
+    )
+    status = accounted.status("run")
+    assert (status["state"], status["exit_code"], status["nodes"]) == ("COMPLETED", 0, "node[1-2]")
+    (accounted.folder / "fail.py").write_text("raise SystemExit(9)\n")
+    done = accounted.hpc_rl("submit", "torchrun", "--wait", "trainer.device=cpu", "--", "fail.py")
+    assert done.returncode == 9
+    assert accounted.status("torchrun-1")["state"] == "FAILED"
+
+
+def test_waiting_can_be_interrupted_and_the_job_goes_on(workspace: Workspace) -> None:
+    command = [sys.executable, "-m", "hpc_rl.cli", "submit", "sft", "--follow", "--job-name", "left", *QUICK]
+    with subprocess.Popen(
+        [*command, "trainer.total_training_steps=5000"],
+        cwd=workspace.folder, env=dict(workspace.environ), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    ) as waiting:  # fmt: skip
+        workspace.wait_for_step("left", 1)
+        os.kill(waiting.pid, signal.SIGINT)
+        _, said = waiting.communicate(timeout=60)
+    assert waiting.returncode == 130 and "goes on" in said
+    assert workspace.status("left")["state"] == "RUNNING"
+    workspace.ok("cancel", "left")
+    workspace.wait_until(
+        lambda: json.loads(workspace.ok("status", "left", "--json"))["state"] == "CANCELLED", "cancelled"
+    )
+    assert not Path(workspace.folder / "runs/left/model").exists()

@@ -1,0 +1,89 @@
+"""A user's folder on a cluster: a small model, data, and the hpc-rl command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.helpers import make_tiny_model
+
+QUESTIONS = [
+    {
+        "question": f"A shelf has {rows} rows of {books} books. {out} books are lent out. How many books are left?",
+        "answer": f"There are {rows} * {books} = <<{rows}*{books}={rows * books}>>{rows * books} books. "
+        f"{rows * books} - {out} = <<{rows * books}-{out}={rows * books - out}>>{rows * books - out} are left.\n"
+        f"#### {rows * books - out}",
+    }
+    for rows in range(2, 10)
+    for books in range(3, 9)
+    for out in (1, 4)
+]
+"""Rows in GSM8K's form, of our own making."""
+
+MODEL = ["model.path=model", "data.train_files=data/train.jsonl", "trainer.device=cpu", "data.max_length=512"]
+QUICK = [*MODEL, "data.train_batch_size=8", "trainer.micro_tokens=1024", "optim.lr=1e-3"]
+
+
+@dataclass(frozen=True)
+class Workspace:
+    folder: Path
+    environ: Mapping[str, str]
+
+    def hpc_rl(self, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "hpc_rl.cli", *arguments]
+        return subprocess.run(
+            command,
+            cwd=self.folder,
+            env=dict(self.environ),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    def ok(self, *arguments: str, timeout: float = 120) -> str:
+        done = self.hpc_rl(*arguments, timeout=timeout)
+        assert done.returncode == 0, (
+            f"{arguments}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}{self.logs()}"
+        )
+        return done.stdout
+
+    def status(self, run: str) -> dict[str, object]:
+        found: dict[str, object] = json.loads(self.ok("status", run, "--json"))
+        return found
+
+    def losses(self, run: str) -> dict[int, float]:
+        """Training loss of each step; of a step that was repeated after a resume, the last one."""
+        lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        return {record["step"]: record["train/loss"] for record in records if "train/loss" in record}
+
+    def logs(self) -> str:
+        return "".join(
+            f"\n--- {log}\n{log.read_text()[-3000:]}" for log in sorted(self.folder.glob("runs/*/job-*.log"))
+        )
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout: float = 60) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, f"after {timeout} s still not: {what}{self.logs()}"
+            time.sleep(0.1)
+
+    def wait_for_step(self, run: str, step: int) -> None:
+        metrics = self.folder / "runs" / run / "metrics.jsonl"
+        self.wait_until(lambda: metrics.exists() and max(self.losses(run), default=0) >= step, f"{run} at step {step}")
+
+
+def make_workspace(folder: Path, environ: Mapping[str, str]) -> Workspace:
+    """Model, raw data and prepared data in a new folder."""
+    folder.mkdir(parents=True)
+    workspace = Workspace(folder, {**environ, "OMP_NUM_THREADS": "1"})
+    make_tiny_model(folder / "model", hidden=32, layers=2)
+    (folder / "raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    workspace.ok("data", "gsm8k", "--source", "raw.jsonl", "--out", "data")
+    return workspace

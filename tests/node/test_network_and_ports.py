@@ -1,0 +1,49 @@
+import socket
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.errors import UserError
+from hpc_rl.node import network, ports
+from hpc_rl.node.network import choose_address, interface_addresses
+from hpc_rl.node.ports import free_port
+
+
+def test_a_job_on_one_node_stays_on_the_loopback() -> None:
+    assert choose_address(None, None) == ("lo", "127.0.0.1")
+
+
+def test_a_configured_interface_is_taken_or_refused_with_what_there_is() -> None:
+    assert interface_addresses()["lo"] == "127.0.0.1"
+    assert choose_address("lo", "peer") == ("lo", "127.0.0.1")
+    with pytest.raises(UserError, match=r"interface ib7 has no IPv4 address.*lo \(127\.0\.0\.1\)"):
+        choose_address("ib7", "peer")
+
+
+def test_a_peer_that_only_resolves_to_the_loopback_is_no_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 9))]
+    monkeypatch.setattr(network.socket, "getaddrinfo", lambda *_: found)
+    with pytest.raises(UserError, match=r"no route from .* to node peer"):
+        choose_address(None, "peer")
+
+
+def test_an_unknown_peer_is_no_route() -> None:
+    with pytest.raises(UserError, match=r"set slurm\.interface"):
+        choose_address(None, "no-such-host.invalid")
+
+
+def test_a_taken_port_is_passed_over() -> None:
+    first = free_port("job", "127.0.0.1")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first))
+        taken.listen()
+        assert free_port("job", "127.0.0.1") != first
+    assert 12000 <= first < 32768
+
+
+def test_no_free_port_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "range").write_text("32768 60999\n")
+    monkeypatch.setattr(ports, "_EPHEMERAL", tmp_path / "range")
+    monkeypatch.setattr(ports, "_candidates", lambda *_: iter([]))
+    with pytest.raises(UserError, match="no free TCP port between 12000 and 32767"):
+        free_port("job", "127.0.0.1")

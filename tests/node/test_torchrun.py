@@ -1,0 +1,154 @@
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.node.torchrun import process_environment, torchrun_command
+from hpc_rl.slurm.allocation import Allocation
+
+PAIR = Allocation("7", 1, ("a", "b"), 1, cpus=8, gpus=4)
+
+
+def test_what_the_user_exported_wins() -> None:
+    environ = process_environment({"NCCL_DEBUG": "INFO", "PATH": "/bin"}, PAIR, 4, "ib0")
+    assert environ["NCCL_DEBUG"] == "INFO"
+    assert environ["OMP_NUM_THREADS"] == "2"
+    assert environ["NCCL_CUMEM_ENABLE"] == "0"
+    assert environ["TOKENIZERS_PARALLELISM"] == "true"
+    assert environ["NCCL_SOCKET_IFNAME"] == environ["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_nccl_is_not_bound_to_the_loopback() -> None:
+    environ = process_environment({}, PAIR, 16, "lo")
+    assert "NCCL_SOCKET_IFNAME" not in environ
+    assert environ["OMP_NUM_THREADS"] == "1"
+
+
+def test_ranks_follow_slurms_order_of_nodes() -> None:
+    command = torchrun_command(PAIR, "10.0.0.1:12345", 4, 60, ["train.py", "--lr", "1"])
+    assert {"--node-rank=1", "--nnodes=2", "--nproc-per-node=4", "--master-addr=10.0.0.1", "--master-port=12345"} < set(
+        command
+    )
+    assert command[-6:] == ["-m", "hpc_rl.node.rank", "--", "train.py", "--lr", "1"]
+
+
+@pytest.fixture
+def entry(tmp_path: Path) -> Iterator["Entry"]:
+    entry = Entry(tmp_path)
+    yield entry
+    entry.end()
+
+
+class Entry:
+    """Runs the node entry of one node as Slurm would."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.attempt = folder / "attempt-1"
+        self.attempt.mkdir()
+        self._running: list[subprocess.Popen[str]] = []
+
+    def start(self, program: str, **environ: str) -> "subprocess.Popen[str]":
+        (self.folder / "program.py").write_text(program)
+        slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "SLURM_NODEID": "0"}
+        command = [sys.executable, "-m", "hpc_rl.node.torchrun", "--processes", "2", "--start-timeout", "5", "--"]
+        process = subprocess.Popen(
+            [*command, str(self.folder / "program.py"), "a b"],
+            env={**os.environ, **slurm, "HPC_RL_ATTEMPT_DIR": str(self.attempt), "OMP_NUM_THREADS": "1", **environ},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self._running.append(process)
+        return process
+
+    def run(self, program: str, **environ: str) -> tuple[int, str, str]:
+        process = self.start(program, **environ)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    def end(self) -> None:
+        for process in self._running:
+            process.kill()
+            process.wait(10)
+
+
+RANK = "import os, sys; rank = os.environ['RANK']\n"
+
+
+def test_each_rank_has_a_log_and_rank_0_is_shown(entry: Entry) -> None:
+    code, out, _ = entry.run(RANK + "print(f'rank {rank} of', os.environ['WORLD_SIZE'], sys.argv[1:])")
+    assert (code, out) == (0, "rank 0 of 2 ['a b']\n")
+    assert (entry.attempt / "node0-rank1.log").read_text() == "rank 1 of 2 ['a b']\n"
+    assert (entry.attempt / "node0.log").exists()
+
+
+@pytest.mark.parametrize("code", [3, 75])
+def test_the_ranks_exit_code_is_the_entrys_own(entry: Entry, code: int) -> None:
+    assert entry.run(f"raise SystemExit({code})")[0] == code
+
+
+def test_the_first_rank_to_fail_is_named_with_the_end_of_its_log(entry: Entry) -> None:
+    code, _, err = entry.run(RANK + "import time\nif rank == '1': sys.exit('no luck')\ntime.sleep(60)")
+    assert code == 1
+    assert "rank 1 on node localhost failed with exit code 1; its log is" in err
+    assert err.rstrip().endswith("no luck")
+
+
+def test_a_killed_rank_is_told_from_one_that_left(entry: Entry) -> None:
+    code, _, err = entry.run(RANK + "import signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    assert code == 137
+    assert "exit code 137 (killed: out of memory, or by hand)" in err
+
+
+def test_bad_input_is_one_line(entry: Entry) -> None:
+    code, out, err = entry.run(RANK + "if rank == '0': print('data.x: wrong')\nsys.exit(2)")
+    assert (code, out, err) == (2, "data.x: wrong\n", "")
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID is not set"),
+        (
+            {"HPC_RL_ATTEMPT_DIR": "/nowhere/attempt-1", "SLURM_JOB_NODELIST": "a,b", "SLURM_NODEID": "3"},
+            "SLURM_NODEID is 3",
+        ),
+    ],
+)
+def test_what_is_missing_is_one_line_and_exit_code_2(entry: Entry, environ: dict[str, str], said: str) -> None:
+    code, _, err = entry.run("", **environ)
+    assert code == 2
+    assert err.startswith("hpc-rl: ") and said in err and "Traceback" not in err
+
+
+def test_a_second_job_in_the_run_directory_is_refused(entry: Entry) -> None:
+    with (entry.folder / ".lock").open("a+") as lock:
+        lock.write("6")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, _, err = entry.run("")
+    assert code == 2
+    assert f"another job runs in {entry.folder} (job 6)" in err
+
+
+def test_nothing_survives_the_entry(entry: Entry) -> None:
+    process = entry.start(
+        RANK + "import time\nopen(f'{sys.argv[0]}.{rank}', 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    )
+    deadline = time.monotonic() + 60
+    marks = [entry.folder / f"program.py.{rank}" for rank in range(2)]
+    while not all(mark.exists() and mark.read_text() for mark in marks):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    for mark in marks:
+        assert not Path(f"/proc/{mark.read_text()}").exists()
+    exits = [json.loads(path.read_text()) for path in entry.attempt.glob(".*.exit")]
+    assert [ended["exit_code"] for ended in exits] == [143, 143]

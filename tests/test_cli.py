@@ -1,0 +1,175 @@
+"""The commands as a user types them, on a machine without Slurm."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import make_tiny_model
+
+SFT = ["submit", "sft", "--local", "model.path=model", "data.train_files=train.jsonl", "trainer.device=cpu"]
+
+
+def chat(*roles: str) -> str:
+    return json.dumps({"messages": [{"role": role, "content": "1"} for role in roles]}) + "\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Path) -> Path:
+    (tmp_path / "model").symlink_to(model)
+    (tmp_path / "train.jsonl").write_text(chat("user", "assistant") * 8)
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", **({"PATH": path} if path is not None else {})}
+    command = [sys.executable, "-m", "hpc_rl.cli", *arguments]
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False)
+
+
+def without_chat_template(folder: Path) -> None:
+    copy = folder / "untold"
+    subprocess.run(["cp", "-rL", folder / "model", copy], check=True, timeout=60)
+    (copy / "chat_template.jinja").unlink()
+
+
+BAD = {
+    "missing data file": (["data.train_files=none.jsonl"], "none.jsonl: no such data file"),
+    "missing column": (["data.messages_key=chat"], "messages"),
+    "empty data": (["data.train_files=empty.jsonl"], "empty.jsonl"),
+    "no assistant turn": (["data.train_files=asked.jsonl"], "row 2"),
+    "no model": (["model.path=."], "model.path . is no Hugging Face model"),
+    "no folder": (["model.path=./nothing/here"], "no such folder"),
+    "no chat template": (["model.path=untold"], "has no chat template; set data.chat_template"),
+    "unknown key": (["trainer.total_epoch=3"], "did you mean trainer.total_epochs?"),
+    "wrong type": (["trainer.total_epochs=many"], "trainer.total_epochs"),
+    "no nodes": (["--nodes", "0"], "trainer.nnodes"),
+    "time": (["slurm.time=[86400]"], "slurm.time"),
+    "run directory is a file": (["--run-dir", "train.jsonl/run"], "is a file"),
+    "run directory of something else": (["--run-dir", "model"], "is not empty and no run directory"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_a_line_and_exit_code_2_and_starts_nothing(folder: Path, case: str) -> None:
+    arguments, said = BAD[case]
+    (folder / "empty.jsonl").write_text("")
+    (folder / "asked.jsonl").write_text(chat("user", "assistant") + chat("user"))
+    without_chat_template(folder)
+    done = run(folder, *SFT, *arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert said in done.stderr and "Traceback" not in done.stderr
+    assert all(line.startswith("hpc-rl: ") for line in done.stderr.splitlines())
+    assert not (folder / "runs").exists()
+
+
+def test_all_problems_are_told_at_once(folder: Path) -> None:
+    done = run(folder, *SFT, "model.path=./no/model", "data.train_files=[a.jsonl,b.jsonl]")
+    assert [line.split(":")[1].split()[0] for line in done.stderr.splitlines()] == ["model.path", "a.jsonl", "b.jsonl"]
+
+
+def test_without_slurm_local_is_proposed_and_nothing_is_left(folder: Path, tmp_path: Path) -> None:
+    arguments = [word for word in SFT if word != "--local"]
+    done = run(folder, *arguments, path="/nonexistent")
+    assert done.returncode == 2
+    assert "no sbatch on PATH" in done.stderr and "--local" in done.stderr
+    assert not (folder / "runs").exists()
+
+
+def test_a_run_on_this_machine(folder: Path) -> None:
+    steps = ["trainer.total_training_steps=2", "data.train_batch_size=4"]
+    done = run(folder, *SFT, "--nodes", "2", "--job-name", "mine", *steps)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 2/2" in done.stdout
+    found = json.loads(run(folder, "status", "mine", "--json").stdout)
+    assert (found["state"], found["exit_code"], found["step"]) == ("COMPLETED", 0, 2)
+    assert run(folder, "status", str(folder / "runs" / "mine")).stdout.startswith("run ")
+    assert "step 2/2" in run(folder, "logs", "mine").stdout
+    lines = [json.loads(line) for line in run(folder, "logs", "mine", "--node", "1", "--json").stdout.splitlines()]
+    assert {Path(line["file"]).name for line in lines} <= {"node1.log", "node1-rank1.log"}
+    assert "has nothing to stop: it is COMPLETED" in run(folder, "stop", "mine").stdout
+    assert "no job to cancel: it is COMPLETED" in run(folder, "cancel", "mine").stdout
+    again = run(folder, *SFT, "--job-name", "mine", *steps)
+    assert again.returncode == 0 and "finished already" in again.stdout
+    assert (folder / "runs" / "mine" / "model" / "model.safetensors").exists()
+    export = run(folder, "export", "mine", "out")
+    assert export.returncode == 0 and (folder / "out" / "tokenizer.json").exists()
+    refused = run(folder, "export", "mine", "out")
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+
+
+def test_names_count_up_and_a_dry_run_makes_nothing(folder: Path) -> None:
+    dry = [*SFT, "--dry-run", "--sbatch", "exclusive", "--sbatch", "nice=10", "--time", "90", "--mem", "64G"]
+    script = run(folder, *dry).stdout
+    assert f"HPC_RL_RUN_DIR={folder}/runs/sft-1\n" in script
+    for line in ("exclusive", "nice=10", "time=90", "mem=64G", "job-name=sft-1"):
+        assert f"#SBATCH --{line}\n" in script
+    assert not (folder / "runs").exists()
+    rendered = run(folder, "render", *SFT[1:2], *SFT[3:])
+    assert rendered.returncode == 0 and (folder / "runs" / "sft-1" / "job.sbatch").read_text() == rendered.stdout
+    assert f"HPC_RL_RUN_DIR={folder}/runs/sft-2\n" in run(folder, *dry).stdout
+
+
+def test_unknown_runs_name_the_nearest(folder: Path) -> None:
+    run(folder, "render", *SFT[1:2], *SFT[3:], "--job-name", "first-try")
+    done = run(folder, "status", "frist-try")
+    assert done.returncode == 2 and "did you mean first-try?" in done.stderr
+    assert "is a folder, but no run directory" in run(folder, "status", "model").stderr
+    assert "no job 123" in run(folder, "status", "123").stderr
+    assert "NOT SUBMITTED" in run(folder, "status", "first-try").stdout
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ([], "no program given"),
+        (["python", "train.py"], "leave out python"),
+        (["none.py"], "no such file"),
+        (["-m"], "name of a module"),
+    ],
+)
+def test_a_program_that_cannot_be_is_refused(folder: Path, program: list[str], said: str) -> None:
+    done = run(folder, "submit", "torchrun", "--local", "--", *program)
+    assert done.returncode == 2 and said in done.stderr
+
+
+def test_configuration_is_shown_and_documented(folder: Path) -> None:
+    done = run(folder, "config", "sft", "trainer.total_epochs=3")
+    assert "total_epochs: 3" in done.stdout
+    assert "still to be given: model.path, data.train_files" in done.stderr
+    assert json.loads(run(folder, "config", "sft", "--json").stdout)["trainer"]["nnodes"] == 1
+    documented = run(folder, "config", "sft", "--help").stdout
+    assert "trainer.micro_tokens = 4096" in documented and "Usage:" in documented
+
+
+def test_a_script_of_somebody_else_is_refused(folder: Path) -> None:
+    (folder / "other.sbatch").write_text("#!/bin/bash\ntrue\n")
+    done = run(folder, "submit", "sft", "--script", "other.sbatch")
+    assert done.returncode == 2 and "was not rendered by hpc-rl" in done.stderr
+    assert "takes no other options" in run(folder, "submit", "sft", "--script", "other.sbatch", "--nodes", "2").stderr
+
+
+def test_help_and_dry_run_import_nothing_heavy(folder: Path) -> None:
+    heavy = ["torch", "transformers", "ray", "vllm", "datasets", "numpy", "pyarrow", "submitit"]
+    for arguments in (["--help"], [*SFT, "--dry-run"]):
+        code = "\n".join(
+            [
+                f"import sys; sys.argv = {['hpc-rl', *arguments]!r}",
+                "from hpc_rl import cli",
+                "try: cli.main()",
+                "except SystemExit as left: assert not left.code",
+                f"print('HEAVY', [name for name in {heavy!r} if name in sys.modules])",
+            ]
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.stdout.splitlines()[-1] == "HEAVY []", done.stderr
