@@ -1,0 +1,50 @@
+"""Small sums as chat rows: a data set without a download that a model below 1M parameters learns within minutes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.data.files import write_jsonl
+from hpc_rl.errors import UserError
+
+_LARGEST = 20
+# Every question that there is; train and validation are disjoint parts of it.
+_QUESTIONS = [
+    (a, sign, b) for sign in "+" for a in range(_LARGEST + 1) for b in range(_LARGEST + 1) if sign == "+" or a >= b
+]
+
+
+def generate(out: Path, n_train: int, n_val: int, seed: int = 0) -> dict[str, int]:
+    """Write train.jsonl and val.jsonl with columns `messages` (user, assistant) and `answer`.
+
+    No question of val.jsonl is in train.jsonl, which repeats its questions where n_train asks for more than are left.
+
+    Returns:
+        Rows written, by split.
+
+    Raises:
+        UserError: sizes below 1, or n_val that leaves no question to train on.
+    """
+    if n_train < 1 or not 1 <= n_val < len(_QUESTIONS):
+        raise UserError(f"need n_train >= 1 and 1 <= n_val < {len(_QUESTIONS)}, got {n_train} and {n_val}")
+    rng = random.Random(seed)
+    questions = rng.sample(_QUESTIONS, len(_QUESTIONS))
+    val, rest = questions[:n_val], questions[n_val:]
+    train = rest[:n_train] + rng.choices(rest, k=max(0, n_train - len(rest)))
+    return {
+        name: write_jsonl(out / f"{name}.jsonl", map(_row, part)) for name, part in (("train", train), ("val", val))
+    }
+
+
+def _row(question: tuple[int, str, int]) -> dict[str, Any]:
+    a, sign, b = question
+    answer = str(a + b if sign == "+" else a - b)
+    return {
+        "messages": [
+            {"role": "user", "content": f"What is {a} {sign} {b}?"},
+            {"role": "assistant", "content": answer},
+        ],
+        "answer": answer,
+    }

@@ -1,0 +1,51 @@
+"""Which samples make up which batch: a function of seed and position, never of the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far training has come in its data; all that a checkpoint needs to go on with the next batch."""
+
+    epoch: int = 0
+    index: int = 0
+    """Samples of this epoch that are used already."""
+
+
+def epoch_order(n: int, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:
+    """The order of samples 0..n-1 in one epoch, shape [n]."""
+    return np.random.default_rng([seed, epoch]).permutation(n) if shuffle else np.arange(n, dtype=np.int64)
+
+
+def steps_per_epoch(n: int, batch_size: int) -> int:
+    """Batches of one pass over n samples; the last one may be smaller."""
+    return -(-n // batch_size)
+
+
+def batches(
+    n: int, batch_size: int, *, seed: int, shuffle: bool, start: Position = Position()
+) -> Iterator[tuple[NDArray[np.int64], Position]]:
+    """Batches without end, epoch after epoch, each with the position after it.
+
+    The last batch of an epoch holds what is left, fewer than batch_size samples where n is no multiple of it: every
+    sample is used once per epoch, and a loss normalised by target tokens needs no special case for a small batch.
+
+    Yields:
+        sample indices, shape [at most batch_size], and the position to save once they are used.
+    """
+    if n < 1:
+        raise ValueError("no samples to draw from")
+    epoch, index = start.epoch, start.index
+    while True:
+        order = epoch_order(n, seed, epoch, shuffle)
+        while index < n:
+            batch = order[index : index + batch_size]
+            index += len(batch)
+            yield batch, Position(epoch, index) if index < n else Position(epoch + 1, 0)
+        epoch, index = epoch + 1, 0

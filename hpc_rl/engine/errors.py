@@ -1,0 +1,9 @@
+"""Errors of a job with several ranks. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from hpc_rl.errors import UserError
+
+
+class AgreedError(UserError):
+    """A UserError that every rank raises with the same message, so that rank 0 alone need print it."""

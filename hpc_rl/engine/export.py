@@ -1,0 +1,70 @@
+"""From a checkpoint to a Hugging Face folder that transformers and vLLM load."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from hpc_rl.engine import checkpoint
+from hpc_rl.engine.model import empty_model
+from hpc_rl.errors import UserError
+from hpc_rl.run_dir import RunDir
+
+
+def export(source: Path, out: Path, dtype: str | None = None) -> Path:
+    """Write weights (safetensors), configuration and tokenizer of a checkpoint into the folder `out`.
+
+    Needs the checkpoint alone: no process group, no GPU, not the model that training started from.
+
+    Args:
+        source: a run directory (its newest checkpoint is taken) or one checkpoint's folder.
+        out: a folder that does not exist yet, or is empty.
+        dtype: "float32", "bfloat16", ...; the type that was trained where None.
+
+    Returns:
+        the checkpoint that was taken.
+
+    Raises:
+        UserError: no usable checkpoint, or `out` has something in it.
+    """
+    path = find_checkpoint(source)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not empty: name another folder")
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    weights = checkpoint.read_weights(path)
+    target = getattr(torch, dtype or checkpoint.read_progress(path).dtype)
+    weights = {name: w.to(target) if w.is_floating_point() else w for name, w in weights.items()}
+    files = path / "hf"
+    hf = empty_model(AutoConfig.from_pretrained(files), target)
+    hf.load_state_dict(weights, strict=False, assign=True)
+    hf.tie_weights()
+    missing = [name for name, parameter in hf.named_parameters() if parameter.is_meta]
+    if missing:
+        raise UserError(f"{path} has no weights for {', '.join(missing[:3])} ({len(missing)} in all)")
+    if (files / "generation_config.json").exists():
+        hf.generation_config = GenerationConfig.from_pretrained(files)
+    partial = out.with_name(f".{out.name}.tmp{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        hf.save_pretrained(partial)
+        AutoTokenizer.from_pretrained(files).save_pretrained(partial)
+        if out.exists():
+            out.rmdir()
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return path
+
+
+def find_checkpoint(source: Path) -> Path:
+    """The checkpoint that `source` is, or the newest one of the run directory that it is."""
+    if (source / "trainer.json").is_file():
+        return source
+    found = checkpoint.newest(RunDir(source).checkpoints)
+    if found is None:
+        raise UserError(f"{source} is neither a checkpoint nor a run directory with one in checkpoints/")
+    return found[0]

@@ -1,0 +1,49 @@
+"""Failures that the user can do something about, said in one line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from hpc_rl.engine.errors import AgreedError
+from hpc_rl.errors import UserError
+
+
+@contextmanager
+def explain_out_of_memory(what: str) -> Iterator[None]:
+    """Turn running out of memory into a UserError that names the settings to change.
+
+    Args:
+        what: what was being done, for the message ("step 12").
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        # The CPU allocator raises a plain RuntimeError.
+        known = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+        if not known:
+            raise
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"out of memory in {what}: lower trainer.micro_tokens, or set model.enable_gradient_checkpointing=true, "
+            f"or use more processes with trainer.sharding=full ({first})"
+        ) from error
+
+
+def refuse_not_finite(name: str, step: int, values_by_rank: Sequence[float]) -> None:
+    """Stop training on NaN or Inf. Every rank must be given the same values.
+
+    Raises:
+        AgreedError: a value is not finite; names the step and the ranks.
+    """
+    bad = [rank for rank, value in enumerate(values_by_rank) if not math.isfinite(value)]
+    if bad:
+        found = values_by_rank[bad[0]]
+        ranks = ", ".join(map(str, bad[:8]))
+        raise AgreedError(
+            f"{name} is {found} in step {step} on rank {ranks}: training stopped before the weights changed. "
+            "Usual causes: optim.lr too high, broken samples, or bfloat16 weights where float32 are needed"
+        )

@@ -1,0 +1,175 @@
+"""From hidden states to loss or log-probabilities, without ever holding logits of all positions.
+
+Positions are worked off in chunks of `CHUNK_BYTES` of logits. The loss computes its gradients in the same pass, while a
+chunk's logits are at hand (the idea of Liger Kernel, https://arxiv.org/abs/2410.10989); log-probabilities, whose
+upstream gradient is not known yet, compute their logits again in the backward pass.
+
+torch.nn.functional.linear_cross_entropy (torch 2.13) is not used: at a vocabulary of 151,936 it took six times as long
+as plain logits on a CPU, and earlier versions have none.
+
+Shape suffixes: N positions, H hidden size, V vocabulary, C positions of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+"""Bytes of float32 logits in one chunk: enough rows for fast matrix products, small beside a model."""
+
+
+def cross_entropy_sum(
+    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, scale: float = 1.0
+) -> torch.Tensor:
+    """`scale` times the sum of -log p(target) over all positions: a float32 scalar.
+
+    Gradients of hidden states and weight are computed along with it, so it must be called with gradients enabled only
+    where they are wanted.
+
+    Args:
+        hidden_NH: float32 or bfloat16; sums, exponentials and the weight's gradient are float32 either way.
+        targets_N: int64.
+    """
+    if hidden_NH.shape[0] == 0:
+        # Keeps both tensors in the graph: FSDP expects a gradient from every rank.
+        return (hidden_NH.sum() + weight_VH[0, 0] * 0).float() * 0
+    result: torch.Tensor = _CrossEntropySum.apply(hidden_NH, weight_VH, targets_N, scale)
+    return result
+
+
+def token_logprobs(
+    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p(target) and entropy of p at each position, where p = softmax(hidden @ weight.T / temperature).
+
+    Returns:
+        log-probabilities [N] and entropies [N] in nats, both float32 and differentiable.
+    """
+    logprobs_N, entropy_N = _TokenLogprobs.apply(hidden_NH, weight_VH, targets_N, temperature)
+    return logprobs_N, entropy_N
+
+
+def _chunks(positions: int, weight_VH: torch.Tensor) -> Iterator[slice]:
+    """Equal slices of at most CHUNK_BYTES of logits."""
+    limit = max(1, CHUNK_BYTES.get(weight_VH.device.type, CHUNK_BYTES["cuda"]) // (4 * weight_VH.shape[0]))
+    size = -(-positions // -(-positions // limit)) if positions else 1
+    return (slice(start, min(start + size, positions)) for start in range(0, positions, size))
+
+
+class _LogProbs:
+    """log-softmax of chunks of logits, float32, in buffers that all chunks share."""
+
+    def __init__(self, weight_VH: torch.Tensor) -> None:
+        self.weight_VH = weight_VH
+        self.logits: torch.Tensor | None = None
+        self.logprobs: torch.Tensor | None = None
+
+    def __call__(self, hidden_CH: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        """[C, V]; valid until the next call."""
+        rows, vocabulary = hidden_CH.shape[0], self.weight_VH.shape[0]
+        if self.logits is None or self.logprobs is None:
+            self.logits = hidden_CH.new_empty(rows, vocabulary)
+            self.logprobs = hidden_CH.new_empty(rows, vocabulary, dtype=torch.float32)
+        logits, logprobs = self.logits[:rows], self.logprobs[:rows]
+        torch.mm(hidden_CH, self.weight_VH.t(), out=logits)
+        if temperature != 1.0:
+            logits.div_(temperature)
+        # log_softmax has no dtype together with out where both differ, so bfloat16 is widened first.
+        if logits.dtype == torch.float32:
+            return torch.log_softmax(logits, dim=-1, out=logprobs)
+        logprobs.copy_(logits)
+        return torch.log_softmax(logprobs, dim=-1, out=logprobs)
+
+
+def _add_product(total_VH: torch.Tensor, left_CV: torch.Tensor, right_CH: torch.Tensor, first: bool) -> None:
+    """total += left.T @ right, in the total's float32; without the old total where this is the first summand."""
+    if left_CV.dtype == total_VH.dtype:
+        torch.addmm(total_VH, left_CV.t(), right_CH, beta=0 if first else 1, out=total_VH)
+    elif first:
+        total_VH.copy_(left_CV.t() @ right_CH)
+    else:
+        total_VH.add_(left_CV.t() @ right_CH)
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
+        grad_weight_VH = torch.empty_like(weight_VH, dtype=torch.float32) if wants_weight else None
+        total = hidden_NH.new_zeros((), dtype=torch.float32)
+        log_softmax = _LogProbs(weight_VH)
+        for rows in _chunks(hidden_NH.shape[0], weight_VH):
+            hidden_CH, targets_C1 = hidden_NH[rows], targets_N[rows, None]
+            logprobs_CV = log_softmax(hidden_CH)
+            total -= logprobs_CV.gather(1, targets_C1).sum()
+            if not (wants_hidden or wants_weight):
+                continue
+            # d(-log p[target]) / d logits = p - onehot(target)
+            grad_CV = logprobs_CV.exp_()
+            grad_CV.scatter_add_(1, targets_C1, grad_CV.new_full((1, 1), -1.0).expand_as(targets_C1))
+            grad_CV = grad_CV.to(hidden_NH.dtype)
+            if grad_hidden_NH is not None:
+                torch.mm(grad_CV, weight_VH, out=grad_hidden_NH[rows])
+            if grad_weight_VH is not None:
+                _add_product(grad_weight_VH, grad_CV, hidden_CH * scale, first=rows.start == 0)
+        if grad_hidden_NH is not None:
+            grad_hidden_NH *= scale
+        ctx.dtype = weight_VH.dtype
+        ctx.save_for_backward(grad_hidden_NH, grad_weight_VH)
+        return total * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
+        (upstream,) = grads
+        # On a GPU asking for the value would wait for it; on a CPU it saves a pass over the weight's gradient.
+        if upstream.is_cuda or upstream.item() != 1.0:
+            grad_hidden_NH = None if grad_hidden_NH is None else grad_hidden_NH * upstream.to(grad_hidden_NH.dtype)
+            grad_weight_VH = None if grad_weight_VH is None else grad_weight_VH.mul_(upstream)
+        return grad_hidden_NH, None if grad_weight_VH is None else grad_weight_VH.to(ctx.dtype), None, None
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs_N = hidden_NH.new_empty(hidden_NH.shape[0], dtype=torch.float32)
+        entropy_N = torch.empty_like(logprobs_N)
+        log_softmax = _LogProbs(weight_VH)
+        for rows in _chunks(hidden_NH.shape[0], weight_VH):
+            logprobs_CV = log_softmax(hidden_NH[rows], temperature)
+            logprobs_N[rows] = logprobs_CV.gather(1, targets_N[rows, None])[:, 0]
+            entropy_N[rows] = -(logprobs_CV.exp() * logprobs_CV).sum(dim=1)
+        ctx.temperature = temperature
+        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        hidden_NH, weight_VH, targets_N, entropy_N = ctx.saved_tensors
+        grad_logprobs_N, grad_entropy_N = grads
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
+        log_softmax = _LogProbs(weight_VH)
+        for rows in _chunks(hidden_NH.shape[0], weight_VH):
+            hidden_CH, targets_C1 = hidden_NH[rows], targets_N[rows, None]
+            logprobs_CV = log_softmax(hidden_CH, ctx.temperature)
+            # d log p[target] / d logits = onehot - p        d entropy / d logits = -p (log p + entropy)
+            up_C1, up_entropy_C1 = grad_logprobs_N[rows, None], grad_entropy_N[rows, None]
+            p_CV = logprobs_CV.exp()
+            grad_CV = logprobs_CV.add_(entropy_N[rows, None]).mul_(up_entropy_C1).add_(up_C1).mul_(p_CV).neg_()
+            grad_CV.scatter_add_(1, targets_C1, up_C1)
+            grad_CV = grad_CV.div_(ctx.temperature).to(hidden_NH.dtype)
+            if grad_hidden_NH is not None:
+                torch.mm(grad_CV, weight_VH, out=grad_hidden_NH[rows])
+            if grad_weight_VH is not None:
+                _add_product(grad_weight_VH, grad_CV, hidden_CH, first=rows.start == 0)
+        return grad_hidden_NH, None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype), None, None

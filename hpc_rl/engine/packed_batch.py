@@ -1,0 +1,65 @@
+"""Several samples in one row of tokens, without padding.
+
+Shape suffixes, here and in the rest of the engine: T tokens of a packed row, N positions whose next token is a target,
+H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One packed row."""
+
+    input_ids_T: torch.Tensor
+    """Token ids, int64."""
+    position_ids_T: torch.Tensor
+    """Position of each token in its own sample, int64."""
+    lengths: tuple[int, ...]
+    """Tokens of each sample."""
+    cu_seqlens: torch.Tensor
+    """int32, [samples + 1]: where each sample starts, and the end."""
+    rows_N: torch.Tensor
+    """Positions in the row whose next token is a target, int64."""
+    targets_N: torch.Tensor
+    """The token to predict at each of these positions, int64."""
+
+    def to(self, device: torch.device) -> PackedBatch:
+        if device.type == "cpu":
+            return self
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
+        return PackedBatch(lengths=self.lengths, **moved)
+
+
+_TENSORS = ("input_ids_T", "position_ids_T", "cu_seqlens", "rows_N", "targets_N")
+
+
+def pack_samples(tokens: Sequence[np.ndarray], target_masks: Sequence[np.ndarray]) -> PackedBatch:
+    """Lay samples end to end.
+
+    Args:
+        tokens: token ids of each sample, [length].
+        target_masks: bool, [length]: token i is a target, predicted from token i - 1; never at 0.
+    """
+    lengths = [len(ids) for ids in tokens]
+    ids_T = np.concatenate(tokens).astype(np.int64)
+    targets = np.flatnonzero(np.concatenate(target_masks))
+    return PackedBatch(
+        input_ids_T=torch.from_numpy(ids_T),
+        position_ids_T=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])),
+        lengths=tuple(lengths),
+        cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)),
+        rows_N=torch.from_numpy(targets - 1),
+        targets_N=torch.from_numpy(ids_T[targets]),
+    )
+
+
+def filler() -> PackedBatch:
+    """What a rank computes when there is no sample left for it: one token, no target, so no loss and no gradient."""
+    return pack_samples([np.zeros(1, np.int64)], [np.zeros(1, bool)])

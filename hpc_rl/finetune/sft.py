@@ -1,0 +1,28 @@
+"""The supervised objective: mean cross-entropy of the target tokens of a global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hpc_rl.data.sft_dataset import Sample
+from hpc_rl.engine.lm_head import cross_entropy_sum
+from hpc_rl.engine.model import CausalLM
+from hpc_rl.engine.packed_batch import PackedBatch, filler, pack_samples
+
+
+def collate(samples: Sequence[Sample]) -> PackedBatch:
+    """One micro-batch; the filler where a rank has no sample left."""
+    if not samples:
+        return filler()
+    return pack_samples([sample.input_ids for sample in samples], [sample.loss_mask for sample in samples])
+
+
+def loss(model: CausalLM, batch: PackedBatch, scale: float) -> torch.Tensor:
+    """`scale` times the summed cross-entropy of a micro-batch's targets.
+
+    Divided by the target tokens of the whole global batch, not of the micro-batch, the sum over all micro-batches of
+    all ranks is the batch's mean, however it was split.
+    """
+    return model(batch, lambda hidden_NH, weight_VH: cross_entropy_sum(hidden_NH, weight_VH, batch.targets_N, scale))

@@ -1,0 +1,98 @@
+"""python -m hpc_rl.finetune.train --config FILE [--run-dir DIR] [key=value ...]
+
+The process that torchrun starts once per GPU, or that runs alone. The run directory is the run: started again in the
+same one, it goes on from the newest checkpoint. Exit codes: 0 done, 75 stopped and saved, 2 bad input, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from hpc_rl.config.compose import load_config, validate
+from hpc_rl.config.schema import SftConfig
+from hpc_rl.engine.errors import AgreedError
+from hpc_rl.errors import EXIT_BAD_INPUT, UserError
+from hpc_rl.run_dir import RunDir, current_run_dir
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Run, and leave with the exit code.
+
+    After an error the process leaves at once, without the interpreter's usual end: that could wait for ranks that wait
+    for this one.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    who = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+    try:
+        code = run(arguments)
+    except UserError as error:
+        if not isinstance(error, AgreedError):
+            print(f"{who}{error}", file=sys.stderr)
+        elif rank == 0:
+            print(error, file=sys.stderr)
+        leave(EXIT_BAD_INPUT)
+    except Exception as error:  # noqa: BLE001 - the last stop: says who failed first, then leaves
+        traceback.print_exc()
+        first = str(error).strip().splitlines()
+        print(f"{who}{type(error).__name__}{': ' + first[0] if first else ''}", file=sys.stderr)
+        leave(1)
+    leave(code)
+
+
+def run(arguments: Sequence[str]) -> int:
+    try:
+        config, run_dir = parse(arguments)
+    except UserError as error:
+        raise AgreedError(str(error)) from error
+    from transformers.utils import logging  # heavy, like all that follows
+
+    from hpc_rl.engine import distributed
+    from hpc_rl.finetune.trainer import train
+
+    logging.disable_progress_bar()  # bars of control characters in log files
+    world = distributed.start(config.trainer.device, config.slurm.start_timeout_s)
+    code = train(config, run_dir, world)
+    distributed.finish()
+    return code
+
+
+def parse(arguments: Sequence[str]) -> tuple[SftConfig, RunDir]:
+    """Configuration and run directory.
+
+    Raises:
+        UserError: anything wrong with them. Every rank raises it alike.
+    """
+    parser = argparse.ArgumentParser(prog="python -m hpc_rl.finetune.train", description=__doc__)
+    parser.add_argument(
+        "--config", type=Path, required=True, help="resolved configuration (config.yaml of a run directory)"
+    )
+    parser.add_argument("--run-dir", type=Path, help="default: $HPC_RL_RUN_DIR")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    options = parser.parse_intermixed_args(arguments)
+    run_dir = RunDir(options.run_dir.absolute()) if options.run_dir else current_run_dir()
+    if run_dir is None:
+        raise UserError("no run directory: give --run-dir DIR, or set HPC_RL_RUN_DIR")
+    config = load_config("sft", options.config)
+    if options.overrides:
+        from omegaconf import OmegaConf
+
+        tree = OmegaConf.merge(config.model_dump(mode="json"), OmegaConf.from_dotlist(options.overrides))
+        config = validate("sft", OmegaConf.to_container(tree))
+    assert isinstance(config, SftConfig)
+    return config, run_dir
+
+
+def leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,232 @@
+"""The supervised training loop: load -> loop -> step -> save -> validate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hpc_rl.config.schema import SftConfig
+from hpc_rl.data.sampler import Position, batches, steps_per_epoch
+from hpc_rl.data.sft_dataset import Sample
+from hpc_rl.engine import checkpoint, guards, sharding
+from hpc_rl.engine.batching import plan_batch
+from hpc_rl.engine.checkpoint import Progress
+from hpc_rl.engine.distributed import World
+from hpc_rl.engine.errors import AgreedError
+from hpc_rl.engine.export import export
+from hpc_rl.engine.model import CausalLM, Flops, count_flops, load_model, load_tokenizer
+from hpc_rl.engine.optim import build_optimizer, clip_gradients, lr_factor, set_lr
+from hpc_rl.errors import EXIT_STOPPED
+from hpc_rl.finetune import sft
+from hpc_rl.finetune.dataset import load_samples
+from hpc_rl.finetune.perf import Clock, Work, perf_metrics
+from hpc_rl.run_dir import RunDir
+from hpc_rl.tracking.tracker import Tracker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class State:
+    """A run in progress. What the loop changes stands last."""
+
+    config: SftConfig
+    run: RunDir
+    world: World
+    tokenizer: PreTrainedTokenizerBase
+    model: CausalLM
+    optimizer: torch.optim.AdamW
+    flops: Flops
+    train: list[Sample]
+    val: list[Sample]
+    batches: Iterator[tuple[np.ndarray, Position]]
+    total_steps: int
+    tracker: Tracker
+
+    step: int
+    position: Position
+    total_tokens: int
+    stop: bool = False
+
+
+def train(config: SftConfig, run: RunDir, world: World) -> int:
+    """Train to the end, or until the stop file is there.
+
+    Returns:
+        the process's exit code: 0, or 75 where starting again goes on.
+    """
+    state = load(config, run, world)
+    finished_before = state.step >= state.total_steps
+    while state.step < state.total_steps and not state.stop:
+        clock = Clock()
+        with clock("step"):
+            metrics = step(state, clock)
+            last = state.step == state.total_steps
+            if last or state.stop or due(state.step, config.trainer.save_freq):
+                with clock("save_checkpoint"):
+                    save(state)
+            if state.val and (last or due(state.step, config.trainer.test_freq)):
+                with clock("testing"):
+                    metrics["val/loss"] = validate(state)
+        state.tracker.log(state.step, {**metrics, **clock.seconds}, state.total_steps)
+    return finish(state, finished_before)
+
+
+def load(config: SftConfig, run: RunDir, world: World) -> State:
+    """Data, model and optimizer, as the newest checkpoint left them."""
+    torch.manual_seed(config.trainer.seed + world.rank)
+    data, seed = config.data, config.trainer.seed
+    tokenizer = world.together(lambda: load_tokenizer(config.model))
+    samples = load_samples(data.train_files, data, tokenizer, "train", world)
+    val = load_samples(data.val_files, data, tokenizer, "test", world) if data.val_files else []
+    with guards.explain_out_of_memory("loading the model"):
+        model = world.together(lambda: load_model(config.model))
+        flops = count_flops(model)
+        model = sharding.shard(model, world, config.trainer.sharding)
+        optimizer = build_optimizer(model, config.optim)
+        progress = checkpoint.load_latest(run.checkpoints, model, optimizer, world)
+    if progress is None:
+        progress = Progress(samples=len(samples), dtype=config.model.dtype)
+    else:
+        say(world, f"going on after step {progress.step}, from {run.checkpoints}")
+    if progress.samples != len(samples):
+        raise AgreedError(
+            f"{run.checkpoints} was trained on {progress.samples} samples, and the training data has {len(samples)} "
+            "now: take the same data, or another run directory"
+        )
+    position = Position(progress.epoch, progress.index)
+    steps = config.trainer.total_epochs * steps_per_epoch(len(samples), data.train_batch_size)
+    return State(
+        config=config,
+        run=run,
+        world=world,
+        tokenizer=tokenizer,
+        model=model,
+        optimizer=optimizer,
+        flops=flops,
+        train=samples,
+        val=val,
+        batches=batches(len(samples), data.train_batch_size, seed=seed, shuffle=data.shuffle, start=position),
+        total_steps=config.trainer.total_training_steps or steps,
+        tracker=world.together(lambda: open_tracker(config, run, world, progress.wandb_id)),
+        step=progress.step,
+        position=position,
+        total_tokens=progress.total_tokens,
+    )
+
+
+def step(state: State, clock: Clock) -> dict[str, float]:
+    """One optimizer step on the next global batch; its metrics, the same on every rank."""
+    config, world, number = state.config, state.world, state.step + 1
+    with clock("data"):
+        indices, position = next(state.batches)
+        samples = [state.train[index] for index in indices]
+        work = Work.of(samples)
+        plan = plan_batch(work.lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)[world.rank]
+        micro_batches = [sft.collate([samples[index] for index in micro]).to(world.device) for micro in plan]
+    with guards.explain_out_of_memory(f"step {number}"), clock("forward_backward"):
+        scale = sharding.loss_factor(state.model, world) / work.targets
+        loss = torch.zeros((), device=world.device)
+        for index, batch in enumerate(micro_batches):
+            sharding.begin_micro_batch(state.model, config.trainer.sharding, last=index == len(micro_batches) - 1)
+            part = sft.loss(state.model, batch, scale)
+            part.backward()
+            loss += part.detach()
+        norm = clip_gradients(state.model.parameters(), config.optim.clip_grad)
+        # The only exchange of numbers in a step; whether to stop travels with the loss.
+        stop_asked = float(world.is_main and state.run.stop.exists())
+        losses, stops = world.gather_rows(
+            [loss.item() / sharding.loss_factor(state.model, world), stop_asked]
+        ).T.tolist()
+        guards.refuse_not_finite("the loss", number, losses)
+        guards.refuse_not_finite("the gradient norm", number, [norm])
+    with guards.explain_out_of_memory(f"step {number}"), clock("optimizer"):
+        lr = config.optim.lr * lr_factor(config.optim, state.step, state.total_steps)
+        set_lr(state.optimizer, lr)
+        state.optimizer.step()
+        state.optimizer.zero_grad(set_to_none=True)
+    state.step, state.position, state.stop = number, position, bool(stops[0])
+    state.total_tokens += work.tokens
+    return {
+        "train/loss": sum(losses),
+        "train/grad_norm": norm,
+        "train/lr": lr,
+        "train/target_tokens": work.targets,
+        "train/epoch": position.epoch + position.index / len(state.train),
+        "perf/total_num_tokens": state.total_tokens,
+        **perf_metrics(work, clock, state.flops, world),
+    }
+
+
+def save(state: State) -> None:
+    progress = Progress(
+        step=state.step,
+        epoch=state.position.epoch,
+        index=state.position.index,
+        samples=len(state.train),
+        total_tokens=state.total_tokens,
+        dtype=state.config.model.dtype,
+        world_size=state.world.size,
+        wandb_id=state.tracker.wandb_id,
+    )
+    keep = state.config.trainer.max_ckpt_to_keep
+    checkpoint.save(state.run.checkpoints, state.model, state.optimizer, state.tokenizer, progress, state.world, keep)
+
+
+@torch.no_grad()
+def validate(state: State) -> float:
+    """Mean cross-entropy of all target tokens of the validation data."""
+    config, world = state.config, state.world
+    state.model.eval()
+    work = Work.of(state.val)
+    plan = plan_batch(work.lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)[world.rank]
+    total = torch.zeros((), device=world.device)
+    for micro in plan:
+        batch = sft.collate([state.val[index] for index in micro]).to(world.device)
+        total += sft.loss(state.model, batch, 1.0)
+    state.model.train()
+    return float(world.gather_rows([total.item()]).sum()) / work.targets
+
+
+def finish(state: State, finished_before: bool) -> int:
+    """Export, close the books and say how it ended."""
+    done = state.step >= state.total_steps
+    if finished_before:
+        say(state.world, f"{state.run.path} is finished already, after {state.step} steps; nothing to train")
+    if not done:
+        say(state.world, f"stopped after step {state.step} of {state.total_steps}: saved, starting again goes on")
+    elif state.config.trainer.export and state.world.is_main and not state.run.model.exists():
+        export(state.run.path, state.run.model)
+        say(state.world, f"model: {state.run.model}")
+    code = 0 if done else EXIT_STOPPED
+    state.tracker.finish(code)
+    return code
+
+
+def due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def open_tracker(config: SftConfig, run: RunDir, world: World, wandb_id: str | None) -> Tracker:
+    trainer = config.trainer
+    return Tracker(
+        run,
+        config.model_dump(mode="json"),
+        loggers=trainer.logger,
+        project=trainer.project_name,
+        name=trainer.experiment_name or run.name,
+        wandb_mode=trainer.wandb_mode,
+        wandb_proxy=trainer.wandb_proxy,
+        wandb_id=wandb_id,
+        is_main=world.is_main,
+    )
+
+
+def say(world: World, text: str) -> None:
+    if world.is_main:
+        print(text, flush=True)

@@ -1,0 +1,71 @@
+"""metrics.jsonl: what a run measured, one JSON object per line, written at each step and readable at any time.
+
+Keys of a line: `step`, `total_steps`, `time` (unix seconds), and metrics by group:
+
+    train/loss  train/lr  train/grad_norm  train/epoch  ...
+    val/loss
+    perf/tokens_per_s (all ranks)  perf/throughput (one rank)  perf/mfu (0 to 1)  perf/max_memory_gb  perf/eta_s
+    timing_s/step, and the phases that a step is made of: timing_s/<phase>
+
+Several lines may belong to one step (training, then validation). A resumed run goes on in the same file: a line takes
+back all lines of later steps before it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+Record = dict[str, Any]
+
+
+class MetricsFile:
+    """Appends to metrics.jsonl; each line is on disk when `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+        if path.stat().st_size and not path.read_bytes().endswith(b"\n"):  # a killed process left half a line
+            self._file.write("\n")
+
+    def write(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> Record:
+        """Append one line; NaN and infinities become null, which JSON can hold."""
+        record: Record = {"step": step, "total_steps": total_steps, "time": round(time.time(), 3)}
+        record |= {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+        return record
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """One record per step, in order; empty where there is no file. Half-written lines are left out."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    records: dict[int, Record] = {}
+    for line in lines:
+        record = parse_line(line)
+        if record is None:
+            continue
+        step = record["step"]
+        while records and next(reversed(records)) > step:  # steps are in order, so the later ones are last
+            records.popitem()
+        records[step] = {**records.get(step, {}), **record}
+    return list(records.values())
+
+
+def parse_line(line: bytes | str) -> Record | None:
+    """The record of one line, or None for what is not a whole one."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

@@ -1,0 +1,89 @@
+"""Where a trainer's numbers go: metrics.jsonl always, console lines and wandb as configured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpc_rl.run_dir import RunDir
+from hpc_rl.tracking.metrics import MetricsFile
+from hpc_rl.tracking.text import step_line
+from hpc_rl.tracking.wandb_run import WandbRun
+
+
+class Tracker:
+    """The metrics of one run, written by its main process; on the others every method does nothing.
+
+    Args:
+        config: the resolved configuration, shown in wandb.
+        loggers: "console" and "wandb", either, both or none.
+        name: the run's name in wandb.
+        wandb_mode: "online" or "offline".
+        wandb_proxy: HTTP proxy for wandb alone.
+        wandb_id: the id of the run that is resumed, None for a new one.
+        is_main: whether this process is the one that writes.
+
+    Raises:
+        UserError: wandb is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        config: Mapping[str, Any],
+        *,
+        loggers: Sequence[str],
+        project: str,
+        name: str,
+        wandb_mode: str,
+        wandb_proxy: str | None,
+        wandb_id: str | None,
+        is_main: bool,
+    ) -> None:
+        self._wandb_id = wandb_id
+        self._console = "console" in loggers
+        self._file = MetricsFile(run_dir.metrics) if is_main else None
+        self._wandb: WandbRun | None = None
+        self._first: tuple[int, float] | None = None
+        if is_main and "wandb" in loggers:
+            self._wandb = WandbRun(
+                run_dir, config, project=project, name=name, mode=wandb_mode, proxy=wandb_proxy, run_id=wandb_id
+            )
+            self._wandb_id = self._wandb.id
+
+    @property
+    def wandb_id(self) -> str | None:
+        """Id of the wandb run, to be saved in checkpoints; None without wandb, and before the first on other ranks."""
+        return self._wandb_id
+
+    def log(self, step: int, metrics: Mapping[str, float], total_steps: int) -> None:
+        """Record the metrics of one step; see metrics.py for their names. Adds perf/eta_s.
+
+        May be called again for the same step (validation after training).
+        """
+        if self._file is None:
+            return
+        eta_s = self._eta_s(step, total_steps, metrics)
+        metrics = metrics if eta_s is None else {**metrics, "perf/eta_s": eta_s}
+        record = self._file.write(step, total_steps, metrics)
+        if self._console:
+            print(step_line(record), flush=True)
+        if self._wandb is not None:
+            self._wandb.log(step, metrics)
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Close the files and end the wandb run; prints how to upload an offline one."""
+        if self._file is not None:
+            self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code)
+
+    def _eta_s(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> float | None:
+        """Seconds left at the mean speed since this process logged first: saving and validation are in it."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (step, now)
+        first_step, since = self._first
+        per_step = (now - since) / (step - first_step) if step > first_step else metrics.get("timing_s/step")
+        return None if per_step is None else (total_steps - step) * per_step

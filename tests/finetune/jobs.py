@@ -1,0 +1,77 @@
+"""Training runs in this process, and jobs of several processes the way a launcher starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from hpc_rl.engine import distributed
+from hpc_rl.engine.distributed import World
+from hpc_rl.finetune.train import parse
+from hpc_rl.finetune.trainer import train
+from hpc_rl.tracking.metrics import read_metrics
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+Result = tuple[int, str, str]
+
+
+def arguments(config: Path, run_dir: Path, *overrides: str) -> list[str]:
+    return ["--config", str(config), "--run-dir", str(run_dir), *overrides]
+
+
+def run_here(config: Path, run_dir: Path, *overrides: str) -> int:
+    """One rank, in this process: quick. Its exit code."""
+    return train(*parse(arguments(config, run_dir, *overrides)), ALONE)
+
+
+def run_job(config: Path, run_dir: Path, *overrides: str, ranks: int = 1) -> list[Result]:
+    """Processes as a launcher starts them; (exit code, stdout, stderr) of each rank."""
+    return spawn(["-m", "hpc_rl.finetune.train", *arguments(config, run_dir, *overrides)], ranks)
+
+
+def run_several(runs: Sequence[tuple[Path, Path, Sequence[str]]], ranks: int) -> list[Result]:
+    """Several runs one after the other in the same processes, which saves their start; they print their exit codes."""
+    return spawn([__file__, json.dumps([arguments(config, path, *more) for config, path, more in runs])], ranks)
+
+
+def spawn(command: Sequence[str], ranks: int, timeout: float = 120) -> list[Result]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    torchrun = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if ranks > 1 else {}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env={**shared, **torchrun, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if torchrun else {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        texts = [process.communicate(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *text) for process, text in zip(processes, texts, strict=True)]
+
+
+def series(run_dir: Path, name: str) -> list[float]:
+    """One metric of all steps that have it."""
+    return [record[name] for record in read_metrics(run_dir / "metrics.jsonl") if name in record]
+
+
+if __name__ == "__main__":
+    world = distributed.start("cpu", start_timeout_s=60)
+    codes = [train(*parse(each), world) for each in json.loads(sys.argv[1])]
+    print("exit codes", *codes)
+    distributed.finish()

@@ -1,0 +1,65 @@
+"""What a person sees when something is wrong: one line, and the right exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpc_rl.engine import guards
+from hpc_rl.errors import UserError
+from hpc_rl.finetune import sft
+from tests.finetune.jobs import run_here, run_job
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["model.path=/nowhere/at-all"], "model.path: no tokenizer could be loaded from '/nowhere/at-all'"),
+        (["trainer.device=cuda"], "needs GPU 0"),
+        (["optim.lr=1e20", "optim.clip_grad=0"], "nan in step 2 on rank 0"),
+        (["data.train_files=[/nowhere.jsonl]"], "/nowhere.jsonl"),
+    ],
+    ids=["no model", "no gpu", "nan", "no data"],
+)
+def test_bad_input_is_one_line(sft_config: Path, tmp_path: Path, overrides: list[str], line: str) -> None:
+    if "trainer.device=cuda" in overrides:
+        if torch.cuda.is_available():
+            pytest.skip("this machine has a GPU")
+        from hpc_rl.engine import distributed
+
+        with pytest.raises(UserError, match=line):
+            distributed.start("cuda", 10)
+        return
+    with pytest.raises(UserError) as error:
+        run_here(sft_config, tmp_path, *overrides)
+    assert line in str(error.value) and "\n" not in str(error.value)
+
+
+def test_two_ranks_say_it_once(sft_config: Path, tmp_path: Path) -> None:
+    results = run_job(sft_config, tmp_path, "model.path=/nowhere", ranks=2)
+    assert [code for code, _, _ in results] == [2, 2]
+    assert results[0][2].splitlines()[-1].startswith("model.path: no tokenizer")
+    assert results[1][2] == ""
+
+
+def test_unknown_key(sft_config: Path, tmp_path: Path) -> None:
+    ((code, _, errors),) = run_job(sft_config, tmp_path, "trainer.micro_token=5")
+    assert (code, errors) == (2, "trainer.micro_token: unknown key; did you mean trainer.micro_tokens?\n")
+
+
+def test_out_of_memory_names_the_settings(sft_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def greedy(*_: object) -> torch.Tensor:
+        return torch.empty(1 << 50, dtype=torch.uint8)
+
+    monkeypatch.setattr(sft, "loss", greedy)
+    with pytest.raises(
+        UserError, match=r"out of memory in step 1: lower trainer.micro_tokens, or set model.enable_gra"
+    ):
+        run_here(sft_config, tmp_path)
+
+
+def test_other_errors_pass_the_memory_guard() -> None:
+    with pytest.raises(RuntimeError, match="something else"), guards.explain_out_of_memory("step 1"):
+        raise RuntimeError("something else")

@@ -1,0 +1,70 @@
+"""The same losses, however the work is split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.config.compose import load_config
+from hpc_rl.config.schema import SftConfig
+from tests.finetune.jobs import run_here, run_several, series
+from tests.finetune.reference import reference_losses
+
+TWO_RANKS = {
+    "full": [],
+    "gradients, unpacked": ["trainer.sharding=gradients", "trainer.packing=false"],
+    "none, many micro-batches": ["trainer.sharding=none", "data.max_length=128", "trainer.micro_tokens=128"],
+    "full, many micro-batches": ["data.max_length=128", "trainer.micro_tokens=128"],
+    "more ranks than samples": ["data.train_batch_size=1", "trainer.total_training_steps=2", "trainer.test_freq=0"],
+}
+
+
+@pytest.fixture(scope="module")
+def reference(sft_config: Path) -> tuple[list[float], float]:
+    config = load_config("sft", sft_config)
+    assert isinstance(config, SftConfig)
+    losses, val_loss = reference_losses(config)
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
+    return losses, val_loss
+
+
+@pytest.fixture(scope="module")
+def two_ranks(sft_config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("two")
+    runs = {name: folder / str(number) for number, name in enumerate(TWO_RANKS)}
+    results = run_several([(sft_config, runs[name], overrides) for name, overrides in TWO_RANKS.items()], ranks=2)
+    assert [code for code, _, _ in results] == [0, 0], results
+    return runs
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["trainer.packing=false", "model.enable_gradient_checkpointing=true"],
+        ["data.max_length=128", "trainer.micro_tokens=128"],
+    ],
+    ids=["packed", "unpacked", "many micro-batches"],
+)
+def test_one_rank(sft_config: Path, tmp_path: Path, reference: tuple[list[float], float], overrides: list[str]) -> None:
+    assert run_here(sft_config, tmp_path, *overrides) == 0
+    same_losses(tmp_path, reference)
+
+
+@pytest.mark.parametrize("name", [name for name in TWO_RANKS if name != "more ranks than samples"])
+def test_two_ranks(name: str, two_ranks: dict[str, Path], reference: tuple[list[float], float]) -> None:
+    same_losses(two_ranks[name], reference)
+
+
+def test_a_rank_without_samples(sft_config: Path, tmp_path: Path, two_ranks: dict[str, Path]) -> None:
+    assert run_here(sft_config, tmp_path, *TWO_RANKS["more ranks than samples"]) == 0
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        ours = series(two_ranks["more ranks than samples"], name)
+        assert ours == pytest.approx(series(tmp_path, name), abs=1e-4)
+
+
+def same_losses(run_dir: Path, reference: tuple[list[float], float]) -> None:
+    assert series(run_dir, "train/loss") == pytest.approx(reference[0], abs=1e-4)
+    assert series(run_dir, "val/loss")[-1] == pytest.approx(reference[1], abs=1e-4)
+    assert len(series(run_dir, "val/loss")) == 3

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_rl.run_dir import RunDir
+from hpc_rl.tracking import wandb_run
+from hpc_rl.tracking.metrics import read_metrics
+from hpc_rl.tracking.tracker import Tracker
+
+
+def tracker(folder: Path, **changes: Any) -> Tracker:
+    given: dict[str, Any] = {
+        "loggers": ["console"],
+        "project": "p",
+        "name": "n",
+        "wandb_mode": "offline",
+        "wandb_proxy": None,
+        "wandb_id": None,
+        "is_main": True,
+    }
+    return Tracker(RunDir(folder), {"optim": {"lr": 1e-5}}, **given | changes)
+
+
+@pytest.fixture
+def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No way to any account: neither a key in the environment nor one in the home folder."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+@pytest.fixture
+def silent_proxy() -> Iterator[tuple[str, list[bytes]]]:
+    """A proxy that takes connections and never answers: the network at its worst."""
+    asked: list[bytes] = []
+    kept: list[socket.socket] = []
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            kept.append(connection)
+            asked.append(connection.recv(200))
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield f"http://127.0.0.1:{server.getsockname()[1]}", asked
+    for open_socket in (server, *kept):
+        open_socket.close()
+
+
+def test_console_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = tracker(tmp_path)
+    made.log(1, {"train/loss": 2.0, "timing_s/step": 0.5}, total_steps=101)
+    made.log(2, {"train/loss": 1.5}, total_steps=101)
+    made.finish()
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert records[0]["perf/eta_s"] == 50.0 and records[1]["perf/eta_s"] < 50
+    assert capsys.readouterr().out.splitlines()[0] == "step   1/101 | loss 2.0000 | ETA 0:50"
+    assert made.wandb_id is None
+
+
+def test_other_ranks_do_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = tracker(tmp_path, loggers=["console", "wandb"], is_main=False, wandb_id="kept")
+    made.log(1, {"train/loss": 2.0}, total_steps=2)
+    made.finish()
+    assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == "" and made.wandb_id == "kept"
+
+
+def test_offline_wandb_keeps_its_id_and_says_how_to_sync(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_key: None
+) -> None:
+    made = tracker(tmp_path, loggers=["wandb"], wandb_id="abc123")
+    made.log(1, {"train/loss": float("nan")}, total_steps=2)
+    made.finish()
+    line = capsys.readouterr().out.strip().splitlines()[-1]
+    folder = Path(line.removeprefix("To upload the metrics: wandb sync "))
+    assert made.wandb_id == "abc123" and folder.parent == tmp_path / "wandb" and list(folder.glob("*.wandb"))
+
+
+def test_wandb_without_a_network_warns_and_goes_on(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    no_key: None,
+    silent_proxy: tuple[str, list[bytes]],
+) -> None:
+    monkeypatch.setattr(wandb_run, "_INIT_TIMEOUT_S", 3)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    proxy, asked = silent_proxy
+    started = time.monotonic()
+    made = tracker(tmp_path, loggers=["wandb"], wandb_mode="online", wandb_proxy=proxy)
+    made.log(1, {"train/loss": 1.0}, total_steps=2)
+    made.finish()
+    assert time.monotonic() - started < 12
+    printed = capsys.readouterr()
+    assert printed.err.count("warning: wandb cannot be used online") == 1 and "wandb sync" in printed.out
+    assert asked and asked[0].startswith(b"CONNECT")
+    assert not any(proxy in value for value in os.environ.values())
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
