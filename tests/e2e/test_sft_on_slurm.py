@@ -121,6 +121,21 @@ def test_the_walltime_warning_saves_and_queues_again(
     assert same_losses(workspace.losses("walltime"), uninterrupted)
 
 
+@pytest.mark.slow
+def test_slurm_warns_before_the_walltime_by_itself(workspace: Workspace) -> None:
+    (workspace.folder / "stopper.py").write_text(
+        "import os, pathlib, sys, time\n"
+        "stop = pathlib.Path(os.environ['HPC_RL_RUN_DIR']) / 'stop'\n"
+        "if os.environ['HPC_RL_ATTEMPT_DIR'].endswith('attempt-2'): sys.exit(0)\n"
+        "while not stop.exists(): time.sleep(0.1)\n"
+        "sys.exit(75)\n"
+    )
+    arguments = ["--nodes", "2", "--time", "1", "--job-name", "warned", "slurm.warning_s=30", "trainer.device=cpu"]
+    workspace.ok("submit", "torchrun", *arguments, "--wait", "--", "stopper.py", timeout=180)
+    assert workspace.status("warned")["attempt"] == 2
+    assert "saved before the walltime" in workspace.ok("logs", "warned")
+
+
 def test_a_cancelled_run_goes_on_when_submitted_again(workspace: Workspace, uninterrupted: dict[int, float]) -> None:
     arguments = ["sft", "--nodes", "2", "--job-name", "cancelled", *QUICK, STEPS, "trainer.save_freq=2"]
     workspace.ok("submit", *arguments)
