@@ -35,6 +35,12 @@ class Kind(StrEnum):
     torchrun = "torchrun"
 
 
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
 KindArgument = Annotated[Kind, typer.Argument(help="sft: supervised fine-tuning; torchrun: your own torchrun program.")]
 OverridesArgument = Annotated[
     list[str] | None,
@@ -269,16 +275,19 @@ def config(
 def export(
     source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run, or one of its checkpoints.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; as trained where not given.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="As trained where not given.", show_default=False)] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face model folder."""
     from hpc_rl.launch import runs
 
-    folder = Path(source) if Path(source).is_dir() else runs.find_run(source).path
+    folder = Path(source) if Path(source, "trainer.json").is_file() else runs.find_run(source).path
     try:
         from hpc_rl.engine.export import export as export_model
     except ModuleNotFoundError as error:
         raise UserError(f"export needs {error.name}: pip install 'hpc-rl[train]'") from error
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     export_model(folder, out, dtype)
     print(f"wrote {out}")
 
@@ -425,7 +434,7 @@ def _status_text(found: RunStatus) -> str:
 
 def _print_counts(out: Path, counts: dict[str, int]) -> None:
     for name, rows in counts.items():
-        print(f"{out / name}: {rows} rows")
+        print(f"{out / name}.jsonl: {rows} rows")
 
 
 def _short(path: Path) -> str:

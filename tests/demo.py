@@ -12,13 +12,13 @@ from pathlib import Path
 from tests.helpers import make_tiny_model
 
 FOLDER = Path("demo")
-STEPS = 500
+STEPS = 300
 COMMAND = (
     *("submit", "sft", "--local", "--nodes", "2", "--run-dir", "demo/run"),
     *("trainer.device=cpu", "model.path=demo/model"),
     *("data.train_files=demo/data/train.jsonl", "data.val_files=demo/data/val.jsonl", "data.max_length=64"),
     *("data.train_batch_size=128", "optim.lr=2e-3", "trainer.sharding=gradients"),
-    *(f"trainer.total_training_steps={STEPS}", "trainer.test_freq=100", "trainer.save_freq=250"),
+    *(f"trainer.total_training_steps={STEPS}", "trainer.test_freq=100", "trainer.save_freq=150"),
 )
 
 

@@ -31,7 +31,7 @@ def load_samples(files: Sequence[str], data: DataConfig, tokenizer: object, spli
             f"{', '.join(files)}: no sample with a target token is left within data.max_length ({counts})"
         )
     if world.is_main:
-        print(f"{split}: {counts}", flush=True)
+        print(f"{'training' if split == 'train' else 'validation'} data: {counts}", flush=True)
     return samples
 
 

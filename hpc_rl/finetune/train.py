@@ -1,4 +1,4 @@
-"""python -m hpc_rl.finetune.train --config FILE [--run-dir DIR] [key=value ...]
+"""python -m hpc_rl.finetune.train [--run-dir DIR] --config FILE | key=value ...
 
 The process that torchrun starts once per GPU, or that runs alone. The run directory is the run: started again in the
 same one, it goes on from the newest checkpoint. Exit codes: 0 done, 75 stopped and saved, 2 bad input, 1 anything else.
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from hpc_rl.config.compose import load_config, validate
+from hpc_rl.config.compose import compose, load_config
 from hpc_rl.config.schema import SftConfig
 from hpc_rl.engine.errors import AgreedError
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
@@ -69,21 +69,16 @@ def parse(arguments: Sequence[str]) -> tuple[SftConfig, RunDir]:
         UserError: anything wrong with them. Every rank raises it alike.
     """
     parser = argparse.ArgumentParser(prog="python -m hpc_rl.finetune.train", description=__doc__)
-    parser.add_argument(
-        "--config", type=Path, required=True, help="resolved configuration (config.yaml of a run directory)"
-    )
+    parser.add_argument("--config", type=Path, help="resolved configuration (config.yaml of a run directory)")
     parser.add_argument("--run-dir", type=Path, help="default: $HPC_RL_RUN_DIR")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args(arguments)
     run_dir = RunDir(options.run_dir.absolute()) if options.run_dir else current_run_dir()
     if run_dir is None:
         raise UserError("no run directory: give --run-dir DIR, or set HPC_RL_RUN_DIR")
-    config = load_config("sft", options.config)
-    if options.overrides:
-        from omegaconf import OmegaConf
-
-        tree = OmegaConf.merge(config.model_dump(mode="json"), OmegaConf.from_dotlist(options.overrides))
-        config = validate("sft", OmegaConf.to_container(tree))
+    if options.config and options.overrides:
+        raise UserError(f"--config {options.config} is complete: change the file, or give key=value alone")
+    config = load_config("sft", options.config) if options.config else compose("sft", options.overrides)
     assert isinstance(config, SftConfig)
     return config, run_dir
 

@@ -25,6 +25,7 @@ from hpc_rl.finetune import sft
 from hpc_rl.finetune.dataset import load_samples
 from hpc_rl.finetune.perf import Clock, Work, perf_metrics
 from hpc_rl.run_dir import RunDir
+from hpc_rl.tracking.report import write_report
 from hpc_rl.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -205,6 +206,8 @@ def finish(state: State, finished_before: bool) -> int:
         say(state.world, f"model: {state.run.model}")
     code = 0 if done else EXIT_STOPPED
     state.tracker.finish(code)
+    if state.world.is_main and state.run.metrics.exists():
+        say(state.world, f"report: {write_report(state.run)}")
     return code
 
 

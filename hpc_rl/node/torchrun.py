@@ -14,8 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED, UserError
 from hpc_rl.follow import Follower
@@ -46,10 +47,14 @@ def run_node(options: argparse.Namespace) -> int:
     meeting = Meeting(attempt_dir, allocation.nodes, allocation.node_rank)
     meeting.check_shared()
     meeting.arrive()
-    with _only_run(attempt_dir.parent, allocation):
+    with ExitStack() as stack:
+        stack.enter_context(_only_run(attempt_dir.parent, allocation))
         interface, endpoint = _rendezvous(allocation, meeting, options)
         environ = process_environment(os.environ, allocation, options.processes, interface)
-        command = torchrun_command(allocation, endpoint, options.processes, options.start_timeout, options.program)
+        scratch = stack.enter_context(TemporaryDirectory(prefix="hpc-rl-", ignore_cleanup_errors=True))
+        command = torchrun_command(
+            allocation, endpoint, options.processes, options.start_timeout, scratch, options.program
+        )
         with (attempt_dir / f"node{allocation.node_rank}.log").open("ab") as log:
             child = start(command, environ, log)
             try:
@@ -77,11 +82,14 @@ def process_environment(
 
 
 def torchrun_command(
-    allocation: Allocation, endpoint: str, processes: int, start_timeout: int, program: Sequence[str]
+    allocation: Allocation, endpoint: str, processes: int, start_timeout: int, scratch: str, program: Sequence[str]
 ) -> list[str]:
     """torchrun with the nodes in Slurm's order: the static rendezvous keeps it, where c10d would sort by host name.
 
     Restarts are Slurm's business, so torchrun has none of its own.
+
+    Args:
+        scratch: folder for torchrun's own files, which it would otherwise leave in /tmp.
     """
     host, port = endpoint.rsplit(":", 1)
     return [
@@ -95,6 +103,7 @@ def torchrun_command(
         f"--rdzv-id={allocation.job_id}.{allocation.restart}",
         f"--rdzv-conf=timeout={start_timeout}",
         "--max-restarts=0",
+        f"--log-dir={scratch}",
         "--monitor-interval=0.1",
         "--no-python",
         *(sys.executable, "-m", "hpc_rl.node.rank", "--", *program),

@@ -11,6 +11,9 @@ from hpc_rl.tracking.metrics import MetricsFile
 from hpc_rl.tracking.text import step_line
 from hpc_rl.tracking.wandb_run import WandbRun
 
+_CONSOLE_EVERY_S = 1.0
+"""Steps that follow each other faster than this share a console line; metrics.jsonl has them all."""
+
 
 class Tracker:
     """The metrics of one run, written by its main process; on the others every method does nothing.
@@ -46,6 +49,7 @@ class Tracker:
         self._file = MetricsFile(run_dir.metrics) if is_main else None
         self._wandb: WandbRun | None = None
         self._first: tuple[int, float] | None = None
+        self._last_line = float("-inf")
         if is_main and "wandb" in loggers:
             self._wandb = WandbRun(
                 run_dir, config, project=project, name=name, mode=wandb_mode, proxy=wandb_proxy, run_id=wandb_id
@@ -67,7 +71,9 @@ class Tracker:
         eta_s = self._eta_s(step, total_steps, metrics)
         metrics = metrics if eta_s is None else {**metrics, "perf/eta_s": eta_s}
         record = self._file.write(step, total_steps, metrics)
-        if self._console:
+        telling = step == total_steps or any(key.startswith("val/") for key in metrics)
+        if self._console and (telling or time.monotonic() - self._last_line >= _CONSOLE_EVERY_S):
+            self._last_line = time.monotonic()
             print(step_line(record), flush=True)
         if self._wandb is not None:
             self._wandb.log(step, metrics)

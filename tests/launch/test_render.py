@@ -169,8 +169,12 @@ def test_a_template_in_the_working_folder_wins(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("a\n{% if %}\n", "line 2"), ("a\nb\n{{ nonsense }}\n", "line 3: 'nonsense' is undefined"), ("{{ run_dir | upperr }}", "line 1")],
-)  # fmt: skip
+    [
+        ("a\n{% if %}\n", "line 2"),
+        ("a\nb\n{{ nonsense }}\n", "line 3: 'nonsense' is undefined"),
+        ("{{ run_dir | upperr }}", "line 1"),
+    ],
+)
 def test_a_broken_template_is_named_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
 ) -> None:

@@ -32,7 +32,7 @@ def test_nccl_is_not_bound_to_the_loopback() -> None:
 
 
 def test_ranks_follow_slurms_order_of_nodes() -> None:
-    command = torchrun_command(PAIR, "10.0.0.1:12345", 4, 60, ["train.py", "--lr", "1"])
+    command = torchrun_command(PAIR, "10.0.0.1:12345", 4, 60, "/tmp/scratch", ["train.py", "--lr", "1"])
     assert {"--node-rank=1", "--nnodes=2", "--nproc-per-node=4", "--master-addr=10.0.0.1", "--master-port=12345"} < set(
         command
     )

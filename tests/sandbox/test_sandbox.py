@@ -207,10 +207,10 @@ def traces(name: str) -> dict[str, str]:
     listing = {
         "processes": "\n".join(path.read_text().replace("\0", " ") for path in command_lines()),
         "links": subprocess.run(["ip", "link"], capture_output=True, text=True, check=True, timeout=20).stdout,
-        "namespaces": "\n".join(os.listdir("/run/netns")) if Path("/run/netns").exists() else "",
+        "namespaces": "\n".join(map(str, Path("/run/netns").iterdir())) if Path("/run/netns").exists() else "",
         "mounts": Path("/proc/self/mounts").read_text(),
         "cgroups": "\n".join(str(path) for point in cgroups.hierarchies() for path in point.iterdir()),
-        "directories": "\n".join(os.listdir("/var/tmp") + os.listdir("/tmp") + os.listdir("/dev/shm")),
+        "directories": "\n".join(str(path) for top in ("/var/tmp", "/tmp", "/dev/shm") for path in Path(top).iterdir()),
     }
     mark = rf"hpc-rl-sandbox-{name}(?![\w-])|{network.host_link(name)}"
     return {what: text for what, text in listing.items() if re.search(mark, text)}
