@@ -27,7 +27,7 @@ lint: .venv/test
 	$(BIN)/lint-imports
 
 bench: .venv/test
-	$(BIN)/pip install --quiet --requirement benchmarks/requirements.txt
+	$(BIN)/pip install --quiet --no-deps --requirement benchmarks/requirements.txt
 	$(BIN)/python -m benchmarks.sft
 	$(BIN)/python -m benchmarks.loss_memory
 	$(BIN)/python -m benchmarks.scaling

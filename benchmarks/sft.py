@@ -1,0 +1,233 @@
+"""Supervised fine-tuning against TRL, a plain loop, and what the processor can do: `python -m benchmarks.sft`.
+
+One thread, float32, the same model, GSM8K's lengths, the same tokens per optimizer step; all measured in turns. Seconds
+are processor seconds of the one thread, which are wall seconds on an idle machine and still mean something on a busy
+one. The last row is no training: the floating-point operations that a step needs, at the speed of a bare 1024 x 1024
+matrix product. Per step these are
+
+    6 * body * tokens  +  6 * hidden * vocabulary * targets  +  6 * layers * hidden * sum(length ** 2)
+
+with `body` the weights outside of the embeddings: two operations per weight and token forward, four backward; the LM
+head where there is a target; attention for the pairs of a token and an earlier one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import transformers
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from benchmarks.common import in_turns, median, median_ratio, publish, table
+from benchmarks.workload import qwen2_config, random_model, samples, sft_config, trainer_state
+from hpc_rl.config.schema import SftTrainerConfig
+from hpc_rl.data.sft_dataset import Sample
+from hpc_rl.engine.distributed import World
+from hpc_rl.finetune.perf import Clock
+from hpc_rl.finetune.trainer import State, step
+
+WORK = {4096: (5, 3), 151_936: (3, 1)}
+"""Repeats, and optimizer steps in each, by vocabulary: a step takes seconds with one, up to a minute with the other."""
+BATCH = 24  # samples per optimizer step: about 4,100 tokens, four of TRL's packed rows
+LR = 1e-5
+OURS, PLAIN, PRODUCT = "hpc-rl", "plain loop over single samples", "same operations as a bare product"
+TUNED = "TRL, packing, no recomputation"
+TRL: dict[str, dict[str, Any]] = {
+    "TRL": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": BATCH // 8},
+    "TRL, packing": {"packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+    TUNED: {
+        "packing": True,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 4,
+        "gradient_checkpointing": False,
+    },
+}
+"""TRL's own settings but for float32; the third row also turns off activation checkpointing, its default."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocabulary", type=int, nargs="+", choices=list(WORK), default=list(WORK))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    quiet()
+    for vocabulary in arguments.vocabulary:
+        results = {
+            f"vocabulary {vocabulary:,}, loss on {targets}": measure(vocabulary, targets == "all tokens")
+            for targets in ("all tokens", "responses")
+        }
+        text = "\n\n".join(f"{name}\n\n{as_table(rates)}" for name, rates in results.items())
+        publish(f"sft_{vocabulary}", text, results, ["torch", "transformers", "trl", "accelerate"])
+
+
+def measure(vocabulary: int, all_targets: bool) -> dict[str, list[float]]:
+    """Target tokens per second of every variant."""
+    repeats, steps = WORK[vocabulary]
+    data = samples(BATCH * steps, vocabulary, all_targets)
+    config = qwen2_config(vocabulary)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = sft_config(BATCH, SftTrainerConfig(device="cpu", micro_tokens=2048))
+        state = trainer_state(config, data, settings, World(0, 1, torch.device("cpu")), Path(folder))
+        plain = PlainLoop(random_model(config, "sdpa"))
+        shared = random_model(config, "sdpa")
+        variants: dict[str, Callable[[], float]] = {OURS: lambda: ours(state, steps)}
+        for name, options in TRL.items():
+            if steps == 1 and name == TUNED:
+                continue  # no faster than the second row, and minutes long
+            variants[name] = partial(trl, shared, data, options, steps, folder)
+        variants[PLAIN] = lambda: plain.rate(data)
+        variants[PRODUCT] = lambda: bare_product() * count(data) / operations(data, shared)
+        ours(state, 1)
+        plain.rate(data[:BATCH])
+        return in_turns(variants, repeats)
+
+
+def ours(state: State, steps: int) -> float:
+    start, targets = time.process_time(), 0.0
+    for _ in range(steps):
+        targets += step(state, Clock())["train/target_tokens"]
+    return targets / (time.process_time() - start)
+
+
+class PlainLoop:
+    """What one would write without a library: sample by sample, gradients accumulated."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.train()
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+    def rate(self, data: Sequence[Sample]) -> float:
+        start = time.process_time()
+        for first in range(0, len(data), BATCH):
+            batch = data[first : first + BATCH]
+            for sample in batch:
+                ids = torch.from_numpy(sample.input_ids).long()
+                labels = torch.where(torch.from_numpy(sample.loss_mask), ids, -100)
+                logits = self.model(input_ids=ids[None], use_cache=False).logits[0]
+                loss = cross_entropy(logits[:-1], labels[1:], reduction="sum") / count(batch)
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return count(data) / (time.process_time() - start)
+
+
+class Stopwatch(TrainerCallback):
+    """From the first optimizer step's begin to the last one's end."""
+
+    def __init__(self) -> None:
+        self.begins: list[float] = []
+        self.end = 0.0
+
+    def on_step_begin(self, *args: object, **kwargs: object) -> None:
+        self.begins.append(time.process_time())
+
+    def on_step_end(self, *args: object, **kwargs: object) -> None:
+        self.end = time.process_time()
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begins[0]
+
+
+def trl(model: PreTrainedModel, data: Sequence[Sample], settings: Mapping[str, Any], steps: int, folder: str) -> float:
+    """Target tokens per second of optimizer steps; loading and packing the data set are left out."""
+    columns = {
+        "input_ids": [sample.input_ids.tolist() for sample in data],
+        "labels": [
+            torch.where(torch.from_numpy(s.loss_mask), torch.from_numpy(s.input_ids), -100).tolist() for s in data
+        ],
+    }
+    watch = Stopwatch()
+    config = SFTConfig(
+        output_dir=folder,
+        use_cpu=True,
+        bf16=False,
+        learning_rate=LR,
+        max_steps=steps,
+        train_sampling_strategy="sequential",
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        **settings,
+    )
+    trainer = SFTTrainer(
+        model=model,
+        args=config,
+        train_dataset=datasets.Dataset.from_dict(columns),
+        processing_class=tokenizer(),
+        callbacks=[watch],
+    )
+    trainer.remove_callback(PrinterCallback)
+    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    labels = [label for row in trainer.train_dataset["labels"][: rows * steps] for label in row]
+    trainer.train()
+    return sum(label != -100 for label in labels) / watch.seconds
+
+
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """TRL wants one for its padding token; the samples are tokens already."""
+    from tokenizers import Tokenizer, models
+
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE()), pad_token="<pad>", eos_token="<eos>"
+    )
+
+
+def bare_product() -> float:
+    """Operations per second of a 1024 x 1024 float32 product, over about 0.5 s."""
+    left, right = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    out, done, start = left @ right, 0, time.process_time()
+    while time.process_time() - start < 0.5:
+        torch.mm(left, right, out=out)
+        done += 1
+    return done * 2 * 1024**3 / (time.process_time() - start)
+
+
+def operations(data: Sequence[Sample], model: PreTrainedModel) -> float:
+    config = model.config
+    head = model.get_output_embeddings().weight.numel()
+    body = sum(p.numel() for p in model.parameters()) - head  # tied to the input embeddings
+    lengths = [len(sample.input_ids) for sample in data]
+    attention = config.num_hidden_layers * config.hidden_size * sum(length**2 for length in lengths)
+    return 6.0 * (body * sum(lengths) + head * count(data) + attention)
+
+
+def count(data: Sequence[Sample]) -> int:
+    """Target tokens."""
+    return sum(int(sample.loss_mask.sum()) for sample in data)
+
+
+def as_table(rates: dict[str, list[float]]) -> str:
+    rows = [
+        [name, f"{median(values):,.0f}", "" if name == OURS else f"{median_ratio(rates[OURS], values):.2f}"]
+        for name, values in rates.items()
+    ]
+    return table(["", "target tokens/s", "hpc-rl against it"], rows)
+
+
+def quiet() -> None:
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The work that is measured: GSM8K's lengths, a small Qwen2-style model, and the trainer's own state around them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
+
+from hpc_rl.config.schema import DataConfig, ModelConfig, SftConfig, SftTrainerConfig
+from hpc_rl.data.sampler import Position, batches
+from hpc_rl.data.sft_dataset import Sample
+from hpc_rl.engine import packed_attention, sharding
+from hpc_rl.engine.distributed import World
+from hpc_rl.engine.model import CausalLM, count_flops
+from hpc_rl.engine.optim import build_optimizer
+from hpc_rl.finetune.trainer import State
+from hpc_rl.run_dir import RunDir
+from hpc_rl.tracking.tracker import Tracker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# (prompt, response) tokens of GSM8K's training rows at 64 quantiles of their sum: ChatML template, byte-level BPE with
+# 4,096 entries trained on the same rows. Their mean is 173 tokens, as that of all 7,473 rows is.
+# fmt: off
+GSM8K_LENGTHS = [
+    (32, 48), (45, 42), (50, 43), (43, 54), (44, 57), (56, 48), (56, 50), (67, 42), (42, 70), (57, 57), (60, 56),
+    (68, 51), (60, 61), (55, 68), (65, 60), (61, 66), (56, 73), (75, 56), (59, 74), (61, 74), (71, 66), (58, 81),
+    (51, 90), (69, 74), (66, 79), (74, 74), (55, 95), (64, 88), (79, 75), (54, 103), (62, 97), (92, 69), (77, 86),
+    (81, 85), (87, 81), (56, 115), (83, 91), (52, 124), (71, 108), (77, 104), (64, 120), (73, 114), (66, 124),
+    (76, 117), (94, 102), (67, 132), (149, 53), (68, 137), (65, 144), (129, 84), (93, 124), (88, 133), (87, 139),
+    (94, 138), (122, 115), (79, 163), (120, 129), (117, 138), (129, 133), (91, 181), (116, 168), (102, 197),
+    (124, 195), (109, 258),
+]
+# fmt: on
+
+
+def samples(count: int, vocabulary: int, all_targets: bool, seed: int = 0) -> list[Sample]:
+    """Random tokens of GSM8K's lengths.
+
+    Args:
+        all_targets: the loss is on every token but the first; otherwise on the response alone.
+    """
+    rng = np.random.default_rng(seed)
+    made = []
+    for prompt, response in rng.choice(np.array(GSM8K_LENGTHS), count):
+        mask = np.arange(prompt + response) >= (1 if all_targets else prompt)
+        made.append(Sample(rng.integers(0, vocabulary, prompt + response, dtype=np.int32), mask))
+    return made
+
+
+def qwen2_config(vocabulary: int) -> Qwen2Config:
+    """4 layers of hidden size 256: 4.0M parameters with a vocabulary of 4,096, embeddings tied."""
+    return Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+
+
+def random_model(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+    """Random weights, the same at each call."""
+    torch.manual_seed(0)
+    own = copy.deepcopy(config)  # a model notes its attention there
+    return cast(PreTrainedModel, AutoModelForCausalLM.from_config(own, attn_implementation=attention))
+
+
+def sft_config(batch_size: int, trainer: SftTrainerConfig, recompute: bool = False) -> SftConfig:
+    return SftConfig(
+        model=ModelConfig(path="random", enable_gradient_checkpointing=recompute),
+        data=DataConfig(train_files=["random.jsonl"], train_batch_size=batch_size),
+        trainer=trainer,
+    )
+
+
+def trainer_state(
+    config: PretrainedConfig, data: Sequence[Sample], settings: SftConfig, world: World, folder: Path
+) -> State:
+    """What `hpc_rl.finetune.trainer.load` makes, with random weights and ready samples instead of files."""
+    packed_attention.register()
+    with world.device:
+        hf = random_model(config, packed_attention.ATTENTION).train()
+    if settings.model.enable_gradient_checkpointing:
+        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = CausalLM(hf)
+    flops = count_flops(model)
+    model = sharding.shard(model, world, settings.trainer.sharding)
+    batch_size = settings.data.train_batch_size
+    run = RunDir(folder)
+    return State(
+        config=settings,
+        run=run,
+        world=world,
+        tokenizer=cast("PreTrainedTokenizerBase", None),  # only a checkpoint needs it
+        model=model,
+        optimizer=build_optimizer(model, settings.optim),
+        flops=flops,
+        train=list(data),
+        val=[],
+        batches=batches(len(data), batch_size, seed=0, shuffle=True),
+        total_steps=10**6,
+        tracker=Tracker(
+            run, {}, loggers=[], project="", name="", wandb_mode="", wandb_proxy=None, wandb_id=None, is_main=False
+        ),
+        step=0,
+        position=Position(),
+        total_tokens=0,
+    )
