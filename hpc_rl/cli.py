@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -146,10 +147,15 @@ def submit(
     if dry_run:
         print(text, end="")
         return
+    if not local:
+        jobs.require_slurm()
     jobs.check_free(job.run_dir)
     if script is None:
         for note in preflight.check(job):
             _note(note)
+    while script is None and _is_unnamed(flags, run_dir) and not jobs.reserve(job.run_dir):
+        job = _job(kind, arguments or [], flags, run_dir)
+        text = render_script(job)
     if local:
         _leave(_run_local(job, text))
     job_id = jobs.submit(job, text)
@@ -173,6 +179,9 @@ def render(
     for note in preflight.check(job):
         _note(note)
     text = render_script(job)
+    while _is_unnamed(flags, run_dir) and not jobs.reserve(job.run_dir):
+        job = _job(kind, arguments or [], flags, run_dir)
+        text = render_script(job)
     jobs.prepare(job, text, None)
     print(text, end="")
     _note(f"made {_short(job.run_dir.path)}; submit by `sbatch FILE` or `hpc-rl submit {kind.value} --script FILE`")
@@ -212,10 +221,10 @@ def logs(
     if follow and node is None and not as_json:
         with watch.RunView(found) as view:
             _leave(jobs.wait(found, view.poll))
-    poll = watch.follow_files(lambda: watch.log_files(found, node), print_line)
-    poll()
-    if follow:
-        _leave(jobs.wait(found, poll))
+    with watch.LogFiles(lambda: watch.log_files(found, node), print_line) as log:
+        log.poll()
+        if follow:
+            _leave(jobs.wait(found, log.poll))
 
 
 @app.command()
@@ -342,18 +351,35 @@ def _job(kind: Kind, arguments: list[str], flags: SlurmFlags, run_dir: Path | No
     overrides, program = _split_program(kind, arguments)
     config = compose(kind.value, overrides, flags.settings())
     path = run_dir or runs.ROOT / (config.slurm.job_name or _next_name(kind))
-    after = flags.after
-    if after is not None and not after.isdigit():
-        after = runs.current_job(runs.find_run(after))
+    after = None if flags.after is None else _job_id_of(flags.after)
+    if after is not None and "dependency" in config.slurm.sbatch:
+        raise UserError("--after and --sbatch dependency=... are the same option of sbatch: give one of them")
     return Job(kind.value, config, RunDir(path.absolute()), Path.cwd(), program, after)
 
 
+def _job_id_of(target: str) -> str:
+    """The Slurm job that --after means."""
+    from hpc_rl.launch import runs
+
+    if target.isdigit():
+        return target
+    run = runs.find_run(target)
+    job_id = runs.current_job(run)
+    if job_id is None or not job_id.isdigit():
+        raise UserError(f"--after {target}: run {run.name} has no Slurm job")
+    return job_id
+
+
+def _is_unnamed(flags: SlurmFlags, run_dir: Path | None) -> bool:
+    return run_dir is None and flags.job_name is None
+
+
 def _split_program(kind: Kind, arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Overrides and, for torchrun, the program: what follows the last leading key=value."""
-    if kind is not Kind.torchrun:
+    """Overrides and, for torchrun, the program: what follows `--`, which the parser of the command line has removed."""
+    if kind is not Kind.torchrun or "--" not in sys.argv:
         return arguments, ()
-    first = next((i for i, word in enumerate(arguments) if word.startswith("-") or "=" not in word), len(arguments))
-    return arguments[:first], tuple(arguments[first:])
+    count = len(sys.argv) - sys.argv.index("--") - 1
+    return arguments[: len(arguments) - count], tuple(arguments[len(arguments) - count :])
 
 
 def _next_name(kind: Kind) -> str:
@@ -376,10 +402,15 @@ def _job_of_script(kind: Kind, script: Path) -> tuple[Job, str]:
         text = script.read_text()
     except OSError as error:
         raise UserError(f"--script {script}: {error.strerror}") from error
-    path = run_dir_of_script(text, ENV_RUN_DIR)
+    try:
+        path = run_dir_of_script(text, ENV_RUN_DIR, os.environ)
+    except ValueError as error:
+        raise UserError(
+            f"--script {script}: write the run directory out, without $ or `, in the line {error}"
+        ) from error
     if path is None:
         raise UserError(f"--script {script} has no line `export {ENV_RUN_DIR}=...`: it was not rendered by hpc-rl")
-    return Job(kind.value, JobConfig(), RunDir(Path(path)), Path.cwd()), text
+    return Job(kind.value, JobConfig(), RunDir(Path(path).absolute()), Path.cwd()), text
 
 
 def _run_local(job: Job, script: str) -> int:

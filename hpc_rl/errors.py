@@ -11,3 +11,11 @@ class UserError(Exception):
 
     The message says what was asked, what was found and what to do.
     """
+
+    exit_code = EXIT_BAD_INPUT
+
+
+class RunError(UserError):
+    """Something went wrong while running that the user can do something about: a line as well, but exit code 1."""
+
+    exit_code = 1

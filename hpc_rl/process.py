@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import signal
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
-GRACE_S = 10.0
+GRACE_S = 15.0
 """Between SIGTERM and SIGKILL: under Slurm's KillWait (30 s), so that the owner still gets to say what happened."""
 
 _PR_SET_PDEATHSIG = 1
@@ -40,14 +41,25 @@ def start(
     )
 
 
-def forward_termination(child: subprocess.Popen[bytes]) -> None:
-    """Hand SIGTERM and SIGINT on to the child as SIGTERM; this process ends when the child has."""
+def forward_termination(child: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> threading.Event:
+    """Hand SIGTERM and SIGINT on to the child as SIGTERM, and as SIGKILL after `grace_s`.
+
+    Returns:
+        set once such a signal came; this process ends when the child has.
+    """
+    asked = threading.Event()
 
     def hand_on(_number: int, _frame: FrameType | None) -> None:
         child.terminate()
+        if not asked.is_set():
+            asked.set()
+            last_word = threading.Timer(grace_s, child.kill)
+            last_word.daemon = True
+            last_word.start()
 
     signal.signal(signal.SIGTERM, hand_on)
     signal.signal(signal.SIGINT, hand_on)
+    return asked
 
 
 def end(child: subprocess.Popen[bytes]) -> None:

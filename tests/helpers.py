@@ -85,6 +85,7 @@ def make_tokenizer(vocab: int) -> Any:
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast

@@ -116,6 +116,7 @@ def _hydra_tree(job: str, overrides: Sequence[str]) -> dict[str, Any]:
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     own = Path.cwd() / "configs"
     folders = [own, shipped("configs")] if own.is_dir() and own != shipped("configs") else [shipped("configs")]
@@ -125,7 +126,7 @@ def _hydra_tree(job: str, overrides: Sequence[str]) -> dict[str, Any]:
     try:
         with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3"):
             tree = OmegaConf.to_container(hydra_compose(job, overrides=arguments), resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise UserError(_first_sentence(error, overrides)) from error
     assert isinstance(tree, dict)
     return tree  # type: ignore[return-value]
@@ -195,9 +196,11 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _first_sentence(error: Exception, overrides: Sequence[str]) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     asked = f" (in: {' '.join(overrides)})" if overrides else ""
-    return f"{lines[0]}{asked}" if lines else f"{type(error).__name__}{asked}"
+    mark = getattr(error, "problem_mark", None)  # YAML's errors know their place
+    place = f"{mark.name}, line {mark.line + 1}: {error.problem}" if mark else f"{lines[0]}{asked}"  # type: ignore[attr-defined]
+    return place
 
 
 def _problem(schema: type[BaseModel], details: Any) -> str:

@@ -6,10 +6,11 @@ Light on purpose: a login node imports this without torch.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -22,7 +23,8 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Files = Annotated[list[str], BeforeValidator(_one_or_many)]
+Path = Annotated[str, AfterValidator(os.path.expanduser)]
+Files = Annotated[list[Path], BeforeValidator(_one_or_many)]
 
 # Everything that becomes one line of an sbatch script: a line break there would end the directive.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -39,9 +41,9 @@ Line = Annotated[str, BeforeValidator(lambda v: _one_line(v) if isinstance(v, st
 
 
 class ModelConfig(Section):
-    path: str
+    path: Path
     """Folder of a Hugging Face model, or its name on the hub."""
-    tokenizer_path: str | None = None
+    tokenizer_path: Path | None = None
     """Folder or hub name of the tokenizer; the model's own where null."""
     trust_remote_code: bool = False
     """Run Python code that the model's repository ships."""
@@ -64,7 +66,7 @@ class DataConfig(Section):
     """Column with the prompt text; together with response_key instead of messages_key."""
     response_key: str | None = None
     """Column with the response text."""
-    chat_template: str | None = None
+    chat_template: Path | None = None
     """File with a Jinja chat template, for a tokenizer that has none or another one."""
     max_length: int = Field(1024, ge=2)
     """Longest sample, in tokens."""
@@ -132,7 +134,9 @@ class SftTrainerConfig(TrainerConfig):
     """FSDP: full shards parameters between layers too; gradients keeps them gathered from forward to backward (ZeRO-2,
     less traffic); none replicates the model on every rank and averages gradients once per step."""
     save_freq: int = Field(0, ge=0)
-    """Checkpoint every N steps; 0: only at the end and on a stop."""
+    """Checkpoint every N steps; 0: by time (save_minutes), at the end and on a stop."""
+    save_minutes: float = Field(30, ge=0)
+    """Checkpoint after so many minutes without one; 0: never by time."""
     max_ckpt_to_keep: int = Field(2, ge=1)
     """Checkpoints kept, the newest ones."""
     test_freq: int = Field(0, ge=0)
@@ -171,7 +175,7 @@ class SlurmConfig(Section):
     cpus_per_task: int | None = Field(None, ge=1)
     """CPUs per node (one task runs on each); one per process where null."""
     warning_s: int = Field(180, ge=1, le=65535)
-    """Seconds before the walltime at which the run saves and is queued again."""
+    """Seconds before the walltime at which the run saves and is queued again. Slurm may be a minute early."""
     requeue: bool = True
     """Queue the job again when the walltime stopped it, or a node failed."""
     sbatch: dict[str, Line | int | None] = {}
@@ -180,7 +184,7 @@ class SlurmConfig(Section):
     """Lines of bash that run on the first node before the step (`module load cuda`)."""
     env: dict[str, str] = {}
     """Environment variables of the job."""
-    python: str | None = None
+    python: Path | None = None
     """Python that runs on the nodes; the one that runs hpc-rl where null."""
     interface: Line | None = None
     """Network interface between the nodes (ib0, hsn0); the default route's where null."""
@@ -202,6 +206,16 @@ class SlurmConfig(Section):
         if value is not None and not _SLURM_TIME.fullmatch(value):
             raise ValueError(f"{value!r} is no Slurm time: minutes, HH:MM:SS or D-HH:MM:SS")
         return value
+
+    @model_validator(mode="after")
+    def _warned_in_time(self) -> SlurmConfig:
+        seconds = None if self.time is None else walltime_s(self.time)
+        if seconds is not None and seconds <= self.warning_s:
+            raise ValueError(
+                f"the walltime {self.time} is {seconds} s, and the run would be told to save {self.warning_s} s before "
+                "its end: ask for more time or lower slurm.warning_s"
+            )
+        return self
 
     @field_validator("sbatch")
     @classmethod
@@ -226,13 +240,19 @@ _OWNED = {
     "nodes": "use --nodes",
     "ntasks": "one task runs on each node",
     "ntasks-per-node": "one task runs on each node",
-    "gpus-per-node": "use --gpus-per-node",
     "output": "the job's log is in the run directory",
     "open-mode": "the job's log is in the run directory",
     "signal": "use slurm.warning_s",
     "requeue": "use slurm.requeue",
     "no-requeue": "use slurm.requeue",
     "array": "one run directory holds one job",
+    "chdir": "the script changes to the folder that it is submitted from",
+    "error": "the job's log is in the run directory",
+    "parsable": "hpc-rl reads sbatch's answer",
+    "quiet": "hpc-rl reads sbatch's answer",
+    "test-only": "use --dry-run",
+    "wait": "use hpc-rl submit --wait",
+    "wrap": "the script is hpc-rl's",
     "job-name": "use --job-name",
     "partition": "use --partition",
     "account": "use --account",
@@ -249,6 +269,19 @@ class JobConfig(Section):
 
     trainer: TrainerConfig = TrainerConfig()
     slurm: SlurmConfig = SlurmConfig()
+
+
+def walltime_s(text: str) -> int | None:
+    """Seconds of a Slurm time: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S (sbatch's manual page); None: no limit."""
+    if not text[0].isdigit():
+        return None
+    days, dash, rest = text.rpartition("-")
+    numbers = [int(number) for number in rest.split(":")]
+    if dash or len(numbers) == 3:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    else:
+        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 class SftConfig(JobConfig):

@@ -14,7 +14,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 
 
-def export(source: Path, out: Path, dtype: str | None = None) -> Path:
+def export(source: Path, out: Path, dtype: str | None = None, replace: bool = False) -> Path:
     """Write weights (safetensors), configuration and tokenizer of a checkpoint into the folder `out`.
 
     Needs the checkpoint alone: no process group, no GPU, not the model that training started from.
@@ -23,6 +23,7 @@ def export(source: Path, out: Path, dtype: str | None = None) -> Path:
         source: a run directory (its newest checkpoint is taken) or one checkpoint's folder.
         out: a folder that does not exist yet, or is empty.
         dtype: "float32", "bfloat16", ...; the type that was trained where None.
+        replace: take the place of what `out` holds, once everything is written.
 
     Returns:
         the checkpoint that was taken.
@@ -31,7 +32,7 @@ def export(source: Path, out: Path, dtype: str | None = None) -> Path:
         UserError: no usable checkpoint, or `out` has something in it.
     """
     path = find_checkpoint(source)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and not replace and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty: name another folder")
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -53,7 +54,7 @@ def export(source: Path, out: Path, dtype: str | None = None) -> Path:
         hf.save_pretrained(partial)
         AutoTokenizer.from_pretrained(files).save_pretrained(partial)
         if out.exists():
-            out.rmdir()
+            shutil.rmtree(out)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 import torch
 
-from hpc_rl.engine.errors import AgreedError
-from hpc_rl.errors import UserError
+from hpc_rl.engine.errors import AgreedRunError
+from hpc_rl.errors import RunError
 
 
 @contextmanager
 def explain_out_of_memory(what: str) -> Iterator[None]:
-    """Turn running out of memory into a UserError that names the settings to change.
+    """Turn running out of memory into a RunError that names the settings to change.
 
     Args:
         what: what was being done, for the message ("step 12").
@@ -27,23 +27,26 @@ def explain_out_of_memory(what: str) -> Iterator[None]:
         if not known:
             raise
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
+        raise RunError(
             f"out of memory in {what}: lower trainer.micro_tokens, or set model.enable_gradient_checkpointing=true, "
             f"or use more processes with trainer.sharding=full ({first})"
         ) from error
 
 
-def refuse_not_finite(name: str, step: int, values_by_rank: Sequence[float]) -> None:
+def refuse_not_finite(step: int, losses_by_rank: Sequence[float], gradient_norm: float) -> None:
     """Stop training on NaN or Inf. Every rank must be given the same values.
 
     Raises:
-        AgreedError: a value is not finite; names the step and the ranks.
+        AgreedRunError: a value is not finite; names the step and the ranks.
     """
-    bad = [rank for rank, value in enumerate(values_by_rank) if not math.isfinite(value)]
+    bad = [rank for rank, loss in enumerate(losses_by_rank) if not math.isfinite(loss)]
     if bad:
-        found = values_by_rank[bad[0]]
-        ranks = ", ".join(map(str, bad[:8]))
-        raise AgreedError(
-            f"{name} is {found} in step {step} on rank {ranks}: training stopped before the weights changed. "
-            "Usual causes: optim.lr too high, broken samples, or bfloat16 weights where float32 are needed"
-        )
+        found = f"the loss is {losses_by_rank[bad[0]]} in step {step} on rank {', '.join(map(str, bad[:8]))}"
+    elif not math.isfinite(gradient_norm):
+        found = f"the gradient norm is {gradient_norm} in step {step}"
+    else:
+        return
+    raise AgreedRunError(
+        f"{found}: training stopped before the weights changed. "
+        "Usual causes: optim.lr too high, broken samples, or bfloat16 weights where float32 are needed"
+    )

@@ -17,7 +17,7 @@ from typing import NoReturn
 from hpc_rl.config.compose import compose, load_config
 from hpc_rl.config.schema import SftConfig
 from hpc_rl.engine.errors import AgreedError
-from hpc_rl.errors import EXIT_BAD_INPUT, UserError
+from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir, current_run_dir
 
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
             print(f"{who}{error}", file=sys.stderr)
         elif rank == 0:
             print(error, file=sys.stderr)
-        leave(EXIT_BAD_INPUT)
+        leave(error.exit_code)
     except Exception as error:  # noqa: BLE001 - the last stop: says who failed first, then leaves
         traceback.print_exc()
         first = str(error).strip().splitlines()

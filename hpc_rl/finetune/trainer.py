@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from hpc_rl.config.schema import SftConfig
+from hpc_rl.data.chat import chat_template
 from hpc_rl.data.sampler import Position, batches, steps_per_epoch
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.engine import checkpoint, guards, sharding
@@ -53,6 +55,8 @@ class State:
     position: Position
     total_tokens: int
     stop: bool = False
+    save: bool = False
+    saved_at: float = field(default_factory=time.monotonic)
 
 
 def train(config: SftConfig, run: RunDir, world: World) -> int:
@@ -68,7 +72,7 @@ def train(config: SftConfig, run: RunDir, world: World) -> int:
         with clock("step"):
             metrics = step(state, clock)
             last = state.step == state.total_steps
-            if last or state.stop or due(state.step, config.trainer.save_freq):
+            if last or state.stop or state.save:
                 with clock("save_checkpoint"):
                     save(state)
             if state.val and (last or due(state.step, config.trainer.test_freq)):
@@ -83,6 +87,7 @@ def load(config: SftConfig, run: RunDir, world: World) -> State:
     torch.manual_seed(config.trainer.seed + world.rank)
     data, seed = config.data, config.trainer.seed
     tokenizer = world.together(lambda: load_tokenizer(config.model))
+    tokenizer.chat_template = world.together(lambda: chat_template(tokenizer, data))  # the exported model has it too
     samples = load_samples(data.train_files, data, tokenizer, "train", world)
     val = load_samples(data.val_files, data, tokenizer, "test", world) if data.val_files else []
     with guards.explain_out_of_memory("loading the model"):
@@ -139,19 +144,19 @@ def step(state: State, clock: Clock) -> dict[str, float]:
             part.backward()
             loss += part.detach()
         norm = clip_gradients(state.model.parameters(), config.optim.clip_grad)
-        # The only exchange of numbers in a step; whether to stop travels with the loss.
+        # The only exchange of numbers in a step; what rank 0 has decided travels with the loss.
         stop_asked = float(world.is_main and state.run.stop.exists())
-        losses, stops = world.gather_rows(
-            [loss.item() / sharding.loss_factor(state.model, world), stop_asked]
+        save_asked = float(save_is_due(state, number))
+        losses, stops, saves = world.gather_rows(
+            [loss.item() / sharding.loss_factor(state.model, world), stop_asked, save_asked]
         ).T.tolist()
-        guards.refuse_not_finite("the loss", number, losses)
-        guards.refuse_not_finite("the gradient norm", number, [norm])
+        guards.refuse_not_finite(number, losses, norm)
     with guards.explain_out_of_memory(f"step {number}"), clock("optimizer"):
         lr = config.optim.lr * lr_factor(config.optim, state.step, state.total_steps)
         set_lr(state.optimizer, lr)
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
-    state.step, state.position, state.stop = number, position, bool(stops[0])
+    state.step, state.position, state.stop, state.save = number, position, bool(stops[0]), bool(saves[0])
     state.total_tokens += work.tokens
     return {
         "train/loss": sum(losses),
@@ -177,6 +182,7 @@ def save(state: State) -> None:
     )
     keep = state.config.trainer.max_ckpt_to_keep
     checkpoint.save(state.run.checkpoints, state.model, state.optimizer, state.tokenizer, progress, state.world, keep)
+    state.saved_at = time.monotonic()
 
 
 @torch.no_grad()
@@ -187,9 +193,10 @@ def validate(state: State) -> float:
     work = Work.of(state.val)
     plan = plan_batch(work.lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)[world.rank]
     total = torch.zeros((), device=world.device)
-    for micro in plan:
-        batch = sft.collate([state.val[index] for index in micro]).to(world.device)
-        total += sft.loss(state.model, batch, 1.0)
+    with guards.explain_out_of_memory("validation"):
+        for micro in plan:
+            batch = sft.collate([state.val[index] for index in micro]).to(world.device)
+            total += sft.loss(state.model, batch, 1.0)
     state.model.train()
     return float(world.gather_rows([total.item()]).sum()) / work.targets
 
@@ -201,8 +208,8 @@ def finish(state: State, finished_before: bool) -> int:
         say(state.world, f"{state.run.path} is finished already, after {state.step} steps; nothing to train")
     if not done:
         say(state.world, f"stopped after step {state.step} of {state.total_steps}: saved, starting again goes on")
-    elif state.config.trainer.export and state.world.is_main and not state.run.model.exists():
-        export(state.run.path, state.run.model)
+    elif state.config.trainer.export and state.world.is_main and not (finished_before and state.run.model.exists()):
+        export(state.run.path, state.run.model, replace=True)
         say(state.world, f"model: {state.run.model}")
     code = 0 if done else EXIT_STOPPED
     state.tracker.finish(code)
@@ -213,6 +220,13 @@ def finish(state: State, finished_before: bool) -> int:
 
 def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def save_is_due(state: State, step: int) -> bool:
+    """By steps or by time; rank 0's answer counts, since clocks differ."""
+    minutes = state.config.trainer.save_minutes
+    late = minutes > 0 and time.monotonic() - state.saved_at >= 60 * minutes
+    return late or due(step, state.config.trainer.save_freq)
 
 
 def open_tracker(config: SftConfig, run: RunDir, world: World, wandb_id: str | None) -> Tracker:

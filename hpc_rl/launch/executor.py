@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,19 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 from hpc_rl.errors import UserError
 from hpc_rl.slurm import commands
 
+SUBMIT_TIMEOUT_S = 120
+"""A site's submit plugin may take its time, and a submission that is cut off may have gone through."""
+
 
 class StateWatcher(SlurmInfoWatcher):
     """Asks sacct, then squeue, then scontrol: works with and without accounting."""
 
     def update(self) -> None:
         for job_id in self._registered - self._finished:
-            state = commands.job_state(job_id)
+            try:
+                state = commands.job_state(job_id)
+            except commands.NoAnswer:
+                continue
             if state is not None:
                 self._info_dict[job_id] = {"JobID": job_id, "State": state.state, "NodeList": state.nodes}
                 if state.ended:
@@ -70,7 +77,10 @@ class ScriptExecutor(SlurmExecutor):
         return self._script
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        return ["timeout", str(commands.TIMEOUT_S), "sbatch", str(submission_file_path)]
+        # Inside an allocation its SLURM_* would become options of the new job, and contradict the script.
+        inherited = [name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"]
+        clean = [word for name in inherited for word in ("-u", name)]
+        return ["env", *clean, "timeout", str(SUBMIT_TIMEOUT_S), "sbatch", str(submission_file_path)]
 
     def _num_tasks(self) -> int:
         return 1
@@ -78,4 +88,4 @@ class ScriptExecutor(SlurmExecutor):
 
 def _words(stderr: str) -> str:
     lines = [line.strip().removeprefix("sbatch: ").removeprefix("error: ") for line in stderr.splitlines()]
-    return "; ".join(line for line in lines if line) or f"no answer within {commands.TIMEOUT_S} s"
+    return "; ".join(line for line in lines if line) or f"no answer within {SUBMIT_TIMEOUT_S} s"

@@ -41,6 +41,15 @@ def check_free(run: RunDir) -> None:
         )
 
 
+def reserve(run: RunDir) -> bool:
+    """Make the run directory; False where somebody else was faster, so that two submissions never share a name."""
+    try:
+        run.path.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        return False
+    return True
+
+
 def prepare(job: Job, script: str, job_id: str | None) -> None:
     """Fill the run directory: script, snapshot of the code, and job.json once there is a job."""
     job.run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -63,17 +72,21 @@ def record(job: Job, job_id: str, **more: object) -> None:
     _write(job.run_dir.job, json.dumps(facts, indent=2) + "\n")
 
 
+def require_slurm() -> None:
+    if not commands.available():
+        raise UserError("no sbatch on PATH: run this on a login node of a Slurm cluster, or here with --local")
+
+
 def submit(job: Job, script: str) -> str:
     """Queue the script; the job id.
 
     Raises:
-        UserError: no Slurm here, or sbatch refused; then nothing is left behind.
+        UserError: sbatch refused; then nothing is left behind.
     """
-    if not commands.available():
-        raise UserError("no sbatch on PATH: run this on a login node of a Slurm cluster, or here with --local")
     from hpc_rl.launch.executor import ScriptExecutor
 
-    made = not job.run_dir.path.exists()
+    made = not job.run_dir.path.exists() or not any(job.run_dir.path.iterdir())
+    job.run_dir.stop.unlink(missing_ok=True)  # an earlier job's
     prepare(job, script, None)
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +134,9 @@ def cancel(run: RunDir) -> str:
         _end_local(run)
     else:
         commands.cancel(now.job_id)
-    return f"cancelled job {now.job_id} of run {run.name}; submitting it again goes on from its last checkpoint"
+    saved = max((path.name for path in run.checkpoints.glob("step-*") if not path.suffix), default=None)
+    left = f"submitting it again goes on from {saved}" if saved else "it had saved no checkpoint yet"
+    return f"cancelled job {now.job_id} of run {run.name}; {left}"
 
 
 def stop(run: RunDir) -> str:
@@ -131,7 +146,7 @@ def stop(run: RunDir) -> str:
         return f"run {run.name} has nothing to stop: it is {now.state}"
     if now.state == "PENDING":
         commands.cancel(now.job_id)
-        return f"job {now.job_id} of run {run.name} had not started; took it out of the queue"
+        return f"job {now.job_id} of run {run.name} was waiting; took it out of the queue"
     _write(run.stop, "user\n")
     return f"run {run.name} will save at its next step and leave with exit code {EXIT_STOPPED}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -11,15 +12,17 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from hpc_rl.config.compose import dump
-from hpc_rl.errors import EXIT_STOPPED
+from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.launch import jobs, runs
 from hpc_rl.launch.render import TRAINERS, Job, node_options
 from hpc_rl.process import end, shell_code, start
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR, ENV_RUN_DIR
 
 POLL_S = 0.1
+_CANCELLED = 128 + signal.SIGTERM
 
 
 def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
@@ -29,7 +32,9 @@ def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
     """
     job_id = f"local-{os.getpid()}"
     jobs.prepare(job, script, None)
-    jobs.record(job, job_id, pid=os.getpid(), start_time=runs.process_start_time(os.getpid()))
+    lock = _lock(job, job_id)
+    host, began = os.uname().nodename, runs.process_start_time(os.getpid())
+    jobs.record(job, job_id, host=host, pid=os.getpid(), start_time=began)
     attempt = job.run_dir.path / f"attempt-{len(job.run_dir.attempts()) + 1}"
     attempt.mkdir(mode=0o700)
     job.run_dir.stop.unlink(missing_ok=True)
@@ -40,9 +45,28 @@ def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
     try:
         code = _run_nodes(job, job_id, attempt, on_poll)
     finally:
-        state = {0: "COMPLETED", EXIT_STOPPED: runs.STOPPED}.get(code, "FAILED")
-        _report(job, job_id, state, code)
+        states = {0: "COMPLETED", EXIT_STOPPED: runs.STOPPED, _CANCELLED: "CANCELLED"}
+        _report(job, job_id, states.get(code, "FAILED"), code)
+        job.run_dir.stop.unlink(missing_ok=True)
+        lock.close()
     return code
+
+
+def _lock(job: Job, job_id: str) -> IO[str]:
+    """One job at a time in a run directory, as the job script has it; held until closed."""
+    lock = (job.run_dir.path / ".lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        owner = lock.read().split()[-1:]
+        lock.close()
+        raise UserError(f"job {' '.join(owner)} is running in {job.run_dir.path}: choose another --job-name") from None
+    except OSError as error:  # a file system without locks; submission has looked for a running job already
+        print(f"hpc-rl: no file lock in {job.run_dir.path}: {error.strerror}", file=sys.stderr)
+    lock.write(job_id + "\n")
+    lock.flush()
+    return lock
 
 
 def node_environment(
@@ -78,9 +102,9 @@ def node_environment(
 def node_command(job: Job) -> list[str]:
     program = list(job.program)
     if job.kind in TRAINERS:
-        program = ["-m", TRAINERS[job.kind], "--config", str(job.run_dir.config)]
+        program = ["-P", "-m", TRAINERS[job.kind], "--config", str(job.run_dir.config)]
     python = job.config.slurm.python or sys.executable
-    return [python, "-m", "hpc_rl.node.torchrun", *node_options(job.config), "--", *program]
+    return [python, "-P", "-m", "hpc_rl.node.torchrun", *node_options(job.config), "--", *program]
 
 
 def _run_nodes(job: Job, job_id: str, attempt: Path, on_poll: Callable[[], None]) -> int:
@@ -101,7 +125,7 @@ def _run_nodes(job: Job, job_id: str, attempt: Path, on_poll: Callable[[], None]
             if all(code == 0 for code in codes):
                 return 0
             if interrupts() > 1:
-                return 128 + signal.SIGINT
+                return _CANCELLED
             time.sleep(POLL_S)
     finally:
         # As srun --kill-on-bad-exit does; all are asked before the first is waited for.

@@ -15,6 +15,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.launch.render import Job
 from hpc_rl.slurm import commands
 
+_OTHER_DATA = (".arrow", ".csv", ".gz", ".tsv", ".txt", ".zip", ".zst")
 MAX_ROWS = 10_000
 """Rows of a data file that are looked at here; the job itself looks at all of them."""
 
@@ -64,7 +65,10 @@ def check_after(job_id: str) -> str | None:
     """A job after one that has failed, or that never was, would wait for ever or not at all."""
     if not commands.available():
         return f"job {job_id} is looked up when the script is submitted"
-    state = commands.job_state(job_id)
+    try:
+        state = commands.job_state(job_id)
+    except commands.NoAnswer as error:
+        raise UserError(f"--after {job_id}: {error}") from error
     if state is None:
         raise UserError(f"--after {job_id}: Slurm does not know this job")
     if state.ended and state.state != "COMPLETED":
@@ -74,6 +78,10 @@ def check_after(job_id: str) -> str | None:
 
 def check_data(file: str, data: DataConfig) -> str | None:
     if not is_file(file):
+        if Path(file).is_dir():
+            return f"data folder {file} is read when the job starts"
+        if file.startswith(("/", ".")) or Path(file).suffix in _OTHER_DATA:
+            raise UserError(f"{file}: no such folder, and no .jsonl or .parquet file")
         return f"data set {file} is a name on the hub: it is looked up when the job starts"
     try:
         check_file(file, data, MAX_ROWS)

@@ -41,6 +41,8 @@ class Job:
         return self.config.slurm.job_name or self.run_dir.name
 
 
+_OWN_GPU_REQUEST = {"gpus", "gpus-per-node", "gpus-per-task", "gres"}
+"""sbatch options by which a user asks for GPUs in the cluster's own way (`--sbatch gpus-per-node=a100:4`)."""
 TRAINERS = {"sft": "hpc_rl.finetune.train"}
 """Job kind -> the module that trains; named by string, so that the login node never imports it."""
 
@@ -53,7 +55,7 @@ def render(job: Job) -> str:
     Raises:
         UserError: the template is broken (file and line named), or a path cannot stand in a script.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError, TemplateSyntaxError
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateSyntaxError
 
     folders = [Path("slurm_templates"), Path("~/.config/hpc-rl/slurm_templates").expanduser()]
     environment = Environment(
@@ -68,8 +70,10 @@ def render(job: Job) -> str:
         return environment.get_template(TEMPLATE).render(_values(job))
     except TemplateSyntaxError as error:
         raise UserError(f"template {error.filename or TEMPLATE}, line {error.lineno}: {error.message}") from error
-    except TemplateError as error:
-        raise UserError(f"template {_template_line(error)}: {error.message}") from error
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"template {_template_line(error)}: {error}") from error
 
 
 def bash_word(text: str) -> str:
@@ -128,7 +132,8 @@ def node_options(config: JobConfig) -> list[str]:
 
 def program_text(job: Job) -> str:
     if job.kind in TRAINERS:
-        return f'-m {TRAINERS[job.kind]} --config "$HPC_RL_RUN_DIR/config.yaml"'
+        # -P: a datasets.py in the user's folder must not stand in for the library of that name.
+        return f'-P -m {TRAINERS[job.kind]} --config "$HPC_RL_RUN_DIR/config.yaml"'
     return " ".join(map(bash_word, job.program))
 
 
@@ -137,8 +142,9 @@ def _directives(job: Job) -> Iterator[tuple[str, str | int | None]]:
     yield "job-name", job.name
     yield "nodes", trainer.nnodes
     yield "ntasks-per-node", 1
-    yield "cpus-per-task", slurm.cpus_per_task or trainer.n_gpus_per_node
-    if trainer.device == "cuda":
+    if slurm.cpus_per_task or "cpus-per-gpu" not in slurm.sbatch:
+        yield "cpus-per-task", slurm.cpus_per_task or trainer.n_gpus_per_node
+    if trainer.device == "cuda" and not _OWN_GPU_REQUEST & slurm.sbatch.keys():
         yield "gpus-per-node", trainer.n_gpus_per_node
     for option in ("mem", "time", "partition", "account", "qos", "constraint"):
         value = getattr(slurm, option)

@@ -17,6 +17,9 @@ from hpc_rl.tracking.metrics import parse_line
 
 ROOT = Path("runs")
 """Where runs without --run-dir lie, below the working folder."""
+NOT_SUBMITTED = "NOT SUBMITTED"
+UNKNOWN = "UNKNOWN"
+"""Slurm does not answer: the job may be anything."""
 STOPPED = "STOPPED"
 """Our own state: saved and left before the end. To Slurm it is a job that FAILED with exit code 75."""
 
@@ -44,7 +47,8 @@ class RunStatus:
 
     @property
     def active(self) -> bool:
-        return not self.ended and self.state not in ("UNKNOWN", "NOT SUBMITTED")
+        """Whether a job may be writing into the run directory; also while Slurm does not answer."""
+        return not self.ended and self.state != NOT_SUBMITTED
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -57,8 +61,11 @@ def find_run(target: str) -> RunDir:
         UserError: there is none; the nearest name is shown.
     """
     for path in (Path(target), ROOT / target):
-        if is_run(path):
-            return RunDir(path.absolute())
+        try:
+            if is_run(path):
+                return RunDir(path.absolute())
+        except PermissionError as error:
+            raise UserError(f"{path} belongs to somebody else: {error.strerror}") from error
     if target.isdigit():
         return _run_of_job(target)
     if Path(target).is_dir():
@@ -134,19 +141,24 @@ def process_start_time(pid: int) -> int | None:
 
 def _job_fields(run: RunDir, job_id: str | None) -> dict[str, Any]:
     if job_id is None:
-        return {"state": "NOT SUBMITTED"}
+        return {"state": NOT_SUBMITTED}
     own = read_json(run.status)
     own = own if own.get("job_id") == job_id else {}
-    own_fields = {"state": own.get("state", "UNKNOWN"), "exit_code": own.get("exit_code")}
+    own_fields = {"state": own.get("state", UNKNOWN), "exit_code": own.get("exit_code")}
+    unfinished = own_fields["state"] in ("RUNNING", "REQUEUED", UNKNOWN)
     if is_local(job_id):
         job = read_json(run.job)
-        alive = process_alive(int(job.get("pid", 0)), int(job.get("start_time", 0)))
-        if own_fields["state"] in ("RUNNING", "UNKNOWN") and not alive:
+        here = job.get("host") == os.uname().nodename
+        if here and unfinished and not process_alive(int(job.get("pid", 0)), int(job.get("start_time", 0))):
             return {"state": "FAILED", "reason": "its process is gone", "exit_code": 1}
-        return {**own_fields, "nodes": os.uname().nodename}
-    slurm = commands.job_state(job_id)
+        return {**own_fields, "nodes": str(job.get("host"))}
+    try:
+        slurm = commands.job_state(job_id)
+    except commands.NoAnswer as error:
+        return {**own_fields, "state": UNKNOWN, "reason": str(error)} if unfinished else own_fields
     if slurm is None:
-        return own_fields
+        gone = {"state": "FAILED", "reason": "Slurm no longer knows the job, and it did not say how it ended"}
+        return {**gone, "exit_code": 1} if unfinished else own_fields
     if slurm.ended and own.get("state") == STOPPED:
         return {**own_fields, "nodes": slurm.nodes}
     return {"state": slurm.state, "reason": slurm.reason, "nodes": slurm.nodes, "exit_code": slurm.exit_code}
@@ -157,13 +169,15 @@ def _run_of_job(job_id: str) -> RunDir:
         run = RunDir(path.absolute())
         if job_id in (read_json(run.job).get("job_id"), read_json(run.status).get("job_id")):
             return run
-    state = commands.job_state(job_id)
-    if state is None:
+    try:
+        log = commands.job_log(job_id)
+    except commands.NoAnswer as error:
+        raise UserError(f"no job {job_id}: no run in {ROOT.absolute()} has it, and {error}") from error
+    if log is None:
         raise UserError(f"no job {job_id}: no run in {ROOT.absolute()} has it, and Slurm does not know it")
-    log = Path(state.stdout)
-    if state.stdout and is_run(log.parent):
-        return RunDir(log.parent)
-    raise UserError(f"job {job_id} is {state.state}, but it is no run of hpc-rl")
+    if not is_run(Path(log).parent):
+        raise UserError(f"job {job_id} is no run of hpc-rl: its log is {log}")
+    return RunDir(Path(log).parent)
 
 
 def _below_root() -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 
@@ -21,16 +22,15 @@ class RunView:
     A context manager; call `poll` several times a second.
     """
 
-    def __init__(self, run: RunDir, from_end: bool = False) -> None:
+    def __init__(self, run: RunDir) -> None:
         self._run = run
         self._console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
         self._progress = ProgressView(self._console)
         self._log: Follower | None = None
-        self._from_end = from_end
         self._metrics = Follower(run.metrics, _size(run.metrics))
         self._half_line = ""
 
-    def __enter__(self) -> RunView:
+    def __enter__(self) -> Self:
         self._progress.__enter__()
         return self
 
@@ -55,8 +55,7 @@ class RunView:
             job_id = runs.current_job(self._run)
             if job_id is None:
                 return []
-            path = runs.job_log(self._run, job_id)
-            self._log = Follower(path, _size(path) if self._from_end else 0)
+            self._log = Follower(runs.job_log(self._run, job_id))
         *lines, self._half_line = (self._half_line + self._log.new_text()).split("\n")
         return lines
 
@@ -65,24 +64,39 @@ def log_files(run: RunDir, node: int | None) -> list[Path]:
     """The log of the newest job, or all logs of one node in the newest attempt."""
     if node is None:
         job_id = runs.current_job(run)
-        return [runs.job_log(run, job_id)] if job_id else []
+        log = runs.job_log(run, job_id) if job_id else None
+        return [log] if log and log.exists() else []
     attempts = run.attempts()
     return sorted(attempts[-1].glob(f"node{node}[.-]*log")) if attempts else []
 
 
-def follow_files(files: Callable[[], list[Path]], print_line: Callable[[Path, str], None]) -> Callable[[], None]:
-    """A function that prints what is new in a set of files that may grow."""
-    followers: dict[Path, Follower] = {}
-    rests: dict[Path, str] = {}
+class LogFiles:
+    """Prints what is new in a set of files that may grow, line by line. A context manager."""
 
-    def poll() -> None:
-        for path in files():
-            follower = followers.setdefault(path, Follower(path))
-            *lines, rests[path] = (rests.get(path, "") + follower.new_text()).split("\n")
+    def __init__(self, files: Callable[[], list[Path]], print_line: Callable[[Path, str], None]) -> None:
+        self._files = files
+        self._print_line = print_line
+        self._followers: dict[Path, Follower] = {}
+        self._half_lines: dict[Path, str] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for path, rest in self._half_lines.items():
+            if rest:
+                self._print_line(path, rest)
+
+    def poll(self) -> None:
+        """Print the lines that were finished since the last call."""
+        for path in self._files():
+            follower = self._followers.setdefault(path, Follower(path))
+            *lines, rest = (self._half_lines.get(path, "") + follower.new_text()).split("\n")
+            self._half_lines[path] = rest
             for line in lines:
-                print_line(path, line)
-
-    return poll
+                self._print_line(path, line)
 
 
 def _size(path: Path) -> int:

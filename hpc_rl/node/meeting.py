@@ -1,7 +1,6 @@
 """How the nodes of one attempt find each other: small files in the attempt's folder, each written by rename.
 
-Node 0 publishes the rendezvous address; every node says that it is there; after a stop every node waits for the others,
-so that the first one to leave does not make Slurm end those that still save.
+Node 0 publishes the rendezvous address; every node says that it is there.
 """
 
 from __future__ import annotations
@@ -59,21 +58,18 @@ class Meeting:
 
     def missing(self) -> list[str]:
         """Names of the nodes that have not arrived yet."""
-        return self._without("here")
-
-    def leave_together(self, timeout_s: float) -> None:
-        """Wait until every node is about to leave, or the time is up."""
-        self._write(f"node{self.node_rank}.leaving", "")
-        _wait(lambda: not self._without("leaving"), timeout_s, refresh=self.attempt_dir)
-
-    def _without(self, mark: str) -> list[str]:
         seen = {path.name for path in self.attempt_dir.iterdir()}
-        return [name for rank, name in enumerate(self.nodes) if f".node{rank}.{mark}" not in seen]
+        return [name for rank, name in enumerate(self.nodes) if f".node{rank}.here" not in seen]
 
     def _write(self, name: str, text: str) -> None:
         partial = self.attempt_dir / f".{name}.partial{self.node_rank}"
-        partial.write_text(text)
-        partial.replace(self.attempt_dir / f".{name}")
+        try:
+            partial.write_text(text)
+            partial.replace(self.attempt_dir / f".{name}")
+        except OSError as error:
+            raise UserError(
+                f"node {self.nodes[self.node_rank]} cannot write into {self.attempt_dir}: {error.strerror}"
+            ) from error
 
 
 def named(nodes: Sequence[str]) -> str:

@@ -10,12 +10,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_rl.process import die_with_parent, forward_termination, shell_code, start
+from hpc_rl.errors import EXIT_STOPPED
+from hpc_rl.process import GRACE_S, die_with_parent, forward_termination, shell_code, start
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR
+
+SAVE_TIMEOUT_S = 1800
+"""How long a rank that has stopped waits for others that still save; the walltime usually ends it sooner."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +51,24 @@ def main(argv: list[str]) -> int:
     rank, node_rank = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])  # as torchrun sets them
     with log_path(attempt_dir, node_rank, rank).open("ab") as log:
         child = start([sys.executable, "-u", *program], os.environ, log)
-        forward_termination(child)
+        asked_to_end = forward_termination(child, GRACE_S / 2)
         ended = RankExit(rank, node_rank, shell_code(child.wait()), time.time())
     record = attempt_dir / f".node{node_rank}-rank{rank}.exit"
     partial = record.with_suffix(".partial")
     partial.write_text(json.dumps(ended.__dict__))
     partial.replace(record)
+    if ended.exit_code == EXIT_STOPPED:
+        # To torchrun this is a failure: it would end the other ranks, which may still be saving.
+        _await_all(attempt_dir, int(os.environ["WORLD_SIZE"]), asked_to_end)
     return ended.exit_code
+
+
+def _await_all(attempt_dir: Path, ranks: int, asked_to_end: threading.Event) -> None:
+    """Wait until every rank of the job has ended; a slow save may take its time."""
+    deadline = time.monotonic() + SAVE_TIMEOUT_S
+    while len(read_exits(attempt_dir)) < ranks and time.monotonic() < deadline:
+        if asked_to_end.wait(0.2):
+            return
 
 
 if __name__ == "__main__":

@@ -8,13 +8,11 @@ The job script starts this once on each node. It exits with the code of the firs
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,10 +22,12 @@ from hpc_rl.node.meeting import POLL_S, Meeting, named
 from hpc_rl.node.network import choose_address
 from hpc_rl.node.ports import free_port
 from hpc_rl.node.rank import RankExit, log_path, read_exits
-from hpc_rl.process import GRACE_S, end, forward_termination, shell_code, start, tail
+from hpc_rl.process import end, forward_termination, shell_code, start, tail
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR
 from hpc_rl.slurm.allocation import Allocation, read_allocation
 
+LOG_POLL_S = 0.5
+"""Between two looks at rank 0's log, which lies on a shared file system."""
 _SIGTERM_CODE = 128 + 15
 
 
@@ -47,11 +47,9 @@ def run_node(options: argparse.Namespace) -> int:
     meeting = Meeting(attempt_dir, allocation.nodes, allocation.node_rank)
     meeting.check_shared()
     meeting.arrive()
-    with ExitStack() as stack:
-        stack.enter_context(_only_run(attempt_dir.parent, allocation))
+    with TemporaryDirectory(prefix="hpc-rl-", ignore_cleanup_errors=True) as scratch:
         interface, endpoint = _rendezvous(allocation, meeting, options)
         environ = process_environment(os.environ, allocation, options.processes, interface)
-        scratch = stack.enter_context(TemporaryDirectory(prefix="hpc-rl-", ignore_cleanup_errors=True))
         command = torchrun_command(
             allocation, endpoint, options.processes, options.start_timeout, scratch, options.program
         )
@@ -62,7 +60,7 @@ def run_node(options: argparse.Namespace) -> int:
                 _supervise(child, meeting, options.start_timeout)
             finally:
                 end(child)
-    return _outcome(child, allocation, attempt_dir, meeting)
+    return _outcome(child, allocation, attempt_dir)
 
 
 def process_environment(
@@ -77,7 +75,7 @@ def process_environment(
         "TOKENIZERS_PARALLELISM": "true",
     }
     if interface != "lo":  # NCCL takes no loopback for a job on one node, and needs none
-        defaults["NCCL_SOCKET_IFNAME"] = interface
+        defaults["NCCL_SOCKET_IFNAME"] = f"={interface}"  # without the sign it is a prefix
     return {**defaults, **environ}
 
 
@@ -93,7 +91,7 @@ def torchrun_command(
     """
     host, port = endpoint.rsplit(":", 1)
     return [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, "-P", "-m", "torch.distributed.run"),
         f"--nnodes={len(allocation.nodes)}",
         f"--nproc-per-node={processes}",
         f"--node-rank={allocation.node_rank}",
@@ -106,7 +104,7 @@ def torchrun_command(
         f"--log-dir={scratch}",
         "--monitor-interval=0.1",
         "--no-python",
-        *(sys.executable, "-m", "hpc_rl.node.rank", "--", *program),
+        *(sys.executable, "-P", "-m", "hpc_rl.node.rank", "--", *program),
     ]
 
 
@@ -145,7 +143,7 @@ def _supervise(child: subprocess.Popen[bytes], meeting: Meeting, start_timeout: 
     deadline = time.monotonic() + start_timeout
     missing = meeting.missing()
     while child.poll() is None:
-        time.sleep(POLL_S)
+        time.sleep(POLL_S if missing else LOG_POLL_S)
         print(rank0.new_text(), end="", flush=True)
         missing = missing and meeting.missing()
         if missing and time.monotonic() > deadline:
@@ -156,31 +154,22 @@ def _supervise(child: subprocess.Popen[bytes], meeting: Meeting, start_timeout: 
     print(rank0.new_text(), end="", flush=True)
 
 
-def _outcome(child: subprocess.Popen[bytes], allocation: Allocation, attempt_dir: Path, meeting: Meeting) -> int:
-    """The node's exit code: that of its first rank that failed. Says what the cause was, with the end of its log."""
+def _outcome(child: subprocess.Popen[bytes], allocation: Allocation, attempt_dir: Path) -> int:
+    """The exit code of the job's first rank that failed, the same on every node. Its node says how it failed."""
     if child.returncode == 0:
         return 0
     failed = [ended for ended in read_exits(attempt_dir) if ended.exit_code != 0]
-    # Ranks that torchrun ended after the first failure are not the cause.
+    # Ranks that were ended after the first failure are not the cause.
     causes = [ended for ended in failed if ended.exit_code != _SIGTERM_CODE] or failed
-    own = [ended for ended in causes if ended.node_rank == allocation.node_rank]
-    if not own:
+    if not causes:
         log = attempt_dir / f"node{allocation.node_rank}.log"
         code = shell_code(child.returncode)
-        if not causes:
-            _say(f"torchrun on node {allocation.node} ended with exit code {code}; the end of {log}:\n{tail(log)}")
+        _say(f"torchrun on node {allocation.node} ended with exit code {code}; the end of {log}:\n{tail(log)}")
         return code
-    if own[0].exit_code == EXIT_STOPPED:
-        meeting.leave_together(GRACE_S)
-    elif own[0] is causes[0]:
-        _explain(own[0], allocation.node, attempt_dir)
-    elif own[0].exit_code != EXIT_BAD_INPUT:
-        first = causes[0]
-        _say(
-            f"node {allocation.node} ended after rank {first.rank} on node {allocation.nodes[first.node_rank]}, "
-            f"which had failed with exit code {first.exit_code}"
-        )
-    return own[0].exit_code
+    first = causes[0]
+    if first.exit_code != EXIT_STOPPED and first.node_rank == allocation.node_rank:
+        _explain(first, allocation.node, attempt_dir)
+    return first.exit_code
 
 
 def _explain(first: RankExit, node: str, attempt_dir: Path) -> None:
@@ -189,35 +178,15 @@ def _explain(first: RankExit, node: str, attempt_dir: Path) -> None:
     end_of_log = "" if first.rank == 0 else tail(log)
     if first.exit_code == EXIT_BAD_INPUT and not end_of_log:
         return  # bad input is one line, and rank 0 has printed it
-    meaning = " (killed: out of memory, or by hand)" if first.exit_code == 128 + 9 else ""
+    meaning = (
+        " (killed, usually for lack of memory: ask for more --mem, or let each process hold less)"
+        if first.exit_code == 128 + 9
+        else ""
+    )
     _say(
         f"rank {first.rank} on node {node} failed with exit code {first.exit_code}{meaning}; its log is {log}"
         + (f" and ends:\n{end_of_log}" if end_of_log else "")
     )
-
-
-@contextmanager
-def _only_run(run_dir: Path, allocation: Allocation) -> Iterator[None]:
-    """Two jobs in one run directory would write over each other's checkpoints; the kernel drops the lock on any end."""
-    if not allocation.is_head:
-        yield
-        return
-    with (run_dir / ".lock").open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise UserError(
-                f"another job runs in {run_dir} (job {lock.read().strip() or 'unknown'}): "
-                "wait for it or choose another run directory"
-            ) from None
-        except OSError as error:
-            # Some shared file systems have no locks; submission has already looked for a running job.
-            print(f"hpc-rl: no file lock in {run_dir} ({error.strerror}); going on without", file=sys.stderr)
-        lock.truncate(0)
-        lock.write(allocation.job_id)
-        lock.flush()
-        yield
 
 
 def _required_env(name: str) -> str:

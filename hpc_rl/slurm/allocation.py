@@ -19,8 +19,6 @@ class Allocation:
     node_rank: int
     cpus: int
     """CPUs on this node that the job may use."""
-    gpus: int
-    """GPUs on this node that the job may use."""
 
     @property
     def node(self) -> str:
@@ -52,7 +50,6 @@ def read_allocation(environ: Mapping[str, str], affinity: int) -> Allocation:
         nodes=nodes,
         node_rank=rank,
         cpus=max(1, min(granted, affinity)),
-        gpus=int(environ.get("SLURM_GPUS_ON_NODE") or 0),
     )
 
 

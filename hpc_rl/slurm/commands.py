@@ -8,7 +8,8 @@ import subprocess
 from hpc_rl.errors import UserError
 from hpc_rl.slurm.states import JobState, read_sacct, read_scontrol, read_squeue
 
-TIMEOUT_S = 60
+TIMEOUT_S = 30
+"""A controller under load answers within seconds; one that is down makes its clients wait."""
 
 
 def available() -> bool:
@@ -16,10 +17,17 @@ def available() -> bool:
     return shutil.which("sbatch") is not None
 
 
+class NoAnswer(Exception):
+    """Slurm cannot be asked now: no programs here, or its controller does not answer. It says nothing about a job."""
+
+
 def job_state(job_id: str) -> JobState | None:
-    """The state of a job, or None where Slurm does not know (any more).
+    """The state of a job, or None where Slurm does not know it (any more).
 
     Asked in this order: sacct (complete, but only with accounting), squeue, scontrol (kept for minutes after the end).
+
+    Raises:
+        NoAnswer: none of them answered.
     """
     columns = "JobID,State,ExitCode,NodeList,Reason"
     recorded = read_sacct(_answer(["sacct", "-X", "-n", "-P", "--duplicates", "-o", columns, "-j", job_id]), job_id)
@@ -29,7 +37,17 @@ def job_state(job_id: str) -> JobState | None:
     queued = read_squeue(_answer(["squeue", "-h", "-t", "all", "-r", "-O", _SQUEUE_COLUMNS, "-j", job_id]), job_id)
     if queued and not queued.ended:
         return queued
-    return read_scontrol(_answer(["scontrol", "show", "job", "-o", job_id])) or queued or recorded
+    return _scontrol(job_id) or queued or recorded
+
+
+def job_log(job_id: str) -> str | None:
+    """Path of a job's log, as long as the controller remembers the job.
+
+    Raises:
+        NoAnswer: it does not answer.
+    """
+    state = _scontrol(job_id)
+    return state.stdout or None if state else None
 
 
 def cancel(job_id: str) -> None:
@@ -38,7 +56,10 @@ def cancel(job_id: str) -> None:
     Raises:
         UserError: with scancel's own words.
     """
-    result = _run(["scancel", job_id])
+    try:
+        result = _run(["scancel", job_id])
+    except NoAnswer as error:
+        raise UserError(str(error)) from error
     if result is None or result.returncode:
         raise UserError(f"scancel {job_id}: {_words(result)}")
 
@@ -46,24 +67,35 @@ def cancel(job_id: str) -> None:
 _SQUEUE_COLUMNS = "JobArrayID:40|,State:30|,NodeList:400|,Reason:100|"
 
 
+def _scontrol(job_id: str) -> JobState | None:
+    result = _run(["scontrol", "show", "job", "-o", job_id])
+    if result is None or (result.returncode and "Invalid job id" not in result.stderr):
+        raise NoAnswer(f"Slurm does not answer: {_words(result)}")
+    return read_scontrol(result.stdout)
+
+
 def _is_queued(job_id: str) -> bool:
     return bool(_answer(["squeue", "-h", "-o", "%i", "-j", job_id]).strip())
 
 
 def _answer(argv: list[str]) -> str:
-    """Standard output, or nothing where the program is missing, fails or does not answer: the next source is asked."""
+    """Standard output, or nothing where the program is missing or fails: the next source is asked."""
     result = _run(argv)
     return result.stdout if result is not None and result.returncode == 0 else ""
 
 
 def _run(argv: list[str]) -> subprocess.CompletedProcess[str] | None:
+    """The finished command, or None where there is no such program."""
     try:
         return subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
+    except FileNotFoundError:
         return None
+    except subprocess.TimeoutExpired as error:
+        raise NoAnswer(f"Slurm does not answer: {argv[0]} took over {TIMEOUT_S} s") from error
 
 
 def _words(result: subprocess.CompletedProcess[str] | None) -> str:
     if result is None:
-        return f"not on PATH, or no answer within {TIMEOUT_S} s"
-    return " ".join(result.stderr.split()) or f"exit code {result.returncode}"
+        return "its programs are not on PATH"
+    lines = result.stderr.strip().splitlines()
+    return lines[-1] if lines else f"exit code {result.returncode}"

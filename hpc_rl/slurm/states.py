@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 ENDED = frozenset(
@@ -83,13 +84,27 @@ def read_scontrol(text: str) -> JobState | None:
     )
 
 
-def run_dir_of_script(text: str, variable: str) -> str | None:
-    """Value of `export VARIABLE=...` in a job script, as bash would read it; None without such a line."""
+def run_dir_of_script(text: str, variable: str, environ: Mapping[str, str]) -> str | None:
+    """Value of `export VARIABLE=...` in a job script, as bash would read it; None without such a line.
+
+    Raises:
+        ValueError: only bash could tell the value (a command substitution, or a variable that is not set here).
+    """
     for line in text.splitlines():
         match = re.match(rf"\s*(?:export\s+)?{variable}=(\S.*)", line)
-        if match:
-            words = shlex.split(match[1], comments=True)
-            return words[0] if words else None
+        if not match:
+            continue
+        if match[1].startswith("$'"):
+            return match[1][2:].rpartition("'")[0].encode().decode("unicode_escape")
+        words = shlex.split(match[1], comments=True)
+        if not words:
+            return None
+        if match[1].startswith("'"):
+            return words[0]
+        value = re.sub(r"\$\{?(\w+)\}?", lambda name: environ.get(name[1], name[0]), words[0])
+        if re.search(r"[$`]", value):
+            raise ValueError(f"{variable}={match[1]}")
+        return value
     return None
 
 

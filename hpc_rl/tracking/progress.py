@@ -5,15 +5,17 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
 
 from hpc_rl.tracking.metrics import Record
 from hpc_rl.tracking.text import losses, rates
 
 
 class ProgressView:
-    """Bar, step and latest numbers of a run below the log lines that are printed meanwhile.
+    """A bar with the step, and the latest numbers under it, below the log lines that are printed meanwhile.
 
     A context manager. Does nothing where standard output is no terminal.
 
@@ -22,31 +24,29 @@ class ProgressView:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console()
+        console = console or Console()
         self._progress = Progress(
-            TextColumn("[bold]step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[numbers]}"),
-            console=self._console,
-            refresh_per_second=4,
+            TextColumn("[bold]step"), MofNCompleteColumn(), BarColumn(bar_width=None), console=console, expand=True
         )
-        self._task = self._progress.add_task("", total=None, numbers="waiting for the first step")
+        self._task = self._progress.add_task("", total=None)
+        self._live = Live(self._rows("waiting for the first step"), console=console) if console.is_terminal else None
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._progress.start()
+        if self._live is not None:
+            self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._console.is_terminal:
-            self._progress.stop()
+        if self._live is not None:
+            self._live.stop()
 
     def update(self, latest: Record) -> None:
         """Show a record of metrics.jsonl."""
-        numbers = " · ".join([*losses(latest), *rates(latest)])
-        self._progress.update(
-            self._task, completed=latest["step"], total=latest["total_steps"], numbers=numbers, refresh=False
-        )
+        if self._live is not None:
+            self._progress.update(self._task, completed=latest["step"], total=latest["total_steps"])
+            self._live.update(self._rows(" · ".join([*losses(latest), *rates(latest)])))
+
+    def _rows(self, numbers: str) -> Group:
+        return Group(self._progress, Text(numbers, style="cyan"))

@@ -154,11 +154,11 @@ def test_a_dead_rank_ends_the_job_and_is_named(workspace: Workspace, slurm_clust
     workspace.ok("submit", "sft", "--nodes", "2", "--job-name", "dead", *QUICK, "trainer.total_training_steps=5000")
     workspace.wait_for_step("dead", 2)
     slurm_cluster.exec_on(
-        "node2", ["pkill", "-KILL", "-f", "^[^ ]*python[^ ]* -u -m hpc_rl.finetune.train"], check=True
+        "node2", ["pkill", "-KILL", "-f", "^[^ ]*python[^ ]* -u -P -m hpc_rl.finetune.train"], check=True
     )
     followed = workspace.hpc_rl("logs", "-f", "dead", timeout=60)
     assert followed.returncode == 137, followed.stdout
-    assert "rank 1 on node node2 failed with exit code 137 (killed: out of memory, or by hand)" in followed.stdout
+    assert "rank 1 on node node2 failed with exit code 137 (killed, usually for lack of memory" in followed.stdout
     slurm_cluster.wait_idle(60)
     for node in ("node1", "node2"):
         left = slurm_cluster.exec_on(node, ["pgrep", "-f", "hpc_rl"], check=False)
@@ -281,3 +281,55 @@ def test_waiting_can_be_interrupted_and_the_job_goes_on(workspace: Workspace) ->
         lambda: json.loads(workspace.ok("status", "left", "--json"))["state"] == "CANCELLED", "cancelled"
     )
     assert not Path(workspace.folder / "runs/left/model").exists()
+
+
+def test_a_job_id_is_enough_from_anywhere(workspace: Workspace) -> None:
+    (workspace.folder / "sleeper.py").write_text("import time\ntime.sleep(600)\n")
+    arguments = ["--run-dir", "elsewhere/run", "--sbatch", "export=ALL", "trainer.device=cpu"]
+    refused = workspace.hpc_rl("submit", "torchrun", "--sbatch", "parsable", "trainer.device=cpu", "--", "sleeper.py")
+    assert refused.returncode == 2 and "'parsable' is set by hpc-rl itself" in refused.stderr
+    assert not (workspace.folder / "elsewhere").exists()
+    workspace.ok("submit", "torchrun", *arguments, "--", "sleeper.py")
+    job_id = str(workspace.status("elsewhere/run")["job_id"])
+    elsewhere = Workspace(workspace.folder / "data", workspace.environ)
+    assert elsewhere.status(job_id)["run_dir"] == str(workspace.folder / "elsewhere" / "run")
+    elsewhere.ok("cancel", job_id)
+    workspace.wait_until(lambda: workspace.status(job_id)["state"] == "CANCELLED", "cancelled")
+    own = workspace.folder / "elsewhere" / "run" / "status.json"
+    workspace.wait_until(
+        lambda: '"RUNNING"' not in own.read_text() if own.exists() else True, "its own word on the end"
+    )
+    assert not own.exists() or "COMPLETED" not in own.read_text()
+
+
+def test_a_controller_that_does_not_answer_ends_nothing(workspace: Workspace, slurm_cluster: Cluster) -> None:
+    (workspace.folder / "sleeper.py").write_text("import time\ntime.sleep(600)\n")
+    arguments = ["submit", "torchrun", "--job-name", "asleep", "trainer.device=cpu", "--", "sleeper.py"]
+    workspace.ok(*arguments)
+    for program in ("squeue", "sacct", "scontrol"):
+        fake = workspace.folder / "mute" / program
+        fake.parent.mkdir(exist_ok=True)
+        fake.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller' >&2\nexit 1\n")
+        fake.chmod(0o755)
+    path = f"{workspace.folder}/mute:{os.environ['PATH']}"
+    mute = Workspace(workspace.folder, {**workspace.environ, "PATH": path})
+    assert mute.status("asleep")["state"] == "UNKNOWN"
+    again = mute.hpc_rl(*arguments)
+    assert again.returncode == 2 and "run asleep is UNKNOWN" in again.stderr
+    workspace.ok("cancel", "asleep")
+
+
+def test_submitit_sees_the_state_without_accounting(
+    workspace: Workspace, slurm_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hpc_rl.launch.executor import ScriptExecutor
+
+    for name, value in slurm_cluster.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "100")  # as inside an allocation
+    monkeypatch.chdir(workspace.folder)
+    (workspace.folder / "executor").mkdir()
+    job = ScriptExecutor(workspace.folder / "executor", "#!/bin/bash\n#SBATCH --mem=500\nsleep 600\n").submit_script()
+    workspace.wait_until(lambda: job.get_info(mode="force").get("State") == "RUNNING", "submitit sees it run")
+    job.cancel()
+    workspace.wait_until(lambda: job.get_info(mode="force").get("State") == "CANCELLED", "submitit sees it cancelled")

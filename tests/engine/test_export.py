@@ -41,7 +41,7 @@ def test_an_exported_folder_loads_as_it_was_trained(tmp_path: Path, dtype: str, 
     run_dir, weights = saved_run(tmp_path, dtype, tie)
     out = tmp_path / "deep" / "model"
     assert export(run_dir, out).name == "step-00000007"
-    model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, dtype="auto")
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert model.dtype == getattr(torch, dtype)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tie
@@ -59,7 +59,7 @@ def test_an_exported_folder_loads_as_it_was_trained(tmp_path: Path, dtype: str, 
 def test_another_dtype_and_a_single_checkpoint(tmp_path: Path) -> None:
     run_dir, _ = saved_run(tmp_path)
     export(run_dir / "checkpoints" / "step-00000007", tmp_path / "out", dtype="bfloat16")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

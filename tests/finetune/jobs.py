@@ -22,23 +22,23 @@ ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 Result = tuple[int, str, str]
 
 
-def arguments(config: Path, run_dir: Path, *overrides: str) -> list[str]:
-    return ["--config", str(config), "--run-dir", str(run_dir), *overrides]
+def arguments(base: Sequence[str], run_dir: Path, *overrides: str) -> list[str]:
+    return ["--run-dir", str(run_dir), *base, *overrides]
 
 
-def run_here(config: Path, run_dir: Path, *overrides: str) -> int:
+def run_here(base: Sequence[str], run_dir: Path, *overrides: str) -> int:
     """One rank, in this process: quick. Its exit code."""
-    return train(*parse(arguments(config, run_dir, *overrides)), ALONE)
+    return train(*parse(arguments(base, run_dir, *overrides)), ALONE)
 
 
-def run_job(config: Path, run_dir: Path, *overrides: str, ranks: int = 1) -> list[Result]:
+def run_job(base: Sequence[str], run_dir: Path, *overrides: str, ranks: int = 1) -> list[Result]:
     """Processes as a launcher starts them; (exit code, stdout, stderr) of each rank."""
-    return spawn(["-m", "hpc_rl.finetune.train", *arguments(config, run_dir, *overrides)], ranks)
+    return spawn(["-m", "hpc_rl.finetune.train", *arguments(base, run_dir, *overrides)], ranks)
 
 
-def run_several(runs: Sequence[tuple[Path, Path, Sequence[str]]], ranks: int) -> list[Result]:
+def run_several(runs: Sequence[tuple[Sequence[str], Path, Sequence[str]]], ranks: int) -> list[Result]:
     """Several runs one after the other in the same processes, which saves their start; they print their exit codes."""
-    return spawn([__file__, json.dumps([arguments(config, path, *more) for config, path, more in runs])], ranks)
+    return spawn([__file__, json.dumps([arguments(base, path, *more) for base, path, more in runs])], ranks)
 
 
 def spawn(command: Sequence[str], ranks: int, timeout: float = 120) -> list[Result]:

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpc_rl.config.compose import compose, dump
 from hpc_rl.engine import guards
 from hpc_rl.errors import UserError
 from hpc_rl.finetune import sft
-from tests.finetune.jobs import run_here, run_job
+from tests.finetune.jobs import run_here, run_job, spawn
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,7 @@ from tests.finetune.jobs import run_here, run_job
     ],
     ids=["no model", "no gpu", "nan", "no data"],
 )
-def test_bad_input_is_one_line(sft_config: Path, tmp_path: Path, overrides: list[str], line: str) -> None:
+def test_bad_input_is_one_line(sft_config: list[str], tmp_path: Path, overrides: list[str], line: str) -> None:
     if "trainer.device=cuda" in overrides:
         if torch.cuda.is_available():
             pytest.skip("this machine has a GPU")
@@ -37,19 +38,21 @@ def test_bad_input_is_one_line(sft_config: Path, tmp_path: Path, overrides: list
     assert line in str(error.value) and "\n" not in str(error.value)
 
 
-def test_two_ranks_say_it_once(sft_config: Path, tmp_path: Path) -> None:
+def test_two_ranks_say_it_once(sft_config: list[str], tmp_path: Path) -> None:
     results = run_job(sft_config, tmp_path, "model.path=/nowhere", ranks=2)
     assert [code for code, _, _ in results] == [2, 2]
     assert results[0][2].splitlines()[-1].startswith("model.path: no tokenizer")
     assert results[1][2] == ""
 
 
-def test_unknown_key(sft_config: Path, tmp_path: Path) -> None:
+def test_unknown_key(sft_config: list[str], tmp_path: Path) -> None:
     ((code, _, errors),) = run_job(sft_config, tmp_path, "trainer.micro_token=5")
     assert (code, errors) == (2, "trainer.micro_token: unknown key; did you mean trainer.micro_tokens?\n")
 
 
-def test_out_of_memory_names_the_settings(sft_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_names_the_settings(
+    sft_config: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def greedy(*_: object) -> torch.Tensor:
         return torch.empty(1 << 50, dtype=torch.uint8)
 
@@ -63,3 +66,13 @@ def test_out_of_memory_names_the_settings(sft_config: Path, tmp_path: Path, monk
 def test_other_errors_pass_the_memory_guard() -> None:
     with pytest.raises(RuntimeError, match="something else"), guards.explain_out_of_memory("step 1"):
         raise RuntimeError("something else")
+
+
+def test_a_resolved_file_runs_as_it_stands(sft_config: list[str], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(dump(compose("sft", [*sft_config, "trainer.total_training_steps=1"])))
+    alone = ["-m", "hpc_rl.finetune.train", "--config", str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path)]
+    ((code, out, errors),) = spawn(alone, ranks=1)
+    assert code == 0, errors
+    assert "step 1/1" in out
+    ((code, _, errors),) = spawn([*alone, "trainer.seed=2"], ranks=1)
+    assert code == 2 and "is complete" in errors

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.compose import load_config
+from hpc_rl.config.compose import compose
 from hpc_rl.config.schema import SftConfig
 from tests.finetune.jobs import run_here, run_several, series
 from tests.finetune.reference import reference_losses
@@ -21,8 +21,8 @@ TWO_RANKS = {
 
 
 @pytest.fixture(scope="module")
-def reference(sft_config: Path) -> tuple[list[float], float]:
-    config = load_config("sft", sft_config)
+def reference(sft_config: list[str]) -> tuple[list[float], float]:
+    config = compose("sft", sft_config)
     assert isinstance(config, SftConfig)
     losses, val_loss = reference_losses(config)
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
@@ -30,7 +30,7 @@ def reference(sft_config: Path) -> tuple[list[float], float]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(sft_config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def two_ranks(sft_config: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("two")
     runs = {name: folder / str(number) for number, name in enumerate(TWO_RANKS)}
     results = run_several([(sft_config, runs[name], overrides) for name, overrides in TWO_RANKS.items()], ranks=2)
@@ -47,7 +47,9 @@ def two_ranks(sft_config: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     ],
     ids=["packed", "unpacked", "many micro-batches"],
 )
-def test_one_rank(sft_config: Path, tmp_path: Path, reference: tuple[list[float], float], overrides: list[str]) -> None:
+def test_one_rank(
+    sft_config: list[str], tmp_path: Path, reference: tuple[list[float], float], overrides: list[str]
+) -> None:
     assert run_here(sft_config, tmp_path, *overrides) == 0
     same_losses(tmp_path, reference)
 
@@ -57,7 +59,7 @@ def test_two_ranks(name: str, two_ranks: dict[str, Path], reference: tuple[list[
     same_losses(two_ranks[name], reference)
 
 
-def test_a_rank_without_samples(sft_config: Path, tmp_path: Path, two_ranks: dict[str, Path]) -> None:
+def test_a_rank_without_samples(sft_config: list[str], tmp_path: Path, two_ranks: dict[str, Path]) -> None:
     assert run_here(sft_config, tmp_path, *TWO_RANKS["more ranks than samples"]) == 0
     for name in ("train/loss", "train/grad_norm", "val/loss"):
         ours = series(two_ranks["more ranks than samples"], name)

@@ -12,7 +12,7 @@ from tests.finetune.jobs import run_here, run_job, series
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(sft_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(sft_config: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("run")
     assert run_here(sft_config, run_dir, "trainer.save_freq=3") == 0
     return run_dir
@@ -29,7 +29,7 @@ def same_as(uninterrupted: Path, run_dir: Path) -> None:
         assert series(run_dir, name) == pytest.approx(series(uninterrupted, name), abs=1e-4), name
 
 
-def test_stopped_on_two_ranks_and_continued_on_one(sft_config: Path, tmp_path: Path, uninterrupted: Path) -> None:
+def test_stopped_on_two_ranks_and_continued_on_one(sft_config: list[str], tmp_path: Path, uninterrupted: Path) -> None:
     (tmp_path / "stop").write_text("enough")
     results = run_job(sft_config, tmp_path, ranks=2)
     assert [code for code, _, _ in results] == [EXIT_STOPPED] * 2, results
@@ -41,7 +41,7 @@ def test_stopped_on_two_ranks_and_continued_on_one(sft_config: Path, tmp_path: P
     same_as(uninterrupted, tmp_path)
 
 
-def test_stopped_on_one_rank_and_continued_on_two(sft_config: Path, tmp_path: Path, uninterrupted: Path) -> None:
+def test_stopped_on_one_rank_and_continued_on_two(sft_config: list[str], tmp_path: Path, uninterrupted: Path) -> None:
     (tmp_path / "stop").touch()
     assert run_here(sft_config, tmp_path) == EXIT_STOPPED
     assert run_here(sft_config, tmp_path) == EXIT_STOPPED
@@ -53,7 +53,7 @@ def test_stopped_on_one_rank_and_continued_on_two(sft_config: Path, tmp_path: Pa
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(
-    sft_config: Path, copy: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
+    sft_config: list[str], copy: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     newest = copy / "checkpoints" / "step-00000008"
     data = newest / "__0_0.distcp"
@@ -68,7 +68,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
 
 
 def test_contents_that_cannot_be_read_are_passed_over_too(
-    sft_config: Path, copy: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
+    sft_config: list[str], copy: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = copy / "checkpoints" / "step-00000008" / "__0_0.distcp"
     data.write_bytes(bytes(data.stat().st_size))
@@ -79,20 +79,20 @@ def test_contents_that_cannot_be_read_are_passed_over_too(
     same_as(uninterrupted, copy)
 
 
-def test_a_run_without_any_usable_checkpoint_does_not_start_over(sft_config: Path, copy: Path) -> None:
+def test_a_run_without_any_usable_checkpoint_does_not_start_over(sft_config: list[str], copy: Path) -> None:
     for metadata in copy.glob("checkpoints/*/.metadata"):
         metadata.unlink()
     with pytest.raises(UserError, match=r"no checkpoint in .* can be read"):
         run_here(sft_config, copy)
 
 
-def test_a_finished_run_says_so(sft_config: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_says_so(sft_config: list[str], copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_here(sft_config, copy) == 0
     assert "is finished already, after 8 steps" in capsys.readouterr().out
     assert len(series(copy, "train/loss")) == 8
 
 
-def test_other_data_is_refused(sft_config: Path, copy: Path) -> None:
-    val = sft_config.parent / "val.jsonl"
+def test_other_data_is_refused(sft_config: list[str], copy: Path) -> None:
+    val = next(word for word in sft_config if word.startswith("data.val_files=")).partition("=")[2]
     with pytest.raises(UserError, match="was trained on 31 samples, and the training data has 9 now"):
         run_here(sft_config, copy, f"data.train_files=[{val}]")

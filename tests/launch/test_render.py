@@ -1,3 +1,4 @@
+import fcntl
 import json
 import os
 import shutil
@@ -144,10 +145,10 @@ def test_the_steps_exit_code_is_the_scripts(tmp_path: Path) -> None:
     assert status == {"job_id": "7", "attempt": 1, "state": "FAILED", "exit_code": 3}
 
 
-def test_each_start_is_an_attempt_and_clears_the_stop_file(tmp_path: Path) -> None:
+def test_each_start_is_an_attempt_and_forgets_an_old_warning(tmp_path: Path) -> None:
     job = torchrun_job(tmp_path / "run")
     run_script(job, tmp_path)
-    job.run_dir.stop.write_text("user\n")
+    job.run_dir.stop.write_text("walltime\n")
     run_script(job, tmp_path)
     assert [path.name for path in job.run_dir.attempts()] == ["attempt-1", "attempt-2"]
     assert not job.run_dir.stop.exists()
@@ -189,3 +190,33 @@ def test_a_broken_template_is_named_with_its_line(
 def test_a_run_directory_with_a_backslash_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="backslash"):
         render(torchrun_job(tmp_path / "a\\b"))
+
+
+def test_a_second_job_in_the_run_directory_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    job = torchrun_job(tmp_path / "run")
+    job.run_dir.path.mkdir()
+    with (job.run_dir.path / ".lock").open("a+") as lock:
+        lock.write("6\n")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done, seen = run_script(job, tmp_path)
+        assert (done.returncode, seen) == (2, {})
+        assert "finds job 6 running in" in done.stderr
+        assert [path.name for path in job.run_dir.path.iterdir()] == [".lock"]
+        lock.write("7\n")  # a lock that outlived an earlier attempt of this very job
+        lock.flush()
+        assert run_script(job, tmp_path)[0].returncode == 0
+
+
+def test_gpus_in_the_clusters_own_way_replace_ours(tmp_path: Path) -> None:
+    assert "#SBATCH --gpus-per-node=1\n" in render(torchrun_job(tmp_path / "run"))
+    typed = render(torchrun_job(tmp_path / "run", **{"slurm.sbatch": {"gres": "gpu:a100:4", "cpus-per-gpu": 8}}))
+    assert "#SBATCH --gres=gpu:a100:4\n" in typed and "gpus-per-node" not in typed and "cpus-per-task=" not in typed
+
+
+def test_a_template_that_raises_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slurm_templates").mkdir()
+    (tmp_path / "slurm_templates" / "torchrun.sbatch.j2").write_text("#!/bin/bash\n{{ warning_s + 'x' }}\n")
+    with pytest.raises(UserError, match=r"torchrun\.sbatch\.j2, line 2: unsupported operand"):
+        render(torchrun_job(tmp_path / "run"))

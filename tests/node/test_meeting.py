@@ -29,14 +29,3 @@ def test_waiting_ends_with_who_is_missing(tmp_path: Path) -> None:
     meeting.check_shared(timeout_s=0.1)
     with pytest.raises(UserError, match="node b waited 0 s for node a"):
         meeting.await_address(timeout_s=0.1)
-
-
-def test_nodes_leave_together_or_after_the_deadline(tmp_path: Path) -> None:
-    meetings = [Meeting(tmp_path, ("a", "b"), rank) for rank in range(2)]
-    threads = [threading.Thread(target=meeting.leave_together, args=[30]) for meeting in meetings]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-        assert not thread.is_alive()
-    Meeting(tmp_path, ("a", "b", "c"), 0).leave_together(timeout_s=0.1)

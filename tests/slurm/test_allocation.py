@@ -9,7 +9,6 @@ ENVIRON = {
     "SLURM_JOB_NODELIST": "gpu[01-02],big",
     "SLURM_NODEID": "1",
     "SLURM_CPUS_ON_NODE": "16",
-    "SLURM_GPUS_ON_NODE": "4",
     "SLURM_RESTART_COUNT": "2",
 }
 
@@ -46,7 +45,7 @@ def test_an_allocation_is_read_from_the_environment() -> None:
     allocation = read_allocation(ENVIRON, affinity=64)
     assert allocation.nodes == ("gpu01", "gpu02", "big")
     assert (allocation.node, allocation.is_head, allocation.restart) == ("gpu02", False, 2)
-    assert (allocation.cpus, allocation.gpus) == (16, 4)
+    assert allocation.cpus == 16
 
 
 def test_the_smaller_of_grant_and_affinity_counts() -> None:

@@ -39,5 +39,9 @@ def test_scontrol_without_a_job_is_nothing() -> None:
 
 def test_the_run_directory_is_read_as_bash_would() -> None:
     text = "#!/bin/bash\nexport OTHER=1\n  export RUN='/a b/$c'  # here\n"
-    assert run_dir_of_script(text, "RUN") == "/a b/$c"
-    assert run_dir_of_script("echo RUN=3", "RUN") is None
+    assert run_dir_of_script(text, "RUN", {}) == "/a b/$c"
+    assert run_dir_of_script("echo RUN=3", "RUN", {}) is None
+    assert run_dir_of_script("export RUN=$SCRATCH/r1", "RUN", {"SCRATCH": "/s"}) == "/s/r1"
+    for unknown in ("$SCRATCH/r1", "`pwd`/r1", '"$(pwd)"'):
+        with pytest.raises(ValueError, match="RUN="):
+            run_dir_of_script(f"export RUN={unknown}", "RUN", {})
