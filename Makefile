@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export WANDB_MODE ?= offline
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-lowest lint bench clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo
@@ -26,6 +26,13 @@ lint: .venv/test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The lowest versions that setup.cfg admits. Where pip has no small build of that torch, this is several gigabytes.
+test-lowest:
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/pip install --quiet torch==2.11.0
+	.venv-lowest/bin/pip install --quiet --editable '.[train]' pytest pytest-timeout hypothesis --constraint tests/lowest.txt
+	.venv-lowest/bin/python -m pytest --ignore tests/e2e --ignore tests/sandbox
+
 bench: .venv/test
 	$(BIN)/pip install --quiet --no-deps --requirement benchmarks/requirements.txt
 	$(BIN)/python -m benchmarks.sft
@@ -33,7 +40,7 @@ bench: .venv/test
 	$(BIN)/python -m benchmarks.scaling
 
 clean:
-	rm -rf .venv demo
+	rm -rf .venv .venv-lowest demo
 
 # torch comes first: what depends on it is then content with this build.
 .venv/train: setup.cfg

@@ -43,6 +43,10 @@ def without_chat_template(folder: Path) -> None:
 
 BAD = {
     "missing data file": (["data.train_files=none.jsonl"], "none.jsonl: no such data file"),
+    "missing folder": (["data.train_files=/no/such/folder"], "/no/such/folder: no such folder"),
+    "other kind of file": (["data.train_files=train.csv"], "train.csv: no such folder, and no .jsonl or .parquet file"),
+    "no time to save": (["--time", "2"], "ask for more time or lower slurm.warning_s"),
+    "broken recipe": (["--recipe-is-broken"], "sft.yaml, line 3"),
     "missing column": (["data.messages_key=chat"], "messages"),
     "empty data": (["data.train_files=empty.jsonl"], "empty.jsonl"),
     "no assistant turn": (["data.train_files=asked.jsonl"], "row 2"),
@@ -64,6 +68,10 @@ def test_bad_input_is_a_line_and_exit_code_2_and_starts_nothing(folder: Path, ca
     (folder / "empty.jsonl").write_text("")
     (folder / "asked.jsonl").write_text(chat("user", "assistant") + chat("user"))
     without_chat_template(folder)
+    if arguments == ["--recipe-is-broken"]:
+        arguments = []
+        (folder / "configs").mkdir()
+        (folder / "configs" / "sft.yaml").write_text("data:\n  train_files: [a\n")
     done = run(folder, *SFT, *arguments)
     assert done.returncode == 2, done.stdout + done.stderr
     assert said in done.stderr and "Traceback" not in done.stderr
@@ -173,3 +181,30 @@ def test_help_and_dry_run_import_nothing_heavy(folder: Path) -> None:
             [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60, check=False
         )
         assert done.stdout.splitlines()[-1] == "HEAVY []", done.stderr
+
+
+def test_a_home_folder_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    script = run(folder, "submit", "sft", "--dry-run", "model.path=~/model", "data.train_files=~/train.jsonl").stdout
+    assert f"path: {folder}/model\n" in script and f"- {folder}/train.jsonl\n" in script
+
+
+def test_submissions_at_once_get_names_of_their_own(folder: Path) -> None:
+    command = [sys.executable, "-m", "hpc_rl.cli", "render", "torchrun", "--", "train.jsonl"]
+    running = [subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    scripts = [process.communicate(timeout=60)[0] for process in running]
+    assert [process.returncode for process in running] == [0] * 4
+    assert len({line for script in scripts for line in script.splitlines() if "HPC_RL_RUN_DIR=" in line}) == 4
+
+
+def test_after_needs_a_job(folder: Path) -> None:
+    run(folder, "render", *SFT[1:2], *SFT[3:], "--job-name", "rendered")
+    done = run(folder, "render", *SFT[1:2], *SFT[3:], "--after", "rendered")
+    assert done.returncode == 2 and "run rendered has no Slurm job" in done.stderr
+
+
+def test_a_program_may_have_an_equals_sign(folder: Path) -> None:
+    (folder / "lr=3").mkdir()
+    (folder / "lr=3" / "train.py").write_text("")
+    done = run(folder, "submit", "torchrun", "--dry-run", "slurm.account=me", "--", "lr=3/train.py", "--x", "y=1")
+    assert "lr=3/train.py --x y=1 &" in done.stdout and "--account=me" in done.stdout
