@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from hpc_rl.errors import EXIT_BAD_INPUT, UserError
 
 if TYPE_CHECKING:
     from hpc_rl.launch.render import Job
+    from hpc_rl.launch.request import Request
     from hpc_rl.launch.runs import RunStatus
 
 app = typer.Typer(
@@ -131,31 +131,25 @@ def submit(
 
     A run that was stopped or cancelled goes on from its last checkpoint when it is submitted again by its name.
     """
-    from hpc_rl.launch import jobs, preflight
+    from hpc_rl.launch import jobs
     from hpc_rl.launch.render import render as render_script
+    from hpc_rl.launch.request import job_of_script
 
-    if script is not None:
-        if arguments or flags != SlurmFlags() or run_dir or local:
-            raise UserError("--script takes no other options: what the job does is written in the script")
-        job, text = _job_of_script(kind, script)
-    else:
-        job = _job(kind, arguments or [], flags, run_dir)
-        text = render_script(job)
-        if dry_run:
-            for note in preflight.check(job):
-                _note(note)
+    if script is not None and (arguments or flags != SlurmFlags() or run_dir or local):
+        raise UserError("--script takes no other options: what the job does is written in the script")
+    if dry_run and script is not None:
+        print(job_of_script(kind.value, script)[1], end="")
+        return
     if dry_run:
-        print(text, end="")
+        print(render_script(_checked(_request(kind, arguments, flags, run_dir))), end="")
         return
     if not local:
         jobs.require_slurm()
-    jobs.check_free(job.run_dir)
-    if script is None:
-        for note in preflight.check(job):
-            _note(note)
-    while script is None and _is_unnamed(flags, run_dir) and not jobs.reserve(job.run_dir):
-        job = _job(kind, arguments or [], flags, run_dir)
-        text = render_script(job)
+    if script is not None:
+        job, text = job_of_script(kind.value, script)
+        jobs.check_free(job.run_dir)
+    else:
+        job, text = _reserved(_request(kind, arguments, flags, run_dir))
     if local:
         _leave(_run_local(job, text))
     job_id = jobs.submit(job, text)
@@ -171,17 +165,9 @@ def render(
     kind: KindArgument, arguments: OverridesArgument = None, *, flags: SlurmFlags, run_dir: RunDirOption = None
 ) -> None:
     """Print the job script, and make the run directory that it needs: for editing, and plain `sbatch`."""
-    from hpc_rl.launch import jobs, preflight
-    from hpc_rl.launch.render import render as render_script
+    from hpc_rl.launch import jobs
 
-    job = _job(kind, arguments or [], flags, run_dir)
-    jobs.check_free(job.run_dir)
-    for note in preflight.check(job):
-        _note(note)
-    text = render_script(job)
-    while _is_unnamed(flags, run_dir) and not jobs.reserve(job.run_dir):
-        job = _job(kind, arguments or [], flags, run_dir)
-        text = render_script(job)
+    job, text = _reserved(_request(kind, arguments, flags, run_dir))
     jobs.prepare(job, text, None)
     print(text, end="")
     _note(f"made {_short(job.run_dir.path)}; submit by `sbatch FILE` or `hpc-rl submit {kind.value} --script FILE`")
@@ -342,36 +328,32 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-def _job(kind: Kind, arguments: list[str], flags: SlurmFlags, run_dir: Path | None) -> Job:
-    from hpc_rl.config.compose import compose
-    from hpc_rl.launch import runs
-    from hpc_rl.launch.render import Job
-    from hpc_rl.run_dir import RunDir
+def _request(kind: Kind, arguments: list[str] | None, flags: SlurmFlags, run_dir: Path | None) -> Request:
+    from hpc_rl.launch.request import Request
 
-    overrides, program = _split_program(kind, arguments)
-    config = compose(kind.value, overrides, flags.settings())
-    path = run_dir or runs.ROOT / (config.slurm.job_name or _next_name(kind))
-    after = None if flags.after is None else _job_id_of(flags.after)
-    if after is not None and "dependency" in config.slurm.sbatch:
-        raise UserError("--after and --sbatch dependency=... are the same option of sbatch: give one of them")
-    return Job(kind.value, config, RunDir(path.absolute()), Path.cwd(), program, after)
+    overrides, program = _split_program(kind, arguments or [])
+    return Request(kind.value, overrides, program, flags.settings(), flags.after, run_dir)
 
 
-def _job_id_of(target: str) -> str:
-    """The Slurm job that --after means."""
-    from hpc_rl.launch import runs
+def _checked(request: Request) -> Job:
+    """The job, after every check; prints what could not be checked here."""
+    from hpc_rl.launch import preflight
 
-    if target.isdigit():
-        return target
-    run = runs.find_run(target)
-    job_id = runs.current_job(run)
-    if job_id is None or not job_id.isdigit():
-        raise UserError(f"--after {target}: run {run.name} has no Slurm job")
-    return job_id
+    job = request.job()
+    for note in preflight.check(job):
+        _note(note)
+    return job
 
 
-def _is_unnamed(flags: SlurmFlags, run_dir: Path | None) -> bool:
-    return run_dir is None and flags.job_name is None
+def _reserved(request: Request) -> tuple[Job, str]:
+    """The job and its script, after every check, with a run directory of its own."""
+    from hpc_rl.launch import jobs
+    from hpc_rl.launch.render import render as render_script
+
+    jobs.check_free(request.job().run_dir)
+    render_script(_checked(request))  # a broken template shows before anything is made
+    job = request.reserve()
+    return job, render_script(job)
 
 
 def _split_program(kind: Kind, arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -380,37 +362,6 @@ def _split_program(kind: Kind, arguments: list[str]) -> tuple[list[str], tuple[s
         return arguments, ()
     count = len(sys.argv) - sys.argv.index("--") - 1
     return arguments[: len(arguments) - count], tuple(arguments[len(arguments) - count :])
-
-
-def _next_name(kind: Kind) -> str:
-    """sft-1, sft-2, ...: the first that is free, so that a dry run shows the very script of the submission after it."""
-    from hpc_rl.launch import runs
-
-    number = 1
-    while (runs.ROOT / f"{kind.value}-{number}").exists():
-        number += 1
-    return f"{kind.value}-{number}"
-
-
-def _job_of_script(kind: Kind, script: Path) -> tuple[Job, str]:
-    from hpc_rl.config.schema import JobConfig
-    from hpc_rl.launch.render import Job
-    from hpc_rl.run_dir import ENV_RUN_DIR, RunDir
-    from hpc_rl.slurm.states import run_dir_of_script
-
-    try:
-        text = script.read_text()
-    except OSError as error:
-        raise UserError(f"--script {script}: {error.strerror}") from error
-    try:
-        path = run_dir_of_script(text, ENV_RUN_DIR, os.environ)
-    except ValueError as error:
-        raise UserError(
-            f"--script {script}: write the run directory out, without $ or `, in the line {error}"
-        ) from error
-    if path is None:
-        raise UserError(f"--script {script} has no line `export {ENV_RUN_DIR}=...`: it was not rendered by hpc-rl")
-    return Job(kind.value, JobConfig(), RunDir(Path(path).absolute()), Path.cwd()), text
 
 
 def _run_local(job: Job, script: str) -> int:
