@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from transformers.utils import logging
+
 from tests.helpers import make_tiny_model
 
 FOLDER = Path("demo")
@@ -24,6 +26,7 @@ COMMAND = (
 
 def main() -> int:
     began = time.monotonic()
+    logging.disable_progress_bar()
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
     print("1. A model with random weights, and sums to learn.", flush=True)
@@ -49,9 +52,7 @@ def correct(model_folder: Path) -> float:
     """Part of the validation questions that the model answers right, by greedy decoding."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model_folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     rows = [json.loads(line) for line in (FOLDER / "data" / "val.jsonl").read_text().splitlines()]
