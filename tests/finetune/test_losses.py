@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,13 @@ def test_one_rank(
     sft_config: list[str], tmp_path: Path, reference: tuple[list[float], float], overrides: list[str]
 ) -> None:
     assert run_here(sft_config, tmp_path, *overrides) == 0
+    same_losses(tmp_path, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_one_rank_compiled(sft_config: list[str], tmp_path: Path, reference: tuple[list[float], float]) -> None:
+    assert run_here(sft_config, tmp_path, "model.use_torch_compile=true") == 0
     same_losses(tmp_path, reference)
 
 
