@@ -65,7 +65,7 @@ def run_rank(sharding: str) -> None:
     from benchmarks.workload import qwen2_config, samples, sft_config, trainer_state
     from hpc_rl.config.schema import SftTrainerConfig
     from hpc_rl.engine import distributed
-    from hpc_rl.finetune.perf import Clock
+    from hpc_rl.engine.perf import Clock
     from hpc_rl.finetune.trainer import State, step
 
     def step_rate(state: State) -> float:

@@ -39,7 +39,7 @@ from benchmarks.workload import qwen2_config, random_model, samples, sft_config,
 from hpc_rl.config.schema import SftTrainerConfig
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.engine.distributed import World
-from hpc_rl.finetune.perf import Clock
+from hpc_rl.engine.perf import Clock
 from hpc_rl.finetune.trainer import State, step
 
 WORK = {4096: (5, 3), 151_936: (3, 1)}

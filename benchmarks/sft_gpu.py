@@ -22,7 +22,7 @@ from benchmarks.workload import samples, sft_config, trainer_state
 from hpc_rl.config.schema import SftTrainerConfig
 from hpc_rl.engine import distributed
 from hpc_rl.engine.distributed import World
-from hpc_rl.finetune.perf import Clock
+from hpc_rl.engine.perf import Clock
 from hpc_rl.finetune.trainer import step
 
 MICRO_TOKENS, MICRO_BATCHES = 8192, 4

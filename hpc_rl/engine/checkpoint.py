@@ -1,11 +1,10 @@
-"""Checkpoints by torch.distributed.checkpoint: everything that a run needs to go on, at any number of ranks.
+"""Checkpoints of a run: everything that it needs to go on, at any number of ranks.
 
     checkpoints/step-00000010/
-        .metadata, __0_0.distcp, ...   weights, optimizer and random state, each rank its part
-        trainer.json                   Progress
-        hf/                            model configuration and tokenizer, so that an export needs nothing else
+        trainer.json        Progress
+        model/              one folder per trained model (model_state.py): `model`, or `actor` and `critic`
 
-A checkpoint is written under `step-00000010.tmp` and renamed once every rank has written its part.
+A checkpoint is written under `step-00000010.tmp` and renamed once every part of it is there.
 """
 
 from __future__ import annotations
@@ -14,28 +13,24 @@ import json
 import re
 import shutil
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 
+from hpc_rl.engine import model_state
 from hpc_rl.engine.distributed import World
 from hpc_rl.engine.errors import AgreedError
-from hpc_rl.engine.model import CausalLM
+from hpc_rl.engine.model import PackedModel
+from hpc_rl.engine.model_state import UnreadableError
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TensorDict = dict[str, torch.Tensor]
+MODEL, ACTOR, CRITIC = "model", "actor", "critic"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -47,8 +42,10 @@ class Progress:
     """Samples in the training data."""
     dtype: str
     """Type of the weights."""
+    parts: tuple[str, ...] = (MODEL,)
+    """The trained models; the first is the one to export."""
     step: int = 0
-    """Optimizer steps done."""
+    """Steps done."""
     epoch: int = 0
     """Epoch of the next sample."""
     index: int = 0
@@ -57,54 +54,92 @@ class Progress:
     """Tokens trained on so far."""
     world_size: int = 1
     wandb_id: str | None = None
+    kl_coef: float | None = None
+    """Weight of the KL penalty, where it adapts."""
 
 
 def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
+def begin(folder: Path, step: int) -> Path:
+    """The folder into which the parts of a new checkpoint are written; one process calls this."""
+    for leftover in folder.glob("step-*.tmp"):
+        shutil.rmtree(leftover)
+    partial = _partial(folder, step)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def commit(folder: Path, progress: Progress, keep: int) -> Path:
+    """Give a checkpoint whose parts are all written its name, and remove all but the newest `keep`."""
+    partial, final = _partial(folder, progress.step), step_folder(folder, progress.step)
+    (partial / "trainer.json").write_text(json.dumps(asdict(progress), indent=1))
+    if final.exists():  # an unreadable one of the same step, which the run went back from
+        shutil.rmtree(final)
+    partial.rename(final)
+    for _, old in _numbered(folder)[keep:]:
+        shutil.rmtree(old)
+    return final
+
+
+def usable(folder: Path) -> Iterator[tuple[Path, Progress]]:
+    """Complete checkpoints, newest first; warns of others."""
+    for _, path in _numbered(folder):
+        problem = _problem(path)
+        if problem:
+            warn_passed_over(path, problem)
+        else:
+            yield path, read_progress(path)
+
+
+def newest(folder: Path) -> tuple[Path, Progress] | None:
+    """The newest complete checkpoint of a run, without reading its tensors."""
+    return next(usable(folder), None)
+
+
+def refuse_none_usable(folder: Path) -> None:
+    """Call where no checkpoint was read.
+
+    Raises:
+        AgreedError: there are some all the same, and starting from scratch would lose them.
+    """
+    if _numbered(folder):
+        raise AgreedError(
+            f"no checkpoint in {folder} can be read; to start from the beginning, remove that folder or take another "
+            "run directory"
+        )
+
+
+def refuse_other_data(folder: Path, progress: Progress, samples: int) -> None:
+    """Raise AgreedError where a run would go on with other data than it began with."""
+    if progress.samples != samples:
+        raise AgreedError(
+            f"{folder} was trained on {progress.samples} samples, and the training data has {samples} "
+            "now: take the same data, or another run directory"
+        )
+
+
 def save(
     folder: Path,
-    model: CausalLM,
+    model: PackedModel,
     optimizer: torch.optim.Optimizer,
     tokenizer: PreTrainedTokenizerBase,
     progress: Progress,
     world: World,
     keep: int,
-) -> Path:
-    """Write a checkpoint and remove all but the newest `keep`. Every rank calls this."""
-    final = step_folder(folder, progress.step)
-    partial = final.with_name(final.name + ".tmp")
+) -> None:
+    """Write a checkpoint with one part and remove all but the newest `keep`. Every rank calls this."""
     if world.is_main:
-        for leftover in folder.glob("step-*.tmp"):
-            shutil.rmtree(leftover)
-        partial.mkdir(parents=True)
+        begin(folder, progress.step)
     world.barrier()
-    tensors = {
-        **_model_tensors(model),
-        **_optimizer_tensors(model, optimizer),
-        **_random_state(world),
-    }
-    try:
-        _transfer(dcp.save, tensors, partial, alone=world.size == 1)
-    except CheckpointException as error:  # no Exception, so nobody else would catch it
-        raise OSError(f"checkpoint {final} could not be written: {_first_cause(error)}") from error
+    model_state.write(_partial(folder, progress.step) / MODEL, model, optimizer, tokenizer, world)
     if world.is_main:
-        model.hf.config.save_pretrained(partial / "hf")
-        if model.hf.generation_config is not None:
-            model.hf.generation_config.save_pretrained(partial / "hf")
-        tokenizer.save_pretrained(partial / "hf")
-        (partial / "trainer.json").write_text(json.dumps(asdict(progress), indent=1))
-        if final.exists():  # an unreadable one of the same step, which the run went back from
-            shutil.rmtree(final)
-        partial.rename(final)
-        for _, old in _numbered(folder)[keep:]:
-            shutil.rmtree(old)
+        commit(folder, progress, keep)
     world.barrier()
-    return final
 
 
-def load_latest(folder: Path, model: CausalLM, optimizer: torch.optim.Optimizer, world: World) -> Progress | None:
+def load_latest(folder: Path, model: PackedModel, optimizer: torch.optim.Optimizer, world: World) -> Progress | None:
     """Read the newest usable checkpoint into model and optimizer; None where there is none. Every rank calls this.
 
     A checkpoint that cannot be used is passed over with one line on stderr.
@@ -112,91 +147,45 @@ def load_latest(folder: Path, model: CausalLM, optimizer: torch.optim.Optimizer,
     Raises:
         AgreedError: there are checkpoints, but none can be used, so starting from scratch would lose them.
     """
-    candidates = world.broadcast_object(list(_usable(folder)) if world.is_main else None)
+    candidates = world.broadcast_object(list(usable(folder)) if world.is_main else None)
     for path, progress in candidates:
-        tensors = {**_model_tensors(model), **_optimizer_tensors(model, optimizer)}
-        known = _metadata(path).state_dict_metadata
-        random = {name: value for name, value in _random_state(world).items() if name in known}
         try:
-            _transfer(dcp.load, {**tensors, **random}, path, alone=world.size == 1)
-        except CheckpointException as error:
+            model_state.read(path / MODEL, model, optimizer, world)
+        except UnreadableError as error:
             if world.is_main:
-                _warn(path, f"cannot be read: {_first_cause(error)}")
+                warn_passed_over(path, str(error))
             continue
-        _set_random_state(random, world)
         return progress
-    if world.broadcast_object(bool(_numbered(folder)) if world.is_main else None):
-        raise AgreedError(
-            f"no checkpoint in {folder} can be read; to start from the beginning, remove that folder or take another "
-            "run directory"
-        )
+    world.together(lambda: refuse_none_usable(folder))
     return None
 
 
-def newest(folder: Path) -> tuple[Path, Progress] | None:
-    """The newest complete checkpoint of a run, without reading its tensors."""
-    return next(_usable(folder), None)
+def read_progress(path: Path) -> Progress:
+    found = json.loads((path / "trainer.json").read_text())
+    return Progress(**{**found, "parts": tuple(found["parts"])})
 
 
-def read_weights(path: Path) -> TensorDict:
-    """All weights of one checkpoint, whole, in host memory; without a process group.
+def warn_passed_over(path: Path, problem: str) -> None:
+    print(f"warning: checkpoint {path} is passed over: {problem}", file=sys.stderr, flush=True)
+
+
+def find(source: Path, checkpoints: Path) -> Path:
+    """The checkpoint that `source` is, or the newest one in `checkpoints`, the folder of that run directory.
 
     Raises:
-        UserError: no checkpoint there, or one that cannot be read.
+        UserError: neither is there.
     """
-    problem = _problem(path)
-    if problem:
-        raise UserError(f"{path} is no usable checkpoint: {problem}")
-    tensors: TensorDict = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in _metadata(path).state_dict_metadata.items()
-        if name.startswith(_MODEL) and hasattr(entry, "size")
-    }
-    try:
-        _transfer(dcp.load, tensors, path, alone=True)
-    except CheckpointException as error:
-        raise UserError(f"{path} cannot be read: {_first_cause(error)}") from error
-    return {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items()}
+    if (source / "trainer.json").is_file():
+        return source
+    found = newest(checkpoints)
+    if found is None:
+        raise UserError(f"{source} is neither a checkpoint nor a run directory with one in checkpoints/")
+    return found[0]
 
 
-def read_progress(path: Path) -> Progress:
-    return Progress(**json.loads((path / "trainer.json").read_text()))
-
-
-_MODEL, _OPTIMIZER, _RANDOM = "model.", "optimizer.", "random."
-
-
-def _model_tensors(model: CausalLM) -> TensorDict:
-    """Weights and persistent buffers under their Hugging Face names; tied weights once."""
-    tensors = {_MODEL + name: parameter.detach() for name, parameter in model.hf.named_parameters()}
-    persistent = model.hf.state_dict().keys()
-    tensors |= {_MODEL + name: buffer for name, buffer in model.hf.named_buffers() if name in persistent}
-    return tensors
-
-
-def _optimizer_tensors(model: CausalLM, optimizer: torch.optim.Optimizer) -> TensorDict:
-    names: dict[nn.Parameter, str] = {parameter: name for name, parameter in model.hf.named_parameters()}
-    return {
-        f"{_OPTIMIZER}{names[parameter]}.{key}": value
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-    }
-
-
-def _random_state(world: World) -> TensorDict:
-    state = {f"{_RANDOM}{world.rank}.cpu": torch.get_rng_state()}
-    if world.device.type == "cuda":
-        state[f"{_RANDOM}{world.rank}.cuda"] = torch.cuda.get_rng_state(world.device)
-    return state
-
-
-def _set_random_state(state: TensorDict, world: World) -> None:
-    """A rank that did not exist when the checkpoint was written keeps its own."""
-    for name, value in state.items():
-        if name.endswith(".cuda"):
-            torch.cuda.set_rng_state(value, world.device)
-        else:
-            torch.set_rng_state(value)
+def _partial(folder: Path, step: int) -> Path:
+    final = step_folder(folder, step)
+    return final.with_name(final.name + ".tmp")
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
@@ -205,49 +194,11 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def _usable(folder: Path) -> Iterator[tuple[Path, Progress]]:
-    """Complete checkpoints, newest first; warns of others."""
-    for _, path in _numbered(folder):
-        problem = _problem(path)
-        if problem:
-            _warn(path, problem)
-        else:
-            yield path, read_progress(path)
-
-
 def _problem(path: Path) -> str | None:
-    """Why a folder is no complete checkpoint, told from its files' presence and sizes."""
+    """Why a folder is no complete checkpoint."""
     try:
-        read_progress(path)
-        stored = _metadata(path).storage_data or {}
-    except (OSError, ValueError, TypeError, EOFError, UnpicklingError, CheckpointException) as error:
+        parts = read_progress(path).parts
+    except (OSError, ValueError, TypeError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
-    ends: dict[str, int] = {}
-    for part in stored.values():
-        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
-    for name, end in ends.items():
-        file = path / name
-        size = file.stat().st_size if file.exists() else 0
-        if size < end:
-            return f"{name} has {size} of {end} bytes"
-    return None
-
-
-def _transfer(action: Callable[..., Any], tensors: TensorDict, path: Path, alone: bool) -> None:
-    with warnings.catch_warnings():
-        # It warns of having no process group even when told that there is none.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        action(tensors, checkpoint_id=path, no_dist=alone)
-
-
-def _metadata(path: Path) -> Metadata:
-    return dcp.FileSystemReader(path).read_metadata()
-
-
-def _first_cause(error: CheckpointException) -> str:
-    causes = [str(failure[0]) for failure in error.failures.values()]
-    return causes[0].splitlines()[0] if causes and causes[0] else type(error).__name__
-
-
-def _warn(path: Path, problem: str) -> None:
-    print(f"warning: checkpoint {path} is passed over: {problem}", file=sys.stderr, flush=True)
+    problems = ((part, model_state.problem_of(path / part)) for part in parts)
+    return next((f"{part}: {problem}" for part, problem in problems if problem), None)

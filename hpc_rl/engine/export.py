@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hpc_rl.engine import checkpoint
+from hpc_rl.engine import checkpoint, model_state
 from hpc_rl.engine.model import empty_model
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
@@ -31,15 +31,16 @@ def export(source: Path, out: Path, dtype: str | None = None, replace: bool = Fa
     Raises:
         UserError: no usable checkpoint, or `out` has something in it.
     """
-    path = find_checkpoint(source)
+    path = checkpoint.find(source, RunDir(source).checkpoints)
     if out.exists() and not replace and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty: name another folder")
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-    weights = checkpoint.read_weights(path)
-    target = getattr(torch, dtype or checkpoint.read_progress(path).dtype)
+    progress = checkpoint.read_progress(path)
+    weights = model_state.read_weights(path / progress.parts[0])
+    target = getattr(torch, dtype or progress.dtype)
     weights = {name: w.to(target) if w.is_floating_point() else w for name, w in weights.items()}
-    files = path / "hf"
+    files = path / progress.parts[0] / model_state.HF
     hf = empty_model(AutoConfig.from_pretrained(files), target)
     hf.load_state_dict(weights, strict=False, assign=True)
     hf.tie_weights()
@@ -59,13 +60,3 @@ def export(source: Path, out: Path, dtype: str | None = None, replace: bool = Fa
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return path
-
-
-def find_checkpoint(source: Path) -> Path:
-    """The checkpoint that `source` is, or the newest one of the run directory that it is."""
-    if (source / "trainer.json").is_file():
-        return source
-    found = checkpoint.newest(RunDir(source).checkpoints)
-    if found is None:
-        raise UserError(f"{source} is neither a checkpoint nor a run directory with one in checkpoints/")
-    return found[0]

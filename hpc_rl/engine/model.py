@@ -28,27 +28,46 @@ _HEAD_EXTRAS = {
 """Settings that change logits after the LM head, which the chunked loss leaves out, with the value that means none."""
 
 
-class CausalLM(nn.Module):
-    """Backbone and LM head in one module, so that FSDP has gathered the head's weight when the loss needs it."""
+class PackedModel(nn.Module):
+    """A Hugging Face model that runs on packed rows."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
 
-    def forward(self, batch: PackedBatch, head: Callable[[torch.Tensor, torch.Tensor], T]) -> T:
-        """Run the backbone on a packed row, then `head(hidden_NH, weight_VH)` on the rows that have a target."""
-        hidden_TH = self.hf.base_model(
+    def hidden(self, batch: PackedBatch) -> torch.Tensor:
+        """Hidden states of the last layer, [T, H]."""
+        hidden_TH: torch.Tensor = self.hf.base_model(
             input_ids=batch.input_ids_T[None],
             position_ids=batch.position_ids_T[None],
             use_cache=False,
             **packed_attention.attention_kwargs(batch),
         ).last_hidden_state[0]
-        return head(hidden_TH[batch.rows_N], self.hf.get_output_embeddings().weight)
+        return hidden_TH
 
     def layers(self) -> list[nn.Module]:
         """The transformer layers: the unit of sharding, recomputation and compilation."""
         names = set(self.hf._no_split_modules or ())
         return [module for module in self.hf.modules() if type(module).__name__ in names]
+
+    def prepare_training(self, config: ModelConfig) -> None:
+        """Training mode, with recomputation and compilation as configured."""
+        self.hf.train()
+        if config.enable_gradient_checkpointing:
+            # The older name goes away in transformers 6, the newer one came in 5.
+            enable = getattr(self.hf, "activation_checkpointing_enable", None) or self.hf.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+        if config.use_torch_compile:
+            for layer in self.layers():
+                layer.compile(dynamic=True)
+
+
+class CausalLM(PackedModel):
+    """Backbone and LM head in one module, so that FSDP has gathered the head's weight when the loss needs it."""
+
+    def forward(self, batch: PackedBatch, head: Callable[[torch.Tensor, torch.Tensor], T]) -> T:
+        """Run the backbone on a packed row, then `head(hidden_NH, weight_VH)` on the rows that have a target."""
+        return head(self.hidden(batch)[batch.rows_N], self.hf.get_output_embeddings().weight)
 
 
 def load_model(config: ModelConfig) -> CausalLM:
@@ -60,7 +79,7 @@ def load_model(config: ModelConfig) -> CausalLM:
     from transformers import AutoModelForCausalLM
 
     packed_attention.register()
-    hf = _from_pretrained(
+    hf = from_pretrained(
         AutoModelForCausalLM,
         config.path,
         "model",
@@ -69,15 +88,8 @@ def load_model(config: ModelConfig) -> CausalLM:
         attn_implementation=packed_attention.ATTENTION,
     )
     refuse_unsupported(hf)
-    hf.train()
-    if config.enable_gradient_checkpointing:
-        # The older name goes away in transformers 6, the newer one came in 5.
-        enable = getattr(hf, "activation_checkpointing_enable", None) or hf.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
     model = CausalLM(hf)
-    if config.use_torch_compile:
-        for layer in model.layers():
-            layer.compile(dynamic=True)
+    model.prepare_training(config)
     return model
 
 
@@ -90,18 +102,14 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     path = config.tokenizer_path or config.path
-    return _from_pretrained(AutoTokenizer, path, "tokenizer", trust_remote_code=config.trust_remote_code)
+    return from_pretrained(AutoTokenizer, path, "tokenizer", trust_remote_code=config.trust_remote_code)
 
 
 def refuse_unsupported(hf: PreTrainedModel) -> None:
     """Raise UserError for models whose results would be silently wrong here."""
+    refuse_unsupported_backbone(hf)
     config = hf.config.get_text_config()
     kind = f"models of type {config.model_type}"
-    if not getattr(hf, "_supports_attention_backend", False):
-        raise UserError(f"{kind} do not take an attention function from outside, which packing needs")
-    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if other:
-        raise UserError(f"{kind} have layers of type {', '.join(sorted(other))}, which packed training does not do")
     for name, neutral in _HEAD_EXTRAS.items():
         value = getattr(config, name, neutral)
         if value not in (neutral, None):
@@ -109,6 +117,17 @@ def refuse_unsupported(hf: PreTrainedModel) -> None:
     head = hf.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         raise UserError(f"{kind} have no plain LM head without bias, which the chunked loss needs")
+
+
+def refuse_unsupported_backbone(hf: PreTrainedModel) -> None:
+    """The part of `refuse_unsupported` that is about attention."""
+    config = hf.config.get_text_config()
+    kind = f"models of type {config.model_type}"
+    if not getattr(hf, "_supports_attention_backend", False):
+        raise UserError(f"{kind} do not take an attention function from outside, which packing needs")
+    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other:
+        raise UserError(f"{kind} have layers of type {', '.join(sorted(other))}, which packed training does not do")
 
 
 @dataclass(frozen=True)
@@ -149,11 +168,11 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     return hf
 
 
-def _from_pretrained(auto: Any, path: str, what: str, **options: Any) -> Any:
+def from_pretrained(auto: Any, path: str, what: str, key: str = "model.path", **options: Any) -> Any:
     """`auto.from_pretrained`, with its errors about what lies at `path` in one line."""
     try:
         return auto.from_pretrained(path, **options)
     except (OSError, ValueError, KeyError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = lines[0] if lines else type(error).__name__
-        raise UserError(f"model.path: no {what} could be loaded from {path!r}: {reason}") from error
+        raise UserError(f"{key}: no {what} could be loaded from {path!r}: {reason}") from error

@@ -1,4 +1,4 @@
-"""FSDP2 around a CausalLM: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""FSDP2 around a PackedModel: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 
 `full` shards parameters, gradients and optimizer state and gathers each layer when it is used. `gradients` keeps layers
 gathered from the first forward to the last backward of a step. `none` is the same machinery with shards over one rank
@@ -7,19 +7,20 @@ and replicas over all: gradients are all-reduced once per step.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hpc_rl.engine.distributed import World
-from hpc_rl.engine.model import CausalLM
+from hpc_rl.engine.model import PackedModel
 
 Sharding = Literal["full", "gradients", "none"]
+Model = TypeVar("Model", bound=PackedModel)
 
 
-def shard(model: CausalLM, world: World, sharding: Sharding) -> CausalLM:
+def shard(model: Model, world: World, sharding: Sharding) -> Model:
     """Shard in place and move to the device. One CPU process needs neither and stays as it is."""
     if world.size == 1 and world.device.type == "cpu":
         return model
@@ -40,7 +41,7 @@ def shard(model: CausalLM, world: World, sharding: Sharding) -> CausalLM:
     return model
 
 
-def begin_micro_batch(model: CausalLM, sharding: Sharding, last: bool) -> None:
+def begin_micro_batch(model: PackedModel, sharding: Sharding, last: bool) -> None:
     """Call before each forward pass of a step: only the last one of a step exchanges gradients."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
@@ -49,6 +50,6 @@ def begin_micro_batch(model: CausalLM, sharding: Sharding, last: bool) -> None:
             model.set_reshard_after_backward(last)
 
 
-def loss_factor(model: CausalLM, world: World) -> float:
+def loss_factor(model: PackedModel, world: World) -> float:
     """FSDP averages gradients over ranks; a loss multiplied by this ends up with their sum."""
     return float(world.size) if isinstance(model, FSDPModule) else 1.0

@@ -18,17 +18,17 @@ from hpc_rl.engine import checkpoint, guards, sharding
 from hpc_rl.engine.batching import plan_batch
 from hpc_rl.engine.checkpoint import Progress
 from hpc_rl.engine.distributed import World
-from hpc_rl.engine.errors import AgreedError
 from hpc_rl.engine.export import export
 from hpc_rl.engine.model import CausalLM, Flops, count_flops, load_model, load_tokenizer
 from hpc_rl.engine.optim import build_optimizer, clip_gradients, lr_factor, set_lr
+from hpc_rl.engine.perf import Clock
 from hpc_rl.errors import EXIT_STOPPED
 from hpc_rl.finetune import sft
 from hpc_rl.finetune.dataset import load_samples
-from hpc_rl.finetune.perf import Clock, Work, perf_metrics
+from hpc_rl.finetune.perf import Work, perf_metrics
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.report import write_report
-from hpc_rl.tracking.tracker import Tracker
+from hpc_rl.tracking.tracker import Tracker, open_tracker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,11 +100,7 @@ def load(config: SftConfig, run: RunDir, world: World) -> State:
         progress = Progress(samples=len(samples), dtype=config.model.dtype)
     else:
         say(world, f"going on after step {progress.step}, from {run.checkpoints}")
-    if progress.samples != len(samples):
-        raise AgreedError(
-            f"{run.checkpoints} was trained on {progress.samples} samples, and the training data has {len(samples)} "
-            "now: take the same data, or another run directory"
-        )
+    checkpoint.refuse_other_data(run.checkpoints, progress, len(samples))
     position = Position(progress.epoch, progress.index)
     steps = config.trainer.total_epochs * steps_per_epoch(len(samples), data.train_batch_size)
     return State(
@@ -119,7 +115,7 @@ def load(config: SftConfig, run: RunDir, world: World) -> State:
         val=val,
         batches=batches(len(samples), data.train_batch_size, seed=seed, shuffle=data.shuffle, start=position),
         total_steps=config.trainer.total_training_steps or steps,
-        tracker=world.together(lambda: open_tracker(config, run, world, progress.wandb_id)),
+        tracker=world.together(lambda: open_tracker(config, run, progress.wandb_id, world.is_main)),
         step=progress.step,
         position=position,
         total_tokens=progress.total_tokens,
@@ -227,21 +223,6 @@ def save_is_due(state: State, step: int) -> bool:
     minutes = state.config.trainer.save_minutes
     late = minutes > 0 and time.monotonic() - state.saved_at >= 60 * minutes
     return late or due(step, state.config.trainer.save_freq)
-
-
-def open_tracker(config: SftConfig, run: RunDir, world: World, wandb_id: str | None) -> Tracker:
-    trainer = config.trainer
-    return Tracker(
-        run,
-        config.model_dump(mode="json"),
-        loggers=trainer.logger,
-        project=trainer.project_name,
-        name=trainer.experiment_name or run.name,
-        wandb_mode=trainer.wandb_mode,
-        wandb_proxy=trainer.wandb_proxy,
-        wandb_id=wandb_id,
-        is_main=world.is_main,
-    )
 
 
 def say(world: World, text: str) -> None:

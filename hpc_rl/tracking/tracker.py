@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+from hpc_rl.config.schema import TrainingConfig
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import MetricsFile
 from hpc_rl.tracking.text import step_line
@@ -13,6 +14,30 @@ from hpc_rl.tracking.wandb_run import WandbRun
 
 _CONSOLE_EVERY_S = 1.0
 """Steps that follow each other faster than this share a console line; metrics.jsonl has them all."""
+
+
+class TrainingJob(Protocol):
+    """A configuration with trainer options (SftConfig, PpoConfig)."""
+
+    @property
+    def trainer(self) -> TrainingConfig: ...
+    def model_dump(self, *, mode: str) -> dict[str, Any]: ...
+
+
+def open_tracker(config: TrainingJob, run: RunDir, wandb_id: str | None, is_main: bool) -> Tracker:
+    """The tracker that a run's configuration asks for; see Tracker."""
+    trainer = config.trainer
+    return Tracker(
+        run,
+        config.model_dump(mode="json"),
+        loggers=trainer.logger,
+        project=trainer.project_name,
+        name=trainer.experiment_name or run.name,
+        wandb_mode=trainer.wandb_mode,
+        wandb_proxy=trainer.wandb_proxy,
+        wandb_id=wandb_id,
+        is_main=is_main,
+    )
 
 
 class Tracker:

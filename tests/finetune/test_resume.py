@@ -56,12 +56,12 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     sft_config: list[str], copy: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     newest = copy / "checkpoints" / "step-00000008"
-    data = newest / "__0_0.distcp"
+    data = newest / "model" / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
     (copy / "checkpoints" / "step-00000009.tmp").mkdir()
     assert run_here(sft_config, copy) == 0
     out, errors = capsys.readouterr()
-    assert f"warning: checkpoint {newest} is passed over: __0_0.distcp has" in errors
+    assert f"warning: checkpoint {newest} is passed over: model: __0_0.distcp has" in errors
     assert "going on after step 6" in out
     same_as(uninterrupted, copy)
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["step-00000006", "step-00000008"]
@@ -70,7 +70,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
 def test_contents_that_cannot_be_read_are_passed_over_too(
     sft_config: list[str], copy: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = copy / "checkpoints" / "step-00000008" / "__0_0.distcp"
+    data = copy / "checkpoints" / "step-00000008" / "model" / "__0_0.distcp"
     data.write_bytes(bytes(data.stat().st_size))
     assert run_here(sft_config, copy) == 0
     out, errors = capsys.readouterr()
