@@ -56,6 +56,11 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def samples(self) -> Path:
+        """samples.jsonl: validation responses as text."""
+        return self.path / "samples.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

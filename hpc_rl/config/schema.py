@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from hpc_rl.config.roles import problems
+
 
 class Section(BaseModel):
     """A group of options. Unknown keys are errors, and a value is never converted behind the user's back."""
@@ -344,6 +346,8 @@ class ActorConfig(Section):
 
 
 class CriticConfig(Section):
+    enable: bool | None = None
+    """Whether there is a critic; null: where algorithm.advantage has a use for one."""
     path: Path | None = None
     """Folder or hub name of the model that the critic starts from; the actor's where null."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
@@ -503,6 +507,12 @@ class PpoConfig(RayJobConfig):
     reward: RewardConfig
     pools: PoolsConfig = PoolsConfig()
     trainer: PpoTrainerConfig = PpoTrainerConfig()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> PpoConfig:
+        if found := problems(self):
+            raise ValueError("\n".join(found))
+        return self
 
 
 SCHEMAS: dict[str, type[JobConfig]] = {

@@ -41,14 +41,21 @@ def cross_entropy_sum(
 
 
 def token_logprobs(
-    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, temperature: float = 1.0
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_N: torch.Tensor,
+    temperature: float = 1.0,
+    entropy: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log p(target) and entropy of p at each position, where p = softmax(hidden @ weight.T / temperature).
+
+    Args:
+        entropy: false leaves the entropies 0 and saves a pass over the probabilities; for use without gradients.
 
     Returns:
         log-probabilities [N] and entropies [N] in nats, both float32 and differentiable.
     """
-    logprobs_N, entropy_N = _TokenLogprobs.apply(hidden_NH, weight_VH, targets_N, temperature)
+    logprobs_N, entropy_N = _TokenLogprobs.apply(hidden_NH, weight_VH, targets_N, temperature, entropy)
     return logprobs_N, entropy_N
 
 
@@ -138,21 +145,27 @@ class _CrossEntropySum(torch.autograd.Function):
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, temperature: float
+        ctx: Any,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        targets_N: torch.Tensor,
+        temperature: float,
+        entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs_N = hidden_NH.new_empty(hidden_NH.shape[0], dtype=torch.float32)
-        entropy_N = torch.empty_like(logprobs_N)
+        entropy_N = torch.zeros_like(logprobs_N)
         log_softmax = _LogProbs(weight_VH)
         for rows in _chunks(hidden_NH.shape[0], weight_VH):
             logprobs_CV = log_softmax(hidden_NH[rows], temperature)
             logprobs_N[rows] = logprobs_CV.gather(1, targets_N[rows, None])[:, 0]
-            entropy_N[rows] = -(logprobs_CV.exp() * logprobs_CV).sum(dim=1)
+            if entropy:
+                entropy_N[rows] = -(logprobs_CV.exp() * logprobs_CV).sum(dim=1)
         ctx.temperature = temperature
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
         hidden_NH, weight_VH, targets_N, entropy_N = ctx.saved_tensors
         grad_logprobs_N, grad_entropy_N = grads
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
@@ -172,4 +185,4 @@ class _TokenLogprobs(torch.autograd.Function):
                 torch.mm(grad_CV, weight_VH, out=grad_hidden_NH[rows])
             if grad_weight_VH is not None:
                 _add_product(grad_weight_VH, grad_CV, hidden_CH, first=rows.start == 0)
-        return grad_hidden_NH, None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype), None, None
+        return grad_hidden_NH, None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype), None, None, None

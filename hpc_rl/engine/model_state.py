@@ -55,8 +55,9 @@ def write(
         raise OSError(f"{path} could not be written: {_first_cause(error)}") from error
     if world.is_main:
         model.hf.config.save_pretrained(path / HF)
-        if model.hf.generation_config is not None:
-            model.hf.generation_config.save_pretrained(path / HF)
+        generation_config = getattr(model.hf, "generation_config", None)  # classifiers have none
+        if generation_config is not None:
+            generation_config.save_pretrained(path / HF)
         if tokenizer is not None:
             tokenizer.save_pretrained(path / HF)
     world.barrier()

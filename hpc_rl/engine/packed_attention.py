@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,6 +21,20 @@ from hpc_rl.engine.packed_batch import PackedBatch
 from hpc_rl.errors import UserError
 
 ATTENTION = "hpc_rl_packed"
+
+
+class Attend(Protocol):
+    """Attention in place of the one below, for a forward pass of which only the caller knows what its tokens see."""
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+    ) -> torch.Tensor: ...
 
 
 def register() -> None:
@@ -43,8 +57,9 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packed_lengths: tuple[int, ...],
-    packed_cu_seqlens: torch.Tensor,
+    packed_lengths: tuple[int, ...] = (),
+    packed_cu_seqlens: torch.Tensor | None = None,
+    attend: Attend | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -55,6 +70,7 @@ def packed_attention(
     Args:
         query: [1, query heads, T, head size].
         key, value: [1, key heads, T, head size]; query heads are a multiple of key heads.
+        attend: computes the result instead, from the same tensors; the row's samples need not be given then.
         sliding_window: a token sees itself and this many tokens less one before it; None for all.
 
     Returns:
@@ -67,7 +83,10 @@ def packed_attention(
         if others.get(name) is not None:
             model_type = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
             raise UserError(f"models of type {model_type} need {name} in attention, which packed training does not do")
+    if attend is not None:
+        return attend(module, query, key, value, scaling, sliding_window), None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _varlen() is not None:
+        assert packed_cu_seqlens is not None
         longest = max(packed_lengths)
         return _flash(query, key, value, packed_cu_seqlens, longest, scaling, sliding_window), None
     return _per_sample(query, key, value, packed_lengths, scaling, dropout, sliding_window), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -70,6 +71,7 @@ class Tracker:
         is_main: bool,
     ) -> None:
         self._wandb_id = wandb_id
+        self._samples = run_dir.samples
         self._console = "console" in loggers
         self._file = MetricsFile(run_dir.metrics) if is_main else None
         self._wandb: WandbRun | None = None
@@ -102,6 +104,15 @@ class Tracker:
             print(step_line(record), flush=True)
         if self._wandb is not None:
             self._wandb.log(step, metrics)
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Record texts: rows with the same columns, appended to samples.jsonl and shown as a table in wandb."""
+        if self._file is None or not samples:
+            return
+        with self._samples.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"step": step, **row}, ensure_ascii=False) + "\n" for row in samples)
+        if self._wandb is not None:
+            self._wandb.log_table(step, "val/generations", samples)
 
     def finish(self, exit_code: int = 0) -> None:
         """Close the files and end the wandb run; prints how to upload an offline one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpc_rl.errors import UserError
@@ -85,8 +85,24 @@ class WandbRun:
         try:
             self._run.log({"step": step, **metrics})
         except self._error as error:
-            self._works = False
-            _warn(f"wandb stopped working, training goes on without it: {_first_line(error)}")
+            self._stop_logging(error)
+
+    def _stop_logging(self, error: Exception) -> None:
+        self._works = False
+        _warn(f"wandb stopped working, training goes on without it: {_first_line(error)}")
+
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A table with one row for each of `rows`, whose columns are those of the first."""
+        import wandb
+
+        if not self._works:
+            return
+        columns = list(rows[0])
+        table = wandb.Table(columns=columns, data=[[str(row[column]) for column in columns] for row in rows])
+        try:
+            self._run.log({"step": step, name: table})
+        except self._error as error:
+            self._stop_logging(error)
 
     def finish(self, exit_code: int) -> None:
         """Upload what is left, for two minutes at most; prints how to upload what is still left then."""

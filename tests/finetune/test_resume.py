@@ -80,7 +80,7 @@ def test_contents_that_cannot_be_read_are_passed_over_too(
 
 
 def test_a_run_without_any_usable_checkpoint_does_not_start_over(sft_config: list[str], copy: Path) -> None:
-    for metadata in copy.glob("checkpoints/*/.metadata"):
+    for metadata in copy.glob("checkpoints/*/*/.metadata"):
         metadata.unlink()
     with pytest.raises(UserError, match=r"no checkpoint in .* can be read"):
         run_here(sft_config, copy)

@@ -1,0 +1,73 @@
+"""Saving and resuming from the driver: workers write and read their models, the driver names what is complete."""
+
+from __future__ import annotations
+
+import time
+
+from hpc_rl.data.sampler import Position
+from hpc_rl.engine import checkpoint
+from hpc_rl.engine.checkpoint import ACTOR, CRITIC, Progress
+from hpc_rl.engine.export import export
+from hpc_rl.engine.model_state import UnreadableError
+from hpc_rl.rl.group import WorkerGroup
+from hpc_rl.rl.state import State
+from hpc_rl.run_dir import RunDir
+
+
+def save(state: State) -> None:
+    """Write actor, critic, optimizers, random state and the driver's own place."""
+    partial = checkpoint.begin(state.run.checkpoints, state.step)
+    learners = learners_of(state.actor, state.critic)
+    for pending in [group.save(role, partial / role) for role, group in learners.items()]:
+        pending.wait()
+    progress = Progress(
+        samples=len(state.train),
+        dtype=state.config.model.dtype,
+        parts=tuple(learners),
+        step=state.step,
+        epoch=state.sampler.position.epoch,
+        index=state.sampler.position.index,
+        total_tokens=state.total_tokens,
+        world_size=state.actor.size,
+        wandb_id=state.tracker.wandb_id,
+        kl_coef=state.kl.coef,
+    )
+    checkpoint.commit(state.run.checkpoints, progress, state.config.trainer.max_ckpt_to_keep)
+    state.saved_at = time.monotonic()
+
+
+def load_latest(run: RunDir, actor: WorkerGroup, critic: WorkerGroup | None) -> Progress | None:
+    """Read the newest usable checkpoint into the workers; None where there is none.
+
+    Raises:
+        UserError: there are checkpoints, but none can be used, so starting from scratch would lose them.
+    """
+    learners = learners_of(actor, critic)
+    for path, progress in checkpoint.usable(run.checkpoints):
+        missing = [role for role in learners if role not in progress.parts]
+        if missing:
+            checkpoint.warn_passed_over(path, f"it has no {' and no '.join(missing)}")
+            continue
+        try:
+            for pending in [group.load(role, path / role) for role, group in learners.items()]:
+                pending.wait()
+        except UnreadableError as error:
+            checkpoint.warn_passed_over(path, str(error))
+            continue
+        return progress
+    checkpoint.refuse_none_usable(run.checkpoints)
+    return None
+
+
+def position_of(progress: Progress | None) -> Position:
+    return Position(progress.epoch, progress.index) if progress else Position()
+
+
+def export_model(state: State) -> None:
+    """The newest checkpoint's policy as a Hugging Face folder in the run directory."""
+    export(state.run.path, state.run.model, replace=True)
+
+
+def learners_of(actor: WorkerGroup, critic: WorkerGroup | None) -> dict[str, WorkerGroup]:
+    """The trained models and the groups that hold them; the policy, which is exported, first."""
+    return {ACTOR: actor} | ({CRITIC: critic} if critic else {})

@@ -1,0 +1,205 @@
+"""python -m hpc_rl.rl.main_ppo [--run-dir DIR] --config FILE | key=value ...
+
+Reinforcement learning on the Ray cluster that RAY_ADDRESS names, as `hpc-rl submit ppo` starts it, or on one started
+here. The run directory is the run: started again in the same one, it goes on from the newest checkpoint. Exit codes:
+0 done, 75 stopped and saved, 2 bad input, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from hpc_rl.config.compose import compose, load_config
+from hpc_rl.config.schema import PpoConfig
+from hpc_rl.errors import RunError, UserError
+from hpc_rl.follow import Follower
+from hpc_rl.run_dir import RunDir, current_attempt_dir, current_run_dir
+
+_LOG_POLL_S = 0.1
+_PARENT = Path("runs")
+
+WORKER_ENV = {
+    "NCCL_CUMEM_ENABLE": "0",  # saves memory where vLLM and a trainer share a GPU, as verl and OpenRLHF set it
+    "NCCL_DEBUG": "WARN",
+    "TOKENIZERS_PARALLELISM": "true",
+    "VLLM_LOGGING_LEVEL": "WARN",
+}
+"""What every process of the run gets, unless the user exported something else."""
+
+
+class Runner(Protocol):
+    """What run_ppo asks of a task runner."""
+
+    def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int: ...
+
+
+class TaskRunner:
+    """The driver: a Ray actor of its own, so that it runs inside the cluster however that was reached."""
+
+    def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
+        """Train; the exit code. Its output goes to `driver.log` in the folder of logs."""
+        from transformers.utils import logging
+
+        from hpc_rl.rl.setup import set_up
+        from hpc_rl.rl.trainer import train
+        from hpc_rl.rl.workers.process import log_to
+
+        log_to(driver_log(logs))
+        logging.set_verbosity_error()
+        state = set_up(config, run, logs)
+        try:
+            return train(state)
+        finally:
+            state.scoring.close()
+
+
+def run_ppo(config: PpoConfig, task_runner_class: type[Runner] | None = None, run: RunDir | None = None) -> int:
+    """Train to the end, or until the stop file is there.
+
+    Args:
+        task_runner_class: a class with TaskRunner's method `run`, in its place.
+        run: the run directory; that of the job, or a new one below `runs/`, where not given.
+
+    Returns:
+        the process's exit code: 0, or 75 where starting again goes on.
+
+    Raises:
+        UserError: what the user asked for cannot work.
+        RunError: it went wrong while running.
+    """
+    run = run or current_run_dir() or _new_run()
+    logs = current_attempt_dir() or _new_attempt(run)
+    initialise_ray(config, logs)
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    remote = ray.remote(task_runner_class or TaskRunner)
+    # The driver computes next to nothing, and the slots are the workers'.
+    runner = remote.options(num_cpus=0, scheduling_strategy=here).remote()
+    code = _follow(runner.run.remote(config, run, logs), driver_log(logs))
+    if config.ray_kwargs.timeline_json_file:
+        ray.timeline(config.ray_kwargs.timeline_json_file)
+    ray.shutdown()
+    return code
+
+
+def initialise_ray(config: PpoConfig, logs: Path) -> None:
+    """Connect to the cluster of RAY_ADDRESS, or start one on this machine, which ends with this process."""
+    address = os.environ.get("RAY_ADDRESS")
+    options: dict[str, Any] = dict(config.ray_kwargs.ray_init)
+    environment = {name: os.environ.get(name, value) for name, value in WORKER_ENV.items()}
+    if address:
+        options.pop("num_cpus", None)  # the cluster has its own; Ray refuses to be told another
+        options |= {"address": address, "runtime_env": {"env_vars": environment}}
+    else:
+        os.environ.update(environment)
+        _authenticate(logs)
+        slots = config.trainer.n_gpus_per_node * config.trainer.nnodes
+        if config.trainer.device == "cpu":
+            options.setdefault("num_cpus", max(slots, len(os.sched_getaffinity(0))))
+        options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False, logging_level="warning", **options)
+
+
+def driver_log(logs: Path) -> Path:
+    return logs / "driver.log"
+
+
+def _authenticate(logs: Path) -> None:
+    """A token for a cluster of our own: without one, anybody who reaches its ports runs code as this user."""
+    if "RAY_AUTH_MODE" in os.environ:
+        return
+    token = logs / "ray.token"
+    descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.write(descriptor, secrets.token_hex(32).encode())
+    os.close(descriptor)
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+
+
+def _follow(ref: Any, log: Path) -> int:
+    """Print the driver's output until it ends; its exit code."""
+    import ray
+
+    follower = Follower(log)
+    done: list[Any] = []
+    while not done:
+        done, _ = ray.wait([ref], timeout=_LOG_POLL_S)
+        print(follower.new_text(), end="", flush=True)
+    try:
+        code: int = ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayActorError as error:
+        raise RunError(f"the driver died ({str(error).splitlines()[0]}); its log is {log}") from error
+    return code
+
+
+def _new_run() -> RunDir:
+    """A run directory of its own for a run without a job."""
+    while True:
+        path = _PARENT / f"ppo-{time.strftime('%Y%m%d-%H%M%S')}"
+        try:
+            path.mkdir(parents=True, mode=0o700)
+        except FileExistsError:
+            time.sleep(0.1)
+            continue
+        print(f"run directory: {path}", flush=True)
+        return RunDir(path.absolute())
+
+
+def _new_attempt(run: RunDir) -> Path:
+    attempt = run.path / f"attempt-{len(run.attempts()) + 1}"
+    attempt.mkdir(parents=True, mode=0o700)
+    return attempt
+
+
+def parse(arguments: Sequence[str]) -> tuple[PpoConfig, RunDir | None]:
+    """Configuration and run directory.
+
+    Raises:
+        UserError: anything wrong with them.
+    """
+    parser = argparse.ArgumentParser(prog="python -m hpc_rl.rl.main_ppo", description=__doc__)
+    parser.add_argument("--config", type=Path, help="resolved configuration (config.yaml of a run directory)")
+    parser.add_argument("--run-dir", type=Path, help="default: $HPC_RL_RUN_DIR, or a new one below runs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    options = parser.parse_intermixed_args(arguments)
+    if options.config and options.overrides:
+        raise UserError(f"--config {options.config} is complete: change the file, or give key=value alone")
+    config = load_config("ppo", options.config) if options.config else compose("ppo", options.overrides)
+    assert isinstance(config, PpoConfig)
+    return config, RunDir(options.run_dir.absolute()) if options.run_dir else None
+
+
+def main(arguments: Sequence[str]) -> int:
+    try:
+        config, run = parse(arguments)
+        return run_ppo(config, run=run)
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"hpc-rl: {line}", file=sys.stderr)
+        return error.exit_code
+    except Exception as error:  # noqa: BLE001 - the last stop: says what failed, then leaves
+        traceback.print_exc()
+        cause = getattr(error, "cause", error)  # Ray wraps what an actor raised
+        first = str(cause).strip().splitlines()
+        print(f"hpc-rl: {type(cause).__name__}{': ' + first[0] if first else ''}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

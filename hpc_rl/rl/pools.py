@@ -1,0 +1,166 @@
+"""Named pools of GPUs (or, with trainer.device=cpu, of single CPUs) as Ray placement groups.
+
+    pools = create_pools({"global_pool": [8, 8]}, "cuda", timeout_s=300)
+    pools["global_pool"].slots[3]      # rank 3: the fourth GPU of the first node
+
+An entry of a pool is one node's share of it. https://docs.ray.io/en/latest/ray-core/scheduling/placement-group.html
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hpc_rl.errors import RunError, UserError
+
+Device = Literal["cuda", "cpu"]
+NODE_RANK_LABEL = "hpc-rl-node-rank"
+"""Label that the node entry gives a node: its place in Slurm's order."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """What one node of the cluster has."""
+
+    id: str
+    name: str
+    order: tuple[int, int]
+    """Sorts nodes as Slurm does; by address where Ray was started by somebody else."""
+    gpus: int
+    cpus: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One GPU, or CPU, of a pool."""
+
+    rank: int
+    node: Node
+    group: PlacementGroup
+    bundle: int
+
+    def options(self, device: Device, share: float) -> dict[str, Any]:
+        """Ray options of an actor that takes `share` of the slot."""
+        resource = {"num_gpus": share, "num_cpus": share} if device == "cuda" else {"num_cpus": share}
+        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle)
+        return {**resource, "scheduling_strategy": strategy}
+
+
+@dataclass(frozen=True)
+class Pool:
+    name: str
+    slots: list[Slot]
+    """In rank order: node by node, in Slurm's order of nodes."""
+
+    @property
+    def nodes(self) -> list[list[Slot]]:
+        """The slots of each node."""
+        by_node: dict[str, list[Slot]] = {}
+        for slot in self.slots:
+            by_node.setdefault(slot.node.id, []).append(slot)
+        return list(by_node.values())
+
+
+def create_pools(
+    spec: Mapping[str, Sequence[int]], device: Device, timeout_s: float, strategy: str = "STRICT_PACK"
+) -> dict[str, Pool]:
+    """Reserve every pool.
+
+    Args:
+        spec: name -> GPUs on each of its nodes.
+        strategy: STRICT_PACK or PACK, for the bundles of one entry.
+
+    Raises:
+        UserError: the cluster is too small; says what is asked and what there is.
+        RunError: Ray did not reserve in time.
+    """
+    nodes = cluster_nodes()
+    check_supply(spec, nodes, device, spread=strategy == "PACK")
+    bundle = {"GPU": 1, "CPU": 1} if device == "cuda" else {"CPU": 1}
+    groups = {name: [placement_group([bundle] * n, strategy=strategy) for n in sizes] for name, sizes in spec.items()}
+    deadline = time.monotonic() + timeout_s
+    for name, members in groups.items():
+        for group in members:
+            if not group.wait(max(0.0, deadline - time.monotonic())):
+                raise RunError(
+                    f"pool {name}: Ray did not reserve {_entries(spec[name], device)} within {timeout_s:.0f} s "
+                    f"(ray.start_timeout_s); the cluster has {_inventory(nodes, device)}, of which others on it may "
+                    "hold a part"
+                )
+    by_id = {node.id: node for node in nodes}
+    return {name: Pool(name, _slots(members, by_id)) for name, members in groups.items()}
+
+
+def cluster_nodes() -> list[Node]:
+    """Live nodes of the cluster that this process is connected to, in order."""
+    nodes = [_node(info) for info in ray.nodes() if info["Alive"]]
+    return sorted(nodes, key=lambda node: node.order)
+
+
+def check_supply(spec: Mapping[str, Sequence[int]], nodes: Sequence[Node], device: Device, spread: bool) -> None:
+    """Whether every entry of every pool finds a node, all at once (with `spread`: whether there is enough in all).
+
+    The largest entry goes first, onto the node with most left (first-fit decreasing).
+
+    Raises:
+        UserError: the arithmetic of what does not fit.
+    """
+    left = {node.id: min(node.gpus, node.cpus) if device == "cuda" else node.cpus for node in nodes}
+    entries = sorted(((n, name) for name, sizes in spec.items() for n in sizes), reverse=True)
+    if spread:
+        entries = [(1, name) for n, name in entries for _ in range(n)]
+    for n, name in entries:
+        roomiest = max(left, key=lambda node: left[node], default=None)
+        if roomiest is None or left[roomiest] < n:
+            asked = "; ".join(f"pool {pool} needs {_entries(sizes, device)}" for pool, sizes in spec.items())
+            missing = "" if len(spec) == 1 else f"; nothing is left for {name}"
+            raise UserError(f"{asked}; the cluster has {_inventory(nodes, device)}{missing}")
+        left[roomiest] -= n
+
+
+def _node(info: dict[str, Any]) -> Node:
+    resources, address = info["Resources"], info["NodeManagerAddress"]
+    label = info.get("Labels", {}).get(NODE_RANK_LABEL)
+    order = (0, int(label)) if label is not None else (1, int(ipaddress.ip_address(address)))
+    return Node(
+        id=info["NodeID"],
+        name=info["NodeManagerHostname"],
+        order=order,
+        gpus=int(resources.get("GPU", 0)),
+        cpus=int(resources.get("CPU", 0)),
+    )
+
+
+def _slots(groups: Sequence[PlacementGroup], nodes: Mapping[str, Node]) -> list[Slot]:
+    found = []
+    for number, group in enumerate(groups):
+        places = placement_group_table(group)["bundles_to_node_id"]
+        found += [(nodes[node_id].order, number, bundle, node_id, group) for bundle, node_id in places.items()]
+    found.sort(key=lambda place: place[:3])
+    return [Slot(rank, nodes[node_id], group, bundle) for rank, (_, _, bundle, node_id, group) in enumerate(found)]
+
+
+def _entries(sizes: Sequence[int], device: Device) -> str:
+    """`2 nodes x 8 GPUs`, or `8 + 4 GPUs` where nodes differ."""
+    unit = "GPUs" if device == "cuda" else "CPUs"
+    if len(set(sizes)) == 1:
+        return f"{len(sizes)} node{'s' if len(sizes) > 1 else ''} x {sizes[0]} {unit}"
+    return f"{' + '.join(map(str, sizes))} {unit}, each on one node"
+
+
+def _inventory(nodes: Sequence[Node], device: Device) -> str:
+    """`2 x 4 GPUs`; with GPUs, the CPUs too, since every GPU of a pool takes one."""
+    if device == "cpu":
+        return " + ".join(_counted([f"{node.cpus} CPUs" for node in nodes])) or "no nodes"
+    return " + ".join(_counted([f"{node.gpus} GPUs and {node.cpus} CPUs" for node in nodes])) or "no nodes"
+
+
+def _counted(texts: Sequence[str]) -> list[str]:
+    return [f"{texts.count(text)} x {text}" for text in dict.fromkeys(texts)]

@@ -1,0 +1,165 @@
+"""Keys and values of the sequences that are being generated, and attention that reads and writes them.
+
+A cache has a fixed number of rows; a sequence holds one row, its first token in column 0, whatever length its
+neighbours have. The two classes that fill it are given to the model's forward as `attend`, so that models run unchanged
+and transformers' own caches are not involved.
+
+Shape suffixes: B rows in use, L columns in use, G query heads to one key head, D head size, T tokens of a packed row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from hpc_rl.engine.packed_attention import packed_attention
+
+
+class KVCache:
+    """Room for `rows` sequences of at most `columns` tokens. A layer's memory is taken when it is first written."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.rows = rows
+        self.columns = columns
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, [rows, key heads, columns, head size], for states such as [1, heads, T, size].
+
+        They begin as zeros: what a mask hides must still be finite, because 0 times NaN is NaN.
+        """
+        if index not in self._layers:
+            shapes = ((self.rows, x.shape[1], self.columns, x.shape[3]) for x in (key, value))
+            keys, values = (key.new_zeros(shape) for shape in shapes)
+            self._layers[index] = (keys, values)
+        return self._layers[index]
+
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], columns: int) -> None:
+        """Copy the first `columns` tokens of some rows to others; no row is in both."""
+        for layer in self._layers.values():
+            for states in layer:
+                index = torch.tensor([sources, targets], device=states.device)
+                states[index[1], :, :columns] = states[index[0], :, :columns]
+
+
+class PrefillDone(Exception):
+    """The last layer has its keys and values. What it would compute from them, nobody needs."""
+
+
+class Prefill:
+    """One packed row of prompts: attention inside each, their keys and values to the cache."""
+
+    def __init__(
+        self, cache: KVCache, rows: Sequence[int], lengths: Sequence[int], last_layer: int, device: torch.device
+    ) -> None:
+        """
+        Args:
+            rows: the row of the cache that each prompt goes to.
+            lengths: tokens of each prompt.
+            last_layer: its index; there PrefillDone is raised.
+        """
+        self.cache = cache
+        self.lengths = tuple(lengths)
+        self.last_layer = last_layer
+        self.cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(device)
+        self.positions_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        self.rows_T = torch.tensor(rows).repeat_interleave(torch.tensor(lengths)).to(device)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        index = module.layer_idx
+        for states, new in zip(self.cache.layer(index, key, value), (key, value), strict=True):
+            states[self.rows_T, :, self.positions_T] = new[0].transpose(0, 1)
+        if index == self.last_layer:
+            raise PrefillDone
+        output, _ = packed_attention(
+            module,
+            query,
+            key,
+            value,
+            None,
+            packed_lengths=self.lengths,
+            packed_cu_seqlens=self.cu_seqlens,
+            scaling=scaling,
+            sliding_window=window,
+        )
+        return output
+
+
+class Decode:
+    """One new token for each of the first B rows: it is written, and sees what its row holds."""
+
+    def __init__(self, cache: KVCache, positions_B: torch.Tensor, longest: int) -> None:
+        """
+        Args:
+            positions_B: how many tokens each row holds, which is the position of its new one.
+            longest: the largest of them; columns behind it are not touched.
+        """
+        self.cache = cache
+        self.positions_B = positions_B
+        self.batch = positions_B.shape[0]
+        self.columns = longest + 1
+        self.back_BL = positions_B[:, None] - torch.arange(self.columns, device=positions_B.device)
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._slots: dict[int, torch.Tensor] = {}
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        heads = key.shape[1]
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        slots = self._slots_of(heads)
+        rows = []
+        for states, new in zip(self.cache.layer(module.layer_idx, key, value), (key, value), strict=True):
+            size = new.shape[3]
+            states.view(-1, size).index_copy_(0, slots, new[0].transpose(0, 1).reshape(-1, size))
+            rows.append(states[: self.batch, :, : self.columns])
+        keys, values = rows
+        # Query heads that share a key head stand next to each other: they are the rows of one small product.
+        query_BGD = query[0].transpose(0, 1).reshape(self.batch * heads, -1, query.shape[3])
+        mask = self._mask_of(heads, window, query.dtype)
+        if query.dtype == torch.float32:
+            scores = torch.baddbmm(mask, query_BGD, keys.flatten(0, 1).transpose(1, 2), alpha=scale)
+            output = torch.bmm(scores.softmax(-1), values.flatten(0, 1))
+        else:  # scores must not be rounded to 16 bits before the softmax
+            output = scaled_dot_product_attention(
+                query_BGD.unflatten(0, (self.batch, heads)),
+                keys,
+                values,
+                attn_mask=mask.unflatten(0, (self.batch, heads)),
+                scale=scale,
+            )
+        return output.reshape(1, self.batch, query.shape[1], -1)
+
+    def _slots_of(self, heads: int) -> torch.Tensor:
+        """[B * heads]: where each row's new token goes, when rows, heads and columns are one dimension."""
+        if heads not in self._slots:
+            starts = torch.arange(self.batch * heads, device=self.positions_B.device) * self.cache.columns
+            self._slots[heads] = (starts.view(-1, heads) + self.positions_B[:, None]).view(-1)
+        return self._slots[heads]
+
+    def _mask_of(self, heads: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """[B * heads, 1, L]: 0 where the new token looks, minus infinity elsewhere."""
+        if (heads, window) not in self._masks:
+            hidden_BL = self.back_BL < 0
+            if window is not None:
+                hidden_BL |= self.back_BL >= window
+            mask_BL = torch.zeros_like(hidden_BL, dtype=dtype).masked_fill_(hidden_BL, -torch.inf)
+            self._masks[heads, window] = mask_BL.repeat_interleave(heads, dim=0)[:, None]
+        return self._masks[heads, window]

@@ -1,0 +1,37 @@
+"""The hf engine as a run's configuration asks for it."""
+
+from __future__ import annotations
+
+import torch
+
+from hpc_rl.config.schema import PpoConfig
+from hpc_rl.engine.model import CausalLM, load_model, load_tokenizer
+from hpc_rl.rl.rollout.hf import HfRollout
+
+
+def load_hf_engine(config: PpoConfig, policy: CausalLM | None) -> HfRollout:
+    """An engine on the policy's own module, or on a copy of the model in this process.
+
+    Args:
+        policy: not sharded; None for a copy, whose weights come by `load_weights`.
+    """
+    if policy is None:
+        policy = load_model(config.model.model_copy(update={"dtype": engine_dtype(config)}))
+        policy.requires_grad_(False).eval().to(torch.device(config.trainer.device))
+    return HfRollout(policy.hf, eos_token_ids(config, policy), config.rollout.max_num_seqs)
+
+
+def engine_dtype(config: PpoConfig) -> str:
+    """What rollout.dtype stands for: a name of torch."""
+    if config.rollout.dtype != "auto":
+        return config.rollout.dtype
+    return "bfloat16" if config.trainer.device == "cuda" else "float32"
+
+
+def eos_token_ids(config: PpoConfig, model: CausalLM) -> set[int]:
+    """Tokens that end a response: the tokenizer's, and those of the model's generation configuration."""
+    found = [load_tokenizer(config.model).eos_token_id]
+    if model.hf.generation_config is not None:
+        listed = model.hf.generation_config.eos_token_id
+        found += listed if isinstance(listed, list) else [listed]
+    return {token for token in found if token is not None}

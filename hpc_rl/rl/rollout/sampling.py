@@ -1,0 +1,74 @@
+"""Drawing tokens from logits, so that a response depends on its own seed and not on the batch it is in.
+
+Every step of every response has one uniform number, from a counter-based generator that is keyed by the response's seed
+(Philox: Salmon et al., https://doi.org/10.1145/2063384.2063405), and the token is where the cumulative distribution
+passes it.
+
+Shape suffixes: B rows, V vocabulary, K candidates (sorted, most probable first), S steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hpc_rl.rl.rollout.base import Sampling
+
+
+def uniforms(seeds: Sequence[int], steps: int) -> NDArray[np.float32]:
+    """[len(seeds), S] numbers in [0, 1)."""
+    drawn = np.empty((len(seeds), steps), np.float32)
+    for row, seed in zip(drawn, seeds, strict=True):
+        np.random.Generator(np.random.Philox(key=seed)).random(out=row, dtype=np.float32)
+    return drawn
+
+
+def sample(logits_BV: torch.Tensor, uniform_B: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token for each row.
+
+    Args:
+        logits_BV: float32; overwritten.
+        uniform_B: float32 in [0, 1).
+
+    Returns:
+        tokens [B], int64, and their log-probabilities [B], float32, under softmax(logits / temperature), at temperature
+        1 where the most probable token is taken. top_k and top_p do not change log-probabilities: a trainer's policy has
+        neither.
+    """
+    if sampling.temperature == 0:
+        highest_B, token_B = logits_BV.max(dim=1)
+        return token_B, highest_B - logits_BV.logsumexp(dim=1)
+    if sampling.temperature != 1:
+        logits_BV.div_(sampling.temperature)
+    # amax: max, which finds positions too, takes longer than all the rest.
+    weights_BV = logits_BV.sub_(logits_BV.amax(dim=1, keepdim=True)).exp()
+    if sampling.top_k or sampling.top_p < 1:
+        total_B1 = weights_BV.sum(dim=1, keepdim=True)
+        token_B1 = _from_truncated(weights_BV, uniform_B[:, None], sampling)
+    else:
+        cumulative_BV = weights_BV.cumsum_(dim=1)
+        total_B1 = cumulative_BV[:, -1:]
+        token_B1 = _first_above(cumulative_BV, uniform_B[:, None] * total_B1)
+    return token_B1[:, 0], (logits_BV.gather(1, token_B1) - total_B1.log())[:, 0]
+
+
+def _from_truncated(weights_BV: torch.Tensor, uniform_B1: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """[B, 1]: drawn among the top_k heaviest tokens, and of these the fewest with top_p of their weight together.
+
+    Nucleus sampling: https://arxiv.org/abs/1904.09751
+    """
+    candidates = min(sampling.top_k or weights_BV.shape[1], weights_BV.shape[1])
+    weights_BK, tokens_BK = weights_BV.topk(candidates, dim=1)
+    cumulative_BK = weights_BK.cumsum(dim=1)
+    before_BK = cumulative_BK - weights_BK
+    kept_BK = before_BK < sampling.top_p * cumulative_BK[:, -1:]
+    total_B1 = cumulative_BK.where(kept_BK, 0).amax(dim=1, keepdim=True)
+    return tokens_BK.gather(1, _first_above(cumulative_BK, uniform_B1 * total_B1))
+
+
+def _first_above(cumulative_BK: torch.Tensor, level_B1: torch.Tensor) -> torch.Tensor:
+    """[B, 1]: the first column over the level, which is never one of weight 0. The last one where all are NaN."""
+    return torch.searchsorted(cumulative_BK, level_B1, right=True).clamp_(max=cumulative_BK.shape[1] - 1)

@@ -1,0 +1,98 @@
+"""Rewards as the loop sees them: started for a batch of responses, and waited for when they are needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from hpc_rl.config.schema import RewardConfig
+from hpc_rl.data.prompts import Prompt
+from hpc_rl.rewards.scorer import Scorer, Scores
+from hpc_rl.rl.calls import CALL_TIMEOUT_S, Pending
+from hpc_rl.rl.experience import new_experience
+from hpc_rl.rl.group import WorkerGroup
+from hpc_rl.rl.rollout.base import Completion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Scored(Protocol):
+    """Scores that are on their way."""
+
+    def wait(self) -> Scores: ...
+
+
+class Scoring(Protocol):
+    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Scored:
+        """Begin to score each completion of its prompt."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class FunctionScoring:
+    """By a function or an endpoint, in a thread beside the loop, so that the workers go on meanwhile."""
+
+    def __init__(self, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._scorer = scorer
+        self._tokenizer = tokenizer
+        self._thread = ThreadPoolExecutor(max_workers=1)
+
+    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Scored:
+        texts = response_texts(self._tokenizer, completions)
+        return _Awaited(self._thread.submit(self._scorer.score, prompts, texts))
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._scorer.close()
+
+
+class ModelScoring:
+    """By a reward model on the workers of a pool."""
+
+    def __init__(self, group: WorkerGroup, config: RewardConfig) -> None:
+        self._group = group
+        self._on_error = config.on_error
+
+    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Scored:
+        experience = new_experience([p.token_ids for p in prompts], range(len(prompts)), completions)
+        return _Checked(self._group.reward_scores(experience), self._on_error)
+
+    def close(self) -> None:
+        pass
+
+
+def response_texts(tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion]) -> list[str]:
+    texts: list[str] = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+    return texts
+
+
+class _Awaited:
+    def __init__(self, future: Future[Scores]) -> None:
+        self._future = future
+
+    def wait(self) -> Scores:
+        return self._future.result(CALL_TIMEOUT_S)
+
+
+class _Checked:
+    """A reward model's numbers, with on_error where one is not finite."""
+
+    def __init__(self, pending: Pending[torch.Tensor], on_error: float) -> None:
+        self._pending = pending
+        self._on_error = on_error
+
+    def wait(self) -> Scores:
+        scores_B = self._pending.wait()
+        bad = (~torch.isfinite(scores_B)).nonzero()[:, 0].tolist()
+        if bad:
+            print(
+                f"warning: the reward model gave no finite score for {len(bad)} responses", file=sys.stderr, flush=True
+            )
+        values_B = torch.where(torch.isfinite(scores_B), scores_B, self._on_error)
+        return Scores(values_B.numpy(), [(index, "not finite") for index in bad])

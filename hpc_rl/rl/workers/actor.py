@@ -1,0 +1,45 @@
+"""The policy on one rank."""
+
+from __future__ import annotations
+
+import torch
+
+from hpc_rl.algorithms import kl
+from hpc_rl.algorithms.losses import POLICY_LOSSES, Clip
+from hpc_rl.config.schema import PpoConfig
+from hpc_rl.engine.distributed import World
+from hpc_rl.engine.model import CausalLM, count_flops, load_model
+from hpc_rl.rl.workers.held import MicroBatch
+from hpc_rl.rl.workers.learner import Columns, Learner, Sums, add
+from hpc_rl.rl.workers.logprobs import token_logprobs_of
+
+
+class Actor(Learner[CausalLM]):
+    def __init__(self, config: PpoConfig, world: World) -> None:
+        model = world.together(lambda: load_model(config.model))
+        self.flops = count_flops(model)
+        super().__init__("actor", model, config.actor.optim, config, world)
+        algorithm = config.algorithm
+        self._policy_loss = POLICY_LOSSES[algorithm.loss]
+        self._clip = Clip(algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.clip_ratio_c)
+        self._kl = kl.ESTIMATORS[algorithm.kl.estimator] if algorithm.kl.where == "loss" else None
+
+    def loss(self, micro: MicroBatch, columns: Columns, sums: Sums) -> torch.Tensor:
+        """Columns: advantages, weights; old_logprobs where there is more than one update per step; is_weights with
+        truncated importance sampling; ref_logprobs with the KL in the loss."""
+        algorithm = self.config.algorithm
+        logprobs_N, entropy_N = token_logprobs_of(self.model, micro.batch, self.config.rollout.temperature)
+        old_logprobs_N = columns.get("old_logprobs", logprobs_N.detach())
+        policy = self._policy_loss(logprobs_N, old_logprobs_N, columns["advantages"], micro.lengths_B, self._clip)
+        loss_N = policy.loss_N
+        if "is_weights" in columns:
+            loss_N = loss_N * columns["is_weights"]
+        add(sums, pg_loss=loss_N * columns["weights"], clipped=policy.clipped_N, kl=policy.kl_N, entropy=entropy_N)
+        add(sums, tokens=torch.ones_like(loss_N))
+        if self._kl is not None:
+            kl_N = self._kl(logprobs_N, columns["ref_logprobs"])
+            add(sums, kl_loss=kl_N)
+            loss_N = loss_N + algorithm.kl.coef * kl_N
+        if algorithm.entropy_coeff:
+            loss_N = loss_N - algorithm.entropy_coeff * entropy_N
+        return (loss_N * columns["weights"]).sum()

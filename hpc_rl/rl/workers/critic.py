@@ -1,0 +1,36 @@
+"""The critic on one rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hpc_rl.algorithms import losses
+from hpc_rl.config.schema import PpoConfig
+from hpc_rl.engine.distributed import World
+from hpc_rl.engine.scalar_model import ScalarModel, load_critic
+from hpc_rl.rl.workers.held import Held, MicroBatch
+from hpc_rl.rl.workers.learner import Columns, Learner, Sums, add
+
+
+class Critic(Learner[ScalarModel]):
+    def __init__(self, config: PpoConfig, world: World) -> None:
+        model = world.together(lambda: load_critic(config.critic.path or config.model.path, config.model))
+        super().__init__("critic", model, config.critic.optim, config, world)
+
+    @torch.no_grad()
+    def values(self, held: Held) -> NDArray[np.float32]:
+        """Of the state before each held response token, [N]. Every rank calls this."""
+        out_N = torch.empty(held.tokens, dtype=torch.float32)
+        for micro in held.micro_batches():
+            values_N = self.model(micro.batch)
+            out_N[micro.tokens] = values_N.cpu()
+        return out_N.numpy()
+
+    def loss(self, micro: MicroBatch, columns: Columns, sums: Sums) -> torch.Tensor:
+        """Columns: values, returns, weights."""
+        values_N = self.model(micro.batch)
+        value = losses.value(values_N, columns["values"], columns["returns"], self.config.critic.cliprange_value)
+        add(sums, clipped=value.clipped_N, tokens=torch.ones_like(value.loss_N))
+        return (value.loss_N * columns["weights"]).sum()

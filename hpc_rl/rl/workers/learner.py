@@ -1,0 +1,91 @@
+"""What actor and critic share: a sharded model with its optimizer, and one pass of updates over a step's responses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import torch
+
+from hpc_rl.config.schema import OptimConfig, PpoConfig
+from hpc_rl.engine import guards, model_state, sharding
+from hpc_rl.engine.distributed import World
+from hpc_rl.engine.model import PackedModel
+from hpc_rl.engine.optim import build_optimizer, clip_gradients, lr_factor, set_lr
+from hpc_rl.rl.workers.held import Held, MicroBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Model = TypeVar("Model", bound=PackedModel)
+Columns = dict[str, torch.Tensor]
+"""Flat token columns of a shard by their names in rl/experience.py, float32 [N]."""
+Sums = dict[str, float]
+"""What a rank adds up over tokens and updates; the driver adds over ranks and divides."""
+
+
+class Learner(ABC, Generic[Model]):
+    """One trained model on one rank."""
+
+    def __init__(self, name: str, model: Model, optim: OptimConfig, config: PpoConfig, world: World) -> None:
+        self.name = name
+        self.config = config
+        self.world = world
+        self.optim = optim
+        self.model = sharding.shard(model, world, config.trainer.sharding)
+        self.optimizer = build_optimizer(self.model, optim)
+
+    @abstractmethod
+    def loss(self, micro: MicroBatch, columns: Columns, sums: Sums) -> torch.Tensor:
+        """This micro-batch's share of its mini-batch's loss; adds what metrics need to `sums`.
+
+        Args:
+            columns: of this micro-batch.
+        """
+
+    def update(self, held: Held, columns: Columns, step: int, total_steps: int) -> Sums:
+        """ppo_epochs passes over the held responses, one optimizer step per mini-batch.
+
+        Args:
+            step: of the run, the first is 0; with total_steps it decides the learning rate.
+        """
+        lr = self.optim.lr * lr_factor(self.optim, step, total_steps)
+        set_lr(self.optimizer, lr)
+        sums: Sums = {"updates": 0.0, "grad_norm": 0.0, "lr": lr}
+        for _ in range(self.config.actor.ppo_epochs):
+            for mini_batch in held.mini_batches:
+                norm = self._step(mini_batch, columns, sums, step + 1)
+                sums["updates"] += 1
+                sums["grad_norm"] += norm
+        return sums
+
+    def save(self, path: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        model_state.write(path, self.model, self.optimizer, tokenizer, self.world)
+
+    def load(self, path: Path) -> None:
+        model_state.read(path, self.model, self.optimizer, self.world)
+
+    def _step(self, mini_batch: list[MicroBatch], columns: Columns, sums: Sums, number: int) -> float:
+        """One optimizer step; the gradient's norm."""
+        factor = sharding.loss_factor(self.model, self.world)
+        total = 0.0
+        with guards.explain_out_of_memory(f"step {number}, update of the {self.name}"):
+            for index, micro in enumerate(mini_batch):
+                sharding.begin_micro_batch(self.model, self.config.trainer.sharding, last=index == len(mini_batch) - 1)
+                mine = {name: column[micro.tokens] for name, column in columns.items()}
+                loss = self.loss(micro, mine, sums)
+                (loss * factor).backward()
+                total += loss.item()
+            norm = clip_gradients(self.model.parameters(), self.optim.clip_grad)
+            guards.refuse_not_finite(number, self.world.gather_rows([total])[:, 0].tolist(), norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        sums["loss"] = sums.get("loss", 0.0) + total
+        return norm
+
+
+def add(sums: Sums, **values: torch.Tensor) -> None:
+    """Add the sum of each tensor to the sum of its name."""
+    for name, value in values.items():
+        sums[name] = sums.get(name, 0.0) + float(value.detach().sum())

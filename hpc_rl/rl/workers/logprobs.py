@@ -1,0 +1,31 @@
+"""Log-probabilities of held responses under a causal model: of the policy, or of the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hpc_rl.engine.lm_head import token_logprobs
+from hpc_rl.engine.model import CausalLM
+from hpc_rl.engine.packed_batch import PackedBatch
+from hpc_rl.rl.workers.held import Held
+
+
+def token_logprobs_of(
+    model: CausalLM, batch: PackedBatch, temperature: float, entropy: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probabilities [N], entropies [N]) of a micro-batch's response tokens, differentiable."""
+    return model(
+        batch,
+        lambda hidden_NH, weight_VH: token_logprobs(hidden_NH, weight_VH, batch.targets_N, temperature, entropy),
+    )
+
+
+@torch.no_grad()
+def held_logprobs(model: CausalLM, held: Held, temperature: float) -> NDArray[np.float32]:
+    """Of all held response tokens, [N]. Every rank of the model's world calls this."""
+    out_N = torch.empty(held.tokens, dtype=torch.float32)
+    for micro in held.micro_batches():
+        out_N[micro.tokens] = token_logprobs_of(model, micro.batch, temperature, entropy=False)[0].cpu()
+    return out_N.numpy()

@@ -1,0 +1,79 @@
+"""What every worker process does before it works: a log of its own, its threads, its place in the process group."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import ray
+
+NOSET = tuple(
+    f"RAY_EXPERIMENTAL_NOSET_{name}"
+    for name in (
+        "CUDA_VISIBLE_DEVICES",
+        "ROCR_VISIBLE_DEVICES",
+        "HIP_VISIBLE_DEVICES",
+        "ASCEND_RT_VISIBLE_DEVICES",
+        "HABANA_VISIBLE_MODULES",
+        "NEURON_RT_VISIBLE_CORES",
+        "TPU_VISIBLE_CHIPS",
+        "ONEAPI_DEVICE_SELECTOR",
+    )
+)
+"""Variables by which a user keeps Ray from narrowing what a worker sees
+(https://docs.ray.io/en/latest/ray-core/scheduling/accelerators.html)."""
+
+
+def log_to(path: Path) -> None:
+    """Send this process's output, that of its libraries and children included, to a file of its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    # Ray has replaced the streams by its own, which write to its session's folder.
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+
+
+def free_endpoint() -> str:
+    """`host:port` of this node, free now, for a process group's store."""
+    address = ray.util.get_node_ip_address()
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return f"{address}:{probe.getsockname()[1]}"
+
+
+def group_environment(rank: int, size: int, endpoint: str, local_rank: int) -> dict[str, str]:
+    """The variables by which torch.distributed, and libraries that expect torchrun, find the process group."""
+    host, port = endpoint.rsplit(":", 1)
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local_rank),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        "DIST_INIT_METHOD": f"tcp://{endpoint}",
+    }
+
+
+def local_rank(environ: Mapping[str, str], assigned: list[str]) -> int:
+    """Which of the devices that this process sees is its own.
+
+    Ray shows a worker its own devices alone, so it is the first; where a user has switched that off, the process sees
+    all of the node's, and its own is the one that Ray assigned.
+
+    Args:
+        assigned: ids of the accelerators that Ray assigned; none on CPUs.
+    """
+    sees_all = any(environ.get(name, "") not in ("", "0") for name in NOSET)
+    return int(assigned[0]) if sees_all and assigned else 0
+
+
+def assigned_devices() -> list[str]:
+    """Ids of the accelerators that Ray assigned to this process, of whichever vendor."""
+    return [device for ids in ray.get_runtime_context().get_accelerator_ids().values() for device in ids]

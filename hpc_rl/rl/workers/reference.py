@@ -1,0 +1,25 @@
+"""The reference on one rank: the model that training started from, frozen."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_rl.config.schema import PpoConfig
+from hpc_rl.engine import sharding
+from hpc_rl.engine.distributed import World
+from hpc_rl.engine.model import load_model
+from hpc_rl.rl.workers.held import Held
+from hpc_rl.rl.workers.logprobs import held_logprobs
+
+
+class Reference:
+    def __init__(self, config: PpoConfig, world: World) -> None:
+        model = world.together(lambda: load_model(config.model))
+        model.requires_grad_(False).eval()
+        self._model = sharding.shard(model, world, config.trainer.sharding)
+        self._temperature = config.rollout.temperature
+
+    def logprobs(self, held: Held) -> NDArray[np.float32]:
+        """Of all held response tokens, [N]. Every rank calls this."""
+        return held_logprobs(self._model, held, self._temperature)

@@ -1,0 +1,56 @@
+"""A reward model on one rank: a sequence classifier's number at the last token of each response."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hpc_rl.config.schema import PpoConfig
+from hpc_rl.engine import sharding
+from hpc_rl.engine.distributed import World
+from hpc_rl.engine.model import load_tokenizer
+from hpc_rl.engine.packed_batch import PackedBatch
+from hpc_rl.engine.scalar_model import load_reward_model
+from hpc_rl.errors import UserError
+from hpc_rl.rl.layout import Shard
+from hpc_rl.rl.workers.held import hold
+
+
+class RewardModel:
+    def __init__(self, config: PpoConfig, world: World) -> None:
+        path = config.reward.model
+        assert path is not None
+        world.together(lambda: _refuse_other_vocabulary(path, config))
+        dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+        model = world.together(lambda: load_reward_model(path, config.model, dtype))
+        self._model = sharding.shard(model, world, config.trainer.sharding)
+        self._world = world
+
+    @torch.no_grad()
+    def scores(self, shard: Shard) -> NDArray[np.float32]:
+        """One number per sample of the shard, [B]. Every rank calls this."""
+        parts = [
+            self._model(_last_rows(micro.batch))[: len(micro.lengths_B)].cpu().numpy()
+            for micro in hold(shard, self._world.device).micro_batches()
+        ]
+        return np.concatenate([np.zeros(0, np.float32), *parts])
+
+
+def _last_rows(batch: PackedBatch) -> PackedBatch:
+    """The same row, read at each sample's last token."""
+    return dataclasses.replace(batch, rows_N=batch.cu_seqlens[1:].long() - 1)
+
+
+def _refuse_other_vocabulary(path: str, config: PpoConfig) -> None:
+    """The reward model is given the policy's token ids, so they have to mean the same to it."""
+    theirs = load_tokenizer(config.model.model_copy(update={"path": path, "tokenizer_path": None})).get_vocab()
+    ours = load_tokenizer(config.model).get_vocab()
+    if theirs != ours:
+        different = sum(theirs.get(token) != number for token, number in ours.items())
+        raise UserError(
+            f"reward.model {path} has another vocabulary than model.path {config.model.path}: {different:,} of "
+            f"{len(ours):,} tokens differ; take a reward model of the same family, or score by reward.function"
+        )

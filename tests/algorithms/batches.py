@@ -1,0 +1,55 @@
+"""Random batches for hypothesis, and the way from lists to padded or flat tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+
+Rows = list[list[float]]
+
+no_deadline = settings(deadline=None)
+"""The first call into torch takes longer than hypothesis allows one example."""
+
+numbers = st.floats(-3, 3, width=32)
+scores = st.sampled_from([0.0, 1.0, 0.1, -0.5, 0.7]) | numbers
+lengths = st.lists(st.integers(1, 6), min_size=1, max_size=7)
+
+
+def rows(of: st.SearchStrategy[float], lengths: list[int]) -> st.SearchStrategy[Rows]:
+    return st.tuples(*(st.lists(of, min_size=n, max_size=n) for n in lengths)).map(list)
+
+
+@st.composite
+def grouped(draw: st.DrawFn, smallest: int = 1) -> tuple[list[float], list[int]]:
+    """Scores and groups: of different sizes, in any order, numbered in no order."""
+    names = draw(st.lists(st.integers(-5, 10**12), min_size=1, max_size=4, unique=True))
+    groups = [name for name in names for _ in range(draw(st.integers(smallest, 5)))]
+    groups = draw(st.permutations(groups))
+    return draw(st.lists(scores, min_size=len(groups), max_size=len(groups))), groups
+
+
+def padded(rows: Rows, extra: int = 2, fill: float = 0.0) -> torch.Tensor:
+    """[B, T], T being `extra` more than the longest needs."""
+    width = max(map(len, rows)) + extra
+    return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=torch.float32)
+
+
+def mask_of(rows: Rows, extra: int = 2) -> torch.Tensor:
+    return padded([[1.0] * len(row) for row in rows], extra).bool()
+
+
+def flat(rows: Rows) -> torch.Tensor:
+    return torch.tensor(list(chain.from_iterable(rows)), dtype=torch.float32)
+
+
+def tokens(*parts: Rows) -> Iterator[tuple[float, ...]]:
+    """What the parts have for each token, response after response."""
+    return zip(*(chain.from_iterable(part) for part in parts), strict=True)
+
+
+def lengths_of(rows: Rows) -> torch.Tensor:
+    return torch.tensor([len(row) for row in rows], dtype=torch.int64)
