@@ -1,8 +1,8 @@
 """Losses of policy and critic, token by token, and the weights by which tokens become one number.
 
-A loss here is a tensor over tokens. `weighted_sum` with `response_weights` makes it the scalar to differentiate; the
-weights hold the totals of the whole mini-batch, so the gradient is the same however the mini-batch was split over ranks
-and micro-batches.
+A loss here is a tensor over tokens. Its sum, each token weighted by `response_weights`, is the scalar to differentiate;
+the weights hold the totals of the whole mini-batch, so the gradient is the same however the mini-batch was split over
+ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class PolicyLoss(NamedTuple):
     loss_N: torch.Tensor
     """Differentiable in the new log-probabilities; to be made small."""
     clipped_N: torch.Tensor
-    """1.0 at tokens where a clip is in force, else 0.0; its weighted sum is the clip fraction."""
+    """1.0 at tokens where a clip is in force, else 0.0; its mean is the clip fraction."""
     kl_N: torch.Tensor
-    """old - new log-probability; its weighted sum estimates KL(old || new). No gradient."""
+    """old - new log-probability; its mean estimates KL(old || new). No gradient."""
 
 
 class Clip(NamedTuple):
@@ -174,11 +174,6 @@ def response_weights(
         "seq-mean-token-sum-norm": ones_B / (max_length * total_responses),
     }
     return weights[mode]
-
-
-def weighted_sum(values_N: torch.Tensor, weights_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """Sum over tokens of value times the weight of the token's response: a scalar; 0 of no tokens."""
-    return (values_N * weights_B.repeat_interleave(lengths_B, output_size=len(values_N))).sum()
 
 
 def _ratio(log_ratio_N: torch.Tensor) -> torch.Tensor:

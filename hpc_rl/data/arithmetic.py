@@ -9,17 +9,22 @@ from typing import Any
 from hpc_rl.data.files import write_jsonl
 from hpc_rl.errors import UserError
 
-_LARGEST = 20
-# Every question that there is; train and validation are disjoint parts of it.
-_QUESTIONS = [(a, b) for a in range(_LARGEST + 1) for b in range(_LARGEST + 1)]
 
-
-def generate(out: Path, n_train: int, n_val: int, seed: int = 0) -> dict[str, int]:
+def generate(
+    out: Path, n_train: int, n_val: int, seed: int = 0, largest: int = 20, careless: float = 0.0
+) -> dict[str, int]:
     """Write train.jsonl and val.jsonl with columns `messages` (user, assistant) and `answer`.
 
-    No question of val.jsonl is in train.jsonl, which repeats its questions where n_train asks for more than are left. A
-    model of 0.3M parameters with digits as tokens gets three quarters of 60 held-out questions right after 500 steps of
-    64 rows at a learning rate of 1e-3, in half a minute of one core.
+    The questions are the sums of two numbers from 0 to `largest`: 441 of them up to 20. None of val.jsonl is in
+    train.jsonl, which repeats its questions where n_train asks for more than are left. The same seed, n_val and largest
+    give the same val.jsonl, and then the questions of a smaller n_train are the first ones of a larger: supervised
+    training on few and reinforcement learning on more are measured on the same unseen ones.
+
+    `careless` is the part of the training rows whose teacher forgets to carry: the message is then wrong, and `answer`
+    right. A model that learns from the messages makes the same mistake, which rewards can undo.
+
+    Up to 20, a model of 0.3M parameters with digits as tokens gets three quarters of 60 held-out questions right after
+    500 steps of 64 rows at a learning rate of 1e-3, in half a minute of one core.
 
     Returns:
         Rows written, by split.
@@ -27,23 +32,35 @@ def generate(out: Path, n_train: int, n_val: int, seed: int = 0) -> dict[str, in
     Raises:
         UserError: sizes below 1, or n_val that leaves no question to train on.
     """
-    if n_train < 1 or not 1 <= n_val < len(_QUESTIONS):
-        raise UserError(f"need n_train >= 1 and 1 <= n_val < {len(_QUESTIONS)}, got {n_train} and {n_val}")
+    if largest < 1:
+        raise UserError(f"need a largest number of at least 1, got {largest}")
+    questions = [(a, b) for a in range(largest + 1) for b in range(largest + 1)]
+    if n_train < 1 or not 1 <= n_val < len(questions):
+        raise UserError(
+            f"need n_train >= 1 and 1 <= n_val < {len(questions)} (the questions up to {largest}), "
+            f"got {n_train} and {n_val}"
+        )
     rng = random.Random(seed)
-    questions = rng.sample(_QUESTIONS, len(_QUESTIONS))
+    questions = rng.sample(questions, len(questions))
     val, rest = questions[:n_val], questions[n_val:]
     train = rest[:n_train] + rng.choices(rest, k=max(0, n_train - len(rest)))
     return {
-        name: write_jsonl(out / f"{name}.jsonl", map(_row, part)) for name, part in (("train", train), ("val", val))
+        "train": write_jsonl(out / "train.jsonl", (_row(a, b, rng.random() < careless) for a, b in train)),
+        "val": write_jsonl(out / "val.jsonl", (_row(a, b, forgets=False) for a, b in val)),
     }
 
 
-def _row(question: tuple[int, int]) -> dict[str, Any]:
-    a, b = question
+def _row(a: int, b: int, forgets: bool) -> dict[str, Any]:
+    said = _without_carry(a, b) if forgets else a + b
     return {
         "messages": [
             {"role": "user", "content": f"What is {a} + {b}?"},
-            {"role": "assistant", "content": str(a + b)},
+            {"role": "assistant", "content": str(said)},
         ],
         "answer": str(a + b),
     }
+
+
+def _without_carry(a: int, b: int) -> int:
+    """The sum of somebody who forgets to carry the one: 17 + 5 = 12."""
+    return 10 * (a // 10 + b // 10) + (a % 10 + b % 10) % 10

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
 
-from hpc_rl.config.schema import DataConfig
+from hpc_rl.config.schema import DataConfig, PromptDataConfig
 from hpc_rl.data.rows import Message
 from hpc_rl.errors import UserError
 
@@ -31,7 +31,7 @@ class ChatText:
     """[start, end) of each assistant turn in text, end-of-turn token included."""
 
 
-def chat_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> str:
+def chat_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig | PromptDataConfig) -> str:
     """The Jinja template to use: data.chat_template where given, else the tokenizer's own.
 
     Raises:
@@ -65,15 +65,15 @@ def render(tokenizer: PreTrainedTokenizerBase, template: str, messages: list[Mes
     Raises:
         UserError: the template refuses the conversation, or renders earlier turns differently as it grows.
     """
-    full = _text(tokenizer, template, messages, where)
+    full = as_text(tokenizer, template, messages, where)
     ends = tuple(token for token in tokenizer.all_special_tokens if token)
     spans = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        asked = _text(tokenizer, template, messages[:index], where, generation_prompt=True) if index else ""
+        asked = as_text(tokenizer, template, messages[:index], where, generation_prompt=True) if index else ""
         is_last = index + 1 == len(messages)
-        said = full if is_last else _text(tokenizer, template, messages[: index + 1], where)
+        said = full if is_last else as_text(tokenizer, template, messages[: index + 1], where)
         if not (full.startswith(said) and said.startswith(asked)):
             raise UserError(
                 f"{where}: the chat template renders turn {index + 1} differently once later turns follow, so its "
@@ -86,13 +86,18 @@ def render(tokenizer: PreTrainedTokenizerBase, template: str, messages: list[Mes
     return ChatText(full, spans)
 
 
-def _text(
+def as_text(
     tokenizer: PreTrainedTokenizerBase,
     template: str,
     messages: list[Message],
     where: str,
     generation_prompt: bool = False,
 ) -> str:
+    """A conversation as its template writes it; with generation_prompt up to where the assistant's turn begins.
+
+    Raises:
+        UserError: the template refuses the conversation.
+    """
     try:
         text = tokenizer.apply_chat_template(
             messages, chat_template=template, tokenize=False, add_generation_prompt=generation_prompt

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.schema import DataConfig
+from hpc_rl.config.schema import DataConfig, PromptDataConfig
 from hpc_rl.errors import UserError
 
 Row = dict[str, Any]
@@ -69,6 +69,35 @@ def to_messages(row: Row, data: DataConfig, where: str) -> list[Message]:
     return messages
 
 
+def to_prompt(row: Row, data: PromptDataConfig, where: str) -> tuple[list[Message], Any]:
+    """What one row asks, as a chat without a last turn of the assistant, and its reference answer.
+
+    Args:
+        where: file and row number, for the error.
+
+    Returns:
+        at least one message; the answer as the column has it, None where data.answer_key is null.
+
+    Raises:
+        UserError: a column is missing, null, or neither text nor a chat; nothing is asked.
+    """
+    asked = _column(row, "prompt_key", data.prompt_key, where)
+    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else _chat(asked, data.prompt_key, where)
+    if messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise UserError(f"{where}: column {data.prompt_key!r} has a turn of the assistant alone, so nothing is asked")
+    if data.answer_key is None:
+        return messages, None
+    answer = _column(row, "answer_key", data.answer_key, where)
+    if answer is None:
+        raise UserError(
+            f"{where}: column {data.answer_key!r} has null; remove the row, or set data.answer_key=null where the "
+            "reward needs no answer"
+        )
+    return messages, answer
+
+
 def check_file(path: str, data: DataConfig, max_rows: int | None = None) -> int:
     """Read a file's rows as training will read them, the first max_rows of them (None: all).
 
@@ -79,13 +108,22 @@ def check_file(path: str, data: DataConfig, max_rows: int | None = None) -> int:
         UserError: what training would stop at, in one line.
         CannotCheck: a `datasets` name, or a parquet file where pyarrow is not installed.
     """
+    return _check_rows(path, lambda row, where: to_messages(row, data, where), max_rows)
+
+
+def check_prompts(path: str, data: PromptDataConfig, max_rows: int | None = None) -> int:
+    """What check_file does, for the prompts of reinforcement learning: the same arguments, result and errors."""
+    return _check_rows(path, lambda row, where: to_prompt(row, data, where), max_rows)
+
+
+def _check_rows(path: str, check: Callable[[Row, str], object], max_rows: int | None) -> int:
     if not is_file(path):
         if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().exists():
             raise UserError(f"{path}: no such file or folder")
         raise CannotCheck(f"{path} is a `datasets` name")
     checked = 0
     for checked, row in enumerate(islice(read_rows(path), max_rows), start=1):
-        to_messages(row, data, f"{path}, row {checked}")
+        check(row, f"{path}, row {checked}")
     if not checked:
         raise UserError(f"{path}: the data set is empty")
     return checked

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import TemplateError
@@ -13,16 +13,14 @@ from numpy.typing import NDArray
 
 from hpc_rl.config.schema import DataConfig
 from hpc_rl.data.chat import chat_template, marks_generation, render
-from hpc_rl.data.hub import load_split
-from hpc_rl.data.rows import CannotCheck, Message, Row, is_file, read_rows, to_messages
+from hpc_rl.data.rows import Message, to_messages
+from hpc_rl.data.sources import all_rows, chunks
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BATCH = 256  # rows per call of the tokenizer, which spreads them over its threads
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,26 +87,12 @@ def tokenize_files(
     encode = _encode_marked if marks_generation(template) else _encode_rendered
     samples: list[Sample | None] = []
     counts = Counts()
-    share = islice(_all_rows(files, split), rank, None, world)
-    for chunk in _chunks(share, _BATCH):
+    share = islice(all_rows(files, split), rank, None, world)
+    for chunk in chunks(share, _BATCH):
         chats = [(to_messages(row, data, where), where) for row, where in chunk]
         for ids, mask in encode(tokenizer, template, chats):
             samples.append(_fitted(ids, mask, data, counts))
     return samples, counts
-
-
-def _all_rows(files: Sequence[str], split: str) -> Iterator[tuple[Row, str]]:
-    """Every row with its place, file after file."""
-    for file in files:
-        try:
-            rows: Iterable[Row] = read_rows(file) if is_file(file) else load_split(file, split)
-            number = 0
-            for number, row in enumerate(rows, start=1):
-                yield row, f"{file}, row {number}"
-        except CannotCheck as error:
-            raise UserError(f"{error}; install hpc-rl[train]") from error
-        if not number:
-            raise UserError(f"{file}: the data set is empty")
 
 
 def _encode_rendered(
@@ -157,9 +141,3 @@ def _fitted(ids: NDArray[np.int32], mask: NDArray[np.bool_], data: DataConfig, c
     counts.tokens += len(ids)
     counts.target_tokens += int(mask.sum())
     return Sample(ids, mask)
-
-
-def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    iterator = iter(items)
-    while chunk := list(islice(iterator, size)):
-        yield chunk

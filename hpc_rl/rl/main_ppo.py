@@ -46,14 +46,12 @@ class TaskRunner:
 
     def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
         """Train; the exit code. Its output goes to `driver.log` in the folder of logs."""
-        from transformers.utils import logging
-
         from hpc_rl.rl.setup import set_up
         from hpc_rl.rl.trainer import train
-        from hpc_rl.rl.workers.process import log_to
+        from hpc_rl.rl.workers.process import log_to, quiet_libraries
 
         log_to(driver_log(logs))
-        logging.set_verbosity_error()
+        quiet_libraries()
         state = set_up(config, run, logs)
         try:
             return train(state)

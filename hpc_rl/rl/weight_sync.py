@@ -118,6 +118,15 @@ class Weights:
         """What iteration will yield, without any communication."""
         return [Slot(name, self.dtype, tuple(parameter.shape)) for name, parameter in self.parameters.items()]
 
+    def lie_whole(self) -> bool:
+        """Whether iteration yields the parameters themselves, in host memory."""
+        return all(
+            not isinstance(parameter, DTensor)
+            and (parameter.device.type, parameter.dtype) == ("cpu", self.dtype)
+            and parameter.is_contiguous()
+            for parameter in self.parameters.values()
+        )
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, one at a time. With sharded parameters all ranks iterate together."""
         for name, parameter in self.parameters.items():
@@ -178,56 +187,51 @@ class HostReceiver:
 
 
 class Engines:
-    """Engines in Ray actors that have the four calls; what vLLM calls a VLLMWeightSyncClient."""
+    """Engines in Ray actors that have the four calls: what vLLM calls a VLLMWeightSyncClient. May be sent to actors."""
 
-    def __init__(self, actors: Sequence[Any], timeout_s: float, workers_each: int = 1) -> None:
+    def __init__(self, actors: Sequence[Any], names: Sequence[str], timeout_s: float, workers_each: int = 1) -> None:
         """
         Args:
-            actors: handles of the Ray actors.
+            actors: handles.
+            names: of the actors, for errors.
             timeout_s: longest time for one call.
             workers_each: processes of one engine (tensor parallel size).
+
+        All calls raise RunError where an engine died or did not answer in time.
         """
         self.actors = list(actors)
+        self.names = list(names)
         self.timeout_s = timeout_s
         self.workers_each = workers_each
 
-    def part(self, indices: Iterable[int]) -> Engines:
-        return Engines([self.actors[index] for index in indices], self.timeout_s, self.workers_each)
+    def part(self, indices: Sequence[int]) -> Engines:
+        actors, names = [self.actors[index] for index in indices], [self.names[index] for index in indices]
+        return Engines(actors, names, self.timeout_s, self.workers_each)
+
+    def call(self, method: str, *arguments: Any) -> list[Called]:
+        """Begin a call of every engine."""
+        return [
+            Called(getattr(actor, method).remote(*arguments), name)
+            for actor, name in zip(self.actors, self.names, strict=True)
+        ]
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        calls = []
-        for index, actor in enumerate(self.actors):
+        calls: list[Called] = []
+        for index in range(len(self.actors)):
             own = dict(init_info)
             if "rank_offset" in own:  # vLLM counts the workers of one engine; these are several
                 own["rank_offset"] += index * self.workers_each
-            calls.append(Called(actor.init_weight_transfer_engine.remote(own), f"rollout engine {index}"))
+            calls += self.part([index]).call("init_weight_transfer_engine", own)
         results(calls, self.timeout_s)
 
     def start_weight_update(self) -> None:
-        self.wait(self._call("start_weight_update"))
+        results(self.call("start_weight_update"), self.timeout_s)
 
     def update_weights(self, update: Any) -> None:
-        self.wait(self.begin_update(update))
+        results(self.call("update_weights", update), self.timeout_s)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.wait(self._call("finish_weight_update"))
-
-    def begin_update(self, update: Any) -> list[Called]:
-        """`update_weights` without waiting."""
-        return self._call("update_weights", update)
-
-    def wait(self, calls: Sequence[Called]) -> None:
-        """
-        Raises:
-            RunError: an engine died or did not answer in time.
-        """
-        results(calls, self.timeout_s)
-
-    def _call(self, method: str, *arguments: Any) -> list[Called]:
-        return [
-            Called(getattr(actor, method).remote(*arguments), f"rollout engine {index}")
-            for index, actor in enumerate(self.actors)
-        ]
+        results(self.call("finish_weight_update"), self.timeout_s)
 
 
 class Sender(Protocol):
@@ -248,15 +252,16 @@ class HostSender:
             bucket_bytes: most bytes on their way at a time. A single larger tensor is let through.
         """
         self._weights = weights
+        self._timeout_s = engines.timeout_s
         own = ray.get_runtime_context().get_node_id()
         rank_nodes = [own] * world.size
         if world.size > 1:
             dist.all_gather_object(rank_nodes, own)
         mine = deal(engine_nodes, rank_nodes)[world.rank]
-        self._near = engines.part(index for index in mine if engine_nodes[index] == own)
-        self._far = engines.part(index for index in mine if engine_nodes[index] != own)
+        self._near = engines.part([index for index in mine if engine_nodes[index] == own])
+        self._far = engines.part([index for index in mine if engine_nodes[index] != own])
         self._buckets = plan(weights.metadata(), bucket_bytes // IN_FLIGHT)
-        self._shares = all(_can_share(parameter, weights.dtype) for parameter in weights.parameters.values())
+        self._shares = weights.lie_whole()
         self._places: list[tuple[MemoryFile, int]] = []
         """Memory of each bucket and where in it the bucket starts."""
         if mine:
@@ -268,19 +273,17 @@ class HostSender:
             for _ in tensors:  # takes part in gathering
                 pass
             return
-        for engines in (self._near, self._far):
-            engines.start_weight_update()
-        pending: list[tuple[list[Called], list[Called]]] = []
+        # An actor takes its calls in order, so only memory that is needed again is waited for, and the end.
+        pending = [self._both("start_weight_update")]
         for slots, (memory, start) in zip(self._buckets, self._places, strict=True):
-            if len(pending) == IN_FLIGHT:
-                self._wait(*pending.pop(0))
+            if len(pending) > IN_FLIGHT:
+                self._wait(pending.pop(0))
             for slot in slots:
                 self._write(slot, next(tensors)[1], memory.bytes[start:])
             pending.append(self._hand_out(slots, memory, start))
+        pending.append(self._both("finish_weight_update"))
         for calls in pending:
-            self._wait(*calls)
-        for engines in (self._near, self._far):
-            engines.finish_weight_update()
+            self._wait(calls)
 
     def _allocate(self) -> list[tuple[MemoryFile, int]]:
         sizes = [_aligned(slots[-1].start + slots[-1].nbytes) for slots in self._buckets]
@@ -298,17 +301,19 @@ class HostSender:
         if self._shares:
             self._weights.parameters[slot.name].data = target
 
-    def _hand_out(self, slots: tuple[Slot, ...], memory: MemoryFile, start: int) -> tuple[list[Called], list[Called]]:
+    def _hand_out(self, slots: tuple[Slot, ...], memory: MemoryFile, start: int) -> list[Called]:
         nbytes = slots[-1].start + slots[-1].nbytes
-        near = self._near.begin_update(Bucket(slots, memory.segment(start, nbytes)))
-        if not self._far.actors:
-            return near, []
-        copied = ray.put(Bucket(slots, memory.bytes[start : start + nbytes].numpy()))
-        return near, self._far.begin_update(copied)
+        calls = self._near.call("update_weights", Bucket(slots, memory.segment(start, nbytes)))
+        if self._far.actors:
+            copied = ray.put(Bucket(slots, memory.bytes[start : start + nbytes].numpy()))
+            calls += self._far.call("update_weights", copied)
+        return calls
 
-    def _wait(self, near: list[Called], far: list[Called]) -> None:
-        self._near.wait(near)
-        self._far.wait(far)
+    def _both(self, method: str) -> list[Called]:
+        return self._near.call(method) + self._far.call(method)
+
+    def _wait(self, calls: list[Called]) -> None:
+        results(calls, self._timeout_s)
 
 
 def deal(engine_nodes: Sequence[str], rank_nodes: Sequence[str]) -> list[list[int]]:
@@ -343,11 +348,6 @@ def gpu_sender(
         info = NCCLTrainerInitInfo(host, int(port), 1 + workers, rank=world.rank, packed_buffer_size_bytes=size)
     sender: Sender = WeightTransferTrainerFactory.trainer_init(info, client=engines, source=weights)
     return sender
-
-
-def _can_share(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-    whole = not isinstance(parameter, DTensor) and parameter.device.type == "cpu"
-    return whole and parameter.dtype == dtype and parameter.is_contiguous()
 
 
 def _packed(tensors: dict[str, torch.Tensor]) -> Bucket:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from hpc_rl.tracking.metrics import Record
-from hpc_rl.tracking.text import losses, rates
+from hpc_rl.tracking.text import learning, rates
 
 
 class ProgressView:
@@ -46,7 +46,7 @@ class ProgressView:
         """Show a record of metrics.jsonl."""
         if self._live is not None:
             self._progress.update(self._task, completed=latest["step"], total=latest["total_steps"])
-            self._live.update(self._rows(" · ".join([*losses(latest), *rates(latest)])))
+            self._live.update(self._rows(" · ".join([*learning(latest), *rates(latest)])))
 
     def _rows(self, numbers: str) -> Group:
         return Group(self._progress, Text(numbers, style="cyan"))

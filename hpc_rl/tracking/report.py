@@ -71,7 +71,12 @@ def _facts(records: Sequence[Record]) -> list[str]:
 def _numbers(records: Sequence[Record]) -> list[tuple[str, str]]:
     """The run in a row: where losses ended, how fast it was (median, since first steps and saves are slow)."""
     numbers = []
-    for label, key in (("Training loss", "train/loss"), ("Validation loss", "val/loss")):
+    for label, key in (
+        ("Training loss", "train/loss"),
+        ("Validation loss", "val/loss"),
+        ("Training score", "critic/score/mean"),
+        ("Validation score", "val/score"),
+    ):
         if values := _points(records, key):
             first, end = values[0][1], values[-1][1]
             numbers.append((label, f"{end:.4f}" if len(values) == 1 else f"{first:.3f} → {end:.3f}"))
@@ -94,6 +99,13 @@ def _plots(records: Sequence[Record]) -> list[Plot]:
         ("Validation loss", "per target token", "val/loss", False),
         ("Learning rate", "", "train/lr", True),
         ("Gradient norm", "before clipping", "train/grad_norm", True),
+        ("Training score", "mean of a step's responses", "critic/score/mean", False),
+        ("Validation score", "greedy responses", "val/score", False),
+        ("Response length", "tokens, mean", "response_length/mean", True),
+        ("Entropy", "nats per token", "actor/entropy", True),
+        ("Update", "KL(old, new) per token", "actor/ppo_kl", False),
+        ("Clipped", "part of the tokens", "actor/pg_clipfrac", True),
+        ("Critic", "explained variance", "critic/vf_explained_var", False),
         ("Speed", "tokens/s", "perf/tokens_per_s", True),
         ("Memory", "GB", "perf/max_memory_gb", True),
     ]

@@ -40,16 +40,29 @@ def rates(record: Record) -> list[str]:
     return [text(record[key]) for key, text in texts.items() if record.get(key) is not None]
 
 
-def losses(record: Record) -> list[str]:
-    """Losses, learning rate and gradient norm, as far as the record has them; null (NaN, Inf) is shown as nan."""
-    names = {"train/loss": "loss", "val/loss": "val loss", "train/lr": "lr", "train/grad_norm": "grad"}
-    return [f"{name} {_or_nan(record[key], name)}" for key, name in names.items() if key in record]
+_LEARNING = {
+    "train/loss": "loss",
+    "val/loss": "val loss",
+    "train/lr": "lr",
+    "train/grad_norm": "grad",
+    "critic/score/mean": "score",
+    "val/score": "val score",
+    "response_length/mean": "length",
+    "actor/entropy": "entropy",
+    "actor/ppo_kl": "kl",
+    "actor/grad_norm": "grad",
+}
+
+
+def learning(record: Record) -> list[str]:
+    """How learning goes, as far as the record has it; null (NaN, Inf) is shown as nan."""
+    return [f"{name} {_or_nan(record[key], name)}" for key, name in _LEARNING.items() if key in record]
 
 
 def step_line(record: Record) -> str:
     """One line for a log file: step 12/117 | loss 1.234 | lr 9.8e-06 | grad 0.87 | 12.3k tok/s | ... | ETA 1:02"""
     total = record["total_steps"]
-    return " | ".join([f"step {record['step']:>{len(str(total))}}/{total}", *losses(record), *rates(record)])
+    return " | ".join([f"step {record['step']:>{len(str(total))}}/{total}", *learning(record), *rates(record)])
 
 
 def _or_nan(value: float | None, name: str) -> str:

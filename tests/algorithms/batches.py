@@ -53,3 +53,8 @@ def tokens(*parts: Rows) -> Iterator[tuple[float, ...]]:
 
 def lengths_of(rows: Rows) -> torch.Tensor:
     return torch.tensor([len(row) for row in rows], dtype=torch.int64)
+
+
+def weighted_sum(values_N: torch.Tensor, weights_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """Sum over tokens of value times the weight of the token's response: a scalar; 0 of no tokens."""
+    return (values_N * weights_B.repeat_interleave(lengths_B, output_size=len(values_N))).sum()

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.algorithms import losses
-from hpc_rl.algorithms.losses import POLICY_LOSSES, Clip, LossAgg, PolicyLoss, response_weights, weighted_sum
+from hpc_rl.algorithms.losses import POLICY_LOSSES, Clip, LossAgg, PolicyLoss, response_weights
 from hpc_rl.config.schema import AlgorithmConfig
 from tests.algorithms import reference
-from tests.algorithms.batches import flat, lengths, lengths_of, no_deadline, numbers, rows, tokens
+from tests.algorithms.batches import flat, lengths, lengths_of, no_deadline, numbers, rows, tokens, weighted_sum
 
 MODES: tuple[LossAgg, ...] = get_args(LossAgg)
 # Steps of 0.13 never put a ratio, nor a value, on a bound, where float32 and float64 may differ on which side it is.

@@ -78,6 +78,18 @@ def test_arithmetic(tmp_path: Path, data: DataConfig) -> None:
         arithmetic.generate(tmp_path, 10, 10**6)
 
 
+def test_arithmetic_for_two_kinds_of_training(tmp_path: Path) -> None:
+    """Few questions to imitate, more to be rewarded for, and the same unseen ones to be measured on."""
+    for name, train in (("few", 100), ("more", 2000)):
+        arithmetic.generate(tmp_path / name, train, 200, seed=3, largest=50)
+    few, more = (list(read_rows(tmp_path / name / "train.jsonl")) for name in ("few", "more"))
+    assert few == more[:100] and len({row["messages"][0]["content"] for row in more}) == 2000
+    assert (tmp_path / "few" / "val.jsonl").read_bytes() == (tmp_path / "more" / "val.jsonl").read_bytes()
+    assert max(int(row["answer"]) for row in more) > 80
+    with pytest.raises(UserError, match="at least 1"):
+        arithmetic.generate(tmp_path, 10, 10, largest=0)
+
+
 def test_an_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write"):

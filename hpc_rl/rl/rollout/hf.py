@@ -21,7 +21,7 @@ from torch import nn
 from hpc_rl.errors import UserError
 from hpc_rl.rl.rollout.base import Completion, Sampling
 from hpc_rl.rl.rollout.kv_cache import Decode, KVCache, Prefill, PrefillDone
-from hpc_rl.rl.rollout.sampling import sample, uniforms
+from hpc_rl.rl.rollout.sampling import Sampler, uniforms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -135,11 +135,12 @@ class _Generation:
         self.cache = cache
         self.prompts = prompts
         self.sampling = sampling
-        self.weight_VH = hf.get_output_embeddings().weight
-        self.device = device = self.weight_VH.device
+        weight_VH = hf.get_output_embeddings().weight
+        self.device = device = weight_VH.device
         self.last_layer = hf.config.get_text_config().num_hidden_layers - 1
         self.places = min(cache.rows, len(prompts))
         self.waiting = list(range(len(prompts)))[::-1]
+        self.sampler = Sampler(weight_VH, self.places, sampling)
 
         self.live = 0
         self.sequence_B = np.zeros(self.places, np.int64)
@@ -159,7 +160,7 @@ class _Generation:
         self.uniforms = torch.from_numpy(uniforms(seeds, sampling.max_new_tokens)).to(device).view(-1)
         self.tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(size, dtype=torch.float32, device=device)
-        ends_V = np.zeros(self.weight_VH.shape[0], bool)
+        ends_V = np.zeros(weight_VH.shape[0], bool)
         ends_V[list(eos_token_ids)] = True
         self.ends_V = torch.from_numpy(ends_V).to(device)
 
@@ -223,8 +224,7 @@ class _Generation:
         token_B, position_B, output_B = self.token_B[batch], self.position_B[batch], self.output_B[batch]
         attend = Decode(self.cache, position_B, int(self.length_B[batch].max()))
         hidden_BH = self._backbone(token_B, position_B, attend)
-        logits_BV = (hidden_BH @ self.weight_VH.t()).float()
-        drawn_B, logprob_B = sample(logits_BV, self.uniforms[output_B], self.sampling)
+        drawn_B, logprob_B = self.sampler(hidden_BH, self.uniforms[output_B])
         self.tokens.index_copy_(0, output_B, drawn_B)
         self.logprobs.index_copy_(0, output_B, logprob_B)
         self.ended_B[batch] |= self.ends_V[drawn_B]

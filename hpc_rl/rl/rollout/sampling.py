@@ -26,12 +26,34 @@ def uniforms(seeds: Sequence[int], steps: int) -> NDArray[np.float32]:
     return drawn
 
 
-def sample(logits_BV: torch.Tensor, uniform_B: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+class Sampler:
+    """LM head and drawing, in buffers that all steps share."""
+
+    def __init__(self, weight_VH: torch.Tensor, rows: int, sampling: Sampling) -> None:
+        self.weight_VH = weight_VH
+        self.sampling = sampling
+        self._logits = weight_VH.new_empty(rows, weight_VH.shape[0], dtype=torch.float32)
+        self._scratch = torch.empty_like(self._logits)
+
+    def __call__(self, hidden_BH: torch.Tensor, uniform_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and log-probabilities, as `sample` returns them."""
+        logits_BV = self._logits[: hidden_BH.shape[0]]
+        if hidden_BH.dtype == torch.float32:
+            torch.mm(hidden_BH, self.weight_VH.t(), out=logits_BV)
+        else:
+            logits_BV.copy_(hidden_BH @ self.weight_VH.t())
+        return sample(logits_BV, uniform_B, self.sampling, self._scratch[: hidden_BH.shape[0]])
+
+
+def sample(
+    logits_BV: torch.Tensor, uniform_B: torch.Tensor, sampling: Sampling, scratch_BV: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One token for each row.
 
     Args:
         logits_BV: float32; overwritten.
         uniform_B: float32 in [0, 1).
+        scratch_BV: float32; overwritten.
 
     Returns:
         tokens [B], int64, and their log-probabilities [B], float32, under softmax(logits / temperature), at temperature
@@ -44,7 +66,8 @@ def sample(logits_BV: torch.Tensor, uniform_B: torch.Tensor, sampling: Sampling)
     if sampling.temperature != 1:
         logits_BV.div_(sampling.temperature)
     # amax: max, which finds positions too, takes longer than all the rest.
-    weights_BV = logits_BV.sub_(logits_BV.amax(dim=1, keepdim=True)).exp()
+    logits_BV.sub_(logits_BV.amax(dim=1, keepdim=True))
+    weights_BV = torch.exp(logits_BV, out=scratch_BV)
     if sampling.top_k or sampling.top_p < 1:
         total_B1 = weights_BV.sum(dim=1, keepdim=True)
         token_B1 = _from_truncated(weights_BV, uniform_B[:, None], sampling)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -38,6 +39,15 @@ def log_to(path: Path) -> None:
     os.close(descriptor)
     # Ray has replaced the streams by its own, which write to its session's folder.
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+
+
+def quiet_libraries() -> None:
+    """Keep tables of unused weights, bars of control characters and advice to library authors out of the logs."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 def free_endpoint() -> str:

@@ -58,10 +58,7 @@ class Worker:
 
     def start(self, endpoint: str) -> None:
         """Join the pool's process group and load the models of the roles."""
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()  # tables of unused weights, and bars of control characters
-        logging.disable_progress_bar()
+        process.quiet_libraries()
         own = process.local_rank(os.environ, process.assigned_devices())
         os.environ.update(process.group_environment(self.rank, self.size, endpoint, own))
         torch.manual_seed(self.config.trainer.seed + self.rank)

@@ -1,0 +1,42 @@
+"""All rows of what train_files or val_files name, whichever kind each is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TypeVar
+
+from hpc_rl.data.hub import load_split
+from hpc_rl.data.rows import CannotCheck, Row, is_file, read_rows
+from hpc_rl.errors import UserError
+
+T = TypeVar("T")
+
+
+def all_rows(files: Sequence[str], split: str) -> Iterator[tuple[Row, str]]:
+    """Every row with its place ("FILE, row N"), file after file.
+
+    Args:
+        files: parquet or jsonl files, or names of `datasets` data sets.
+        split: "train" or "test"; which part of a `datasets` data set to take.
+
+    Raises:
+        UserError: a file is missing, unreadable or empty.
+    """
+    for file in files:
+        try:
+            rows: Iterable[Row] = read_rows(file) if is_file(file) else load_split(file, split)
+            number = 0
+            for number, row in enumerate(rows, start=1):
+                yield row, f"{file}, row {number}"
+        except CannotCheck as error:
+            raise UserError(f"{error}; install hpc-rl[train]") from error
+        if not number:
+            raise UserError(f"{file}: the data set is empty")
+
+
+def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """The items in lists of `size`, the last one shorter where they do not divide."""
+    iterator = iter(items)
+    while chunk := list(islice(iterator, size)):
+        yield chunk

@@ -1,0 +1,98 @@
+"""A reward server. The protocol:
+
+Each response is one request, of which `reward.workers` are on their way at a time:
+
+    POST reward.url    Content-Type: application/json
+    {"prompt": "...", "response": "...", "answer": ..., and what reward.kwargs holds}
+
+and is answered with status 200 and
+
+    {"score": 0.5}
+
+`prompt` is the text that the chat template wrote, `answer` the row's reference answer (what JSON lacks becomes text).
+A request may come twice: where the connection fails it is sent again, 3 times in all, within `reward.timeout_s`. Any
+other status or answer counts as a failure of this response. Proxies are those of the environment (`http_proxy`,
+`no_proxy`).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, build_opener
+
+from hpc_rl.rewards.number import to_score
+from hpc_rl.rewards.worker import Result, failed
+
+_ATTEMPTS = 3
+_PAUSE_S = 0.2  # before the second attempt, twice that before the third
+_LONGEST_ANSWER = 1 << 20
+
+
+class Endpoint:
+    """One URL, asked by some threads at a time."""
+
+    def __init__(self, url: str, timeout_s: float, workers: int) -> None:
+        self._url, self._timeout_s = url, timeout_s
+        self._opener = build_opener()
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
+        self._closed = threading.Event()
+
+    def results(self, bodies: Sequence[Mapping[str, Any]]) -> list[Result]:
+        """One result per request, in order."""
+        return list(self._threads.map(self._result, bodies))
+
+    def close(self) -> None:
+        """Wait for the requests that are on their way, at most reward.timeout_s."""
+        self._closed.set()
+        self._threads.shutdown(cancel_futures=True)
+
+    def _result(self, body: Mapping[str, Any]) -> Result:
+        data = json.dumps(body, default=str).encode()
+        deadline = time.monotonic() + self._timeout_s
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return _score_in(self._post(data, deadline))
+            except HTTPError as error:
+                error.close()
+                return failed(f"{self._url} answers {error.code} {error.reason}")
+            except (OSError, HTTPException) as error:
+                cause = error.reason if isinstance(error, URLError) else error
+                if isinstance(cause, TimeoutError) or time.monotonic() > deadline:
+                    return failed(f"{self._url} took over {self._timeout_s:g} s")
+                problem = f"{self._url} cannot be asked: {cause or type(cause).__name__}"
+            pause = min(_PAUSE_S * 2 ** (attempt - 1), deadline - time.monotonic())
+            if attempt == _ATTEMPTS or self._closed.wait(max(pause, 0)):
+                break
+        return failed(problem)
+
+    def _post(self, data: bytes, deadline: float) -> bytes:
+        request = Request(self._url, data, {"Content-Type": "application/json"})
+        left = max(deadline - time.monotonic(), 0.001)
+        answer = b""
+        with self._opener.open(request, timeout=left) as reply:
+            # A read ends when something came: a server that sends a byte now and then must not go on for ever.
+            while len(answer) < _LONGEST_ANSWER and (part := reply.read1(65536)):
+                answer += part
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+        return answer
+
+
+def _score_in(answer: bytes) -> Result:
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or "score" not in found:
+        return failed(f'the server answers {answer[:80]!r}, where {{"score": number}} is needed')
+    try:
+        return to_score(found["score"]), None
+    except ValueError as error:
+        return failed(str(error))
