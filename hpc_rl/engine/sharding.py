@@ -7,13 +7,11 @@ and replicas over all: gradients are all-reduced once per step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal, TypeVar
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from hpc_rl.engine.distributed import World
 from hpc_rl.engine.model import PackedModel
@@ -50,16 +48,6 @@ def begin_micro_batch(model: PackedModel, sharding: Sharding, last: bool) -> Non
         model.set_is_last_backward(last)
         if sharding != "full":
             model.set_reshard_after_backward(last)
-
-
-def whole_parameters(model: PackedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter by its Hugging Face name, put together from all ranks, one at a time; tied ones once.
-
-    Every rank takes part, and takes each before the next.
-    """
-    for name, parameter in model.hf.named_parameters():
-        detached = parameter.detach()
-        yield name, detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
 def loss_factor(model: PackedModel, world: World) -> float:

@@ -23,6 +23,7 @@ from hpc_rl.rl.calls import Called, Pending
 from hpc_rl.rl.layout import Layout, Shard, plan_step, shards
 from hpc_rl.rl.pools import Pool
 from hpc_rl.rl.rollout.base import Completion, Sampling
+from hpc_rl.rl.rollout.handles import EngineHandles
 from hpc_rl.rl.workers.learner import Sums
 from hpc_rl.rl.workers.worker import Worker
 
@@ -110,10 +111,19 @@ class WorkerGroup:
         self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
     ) -> Pending[list[Completion]]:
         """By the engines in the workers' processes; each takes a contiguous part."""
-        return self._each("generate", split_requests(prompts, seeds, sampling, self.size), _concatenate)
+        return self._each("generate", split_requests(prompts, seeds, sampling, self.size), concatenate)
 
     def sync_engine(self) -> Pending[None]:
         return self._all("sync_engine", combine=_nothing)
+
+    def connect_engines(self, engines: EngineHandles) -> Pending[None]:
+        """Prepare to send weights to engines in other processes, which have started."""
+        endpoint = self._workers[0].endpoint.remote()
+        return self._all("connect_engines", engines, endpoint, combine=_nothing)
+
+    def send_weights(self) -> Pending[None]:
+        """Send the policy's weights to these engines."""
+        return self._all("send_weights", combine=_nothing)
 
     def sleep_engine(self) -> Pending[None]:
         return self._all("sleep_engine", combine=_nothing)
@@ -161,7 +171,7 @@ def split_requests(
         yield prompts[start:end], seeds[start:end], sampling
 
 
-def _concatenate(parts: list[list[T]]) -> list[T]:
+def concatenate(parts: list[list[T]]) -> list[T]:
     return [item for part in parts for item in part]
 
 

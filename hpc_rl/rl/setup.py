@@ -18,6 +18,7 @@ from hpc_rl.rewards.scorer import open_scorer
 from hpc_rl.rl import checkpoints, plan
 from hpc_rl.rl.group import WorkerGroup
 from hpc_rl.rl.pools import Pool, create_pools
+from hpc_rl.rl.rollout.group import EngineGroup
 from hpc_rl.rl.rollout.rollout import Colocated, Rollout
 from hpc_rl.rl.sampling import Sampler
 from hpc_rl.rl.scoring import FunctionScoring, ModelScoring, Scoring

@@ -18,10 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from hpc_rl.config.schema import PpoConfig
 from hpc_rl.data.chat import chat_template
-from hpc_rl.engine import distributed, guards, sharding
+from hpc_rl.engine import distributed, guards
 from hpc_rl.engine.model import load_tokenizer
 from hpc_rl.rl.layout import Shard
 from hpc_rl.rl.rollout.base import Completion, RolloutEngine, Sampling
+from hpc_rl.rl.rollout.handles import EngineHandles, open_sender
+from hpc_rl.rl.rollout.load import engine_dtype, load_hf_engine
+from hpc_rl.rl.weight_sync import Sender, Weights
 from hpc_rl.rl.workers import process
 from hpc_rl.rl.workers.held import Held, hold
 from hpc_rl.rl.workers.learner import Learner, Sums
@@ -52,6 +55,7 @@ class Worker:
         self._reference: Reference | None = None
         self._reward: RewardModel | None = None
         self._engine: RolloutEngine | None = None
+        self._sender: Sender | None = None
 
     def endpoint(self) -> str:
         return process.free_endpoint()
@@ -103,7 +107,18 @@ class Worker:
         """Give the engine in this process the policy's weights. Every rank calls this."""
         assert self._engine is not None
         if self.is_sharded:
-            self._engine.load_weights(sharding.whole_parameters(self.actor.model))
+            self._engine.load_weights(Weights(self.actor.model.hf, getattr(torch, engine_dtype(self.config))))
+
+    def connect_engines(self, engines: EngineHandles, endpoint: str) -> None:
+        """Prepare `send_weights`. Every rank calls this, while the engines are up."""
+        dtype = getattr(torch, engine_dtype(self.config))
+        bucket_bytes = self.config.rollout.sync_bucket_mb * 10**6
+        self._sender = open_sender(Weights(self.actor.model.hf, dtype), engines, self.world, bucket_bytes, endpoint)
+
+    def send_weights(self) -> None:
+        """Give the engines in other processes the policy's weights. Every rank calls this."""
+        assert self._sender is not None
+        self._sender.send_weights()
 
     def sleep_engine(self) -> None:
         assert self._engine is not None
@@ -157,8 +172,6 @@ class Worker:
 
     def _hf_engine(self) -> RolloutEngine:
         """On the policy's own weights where they lie whole in this process, else on a copy of them."""
-        from hpc_rl.rl.rollout.load import load_hf_engine
-
         return load_hf_engine(self.config, None if self.is_sharded else self.actor.model)
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
