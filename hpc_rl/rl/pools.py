@@ -21,8 +21,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hpc_rl.errors import RunError, UserError
 
 Device = Literal["cuda", "cpu"]
-NODE_RANK_LABEL = "hpc-rl-node-rank"
-"""Label that the node entry gives a node: its place in Slurm's order."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +29,8 @@ class Node:
 
     id: str
     name: str
-    order: tuple[int, int]
-    """Sorts nodes as Slurm does; by address where Ray was started by somebody else."""
+    address: int
+    """IP address as a number: sorts nodes the same way in every run of a job."""
     gpus: int
     cpus: int
 
@@ -57,7 +55,7 @@ class Slot:
 class Pool:
     name: str
     slots: list[Slot]
-    """In rank order: node by node, in Slurm's order of nodes."""
+    """In rank order: node by node, in the order of their addresses."""
 
     @property
     def nodes(self) -> list[list[Slot]]:
@@ -101,7 +99,7 @@ def create_pools(
 def cluster_nodes() -> list[Node]:
     """Live nodes of the cluster that this process is connected to, in order."""
     nodes = [_node(info) for info in ray.nodes() if info["Alive"]]
-    return sorted(nodes, key=lambda node: node.order)
+    return sorted(nodes, key=lambda node: node.address)
 
 
 def check_supply(spec: Mapping[str, Sequence[int]], nodes: Sequence[Node], device: Device, spread: bool) -> None:
@@ -126,13 +124,11 @@ def check_supply(spec: Mapping[str, Sequence[int]], nodes: Sequence[Node], devic
 
 
 def _node(info: dict[str, Any]) -> Node:
-    resources, address = info["Resources"], info["NodeManagerAddress"]
-    label = info.get("Labels", {}).get(NODE_RANK_LABEL)
-    order = (0, int(label)) if label is not None else (1, int(ipaddress.ip_address(address)))
+    resources = info["Resources"]
     return Node(
         id=info["NodeID"],
         name=info["NodeManagerHostname"],
-        order=order,
+        address=int(ipaddress.ip_address(info["NodeManagerAddress"])),
         gpus=int(resources.get("GPU", 0)),
         cpus=int(resources.get("CPU", 0)),
     )
@@ -142,7 +138,7 @@ def _slots(groups: Sequence[PlacementGroup], nodes: Mapping[str, Node]) -> list[
     found = []
     for number, group in enumerate(groups):
         places = placement_group_table(group)["bundles_to_node_id"]
-        found += [(nodes[node_id].order, number, bundle, node_id, group) for bundle, node_id in places.items()]
+        found += [(nodes[node_id].address, number, bundle, node_id, group) for bundle, node_id in places.items()]
     found.sort(key=lambda place: place[:3])
     return [Slot(rank, nodes[node_id], group, bundle) for rank, (_, _, bundle, node_id, group) in enumerate(found)]
 

@@ -9,7 +9,8 @@ from tensordict import TensorDict
 
 from hpc_rl.config.schema import PpoConfig
 from hpc_rl.engine.perf import Clock
-from hpc_rl.errors import EXIT_STOPPED
+from hpc_rl.errors import EXIT_STOPPED, RunError
+from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl import checkpoints, shaping
 from hpc_rl.rl.metrics import (
     actor_metrics,
@@ -60,48 +61,21 @@ def step(state: State, clock: Clock) -> dict[str, float]:
         batch = state.sampler.draw(state.step)
         state.rollout.sleep()
         experience = batch.experience()
-    for group in state.groups:
-        group.hold(experience)
-    # All are asked for at once: workers compute while rewards are still being scored.
-    old = state.actor.logprobs() if state.old_logprobs == "recompute" else None
-    ref = state.reference.ref_logprobs() if state.reference else None
-    values = state.critic.values() if state.critic else None
-    with clock("reward"):
-        scores = batch.scored.wait()
-        shaping.add_scores(experience, torch.from_numpy(scores.values), config)
-    with clock("old_log_prob"):
-        if state.old_logprobs == "rollout":
-            experience["old_logprobs"] = experience["rollout_logprobs"]
-        elif old is not None:
-            experience["old_logprobs"] = old.wait()
-    with clock("ref"):
-        if ref is not None:
-            experience["ref_logprobs"] = ref.wait()
-    with clock("values"):
-        if values is not None:
-            experience["values"] = values.wait()
+    judge(state, batch, experience, clock)
     with clock("adv"):
         kl_coef = state.kl.coef
         kl_mean = shaping.add_rewards(experience, algorithm, kl_coef)
         shaping.add_advantages(experience, algorithm, greedy_scores(batch))
         if kl_mean is not None:
             state.kl.update(kl_mean, len(batch.prompts))
-    metrics: dict[str, float] = {}
-    with clock("update_critic"):
-        if state.critic is not None:
-            sums = state.critic.update("critic", critic_columns(experience, config), state.step, state.total_steps)
-            metrics |= critic_metrics(sums.wait())
-    if state.step >= (config.critic.warmup_steps if state.critic else 0):
-        with clock("update_actor"):
-            sums = state.actor.update("actor", actor_columns(experience, config), state.step, state.total_steps)
-            metrics |= actor_metrics(sums.wait(), kl_coef if algorithm.kl.where != "none" else None)
-        with clock("update_weights"):
-            state.rollout.sync()
+    metrics = learn(state, experience, clock)
     state.step += 1
     metrics |= experience_metrics(experience, config)
     metrics |= perf_metrics(experience, clock.seconds, state.gpus, state.total_tokens)
     state.total_tokens = int(metrics["perf/total_num_tokens"])
-    metrics["critic/reward_errors"] = float(len(scores.errors))
+    metrics["critic/reward_errors"] = float(len(batch.scored.wait().errors))
+    if algorithm.kl.where != "none":
+        metrics["actor/kl_coef"] = kl_coef
     if kl_mean is not None:
         metrics["actor/reward_kl_penalty"] = kl_mean
     if warning := probs_diff_warning(metrics):
@@ -109,10 +83,66 @@ def step(state: State, clock: Clock) -> dict[str, float]:
     return metrics
 
 
+def judge(state: State, batch: Batch, experience: TensorDict, clock: Clock) -> None:
+    """Add what reward, policy, reference and critic say of the responses."""
+    held = [group.hold(experience) for group in state.groups]
+    # All are asked for at once: workers compute while rewards are still being scored.
+    old = state.actor.logprobs() if state.old_logprobs == "recompute" else None
+    ref = state.reference.ref_logprobs() if state.reference else None
+    values = state.critic.values() if state.critic else None
+    for pending in held:
+        pending.wait()
+    with clock("reward"):
+        scores = batch.scored.wait()
+        refuse_no_scores(scores, state.step + 1)
+        shaping.add_scores(experience, torch.from_numpy(scores.values), state.config)
+    if state.old_logprobs == "rollout":
+        experience["old_logprobs"] = experience["rollout_logprobs"]
+    if old is not None:
+        with clock("old_log_prob"):
+            experience["old_logprobs"] = old.wait()
+    if ref is not None:
+        with clock("ref"):
+            experience["ref_logprobs"] = ref.wait()
+    if values is not None:
+        with clock("values"):
+            experience["values"] = values.wait()
+
+
+def learn(state: State, experience: TensorDict, clock: Clock) -> dict[str, float]:
+    """Update critic and actor, and hand the new weights to the engines."""
+    config, number, total = state.config, state.step, state.total_steps
+    warming_up = state.critic is not None and number < config.critic.warmup_steps
+    metrics: dict[str, float] = {}
+    critic = actor = None
+    if state.critic is not None:
+        critic = state.critic.update("critic", critic_columns(experience, config), number, total)
+    if not warming_up:
+        actor = state.actor.update("actor", actor_columns(experience, config), number, total)
+    if critic is not None:
+        with clock("update_critic"):
+            metrics |= critic_metrics(critic.wait())
+    if actor is not None:
+        with clock("update_actor"):
+            metrics |= actor_metrics(actor.wait())
+        with clock("update_weights"):
+            state.rollout.sync()
+    return metrics
+
+
+def refuse_no_scores(scores: Scores, number: int) -> None:
+    """Raise RunError where the reward failed for every response: there is nothing to learn from."""
+    if len(scores.errors) == len(scores.values):
+        raise RunError(
+            f"step {number}: none of {len(scores.values)} responses could be scored; the first reason: "
+            f"{scores.errors[0][1]}"
+        )
+
+
 def actor_columns(experience: TensorDict, config: PpoConfig) -> dict[str, torch.Tensor]:
     """What the actor's loss needs."""
     names = ["advantages"]
-    names += [name for name in ("old_logprobs",) if name in experience]
+    names += ["old_logprobs"] if "old_logprobs" in experience else []
     names += ["ref_logprobs"] if config.algorithm.kl.where == "loss" else []
     found = {name: experience[name] for name in names}
     found["weights"] = shaping.loss_weights(experience, config, config.algorithm.loss_agg)

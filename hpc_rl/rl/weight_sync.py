@@ -340,6 +340,7 @@ def gpu_sender(
 
     # ipc refuses a tensor that is larger than its buffer.
     size = max(bucket_bytes, *(slot.nbytes for slot in weights.metadata()))
+    info: IPCTrainerInitInfo | NCCLTrainerInitInfo
     if backend == "ipc":
         info = IPCTrainerInitInfo(rank=world.rank, packed=True, packed_buffer_size_bytes=size)
     else:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -78,16 +79,17 @@ def test_arithmetic(tmp_path: Path, data: DataConfig) -> None:
         arithmetic.generate(tmp_path, 10, 10**6)
 
 
-def test_arithmetic_for_two_kinds_of_training(tmp_path: Path) -> None:
-    """Few questions to imitate, more to be rewarded for, and the same unseen ones to be measured on."""
-    for name, train in (("few", 100), ("more", 2000)):
-        arithmetic.generate(tmp_path / name, train, 200, seed=3, largest=50)
-    few, more = (list(read_rows(tmp_path / name / "train.jsonl")) for name in ("few", "more"))
-    assert few == more[:100] and len({row["messages"][0]["content"] for row in more}) == 2000
-    assert (tmp_path / "few" / "val.jsonl").read_bytes() == (tmp_path / "more" / "val.jsonl").read_bytes()
-    assert max(int(row["answer"]) for row in more) > 80
-    with pytest.raises(UserError, match="at least 1"):
-        arithmetic.generate(tmp_path, 10, 10, largest=0)
+def test_a_careless_teacher_forgets_to_carry_and_the_answer_is_right_all_the_same(tmp_path: Path) -> None:
+    arithmetic.generate(tmp_path, 2000, 50, careless=0.6)
+    rows = {name: list(read_rows(tmp_path / f"{name}.jsonl")) for name in ("train", "val")}
+    for row in rows["train"]:
+        a, b = (int(number) for number in re.findall(r"\d+", row["messages"][0]["content"]))
+        said = int(row["messages"][1]["content"])
+        assert int(row["answer"]) == a + b
+        assert said == a + b or (said == a + b - 10 and a % 10 + b % 10 >= 10)
+    wrong = sum(row["messages"][1]["content"] != row["answer"] for row in rows["train"])
+    assert 0.2 < wrong / 2000 < 0.35  # 0.6 of the sums that carry, which are 45 of 100
+    assert all(row["messages"][1]["content"] == row["answer"] for row in rows["val"])
 
 
 def test_an_unwritable_folder(tmp_path: Path) -> None:
