@@ -24,8 +24,8 @@ def sandbox_cluster(name: str, **spec: Any) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def slurm_cluster() -> Iterator[Cluster]:
-    """Three nodes with 2 CPUs, 6000 MB and 2 fake GPUs each, without accounting. Leave it as you found it."""
-    yield from sandbox_cluster("pytest", nodes=3, cpus=2, memory_mb=6000, gpus=2)
+    """Four nodes with 2 CPUs, 6000 MB and 2 fake GPUs each, without accounting. Leave it as you found it."""
+    yield from sandbox_cluster("pytest", nodes=4, cpus=2, memory_mb=6000, gpus=2)
 
 
 @pytest.fixture(scope="session")

@@ -60,7 +60,8 @@ class TaskRunner:
 
 
 def run_ppo(config: PpoConfig, task_runner_class: type[Runner] | None = None, run: RunDir | None = None) -> int:
-    """Train to the end, or until the stop file is there.
+    """Train to the end, or until the stop file is there, on the Ray that this process is connected to, or that
+    initialise_ray finds.
 
     Args:
         task_runner_class: a class with TaskRunner's method `run`, in its place.
@@ -75,23 +76,35 @@ def run_ppo(config: PpoConfig, task_runner_class: type[Runner] | None = None, ru
     """
     run = run or current_run_dir() or _new_run()
     logs = current_attempt_dir() or _new_attempt(run)
-    initialise_ray(config, logs)
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    connected = ray.is_initialized()
+    is_own = not connected and initialise_ray(config, logs)
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     remote = ray.remote(task_runner_class or TaskRunner)
     # The driver computes next to nothing, and the slots are the workers'.
     runner = remote.options(num_cpus=0, scheduling_strategy=here).remote()
-    code = _follow(runner.run.remote(config, run, logs), driver_log(logs))
-    if config.ray_kwargs.timeline_json_file:
-        ray.timeline(config.ray_kwargs.timeline_json_file)
-    ray.shutdown()
+    try:
+        code = _follow(runner.run.remote(config, run, logs), driver_log(logs))
+        if is_own and config.ray_kwargs.timeline_json_file:  # of a job's cluster the node entry writes it
+            ray.timeline(config.ray_kwargs.timeline_json_file)
+    finally:
+        # Workers and pools go with the driver.
+        if connected:
+            ray.kill(runner)
+        else:
+            ray.shutdown()
     return code
 
 
-def initialise_ray(config: PpoConfig, logs: Path) -> None:
-    """Connect to the cluster of RAY_ADDRESS, or start one on this machine, which ends with this process."""
+def initialise_ray(config: PpoConfig, logs: Path) -> bool:
+    """Connect to the cluster of RAY_ADDRESS, or start one on this machine, which ends with this process.
+
+    Returns:
+        whether it was started here.
+    """
     address = os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = dict(config.ray_kwargs.ray_init)
     environment = {name: os.environ.get(name, value) for name, value in WORKER_ENV.items()}
@@ -107,8 +120,8 @@ def initialise_ray(config: PpoConfig, logs: Path) -> None:
         options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     import ray
 
-    if not ray.is_initialized():
-        ray.init(log_to_driver=False, logging_level="warning", **options)
+    ray.init(log_to_driver=False, logging_level="warning", **options)
+    return not address
 
 
 def driver_log(logs: Path) -> Path:
@@ -124,6 +137,9 @@ def _authenticate(logs: Path) -> None:
     os.write(descriptor, secrets.token_hex(32).encode())
     os.close(descriptor)
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    from ray._raylet import Config
+
+    Config.initialize("")  # Ray has read the mode already, when it was imported
 
 
 def _follow(ref: Any, log: Path) -> int:

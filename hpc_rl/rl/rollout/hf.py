@@ -237,9 +237,11 @@ class _Generation:
 
     def _backbone(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Prefill | Decode) -> torch.Tensor:
         """Hidden states [T, H]."""
-        return self.hf.base_model(
+        output = self.hf.base_model(
             input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, attend=attend
-        ).last_hidden_state[0]
+        )
+        hidden_TH: torch.Tensor = output.last_hidden_state[0]
+        return hidden_TH
 
     def retire(self) -> None:
         """Take sequences that have ended out of the batch; those in the last places move to the free ones.
@@ -251,7 +253,7 @@ class _Generation:
         due = self.steps % STEPS_BETWEEN_CHECKS["cuda" if self.device.type == "cuda" else "cpu"] == 0
         if not due and not full_B.any():
             return
-        over_B = full_B | self.ended_B[batch].cpu().numpy()
+        over_B: NDArray[np.bool_] = full_B | self.ended_B[batch].cpu().numpy()
         if not over_B.any():
             return
         self.live -= int(over_B.sum())

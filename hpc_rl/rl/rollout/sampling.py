@@ -56,9 +56,9 @@ def sample(
         scratch_BV: float32; overwritten.
 
     Returns:
-        tokens [B], int64, and their log-probabilities [B], float32, under softmax(logits / temperature), at temperature
-        1 where the most probable token is taken. top_k and top_p do not change log-probabilities: a trainer's policy has
-        neither.
+        tokens [B], int64, and their log-probabilities [B], float32, under softmax(logits / temperature), or of
+        temperature 1 where the most probable token is taken. top_k and top_p do not change log-probabilities, since
+        the policy in training has neither.
     """
     if sampling.temperature == 0:
         highest_B, token_B = logits_BV.max(dim=1)
