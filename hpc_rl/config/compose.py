@@ -120,13 +120,14 @@ def _hydra_tree(job: str, overrides: Sequence[str]) -> dict[str, Any]:
 
     own = Path.cwd() / "configs"
     folders = [own, shipped("configs")] if own.is_dir() and own != shipped("configs") else [shipped("configs")]
+    recipes = next(folder for folder in [*folders, shipped("configs")] if (folder / f"{job}.yaml").is_file())
     groups = {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
     search = ",".join(f"'file://{folder}'" for folder in folders)
     arguments = [f"hydra.searchpath=[{search}]", *(_for_hydra(text, groups) for text in overrides)]
     try:
-        with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3"):
+        with initialize_config_dir(config_dir=str(recipes), version_base="1.3"):
             tree = OmegaConf.to_container(hydra_compose(job, overrides=arguments), resolve=True)
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:  # ValueError: a group set to null
         raise UserError(_first_sentence(error, overrides)) from error
     assert isinstance(tree, dict)
     return tree  # type: ignore[return-value]

@@ -44,12 +44,12 @@ def _batch_problems(config: PpoConfig) -> list[str]:
     size = config.actor.mini_batch_size
     if size is not None and responses % size:
         divisors = [n for n in range(1, responses + 1) if responses % n == 0]
-        below = max(n for n in divisors if n < size) if size > 1 else 1
-        above = min((n for n in divisors if n > size), default=responses)
+        below = max(n for n in divisors if n < size)
+        above = min((n for n in divisors if n > size), default=None)
+        nearest = f"nearest that do are {below} and {above}" if above else f"largest that does is {below}"
         found.append(
             f"actor.mini_batch_size {size} does not divide the {responses} responses of a step "
-            f"(data.train_batch_size {config.data.train_batch_size} x rollout.n {config.rollout.n}): "
-            f"the nearest that do are {below} and {above}"
+            f"(data.train_batch_size {config.data.train_batch_size} x rollout.n {config.rollout.n}): the {nearest}"
         )
     longest = config.data.max_prompt_length + config.data.max_response_length
     if longest > config.trainer.micro_tokens:
@@ -91,6 +91,7 @@ def _pool_problems(config: PpoConfig) -> list[str]:
         found.append(
             f"rollout.tensor_parallel_size {parallel} is for vllm alone: set rollout.name=vllm, or leave it at 1"
         )
+        return found
     name = pool_of(config, "rollout")
     odd = [n for n in spec[name] if n % parallel]
     if odd:

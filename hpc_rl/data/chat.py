@@ -86,6 +86,19 @@ def render(tokenizer: PreTrainedTokenizerBase, template: str, messages: list[Mes
     return ChatText(full, spans)
 
 
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: str) -> int | None:
+    """The special token that ends an assistant's turn, if the template writes one.
+
+    Many tokenizers of base models name another token as the end of a sequence than their chat template writes.
+    """
+    asked = [{"role": "user", "content": "?"}]
+    before = as_text(tokenizer, template, asked, "", generation_prompt=True)
+    after = as_text(tokenizer, template, [*asked, {"role": "assistant", "content": "!"}], "")
+    ending = after.removeprefix(before).lstrip("!") if after.startswith(before) else ""
+    ids: list[int] = tokenizer(ending, add_special_tokens=False)["input_ids"] if ending else []
+    return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
+
+
 def as_text(
     tokenizer: PreTrainedTokenizerBase,
     template: str,

@@ -40,7 +40,7 @@ def _imported(spec: str, place: Place) -> ModuleType:
     try:
         return importlib.import_module(place.module) if place.file is None else _from_file(place.file)
     except ModuleNotFoundError as error:
-        hint = ": pip install 'hpc-rl[train]'" if place.module.startswith("hpc_rl.") else ""
+        hint = ": pip install 'hpc-rl[rl]'" if place.module.startswith("hpc_rl.") else ""
         raise UserError(f"reward.function {spec} needs {error.name}, which is not installed{hint}") from error
     except Exception as error:  # the user's module may raise anything
         raise UserError(f"reward.function {spec}: importing it raised {type(error).__name__}: {error}") from error

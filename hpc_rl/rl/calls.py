@@ -16,6 +16,8 @@ T = TypeVar("T")
 
 CALL_TIMEOUT_S = 6 * 3600
 """Longest time for one call: generation for a large batch may take long, and a dead process ends a call at once."""
+_DEATH_NOTICE_S = 10
+"""Within which Ray tells of a dead actor. Those that computed together with it fail at once, and say less."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,10 @@ def results(calls: Sequence[Called], timeout_s: float) -> list[Any]:
         ready, left = ray.wait(left, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             raise RunError(f"no answer within {timeout_s:.0f} s from {', '.join(by_ref[ref].who for ref in left)}")
-        found[ready[0]] = _result(by_ref[ready[0]])
+        try:
+            found[ready[0]] = _result(by_ref[ready[0]])
+        except RayTaskError as error:
+            raise _death_among([by_ref[ref] for ref in left]) or error from None
     return [found[call.ref] for call in calls]
 
 
@@ -66,9 +71,31 @@ def _result(call: Called) -> Any:
             raise error.cause from None
         raise
     except RayActorError as error:
-        first = str(error).strip().splitlines()[0]
-        raise RunError(
-            f"{call.who} died ({first}); usually for lack of memory: lower trainer.micro_tokens, or ask for more --mem"
-        ) from error
+        raise _died(call, error) from error
     except RayError as error:
         raise RunError(f"{call.who}: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+
+
+def _death_among(calls: Sequence[Called]) -> RunError | None:
+    """The error of one of these actors that died."""
+    by_ref = {call.ref: call for call in calls}
+    deadline = time.monotonic() + _DEATH_NOTICE_S
+    left = list(by_ref)
+    while left:
+        ready, left = ray.wait(left, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return None
+        try:
+            ray.get(ready[0])
+        except RayActorError as error:
+            return _died(by_ref[ready[0]], error)
+        except RayError:
+            continue  # it failed as the first one did
+    return None
+
+
+def _died(call: Called, error: RayActorError) -> RunError:
+    first = str(error).strip().splitlines()[0]
+    return RunError(
+        f"{call.who} died ({first}); usually for lack of memory: lower trainer.micro_tokens, or ask for more --mem"
+    )

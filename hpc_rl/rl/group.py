@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from hpc_rl.config.schema import PpoConfig
+from hpc_rl.engine.model import Flops
 from hpc_rl.rl import experience as columns
 from hpc_rl.rl.calls import Called, Pending
 from hpc_rl.rl.layout import Layout, Shard, plan_step, shards
@@ -134,8 +135,13 @@ class WorkerGroup:
     def load(self, role: str, path: Path) -> Pending[None]:
         return self._all("load", role, path, combine=_nothing)
 
-    def stats(self) -> Pending[list[dict[str, float]]]:
-        return self._all("stats", combine=list)
+    def max_memory_gb(self) -> Pending[float]:
+        """Of the rank that holds most."""
+        return self._all("max_memory_gb", combine=max)
+
+    def flops(self) -> Pending[tuple[Flops, float | None]]:
+        """What training the policy costs, and what one rank's device can do in a second, if that is known."""
+        return self._all("flops", combine=lambda parts: parts[0])
 
     def _plan(self, experience: TensorDict, mini_batch_size: int | None) -> Layout:
         prompts, responses = columns.lengths(experience, "prompt_ids"), columns.lengths(experience)

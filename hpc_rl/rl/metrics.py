@@ -9,6 +9,7 @@ from hpc_rl.algorithms.correction import probability_difference
 from hpc_rl.algorithms.losses import explained_variance
 from hpc_rl.config.schema import PpoConfig
 from hpc_rl.rl import experience as columns
+from hpc_rl.rl.state import State
 from hpc_rl.rl.workers.learner import Sums
 
 PROBS_DIFF_WARNING = 0.01
@@ -72,21 +73,27 @@ def critic_metrics(sums: Sums) -> dict[str, float]:
     }
 
 
-def perf_metrics(experience: TensorDict, seconds: dict[str, float], gpus: int, total_tokens: int) -> dict[str, float]:
-    """Speed of a step; saving and validation are no part of it.
+def perf_metrics(experience: TensorDict, seconds: dict[str, float], state: State) -> dict[str, float]:
+    """Speed and memory of a step; saving and validation are no part of it.
 
     Args:
         seconds: wall time of the step's phases.
-        gpus: of all pools together.
     """
-    tokens = int(columns.lengths(experience).sum() + columns.lengths(experience, "prompt_ids").sum())
-    step_s = sum(seconds.values())
-    return {
-        "perf/total_num_tokens": total_tokens + tokens,
+    lengths_B = columns.lengths(experience) + columns.lengths(experience, "prompt_ids")
+    tokens, step_s = int(lengths_B.sum()), sum(seconds.values())
+    metrics = {
+        "perf/total_num_tokens": float(state.total_tokens + tokens),
         "perf/time_per_step": step_s,
         "perf/tokens_per_s": tokens / step_s,
-        "perf/throughput": tokens / step_s / gpus,
+        "perf/throughput": tokens / step_s / state.gpus,
+        "perf/max_memory_gb": state.actor.max_memory_gb().wait(),
     }
+    update_s = seconds.get("timing_s/update_actor")
+    if state.peak is not None and update_s is not None:
+        once = state.flops.of(lengths_B.tolist(), int(columns.lengths(experience).sum()))
+        work = once * state.config.actor.ppo_epochs
+        metrics["perf/mfu/actor"] = work / update_s / state.actor.size / state.peak
+    return metrics
 
 
 def probs_diff_warning(metrics: dict[str, float]) -> str | None:

@@ -60,6 +60,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> State:
         print(f"going on after step {progress.step}, from {run.checkpoints}", flush=True)
         refuse_other_data(run.checkpoints, progress, len(train))
         rollout.sync()
+    flops, peak = actor.flops().wait()
     kl = config.algorithm.kl
     coef = progress.kl_coef if progress and progress.kl_coef is not None else kl.coef
     steps = config.trainer.total_epochs * (len(train) // config.data.train_batch_size)
@@ -78,6 +79,8 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> State:
         sampler=Sampler(config, train, rollout, scoring, checkpoints.position_of(progress)),
         old_logprobs=plan.old_logprobs(config),
         gpus=sum(len(pool.slots) for pool in pools.values()),
+        flops=flops,
+        peak=peak,
         total_steps=config.trainer.total_training_steps or steps,
         tracker=open_tracker(config, run, progress.wandb_id if progress else None, is_main=True),
         kl=AdaptiveKl(coef, kl.target, kl.horizon),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from hpc_rl.algorithms.kl import AdaptiveKl
 from hpc_rl.config.schema import PpoConfig
 from hpc_rl.data.prompts import Prompt
+from hpc_rl.engine.model import Flops
 from hpc_rl.rl.group import WorkerGroup
 from hpc_rl.rl.plan import OldLogprobs
 from hpc_rl.rl.rollout.rollout import Rollout
@@ -41,6 +42,10 @@ class State:
     old_logprobs: OldLogprobs
     gpus: int
     """GPUs, or CPU slots, of all pools."""
+    flops: Flops
+    """Of training the policy."""
+    peak: float | None
+    """Floating-point operations per second of one of the policy's devices, if that is known."""
     total_steps: int
     tracker: Tracker
 

@@ -71,7 +71,7 @@ def step(state: State, clock: Clock) -> dict[str, float]:
     metrics = learn(state, experience, clock)
     state.step += 1
     metrics |= experience_metrics(experience, config)
-    metrics |= perf_metrics(experience, clock.seconds, state.gpus, state.total_tokens)
+    metrics |= perf_metrics(experience, clock.seconds, state)
     state.total_tokens = int(metrics["perf/total_num_tokens"])
     metrics["critic/reward_errors"] = float(len(batch.scored.wait().errors))
     if algorithm.kl.where != "none":
@@ -181,6 +181,7 @@ def finish(state: State) -> int:
         print(f"model: {state.run.model}", flush=True)
     elif not done:
         print(f"stopped after step {state.step} of {state.total_steps}: saved, starting again goes on", flush=True)
+    state.rollout.close()
     code = 0 if done else EXIT_STOPPED
     state.tracker.finish(code)
     if state.run.metrics.exists():

@@ -84,6 +84,7 @@ def _numbers(records: Sequence[Record]) -> list[tuple[str, str]]:
         ("Tokens/s", "perf/tokens_per_s", ""),
         ("Tokens/s/GPU", "perf/throughput", ""),
         ("MFU", "perf/mfu", "%"),
+        ("MFU of the policy's updates", "perf/mfu/actor", "%"),
     ):
         if values := _points(records, key):
             median = sorted(value for _, value in values)[len(values) // 2]

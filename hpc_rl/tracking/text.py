@@ -34,6 +34,7 @@ def rates(record: Record) -> list[str]:
         "perf/tokens_per_s": lambda v: f"{number(v)} tok/s",
         "perf/throughput": lambda v: f"{number(v)} tok/s/GPU",
         "perf/mfu": lambda v: f"MFU {100 * v:.1f}%",
+        "perf/mfu/actor": lambda v: f"MFU {100 * v:.1f}%",
         "perf/max_memory_gb": lambda v: f"{v:.1f} GB",
         "perf/eta_s": lambda v: f"ETA {duration(v)}",
     }

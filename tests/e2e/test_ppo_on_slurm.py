@@ -14,9 +14,9 @@ pytestmark = [pytest.mark.sandbox, pytest.mark.slow]
 
 REWARD = '''\
 def score(response: str, answer: str) -> float:
-    """Half a point for a number, the rest for the right one."""
+    """Half a point for digits alone, the rest for the right ones."""
     text = response.strip()
-    return 0.5 * text.isdigit() + 0.5 * (text == answer)
+    return 0.5 * sum(map(str.isdigit, text)) / max(1, len(text)) + 0.5 * (text == answer)
 '''
 PPO = [
     *("model.path=model", "data.train_files=sums/train.jsonl", "data.val_files=sums/val.jsonl", "trainer.device=cpu"),
@@ -53,7 +53,7 @@ def test_two_nodes_get_better(workspace: Workspace) -> None:
     status = workspace.status("two")
     assert (status["state"], status["exit_code"], status["step"]) == ("COMPLETED", 0, 12)
     scores = [record["critic/score/mean"] for record in records(workspace, "two") if "critic/score/mean" in record]
-    assert scores[-1] > scores[0] + 0.2
+    assert scores[-1] > scores[0] + 0.1
     assert logs(workspace, "two") == {"node0-global_pool-rank0.log", "node1-global_pool-rank1.log"}
     assert (workspace.folder / "runs" / "two" / "model" / "config.json").exists()
 

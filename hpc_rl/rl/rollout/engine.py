@@ -37,7 +37,7 @@ class Engine:
             self._receiver: Any = HostReceiver(self._engine)
             return
         longest = config.data.max_prompt_length + config.data.max_response_length
-        ends = eos_token_ids(config.model)
+        ends = eos_token_ids(config)
         self._engine = VllmRollout(config.model, config.rollout, ends, longest, config.trainer.seed, self._place)
         self._receiver = self._engine
 
@@ -52,6 +52,11 @@ class Engine:
 
     def wake(self) -> None:
         self._engine.wake()
+
+    def close(self) -> None:
+        """End the engine's own processes, which would leave shared memory behind if they were killed."""
+        if isinstance(self._engine, VllmRollout):
+            self._engine.close()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._receiver.init_weight_transfer_engine(init_info)

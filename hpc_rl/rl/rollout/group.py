@@ -23,6 +23,7 @@ from hpc_rl.rl.weight_sync import Engines
 
 CONTROL_TIMEOUT_S = 600
 """Longest time to fall asleep or wake: weights move between GPU and host memory."""
+CLOSE_TIMEOUT_S = 30
 
 
 class EngineGroup:
@@ -80,6 +81,9 @@ class EngineGroup:
     def wake(self) -> None:
         if self._sleeps:
             results(self._engines.call("wake"), CONTROL_TIMEOUT_S)
+
+    def close(self) -> None:
+        results(self._engines.call("close"), CLOSE_TIMEOUT_S)
 
 
 def engine_slots(pool: Pool, parallel: int) -> Iterator[list[Slot]]:

@@ -6,7 +6,8 @@ import contextlib
 
 import torch
 
-from hpc_rl.config.schema import ModelConfig, PpoConfig
+from hpc_rl.config.schema import PpoConfig
+from hpc_rl.data.chat import chat_template, end_of_turn
 from hpc_rl.engine.model import CausalLM, load_model, load_tokenizer
 from hpc_rl.rl.rollout.hf import HfRollout
 
@@ -20,7 +21,7 @@ def load_hf_engine(config: PpoConfig, policy: CausalLM | None) -> HfRollout:
     if policy is None:
         policy = load_model(config.model.model_copy(update={"dtype": engine_dtype(config)}))
         policy.requires_grad_(False).eval().to(torch.device(config.trainer.device))
-    return HfRollout(policy.hf, eos_token_ids(config.model), config.rollout.max_num_seqs)
+    return HfRollout(policy.hf, eos_token_ids(config), config.rollout.max_num_seqs)
 
 
 def engine_dtype(config: PpoConfig) -> str:
@@ -30,11 +31,14 @@ def engine_dtype(config: PpoConfig) -> str:
     return "bfloat16" if config.trainer.device == "cuda" else "float32"
 
 
-def eos_token_ids(model: ModelConfig) -> set[int]:
-    """Tokens that end a response: the tokenizer's, and those of the model's generation configuration, if it has one."""
+def eos_token_ids(config: PpoConfig) -> set[int]:
+    """Tokens that end a response: the tokenizer's, the one that ends a turn of the chat template, and those of the
+    model's generation configuration, if it has one."""
     from transformers import GenerationConfig
 
-    found = [load_tokenizer(model).eos_token_id]
+    model = config.model
+    tokenizer = load_tokenizer(model)
+    found = [tokenizer.eos_token_id, end_of_turn(tokenizer, chat_template(tokenizer, config.data))]
     with contextlib.suppress(OSError):
         listed = GenerationConfig.from_pretrained(model.path).eos_token_id
         found += listed if isinstance(listed, list) else [listed]

@@ -32,6 +32,10 @@ class Rollout(Protocol):
 
     def wake(self) -> None: ...
 
+    def close(self) -> None:
+        """End the engines, after a run that went well."""
+        ...
+
 
 class Colocated:
     """hf engines in the processes of the policy.
@@ -61,3 +65,6 @@ class Colocated:
 
     def wake(self) -> None:
         """The engine takes memory when it generates."""
+
+    def close(self) -> None:
+        """They end with their workers."""

@@ -158,6 +158,10 @@ class VllmRollout:
     def wake(self) -> None:
         self._wake("weights", "kv_cache")
 
+    def close(self) -> None:
+        """End the engine's processes. Killed instead, those of tensor parallelism leave files in /dev/shm."""
+        self._llm.llm_engine.engine_core.shutdown()
+
     def _wake(self, *parts: str) -> None:
         """During an update the weights alone are awake: the cache's memory is still the trainer's."""
         if waking := sorted(self._asleep.intersection(parts)):

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from hpc_rl.config.schema import PpoConfig
 from hpc_rl.data.chat import chat_template
 from hpc_rl.engine import distributed, guards
-from hpc_rl.engine.model import load_tokenizer
+from hpc_rl.engine.model import Flops, load_tokenizer
+from hpc_rl.engine.perf import max_memory_gb, peak_flops
 from hpc_rl.rl.layout import Shard
 from hpc_rl.rl.rollout.base import Completion, RolloutEngine, Sampling
 from hpc_rl.rl.rollout.handles import EngineHandles, open_sender
@@ -130,11 +131,13 @@ class Worker:
     def load(self, role: str, path: Path) -> None:
         self._learner(role).load(path)
 
-    def stats(self) -> dict[str, float]:
-        """Memory in 10^9 bytes, and what MFU is computed from."""
-        from hpc_rl.engine.perf import max_memory_gb, peak_flops
+    def max_memory_gb(self) -> float:
+        """Most memory held so far, in 10^9 bytes."""
+        return max_memory_gb(self.world.device)
 
-        return {"max_memory_gb": max_memory_gb(self.world.device), "peak": peak_flops(self.world.device) or 0.0}
+    def flops(self) -> tuple[Flops, float | None]:
+        """What training the policy costs, and what this rank's device can do in a second, if that is known."""
+        return self.actor.flops, peak_flops(self.world.device)
 
     @property
     def held(self) -> Held:

@@ -1,0 +1,95 @@
+"""What all that benchmarks/ppo.py compares are given: models, prompts, reward, and how much of what is a step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from benchmarks.workload import GSM8K_LENGTHS, qwen2_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Algorithm = Literal["grpo", "ppo"]
+
+VOCABULARY = 4096
+RESPONSES, RESPONSE_TOKENS = 32, 64
+TOKENS = RESPONSES * RESPONSE_TOKENS
+"""Generated in a step."""
+PROMPTS: dict[Algorithm, int] = {"grpo": 4, "ppo": 32}
+"""Distinct prompts of a step."""
+SAMPLES: dict[Algorithm, int] = {name: RESPONSES // prompts for name, prompts in PROMPTS.items()}
+"""Responses to each."""
+LR: dict[Algorithm, float] = {"grpo": 1e-6, "ppo": 3e-6}
+"""TRL's defaults."""
+KL_COEF, CLIP_VALUE = 0.05, 0.2
+"""TRL's defaults for PPO, which has its KL in the reward. GRPO has none by default."""
+CLIP_GRAD: dict[Algorithm, float] = {"grpo": 1.0, "ppo": 0.0}
+"""As TRL does: its PPO clips no gradients."""
+
+POLICY, REWARD_MODEL, DATA = "policy", "reward_model", "prompts.jsonl"
+_LETTERS = list("BCDFGHJKLMNPQRSTVXZ")
+"""Each is one token wherever it stands: the tokenizer merges nothing."""
+_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def prompt_lengths(algorithm: Algorithm) -> list[int]:
+    """Tokens of each prompt of a step, the same in every step: evenly spaced quantiles of GSM8K's."""
+    known = np.array([prompt for prompt, _ in GSM8K_LENGTHS])
+    count = PROMPTS[algorithm]
+    return np.quantile(known, (np.arange(count) + 0.5) / count, method="nearest").tolist()
+
+
+def write(folder: Path, algorithm: Algorithm) -> None:
+    """Policy, reward model (random, of the policy's shape) and prompts."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    config = qwen2_config(VOCABULARY)
+    config.eos_token_id = None  # every response has RESPONSE_TOKENS tokens
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    policy = AutoModelForCausalLM.from_config(config)
+    config.num_labels = 1
+    reward_model = AutoModelForSequenceClassification.from_config(config)
+    for name, model in ((POLICY, policy), (REWARD_MODEL, reward_model)):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+        _without_end(folder / name / "tokenizer_config.json")
+    rng = np.random.default_rng(0)
+    rows = [{"prompt": "".join(rng.choice(_LETTERS, length))} for length in prompt_lengths(algorithm)]
+    (folder / DATA).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_prompts(folder: Path) -> list[str]:
+    return [json.loads(line)["prompt"] for line in (folder / DATA).read_text().splitlines()]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for every byte and names for the others, so that every response can be decoded; no end of sequence."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = ["<pad>", *alphabet, *(f"<{number}>" for number in range(VOCABULARY - len(alphabet) - 1))]
+    tokenizer = Tokenizer(models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", model_input_names=["input_ids", "attention_mask"]
+    )
+    fast.chat_template = _TEMPLATE
+    return fast
+
+
+def _without_end(path: Path) -> None:
+    """transformers gives a tokenizer beside a Qwen2 model an end of sequence, unless it is told not to."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
+
+
+def score(response: str, answer: object) -> float:
+    """The cheap reward of GRPO: the share of digits."""
+    return sum(character.isdigit() for character in response) / max(1, len(response))

@@ -1,0 +1,197 @@
+"""New weights for an engine in another process, against a plain copy: `python -m benchmarks.weight_sync`.
+
+100M parameters, float32, one thread per process. Both processes are Ray actors; the engine's has the parameters of the
+`hf` engine. Variants:
+
+- copy: into tensors in the same process, parameter by parameter.
+- sync: weight_sync.HostSender as training on one rank has it, where parameters lie in shared memory.
+- sync, gathered: as training on several ranks has it, without the time for gathering: a bucket is written, then read.
+- sync, other node: the way that buckets take to engines on other nodes (here without a network): Ray's object store.
+- object store: one ray.put and one call per bucket, without any of the above.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.common import in_turns, median, median_ratio, publish, table
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+
+if TYPE_CHECKING:
+    import torch
+
+HIDDEN, LAYERS, VOCABULARY = 768, 12, 20_000
+TIMEOUT_S = 300
+
+
+def make_model() -> torch.nn.Module:
+    """Llama's shapes: 100M parameters, embeddings tied."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.set_num_threads(1)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=2048,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=12,
+        tie_word_embeddings=True,
+    )
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model
+
+
+class Engine:
+    """An hf engine in its actor."""
+
+    def __init__(self) -> None:
+        from hpc_rl.rl.rollout.hf import HfRollout
+        from hpc_rl.rl.weight_sync import HostReceiver
+
+        self.model = make_model()
+        self.receiver = HostReceiver(HfRollout(self.model, eos_token_ids=[0]))
+
+    def start_weight_update(self) -> None:
+        self.receiver.start_weight_update()
+
+    def update_weights(self, update: Any) -> None:
+        self.receiver.update_weights(update)
+
+    def finish_weight_update(self) -> None:
+        self.receiver.finish_weight_update()
+
+    def load(self, names: list[str], arrays: list[Any]) -> None:
+        import torch
+
+        self.receiver._engine.load_weights(zip(names, map(torch.from_numpy, arrays), strict=True))
+
+    def checksum(self) -> float:
+        return sum(parameter.double().sum().item() for parameter in self.model.parameters())
+
+
+class Trainer:
+    """A single training rank in its actor."""
+
+    def __init__(self, engine: Any, node: str, bucket_mb: int) -> None:
+        import torch
+
+        from hpc_rl.engine.distributed import World
+        from hpc_rl.rl.weight_sync import Engines, HostSender, Weights
+
+        class Gathered(Weights):
+            """As if what is sent had just been gathered from several ranks."""
+
+            def lie_whole(self) -> bool:
+                return False
+
+        self.engine, self.bucket_bytes = engine, bucket_mb * 10**6
+        self.model = make_model()
+        self.target = [torch.empty_like(parameter).copy_(parameter) for parameter in self.model.parameters()]
+        world, engines = World(0, 1, torch.device("cpu")), Engines([engine], ["engine"], TIMEOUT_S)
+        whole, gathered = Weights(self.model, torch.float32), Gathered(self.model, torch.float32)
+        self.senders = {
+            "sync": HostSender(whole, engines, [node], world, self.bucket_bytes),
+            "sync, gathered": HostSender(gathered, engines, [node], world, self.bucket_bytes),
+            "sync, other node": HostSender(gathered, engines, ["elsewhere"], world, self.bucket_bytes),
+        }
+
+    def copy(self) -> float:
+        import torch
+
+        start = time.perf_counter()
+        with torch.no_grad():
+            for target, parameter in zip(self.target, self.model.parameters(), strict=True):
+                target.copy_(parameter)
+        return time.perf_counter() - start
+
+    def sync(self, variant: str) -> float:
+        start = time.perf_counter()
+        self.senders[variant].send_weights()
+        return time.perf_counter() - start
+
+    def object_store(self) -> float:
+        import ray
+
+        from hpc_rl.rl.weight_sync import IN_FLIGHT, Slot, plan
+
+        parameters = dict(self.model.named_parameters())
+        slots = [Slot(name, parameter.dtype, tuple(parameter.shape)) for name, parameter in parameters.items()]
+        start = time.perf_counter()
+        pending: list[Any] = []
+        for bucket in plan(slots, self.bucket_bytes // IN_FLIGHT):
+            if len(pending) == IN_FLIGHT:
+                ray.get(pending.pop(0), timeout=TIMEOUT_S)
+            names = [slot.name for slot in bucket]
+            arrays = ray.put([parameters[name].detach().numpy() for name in names])
+            pending.append(self.engine.load.remote(names, arrays))
+        ray.get(pending, timeout=TIMEOUT_S)
+        return time.perf_counter() - start
+
+    def nbytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.model.parameters())
+
+    def change(self) -> float:
+        import torch
+
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(0.01)
+        return sum(parameter.double().sum().item() for parameter in self.model.parameters())
+
+
+def main() -> None:
+    import ray
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--bucket-mb", type=int, default=256, help="rollout.sync_bucket_mb")
+    arguments = parser.parse_args()
+    ray.init(include_dashboard=False, object_store_memory=1 << 30, log_to_driver=False, logging_level="warning")
+    engine = ray.remote(num_cpus=0)(Engine).remote()
+    node = ray.get_runtime_context().get_node_id()
+    trainer = ray.remote(num_cpus=0)(Trainer).remote(engine, node, arguments.bucket_mb)
+
+    def of(method: str, *own: Any) -> Any:
+        return ray.get(getattr(trainer, method).remote(*own), timeout=TIMEOUT_S)
+
+    variants = {
+        "copy": lambda: of("copy"),
+        "sync": lambda: of("sync", "sync"),
+        "sync, gathered": lambda: of("sync", "sync, gathered"),
+        "sync, other node": lambda: of("sync", "sync, other node"),
+        "object store": lambda: of("object_store"),
+    }
+    first = {name: run() for name, run in variants.items()}  # page faults and connections, once per run of a training
+    changed = of("change")
+    of("sync", "sync")
+    assert abs(ray.get(engine.checksum.remote(), timeout=TIMEOUT_S) - changed) < 1e-3 * abs(changed), "weights differ"
+    nbytes = of("nbytes")
+    measured = in_turns(variants, arguments.repeats)
+    ray.shutdown()
+    rows = [
+        [
+            name,
+            f"{nbytes / median(times) / 1e9:.2f}",
+            f"{median_ratio(measured['copy'], times):.0%}",
+            f"{first[name]:.2f}",
+        ]
+        for name, times in measured.items()
+    ]
+    results = {
+        "bytes": nbytes,
+        "seconds": measured,
+        "first": first,
+        "rate against copy": {name: median_ratio(measured["copy"], times) for name, times in measured.items()},
+    }
+    headers = ["", "10^9 bytes/s", "against the copy", "first time, s"]
+    publish("weight_sync", table(headers, rows), results, ["torch", "ray"])
+
+
+if __name__ == "__main__":
+    main()

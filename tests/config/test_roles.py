@@ -1,0 +1,155 @@
+"""What fits the schema key by key and cannot work together."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_rl.config.roles import pool_of, pool_spec, roles_in_use
+from hpc_rl.errors import UserError
+from tests.rl.ppo_config import ppo_config
+
+GRPO = "algorithm.advantage=grpo"
+TWO_GPUS = "trainer.n_gpus_per_node=2"
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (
+            ("actor.mini_batch_size=3",),
+            "actor.mini_batch_size 3 does not divide the 8 responses of a step (data.train_batch_size 4 x rollout.n 2):"
+            " the nearest that do are 2 and 4",
+        ),
+        (
+            ("actor.mini_batch_size=9",),
+            "actor.mini_batch_size 9 does not divide the 8 responses of a step (data.train_batch_size 4 x rollout.n 2):"
+            " the largest that does is 8",
+        ),
+        (
+            ("data.train_batch_size=250", "rollout.n=8", "actor.mini_batch_size=512"),
+            "actor.mini_batch_size 512 does not divide the 2000 responses of a step (data.train_batch_size 250 x "
+            "rollout.n 8): the nearest that do are 500 and 1000",
+        ),
+        (
+            ("trainer.micro_tokens=519",),
+            "data.max_prompt_length 512 + data.max_response_length 8 is over trainer.micro_tokens 519: a sample is "
+            "never split, so raise micro_tokens or lower the lengths",
+        ),
+        (("algorithm.overlong_buffer=9",), "algorithm.overlong_buffer 9 is over data.max_response_length 8"),
+        *(
+            (
+                (f"algorithm.advantage={name}", "rollout.n=1"),
+                f"algorithm.advantage={name} compares responses to the same prompt, and rollout.n is 1: set rollout.n "
+                "to 2 or more",
+            )
+            for name in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+        ),
+        (
+            ("algorithm.filter_groups=true", "rollout.n=1"),
+            "algorithm.filter_groups compares responses to the same prompt, and rollout.n is 1",
+        ),
+        (
+            ("algorithm.filter_groups=true", "algorithm.advantage=remax"),
+            "algorithm.filter_groups is for several responses per prompt, remax for one and a greedy one",
+        ),
+        (
+            ("critic.enable=false",),
+            "algorithm.advantage=gae needs the critic that critic.enable=false leaves out",
+        ),
+        (
+            ("critic.enable=true", GRPO),
+            "critic.enable=true, but algorithm.advantage=grpo has no use for a critic",
+        ),
+        (
+            ("algorithm.kl={where: loss, estimator: k3, target: 1}",),
+            "algorithm.kl.target adapts the KL penalty in the reward: set algorithm.kl.where=reward",
+        ),
+        (
+            ("algorithm.kl.where=loss",),
+            "algorithm.kl.estimator=k1 has no gradient on average: with kl.where=loss take k2 or k3",
+        ),
+        (
+            ("algorithm.clip_ratio_c=1.2",),
+            "algorithm.clip_ratio_c 1.2 is not over 1 + clip_ratio_high 0.2, so it would clip every token of negative "
+            "advantage",
+        ),
+        (
+            ("pools={spec: {train: [8, 8]}}", "trainer.n_gpus_per_node=4", "trainer.nnodes=2"),
+            "pool train needs 8 + 8 CPU slots; the job has 2 x 4 (trainer.nnodes x trainer.n_gpus_per_node), and an "
+            "entry of a pool is on one node",
+        ),
+        (
+            ("pools={spec: {train: [2], judge: [1]}, roles: {critic: judge}}", TWO_GPUS),
+            "pool train needs 2 CPU slots; pool judge needs 1 CPU slots; the job has 1 x 2 (trainer.nnodes x "
+            "trainer.n_gpus_per_node), and an entry of a pool is on one node",
+        ),
+        (
+            ("pools={spec: {train: [4]}}", TWO_GPUS, "trainer.nnodes=2", "trainer.device=cuda"),
+            "pool train needs 4 GPUs; the job has 2 x 2 (trainer.nnodes x trainer.n_gpus_per_node), and an entry of a "
+            "pool is on one node",
+        ),
+        (
+            ("pools={spec: {train: [1], engines: [1]}, roles: {rollout: engine}}", TWO_GPUS),
+            "pools.roles.rollout is engine, and the pools are train, engines",
+        ),
+        (
+            ("pools={spec: {train: [1], spare: [1]}}", TWO_GPUS),
+            "pool spare has no role: name it in pools.roles, or leave it out",
+        ),
+        (
+            ("rollout.tensor_parallel_size=2",),
+            "rollout.tensor_parallel_size 2 is for vllm alone: set rollout.name=vllm, or leave it at 1",
+        ),
+        (
+            ("rollout={name: vllm, tensor_parallel_size: 2}", "trainer.n_gpus_per_node=3", "trainer.device=cuda"),
+            "rollout.tensor_parallel_size 2 does not divide the 3 GPUs per node of pool global_pool",
+        ),
+        (("reward.model=/reward",), "reward: set exactly one of reward.function, reward.model and reward.url"),
+        (("reward.function=null",), "reward: set exactly one of reward.function, reward.model and reward.url"),
+        (("rollout.temperature=0",), "rollout.temperature: Input should be greater than 0, found 0"),
+        (("algorithm.clip_ratio_c=1",), "algorithm.clip_ratio_c: Input should be greater than 1, found 1"),
+        (("algorithm.advantage=ppo",), "algorithm.advantage: Input should be 'gae', 'grpo', 'dr_grpo', 'rloo'"),
+        (("pools.roles.judge=train",), "pools.roles.judge"),
+        (("ray_kwargs.ray_init.num_cpus=0",), "num_cpus is 0, and has to be a number of CPUs, at least 1"),
+        (("algorithm.kl_coef=0.1",), "algorithm.kl_coef: unknown key; did you mean algorithm.kl.coef?"),
+    ],
+)
+def test_what_is_wrong_is_said(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        ppo_config(*overrides)
+    assert any(line.startswith(message) or line.endswith(message) for line in str(caught.value).splitlines()), str(
+        caught.value
+    )
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        ppo_config(GRPO, "rollout.n=1", "actor.mini_batch_size=3", "rollout.tensor_parallel_size=2")
+    lines = str(caught.value).splitlines()
+    assert [line.partition(" ")[0] for line in lines] == [
+        "actor.mini_batch_size",
+        "rollout.tensor_parallel_size",
+        "algorithm.advantage=grpo",
+    ]
+
+
+def test_roles_are_those_that_the_algorithm_needs() -> None:
+    assert roles_in_use(ppo_config()) == ["actor", "critic", "rollout"]
+    assert roles_in_use(ppo_config(GRPO)) == ["actor", "rollout"]
+    everything = ppo_config("algorithm.kl.where=reward", "reward.function=null", "reward.model=/reward")
+    assert roles_in_use(everything) == ["actor", "critic", "ref", "reward", "rollout"]
+
+
+def test_one_pool_of_all_nodes_unless_told_otherwise() -> None:
+    config = ppo_config("trainer.nnodes=2", "trainer.n_gpus_per_node=8")
+    assert pool_spec(config) == {"global_pool": [8, 8]}
+    assert {pool_of(config, role) for role in roles_in_use(config)} == {"global_pool"}
+
+
+def test_roles_without_a_pool_are_in_the_first_one() -> None:
+    config = ppo_config("pools={spec: {train: [1], engines: [1]}, roles: {rollout: engines}}", TWO_GPUS)
+    assert {role: pool_of(config, role) for role in roles_in_use(config)} == {
+        "actor": "train",
+        "critic": "train",
+        "rollout": "engines",
+    }

