@@ -77,14 +77,17 @@ def packed_attention(
         [1, T, query heads, head size], and no attention weights.
 
     Raises:
-        UserError: the model wants soft-capped scores or attention sinks, which would be left out silently.
+        UserError: the model wants soft-capped scores or attention sinks, which would be left out silently, or does not
+            hand on what its forward was given.
     """
+    kind = f"models of type {getattr(getattr(module, 'config', None), 'model_type', type(module).__name__)}"
     for name in ("softcap", "s_aux", "position_bias"):
         if others.get(name) is not None:
-            model_type = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
-            raise UserError(f"models of type {model_type} need {name} in attention, which packed training does not do")
+            raise UserError(f"{kind} need {name} in attention, which packed training does not do")
     if attend is not None:
         return attend(module, query, key, value, scaling, sliding_window), None
+    if not packed_lengths:
+        raise UserError(f"{kind} do not tell attention where samples begin, which packing needs: use another model")
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _varlen() is not None:
         assert packed_cu_seqlens is not None
         longest = max(packed_lengths)
