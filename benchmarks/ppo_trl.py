@@ -1,4 +1,4 @@
-"""TRL in benchmarks/ppo.py: its own trainers and settings, but for float32 and no recomputation, waiting between steps."""
+"""TRL in benchmarks/ppo.py: its own trainers and settings, but float32 and no recomputation; waits between steps."""
 
 from __future__ import annotations
 

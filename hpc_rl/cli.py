@@ -33,7 +33,9 @@ app = typer.Typer(
 
 class Kind(StrEnum):
     sft = "sft"
+    ppo = "ppo"
     torchrun = "torchrun"
+    ray = "ray"
 
 
 class Dtype(StrEnum):
@@ -42,10 +44,15 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
-KindArgument = Annotated[Kind, typer.Argument(help="sft: supervised fine-tuning; torchrun: your own torchrun program.")]
+KindArgument = Annotated[
+    Kind,
+    typer.Argument(
+        help="sft: supervised fine-tuning; ppo: reinforcement learning; torchrun, ray: your own program of that kind."
+    ),
+]
 OverridesArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Options; torchrun: then -- PROGRAM ARGUMENTS.", show_default=False),
+    typer.Argument(metavar="KEY=VALUE", help="Options; torchrun, ray: then -- PROGRAM ARGUMENTS.", show_default=False),
 ]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, name of a run, or job id.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
@@ -308,11 +315,14 @@ def arithmetic(
     train: Annotated[int, typer.Option(help="Training questions.")] = 4000,
     val: Annotated[int, typer.Option(help="Validation questions.")] = 200,
     seed: Annotated[int, typer.Option(help="Another seed, other questions.")] = 0,
+    careless: Annotated[
+        float, typer.Option(min=0, max=1, help="Part of the training answers that forget to carry the one.")
+    ] = 0.0,
 ) -> None:
     """Made-up sums as chat messages: small enough to learn on a laptop."""
     from hpc_rl.data.arithmetic import generate
 
-    _print_counts(out, generate(out, train, val, seed))
+    _print_counts(out, generate(out, train, val, seed, careless))
 
 
 def main() -> NoReturn:
@@ -357,8 +367,8 @@ def _reserved(request: Request) -> tuple[Job, str]:
 
 
 def _split_program(kind: Kind, arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Overrides and, for torchrun, the program: what follows `--`, which the parser of the command line has removed."""
-    if kind is not Kind.torchrun or "--" not in sys.argv:
+    """Overrides and the user's own program: what follows `--`, which the parser of the command line has removed."""
+    if kind not in (Kind.torchrun, Kind.ray) or "--" not in sys.argv:
         return arguments, ()
     count = len(sys.argv) - sys.argv.index("--") - 1
     return arguments[: len(arguments) - count], tuple(arguments[len(arguments) - count :])
@@ -404,7 +414,7 @@ def _status_text(found: RunStatus) -> str:
         rows.append(("attempt", found.attempt))
     if found.step is not None:
         rows.append(("step", f"{found.step} of {found.total_steps}"))
-    shown = ("train/loss", "val/loss", "perf/tokens_per_s", "perf/eta_s")
+    shown = ("train/loss", "val/loss", "critic/score/mean", "val/score", "perf/tokens_per_s", "perf/eta_s")
     rows += [(key, f"{found.metrics[key]:.6g}") for key in shown if found.metrics.get(key) is not None]
     if found.log and Path(found.log).exists():
         rows.append(("log", _short(Path(found.log))))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -14,12 +17,43 @@ from typing import IO
 GRACE_S = 15.0
 """Between SIGTERM and SIGKILL: under Slurm's KillWait (30 s), so that the owner still gets to say what happened."""
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with_parent() -> None:
     """Ask the kernel to end this process when its parent is gone, however it went (prctl(2), PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends (prctl(2), PR_SET_CHILD_SUBREAPER)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_descendants(timeout_s: float = 5.0) -> None:
+    """Kill every process below this one, once the children that it knows have ended."""
+    deadline = time.monotonic() + timeout_s
+    while (found := list(_descendants(os.getpid()))) and time.monotonic() < deadline:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+        time.sleep(0.01)
+
+
+def _descendants(root: int) -> Iterator[int]:
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The program's name, in parentheses, may hold blanks; then come state and parent (proc(5)).
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = children.get(root, [])
+    while found:
+        yield from found
+        found = [child for pid in found for child in children.get(pid, [])]
 
 
 def start(
@@ -62,11 +96,11 @@ def forward_termination(child: subprocess.Popen[bytes], grace_s: float = GRACE_S
     return asked
 
 
-def end(child: subprocess.Popen[bytes]) -> None:
-    """End the child: SIGTERM, then SIGKILL after GRACE_S."""
+def end(child: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
+    """End the child: SIGTERM, then SIGKILL after `grace_s`."""
     child.terminate()
     try:
-        child.wait(GRACE_S)
+        child.wait(grace_s)
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()

@@ -17,9 +17,10 @@ from typing import IO
 from hpc_rl.config.compose import dump
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.launch import jobs, runs
-from hpc_rl.launch.render import TRAINERS, Job, node_options
-from hpc_rl.process import end, shell_code, start
+from hpc_rl.launch.render import NODE_ENTRIES, TRAINERS, Job, node_options
+from hpc_rl.process import adopt_orphans, end, end_descendants, shell_code, start
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR, ENV_RUN_DIR
+from hpc_rl.scratch import remove_scratch, scratch_dir
 
 POLL_S = 0.1
 _CANCELLED = 128 + signal.SIGTERM
@@ -75,9 +76,11 @@ def node_environment(
     """The environment of one node's entry: what Slurm would set, for as many nodes of the same name as asked for.
 
     Args:
-        cpus: CPUs of this machine, shared by the nodes.
+        cpus: CPUs of this machine, shared by the nodes. A node gets no fewer than it would ask Slurm for, so that what
+            runs on a cluster runs here too, if slower.
     """
     trainer = job.config.trainer
+    asked = job.config.slurm.cpus_per_task or trainer.n_gpus_per_node
     outside = {name: value for name, value in environ.items() if not name.startswith("SLURM_")}
     host = os.uname().nodename
     gpus = {}
@@ -95,26 +98,30 @@ def node_environment(
         "SLURM_JOB_ID": job_id,
         "SLURM_JOB_NODELIST": ",".join([host] * trainer.nnodes),
         "SLURM_NODEID": str(node_rank),
-        "SLURM_CPUS_ON_NODE": str(max(1, cpus // trainer.nnodes)),
+        "SLURM_CPUS_ON_NODE": str(max(asked, cpus // trainer.nnodes)),
     }
 
 
 def node_command(job: Job) -> list[str]:
+    python, entry = job.config.slurm.python or sys.executable, NODE_ENTRIES[job.kind]
     program = list(job.program)
     if job.kind in TRAINERS:
-        program = ["-P", "-m", TRAINERS[job.kind], "--config", str(job.run_dir.config)]
-    python = job.config.slurm.python or sys.executable
-    return [python, "-P", "-m", "hpc_rl.node.torchrun", *node_options(job.config), "--", *program]
+        interpreter = [python] if entry == "ray_node" else []
+        program = [*interpreter, "-P", "-m", TRAINERS[job.kind], "--config", str(job.run_dir.config)]
+    return [python, "-P", "-m", f"hpc_rl.node.{entry}", *node_options(job.config), "--", *program]
 
 
 def _run_nodes(job: Job, job_id: str, attempt: Path, on_poll: Callable[[], None]) -> int:
     cpus = len(os.sched_getaffinity(0))
     nodes: list[subprocess.Popen[bytes]] = []
+    environs = [
+        node_environment(job, job_id, attempt, rank, os.environ, cpus) for rank in range(job.config.trainer.nnodes)
+    ]
+    adopt_orphans()
     interrupts = _count_interrupts(job)
     try:
         with runs.job_log(job.run_dir, job_id).open("ab") as log:
-            for rank in range(job.config.trainer.nnodes):
-                environ = node_environment(job, job_id, attempt, rank, os.environ, cpus)
+            for environ in environs:
                 nodes.append(start(node_command(job), environ, log, new_session=True))
         while True:
             on_poll()
@@ -133,6 +140,10 @@ def _run_nodes(job: Job, job_id: str, attempt: Path, on_poll: Callable[[], None]
             node.terminate()
         for node in nodes:
             end(node)
+        # What an entry that was killed has left.
+        end_descendants()
+        for rank, environ in enumerate(environs):
+            remove_scratch(scratch_dir(environ, job_id, 0, rank if len(environs) > 1 else None))
         on_poll()
 
 

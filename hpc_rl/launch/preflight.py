@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import re
+import shlex
+import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from hpc_rl.config.schema import DataConfig, ModelConfig, SftConfig
-from hpc_rl.data.rows import CannotCheck, check_file, is_file
+from hpc_rl.config.schema import DataConfig, ModelConfig, PpoConfig, PromptDataConfig, RayJobConfig, SftConfig
+from hpc_rl.data.rows import CannotCheck, check_file, check_prompts, is_file
 from hpc_rl.errors import UserError
 from hpc_rl.launch.render import Job
+from hpc_rl.ray_version import check_ray, installed_ray
+from hpc_rl.rewards.check import check_function, check_url
 from hpc_rl.slurm import commands
 
 _OTHER_DATA = (".arrow", ".csv", ".gz", ".tsv", ".txt", ".zip", ".zst")
@@ -32,12 +39,16 @@ def check(job: Job) -> list[str]:
     checks: list[Callable[[], str | None]] = [partial(check_run_dir, job.run_dir.path)]
     if job.after is not None:
         checks.append(partial(check_after, job.after))
-    if isinstance(job.config, SftConfig):
-        model, data = job.config.model, job.config.data
-        checks += [partial(check_model, model), partial(check_chat_template, model, data)]
-        checks += [partial(check_data, file, data) for file in [*data.train_files, *data.val_files]]
-    else:
-        checks.append(partial(check_program, job.program))
+    config = job.config
+    same_python = config.slurm.python is None
+    if isinstance(config, RayJobConfig) and same_python:
+        checks.append(partial(check_ray, installed_ray(), sys.executable))
+    if isinstance(config, SftConfig | PpoConfig):
+        checks += _model_checks(config)
+    if isinstance(config, PpoConfig):
+        checks += _ppo_checks(config, same_python)
+    if job.kind in PROGRAM_CHECKS:
+        checks.append(partial(PROGRAM_CHECKS[job.kind], job.program))
     problems, notes = [], []
     for one in checks:
         try:
@@ -48,6 +59,35 @@ def check(job: Job) -> list[str]:
     if problems:
         raise UserError("\n".join(problems))
     return notes
+
+
+def _model_checks(config: SftConfig | PpoConfig) -> list[Callable[[], str | None]]:
+    model, data = config.model, config.data
+    checks: list[Callable[[], str | None]] = [
+        partial(check_model, model),
+        partial(check_chat_template, model, data),
+    ]
+    return checks + [partial(check_data, file, data) for file in [*data.train_files, *data.val_files]]
+
+
+def _ppo_checks(config: PpoConfig, same_python: bool) -> list[Callable[[], str | None]]:
+    checks: list[Callable[[], str | None]] = []
+    reward = config.reward
+    if reward.function is not None:
+        checks.append(partial(check_function, reward.function, reward.kwargs, same_python=same_python))
+    if reward.url is not None:
+        checks.append(partial(check_url, reward.url))
+    for key, path in {"reward.model": reward.model, "critic.path": config.critic.path}.items():
+        if path is not None:
+            checks.append(partial(check_model_path, key, path))
+    if same_python and config.rollout.name == "vllm":
+        checks.append(check_vllm)
+    return checks
+
+
+def check_vllm() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(f"rollout.name=vllm, and {sys.executable} has no vllm: install it, or use rollout.name=hf")
 
 
 def check_run_dir(path: Path) -> None:
@@ -76,7 +116,7 @@ def check_after(job_id: str) -> str | None:
     return None
 
 
-def check_data(file: str, data: DataConfig) -> str | None:
+def check_data(file: str, data: DataConfig | PromptDataConfig) -> str | None:
     if not is_file(file):
         if Path(file).is_dir():
             return f"data folder {file} is read when the job starts"
@@ -84,28 +124,35 @@ def check_data(file: str, data: DataConfig) -> str | None:
             raise UserError(f"{file}: no such folder, and no .jsonl or .parquet file")
         return f"data set {file} is a name on the hub: it is looked up when the job starts"
     try:
-        check_file(file, data, MAX_ROWS)
+        if isinstance(data, PromptDataConfig):
+            check_prompts(file, data, MAX_ROWS)
+        else:
+            check_file(file, data, MAX_ROWS)
     except CannotCheck as error:
         return f"{file} is checked when the job starts ({error})"
     return None
 
 
 def check_model(model: ModelConfig) -> str | None:
+    return check_model_path("model.path", model.path)
+
+
+def check_model_path(key: str, path: str) -> str | None:
     """A folder must hold a Hugging Face model; a name is left to the job's start."""
-    folder = Path(model.path)
+    folder = Path(path)
     if not folder.is_dir():
-        if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model.path):
-            raise UserError(f"model.path {model.path}: no such folder, and no name of a model on the hub")
-        return f"model {model.path} is a name on the hub: it is looked up when the job starts"
+        if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
+            raise UserError(f"{key} {path}: no such folder, and no name of a model on the hub")
+        return f"model {path} is a name on the hub: it is looked up when the job starts"
     config = folder / "config.json"
     if "model_type" not in _json_object(config):
-        raise UserError(f"model.path {model.path} is no Hugging Face model: no config.json with a model_type in it")
+        raise UserError(f"{key} {path} is no Hugging Face model: no config.json with a model_type in it")
     if not any([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        raise UserError(f"model.path {model.path} has no weights (*.safetensors or *.bin)")
+        raise UserError(f"{key} {path} has no weights (*.safetensors or *.bin)")
     return None
 
 
-def check_chat_template(model: ModelConfig, data: DataConfig) -> None:
+def check_chat_template(model: ModelConfig, data: DataConfig | PromptDataConfig) -> None:
     if data.chat_template is not None:
         if not Path(data.chat_template).is_file():
             raise UserError(f"data.chat_template {data.chat_template}: no such file")
@@ -120,7 +167,7 @@ def check_chat_template(model: ModelConfig, data: DataConfig) -> None:
         raise UserError(f"the tokenizer in {folder} has no chat template; set data.chat_template to a Jinja file")
 
 
-def check_program(program: tuple[str, ...]) -> None:
+def check_torchrun_program(program: tuple[str, ...]) -> None:
     """What `submit torchrun -- ...` was given: a script, or -m and a module."""
     if not program:
         raise UserError("no program given: hpc-rl submit torchrun --nodes 2 -- train.py --lr 1e-4")
@@ -132,6 +179,32 @@ def check_program(program: tuple[str, ...]) -> None:
         raise UserError(f"leave out {program[0]}: the job starts torchrun itself; write -- train.py --lr 1e-4")
     if not Path(program[0]).is_file():
         raise UserError(f"program {program[0]}: no such file in {Path.cwd()}")
+
+
+def check_ray_program(program: tuple[str, ...]) -> str | None:
+    """What `submit ray -- ...` was given: any command, such as python and a script."""
+    if not program:
+        raise UserError("no program given: hpc-rl submit ray --nodes 2 -- python my_driver.py")
+    command = Path(program[0])
+    if program[0].endswith(".py") and not os.access(command, os.X_OK):
+        raise UserError(f"program {program[0]} cannot be started by itself: write -- python {shlex.join(program)}")
+    if re.fullmatch(r"(.*/)?python[\d.]*", program[0]):
+        script = next((word for word in program[1:] if not word.startswith("-")), None)
+        if script == program[1] and not Path(script).exists():
+            raise UserError(f"program {script}: no such file in {Path.cwd()}")
+        return None
+    if "/" in program[0] and not command.is_file():
+        raise UserError(f"program {program[0]}: no such file")
+    if "/" not in program[0] and shutil.which(program[0]) is None:
+        return f"program {program[0]} is looked up when the job starts: it is not on PATH here"
+    return None
+
+
+PROGRAM_CHECKS: dict[str, Callable[[tuple[str, ...]], str | None]] = {
+    "torchrun": check_torchrun_program,
+    "ray": check_ray_program,
+}
+"""Job kinds that run the user's own program."""
 
 
 def _json_object(path: Path) -> dict[str, object]:

@@ -13,12 +13,10 @@ from typing import Any
 
 from hpc_rl import __version__
 from hpc_rl.config.compose import dump
-from hpc_rl.config.schema import JobConfig
+from hpc_rl.config.schema import JobConfig, RayJobConfig
 from hpc_rl.errors import UserError
 from hpc_rl.resources import shipped
 from hpc_rl.run_dir import RunDir
-
-TEMPLATE = "torchrun.sbatch.j2"
 
 
 @dataclass(frozen=True)
@@ -26,13 +24,13 @@ class Job:
     """One job to be: everything that the script depends on."""
 
     kind: str
-    """sft or torchrun."""
+    """sft, ppo, torchrun or ray."""
     config: JobConfig
     run_dir: RunDir
     working_dir: Path
     """Where relative paths start, on the nodes too."""
     program: tuple[str, ...] = ()
-    """The user's own program and its arguments, for torchrun."""
+    """The user's own program and its arguments, for torchrun and ray."""
     after: str | None = None
     """Id of a job that has to end well before this one starts."""
 
@@ -43,8 +41,12 @@ class Job:
 
 _OWN_GPU_REQUEST = {"gpus", "gpus-per-node", "gpus-per-task", "gres"}
 """sbatch options by which a user asks for GPUs in the cluster's own way (`--sbatch gpus-per-node=a100:4`)."""
-TRAINERS = {"sft": "hpc_rl.finetune.train"}
+TRAINERS = {"sft": "hpc_rl.finetune.train", "ppo": "hpc_rl.rl.main_ppo"}
 """Job kind -> the module that trains; named by string, so that the login node never imports it."""
+NODE_ENTRIES = {"sft": "torchrun", "torchrun": "torchrun", "ppo": "ray_node", "ray": "ray_node"}
+"""Job kind -> the module of hpc_rl.node that runs on each node."""
+_TEMPLATES = {"torchrun": "torchrun.sbatch.j2", "ray_node": "ray.sbatch.j2"}
+"""Node entry -> the script that starts it."""
 
 
 def render(job: Job) -> str:
@@ -66,14 +68,15 @@ def render(job: Job) -> str:
         keep_trailing_newline=True,
     )
     environment.filters.update(bash=bash_word, directive=directive_word, comment=_printable)
+    template = _TEMPLATES[NODE_ENTRIES[job.kind]]
     try:
-        return environment.get_template(TEMPLATE).render(_values(job))
+        return environment.get_template(template).render(_values(job))
     except TemplateSyntaxError as error:
-        raise UserError(f"template {error.filename or TEMPLATE}, line {error.lineno}: {error.message}") from error
+        raise UserError(f"template {error.filename or template}, line {error.lineno}: {error.message}") from error
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"template {_template_line(error)}: {error}") from error
+        raise UserError(f"template {_template_line(error, template)}: {error}") from error
 
 
 def bash_word(text: str) -> str:
@@ -125,15 +128,31 @@ def _values(job: Job) -> dict[str, Any]:
 
 
 def node_options(config: JobConfig) -> list[str]:
-    """Arguments of `python -m hpc_rl.node.torchrun`."""
-    options = ["--processes", str(config.trainer.n_gpus_per_node), "--start-timeout", str(config.slurm.start_timeout_s)]
-    return options + (["--interface", config.slurm.interface] if config.slurm.interface else [])
+    """Arguments of the node entry."""
+    timeout = config.ray.start_timeout_s if isinstance(config, RayJobConfig) else config.slurm.start_timeout_s
+    options = ["--processes", str(config.trainer.n_gpus_per_node), "--start-timeout", str(timeout)]
+    if config.slurm.interface:
+        options += ["--interface", config.slurm.interface]
+    return options + (_ray_options(config) if isinstance(config, RayJobConfig) else [])
+
+
+def _ray_options(config: RayJobConfig) -> list[str]:
+    values = {
+        "--device": config.trainer.device,
+        "--num-cpus": config.ray_kwargs.num_cpus,
+        "--object-store-bytes": config.ray.object_store_bytes,
+        "--first-port": config.ray.first_port,
+        "--timeline": config.ray_kwargs.timeline_json_file,
+    }
+    options = [word for name, value in values.items() if value is not None for word in (name, str(value))]
+    return options + (["--dashboard"] if config.ray.dashboard else [])
 
 
 def program_text(job: Job) -> str:
     if job.kind in TRAINERS:
+        python = '"$python" ' if NODE_ENTRIES[job.kind] == "ray_node" else ""  # torchrun adds its own
         # -P: a datasets.py in the user's folder must not stand in for the library of that name.
-        return f'-P -m {TRAINERS[job.kind]} --config "$HPC_RL_RUN_DIR/config.yaml"'
+        return f'{python}-P -m {TRAINERS[job.kind]} --config "$HPC_RL_RUN_DIR/config.yaml"'
     return " ".join(map(bash_word, job.program))
 
 
@@ -181,9 +200,9 @@ def _printable(text: str) -> str:
     return _CONTROL.sub("?", text)
 
 
-def _template_line(error: Exception) -> str:
+def _template_line(error: Exception, template: str) -> str:
     """File and line in the template: the innermost frame that Jinja2 mapped back to one."""
-    place = TEMPLATE
+    place = template
     trace = error.__traceback__
     while trace:
         filename = trace.tb_frame.f_code.co_filename

@@ -25,7 +25,7 @@ class Request:
     overrides: Sequence[str]
     """key=value, as typed."""
     program: tuple[str, ...]
-    """The user's own program and its arguments, for torchrun."""
+    """The user's own program and its arguments, for torchrun and ray."""
     settings: Mapping[str, Any]
     """Dotted key -> value, from flags."""
     after: str | None

@@ -1,11 +1,12 @@
 """How the nodes of one attempt find each other: small files in the attempt's folder, each written by rename.
 
-Node 0 publishes the rendezvous address; every node says that it is there.
+Node 0 publishes the rendezvous address; every node says that it is there, and one that fails says with which exit code.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,16 @@ from hpc_rl.errors import UserError
 POLL_S = 0.05
 SHARED_TIMEOUT_S = 20
 """NFS clients look again when the folder above is listed (close-to-open, nfs(5)); this leaves them time for it."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a node ended the job, for the exit codes of the others."""
+
+    node_rank: int
+    exit_code: int
+    time: float
+    """Unix time in seconds: the first failure is the cause, later ones are its echoes."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,13 @@ class Meeting:
     def publish(self, address: str) -> None:
         self._write("rendezvous", address)
 
+    def address(self) -> str | None:
+        """`host:port` from node 0, once it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            list(self.attempt_dir.iterdir())  # makes an NFS client look again
+            return (self.attempt_dir / ".rendezvous").read_text()
+        return None
+
     def await_address(self, timeout_s: float) -> str:
         """`host:port` from node 0.
 
@@ -60,6 +78,16 @@ class Meeting:
         """Names of the nodes that have not arrived yet."""
         seen = {path.name for path in self.attempt_dir.iterdir()}
         return [name for rank, name in enumerate(self.nodes) if f".node{rank}.here" not in seen]
+
+    def fail(self, exit_code: int) -> None:
+        """Tell the others, who may be ended by Slurm before they see what happened."""
+        failure = Failure(self.node_rank, exit_code, time.time())
+        self._write(f"node{self.node_rank}.failed", json.dumps(failure.__dict__))
+
+    def failures(self) -> list[Failure]:
+        """Nodes that failed, in the order in which they did."""
+        files = self.attempt_dir.glob(".node*.failed")
+        return sorted((Failure(**json.loads(file.read_text())) for file in files), key=lambda failure: failure.time)
 
     def _write(self, name: str, text: str) -> None:
         partial = self.attempt_dir / f".{name}.partial{self.node_rank}"

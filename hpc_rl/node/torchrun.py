@@ -18,13 +18,13 @@ from tempfile import TemporaryDirectory
 
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED, UserError
 from hpc_rl.follow import Follower
+from hpc_rl.node.entry import run_entry, say, this_allocation, this_attempt_dir, worker_defaults
 from hpc_rl.node.meeting import POLL_S, Meeting, named
 from hpc_rl.node.network import choose_address
 from hpc_rl.node.ports import free_port
 from hpc_rl.node.rank import RankExit, log_path, read_exits
 from hpc_rl.process import end, forward_termination, shell_code, start, tail
-from hpc_rl.run_dir import ENV_ATTEMPT_DIR
-from hpc_rl.slurm.allocation import Allocation, read_allocation
+from hpc_rl.slurm.allocation import Allocation
 
 LOG_POLL_S = 0.5
 """Between two looks at rank 0's log, which lies on a shared file system."""
@@ -33,17 +33,12 @@ _SIGTERM_CODE = 128 + 15
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(sys.argv[1:] if argv is None else argv)
-    try:
-        return run_node(options)
-    except UserError as error:
-        print(f"hpc-rl: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    return run_entry(lambda: run_node(options))
 
 
 def run_node(options: argparse.Namespace) -> int:
     """Meet the other nodes, run torchrun, return the exit code for Slurm."""
-    allocation = _allocation()
-    attempt_dir = Path(_required_env(ENV_ATTEMPT_DIR))
+    allocation, attempt_dir = this_allocation(), this_attempt_dir()
     meeting = Meeting(attempt_dir, allocation.nodes, allocation.node_rank)
     meeting.check_shared()
     meeting.arrive()
@@ -67,16 +62,7 @@ def process_environment(
     environ: Mapping[str, str], allocation: Allocation, processes: int, interface: str
 ) -> dict[str, str]:
     """The ranks' environment. What the user exported wins over every default here."""
-    defaults = {
-        "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_CUMEM_ENABLE": "0",  # saves memory where vLLM and a trainer share a GPU, as verl and OpenRLHF set it
-        "NCCL_DEBUG": "WARN",
-        "OMP_NUM_THREADS": str(max(1, allocation.cpus // processes)),
-        "TOKENIZERS_PARALLELISM": "true",
-    }
-    if interface != "lo":  # NCCL takes no loopback for a job on one node, and needs none
-        defaults["NCCL_SOCKET_IFNAME"] = f"={interface}"  # without the sign it is a prefix
-    return {**defaults, **environ}
+    return {**worker_defaults(interface, allocation.cpus // processes), **environ}
 
 
 def torchrun_command(
@@ -115,13 +101,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--start-timeout", type=int, default=300, help="seconds in which all nodes must have met")
     parser.add_argument("program", nargs="+", help="-- then SCRIPT or -m MODULE, and its arguments")
     return parser.parse_args(argv)
-
-
-def _allocation() -> Allocation:
-    try:
-        return read_allocation(os.environ, len(os.sched_getaffinity(0)))
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def _rendezvous(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> tuple[str, str]:
@@ -164,7 +143,7 @@ def _outcome(child: subprocess.Popen[bytes], allocation: Allocation, attempt_dir
     if not causes:
         log = attempt_dir / f"node{allocation.node_rank}.log"
         code = shell_code(child.returncode)
-        _say(f"torchrun on node {allocation.node} ended with exit code {code}; the end of {log}:\n{tail(log)}")
+        say(f"torchrun on node {allocation.node} ended with exit code {code}; the end of {log}:\n{tail(log)}")
         return code
     first = causes[0]
     if first.exit_code != EXIT_STOPPED and first.node_rank == allocation.node_rank:
@@ -183,20 +162,10 @@ def _explain(first: RankExit, node: str, attempt_dir: Path) -> None:
         if first.exit_code == 128 + 9
         else ""
     )
-    _say(
+    say(
         f"rank {first.rank} on node {node} failed with exit code {first.exit_code}{meaning}; its log is {log}"
         + (f" and ends:\n{end_of_log}" if end_of_log else "")
     )
-
-
-def _required_env(name: str) -> str:
-    if name not in os.environ:
-        raise UserError(f"{name} is not set: start this by a script that hpc-rl rendered, or by hpc-rl submit --local")
-    return os.environ[name]
-
-
-def _say(text: str) -> None:
-    print(f"hpc-rl: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

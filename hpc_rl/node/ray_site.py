@@ -1,0 +1,117 @@
+"""Where on its node a job's Ray is, and what it may use there."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_rl.errors import UserError
+from hpc_rl.node.network import choose_address
+from hpc_rl.node.ray_environment import shared_environment
+from hpc_rl.node.ray_limits import Grant, granted
+from hpc_rl.node.ray_ports import RayPorts, reserve
+from hpc_rl.node.ray_start import Orders
+from hpc_rl.ray_version import check_ray, installed_ray
+from hpc_rl.scratch import held_scratch, scratch_dir
+from hpc_rl.slurm.allocation import Allocation
+
+SOCKET_BYTES = 107
+"""Longest path of a UNIX socket (unix(7))."""
+LONGEST_TEMP_DIR = SOCKET_BYTES - 64
+"""Bytes: `/session_2026-01-02_03-04-05_678901_1234567/sockets/plasma_store`, and a number after a second start."""
+_TOKEN = ".ray-token"
+
+
+@dataclass(frozen=True)
+class Site:
+    allocation: Allocation
+    interface: str
+    address: str
+    ports: RayPorts
+    grant: Grant
+    temp_dir: Path
+    token: Path
+    """The file, in the attempt's folder, which nobody else can enter."""
+
+    def orders(self, gcs_address: str, dashboard: bool) -> Orders:
+        """What the Ray processes of this node need to know."""
+        return Orders(
+            head=self.allocation.is_head,
+            gcs_address=gcs_address,
+            address=self.address,
+            name=f"{self.allocation.node}.{self.allocation.node_rank}",
+            temp_dir=str(self.temp_dir),
+            num_cpus=self.grant.cpus,
+            num_gpus=self.grant.gpus,
+            memory=self.grant.memory,
+            object_store_memory=self.grant.object_store,
+            services=self.ports.services(dashboard),
+            worker_ports=self.ports.workers,
+            dashboard=dashboard,
+            dashboard_port=self.ports.dashboard,
+        )
+
+    def environment(self, processes: int, timeline: bool) -> dict[str, str]:
+        """What Ray's processes and the driver have in common."""
+        return shared_environment(
+            os.environ,
+            interface=self.interface,
+            threads=self.allocation.cpus // processes,
+            token=self.token,
+            temp_dir=self.temp_dir,
+            timeline=timeline,
+        )
+
+
+@contextmanager
+def prepared_site(allocation: Allocation, attempt_dir: Path, options: argparse.Namespace) -> Iterator[Site]:
+    """Ports and a temporary folder of this job's own, until the end.
+
+    Raises:
+        UserError: something that Ray needs is missing or taken.
+    """
+    check_ray(installed_ray(), sys.executable)
+    rank, neighbours = allocation.node_rank, allocation.nodes.count(allocation.node)
+    interface, address = node_address(allocation, options.interface)
+    place = rank if neighbours > 1 else None
+    temp_dir = scratch_dir(os.environ, allocation.job_id, allocation.restart, place)
+    check_length(temp_dir)
+    grant = granted(
+        allocation,
+        os.environ,
+        most_cpus=options.num_cpus,
+        gpus=options.processes if options.device == "cuda" else 0,
+        object_store=options.object_store_bytes,
+    )
+    before = allocation.nodes[:rank].count(allocation.node)
+    with reserve(f"{allocation.job_id}.{rank}", options.first_port, before) as block, held_scratch(temp_dir):
+        yield Site(allocation, interface, address, RayPorts(block.first), grant, temp_dir, attempt_dir / _TOKEN)
+
+
+def node_address(allocation: Allocation, wanted: str | None) -> tuple[str, str]:
+    """(interface, address) of this node.
+
+    A job on one machine has the loopback, with an address for each node, and none of them 127.0.0.1: Ray's drivers
+    would take another of the machine's addresses instead.
+    """
+    others = [name for name in allocation.nodes if name != allocation.node]
+    interface, address = choose_address(wanted, others[0] if others else None)
+    if address == "127.0.0.1":
+        address = f"127.0.{allocation.node_rank // 250}.{allocation.node_rank % 250 + 2}"
+    return interface, address
+
+
+def check_length(temp_dir: Path) -> None:
+    """Raises UserError where the paths of Ray's sockets below it would be too long."""
+    length = len(os.fsencode(temp_dir))
+    if length > LONGEST_TEMP_DIR:
+        raise UserError(
+            f"temporary folder {temp_dir} has {length} bytes: with {SOCKET_BYTES - LONGEST_TEMP_DIR} for Ray's sockets "
+            f"in it that is over the {SOCKET_BYTES} of a UNIX socket's path; set TMPDIR to a path of at most "
+            f"{LONGEST_TEMP_DIR - len(temp_dir.name) - 1} bytes (slurm.env.TMPDIR=/tmp)"
+        )

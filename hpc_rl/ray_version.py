@@ -1,0 +1,32 @@
+"""Which versions of Ray a job can trust."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+
+from hpc_rl.errors import UserError
+
+FLOOR = (2, 52)
+"""The first with token authentication. Without it anybody on the network can run code as the user (CVE-2023-48022)."""
+
+
+def installed_ray() -> str | None:
+    """Version of this Python's Ray; imports nothing."""
+    try:
+        return metadata.version("ray")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_ray(version: str | None, python: str) -> None:
+    """Raises UserError: no Ray, or one without token authentication."""
+    if version is None:
+        raise UserError(f"{python} has no Ray: pip install 'hpc-rl[rl]'")
+    found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if found < FLOOR:
+        floor = ".".join(map(str, FLOOR))
+        raise UserError(
+            f"{python} has Ray {version}, which anybody on the network could use: "
+            f"token authentication came with Ray {floor}; pip install 'ray>={floor}'"
+        )

@@ -1,0 +1,46 @@
+"""The command line, up to where Ray would start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.config.compose import dump
+from hpc_rl.errors import EXIT_BAD_INPUT, UserError
+from hpc_rl.rl.main_ppo import main, parse
+from tests.rl.ppo_config import REQUIRED, ppo_config
+
+
+def test_overrides_and_a_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config, run = parse([*REQUIRED, "--run-dir", "here", "rollout.n=3"])
+    assert config.rollout.n == 3
+    assert run is not None and run.path == tmp_path / "here"
+    assert parse(REQUIRED)[1] is None
+
+
+def test_a_resolved_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(dump(ppo_config("algorithm.advantage=grpo")))
+    assert parse(["--config", str(file)])[0] == ppo_config("algorithm.advantage=grpo")
+    with pytest.raises(UserError, match=r"--config .*config\.yaml is complete: change the file, or give key=value"):
+        parse(["--config", str(file), "rollout.n=3"])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["rollout.n=3"], "model.path: required, not given (write model.path=...)"),
+        ([*REQUIRED, "rollout.m=3"], "rollout.m: unknown key; did you mean rollout.n?"),
+        ([*REQUIRED, "algorithm.advantage=grpo"], "and rollout.n is 1: set rollout.n to 2 or more"),
+        (["--config", "/nowhere/config.yaml"], "no configuration at /nowhere/config.yaml"),
+    ],
+)
+def test_bad_input_is_a_line_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == EXIT_BAD_INPUT
+    out, errors = capsys.readouterr()
+    assert not out
+    assert all(line.startswith("hpc-rl: ") for line in errors.splitlines()) and message in errors
