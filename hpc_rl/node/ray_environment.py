@@ -13,13 +13,22 @@ _OTHER_CLUSTER = ("RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_AUTH_TOKEN")
 
 
 def shared_environment(
-    environ: Mapping[str, str], *, interface: str, threads: int, token: Path, temp_dir: Path, timeline: bool
+    environ: Mapping[str, str],
+    *,
+    interface: str,
+    threads: int,
+    token: Path,
+    scratch: Path,
+    temp_dir: Path,
+    timeline: bool,
 ) -> dict[str, str]:
     """What Ray's processes and the driver have in common. What the user exported wins over every default here.
 
     Args:
         token: the file; never its content, which every process of the machine could read in /proc.
-        temp_dir: on the node's own disk; removed at the end, with all that programs leave there.
+        scratch: on the node's own disk; removed at the end, with all that programs leave there.
+        temp_dir: Ray's, in it.
+        timeline: whether Ray takes notes for one.
     """
     defaults = {
         **worker_defaults(interface, threads),
@@ -32,7 +41,7 @@ def shared_environment(
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_TMPDIR": str(temp_dir),
-        "TMPDIR": str(temp_dir),
+        "TMPDIR": str(scratch),
     }
     kept = {name: value for name, value in environ.items() if name not in _OTHER_CLUSTER}
     return {**defaults, **_with_hip(kept), **fixed}

@@ -22,8 +22,8 @@ from hpc_rl.slurm.allocation import Allocation
 
 SOCKET_BYTES = 107
 """Longest path of a UNIX socket (unix(7))."""
-LONGEST_TEMP_DIR = SOCKET_BYTES - 64
-"""Bytes: `/session_2026-01-02_03-04-05_678901_1234567/sockets/plasma_store`, and a number after a second start."""
+SESSION_BYTES = 64
+"""Ray's part of it: `/session_2026-01-02_03-04-05_678901_1234567/sockets/plasma_store` and a number."""
 _TOKEN = ".ray-token"
 
 
@@ -34,9 +34,15 @@ class Site:
     address: str
     ports: RayPorts
     grant: Grant
-    temp_dir: Path
+    scratch: Path
+    """For everything that the job writes on this node's own disk; nobody else can enter it."""
     token: Path
     """The file, in the attempt's folder, which nobody else can enter."""
+
+    @property
+    def temp_dir(self) -> Path:
+        """Ray's own: it lets everybody into it, so it lies inside a folder that does not."""
+        return _temp_dir(self.scratch)
 
     def orders(self, gcs_address: str, dashboard: bool) -> Orders:
         """What the Ray processes of this node need to know."""
@@ -63,6 +69,7 @@ class Site:
             interface=self.interface,
             threads=self.allocation.cpus // processes,
             token=self.token,
+            scratch=self.scratch,
             temp_dir=self.temp_dir,
             timeline=timeline,
         )
@@ -79,8 +86,8 @@ def prepared_site(allocation: Allocation, attempt_dir: Path, options: argparse.N
     rank, neighbours = allocation.node_rank, allocation.nodes.count(allocation.node)
     interface, address = node_address(allocation, options.interface)
     place = rank if neighbours > 1 else None
-    temp_dir = scratch_dir(os.environ, allocation.job_id, allocation.restart, place)
-    check_length(temp_dir)
+    scratch = scratch_dir(os.environ, allocation.job_id, allocation.restart, place)
+    check_length(scratch)
     grant = granted(
         allocation,
         os.environ,
@@ -89,8 +96,8 @@ def prepared_site(allocation: Allocation, attempt_dir: Path, options: argparse.N
         object_store=options.object_store_bytes,
     )
     before = allocation.nodes[:rank].count(allocation.node)
-    with reserve(f"{allocation.job_id}.{rank}", options.first_port, before) as block, held_scratch(temp_dir):
-        yield Site(allocation, interface, address, RayPorts(block.first), grant, temp_dir, attempt_dir / _TOKEN)
+    with reserve(f"{allocation.job_id}.{rank}", options.first_port, before) as block, held_scratch(scratch):
+        yield Site(allocation, interface, address, RayPorts(block.first), grant, scratch, attempt_dir / _TOKEN)
 
 
 def node_address(allocation: Allocation, wanted: str | None) -> tuple[str, str]:
@@ -106,12 +113,17 @@ def node_address(allocation: Allocation, wanted: str | None) -> tuple[str, str]:
     return interface, address
 
 
-def check_length(temp_dir: Path) -> None:
+def check_length(scratch: Path) -> None:
     """Raises UserError where the paths of Ray's sockets below it would be too long."""
-    length = len(os.fsencode(temp_dir))
-    if length > LONGEST_TEMP_DIR:
+    length = len(os.fsencode(_temp_dir(scratch)))
+    too_long = length + SESSION_BYTES - SOCKET_BYTES
+    if too_long > 0:
         raise UserError(
-            f"temporary folder {temp_dir} has {length} bytes: with {SOCKET_BYTES - LONGEST_TEMP_DIR} for Ray's sockets "
-            f"in it that is over the {SOCKET_BYTES} of a UNIX socket's path; set TMPDIR to a path of at most "
-            f"{LONGEST_TEMP_DIR - len(temp_dir.name) - 1} bytes (slurm.env.TMPDIR=/tmp)"
+            f"temporary folder {_temp_dir(scratch)} has {length} bytes: with {SESSION_BYTES} for Ray's sockets in it "
+            f"that is over the {SOCKET_BYTES} of a UNIX socket's path; set TMPDIR to a path of at most "
+            f"{len(os.fsencode(scratch.parent)) - too_long} bytes (slurm.env.TMPDIR=/tmp)"
         )
+
+
+def _temp_dir(scratch: Path) -> Path:
+    return scratch / "ray"

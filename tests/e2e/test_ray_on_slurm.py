@@ -9,56 +9,32 @@ import sys
 import sysconfig
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import sandbox_cluster
+from tests.e2e.ray_drivers import COUNT, INTRUDER, LOOK, WAIT
 from tests.e2e.workspace import Workspace
 from tests.sandbox.cluster import Cluster
 
 pytestmark = pytest.mark.sandbox
-RAY_PROCESSES = "gcs_server|raylet|ray::|hpc_rl[.]node|[a-z]+_driver.py"
+LOOK_FOR = (
+    "pgrep -fa 'gcs_server|raylet|ray::|hpc_rl[.]node|_driver.py' | grep -v pgrep; find /tmp /dev/shm -mindepth 1"
+)
+"""Ray's processes, and files on a node's own disk."""
+OTHER = 65534
+"""Another user's id."""
 TWO_NODES = ["--nodes", "2", "--cpus-per-task", "1", "--mem", "2G", "trainer.device=cpu"]
 START_S = 150
 """Ray starts in 5 to 15 s; the machine that runs the tests may be busy."""
 
-DRIVERS = {
-    # Writes down what it sees, runs a task on every node, and leaves with exit code 3.
-    "look_driver.py": """
-import json, os, pathlib, sys, ray
-ray.init()
-@ray.remote(num_cpus=1, scheduling_strategy="SPREAD")
-def look():
-    names = ("http_proxy", "NCCL_DEBUG", "VLLM_LOGGING_LEVEL", "TMPDIR", "RAY_AUTH_MODE")
-    return {"node": os.uname().nodename, **{name: os.environ.get(name) for name in names}}
-seen = {"nodes": [node["Resources"] for node in ray.nodes() if node["Alive"]], "proxy": os.environ["http_proxy"]}
-seen |= {"tasks": ray.get([look.remote() for _ in range(8)]), "arguments": sys.argv[1:], "loaded": ray.cluster_resources()}
-pathlib.Path("seen.json").write_text(json.dumps(seen))
-print("the driver is done")
-sys.exit(3)
-""",
-    # Is up, and waits for its end.
-    "wait_driver.py": """
-import os, pathlib, signal, sys, time, ray
-ray.init(logging_level="error")
-@ray.remote(num_cpus=1)
-def hold():
-    time.sleep(600)
-held = hold.remote()
-mark = pathlib.Path(sys.argv[1])
-mark.with_suffix(".partial").write_text(f"{os.getpid()} {os.environ['RAY_ADDRESS']}")
-mark.with_suffix(".partial").rename(mark)
-while not mark.with_suffix(".end").exists():
-    time.sleep(0.1)
-""",
-}
-
 
 def make_workspace(folder: Path, environ: dict[str, str]) -> Workspace:
     folder.mkdir()
-    for name, text in DRIVERS.items():
+    programs = {"look_driver.py": LOOK, "wait_driver.py": WAIT, "count_driver.py": COUNT, "intruder.py": INTRUDER}
+    for name, text in programs.items():
         (folder / name).write_text(text)
     return Workspace(folder, {**environ, "OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO"})
 
@@ -76,14 +52,15 @@ def patient_cluster() -> Iterator[Cluster]:
 
 def traces(cluster: Cluster) -> dict[str, str]:
     """Ray's processes, and files on the nodes' own disks, by node."""
-    look = f"pgrep -fa '{RAY_PROCESSES}' | grep -v pgrep; find /tmp /dev/shm -mindepth 1 -maxdepth 1"
-    return {node: cluster.exec_on(node, ["sh", "-c", look]).stdout for node in cluster.nodes}
+    return {node: cluster.exec_on(node, ["sh", "-c", LOOK_FOR]).stdout for node in cluster.nodes}
 
 
 @pytest.fixture
 def nothing_left(slurm_cluster: Cluster) -> Iterator[None]:
     before = traces(slurm_cluster)
     yield
+    for job in slurm_cluster.run(["squeue", "--noheader", "--format=%i"]).stdout.split():  # of a test that has failed
+        slurm_cluster.run(["scancel", job])
     slurm_cluster.wait_idle(60)
     assert traces(slurm_cluster) == before
 
@@ -100,6 +77,10 @@ def start_waiting(workspace: Workspace, name: str, *options: str) -> Path:
 
 def ended(workspace: Workspace, name: str) -> bool:
     return workspace.status(name)["state"] in ("FAILED", "CANCELLED", "COMPLETED", "NODE_FAIL")
+
+
+def job_id(workspace: Workspace, name: str) -> str:
+    return str(workspace.status(name)["job_id"])
 
 
 def log_of(workspace: Workspace, name: str) -> str:
@@ -125,13 +106,14 @@ def test_a_driver_sees_what_was_granted_and_its_exit_code_is_the_jobs(workspace:
     assert [node["CPU"] for node in seen["nodes"]] == [1, 1]
     assert all(node["memory"] + node["object_store_memory"] == 2 << 30 for node in seen["nodes"])
     assert all("GPU" not in node for node in seen["nodes"])
-    assert {task["node"] for task in seen["tasks"]} == {"node1", "node2"}
+    assert sorted(task["node"] for task in seen["tasks"]) == ["node1", "node2"]
     task = seen["tasks"][0]
     assert (task["http_proxy"], seen["proxy"]) == (None, "http://127.0.0.1:9")
     assert (task["NCCL_DEBUG"], task["VLLM_LOGGING_LEVEL"], task["RAY_AUTH_MODE"]) == ("INFO", "WARN", "token")
     assert task["TMPDIR"].startswith("/tmp/0.")
     assert seen["arguments"] == ["a b;$HOME", "--x=1"]
-    assert "look" in {event["name"] for event in json.loads((workspace.folder / "timeline.json").read_text())}
+    timeline = json.loads((workspace.folder / "timeline.json").read_text())
+    assert any(event["name"].endswith("look") for event in timeline)
     attempt = workspace.folder / "runs" / "look" / "attempt-1"
     for node in ("node0", "node1"):
         assert (attempt / "ray" / node / "raylet.out").stat().st_size > 0
@@ -142,7 +124,12 @@ def test_a_driver_sees_what_was_granted_and_its_exit_code_is_the_jobs(workspace:
 BREAKS = {
     "raylet": ("node2", ["-x", "raylet"], "Ray's raylet was killed (signal 9) on node node2", 1),
     "gcs": ("node1", ["-x", "gcs_server"], "Ray's GCS server was killed (signal 9) on node node1", 1),
-    "driver": ("node1", ["-f", "^python wait_driver"], "the driver failed with exit code 137 (killed, usually for", 137),
+    "driver": (
+        "node1",
+        ["-f", "^python wait_driver"],
+        "the driver failed with exit code 137 (killed, usually for",
+        137,
+    ),
     "entry": ("node2", ["-f", "^[^ ]*python[^ ]* -P -m hpc_rl.node.ray_node"], "node node2 is lost", 137),
 }
 """What is killed, on which node and how; what the log says, and the job's exit code."""
@@ -182,17 +169,71 @@ def test_a_lost_node_ends_the_job_before_slurm_knows(patient_cluster: Cluster) -
     assert time.monotonic() - began < 60
     assert json.loads(status.read_text())["exit_code"] == 1
     check_reason_comes_first(log_of(workspace, "lost"), "hpc-rl: node node2 is lost: it has not answered for")
-    found = patient_cluster.exec_on("node1", ["sh", "-c", LOOK])
+    found = patient_cluster.exec_on("node1", ["sh", "-c", LOOK_FOR])
     workspace.wait_until(lambda: not found.stdout, "node1 to be empty", 10)
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_jobs_of_one_user_and_of_another_share_nodes_and_nobody_else_gets_in(
-    workspace: Workspace, slurm_cluster: Cluster
-) -> None:
+def test_others_share_the_nodes_and_do_not_get_in(workspace: Workspace, slurm_cluster: Cluster) -> None:
+    """A job runs; another of the same user and one of another user run beside it; then that user tries to get in."""
     python = python_of_others()
-    theirs = workspace_of(OTHER, slurm_cluster, python)
-    mark = start_waiting(workspace, "first", "ray.dashboard=true")
-    # One CPU is left on each of both nodes.
-    workspace.ok("submit", "ray", *TWO_NODES, "--nodes", "1", "--job-name", "second", "--", "python", "ok_driver.py")
-    theirs.ok("submit", "ray", *TWO_NODES, "--nodes", "1", f"slurm.python={python}", "--job-name", "third", "--", python, "ok_driver.py")
+    address = start_waiting(workspace, "first", "ray.dashboard=true").read_text()
+    count = ["--nodes", "1", "--job-name", "second", "--follow", "--", "python", "count_driver.py"]
+    assert "nodes: 1 1.0" in workspace.ok("submit", "ray", *TWO_NODES, *count, timeout=START_S)
+    assert "nodes: 1 1.0" in run_as_other(slurm_cluster, python)
+    log = log_of(workspace, "first")
+    dashboard = re.search(r"ssh -N -L 8265:127\.0\.0\.1:(\d+) -J \S+ node1, then", log)
+    assert dashboard, log
+    attempt = workspace.folder / "runs" / "first" / "attempt-1"
+    token = (attempt / ".ray-token").read_text()
+    assert (attempt / ".ray-token").stat().st_mode & 0o077 == 0
+    assert token not in log and token not in (workspace.folder / "runs/first/job.sbatch").read_text()
+    assert token not in slurm_cluster.exec_on("node1", ["ps", "axww"]).stdout
+    assignments = [f"{name}={value}" for name, value in environment_of_others().items()]
+    for node in ("node1", "node2"):
+        scratch = slurm_cluster.exec_on(node, ["sh", "-c", "ls -d /tmp/0.*"]).stdout.strip()
+        private = [str(workspace.folder / "runs/first"), str(attempt / ".ray-token"), scratch]
+        intrude = ["setpriv", f"--reuid={OTHER}", f"--regid={OTHER}", "--clear-groups", "env", *assignments, python]
+        arguments = [str(workspace.folder / "intruder.py"), address, dashboard[1], *private]
+        done = slurm_cluster.exec_on(node, [*intrude, *arguments], timeout=120)
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert found.pop("submit to 127.0.0.1") == (401 if node == "node1" else "refused")
+        assert found.pop(f"submit to {address.split(':')[0]}") == "refused"
+        assert found.pop("roll call") == ""
+        assert [found.pop(f"read {path}") for path in private] == ["PermissionError"] * 3
+        assert len(found) == 4 and all("oken" in said or "Failed to connect" in said for said in found.values()), found
+    (workspace.folder / "first.end").touch()
+    assert slurm_cluster.wait_job(job_id(workspace, "first"), timeout=60) == "COMPLETED"
+    assert "nodes at the end: 2" in log_of(workspace, "first")
+
+
+def python_of_others() -> str:
+    """A Python that another user can run, with this environment's packages."""
+    found = shutil.which(f"python3.{sys.version_info.minor}", path="/usr/bin:/usr/local/bin") or sys.executable
+    try:
+        probe = [found, "-c", "import ray"]
+        subprocess.run(probe, env=environment_of_others(), user=OTHER, check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        pytest.skip(f"another user cannot run {found} with this environment's packages")
+    return found
+
+
+def environment_of_others() -> dict[str, str]:
+    packages = [str(Path(__file__).parents[2]), sysconfig.get_path("purelib")]
+    return {"PYTHONPATH": ":".join(packages), "PATH": "/usr/local/bin:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+
+
+def run_as_other(cluster: Cluster, python: str) -> str:
+    """Another user's job on one node; its output."""
+    folder = cluster.shared / f"other-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    (folder / "count_driver.py").write_text(COUNT)
+    os.chown(folder, OTHER, OTHER)
+    environ = {**environment_of_others(), "SLURM_CONF": cluster.env["SLURM_CONF"], "HOME": str(folder)}
+    command = ["submit", "ray", *TWO_NODES, "--nodes", "1", "--follow", "--", python, "count_driver.py"]
+    done = cluster.run(
+        [python, "-m", "hpc_rl.cli", *command],
+        timeout=START_S, cwd=folder, env=environ, user=OTHER, group=OTHER, extra_groups=[],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

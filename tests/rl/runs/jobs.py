@@ -1,0 +1,149 @@
+"""Reinforcement-learning runs on a Ray that the tests share.
+
+`run_here` drives a run from this process, on worker processes that are used again: what a worker imports takes longer
+than a run of a tiny model. Everything else is as in a job. `run_ppo` itself, with processes of its own, is for the tests
+of what starts and ends.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray._raylet import PlacementGroupID
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+
+from hpc_rl.config.compose import compose
+from hpc_rl.config.schema import PpoConfig
+from hpc_rl.engine import distributed
+from hpc_rl.rl import group, setup, trainer
+from hpc_rl.rl.state import State
+from hpc_rl.rl.workers.worker import Worker
+from hpc_rl.run_dir import RunDir
+from hpc_rl.tracking.metrics import read_metrics
+
+TIMEOUT_S = 120
+
+
+def ppo(*overrides: str) -> PpoConfig:
+    config = compose("ppo", overrides)
+    assert isinstance(config, PpoConfig)
+    return config
+
+
+class Hosts:
+    """Stands for `ray.remote(Worker)`: each new worker takes over the process of one of an earlier run.
+
+    That one had the same rank of as many, since torch keeps the meshes of a process for good.
+    """
+
+    def __init__(self) -> None:
+        self._all: dict[tuple[int, int], list[Any]] = {}
+        self._taken: Counter[tuple[int, int]] = Counter()
+
+    def options(self, **_: Any) -> Hosts:
+        return self
+
+    def remote(self, config: PpoConfig, pool: str, rank: int, size: int, *rest: Any) -> Any:
+        hosts = self._all.setdefault((rank, size), [])
+        number = self._taken[rank, size]
+        self._taken[rank, size] += 1
+        if number == len(hosts):
+            hosts.append(ray.remote(num_cpus=0)(Worker).remote(config, pool, rank, size, *rest))
+        else:
+            hosts[number].__ray_call__.remote(begin_anew, config, pool, rank, size, *rest)
+        return hosts[number]
+
+    def all_free(self) -> None:
+        self._taken.clear()
+
+
+def begin_anew(worker: Worker, *arguments: Any) -> None:
+    distributed.finish()
+    worker.__init__(*arguments)  # type: ignore[misc]
+
+
+class Runs:
+    """Runs one after the other, which share the options `base`."""
+
+    def __init__(self, base: Sequence[str], hosts: Hosts) -> None:
+        self.base = base
+        self._hosts = hosts
+
+    def without(self, prefix: str) -> Runs:
+        """Runs that lack these options of the base."""
+        return Runs([option for option in self.base if not option.startswith(prefix)], self._hosts)
+
+    def __call__(self, run_dir: Path, *overrides: str) -> int:
+        """One run; its exit code."""
+        with self.state(run_dir, *overrides) as state:
+            return trainer.train(state)
+
+    @contextmanager
+    def state(self, run_dir: Path, *overrides: str) -> Iterator[State]:
+        """A run that is ready to go."""
+        run = RunDir(run_dir)
+        self._hosts.all_free()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(group, "ray", SimpleNamespace(remote=lambda _: self._hosts))
+            try:
+                state = setup.set_up(ppo(*self.base, *overrides), run, run.path / "attempt-1")
+                try:
+                    yield state
+                finally:
+                    state.scoring.close()
+            finally:
+                remove_pools()
+
+
+def remove_pools() -> None:
+    """Give back what pools have reserved; for a driver that is an actor, Ray does it when that ends."""
+    for id_, entry in placement_group_table().items():
+        if entry["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(id_)))
+
+
+def series(run_dir: Path, name: str) -> list[float]:
+    """One metric of all steps that have it."""
+    return [record[name] for record in read_metrics(run_dir / "metrics.jsonl") if name in record]
+
+
+def metrics(run_dir: Path) -> list[dict[str, float]]:
+    """What was measured at each step, apart from clocks and speeds; raises where a number is not finite."""
+    found = []
+    for record in read_metrics(run_dir / "metrics.jsonl"):
+        numbers = {
+            name: value for name, value in record.items() if not name.startswith(("timing_s/", "perf/")) and name != "time"
+        }
+        bad = [name for name, value in numbers.items() if value is None or not math.isfinite(value)]
+        assert not bad, f"step {record['step']}: not finite: {bad}"
+        found.append(numbers)
+    return found
+
+
+def samples(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+
+
+def copy_of(run_dir: Path, to: Path) -> Path:
+    shutil.copytree(run_dir, to, dirs_exist_ok=True)
+    return to
+
+
+def same_metrics(run_dir: Path, other: Path, tolerance: float = 1e-3) -> None:
+    """Assert that two runs measured the same at every step."""
+    found, expected = metrics(run_dir), metrics(other)
+    assert [step["step"] for step in found] == [step["step"] for step in expected]
+    for step, wanted in zip(found, expected, strict=True):
+        assert step.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert step[name] == pytest.approx(value, rel=tolerance, abs=tolerance), f"step {wanted['step']}: {name}"

@@ -1,0 +1,51 @@
+"""The same seed gives the same numbers, however many workers there are and wherever the models live."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.rl.runs.jobs import Runs, metrics, same_metrics
+
+OPTIONS = (
+    "trainer.total_training_steps=3",
+    "trainer.micro_tokens=100",  # two or three samples: several micro-batches per mini-batch
+    "trainer.val_before_train=true",
+    "algorithm.kl={where: reward, coef: 0.1}",
+)
+
+
+@pytest.fixture(scope="module")
+def one_worker(run: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("one")
+    assert run(run_dir, *OPTIONS) == 0
+    return run_dir
+
+
+@pytest.mark.parametrize("sharding", ["full", "gradients", "none"])
+def test_two_workers_agree_with_one(run: Runs, tmp_path: Path, one_worker: Path, sharding: str) -> None:
+    assert run(tmp_path, *OPTIONS, "trainer.n_gpus_per_node=2", f"trainer.sharding={sharding}") == 0
+    same_metrics(tmp_path, one_worker)
+
+
+def test_again_is_the_same(run: Runs, tmp_path: Path, one_worker: Path) -> None:
+    assert run(tmp_path, *OPTIONS) == 0
+    assert metrics(tmp_path) == metrics(one_worker)
+
+
+def test_another_seed_is_not(run: Runs, tmp_path: Path, one_worker: Path) -> None:
+    assert run(tmp_path, *OPTIONS, "trainer.seed=2") == 0
+    assert metrics(tmp_path)[1]["actor/grad_norm"] != metrics(one_worker)[1]["actor/grad_norm"]
+
+
+def test_separate_pools_agree_with_a_shared_one(run: Runs, tmp_path: Path, one_worker: Path) -> None:
+    pools = "pools={spec: {policy: [1], judges: [2]}, roles: {critic: judges, ref: judges}}"
+    assert run(tmp_path, *OPTIONS, "trainer.n_gpus_per_node=3", pools) == 0
+    same_metrics(tmp_path, one_worker)
+
+
+def test_engines_in_a_pool_of_their_own_agree(run: Runs, tmp_path: Path, one_worker: Path) -> None:
+    pools = "pools={spec: {train: [2], engines: [1]}, roles: {rollout: engines}}"
+    assert run(tmp_path, *OPTIONS, "trainer.n_gpus_per_node=3", pools) == 0
+    same_metrics(tmp_path, one_worker)

@@ -1,0 +1,141 @@
+"""Every algorithm by changing options of the same run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.errors import RunError
+from tests.rl.runs.jobs import Runs, metrics, series
+
+ALWAYS = {
+    *("actor/pg_loss", "actor/ppo_kl", "actor/pg_clipfrac", "actor/entropy", "actor/grad_norm", "actor/lr"),
+    *("critic/score/mean", "critic/rewards/mean", "critic/advantages/mean"),
+    *("response_length/mean", "response_length/max", "response_length/min", "response_length/clip_ratio"),
+}
+CRITIC = {"critic/vf_loss", "critic/vf_explained_var", "critic/grad_norm", "critic/lr", "critic/values/mean"}
+CLOCKS = {f"timing_s/{phase}" for phase in ("step", "gen", "reward", "adv", "update_actor", "update_weights")}
+SPEEDS = {"perf/throughput", "perf/total_num_tokens", "perf/time_per_step"}
+
+
+@pytest.mark.parametrize(
+    "advantage", ["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"]
+)
+def test_every_estimator(run: Runs, tmp_path: Path, advantage: str) -> None:
+    assert run(tmp_path, f"algorithm.advantage={advantage}") == 0
+    found = metrics(tmp_path)
+    assert len(found) == 2
+    for step in found:
+        assert step.keys() >= ALWAYS
+        assert step.keys() & CRITIC == (CRITIC if advantage == "gae" else set())
+        assert step["actor/grad_norm"] > 0
+        assert 0 < step["actor/entropy"] < 5.8  # ln 320, that of a uniform choice
+    for name in CLOCKS | SPEEDS:
+        assert len(series(tmp_path, name)) == 2, name
+
+
+@pytest.mark.parametrize("advantage, loss", [("gae", "gspo"), ("grpo", "gspo"), ("gae", "cispo"), ("grpo", "cispo")])
+def test_every_loss(run: Runs, tmp_path: Path, advantage: str, loss: str) -> None:
+    assert run(tmp_path, f"algorithm.advantage={advantage}", f"algorithm.loss={loss}") == 0
+    assert all(step["actor/grad_norm"] > 0 for step in metrics(tmp_path))
+
+
+@pytest.mark.parametrize("loss_agg", ["seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_every_aggregation(run: Runs, tmp_path: Path, loss_agg: str) -> None:
+    assert run(tmp_path, f"algorithm.loss_agg={loss_agg}") == 0
+    assert all(step["actor/grad_norm"] > 0 for step in metrics(tmp_path))
+
+
+@pytest.mark.parametrize("advantage", ["gae", "rloo"])
+def test_kl_in_the_reward(run: Runs, tmp_path: Path, advantage: str) -> None:
+    assert run(tmp_path, f"algorithm.advantage={advantage}", "algorithm.kl={where: reward, coef: 0.5}") == 0
+    first, second = metrics(tmp_path)
+    assert first["critic/rewards/mean"] == pytest.approx(first["critic/score/mean"], abs=1e-5)
+    assert first["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-5)  # the policy is the reference still
+    penalty = second["critic/score/mean"] - second["critic/rewards/mean"]
+    assert penalty == pytest.approx(0.5 * second["actor/reward_kl_penalty"], abs=1e-5) and penalty != 0
+    assert [step["actor/kl_coef"] for step in (first, second)] == [0.5, 0.5]
+    assert len(series(tmp_path, "timing_s/ref")) == 2
+
+
+def test_an_adaptive_kl_weight_moves_to_its_target(run: Runs, tmp_path: Path) -> None:
+    kl = "algorithm.kl={where: reward, coef: 0.1, target: 5.0, horizon: 16}"
+    assert run(tmp_path, kl, "trainer.total_training_steps=3") == 0
+    # Far below the target: 20 % less after each 16 responses.
+    assert series(tmp_path, "actor/kl_coef") == pytest.approx([0.1, 0.08, 0.064])
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_kl_in_the_loss(run: Runs, tmp_path: Path, estimator: str) -> None:
+    assert run(tmp_path, f"algorithm.kl={{where: loss, estimator: {estimator}, coef: 0.1}}") == 0
+    for step in metrics(tmp_path):
+        assert step["actor/kl_loss"] > 0  # from the second mini-batch on
+        assert "actor/reward_kl_penalty" not in step
+        assert step["critic/rewards/mean"] == pytest.approx(step["critic/score/mean"])
+
+
+def test_entropy_bonus_unclipped_values_and_no_dual_clip(run: Runs, tmp_path: Path) -> None:
+    options = ("algorithm.entropy_coeff=0.1", "critic.cliprange_value=null", "algorithm.clip_ratio_c=null")
+    assert run(tmp_path, *options, "algorithm.clip_ratio_high=0.28") == 0
+    assert [step["critic/vf_clipfrac"] for step in metrics(tmp_path)] == [0, 0]
+
+
+def test_one_update_per_step_needs_no_old_logprobs(run: Runs, tmp_path: Path) -> None:
+    one = ("actor.mini_batch_size=null", "actor.ppo_epochs=1", "algorithm.advantage=grpo")
+    assert run(tmp_path, *one) == 0
+    assert [step["actor/ppo_kl"] for step in metrics(tmp_path)] == [0, 0]
+    assert not series(tmp_path, "timing_s/old_log_prob")
+
+
+def test_old_logprobs_may_be_the_engines_or_the_trainers(run: Runs, tmp_path: Path) -> None:
+    """On a CPU both are the same float32 numbers, so that it is one forward pass less."""
+    for name, more in (("engine", ()), ("trainer", ("rollout.calculate_log_probs=true",))):
+        assert run(tmp_path / name, "rollout.temperature=0.7", "trainer.total_training_steps=3", *more) == 0
+    recomputed = tmp_path / "trainer"
+    assert len(series(recomputed, "timing_s/old_log_prob")) == 3
+    for name in ("actor/pg_loss", "actor/ppo_kl", "critic/vf_loss"):
+        assert series(tmp_path / "engine", name) == pytest.approx(series(recomputed, name), abs=1e-4), name
+    for of in ("mean", "max", "std"):
+        assert max(series(recomputed, f"training/rollout_probs_diff_{of}")) < 1e-4
+
+
+def test_truncated_importance_sampling(run: Runs, tmp_path: Path) -> None:
+    """A cap of 0.5 halves every token's weight where engine and trainer agree, and so every gradient."""
+    one = ("actor.mini_batch_size=null", "actor.ppo_epochs=1", "algorithm.advantage=grpo")
+    for name, more in (("plain", ()), ("capped", ("algorithm.tis_cap=0.5",)), ("uncapped", ("algorithm.tis_cap=2",))):
+        assert run(tmp_path / name, *one, "trainer.total_training_steps=1", *more) == 0
+    plain, capped, uncapped = (
+        series(tmp_path / name, "actor/grad_norm")[0] for name in ("plain", "capped", "uncapped")
+    )
+    assert capped == pytest.approx(plain / 2, rel=1e-3)
+    assert uncapped == pytest.approx(plain, rel=1e-3)
+
+
+def test_dynamic_sampling(run: Runs, tmp_path: Path) -> None:
+    """A batch's prompts without differing scores are replaced, so a step's responses are as many as without."""
+    options = ("algorithm.advantage=grpo", "rollout.n=2", "algorithm.max_gen_batches=50")
+    assert run(tmp_path / "all", *options) == 0
+    assert run(tmp_path / "mixed", *options, "algorithm.filter_groups=true") == 0
+    # One of two is right in every group that is kept, and wrong the other.
+    assert series(tmp_path / "mixed", "critic/score/mean") == [0.5, 0.5]
+    assert series(tmp_path / "all", "critic/score/mean") != [0.5, 0.5]
+
+
+def test_dynamic_sampling_gives_up(run: Runs, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="of 2 batches of 4 prompts .* only 0 prompts had responses of differing score"):
+        run(tmp_path, "algorithm.filter_groups=true", "algorithm.max_gen_batches=2", "reward.kwargs={pattern: '.*'}")
+
+
+def test_overlong_responses_are_punished(run: Runs, tmp_path: Path) -> None:
+    always = "reward.kwargs={pattern: '.*'}"
+    assert run(tmp_path, always, "algorithm.overlong_buffer=2", "algorithm.overlong_penalty=3") == 0
+    for step in metrics(tmp_path):
+        assert step["response_length/max"] == 6 and step["critic/score/min"] == 1 - 3
+        assert step["critic/score/max"] <= 1
+
+
+def test_the_critic_warms_up_alone(run: Runs, tmp_path: Path) -> None:
+    assert run(tmp_path, "critic.warmup_steps=1") == 0
+    assert len(series(tmp_path, "critic/vf_loss")) == 2
+    assert len(series(tmp_path, "actor/pg_loss")) == 1

@@ -1,0 +1,81 @@
+"""What comes out of a call when an actor fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import RayTaskError
+
+from hpc_rl.errors import RunError, UserError
+from hpc_rl.rl.calls import Called, Pending, results
+from tests.rl.runs.jobs import TIMEOUT_S
+from tests.rl.runs.member import Member
+
+
+@pytest.fixture
+def members(cluster: None) -> list[Any]:
+    actor = ray.remote(num_cpus=0)(Member)
+    started = [actor.remote() for _ in range(2)]
+    ray.get([member.pid.remote() for member in started], timeout=TIMEOUT_S)
+    return started
+
+
+def called(members: list[Any], method: str, *arguments: Any) -> list[Called]:
+    return [
+        Called(getattr(member, method).remote(*arguments), f"rank {i} of pool test") for i, member in enumerate(members)
+    ]
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_results_are_in_order_and_combined(members: list[Any]) -> None:
+    calls = [Called(members[i % 2].give.remote(i), "somebody") for i in range(6)]
+    assert results(calls, TIMEOUT_S) == [0, 1, 2, 3, 4, 5]
+    assert Pending(called(members, "give", 4), sum).wait(TIMEOUT_S) == 8
+
+
+def test_the_users_mistake_comes_out_as_it_was(members: list[Any]) -> None:
+    with pytest.raises(UserError, match=r"^give less$") as caught:
+        results(called(members, "refuse", False), TIMEOUT_S)
+    assert not isinstance(caught.value, RunError)
+    with pytest.raises(RunError, match=r"^out of it$"):
+        results(called(members, "refuse", True), TIMEOUT_S)
+
+
+def test_a_bug_keeps_its_traceback(members: list[Any]) -> None:
+    with pytest.raises(RayTaskError, match=r"in break_down[\s\S]*ValueError: a bug"):
+        results(called(members, "break_down"), TIMEOUT_S)
+
+
+def test_an_actor_that_is_silent_is_named(members: list[Any]) -> None:
+    calls = [*called(members[:1], "give", 1), Called(members[1].work.remote(), "rank 1 of pool test")]
+    with pytest.raises(RunError, match=r"^no answer within 1 s from rank 1 of pool test$"):
+        results(calls, 1)
+
+
+def test_an_actor_that_died_is_named(members: list[Any]) -> None:
+    pid = ray.get(members[1].pid.remote(), timeout=TIMEOUT_S)
+    calls = called(members, "work")
+    kill(pid)
+    since = time.monotonic()
+    with pytest.raises(RunError, match=r"^rank 1 of pool test died \(.*\); usually for lack of memory: lower"):
+        results(calls, TIMEOUT_S)
+    assert time.monotonic() - since < 20
+
+
+def test_the_actor_that_died_is_named_though_another_fails_first(members: list[Any]) -> None:
+    pid = ray.get(members[1].pid.remote(), timeout=TIMEOUT_S)
+    calls = [
+        Called(members[0].work_with.remote(pid), "rank 0 of pool test"),
+        Called(members[1].work.remote(), "rank 1 of pool test"),
+    ]
+    kill(pid)
+    with pytest.raises(RunError, match=r"^rank 1 of pool test died"):
+        results(calls, TIMEOUT_S)

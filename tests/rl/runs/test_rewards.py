@@ -1,0 +1,152 @@
+"""What scores a run's responses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpc_rl.errors import RunError, UserError
+from hpc_rl.rl.sampling import greedily
+from tests.helpers import make_tiny_model, make_tokenizer
+from tests.rl.runs.jobs import Runs, metrics, same_metrics
+
+OWN = """
+def score(response, answer, row, prompt, scale=1.0):
+    assert answer == row["answer"] and prompt.endswith("assistant\\n")
+    if len(response) % 3 == 0:
+        raise ValueError("a length that I do not like")
+    return scale * len(response)
+
+def broken(response, answer):
+    return undefined_name
+
+def narrow(response):
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def plain(run: Runs) -> Runs:
+    """Without a reward."""
+    return run.without("reward.")
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("own") / "mine.py"
+    file.write_text(OWN)
+    return file
+
+
+def test_a_function_of_your_own(plain: Runs, tmp_path: Path, own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    function = ("reward.workers=2", f"reward.function={own}:score", "reward.kwargs={scale: 0.1}", "reward.on_error=-5")
+    assert plain(tmp_path, *function) == 0
+    for step in metrics(tmp_path):
+        assert 0 < step["critic/reward_errors"] < 16
+        assert step["critic/score/min"] == -5 and step["critic/score/max"] > 0
+    assert "warning: no reward, scored -5: ValueError: a length that I do not like; response:" in capsys.readouterr().err
+
+
+def test_a_function_that_never_works_ends_the_run(plain: Runs, tmp_path: Path, own: Path) -> None:
+    message = r"step 1: none of 16 responses could be scored; the first reason: NameError: .*undefined_name"
+    with pytest.raises(RunError, match=message):
+        plain(tmp_path, "reward.workers=1", f"reward.function={own}:broken")
+
+
+def test_a_function_of_the_wrong_signature_is_refused(plain: Runs, tmp_path: Path, own: Path) -> None:
+    with pytest.raises(UserError, match=r"has the parameters \(response\) and is called with \(response, answer\)"):
+        plain(tmp_path, "reward.workers=1", f"reward.function={own}:narrow")
+
+
+class Server(BaseHTTPRequestHandler):
+    """Scores by the length of the response."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        answer = json.dumps({"score": len(asked["response"]) / 10}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/score"
+        server.shutdown()
+        thread.join()
+
+
+def test_an_endpoint(plain: Runs, tmp_path: Path, url: str) -> None:
+    assert plain(tmp_path, f"reward.url={url}") == 0
+    for step in metrics(tmp_path):
+        assert step["critic/reward_errors"] == 0 and step["critic/score/max"] > 0
+
+
+def make_reward_model(folder: Path, vocab: int = 320) -> Path:
+    """A sequence classifier whose head is not that of a new one."""
+    from transformers import AutoModelForSequenceClassification
+
+    make_tiny_model(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    with torch.no_grad():
+        model.score.weight.copy_(torch.randn(1, 32, generator=torch.Generator().manual_seed(3)))
+    model.save_pretrained(folder)
+    make_tokenizer(vocab).save_pretrained(folder)
+    return folder
+
+
+def test_a_reward_model_on_the_same_pool_and_on_its_own(plain: Runs, tmp_path: Path) -> None:
+    model = f"reward.model={make_reward_model(tmp_path / 'reward')}"
+    assert plain(tmp_path / "shared", model) == 0
+    found = metrics(tmp_path / "shared")
+    assert all(step["critic/score/min"] < step["critic/score/max"] for step in found)
+
+    pools = "pools={spec: {train: [1], judge: [2]}, roles: {reward: judge}}"
+    assert plain(tmp_path / "own", model, "trainer.n_gpus_per_node=3", pools) == 0
+    same_metrics(tmp_path / "own", tmp_path / "shared")
+
+
+def test_a_reward_model_scores_as_transformers_does(plain: Runs, tmp_path: Path) -> None:
+    """Greedy responses, scored again one by one."""
+    from transformers import AutoModelForSequenceClassification
+
+    folder = make_reward_model(tmp_path / "reward")
+    with plain.state(tmp_path / "run", f"reward.model={folder}") as state:
+        prompts = state.val
+        asked = [prompt.token_ids for prompt in prompts]
+        completions = state.rollout.generate(asked, [0] * len(asked), greedily(state.config)).wait()
+        scores = state.scoring.start(prompts, completions).wait().values
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    for prompt, completion, score in zip(prompts, completions, scores, strict=True):
+        ids = torch.tensor([[*prompt.token_ids.tolist(), *completion.token_ids.tolist()]])
+        with torch.no_grad():
+            expected = model.score(model.base_model(ids).last_hidden_state[0, -1])
+        assert score == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_another_vocabulary_is_refused(plain: Runs, tmp_path: Path) -> None:
+    folder = make_reward_model(tmp_path / "reward", vocab=290)
+    with pytest.raises(UserError, match=r"reward\.model .* has another vocabulary than model\.path .* tokens differ"):
+        plain(tmp_path / "run", f"reward.model={folder}")
+
+
+def test_a_model_without_a_trained_head_is_refused(plain: Runs, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "reward")
+    with pytest.raises(UserError, match=r"reward\.model .* has no trained head 'score': it is no sequence classifier"):
+        plain(tmp_path / "run", f"reward.model={folder}")
+    shutil.rmtree(folder)
+    with pytest.raises(UserError, match="no tokenizer could be loaded"):
+        plain(tmp_path / "run", f"reward.model={folder}")
