@@ -30,7 +30,7 @@ DATA = ("data.train_files=demo/data/train.jsonl", "data.val_files=demo/data/val.
 SFT = (
     *("submit", "sft", "--local", "--nodes", "2", "--run-dir", "demo/sft", "model.path=demo/model", *DATA),
     *("data.max_length=32", "data.train_batch_size=256", "optim.lr=2e-3", "trainer.sharding=none"),
-    *("trainer.total_training_steps=400", "trainer.test_freq=200"),
+    *("trainer.total_training_steps=500", "trainer.test_freq=250"),
 )
 PPO = (
     *("submit", "ppo", "--local", "--nodes", "2", "--run-dir", "demo/ppo", "model.path=demo/sft/model", *DATA),
@@ -51,7 +51,20 @@ def main() -> int:
     FOLDER.mkdir()
     print("1. A model with random weights, and sums by a teacher that forgets to carry in 60 % of its answers.")
     make_model(FOLDER / "model")
-    hpc_rl("data", "arithmetic", "--out", "demo/data", "--train", "8000", "--careless", "0.6", "--seed", str(seed))
+    hpc_rl(
+        "data",
+        "arithmetic",
+        "--out",
+        "demo/data",
+        "--train",
+        "8000",
+        "--val",
+        "80",
+        "--careless",
+        "0.6",
+        "--seed",
+        str(seed),
+    )
     print(f"\n2. hpc-rl {' '.join(SFT)}\n", flush=True)
     hpc_rl(*SFT, f"trainer.seed={seed}")
     print(f"\n3. hpc-rl {' '.join(PPO)}\n", flush=True)

@@ -92,6 +92,8 @@ def _pool_problems(config: PpoConfig) -> list[str]:
             f"rollout.tensor_parallel_size {parallel} is for vllm alone: set rollout.name=vllm, or leave it at 1"
         )
         return found
+    if parallel > 1 and config.pools.strategy == "PACK":
+        found.append(f"pools.strategy=PACK may tear the {parallel} GPUs of an engine apart: use STRICT_PACK")
     name = pool_of(config, "rollout")
     odd = [n for n in spec[name] if n % parallel]
     if odd:
@@ -121,9 +123,10 @@ def _algorithm_problems(config: PpoConfig) -> list[str]:
         found.append("algorithm.kl.target adapts the KL penalty in the reward: set algorithm.kl.where=reward")
     if algorithm.kl.where == "loss" and algorithm.kl.estimator == "k1":
         found.append("algorithm.kl.estimator=k1 has no gradient on average: with kl.where=loss take k2 or k3")
-    if algorithm.clip_ratio_c is not None and algorithm.clip_ratio_c <= 1 + algorithm.clip_ratio_high:
+    steps = config.trainer.total_training_steps
+    if "critic" in roles_in_use(config) and steps is not None and config.critic.warmup_steps >= steps:
         found.append(
-            f"algorithm.clip_ratio_c {algorithm.clip_ratio_c} is not over 1 + clip_ratio_high "
-            f"{algorithm.clip_ratio_high}, so it would clip every token of negative advantage"
+            f"critic.warmup_steps {config.critic.warmup_steps} leaves the policy none of the "
+            f"trainer.total_training_steps {steps}"
         )
     return found

@@ -458,7 +458,7 @@ Role = Literal["actor", "critic", "ref", "reward", "rollout"]
 
 
 class PoolsConfig(Section):
-    spec: dict[str, list[Annotated[int, Field(ge=1)]]] = {}
+    spec: dict[str, Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]] = {}
     """Pools of GPUs, by name: how many on each of its nodes. Empty: one, global_pool, of all nodes. For example
     {train: [8, 8], rollout: [8, 8]}."""
     roles: dict[Role, str] = {}

@@ -157,6 +157,6 @@ def _meet(rank: int, size: int, timeout: timedelta) -> dist.Store:
     except dist.DistError as error:
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         raise UserError(
-            f"{size} ranks should have met within {timeout.seconds} s (slurm.start_timeout_s); missing: {missing}"
+            f"{size} ranks should have met within {timeout.seconds} s (start_timeout_s); missing: {missing}"
         ) from error
     return dist.PrefixStore("hpc_rl", store)

@@ -93,6 +93,16 @@ def load_model(config: ModelConfig) -> CausalLM:
     return model
 
 
+def disable_dropout(model: nn.Module) -> None:
+    """For reinforcement learning, where the same tokens must have the same probability each time."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout"):  # attention functions are given a number
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of tokenizer_path, else of the model.
 

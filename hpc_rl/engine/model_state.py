@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from hpc_rl.engine.distributed import World
 from hpc_rl.engine.model import PackedModel
+from hpc_rl.engine.sharding import reshard
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def write(
     if world.is_main:
         path.mkdir(parents=True, exist_ok=True)
     world.barrier()
+    reshard(model)
     tensors = {**_model_tensors(model), **_optimizer_tensors(model, optimizer), **_random_state(world)}
     try:
         _transfer(dcp.save, tensors, path, alone=world.size == 1)
@@ -69,6 +71,7 @@ def read(path: Path, model: PackedModel, optimizer: torch.optim.Optimizer, world
     Raises:
         UnreadableError: on every rank alike.
     """
+    reshard(model)
     tensors = {**_model_tensors(model), **_optimizer_tensors(model, optimizer)}
     known = _metadata(path).state_dict_metadata
     random = {name: value for name, value in _random_state(world).items() if name in known}

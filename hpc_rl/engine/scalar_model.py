@@ -8,7 +8,7 @@ import torch
 
 from hpc_rl.config.schema import ModelConfig
 from hpc_rl.engine import packed_attention
-from hpc_rl.engine.model import PackedModel, from_pretrained, refuse_unsupported_backbone
+from hpc_rl.engine.model import PackedModel, from_pretrained, load_tokenizer, refuse_unsupported_backbone
 from hpc_rl.engine.packed_batch import PackedBatch
 from hpc_rl.errors import UserError
 
@@ -51,6 +51,22 @@ def load_reward_model(path: str, config: ModelConfig, dtype: torch.dtype) -> Sca
         raise UserError(f"reward.model {path} has no trained head {_HEAD!r}: it is no sequence classifier")
     hf.eval().requires_grad_(False)
     return ScalarModel(hf)
+
+
+def refuse_other_vocabulary(key: str, path: str, policy: ModelConfig) -> None:
+    """Raise UserError where a model would read the policy's token ids as other tokens.
+
+    Args:
+        key: option that names `path`.
+    """
+    theirs = load_tokenizer(policy.model_copy(update={"path": path, "tokenizer_path": None})).get_vocab()
+    ours = load_tokenizer(policy).get_vocab()
+    if theirs != ours:
+        different = sum(theirs.get(token) != number for token, number in ours.items())
+        raise UserError(
+            f"{key} {path} has another vocabulary than model.path {policy.path}: {different:,} of {len(ours):,} tokens "
+            "differ; take a model of the same family"
+        )
 
 
 def _load(path: str, key: str, config: ModelConfig, dtype: torch.dtype) -> tuple[Any, bool]:

@@ -50,6 +50,13 @@ def begin_micro_batch(model: PackedModel, sharding: Sharding, last: bool) -> Non
             model.set_reshard_after_backward(last)
 
 
+def reshard(model: PackedModel) -> None:
+    """After a forward pass without a backward pass: FSDP would keep what it gathered, and save that."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def loss_factor(model: PackedModel, world: World) -> float:
     """FSDP averages gradients over ranks; a loss multiplied by this ends up with their sum."""
     return float(world.size) if isinstance(model, FSDPModule) else 1.0

@@ -149,11 +149,8 @@ class Head:
 
     def _how_to_see_the_dashboard(self) -> str:
         port, login = self._site.ports.dashboard, os.environ.get("SLURM_SUBMIT_HOST")
-        jump = f"-J {login} " if login else ""
-        return (
-            f"Ray's dashboard: ssh -N -L 8265:127.0.0.1:{port} {jump}{self._watch.node}, then http://127.0.0.1:8265; "
-            f"it asks for the token in {self._site.token}"
-        )
+        tunnel = f"ssh -N -L {port}:127.0.0.1:{port} -J {login} {self._watch.node}, then " if login else ""
+        return f"Ray's dashboard: {tunnel}http://127.0.0.1:{port}; it asks for the token in {self._site.token}"
 
 
 class ShownLog:

@@ -46,10 +46,11 @@ class Watch:
 
     def check(self) -> None:
         """Raises JobEnd when this node has to end."""
-        if failure := self.ray.failure():
-            raise JobEnd(1, f"{failure} on node {self.node}{self.last_lines(self.meeting.node_rank)}")
-        if self.asked_to_end.is_set():
+        failure = self.ray.failure()
+        if self.asked_to_end.is_set():  # looked at last: Slurm's signal reaches Ray's processes too
             raise self.echo(_SIGTERM_CODE, "")
+        if failure:
+            raise JobEnd(1, f"{failure} on node {self.node}{self.last_lines(self.meeting.node_rank)}")
 
     def until(
         self,

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import hmac
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 IDLE_S, INTERVAL_S, PROBES = 5, 5, 4
 SILENCE_S = IDLE_S + INTERVAL_S * PROBES
+HELLO_S = 5
+"""How long a connection may take to say who it is; the first to come go first when there are too many."""
 _MOST_UNKNOWN = 64
-"""Connections that have not said who they are; more than that come from no node."""
+_MOST_BYTES = 1000
 
 
 @dataclass(frozen=True)
@@ -48,14 +51,18 @@ class RollCall:
     def poll(self) -> None:
         """Take in what has come since the last call."""
         self._accept()
-        for line in list(self._unknown):
+        strangers = []
+        for line in self._unknown:
             words = line.words()
-            if line.closed is not None or (words and words[0] not in self._expected):
-                line.close()
-                self._unknown.remove(line)
-            elif words:
+            if words and words[0] in self._expected and line.closed is None:
                 self._present[self._expected.pop(words[0])] = line
-                self._unknown.remove(line)
+            elif words or line.closed is not None or line.age_s > HELLO_S:
+                line.close()
+            else:
+                strangers.append(line)
+        for line in strangers[:-_MOST_UNKNOWN]:
+            line.close()
+        self._unknown = strangers[-_MOST_UNKNOWN:]
         for rank, line in list(self._present.items()):
             if "up" in line.words():
                 self.up.add(rank)
@@ -78,11 +85,11 @@ class RollCall:
         self._listener.close()
 
     def _accept(self) -> None:
-        while len(self._unknown) < _MOST_UNKNOWN:
+        for _ in range(_MOST_UNKNOWN):
             try:
-                connection, _ = self._listener.accept()
+                connection, _address = self._listener.accept()
             except OSError:
-                return
+                break
             self._unknown.append(_Line(connection))
 
 
@@ -130,8 +137,13 @@ class _Line:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._connection = connection
+        self._began = time.monotonic()
         self._text = ""
         self.closed: Loss | None = None
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._began
 
     def say(self, text: str) -> None:
         try:
@@ -141,9 +153,9 @@ class _Line:
 
     def words(self) -> Sequence[str]:
         """All words of finished lines so far."""
-        while self.closed is None and len(self._text) < 1000:
+        while self.closed is None:
             try:
-                new = self._connection.recv(1000)
+                new = self._connection.recv(_MOST_BYTES)
             except BlockingIOError:
                 break
             except OSError as error:
@@ -152,6 +164,8 @@ class _Line:
             self._text += new.decode(errors="replace")
             if not new:
                 self.closed = Loss("its processes ended", machine_answers=True)
+            elif len(self._text) > _MOST_BYTES:
+                self.closed = Loss("it talks too much", machine_answers=True)
         return self._text[: self._text.rfind("\n") + 1].split()
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ def save(state: State) -> None:
         total_tokens=state.total_tokens,
         world_size=state.actor.size,
         wandb_id=state.tracker.wandb_id,
-        kl_coef=state.kl.coef,
+        kl_coef=None if state.kl.target is None else state.kl.coef,
     )
     checkpoint.commit(state.run.checkpoints, progress, state.config.trainer.max_ckpt_to_keep)
     state.saved_at = time.monotonic()

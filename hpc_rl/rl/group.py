@@ -41,7 +41,6 @@ class WorkerGroup:
     """
 
     def __init__(self, config: PpoConfig, pool: Pool, roles: frozenset[str], share: float, logs: Path) -> None:
-        self.roles = roles
         self._micro_tokens = config.trainer.micro_tokens
         self._mini_batch_size = config.actor.mini_batch_size
         size = len(pool.slots)
@@ -134,6 +133,10 @@ class WorkerGroup:
 
     def load(self, role: str, path: Path) -> Pending[None]:
         return self._all("load", role, path, combine=_nothing)
+
+    def free_cache(self) -> Pending[None]:
+        """Make room on the GPUs for an engine."""
+        return self._all("free_cache", combine=_nothing)
 
     def max_memory_gb(self) -> Pending[float]:
         """Of the rank that holds most."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpc_rl.config.compose import compose, load_config
+from hpc_rl.config.compose import compose, dump, load_config
 from hpc_rl.config.schema import PpoConfig
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.follow import Follower
@@ -63,6 +63,10 @@ class TaskRunner:
             return train(state)
         finally:
             state.scoring.close()
+            try:
+                state.rollout.close()
+            except RunError as error:  # what the run has reached counts all the same
+                print(f"warning: {error}", flush=True)
 
 
 def run_ppo(config: PpoConfig, task_runner_class: type[Runner] | None = None, run: RunDir | None = None) -> int:
@@ -81,9 +85,11 @@ def run_ppo(config: PpoConfig, task_runner_class: type[Runner] | None = None, ru
         RunError: it went wrong while running.
     """
     run = run or current_run_dir() or _new_run()
-    logs = current_attempt_dir() or _new_attempt(run)
+    logs = current_attempt_dir() or _new_attempt(run, config)
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from hpc_rl.rl.pools import release_pools
 
     connected = ray.is_initialized()
     is_own = not connected and initialise_ray(config, logs)
@@ -97,9 +103,9 @@ def run_ppo(config: PpoConfig, task_runner_class: type[Runner] | None = None, ru
         if is_own and config.ray_kwargs.timeline_json_file:  # of a job's cluster the node entry writes it
             ray.timeline(config.ray_kwargs.timeline_json_file)
     finally:
-        # Workers and pools go with the driver.
-        if connected:
+        if connected:  # Ray ends the driver's workers with it, but keeps its pools
             ray.kill(runner)
+            release_pools(str(logs))
         else:
             ray.shutdown()
     return code
@@ -112,7 +118,7 @@ def initialise_ray(config: PpoConfig, logs: Path) -> bool:
         whether it was started here.
     """
     address = os.environ.get("RAY_ADDRESS")
-    options: dict[str, Any] = dict(config.ray_kwargs.ray_init)
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning", **config.ray_kwargs.ray_init}
     defaults = WORKER_ENV | (CPU_WORKER_ENV if config.trainer.device == "cpu" else {})
     environment = {name: os.environ.get(name, value) for name, value in defaults.items()}
     if address:
@@ -127,7 +133,11 @@ def initialise_ray(config: PpoConfig, logs: Path) -> bool:
         options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     import ray
 
-    ray.init(log_to_driver=False, logging_level="warning", **options)
+    try:
+        ray.init(**options)
+    except (ConnectionError, TypeError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise UserError(f"Ray does not start or answer (RAY_ADDRESS, ray_kwargs.ray_init): {first}") from error
     return not address
 
 
@@ -182,7 +192,11 @@ def _new_run() -> RunDir:
         return RunDir(path.absolute())
 
 
-def _new_attempt(run: RunDir) -> Path:
+def _new_attempt(run: RunDir, config: PpoConfig) -> Path:
+    """What a job script does for a start that has none."""
+    run.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    run.config.write_text(dump(config))
+    run.stop.unlink(missing_ok=True)
     attempt = run.path / f"attempt-{len(run.attempts()) + 1}"
     attempt.mkdir(parents=True, mode=0o700)
     return attempt

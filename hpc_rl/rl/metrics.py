@@ -89,7 +89,8 @@ def perf_metrics(experience: TensorDict, seconds: dict[str, float], state: State
         "perf/max_memory_gb": state.actor.max_memory_gb().wait(),
     }
     update_s = seconds.get("timing_s/update_actor")
-    if state.peak is not None and update_s is not None:
+    computes_alone = state.critic is None or state.critic is state.actor  # else it is not the time that was waited for
+    if state.peak is not None and update_s is not None and computes_alone:
         once = state.flops.of(lengths_B.tolist(), int(columns.lengths(experience).sum()))
         work = once * state.config.actor.ppo_epochs
         metrics["perf/mfu/actor"] = work / update_s / state.actor.size / state.peak

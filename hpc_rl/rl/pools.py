@@ -1,6 +1,6 @@
 """Named pools of GPUs (or, with trainer.device=cpu, of single CPUs) as Ray placement groups.
 
-    pools = create_pools({"global_pool": [8, 8]}, "cuda", timeout_s=300)
+    pools = create_pools({"global_pool": [8, 8]}, "cuda", timeout_s=300, owner="my run")
     pools["global_pool"].slots[3]      # rank 3: the fourth GPU of the first node
 
 An entry of a pool is one node's share of it. https://docs.ray.io/en/latest/ray-core/scheduling/placement-group.html
@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hpc_rl.errors import RunError, UserError
@@ -67,12 +73,13 @@ class Pool:
 
 
 def create_pools(
-    spec: Mapping[str, Sequence[int]], device: Device, timeout_s: float, strategy: str = "STRICT_PACK"
+    spec: Mapping[str, Sequence[int]], device: Device, timeout_s: float, owner: str, strategy: str = "STRICT_PACK"
 ) -> dict[str, Pool]:
-    """Reserve every pool.
+    """Reserve every pool, until this process's connection to Ray ends or `release_pools` is called.
 
     Args:
         spec: name -> GPUs on each of its nodes.
+        owner: whose pools they are, in words that nobody else has on this cluster.
         strategy: STRICT_PACK or PACK, for the bundles of one entry.
 
     Raises:
@@ -82,7 +89,13 @@ def create_pools(
     nodes = cluster_nodes()
     check_supply(spec, nodes, device, spread=strategy == "PACK")
     bundle = {"GPU": 1, "CPU": 1} if device == "cuda" else {"CPU": 1}
-    groups = {name: [placement_group([bundle] * n, strategy=strategy) for n in sizes] for name, sizes in spec.items()}
+    groups = {
+        name: [
+            placement_group([bundle] * n, strategy=strategy, name=f"{owner}:{name}:{number}")
+            for number, n in enumerate(sizes)
+        ]
+        for name, sizes in spec.items()
+    }
     deadline = time.monotonic() + timeout_s
     for name, members in groups.items():
         for group in members:
@@ -94,6 +107,13 @@ def create_pools(
                 )
     by_id = {node.id: node for node in nodes}
     return {name: Pool(name, _slots(members, by_id)) for name, members in groups.items()}
+
+
+def release_pools(owner: str) -> None:
+    """Give back what `create_pools` reserved, and end the actors in it."""
+    for entry in placement_group_table().values():
+        if entry["name"].startswith(f"{owner}:") and entry["state"] != "REMOVED":
+            remove_placement_group(get_placement_group(entry["name"]))
 
 
 def cluster_nodes() -> list[Node]:

@@ -99,13 +99,16 @@ class _Kept:
     def __init__(self) -> None:
         self._rows: list[tuple[Prompt, int, Completion, float]] = []
         self._groups = 0
+        self._errors: list[tuple[int, str]] = []
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def add(self, batch: Batch) -> None:
         """Those of prompts whose responses do not all score alike."""
-        scores = batch.scored.wait().values
+        scored = batch.scored.wait()
+        scores = scored.values
+        self._errors += scored.errors
         useful = informative_groups(torch.from_numpy(scores), torch.tensor(batch.groups)).tolist()
         groups = [group + self._groups for group in batch.groups]
         rows = zip(batch.prompts, groups, batch.completions, scores.tolist(), strict=True)
@@ -114,14 +117,14 @@ class _Kept:
 
     def batch(self, responses: int) -> Batch:
         prompts, groups, completions, scores = map(list, zip(*self._rows[:responses], strict=True))
-        return Batch(prompts, groups, completions, _Known(np.array(scores, np.float32)))  # type: ignore[arg-type]
+        return Batch(prompts, groups, completions, _Known(Scores(np.array(scores, np.float32), self._errors)))  # type: ignore[arg-type]
 
 
 class _Known:
     """Scores that are here already."""
 
-    def __init__(self, values: NDArray[np.float32]) -> None:
-        self._scores = Scores(values, [])
+    def __init__(self, scores: Scores) -> None:
+        self._scores = scores
 
     def wait(self) -> Scores:
         return self._scores

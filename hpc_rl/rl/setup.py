@@ -42,12 +42,13 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> State:
     """
     timeout_s = config.ray.start_timeout_s
     print(plan.describe(config), flush=True)
-    pools = create_pools(pool_spec(config), config.trainer.device, timeout_s, config.pools.strategy)
+    pools = create_pools(pool_spec(config), config.trainer.device, timeout_s, str(logs), config.pools.strategy)
     groups, rollout = start_workers(config, pools, logs)
-    starting = [group.start() for group in groups.values()]
     tokenizer = load_tokenizer(config.model)
     tokenizer.chat_template = chat_template(tokenizer, config.data)  # the exported model has it too
     train, val = load_data(config, tokenizer)
+    rollout.wait_before_workers(timeout_s)
+    starting = [group.start() for group in groups.values()]
     of_role = {role: groups[pool_of(config, role)] for role in roles_in_use(config) if role != "rollout"}
     scoring = open_scoring(config, of_role, tokenizer)
     for pending in starting:
@@ -104,8 +105,10 @@ def start_workers(config: PpoConfig, pools: Mapping[str, Pool], logs: Path) -> t
             groups[name] = WorkerGroup(config, pool, roles, share, logs)
     if in_worker:
         return groups, Colocated(groups[engine_pool], frees_memory=config.trainer.device == "cuda")
-    share = 0.5 if engine_pool in groups else 1.0
-    return groups, EngineGroup(config, pools[engine_pool], share, groups[pool_of(config, "actor")], logs)
+    neighbours = groups.get(engine_pool)
+    share = 0.5 if neighbours else 1.0
+    policy = groups[pool_of(config, "actor")]
+    return groups, EngineGroup(config, pools[engine_pool], share, policy, neighbours, logs)
 
 
 def load_data(config: PpoConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[Prompt]]:

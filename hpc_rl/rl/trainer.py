@@ -46,7 +46,7 @@ def train(state: State) -> int:
             if last or stop or save_is_due(state):
                 with clock("save_checkpoint"):
                     checkpoints.save(state)
-            if state.val and (last or due(state.step, config.trainer.test_freq)):
+            if state.val and (last or (not stop and due(state.step, config.trainer.test_freq))):
                 with clock("testing"):
                     metrics |= test(state)
         state.tracker.log(state.step, {**metrics, **clock.seconds}, state.total_steps)
@@ -181,7 +181,6 @@ def finish(state: State) -> int:
         print(f"model: {state.run.model}", flush=True)
     elif not done:
         print(f"stopped after step {state.step} of {state.total_steps}: saved, starting again goes on", flush=True)
-    state.rollout.close()
     code = 0 if done else EXIT_STOPPED
     state.tracker.finish(code)
     if state.run.metrics.exists():

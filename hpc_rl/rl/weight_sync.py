@@ -276,7 +276,7 @@ class HostSender:
         # An actor takes its calls in order, so only memory that is needed again is waited for, and the end.
         pending = [self._both("start_weight_update")]
         for slots, (memory, start) in zip(self._buckets, self._places, strict=True):
-            if len(pending) > IN_FLIGHT:
+            while len(pending) >= IN_FLIGHT:
                 self._wait(pending.pop(0))
             for slot in slots:
                 self._write(slot, next(tensors)[1], memory.bytes[start:])

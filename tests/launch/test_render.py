@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,15 @@ QUICK = (Phase.explicit, Phase.reuse, Phase.generate)
 anything = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"))
 one_line = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1)
 
-# In place of Slurm: a step that writes down what it was given.
+# In place of Slurm: a step that writes down what it was given; bash and what it is to do runs as it stands.
 FAKE_SRUN = """#!{python}
 import json, os, sys
+if "bash" in sys.argv:
+    os.execvp("bash", sys.argv[sys.argv.index("bash"):])
 keys = [key for key in os.environ if key.startswith(("HPC_RL", "MY_"))]
 seen = {{"argv": sys.argv[1:], "env": {{key: os.environ[key] for key in keys}}, "cwd": os.getcwd()}}
 json.dump(seen, open(os.environ["SEEN"], "w"))
+os.environ["STEP"] and os.execvp("bash", ["bash", "-c", os.environ["STEP"]])
 sys.exit(int(os.environ.get("STEP_EXITS", 0)))
 """
 
@@ -38,8 +42,15 @@ def torchrun_job(run_dir: Path, *program: str, **flags: Any) -> Job:
     return Job("torchrun", config, RunDir(run_dir), Path("/"), program or ("train.py",))
 
 
-def run_script(job: Job, tmp: Path, exits: int = 0) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """Run the rendered script with bash, with a fake srun and scontrol on PATH."""
+def run_script(
+    job: Job, tmp: Path, exits: int = 0, step: str = ""
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Run the rendered script with bash, with a fake srun and scontrol on PATH.
+
+    Args:
+        exits: the step's exit code.
+        step: bash for it to run instead.
+    """
     programs = tmp / "bin"
     programs.mkdir(exist_ok=True)
     for name, text in {"srun": FAKE_SRUN.format(python=shutil.which("python3")), "scontrol": "#!/bin/sh\n"}.items():
@@ -48,7 +59,7 @@ def run_script(job: Job, tmp: Path, exits: int = 0) -> tuple[subprocess.Complete
     job.run_dir.path.mkdir(parents=True, exist_ok=True)
     environ = {
         "PATH": f"{programs}:{os.environ['PATH']}",
-        **{"SEEN": str(tmp / "seen.json"), "STEP_EXITS": str(exits)},
+        **{"SEEN": str(tmp / "seen.json"), "STEP_EXITS": str(exits), "STEP": step, "TMPDIR": str(tmp / "tmp")},
         **{"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_NUM_NODES": "1"},
     }
     done = subprocess.run(
@@ -67,15 +78,29 @@ def check_shell(script: str) -> None:
         assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize("name", ["sft", "torchrun"])
+GOLDEN_SETTINGS: dict[str, dict[str, Any]] = {
+    "sft": {"model.path": "/models/qwen", "data.train_files": ["train.jsonl"]},
+    "ppo": {"model.path": "/models/qwen", "data.train_files": ["train.jsonl"], "reward.function": "gsm8k"},
+    "torchrun": {},
+    "ray": {
+        "ray_kwargs.ray_init": {"num_cpus": 16},
+        "ray_kwargs.timeline_json_file": "time line.json",
+        "ray.object_store_gb": 1.5,
+        "ray.first_port": 20000,
+        "ray.dashboard": True,
+    },
+}
+PROGRAMS = {"torchrun": ("train.py", "--lr", "1e-4"), "ray": ("python", "my driver.py", "--lr", "1e-4")}
+
+
+@pytest.mark.parametrize("name", GOLDEN_SETTINGS)
 def test_golden(name: str) -> None:
     slurm = {"slurm.python": "/opt/venv/bin/python", "slurm.time": "24:00:00", "slurm.partition": "gpu"}
     slurm |= {"slurm.setup": ["module load cuda"], "slurm.env": {"HF_HOME": "/scratch/my cache"}}
     slurm |= {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 4, "slurm.sbatch": {"exclusive": None, "nice": 10}}
-    sft = {"model.path": "/models/qwen", "data.train_files": ["train.jsonl"]}
-    config = compose(name, [], {**slurm, **(sft if name == "sft" else {})})
-    program = () if name == "sft" else ("train.py", "--lr", "1e-4")
-    script = render(Job(name, config, RunDir(Path("/scratch/me/runs/first")), Path("/home/me"), program, after="41"))
+    config = compose(name, [], {**slurm, **GOLDEN_SETTINGS[name]})
+    run_dir = RunDir(Path("/scratch/me/runs/first"))
+    script = render(Job(name, config, run_dir, Path("/home/me"), PROGRAMS.get(name, ()), after="41"))
     golden = GOLDEN / f"{name}.sbatch"
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(script)
@@ -143,6 +168,29 @@ def test_the_steps_exit_code_is_the_scripts(tmp_path: Path) -> None:
     assert done.returncode == 3
     status = json.loads(job.run_dir.status.read_text())
     assert status == {"job_id": "7", "attempt": 1, "state": "FAILED", "exit_code": 3}
+
+
+def ray_job(run_dir: Path) -> Job:
+    config = compose("ray", [], {"slurm.python": "/usr/bin/python3"})
+    return Job("ray", config, RunDir(run_dir), Path("/"), ("python", "driver.py", "a b;$HOME"))
+
+
+def test_a_ray_job_that_fails_is_swept_and_its_code_kept(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    left, other = tmp_path / "tmp" / f"{os.getuid()}.7.0", tmp_path / "tmp" / f"{os.getuid()}.77.0"
+    for exits, swept in ((75, False), (3, True)):
+        left.mkdir(exist_ok=True)
+        other.mkdir(exist_ok=True)
+        done, seen = run_script(ray_job(tmp_path / "run"), tmp_path, exits=exits)
+        assert (done.returncode, left.exists(), other.exists()) == (exits, not swept, True), done.stderr
+        assert seen["argv"][-3:] == ["python", "driver.py", "a b;$HOME"]
+
+
+def test_a_ray_job_does_not_wait_for_a_node_that_is_gone(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done, _ = run_script(ray_job(tmp_path / "run"), tmp_path, step="touch $HPC_RL_ATTEMPT_DIR/.lost; exec sleep 100")
+    assert done.returncode == 1 and time.monotonic() - began < 30
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 1
 
 
 def test_each_start_is_an_attempt_and_forgets_an_old_warning(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_what_a_new_experience_has() -> None:
     assert columns.lengths(experience, "prompt_ids").tolist() == [4, 1]
     assert experience["finished"].tolist() == [True, False]
     assert [row.tolist() for row in experience["response_ids"].unbind()] == [[0, 1, 2], [3, 4, 5, 6, 7, 8]]
-    assert {name: str(experience[name].dtype) for name in experience.keys()} == {
+    assert {name: str(experience[name].dtype) for name in experience.keys()} == {  # noqa: SIM118 - iterating gives rows
         "prompt_ids": "torch.int32",
         "response_ids": "torch.int32",
         "rollout_logprobs": "torch.float32",

@@ -19,6 +19,7 @@ from hpc_rl.rl.trainer import greedy_scores
 from tests.rl.ppo_config import ppo_config
 
 PROMPTS = [Prompt(np.array([i], np.int32), str(i), {}, f"prompt {i}") for i in range(10)]
+START = Position()
 Score = Callable[[Prompt, Completion], float]
 
 
@@ -53,7 +54,7 @@ class Scoring:
         return Ready(Scores(np.array(values, np.float32), []))
 
 
-def sampler(config: PpoConfig, score: Score, start: Position = Position()) -> tuple[Sampler, Engine]:
+def sampler(config: PpoConfig, score: Score, start: Position = START) -> tuple[Sampler, Engine]:
     engine = Engine()
     return Sampler(config, PROMPTS, engine, Scoring(score), start), engine  # type: ignore[arg-type]
 

@@ -10,8 +10,9 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from hpc_rl.config.roles import pool_of
 from hpc_rl.config.schema import PpoConfig
-from hpc_rl.rl.calls import CALL_TIMEOUT_S, Called, Pending, results
+from hpc_rl.rl.calls import Called, Pending, results
 from hpc_rl.rl.group import WorkerGroup, concatenate, split_requests
 from hpc_rl.rl.plan import engine_name
 from hpc_rl.rl.pools import Pool, Slot
@@ -24,6 +25,8 @@ from hpc_rl.rl.weight_sync import Engines
 CONTROL_TIMEOUT_S = 600
 """Longest time to fall asleep or wake: weights move between GPU and host memory."""
 CLOSE_TIMEOUT_S = 30
+SYNC_TIMEOUT_S = 900
+"""Longest time for new weights: an engine that dies in the middle leaves the sender waiting."""
 
 
 class EngineGroup:
@@ -32,15 +35,25 @@ class EngineGroup:
     Args:
         share: part of its slot that an engine takes; the rest is a worker's.
         policy: the workers that send weights.
+        neighbours: the workers that have the rest, if there are any.
         logs: folder of the engines' logs.
     """
 
-    def __init__(self, config: PpoConfig, pool: Pool, share: float, policy: WorkerGroup, logs: Path) -> None:
+    def __init__(
+        self,
+        config: PpoConfig,
+        pool: Pool,
+        share: float,
+        policy: WorkerGroup,
+        neighbours: WorkerGroup | None,
+        logs: Path,
+    ) -> None:
         self._policy = policy
+        self._neighbours = neighbours
         self._sleeps = share < 1 and config.trainer.device == "cuda"
         is_vllm = engine_name(config) == "vllm"
         parallel = config.rollout.tensor_parallel_size
-        transfer = transfer_of(config, share)
+        transfer = transfer_of(config)
         runtime = {"runtime_env": {"env_vars": environment(config.trainer.device)}} if is_vllm else {}
         remote = ray.remote(Engine)
         places = list(engine_slots(pool, parallel))
@@ -52,7 +65,7 @@ class EngineGroup:
             options = slots[0].options(config.trainer.device, 0.0 if spread else share)
             actors.append(remote.options(**options, **runtime).remote(config, pool.name, index, place, logs))
             names.append(f"rollout engine {index} on node {slots[0].node.name} (log in {logs})")
-        self._engines = Engines(actors, names, CALL_TIMEOUT_S, parallel)
+        self._engines = Engines(actors, names, SYNC_TIMEOUT_S, parallel)
         self._handles = EngineHandles(self._engines, [slots[0].node.id for slots in places], transfer)
         self._starting = self._engines.call("start")
 
@@ -67,12 +80,17 @@ class EngineGroup:
         ]
         return Pending(calls, concatenate)
 
+    def wait_before_workers(self, timeout_s: float) -> None:
+        if self._sleeps:  # vLLM measures what is free, and wants it to stay as it is meanwhile
+            results(self._starting, timeout_s)
+
     def wait_until_ready(self, timeout_s: float) -> None:
         results(self._starting, timeout_s)
         self._policy.connect_engines(self._handles).wait(timeout_s)
 
     def sync(self) -> None:
-        self._policy.send_weights().wait()
+        self._make_room()
+        self._policy.send_weights().wait(SYNC_TIMEOUT_S)
 
     def sleep(self) -> None:
         if self._sleeps:
@@ -80,7 +98,12 @@ class EngineGroup:
 
     def wake(self) -> None:
         if self._sleeps:
+            self._make_room()
             results(self._engines.call("wake"), CONTROL_TIMEOUT_S)
+
+    def _make_room(self) -> None:
+        if self._sleeps and self._neighbours is not None:
+            self._neighbours.free_cache().wait(CONTROL_TIMEOUT_S)
 
     def close(self) -> None:
         results(self._engines.call("close"), CLOSE_TIMEOUT_S)
@@ -93,8 +116,8 @@ def engine_slots(pool: Pool, parallel: int) -> Iterator[list[Slot]]:
         yield from (entry[start : start + parallel] for start in range(0, len(entry), parallel))
 
 
-def transfer_of(config: PpoConfig, share: float) -> Transfer:
-    """How weights travel to engines that take `share` of their slots."""
+def transfer_of(config: PpoConfig) -> Transfer:
+    """How weights travel: CUDA IPC needs the policy's workers on the engines' own GPUs."""
     if config.trainer.device == "cpu" or engine_name(config) == "hf":
         return "host"
-    return "ipc" if share < 1 else "nccl"
+    return "ipc" if pool_of(config, "rollout") == pool_of(config, "actor") else "nccl"

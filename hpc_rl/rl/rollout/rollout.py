@@ -20,6 +20,10 @@ class Rollout(Protocol):
         """One completion for each prompt, in order; see RolloutEngine."""
         ...
 
+    def wait_before_workers(self, timeout_s: float) -> None:
+        """Call before workers load models, which some engines must do first."""
+        ...
+
     def wait_until_ready(self, timeout_s: float) -> None: ...
 
     def sync(self) -> None:
@@ -52,6 +56,9 @@ class Colocated:
         self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
     ) -> Pending[list[Completion]]:
         return self._workers.generate(prompts, seeds, sampling)
+
+    def wait_before_workers(self, timeout_s: float) -> None:
+        """They come with the workers."""
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """They start with their workers."""

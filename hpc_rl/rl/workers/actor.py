@@ -8,7 +8,7 @@ from hpc_rl.algorithms import kl
 from hpc_rl.algorithms.losses import POLICY_LOSSES, Clip
 from hpc_rl.config.schema import PpoConfig
 from hpc_rl.engine.distributed import World
-from hpc_rl.engine.model import CausalLM, count_flops, load_model
+from hpc_rl.engine.model import CausalLM, count_flops, disable_dropout, load_model
 from hpc_rl.rl.workers.held import MicroBatch
 from hpc_rl.rl.workers.learner import Columns, Learner, Sums, add
 from hpc_rl.rl.workers.logprobs import token_logprobs_of
@@ -17,6 +17,7 @@ from hpc_rl.rl.workers.logprobs import token_logprobs_of
 class Actor(Learner[CausalLM]):
     def __init__(self, config: PpoConfig, world: World) -> None:
         model = world.together(lambda: load_model(config.model))
+        disable_dropout(model)
         self.flops = count_flops(model)
         super().__init__("actor", model, config.actor.optim, config, world)
         algorithm = config.algorithm

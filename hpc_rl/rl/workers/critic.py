@@ -9,14 +9,20 @@ from numpy.typing import NDArray
 from hpc_rl.algorithms import losses
 from hpc_rl.config.schema import PpoConfig
 from hpc_rl.engine.distributed import World
-from hpc_rl.engine.scalar_model import ScalarModel, load_critic
+from hpc_rl.engine.model import disable_dropout
+from hpc_rl.engine.scalar_model import ScalarModel, load_critic, refuse_other_vocabulary
+from hpc_rl.engine.sharding import reshard
 from hpc_rl.rl.workers.held import Held, MicroBatch
 from hpc_rl.rl.workers.learner import Columns, Learner, Sums, add
 
 
 class Critic(Learner[ScalarModel]):
     def __init__(self, config: PpoConfig, world: World) -> None:
-        model = world.together(lambda: load_critic(config.critic.path or config.model.path, config.model))
+        path = config.critic.path or config.model.path
+        if config.critic.path is not None:
+            world.together(lambda: refuse_other_vocabulary("critic.path", path, config.model))
+        model = world.together(lambda: load_critic(path, config.model))
+        disable_dropout(model)
         super().__init__("critic", model, config.critic.optim, config, world)
 
     @torch.no_grad()
@@ -26,6 +32,7 @@ class Critic(Learner[ScalarModel]):
         for micro in held.micro_batches():
             values_N = self.model(micro.batch)
             out_N[micro.tokens] = values_N.cpu()
+        reshard(self.model)
         return out_N.numpy()
 
     def loss(self, micro: MicroBatch, columns: Columns, sums: Sums) -> torch.Tensor:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from hpc_rl.engine.lm_head import token_logprobs
 from hpc_rl.engine.model import CausalLM
 from hpc_rl.engine.packed_batch import PackedBatch
+from hpc_rl.engine.sharding import reshard
 from hpc_rl.rl.workers.held import Held
 
 
@@ -28,4 +29,5 @@ def held_logprobs(model: CausalLM, held: Held, temperature: float) -> NDArray[np
     out_N = torch.empty(held.tokens, dtype=torch.float32)
     for micro in held.micro_batches():
         out_N[micro.tokens] = token_logprobs_of(model, micro.batch, temperature, entropy=False)[0].cpu()
+    reshard(model)
     return out_N.numpy()

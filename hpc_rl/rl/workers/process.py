@@ -81,7 +81,10 @@ def local_rank(environ: Mapping[str, str], assigned: list[str]) -> int:
         assigned: ids of the accelerators that Ray assigned; none on CPUs.
     """
     sees_all = any(environ.get(name, "") not in ("", "0") for name in NOSET)
-    return int(assigned[0]) if sees_all and assigned else 0
+    if not (sees_all and assigned):
+        return 0
+    visible = environ.get("CUDA_VISIBLE_DEVICES") or environ.get("HIP_VISIBLE_DEVICES")
+    return visible.split(",").index(assigned[0]) if visible else int(assigned[0])
 
 
 def assigned_devices() -> list[str]:

@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 from hpc_rl.config.schema import PpoConfig
 from hpc_rl.engine import sharding
 from hpc_rl.engine.distributed import World
-from hpc_rl.engine.model import load_tokenizer
 from hpc_rl.engine.packed_batch import PackedBatch
-from hpc_rl.engine.scalar_model import load_reward_model
-from hpc_rl.errors import UserError
+from hpc_rl.engine.scalar_model import load_reward_model, refuse_other_vocabulary
 from hpc_rl.rl.layout import Shard
 from hpc_rl.rl.workers.held import hold
 
@@ -23,7 +21,7 @@ class RewardModel:
     def __init__(self, config: PpoConfig, world: World) -> None:
         path = config.reward.model
         assert path is not None
-        world.together(lambda: _refuse_other_vocabulary(path, config))
+        world.together(lambda: refuse_other_vocabulary("reward.model", path, config.model))
         dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
         model = world.together(lambda: load_reward_model(path, config.model, dtype))
         self._model = sharding.shard(model, world, config.trainer.sharding)
@@ -36,21 +34,10 @@ class RewardModel:
             self._model(_last_rows(micro.batch))[: len(micro.lengths_B)].cpu().numpy()
             for micro in hold(shard, self._world.device).micro_batches()
         ]
+        sharding.reshard(self._model)
         return np.concatenate([np.zeros(0, np.float32), *parts])
 
 
 def _last_rows(batch: PackedBatch) -> PackedBatch:
     """The same row, read at each sample's last token."""
     return dataclasses.replace(batch, rows_N=batch.cu_seqlens[1:].long() - 1)
-
-
-def _refuse_other_vocabulary(path: str, config: PpoConfig) -> None:
-    """The reward model is given the policy's token ids, so they have to mean the same to it."""
-    theirs = load_tokenizer(config.model.model_copy(update={"path": path, "tokenizer_path": None})).get_vocab()
-    ours = load_tokenizer(config.model).get_vocab()
-    if theirs != ours:
-        different = sum(theirs.get(token) != number for token, number in ours.items())
-        raise UserError(
-            f"reward.model {path} has another vocabulary than model.path {config.model.path}: {different:,} of "
-            f"{len(ours):,} tokens differ; take a reward model of the same family, or score by reward.function"
-        )

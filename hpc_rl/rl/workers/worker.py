@@ -131,6 +131,11 @@ class Worker:
     def load(self, role: str, path: Path) -> None:
         self._learner(role).load(path)
 
+    def free_cache(self) -> None:
+        """Give back memory that torch keeps for later, before another process takes it."""
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def max_memory_gb(self) -> float:
         """Most memory held so far, in 10^9 bytes."""
         return max_memory_gb(self.world.device)

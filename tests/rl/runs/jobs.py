@@ -1,8 +1,8 @@
 """Reinforcement-learning runs on a Ray that the tests share.
 
 `run_here` drives a run from this process, on worker processes that are used again: what a worker imports takes longer
-than a run of a tiny model. Everything else is as in a job. `run_ppo` itself, with processes of its own, is for the tests
-of what starts and ends.
+than a run of a tiny model. Everything else is as in a job. `run_ppo` itself, with processes of its own, is for the
+tests of what starts and ends.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from typing import Any
 
 import pytest
 import ray
-from ray._raylet import PlacementGroupID
-from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from hpc_rl.config.compose import compose
 from hpc_rl.config.schema import PpoConfig
 from hpc_rl.engine import distributed
 from hpc_rl.rl import group, setup, trainer
+from hpc_rl.rl.pools import release_pools
 from hpc_rl.rl.state import State
 from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.run_dir import RunDir
@@ -91,25 +90,18 @@ class Runs:
     @contextmanager
     def state(self, run_dir: Path, *overrides: str) -> Iterator[State]:
         """A run that is ready to go."""
-        run = RunDir(run_dir)
+        run, logs = RunDir(run_dir), run_dir / "attempt-1"
         self._hosts.all_free()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(group, "ray", SimpleNamespace(remote=lambda _: self._hosts))
             try:
-                state = setup.set_up(ppo(*self.base, *overrides), run, run.path / "attempt-1")
+                state = setup.set_up(ppo(*self.base, *overrides), run, logs)
                 try:
                     yield state
                 finally:
                     state.scoring.close()
             finally:
-                remove_pools()
-
-
-def remove_pools() -> None:
-    """Give back what pools have reserved; for a driver that is an actor, Ray does it when that ends."""
-    for id_, entry in placement_group_table().items():
-        if entry["state"] != "REMOVED":
-            remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(id_)))
+                release_pools(str(logs))
 
 
 def series(run_dir: Path, name: str) -> list[float]:
@@ -121,9 +113,7 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
     """What was measured at each step, apart from clocks and speeds; raises where a number is not finite."""
     found = []
     for record in read_metrics(run_dir / "metrics.jsonl"):
-        numbers = {
-            name: value for name, value in record.items() if not name.startswith(("timing_s/", "perf/")) and name != "time"
-        }
+        numbers = {name: value for name, value in record.items() if not name.startswith(("time", "timing_s/", "perf/"))}
         bad = [name for name, value in numbers.items() if value is None or not math.isfinite(value)]
         assert not bad, f"step {record['step']}: not finite: {bad}"
         found.append(numbers)

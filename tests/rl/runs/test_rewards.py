@@ -51,7 +51,8 @@ def test_a_function_of_your_own(plain: Runs, tmp_path: Path, own: Path, capsys: 
     for step in metrics(tmp_path):
         assert 0 < step["critic/reward_errors"] < 16
         assert step["critic/score/min"] == -5 and step["critic/score/max"] > 0
-    assert "warning: no reward, scored -5: ValueError: a length that I do not like; response:" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "warning: no reward, scored -5: ValueError: a length that I do not like; response:" in said
 
 
 def test_a_function_that_never_works_ends_the_run(plain: Runs, tmp_path: Path, own: Path) -> None:
