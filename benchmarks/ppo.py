@@ -1,15 +1,15 @@
 """PPO and GRPO against TRL, and against what a step cannot do without: `python -m benchmarks.ppo`.
 
-Seconds per 1,000 generated tokens: whole training steps, one thread, float32. A step samples 32 responses of 64 tokens to
-prompts of GSM8K's lengths (4 prompts 8 times for GRPO, 32 prompts once for PPO), scores them and learns from them. The
-model is that of benchmarks/sft.py with a vocabulary of 4,096; PPO's critic and reward model have its shape, with random
-weights. Everyone does one epoch of one mini-batch with AdamW: PPO with a reference, whose KL is in the reward; GRPO, as is
-TRL's default, with neither reference nor old log-probabilities.
+Seconds per 1,000 generated tokens: whole training steps, one thread, float32. A step samples 32 responses of 64 tokens
+to prompts of GSM8K's lengths (4 prompts 8 times for GRPO, 32 prompts once for PPO), scores them and learns from them.
+The model is that of benchmarks/sft.py with a vocabulary of 4,096; PPO's critic and reward model have its shape, with
+random weights. Everyone does one epoch of one mini-batch with AdamW: PPO with a reference, whose KL is in the reward;
+GRPO, as is TRL's default, with neither reference nor old log-probabilities.
 
-hpc-rl is `run_ppo`: Ray, the driver's process, one worker, the hand-over of weights and the writing of metrics included.
-TRL is 1.16.0 for GRPO and 1.12.0, the last with PPO, for PPO; the latter is installed by pip into a folder of its own. The
-limit is benchmarks/ppo_limit.py. Each runs in its own process, and they take turns. Wall time counts on an idle machine;
-processor time, of all processes together, still means something on a busy one.
+hpc-rl is `run_ppo`: Ray, the driver's process, one worker, the hand-over of weights and the writing of metrics
+included. TRL is 1.16.0 for GRPO and 1.12.0, which still has PPO, for PPO; pip installs the latter into a folder of its
+own. The limit is benchmarks/ppo_limit.py. Each runs in its own process, and they take turns. Wall time counts on an
+idle machine; processor time, of all processes together, still means something on a busy one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", choices=get_args(Algorithm), nargs="+", default=list(get_args(Algorithm)))
     parser.add_argument("--epochs", type=int, default=1, help="passes over a step's responses, for everyone")
-    parser.add_argument("--micro-tokens", type=int, default=4096, help="trainer.micro_tokens of hpc-rl")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="training steps in each turn")
     parser.add_argument("--trl-ppo", type=Path, default=_cache() / f"trl-{TRL_PPO}", help="folder of TRL " + TRL_PPO)
@@ -67,7 +66,7 @@ def measure(algorithm: Algorithm, arguments: argparse.Namespace) -> dict[str, li
         trl_path = str(arguments.trl_ppo) if algorithm == "ppo" else None
         common = [name, algorithm, str(arguments.epochs)]
         started = {
-            OURS: start("benchmarks.ppo_ours", [*common, str(arguments.micro_tokens)], folder),
+            OURS: start("benchmarks.ppo_ours", common, folder),
             TRL: start("benchmarks.ppo_trl", common, folder, trl_path),
             LIMIT: start("benchmarks.ppo_limit", common, folder),
         }
@@ -77,8 +76,9 @@ def measure(algorithm: Algorithm, arguments: argparse.Namespace) -> dict[str, li
                 for name, contestant in started.items():
                     turn = contestant.turn(arguments.steps)
                     turns[name].append(turn)
-                    note = f"# {algorithm} {repeat + 1}/{arguments.repeats} {name}: {per_1000(turn.wall_s):.3f} s per 1,000"
-                    print(f"{note}, processor {per_1000(turn.processor_s):.3f} s", file=sys.stderr, flush=True)
+                    seconds = f"{per_1000(turn.wall_s):.3f} s per 1,000, processor {per_1000(turn.processor_s):.3f} s"
+                    note = f"# {algorithm} {repeat + 1}/{arguments.repeats} {name}: {seconds}"
+                    print(note, file=sys.stderr, flush=True)
         return turns
 
 
@@ -111,7 +111,7 @@ def totals(turns: Mapping[str, Sequence[Turn]]) -> str:
 
 
 def phases(turns: Mapping[str, Sequence[Turn]]) -> str:
-    """Where a step of hpc-rl spends its time, beside the same work alone."""
+    """Where a step of hpc-rl spends its time, beside the same work alone; medians of each line."""
     ours = {name: per_phase(turns[OURS], name) for name in turns[OURS][0].phases if name != "step"}
     alone = {name: per_phase(turns[LIMIT], name) for name in turns[LIMIT][0].phases}
     # Handing out the responses, metrics, and the wait for what has no phase of its own.

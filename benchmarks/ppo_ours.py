@@ -62,7 +62,7 @@ class PacedRunner(TaskRunner):
         return super().run(config, run, logs)
 
 
-def configuration(folder: Path, algorithm: Algorithm, epochs: int, micro_tokens: int) -> PpoConfig:
+def configuration(folder: Path, algorithm: Algorithm, epochs: int) -> PpoConfig:
     optim = {"lr": LR[algorithm], "clip_grad": CLIP_GRAD[algorithm], "lr_scheduler": "constant", "warmup_ratio": 0.0}
     of_algorithm = {
         "grpo": {
@@ -90,7 +90,6 @@ def configuration(folder: Path, algorithm: Algorithm, epochs: int, micro_tokens:
             "trainer": {
                 "device": "cpu",
                 "total_training_steps": MANY,
-                "micro_tokens": micro_tokens,
                 "save_minutes": 0,
                 "export": False,
                 "logger": [],
@@ -100,8 +99,8 @@ def configuration(folder: Path, algorithm: Algorithm, epochs: int, micro_tokens:
     )
 
 
-def main(folder: str, algorithm: Algorithm, epochs: str, micro_tokens: str) -> int:
-    config = configuration(Path(folder), algorithm, int(epochs), int(micro_tokens))
+def main(folder: str, algorithm: Algorithm, epochs: str) -> int:
+    config = configuration(Path(folder), algorithm, int(epochs))
     run = Path(folder) / "run"
     run.mkdir(mode=0o700)
     run_ppo(config, PacedRunner, RunDir(run))

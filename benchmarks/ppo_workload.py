@@ -40,7 +40,8 @@ def prompt_lengths(algorithm: Algorithm) -> list[int]:
     """Tokens of each prompt of a step, the same in every step: evenly spaced quantiles of GSM8K's."""
     known = np.array([prompt for prompt, _ in GSM8K_LENGTHS])
     count = PROMPTS[algorithm]
-    return np.quantile(known, (np.arange(count) + 0.5) / count, method="nearest").tolist()
+    lengths: list[int] = np.quantile(known, (np.arange(count) + 0.5) / count, method="nearest").tolist()
+    return lengths
 
 
 def write(folder: Path, algorithm: Algorithm) -> None:

@@ -1,4 +1,4 @@
-"""make demo: a small model learns sums from a careless teacher, and then from rewards, on two nodes' worth of processes.
+"""make demo: a small model learns sums from a careless teacher, then from rewards, on two nodes' worth of processes.
 
 The teacher forgets to carry the one in most of the answers that it gives. Supervised training learns the mistake along
 with the sums; reinforcement learning, which is told right from wrong alone, undoes it.

@@ -130,8 +130,7 @@ class Head:
         self._watch.check()
         self._roll.poll()
         for rank, loss in self._roll.lost.items():
-            node = self._watch.meeting.nodes[rank]
-            raise self._watch.echo(1, f"node {node} is lost: {loss.how}; its log is {self._watch.log(rank)}")
+            raise self._watch.lost(rank, loss)
         self._shown.show()
 
     def _late(self) -> str:

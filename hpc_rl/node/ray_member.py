@@ -39,7 +39,7 @@ class Member:
                 raise JobEnd(code)
             watch.check()
             if place.lost:
-                raise watch.echo(1, f"node {self._first} is lost: {place.lost.how}; its log is {watch.log(0)}")
+                raise watch.lost(0, place.lost)
 
         watch.until(watch.ray.is_up, check, self._deadline, self._outside)
         place.say_up()

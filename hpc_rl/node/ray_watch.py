@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpc_rl.node.meeting import Meeting
 from hpc_rl.node.ray_process import RayProcess
+from hpc_rl.node.roll_call import Loss
 from hpc_rl.process import tail
 
 POLL_S = 0.05
@@ -74,6 +75,12 @@ class Watch:
             if time.monotonic() > deadline:
                 raise JobEnd(1, late())
             time.sleep(POLL_S)
+
+    def lost(self, rank: int, loss: Loss) -> JobEnd:
+        """The end for want of another node."""
+        reason = f"node {self.meeting.nodes[rank]} is lost: {loss.how}; its log is {self.log(rank)}"
+        # Whoever is cut off may say the same of this node.
+        return self.echo(1, reason) if loss.machine_answers else JobEnd(1, reason)
 
     def echo(self, exit_code: int, reason: str) -> JobEnd:
         """The end as another node explains it; where none does within CAUSE_S, the end as given."""

@@ -69,9 +69,8 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
             "algorithm.kl.estimator=k1 has no gradient on average: with kl.where=loss take k2 or k3",
         ),
         (
-            ("algorithm.clip_ratio_c=1.2",),
-            "algorithm.clip_ratio_c 1.2 is not over 1 + clip_ratio_high 0.2, so it would clip every token of negative "
-            "advantage",
+            ("critic.warmup_steps=5", "trainer.total_training_steps=5"),
+            "critic.warmup_steps 5 leaves the policy none of the trainer.total_training_steps 5",
         ),
         (
             ("pools={spec: {train: [8, 8]}}", "trainer.n_gpus_per_node=4", "trainer.nnodes=2"),
@@ -103,6 +102,10 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
         (
             ("rollout={name: vllm, tensor_parallel_size: 2}", "trainer.n_gpus_per_node=3", "trainer.device=cuda"),
             "rollout.tensor_parallel_size 2 does not divide the 3 GPUs per node of pool global_pool",
+        ),
+        (
+            ("rollout={name: vllm, tensor_parallel_size: 2}", TWO_GPUS, "pools.strategy=PACK"),
+            "pools.strategy=PACK may tear the 2 GPUs of an engine apart: use STRICT_PACK",
         ),
         (("reward.model=/reward",), "reward: set exactly one of reward.function, reward.model and reward.url"),
         (("reward.function=null",), "reward: set exactly one of reward.function, reward.model and reward.url"),

@@ -17,6 +17,7 @@ import pytest
 from tests.conftest import sandbox_cluster
 from tests.e2e.ray_drivers import COUNT, INTRUDER, LOOK, WAIT
 from tests.e2e.workspace import Workspace
+from tests.sandbox import network, state
 from tests.sandbox.cluster import Cluster
 
 pytestmark = pytest.mark.sandbox
@@ -159,18 +160,18 @@ def test_a_cancelled_job_leaves_nothing(workspace: Workspace, slurm_cluster: Clu
     assert (attempt / "ray" / "node1" / "raylet.out").exists()
 
 
-def test_a_lost_node_ends_the_job_before_slurm_knows(patient_cluster: Cluster) -> None:
+def test_a_node_that_is_cut_off_ends_the_job_on_both_sides_before_slurm_knows(patient_cluster: Cluster) -> None:
     workspace = make_workspace(patient_cluster.shared / "lost", patient_cluster.env)
     start_waiting(workspace, "lost")
     began = time.monotonic()
-    patient_cluster.kill_node("node2", notice=False)
+    network.unplug(state.machines(patient_cluster.name)["ctl"].pid, 2)
+    patient_cluster.exec_on("node2", ["pkill", "-KILL", "-x", "slurmd"], check=True)
     status = workspace.folder / "runs" / "lost" / "status.json"
     workspace.wait_until(lambda: "FAILED" in status.read_text(), "the job to end", 60)
+    workspace.wait_until(lambda: not any(traces(patient_cluster).values()), "both nodes to be empty", 60)
     assert time.monotonic() - began < 60
     assert json.loads(status.read_text())["exit_code"] == 1
     check_reason_comes_first(log_of(workspace, "lost"), "hpc-rl: node node2 is lost: it has not answered for")
-    found = patient_cluster.exec_on("node1", ["sh", "-c", LOOK_FOR])
-    workspace.wait_until(lambda: not found.stdout, "node1 to be empty", 10)
 
 
 @pytest.mark.usefixtures("nothing_left")

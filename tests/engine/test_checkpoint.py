@@ -118,7 +118,7 @@ def test_contents_that_cannot_be_read(config: ModelConfig, tmp_path: Path) -> No
     models = parts(config)
     data = save(tmp_path, models, 1) / ACTOR / "__0_0.distcp"
     data.write_bytes(bytes(data.stat().st_size))
-    with pytest.raises(UnreadableError, match="^cannot be read: "):
+    with pytest.raises(UnreadableError, match=r"^cannot be read: "):
         model_state.read(data.parent, *models[ACTOR], ALONE)
 
 

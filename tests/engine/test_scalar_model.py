@@ -69,7 +69,7 @@ def test_packed_scores_are_those_of_single_samples(causal: str, classifier: str)
     from transformers import AutoModelForSequenceClassification
 
     model = load_reward_model(classifier, ModelConfig(path=causal), torch.float32)
-    assert not model.training and not any(parameter.requires_grad for parameter in model.parameters())
+    assert not model.hf.training and not any(parameter.requires_grad for parameter in model.parameters())
     plain = AutoModelForSequenceClassification.from_pretrained(classifier)
     with torch.no_grad():
         hidden = [plain.base_model(torch.from_numpy(ids)[None].long()).last_hidden_state[0] for ids in samples()]

@@ -100,6 +100,7 @@ class Runs:
                     yield state
                 finally:
                     state.scoring.close()
+                    state.rollout.close()
             finally:
                 release_pools(str(logs))
 

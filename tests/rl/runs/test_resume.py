@@ -12,7 +12,7 @@ from tests.rl.runs.jobs import Runs, copy_of, same_metrics, series
 OPTIONS = (
     "trainer.total_training_steps=4",
     "trainer.save_freq=2",
-    "trainer.test_freq=2",
+    "trainer.test_freq=3",
     "trainer.val_before_train=true",
     # Two batches of an epoch of five: steps 3 and 4 are of another order, and the fourth prompt waits for it.
     "data.train_batch_size=8",

@@ -21,6 +21,14 @@ from tests.rl.runs.jobs import TIMEOUT_S, Runs, ppo, same_metrics, series
 WORKER, DRIVER = "node0-global_pool-rank{}.log", "driver.log"
 
 
+class StoppedRunner(TaskRunner):
+    """A run that is told to stop while its first step is under way."""
+
+    def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
+        run.stop.touch()
+        return super().run(config, run, logs)
+
+
 class TellingRunner(TaskRunner):
     """What a user writes who wants something else of the driver."""
 
@@ -70,12 +78,9 @@ def test_stopped_and_continued_in_other_processes(
     assert run(tmp_path / "whole", *options) == 0
 
     given = RunDir(tmp_path / "run")
-    given.path.mkdir()
-    given.stop.touch()
-    assert run_ppo(ppo(*base, *options, "trainer.n_gpus_per_node=2"), run=given) == EXIT_STOPPED
+    assert run_ppo(ppo(*base, *options, "trainer.n_gpus_per_node=2"), StoppedRunner, given) == EXIT_STOPPED
     assert "stopped after step 1 of 3: saved, starting again goes on" in capsys.readouterr().out
     nothing_is_left(given.path)
-    given.stop.unlink()
     assert run_ppo(ppo(*base, *options), TellingRunner, given) == 0
     assert "going on after step 1" in capsys.readouterr().out
     assert (given.path / "told").read_text() == "run ended with 0"
