@@ -48,7 +48,9 @@ def write(folder: Path, algorithm: Algorithm) -> None:
     """Policy, reward model (random, of the policy's shape) and prompts."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     config = qwen2_config(VOCABULARY)
     config.eos_token_id = None  # every response has RESPONSE_TOKENS tokens
     tokenizer = make_tokenizer()

@@ -135,7 +135,7 @@ def value(values_N: torch.Tensor, old_values_N: torch.Tensor, returns_N: torch.T
     errors_N = (values_N - returns_N).square()
     if clip is None:
         return ValueLoss(0.5 * errors_N, torch.zeros_like(errors_N))
-    held_N = old_values_N + (values_N - old_values_N).clamp(-clip, clip)
+    held_N = values_N.clamp(old_values_N - clip, old_values_N + clip)
     held_errors_N = (held_N - returns_N).square()
     return ValueLoss(0.5 * torch.maximum(errors_N, held_errors_N), (held_errors_N > errors_N).float())
 

@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import ray
-from ray._raylet import Config
 
 from hpc_rl.data.arithmetic import generate
 from hpc_rl.rl.workers.process import quiet_libraries
@@ -18,13 +16,11 @@ from tests.rl.runs.jobs import Hosts, Runs
 def cluster() -> Iterator[None]:
     """A Ray of 4 CPU slots, which every run of this package uses."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray") as folder:
-        token = Path(folder) / "token"
-        token.write_text("0123456789abcdef" * 4)
-        patch.setenv("RAY_AUTH_MODE", "token")
-        patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+        # As in the other tests of this process: Ray fails where a process takes both modes, one after the other.
+        # tests/rl/runs/test_command.py has a token.
+        patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("HF_HUB_OFFLINE", "1")
-        Config.initialize("")  # Ray has read the mode when it was imported
         ray.init(
             num_cpus=4,
             include_dashboard=False,
@@ -36,7 +32,6 @@ def cluster() -> Iterator[None]:
         )
         yield
         ray.shutdown()
-    Config.initialize("")
 
 
 @pytest.fixture(scope="package")
