@@ -90,9 +90,9 @@ def judge(state: State, batch: Batch, experience: TensorDict, clock: Clock) -> N
     old = state.actor.logprobs() if state.old_logprobs == "recompute" else None
     ref = state.reference.ref_logprobs() if state.reference else None
     values = state.critic.values() if state.critic else None
-    for pending in held:
-        pending.wait()
     with clock("reward"):
+        for pending in held:  # behind a reward model on the same workers
+            pending.wait()
         scores = batch.scored.wait()
         refuse_no_scores(scores, state.step + 1)
         shaping.add_scores(experience, torch.from_numpy(scores.values), state.config)

@@ -161,7 +161,7 @@ class _Generation:
         self.tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(size, dtype=torch.float32, device=device)
         ends_V = np.zeros(weight_VH.shape[0], bool)
-        ends_V[list(eos_token_ids)] = True
+        ends_V[[token for token in eos_token_ids if token < len(ends_V)]] = True
         self.ends_V = torch.from_numpy(ends_V).to(device)
 
     def admit(self) -> bool:
