@@ -1,0 +1,23 @@
+"""The commands: parse, call, print. Heavy imports only inside a command, so that --help answers at once."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+from hpc_rl.cli.app import app
+from hpc_rl.cli import submit, runs, config, models, data  # noqa: F401, I001 - each adds its commands, in this order
+from hpc_rl.errors import EXIT_BAD_INPUT, UserError
+
+
+def main() -> NoReturn:
+    """Run a command; a user's mistake is a line and exit code 2, without a traceback."""
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"hpc-rl: {line}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
+    except BrokenPipeError:
+        sys.exit(1)
+    sys.exit(0)

@@ -1,0 +1,3 @@
+from hpc_rl.cli import main
+
+main()

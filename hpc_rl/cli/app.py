@@ -1,0 +1,49 @@
+"""The application, and the arguments and words that several commands share."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+app = typer.Typer(
+    name="hpc-rl",
+    help="Post-training of language models on a Slurm cluster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Kind(StrEnum):
+    sft = "sft"
+    ppo = "ppo"
+    torchrun = "torchrun"
+    ray = "ray"
+
+
+KindArgument = Annotated[
+    Kind,
+    typer.Argument(
+        help="sft: supervised fine-tuning; ppo: reinforcement learning; torchrun, ray: your own program of that kind."
+    ),
+]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, name of a run, or job id.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+
+def short_path(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def note(text: str) -> None:
+    print(f"hpc-rl: {text}", file=sys.stderr)
+
+
+def leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    raise typer.Exit(code)

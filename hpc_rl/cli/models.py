@@ -1,0 +1,39 @@
+"""`export`: trained models for other programs."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hpc_rl.cli.app import app
+from hpc_rl.errors import UserError
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@app.command()
+def export(
+    source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run, or one of its checkpoints.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    dtype: Annotated[Dtype | None, typer.Option(help="As trained where not given.", show_default=False)] = None,
+) -> None:
+    """Write a checkpoint as a Hugging Face model folder."""
+    from hpc_rl.launch import runs
+
+    folder = Path(source) if Path(source, "trainer.json").is_file() else runs.find_run(source).path
+    try:
+        from hpc_rl.engine.export import export as export_model
+    except ModuleNotFoundError as error:
+        raise UserError(f"export needs {error.name}: pip install 'hpc-rl[train]'") from error
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    export_model(folder, out, dtype)
+    print(f"wrote {out}")

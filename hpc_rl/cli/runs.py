@@ -1,0 +1,95 @@
+"""Commands on a run that there is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpc_rl.cli.app import JsonOption, RunArgument, app, leave, short_path
+from hpc_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from hpc_rl.launch.runs import RunStatus
+
+
+@app.command()
+def status(run: RunArgument, as_json: JsonOption = False) -> None:
+    """Show a run's state and progress."""
+    from hpc_rl.launch import runs
+
+    found = runs.status(runs.find_run(run))
+    print(found.as_json() if as_json else status_text(found))
+
+
+@app.command()
+def logs(
+    run: RunArgument,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job has ended.")] = False,
+    node: Annotated[int | None, typer.Option(help="All logs of one node (0, 1, ...).", show_default=False)] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print a run's log: rank 0 and what went wrong, or every rank of one node."""
+    from hpc_rl.launch import jobs, runs, watch
+
+    found = runs.find_run(run)
+
+    def print_line(path: Path, line: str) -> None:
+        if as_json:
+            print(json.dumps({"file": str(path), "line": line}), flush=True)
+        else:
+            print(line if node is None else f"{path.stem}: {line}", flush=True)
+
+    files = watch.log_files(found, node)
+    if not files and not (follow and runs.status(found).active):
+        what = "log yet" if node is None else f"log of a node {node}"
+        raise UserError(f"run {found.name} has no {what} in {found.path}")
+    if follow and node is None and not as_json:
+        with watch.RunView(found) as view:
+            leave(jobs.wait(found, view.poll))
+    with watch.LogFiles(lambda: watch.log_files(found, node), print_line) as log:
+        log.poll()
+        if follow:
+            leave(jobs.wait(found, log.poll))
+
+
+@app.command()
+def cancel(run: RunArgument) -> None:
+    """End a run's job now. What it saved stays."""
+    from hpc_rl.launch import jobs, runs
+
+    print(jobs.cancel(runs.find_run(run)))
+
+
+@app.command()
+def stop(run: RunArgument) -> None:
+    """Ask a run to save at its next step, and leave."""
+    from hpc_rl.launch import jobs, runs
+
+    print(jobs.stop(runs.find_run(run)))
+
+
+def status_text(found: RunStatus) -> str:
+    rows: list[tuple[str, object]] = [
+        ("run", f"{found.run}  ({short_path(Path(found.run_dir))})"),
+        ("job", found.job_id or "none"),
+        ("state", found.state + (f" ({found.reason})" if found.reason else "")),
+    ]
+    if found.exit_code is not None:
+        rows.append(("exit code", found.exit_code))
+    if found.nodes:
+        rows.append(("nodes", found.nodes))
+    if found.attempt:
+        rows.append(("attempt", found.attempt))
+    if found.step is not None:
+        rows.append(("step", f"{found.step} of {found.total_steps}"))
+    shown = ("train/loss", "val/loss", "critic/score/mean", "val/score", "perf/tokens_per_s", "perf/eta_s")
+    rows += [(key, f"{found.metrics[key]:.6g}") for key in shown if found.metrics.get(key) is not None]
+    if found.log and Path(found.log).exists():
+        rows.append(("log", short_path(Path(found.log))))
+    elif found.state == "FAILED" and not found.attempt:
+        rows.append(("log", "none: the job could not write there. Is the run directory on a shared file system?"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
