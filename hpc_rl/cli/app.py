@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -34,10 +33,6 @@ KindArgument = Annotated[
 ]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, name of a run, or job id.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
-
-
-def short_path(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def note(text: str) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpc_rl.cli.app import Kind, KindArgument, app, leave, note, short_path
-from hpc_rl.cli.runs import status_text
+from hpc_rl.cli.app import Kind, KindArgument, app, leave, note
+from hpc_rl.cli.text import short_path, status_text
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
