@@ -145,7 +145,8 @@ def _split_overrides(schema: type[BaseModel], overrides: Sequence[str]) -> tuple
         if _wants_text(schema, key) and not raw.startswith("["):
             texts[key] = None if raw == "null" else _unquoted(raw)
         else:
-            texts.pop(key, None)  # the last word on a key counts
+            # The last word on a key counts, a word on the whole section too.
+            texts = {name: value for name, value in texts.items() if not f"{name}.".startswith(f"{key}.")}
             rest.append(override)
     return texts, rest
 
@@ -208,7 +209,8 @@ def _problem(schema: type[BaseModel], details: Any) -> str:
     key = ".".join(str(part) for part in details["loc"])
     if details["type"] == "extra_forbidden":
         known = [name for name, *_ in documented_keys(schema)]
-        return f"{key}: unknown key{_nearest(key, known)}"
+        sections = dict.fromkeys(name.rpartition(".")[0] for name in known if "." in name)
+        return f"{key}: unknown key{_nearest(key, [*known, *sections])}"
     if details["type"] == "missing":
         return f"{key}: required, not given (write {key}=...)"
     message = details["msg"].removeprefix("Value error, ")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from hpc_rl.config.schema import PpoConfig, Role
+    from hpc_rl.config.schema import PpoConfig, Role, RolloutConfig
 
 DEFAULT_POOL = "global_pool"
 
@@ -31,6 +31,20 @@ def pool_spec(config: PpoConfig) -> dict[str, list[int]]:
 def pool_of(config: PpoConfig, role: Role) -> str:
     """The pool of a role; the first one where none is named."""
     return config.pools.roles.get(role) or next(iter(pool_spec(config)))
+
+
+def engine_name(config: PpoConfig) -> Literal["hf", "vllm"]:
+    """The rollout engine that `auto` stands for."""
+    if config.rollout.name != "auto":
+        return config.rollout.name
+    return "vllm" if config.trainer.device == "cuda" else "hf"
+
+
+def engine_dtype(rollout: RolloutConfig, device: str) -> str:
+    """What rollout.dtype stands for: torch's name of a type."""
+    if rollout.dtype != "auto":
+        return rollout.dtype
+    return "bfloat16" if device == "cuda" else "float32"
 
 
 def problems(config: PpoConfig) -> list[str]:
@@ -86,8 +100,7 @@ def _pool_problems(config: PpoConfig) -> list[str]:
             "(trainer.nnodes x trainer.n_gpus_per_node), and an entry of a pool is on one node"
         )
     parallel = config.rollout.tensor_parallel_size
-    engine_is_hf = config.rollout.name == "hf" or (config.rollout.name == "auto" and trainer.device == "cpu")
-    if parallel > 1 and engine_is_hf:
+    if parallel > 1 and engine_name(config) == "hf":
         found.append(
             f"rollout.tensor_parallel_size {parallel} is for vllm alone: set rollout.name=vllm, or leave it at 1"
         )

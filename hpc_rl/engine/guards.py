@@ -11,9 +11,15 @@ import torch
 from hpc_rl.engine.errors import AgreedRunError
 from hpc_rl.errors import RunError
 
+IN_TRAINING = (
+    "lower trainer.micro_tokens, or set model.enable_gradient_checkpointing=true, "
+    "or use more processes with trainer.sharding=full"
+)
+IN_GENERATION = "lower rollout.max_num_seqs"
+
 
 @contextmanager
-def explain_out_of_memory(what: str) -> Iterator[None]:
+def explain_out_of_memory(what: str, remedy: str = IN_TRAINING) -> Iterator[None]:
     """Turn running out of memory into a RunError that names the settings to change.
 
     Args:
@@ -27,10 +33,7 @@ def explain_out_of_memory(what: str) -> Iterator[None]:
         if not known:
             raise
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise RunError(
-            f"out of memory in {what}: lower trainer.micro_tokens, or set model.enable_gradient_checkpointing=true, "
-            f"or use more processes with trainer.sharding=full ({first})"
-        ) from error
+        raise RunError(f"out of memory in {what}: {remedy} ({first})") from error
 
 
 def refuse_not_finite(step: int, losses_by_rank: Sequence[float], gradient_norm: float) -> None:

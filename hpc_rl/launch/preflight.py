@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from hpc_rl.config.roles import engine_name
 from hpc_rl.config.schema import DataConfig, ModelConfig, PpoConfig, PromptDataConfig, RayJobConfig, SftConfig
 from hpc_rl.data.rows import CannotCheck, check_file, check_prompts, is_file
 from hpc_rl.errors import UserError
@@ -80,14 +81,15 @@ def _ppo_checks(config: PpoConfig, same_python: bool) -> list[Callable[[], str |
     for key, path in {"reward.model": reward.model, "critic.path": config.critic.path}.items():
         if path is not None:
             checks.append(partial(check_model_path, key, path))
-    if same_python and config.rollout.name == "vllm":
-        checks.append(check_vllm)
+    if same_python and engine_name(config) == "vllm":
+        checks.append(partial(check_vllm, config.rollout.name))
     return checks
 
 
-def check_vllm() -> None:
+def check_vllm(asked: str) -> None:
     if importlib.util.find_spec("vllm") is None:
-        raise UserError(f"rollout.name=vllm, and {sys.executable} has no vllm: install it, or use rollout.name=hf")
+        meant = "rollout.name=vllm" if asked == "vllm" else f"rollout.name={asked} is vllm on GPUs"
+        raise UserError(f"{meant}, and {sys.executable} has no vllm: install it, or use rollout.name=hf")
 
 
 def check_run_dir(path: Path) -> None:

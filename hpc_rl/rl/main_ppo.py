@@ -96,8 +96,10 @@ def run_ppo(config: PpoConfig, task_runner_class: type[Runner] | None = None, ru
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     remote = ray.remote(task_runner_class or TaskRunner)
+    # Actors that an actor starts inherit its environment; a cluster of our own has it from this process already.
+    runtime = {} if is_own else {"runtime_env": {"env_vars": worker_environment(config)}}
     # The driver computes next to nothing, and the slots are the workers'.
-    runner = remote.options(num_cpus=0, scheduling_strategy=here).remote()
+    runner = remote.options(num_cpus=0, scheduling_strategy=here, **runtime).remote()
     try:
         code = _follow(runner.run.remote(config, run, logs), driver_log(logs))
         if is_own and config.ray_kwargs.timeline_json_file:  # of a job's cluster the node entry writes it
@@ -119,13 +121,11 @@ def initialise_ray(config: PpoConfig, logs: Path) -> bool:
     """
     address = os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning", **config.ray_kwargs.ray_init}
-    defaults = WORKER_ENV | (CPU_WORKER_ENV if config.trainer.device == "cpu" else {})
-    environment = {name: os.environ.get(name, value) for name, value in defaults.items()}
     if address:
         options.pop("num_cpus", None)  # the cluster has its own; Ray refuses to be told another
-        options |= {"address": address, "runtime_env": {"env_vars": environment}}
+        options["address"] = address
     else:
-        os.environ.update(environment)
+        os.environ.update(worker_environment(config))
         _authenticate(logs)
         slots = config.trainer.n_gpus_per_node * config.trainer.nnodes
         if config.trainer.device == "cpu":
@@ -139,6 +139,11 @@ def initialise_ray(config: PpoConfig, logs: Path) -> bool:
         first = str(error).splitlines()[0]
         raise UserError(f"Ray does not start or answer (RAY_ADDRESS, ray_kwargs.ray_init): {first}") from error
     return not address
+
+
+def worker_environment(config: PpoConfig) -> dict[str, str]:
+    defaults = WORKER_ENV | (CPU_WORKER_ENV if config.trainer.device == "cpu" else {})
+    return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
 def driver_log(logs: Path) -> Path:

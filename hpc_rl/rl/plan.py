@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from hpc_rl.config.roles import engine_dtype, engine_name
 from hpc_rl.config.schema import PpoConfig
 from hpc_rl.rl.layout import mini_batches
 
@@ -19,13 +20,6 @@ def updates_per_step(config: PpoConfig) -> int:
     return batches * config.actor.ppo_epochs
 
 
-def engine_name(config: PpoConfig) -> Literal["hf", "vllm"]:
-    """The rollout engine that `auto` stands for."""
-    if config.rollout.name != "auto":
-        return config.rollout.name
-    return "vllm" if config.trainer.device == "cuda" else "hf"
-
-
 def old_logprobs(config: PpoConfig) -> OldLogprobs:
     """Where the policy's log-probabilities before a step's updates come from.
 
@@ -38,8 +32,9 @@ def old_logprobs(config: PpoConfig) -> OldLogprobs:
         return "recompute"  # the point is to compare with the engine's
     if updates_per_step(config) == 1 and algorithm.kl.where != "reward":
         return "skip"
-    exact = engine_name(config) == "hf" and config.trainer.device == "cpu" and config.model.dtype == "float32"
-    return "rollout" if exact and rollout.dtype in ("auto", "float32") else "recompute"
+    device, dtype = config.trainer.device, config.model.dtype
+    exact = engine_name(config) == "hf" and device == "cpu" and dtype == engine_dtype(rollout, device) == "float32"
+    return "rollout" if exact else "recompute"
 
 
 def describe(config: PpoConfig) -> str:

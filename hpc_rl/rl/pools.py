@@ -125,7 +125,7 @@ def cluster_nodes() -> list[Node]:
 def check_supply(spec: Mapping[str, Sequence[int]], nodes: Sequence[Node], device: Device, spread: bool) -> None:
     """Whether every entry of every pool finds a node, all at once (with `spread`: whether there is enough in all).
 
-    The largest entry goes first, onto the node with most left (first-fit decreasing).
+    The largest entry goes first, onto the node with most left.
 
     Raises:
         UserError: the arithmetic of what does not fit.

@@ -20,7 +20,7 @@ from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.experience import new_experience
 from hpc_rl.rl.rollout.base import Completion, Sampling
 from hpc_rl.rl.rollout.rollout import Rollout
-from hpc_rl.rl.scoring import Scored, Scoring
+from hpc_rl.rl.scoring import Scored, Scoring, refuse_no_scores
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,9 @@ class Sampler:
         wanted = self._config.data.train_batch_size * self._config.rollout.n
         kept = _Kept()
         for attempt in range(self._config.algorithm.max_gen_batches):
-            kept.add(self._draw(step, attempt))
+            drawn = self._draw(step, attempt)
+            refuse_no_scores(drawn.scored.wait(), step + 1)
+            kept.add(drawn)
             if len(kept) >= wanted:
                 return kept.batch(wanted)
         raise RunError(

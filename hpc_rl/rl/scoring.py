@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from hpc_rl.config.schema import RewardConfig
 from hpc_rl.data.prompts import Prompt
+from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scorer, Scores
 from hpc_rl.rl.calls import CALL_TIMEOUT_S, Pending
 from hpc_rl.rl.experience import new_experience
@@ -67,6 +69,15 @@ class ModelScoring:
         pass
 
 
+def refuse_no_scores(scores: Scores, number: int) -> None:
+    """Raise RunError where the reward failed for every response of a step: there is nothing to learn from."""
+    if len(scores.errors) == len(scores.values):
+        raise RunError(
+            f"step {number}: none of {len(scores.values)} responses could be scored; the first reason: "
+            f"{scores.errors[0][1]}"
+        )
+
+
 def response_texts(tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion]) -> list[str]:
     texts: list[str] = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
     return texts
@@ -87,7 +98,8 @@ class _Checked:
         self._pending = pending
         self._on_error = on_error
 
-    def wait(self) -> Scores:
+    @cached_property
+    def _scores(self) -> Scores:
         scores_B = self._pending.wait()
         bad = (~torch.isfinite(scores_B)).nonzero()[:, 0].tolist()
         if bad:
@@ -96,3 +108,6 @@ class _Checked:
             )
         values_B = torch.where(torch.isfinite(scores_B), scores_B, self._on_error)
         return Scores(values_B.numpy(), [(index, "not finite") for index in bad])
+
+    def wait(self) -> Scores:
+        return self._scores

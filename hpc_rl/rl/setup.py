@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_rl.algorithms.kl import AdaptiveKl
-from hpc_rl.config.roles import pool_of, pool_spec, roles_in_use
+from hpc_rl.config.roles import engine_name, pool_of, pool_spec, roles_in_use
 from hpc_rl.config.schema import PpoConfig
 from hpc_rl.data.chat import chat_template
 from hpc_rl.data.prompts import Prompt, load_prompts
@@ -58,13 +58,16 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> State:
     actor, critic = of_role["actor"], of_role.get("critic")
     progress = checkpoints.load_latest(run, actor, critic)
     if progress is not None:
-        print(f"going on after step {progress.step}, from {run.checkpoints}", flush=True)
         refuse_other_data(run.checkpoints, progress, len(train))
         rollout.sync()
     flops, peak = actor.flops().wait()
     kl = config.algorithm.kl
-    coef = progress.kl_coef if progress and progress.kl_coef is not None else kl.coef
     steps = config.trainer.total_epochs * (len(train) // config.data.train_batch_size)
+    total_steps = config.trainer.total_training_steps or steps
+    if progress is not None:
+        left = "" if progress.step < total_steps else f", the last of {total_steps}: only the export is left"
+        print(f"going on after step {progress.step}{left}; from {run.checkpoints}", flush=True)
+    coef = progress.kl_coef if progress and progress.kl_coef is not None else kl.coef
     return State(
         config=config,
         run=run,
@@ -82,7 +85,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> State:
         gpus=sum(len(pool.slots) for pool in pools.values()),
         flops=flops,
         peak=peak,
-        total_steps=config.trainer.total_training_steps or steps,
+        total_steps=total_steps,
         tracker=open_tracker(config, run, progress.wandb_id if progress else None, is_main=True),
         kl=AdaptiveKl(coef, kl.target, kl.horizon),
         step=progress.step if progress else 0,
@@ -94,7 +97,7 @@ def start_workers(config: PpoConfig, pools: Mapping[str, Pool], logs: Path) -> t
     """Begin to start the processes of every pool; groups by pool, and the engine."""
     engine_pool = pool_of(config, "rollout")
     # An hf engine in the pool of the policy shares its processes, and on one CPU process its very weights.
-    in_worker = plan.engine_name(config) == "hf" and engine_pool == pool_of(config, "actor")
+    in_worker = engine_name(config) == "hf" and engine_pool == pool_of(config, "actor")
     groups = {}
     for name, pool in pools.items():
         roles = frozenset(role for role in roles_in_use(config) if pool_of(config, role) == name)

@@ -9,8 +9,7 @@ from tensordict import TensorDict
 
 from hpc_rl.config.schema import PpoConfig
 from hpc_rl.engine.perf import Clock
-from hpc_rl.errors import EXIT_STOPPED, RunError
-from hpc_rl.rewards.scorer import Scores
+from hpc_rl.errors import EXIT_STOPPED
 from hpc_rl.rl import checkpoints, shaping
 from hpc_rl.rl.metrics import (
     actor_metrics,
@@ -20,6 +19,7 @@ from hpc_rl.rl.metrics import (
     probs_diff_warning,
 )
 from hpc_rl.rl.sampling import Batch
+from hpc_rl.rl.scoring import refuse_no_scores
 from hpc_rl.rl.state import State
 from hpc_rl.rl.validation import validate
 from hpc_rl.tracking.report import write_report
@@ -128,15 +128,6 @@ def learn(state: State, experience: TensorDict, clock: Clock) -> dict[str, float
         with clock("update_weights"):
             state.rollout.sync()
     return metrics
-
-
-def refuse_no_scores(scores: Scores, number: int) -> None:
-    """Raise RunError where the reward failed for every response: there is nothing to learn from."""
-    if len(scores.errors) == len(scores.values):
-        raise RunError(
-            f"step {number}: none of {len(scores.values)} responses could be scored; the first reason: "
-            f"{scores.errors[0][1]}"
-        )
 
 
 def actor_columns(experience: TensorDict, config: PpoConfig) -> dict[str, torch.Tensor]:

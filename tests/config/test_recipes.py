@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import typer
 
-from hpc_rl.cli import SlurmFlags, app
+from hpc_rl.cli import app
+from hpc_rl.cli.submit import SlurmFlags
 from hpc_rl.config.compose import compose, compose_partly, documented_keys
 from hpc_rl.config.roles import roles_in_use
 from hpc_rl.config.schema import SCHEMAS, JobConfig, PpoConfig

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from hpc_rl.config.roles import engine_name
 from hpc_rl.rl import plan
 from tests.rl.ppo_config import ppo_config
 
@@ -39,9 +40,9 @@ def test_updates_of_a_step(overrides: tuple[str, ...], updates: int) -> None:
 
 
 def test_the_engine_that_auto_stands_for() -> None:
-    assert plan.engine_name(ppo_config()) == "hf"
-    assert plan.engine_name(ppo_config("trainer.device=cuda")) == "vllm"
-    assert plan.engine_name(ppo_config("trainer.device=cuda", "rollout.name=hf")) == "hf"
+    assert engine_name(ppo_config()) == "hf"
+    assert engine_name(ppo_config("trainer.device=cuda")) == "vllm"
+    assert engine_name(ppo_config("trainer.device=cuda", "rollout.name=hf")) == "hf"
 
 
 def test_the_arithmetic_of_a_step_is_told() -> None:

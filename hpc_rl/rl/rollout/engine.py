@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpc_rl.config.roles import engine_name
 from hpc_rl.config.schema import PpoConfig
-from hpc_rl.rl.plan import engine_name
+from hpc_rl.engine import guards
 from hpc_rl.rl.rollout.base import Completion, Sampling
 from hpc_rl.rl.rollout.vllm import Place, VllmRollout
 from hpc_rl.rl.weight_sync import HostReceiver
@@ -31,6 +32,7 @@ class Engine:
         from hpc_rl.rl.rollout.load import eos_token_ids, load_hf_engine
 
         process.quiet_libraries()
+        process.narrow_devices(os.environ, process.assigned_devices())
         config = self._config
         if engine_name(config) == "hf":
             self._engine: Any = load_hf_engine(config, None)
@@ -41,6 +43,7 @@ class Engine:
         self._engine = VllmRollout(config.model, config.rollout, ends, longest, config.trainer.seed, self._place)
         self._receiver = self._engine
 
+    @guards.explain_out_of_memory("generation", guards.IN_GENERATION)
     def generate(
         self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
     ) -> list[Completion]:

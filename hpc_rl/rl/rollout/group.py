@@ -10,11 +10,10 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from hpc_rl.config.roles import pool_of
+from hpc_rl.config.roles import engine_name, pool_of
 from hpc_rl.config.schema import PpoConfig
 from hpc_rl.rl.calls import Called, Pending, results
 from hpc_rl.rl.group import WorkerGroup, concatenate, split_requests
-from hpc_rl.rl.plan import engine_name
 from hpc_rl.rl.pools import Pool, Slot
 from hpc_rl.rl.rollout.base import Completion, Sampling
 from hpc_rl.rl.rollout.engine import Engine

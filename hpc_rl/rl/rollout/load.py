@@ -6,6 +6,7 @@ import contextlib
 
 import torch
 
+from hpc_rl.config.roles import engine_dtype
 from hpc_rl.config.schema import PpoConfig
 from hpc_rl.data.chat import chat_template, end_of_turn
 from hpc_rl.engine.model import CausalLM, load_model, load_tokenizer
@@ -19,16 +20,10 @@ def load_hf_engine(config: PpoConfig, policy: CausalLM | None) -> HfRollout:
         policy: not sharded; None for a copy, whose weights come by `load_weights`.
     """
     if policy is None:
-        policy = load_model(config.model.model_copy(update={"dtype": engine_dtype(config)}))
+        dtype = engine_dtype(config.rollout, config.trainer.device)
+        policy = load_model(config.model.model_copy(update={"dtype": dtype}))
         policy.requires_grad_(False).eval().to(torch.device(config.trainer.device))
     return HfRollout(policy.hf, eos_token_ids(config), config.rollout.max_num_seqs)
-
-
-def engine_dtype(config: PpoConfig) -> str:
-    """What rollout.dtype stands for: a name of torch."""
-    if config.rollout.dtype != "auto":
-        return config.rollout.dtype
-    return "bfloat16" if config.trainer.device == "cuda" else "float32"
 
 
 def eos_token_ids(config: PpoConfig) -> set[int]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hpc_rl.config.roles import engine_dtype
 from hpc_rl.config.schema import ModelConfig, RolloutConfig
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.rollout.base import Completion, Sampling
@@ -253,7 +254,7 @@ def engine_settings(
         "model": model.path,
         "trust_remote_code": model.trust_remote_code,
         "skip_tokenizer_init": True,
-        "dtype": weights_dtype(rollout, place.device),
+        "dtype": engine_dtype(rollout, place.device),
         "max_model_len": max_length,
         "max_num_seqs": rollout.max_num_seqs,
         "seed": seed,
@@ -280,19 +281,12 @@ def engine_settings(
     return settings | rollout.engine_kwargs
 
 
-def weights_dtype(rollout: RolloutConfig, device: str) -> str:
-    """Name of the type in which the engine holds weights."""
-    if rollout.dtype != "auto":
-        return rollout.dtype
-    return "bfloat16" if device == "cuda" else "float32"
-
-
 def _cpu_cache_bytes(config: PretrainedConfig, rollout: RolloutConfig, max_length: int) -> int:
     """Memory for the keys and values of max_num_seqs sequences of max_length, up to CPU_CACHE_BYTES."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    itemsize = getattr(torch, weights_dtype(rollout, "cpu")).itemsize
+    itemsize = getattr(torch, engine_dtype(rollout, "cpu")).itemsize
     per_token = 2 * text.num_hidden_layers * heads * head_size * itemsize
     blocks = -(-max_length // CPU_BLOCK) + 1
     # One block more, since vLLM keeps one for itself.

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 import ray
@@ -80,11 +80,20 @@ def local_rank(environ: Mapping[str, str], assigned: list[str]) -> int:
     Args:
         assigned: ids of the accelerators that Ray assigned; none on CPUs.
     """
-    sees_all = any(environ.get(name, "") not in ("", "0") for name in NOSET)
-    if not (sees_all and assigned):
+    if not (sees_all_devices(environ) and assigned):
         return 0
     visible = environ.get("CUDA_VISIBLE_DEVICES") or environ.get("HIP_VISIBLE_DEVICES")
     return visible.split(",").index(assigned[0]) if visible else int(assigned[0])
+
+
+def narrow_devices(environ: MutableMapping[str, str], assigned: list[str]) -> None:
+    """Show this process its own devices alone, where the user has kept Ray from it; before CUDA starts."""
+    if sees_all_devices(environ) and assigned:
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(assigned)
+
+
+def sees_all_devices(environ: Mapping[str, str]) -> bool:
+    return any(environ.get(name, "") not in ("", "0") for name in NOSET)
 
 
 def assigned_devices() -> list[str]:

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.fsdp import FSDPModule
 
+from hpc_rl.config.roles import engine_dtype
 from hpc_rl.config.schema import PpoConfig
 from hpc_rl.data.chat import chat_template
 from hpc_rl.engine import distributed, guards
@@ -24,7 +25,7 @@ from hpc_rl.engine.perf import max_memory_gb, peak_flops
 from hpc_rl.rl.layout import Shard
 from hpc_rl.rl.rollout.base import Completion, RolloutEngine, Sampling
 from hpc_rl.rl.rollout.handles import EngineHandles, open_sender
-from hpc_rl.rl.rollout.load import engine_dtype, load_hf_engine
+from hpc_rl.rl.rollout.load import load_hf_engine
 from hpc_rl.rl.weight_sync import Sender, Weights
 from hpc_rl.rl.workers import process
 from hpc_rl.rl.workers.held import Held, hold
@@ -74,19 +75,23 @@ class Worker:
         """Keep a step's responses for the calls that follow."""
         self._held = hold(shard, self.world.device)
 
+    @guards.explain_out_of_memory("the policy's log-probabilities")
     def logprobs(self) -> NDArray[np.float32]:
         """The policy's, of all held response tokens."""
         from hpc_rl.rl.workers.logprobs import held_logprobs
 
         return held_logprobs(self.actor.model, self.held, self.config.rollout.temperature)
 
+    @guards.explain_out_of_memory("the reference's log-probabilities")
     def ref_logprobs(self) -> NDArray[np.float32]:
         assert self._reference is not None
         return self._reference.logprobs(self.held)
 
+    @guards.explain_out_of_memory("the critic's values")
     def values(self) -> NDArray[np.float32]:
         return self.critic.values(self.held)
 
+    @guards.explain_out_of_memory("the reward model's scores")
     def reward_scores(self, shard: Shard) -> NDArray[np.float32]:
         assert self._reward is not None
         return self._reward.scores(shard)
@@ -97,6 +102,7 @@ class Worker:
         tensors = {name: torch.tensor(column, device=self.world.device) for name, column in columns.items()}
         return learner.update(self.held, tensors, step, total_steps)
 
+    @guards.explain_out_of_memory("generation", guards.IN_GENERATION)
     def generate(
         self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
@@ -108,13 +114,12 @@ class Worker:
         """Give the engine in this process the policy's weights. Every rank calls this."""
         assert self._engine is not None
         if self.is_sharded:
-            self._engine.load_weights(Weights(self.actor.model.hf, getattr(torch, engine_dtype(self.config))))
+            self._engine.load_weights(self._weights())
 
     def connect_engines(self, engines: EngineHandles, endpoint: str) -> None:
         """Prepare `send_weights`. Every rank calls this, while the engines are up."""
-        dtype = getattr(torch, engine_dtype(self.config))
         bucket_bytes = self.config.rollout.sync_bucket_mb * 10**6
-        self._sender = open_sender(Weights(self.actor.model.hf, dtype), engines, self.world, bucket_bytes, endpoint)
+        self._sender = open_sender(self._weights(), engines, self.world, bucket_bytes, endpoint)
 
     def send_weights(self) -> None:
         """Give the engines in other processes the policy's weights. Every rank calls this."""
@@ -163,6 +168,11 @@ class Worker:
     def is_sharded(self) -> bool:
         """Whether the policy is an FSDP module, whose parameters are parts of tensors."""
         return isinstance(self.actor.model, FSDPModule)
+
+    def _weights(self) -> Weights:
+        """The policy's, as the engines hold them."""
+        dtype = engine_dtype(self.config.rollout, self.config.trainer.device)
+        return Weights(self.actor.model.hf, getattr(torch, dtype))
 
     def _load(self) -> None:
         from hpc_rl.rl.workers.actor import Actor

@@ -53,6 +53,16 @@ def test_each_row_gets_its_own_token() -> None:
         assert token_B.tolist() == [0, 1, 2]
 
 
+def test_a_token_of_weight_zero_is_never_drawn() -> None:
+    """Not even where the largest uniform number times the total is rounded up to the total."""
+    logits_BV = torch.randn(2000, 50, generator=torch.Generator().manual_seed(0))
+    logits_BV[:, -1] = -torch.inf
+    uniform_B = torch.full((2000,), 1 - 2**-24)
+    for sampling in (Sampling(1), Sampling(1, top_k=50)):
+        _, logprob_B = sample(logits_BV.clone(), uniform_B, sampling, torch.empty_like(logits_BV))
+        assert torch.isfinite(logprob_B).all()
+
+
 def test_uniforms_belong_to_seed_and_step() -> None:
     long, short = uniforms([5, 6, 2**60], 40), uniforms([2**60], 10)
     assert long.shape == (3, 40) and long.dtype == np.float32

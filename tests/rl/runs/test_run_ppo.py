@@ -34,7 +34,8 @@ class TellingRunner(TaskRunner):
 
     def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
         code = super().run(config, run, logs)
-        (run.path / "told").write_text(f"{run.name} ended with {code}")
+        level = ray.get(ray.remote(num_cpus=0)(lambda: os.environ["VLLM_LOGGING_LEVEL"]).remote())
+        (run.path / "told").write_text(f"{run.name} ended with {code}, vLLM told to {level}")
         return code
 
 
@@ -83,8 +84,10 @@ def test_stopped_and_continued_in_other_processes(
     nothing_is_left(given.path)
     assert run_ppo(ppo(*base, *options), TellingRunner, given) == 0
     assert "going on after step 1" in capsys.readouterr().out
-    assert (given.path / "told").read_text() == "run ended with 0"
-    assert [path.name for path in given.attempts()] == ["attempt-1", "attempt-2"]
+    assert (given.path / "told").read_text() == "run ended with 0, vLLM told to WARN"
+    assert run_ppo(ppo(*base, *options), run=given) == 0
+    assert "going on after step 3, the last of 3: only the export is left" in capsys.readouterr().out
+    assert [path.name for path in given.attempts()] == ["attempt-1", "attempt-2", "attempt-3"]
     nothing_is_left(given.path)
     same_metrics(given.path, tmp_path / "whole")
 

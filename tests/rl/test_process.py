@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from hpc_rl.rl.workers.process import local_rank, narrow_devices
+
+
+def test_where_ray_shows_a_worker_its_own_devices_alone_nothing_is_to_do() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "3"}
+    assert local_rank(environ, ["3"]) == 0
+    narrow_devices(environ, ["3"])
+    assert environ == {"CUDA_VISIBLE_DEVICES": "3"}
+
+
+def test_a_worker_that_sees_all_devices_finds_its_own() -> None:
+    noset = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    assert local_rank(noset, ["2"]) == 2
+    assert local_rank({**noset, "CUDA_VISIBLE_DEVICES": "4,5,7"}, ["7"]) == 2
+    assert local_rank(noset, []) == 0
+    environ = {**noset, "CUDA_VISIBLE_DEVICES": "4,5,7"}
+    narrow_devices(environ, ["5"])
+    assert environ["CUDA_VISIBLE_DEVICES"] == "5"
