@@ -94,7 +94,4 @@ def _from_truncated(weights_BV: torch.Tensor, uniform_B1: torch.Tensor, sampling
 
 def _first_above(cumulative_BK: torch.Tensor, level_B1: torch.Tensor) -> torch.Tensor:
     """[B, 1]: the first column over the level, which is never one of weight 0. The last one where all are NaN."""
-    # A level that was rounded up to the total would find no column.
-    below_total_B1 = torch.nextafter(cumulative_BK[:, -1:], torch.zeros_like(level_B1))
-    level_B1 = torch.minimum(level_B1, below_total_B1)
     return torch.searchsorted(cumulative_BK, level_B1, right=True).clamp_(max=cumulative_BK.shape[1] - 1)
