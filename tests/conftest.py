@@ -1,6 +1,7 @@
 """Slurm clusters for tests: real ones, made on this machine by tests/sandbox, or a skip with the reason."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,10 @@ from typing import Any
 import pytest
 
 from tests.sandbox.cluster import Cluster, missing
+
+
+# A shell without job control starts what it puts in the background with SIGINT ignored, and children would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def sandbox_cluster(name: str, **spec: Any) -> Iterator[Cluster]:
