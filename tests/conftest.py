@@ -11,8 +11,7 @@ import pytest
 
 from tests.sandbox.cluster import Cluster, missing
 
-
-# A shell without job control starts what it puts in the background with SIGINT ignored, and children would inherit that.
+# Without job control a shell starts background commands with SIGINT ignored, which their children would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
