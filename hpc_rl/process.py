@@ -33,7 +33,7 @@ def adopt_orphans() -> None:
 def end_descendants(timeout_s: float = 5.0) -> None:
     """Kill every process below this one, once the children that it knows have ended."""
     deadline = time.monotonic() + timeout_s
-    while (found := list(_descendants(os.getpid()))) and time.monotonic() < deadline:
+    while (found := list(descendants(os.getpid()))) and time.monotonic() < deadline:
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -43,7 +43,8 @@ def end_descendants(timeout_s: float = 5.0) -> None:
         time.sleep(0.01)
 
 
-def _descendants(root: int) -> Iterator[int]:
+def descendants(root: int) -> Iterator[int]:
+    """Ids of all processes below one, its children first."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -60,7 +60,7 @@ def granted(
     sharing = allocation.nodes.count(allocation.node)
     groups = list(own_cgroups(proc, cgroups))
     cpus = min([allocation.cpus, *_cpu_quotas(groups), *([most_cpus] if most_cpus else [])])
-    memory = min(_memory_limits(groups, environ, allocation.cpus, proc)) // sharing
+    memory = memory_limit(allocation, environ, cgroups=cgroups, proc=proc)
     free = shutil.disk_usage(shm).free // sharing
     store = min(object_store or int(OBJECT_STORE_SHARE * memory), free)
     if store < OBJECT_STORE_LEAST or store >= memory:
@@ -70,6 +70,18 @@ def granted(
             "ask for more --mem, or set ray.object_store_gb"
         )
     return Grant(max(1, cpus), _gpus(allocation, environ, gpus), memory - store, store)
+
+
+def memory_limit(
+    allocation: Allocation,
+    environ: Mapping[str, str],
+    *,
+    cgroups: Path = Path("/sys/fs/cgroup"),
+    proc: Path = Path("/proc"),
+) -> int:
+    """Bytes that the job may use on this node, object store included."""
+    groups = list(own_cgroups(proc, cgroups))
+    return min(_memory_limits(groups, environ, allocation.cpus, proc)) // allocation.nodes.count(allocation.node)
 
 
 def own_cgroups(proc: Path, cgroups: Path) -> Iterator[Path]:

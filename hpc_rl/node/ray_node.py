@@ -26,7 +26,9 @@ from hpc_rl.node.ray_member import Member
 from hpc_rl.node.ray_process import RayProcess
 from hpc_rl.node.ray_site import Site, prepared_site
 from hpc_rl.node.ray_watch import JobEnd, Watch, catch_termination
+from hpc_rl.node.sampler import recording_usage
 from hpc_rl.process import adopt_orphans, end_descendants
+from hpc_rl.slurm.allocation import Allocation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,11 +42,15 @@ def run_node(options: argparse.Namespace) -> int:
     meeting = Meeting(attempt_dir, allocation.nodes, allocation.node_rank)
     meeting.check_shared()
     meeting.arrive()
+    return recording_usage(allocation, attempt_dir, lambda: _from_begin_to_end(allocation, meeting, options))
+
+
+def _from_begin_to_end(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> int:
     asked_to_end = catch_termination()
     adopt_orphans()
     raise_file_limit()
     try:
-        with prepared_site(allocation, attempt_dir, options) as site:
+        with prepared_site(allocation, meeting.attempt_dir, options) as site:
             part, code = _take_part(site, meeting, asked_to_end, options)
         part.leave()
     except UserError as error:

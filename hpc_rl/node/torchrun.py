@@ -23,6 +23,7 @@ from hpc_rl.node.meeting import POLL_S, Meeting, named
 from hpc_rl.node.network import choose_address
 from hpc_rl.node.ports import free_port
 from hpc_rl.node.rank import RankExit, log_path, read_exits
+from hpc_rl.node.sampler import recording_usage
 from hpc_rl.process import end, forward_termination, shell_code, start, tail
 from hpc_rl.slurm.allocation import Allocation
 
@@ -42,20 +43,24 @@ def run_node(options: argparse.Namespace) -> int:
     meeting = Meeting(attempt_dir, allocation.nodes, allocation.node_rank)
     meeting.check_shared()
     meeting.arrive()
+    return recording_usage(allocation, attempt_dir, lambda: _take_part(allocation, meeting, options))
+
+
+def _take_part(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> int:
     with TemporaryDirectory(prefix="hpc-rl-", ignore_cleanup_errors=True) as scratch:
         interface, endpoint = _rendezvous(allocation, meeting, options)
         environ = process_environment(os.environ, allocation, options.processes, interface)
         command = torchrun_command(
             allocation, endpoint, options.processes, options.start_timeout, scratch, options.program
         )
-        with (attempt_dir / f"node{allocation.node_rank}.log").open("ab") as log:
+        with (meeting.attempt_dir / f"node{allocation.node_rank}.log").open("ab") as log:
             child = start(command, environ, log)
             try:
                 forward_termination(child)
                 _supervise(child, meeting, options.start_timeout)
             finally:
                 end(child)
-    return _outcome(child, allocation, attempt_dir)
+    return _outcome(child, allocation, meeting.attempt_dir)
 
 
 def process_environment(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 
 from hpc_rl.errors import UserError
+from hpc_rl.slurm.accounting import COLUMNS, Start, read_starts
 from hpc_rl.slurm.states import JobState, read_sacct, read_scontrol, read_squeue
 
 TIMEOUT_S = 30
@@ -48,6 +50,11 @@ def job_log(job_id: str) -> str | None:
     """
     state = _scontrol(job_id)
     return state.stdout or None if state else None
+
+
+def job_starts(job_ids: Sequence[str]) -> list[Start]:
+    """Every start of these jobs, oldest first; empty where there is no accounting."""
+    return read_starts(_answer(["sacct", "-X", "-n", "-P", "--duplicates", "-o", COLUMNS, "-j", ",".join(job_ids)]))
 
 
 def cancel(job_id: str) -> None:

@@ -50,8 +50,8 @@ def read_sacct(text: str, job_id: str) -> JobState | None:
     for line in text.splitlines():
         fields = line.split("|")
         if len(fields) == 5 and fields[0] == job_id:
-            state = _plain(fields[1])
-            exit_code = _exit_code(fields[2]) if state in ENDED else None
+            state = plain_state(fields[1])
+            exit_code = exit_code_of(fields[2]) if state in ENDED else None
             found = JobState(state, _nodes(fields[3]), _reason(fields[4]), exit_code)
     return found
 
@@ -64,7 +64,7 @@ def read_squeue(text: str, job_id: str) -> JobState | None:
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|")]
         if len(fields) >= 4 and fields[0] == job_id:
-            return JobState(_plain(fields[1]), _nodes(fields[2]), _reason(fields[3]))
+            return JobState(plain_state(fields[1]), _nodes(fields[2]), _reason(fields[3]))
     return None
 
 
@@ -73,8 +73,8 @@ def read_scontrol(text: str) -> JobState | None:
     fields = dict(re.findall(r"(?:^|\s)(JobState|NodeList|Reason|ExitCode|StdOut)=(.*?)(?=\s+[A-Za-z/:]+=|\s*$)", text))
     if "JobState" not in fields:
         return None
-    state = _plain(fields["JobState"])
-    exit_code = _exit_code(fields.get("ExitCode", "")) if state in ENDED else None
+    state = plain_state(fields["JobState"])
+    exit_code = exit_code_of(fields.get("ExitCode", "")) if state in ENDED else None
     return JobState(
         state,
         _nodes(fields.get("NodeList", "")),
@@ -108,7 +108,7 @@ def run_dir_of_script(text: str, variable: str, environ: Mapping[str, str]) -> s
     return None
 
 
-def _plain(state: str) -> str:
+def plain_state(state: str) -> str:
     """`CANCELLED by 1000` and `RUNNING+` are the state and something about it."""
     words = state.split()
     return words[0].rstrip("+") if words else "UNKNOWN"
@@ -122,7 +122,7 @@ def _reason(text: str) -> str:
     return "" if text in ("None", "(null)") else text
 
 
-def _exit_code(text: str) -> int | None:
+def exit_code_of(text: str) -> int | None:
     """Slurm's `code:signal`."""
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if not match:

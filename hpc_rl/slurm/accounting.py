@@ -1,0 +1,59 @@
+"""What Slurm's accounting keeps of each start of a job. Pure functions on sacct's text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from hpc_rl.slurm.states import exit_code_of, plain_state
+
+COLUMNS = "JobIDRaw,State,ExitCode,Start,End,NNodes"
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a job, from its first node to its last."""
+
+    job_id: str
+    state: str
+    exit_code: int | None
+    began: float
+    """Unix seconds."""
+    ended: float | None
+    """None while it runs."""
+    nodes: int
+
+    @property
+    def seconds(self) -> float:
+        return (self.ended or self.began) - self.began
+
+
+def read_starts(text: str) -> list[Start]:
+    """Output of `sacct -X -n -P --duplicates -o` with the columns above, oldest first; what never started is left out.
+
+    Times are in this machine's zone (sacct's manual page, SLURM_TIME_FORMAT).
+    """
+    starts = []
+    for line in text.splitlines():
+        fields = line.split("|")
+        if len(fields) != len(COLUMNS.split(",")) or (began := _time(fields[3])) is None:
+            continue
+        starts.append(
+            Start(
+                job_id=fields[0],
+                state=plain_state(fields[1]),
+                exit_code=exit_code_of(fields[2]),
+                began=began,
+                ended=_time(fields[4]),
+                nodes=int(fields[5]) if fields[5].isdigit() else 0,
+            )
+        )
+    return sorted(starts, key=lambda start: start.began)
+
+
+def _time(text: str) -> float | None:
+    """`2025-01-31T12:00:00`; Unknown or None where it has not come to that."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None

@@ -1,0 +1,150 @@
+"""node0-usage.jsonl, node1-usage.jsonl, ...: what each node of an attempt used, one JSON object per line.
+
+The first line says who the node is, those that follow are samples, and the last one says how the node's part ended:
+
+    {"time": 1000.0, "node": "gpu01", "job_id": "123", "cpus": 32, "memory_gb": 256.0}
+    {"time": 1002.0, "cpus": 12.3, "memory_gb": 41.2, "gpus": [[0.97, 61.2, 85.9]]}
+    {"time": 4600.0, "exit_code": 0}
+
+Times are unix seconds, gigabytes are 10^9 bytes; a GPU is [busy (0 to 1), memory used, memory]. A node that was killed
+has no last line. Standard library only: nodes write, login nodes and trainers read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_END_BYTES = 4096
+"""More than the longest line: of many runs only the ends of the files are read."""
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    busy: float | None
+    """0 to 1; None where the driver does not say (MIG)."""
+    memory_gb: float
+    total_gb: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    time: float
+    cpus: float
+    """Cores that were busy since the sample before."""
+    memory_gb: float
+    gpus: tuple[Gpu, ...] = ()
+
+
+@dataclass(frozen=True)
+class NodeUsage:
+    """One node in one attempt."""
+
+    rank: int
+    node: str
+    job_id: str
+    cpus: int
+    """CPUs and memory that the job may use on this node."""
+    memory_gb: float
+    began: float
+    """Unix seconds of the first and of the last line."""
+    ended: float
+    exit_code: int | None = None
+    """None while it runs, and where it was killed."""
+    samples: tuple[Sample, ...] = ()
+
+    @property
+    def hours(self) -> float:
+        return (self.ended - self.began) / 3600
+
+
+def usage_file(attempt_dir: Path, node_rank: int) -> Path:
+    return attempt_dir / f"node{node_rank}-usage.jsonl"
+
+
+def append_line(path: Path, line: Line) -> None:
+    """Add a line where that is possible: a full disk costs the line, and nothing else."""
+    with contextlib.suppress(OSError), path.open("ab") as file:
+        file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+
+
+def sample_line(sample: Sample) -> Line:
+    line: Line = {
+        "time": round(sample.time, 1),
+        "cpus": round(sample.cpus, 2),
+        "memory_gb": round(sample.memory_gb, 3),
+    }
+    if sample.gpus:
+        line["gpus"] = [[gpu.busy, round(gpu.memory_gb, 2), round(gpu.total_gb, 2)] for gpu in sample.gpus]
+    return line
+
+
+def read_usage(attempt_dir: Path) -> list[NodeUsage]:
+    """The nodes of an attempt with all their samples, by rank."""
+    return _read_nodes(attempt_dir, ends_only=False)
+
+
+def read_spans(attempt_dir: Path) -> list[NodeUsage]:
+    """The nodes of an attempt with their last sample alone, by rank: when each began and ended, quickly."""
+    return _read_nodes(attempt_dir, ends_only=True)
+
+
+def parse_usage(rank: int, text: Iterable[str]) -> NodeUsage | None:
+    """A node's lines; None without a first one. What is no whole line is left out."""
+    lines = [line for one in text if (line := _parse_line(one))]
+    first = next((line for line in lines if "node" in line), None)
+    if first is None:
+        return None
+    exit_codes = [int(line["exit_code"]) for line in lines if "exit_code" in line]
+    return NodeUsage(
+        rank=rank,
+        node=str(first["node"]),
+        job_id=str(first.get("job_id", "")),
+        cpus=int(first.get("cpus", 0)),
+        memory_gb=float(first.get("memory_gb", 0)),
+        began=float(first["time"]),
+        ended=max(float(line["time"]) for line in lines),
+        exit_code=exit_codes[-1] if exit_codes else None,
+        samples=tuple(_sample(line) for line in lines if "node" not in line and "memory_gb" in line),
+    )
+
+
+def _read_nodes(attempt_dir: Path, ends_only: bool) -> list[NodeUsage]:
+    found = []
+    for path in attempt_dir.glob("node*-usage.jsonl"):
+        match = re.fullmatch(r"node(\d+)-usage\.jsonl", path.name)
+        lines = _read_lines(path, ends_only)
+        if match and (node := parse_usage(int(match[1]), lines)):
+            found.append(node)
+    return sorted(found, key=lambda node: node.rank)
+
+
+def _read_lines(path: Path, ends_only: bool) -> list[str]:
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        if not ends_only:
+            return file.read().decode(errors="replace").splitlines()
+        first = file.readline(_END_BYTES)
+        file.seek(max(file.tell(), path.stat().st_size - _END_BYTES))
+        # Seldom at the beginning of a line: a cut one is no JSON object, and is left out.
+        return [part.decode(errors="replace") for part in (first, *file.read().splitlines()[-2:])]
+    return []
+
+
+def _parse_line(text: str) -> Line | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("time"), int | float) else None
+
+
+def _sample(line: Line) -> Sample:
+    gpus = tuple(Gpu(*gpu) for gpu in line.get("gpus", ()))
+    return Sample(float(line["time"]), float(line.get("cpus", 0)), float(line["memory_gb"]), gpus)
