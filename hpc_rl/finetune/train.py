@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn
 
@@ -54,10 +55,12 @@ def run(arguments: Sequence[str]) -> int:
 
     from hpc_rl.engine import distributed
     from hpc_rl.finetune.trainer import train
+    from hpc_rl.tracking.report import failure_reported
 
     logging.disable_progress_bar()  # bars of control characters in log files
     world = distributed.start(config.trainer.device, config.slurm.start_timeout_s)
-    code = train(config, run_dir, world)
+    with failure_reported(run_dir) if world.is_main else nullcontext():
+        code = train(config, run_dir, world)
     distributed.finish()
     return code
 

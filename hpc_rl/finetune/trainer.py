@@ -27,7 +27,7 @@ from hpc_rl.finetune import sft
 from hpc_rl.finetune.dataset import load_samples
 from hpc_rl.finetune.perf import Work, perf_metrics
 from hpc_rl.run_dir import RunDir
-from hpc_rl.tracking.report import write_report
+from hpc_rl.tracking.report import report_end
 from hpc_rl.tracking.tracker import Tracker, open_tracker
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def finish(state: State, finished_before: bool) -> int:
     code = 0 if done else EXIT_STOPPED
     state.tracker.finish(code)
     if state.world.is_main and state.run.metrics.exists():
-        say(state.world, f"report: {write_report(state.run)}")
+        say(state.world, report_end(state.run, code))
     return code
 
 

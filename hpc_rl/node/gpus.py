@@ -40,8 +40,8 @@ def parse_nvidia(text: str) -> tuple[Gpu, ...]:
 
 
 def _nvidia(visible: str | None) -> tuple[Gpu, ...]:
-    if visible is not None and not visible[:1].isalnum():
-        return ()  # "" and "-1": none
+    if visible is not None and not all(name.isdigit() or name.startswith("GPU-") for name in visible.split(",")):
+        return ()  # none ("", "-1", "NoDevFiles"), or parts of GPUs (MIG), of which nvidia-smi tells nothing
     chosen = [] if visible is None else [f"--id={visible}"]
     try:
         done = subprocess.run(

@@ -55,12 +55,14 @@ class TaskRunner:
         from hpc_rl.rl.setup import set_up
         from hpc_rl.rl.trainer import train
         from hpc_rl.rl.workers.process import log_to, quiet_libraries
+        from hpc_rl.tracking.report import failure_reported
 
         log_to(driver_log(logs))
         quiet_libraries()
         state = set_up(config, run, logs)
         try:
-            return train(state)
+            with failure_reported(run):
+                return train(state)
         finally:
             state.scoring.close()
             try:

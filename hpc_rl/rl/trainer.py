@@ -22,7 +22,7 @@ from hpc_rl.rl.sampling import Batch
 from hpc_rl.rl.scoring import refuse_no_scores
 from hpc_rl.rl.state import State
 from hpc_rl.rl.validation import validate
-from hpc_rl.tracking.report import write_report
+from hpc_rl.tracking.report import report_end
 
 
 def train(state: State) -> int:
@@ -175,7 +175,7 @@ def finish(state: State) -> int:
     code = 0 if done else EXIT_STOPPED
     state.tracker.finish(code)
     if state.run.metrics.exists():
-        print(f"report: {write_report(state.run)}", flush=True)
+        print(report_end(state.run, code), flush=True)
     return code
 
 

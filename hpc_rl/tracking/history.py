@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,17 @@ def read_history(run: RunDir) -> History:
         hours = sum(node.hours for node in nodes) if nodes else count * ((ended or 0) - (began or 0)) / 3600
         attempts.append(Attempt(number, job_id, state, exit_code, began, ended, count, hours))
     return History(tuple(attempts))
+
+
+def ended_with(found: History, exit_code: int, time: float) -> History:
+    """The history of a run whose last attempt is about to end like this."""
+    if not found.attempts:
+        return found
+    *before, last = found.attempts
+    state = {0: "COMPLETED", EXIT_STOPPED: "STOPPED"}.get(exit_code, "FAILED")
+    hours = last.node_hours + last.nodes * (time - (last.ended or time)) / 3600
+    last = replace(last, state=state, exit_code=exit_code, ended=time, node_hours=hours)
+    return History((*before, last))
 
 
 def _ending(nodes: Sequence[NodeUsage], said: dict[str, Any], again: bool) -> tuple[int | None, str]:

@@ -1,4 +1,8 @@
-"""Small line and area plots as SVG text, coloured by the page's CSS (classes s0, s1, ...)."""
+"""Small line and area plots as SVG text, coloured by the page's CSS (classes s0, s1, ...).
+
+The page's script reads values back from the coordinates, by the attribute `data-axes`, so that no number is in the file
+twice. Long series are thinned: a line of means, in a band from the smallest to the largest value.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,12 @@ from itertools import pairwise
 
 from hpc_rl.tracking.text import number
 
-WIDTH, HEIGHT = 460, 230
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 10, 26
-_MOST_POINTS = 400  # more than that in 400 pixels is only file size
+WIDTH, HEIGHT = 400, 200
+_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 10, 24
+_MOST_POINTS = 300
+_MOST_AREA_POINTS = 150
+_FEW_POINTS = 12
+"""So few are shown as dots, since a line alone would say little."""
 
 Point = tuple[float, float]
 
@@ -21,37 +28,71 @@ Point = tuple[float, float]
 class Series:
     name: str
     points: Sequence[Point]
-    """(step, value), steps ascending, values finite."""
+    """(x, value), x ascending, values finite."""
+    style: int | None = None
+    """Which of the page's styles; its place among the others where not given."""
 
 
-def line_plot(series: Sequence[Series], *, from_zero: bool = False) -> str:
-    """One line per series, over the step. A series of one point is a dot.
+@dataclass(frozen=True)
+class Bucket:
+    """Neighbouring points as one: their mean place, and their smallest, mean and largest value."""
+
+    x: float
+    low: float
+    mean: float
+    high: float
+
+
+def line_plot(
+    series: Sequence[Series], *, title: str = "", from_zero: bool = False, marks: Sequence[float] = (), x: str = "step"
+) -> str:
+    """One line per series. A series of one point is a dot.
 
     Args:
+        title: for readers who hear the page.
         from_zero: start the value axis at 0, for amounts; otherwise at the smallest value.
+        marks: places on the x axis to draw a dashed line at.
+        x: what the x axis shows.
     """
-    shown = [Series(s.name, _thinned(s.points)) for s in series if s.points]
-    axes = _Axes.around([p for s in shown for p in s.points], from_zero)
-    marks = [
-        f'<polyline class="s{index}" points="{_path(axes, s.points)}"/>{_dots(axes, index, s)}'
-        for index, s in enumerate(shown)
-    ]
-    return _svg(axes, marks)
+    shown = [(s.style if s.style is not None else i, s, thinned(s.points)) for i, s in enumerate(series) if s.points]
+    corners = [(b.x, v) for _, _, buckets in shown for b in buckets for v in (b.low, b.high)]
+    axes = _Axes.around(corners, from_zero)
+    drawn = [_mark(axes, place) for place in marks if axes.x0 < place < axes.x1]
+    drawn += [_band(axes, style, buckets) for style, s, buckets in shown if len(buckets) < len(s.points)]
+    drawn += [_line(axes, style, s.name, buckets) for style, s, buckets in shown]
+    spoken = "; ".join(f"{s.name} {number(s.points[0][1])} to {number(s.points[-1][1])}" for _, s, _ in shown)
+    return _svg(axes, drawn, f"{title}: {spoken}", x)
 
 
-def stacked_plot(series: Sequence[Series]) -> str:
+def stacked_plot(series: Sequence[Series], *, title: str = "", x: str = "step") -> str:
     """Areas on top of each other; all series have the same steps."""
-    shown = [Series(s.name, _thinned(s.points)) for s in series]
-    tops = [[0.0] * len(shown[0].points)]
-    for s in shown:
-        tops.append([below + value for below, (_, value) in zip(tops[-1], s.points, strict=True)])
-    xs = [x for x, _ in shown[0].points]
+    shown = [(s.name, thinned(s.points, _MOST_AREA_POINTS)) for s in series]
+    xs = [bucket.x for bucket in shown[0][1]]
+    tops = [[0.0] * len(xs)]
+    for _, buckets in shown:
+        tops.append([below + bucket.mean for below, bucket in zip(tops[-1], buckets, strict=True)])
     axes = _Axes.around(list(zip(xs, tops[-1], strict=True)), from_zero=True)
-    marks = []
-    for index, (low, high) in enumerate(pairwise(tops)):
+    if len(xs) == 1:  # one step is a bar
+        xs, tops = [axes.x0, axes.x1], [top * 2 for top in tops]
+    drawn = []
+    for style, ((name, _), (low, high)) in enumerate(zip(shown, pairwise(tops), strict=True)):
         edge = [*zip(xs, high, strict=True), *reversed(list(zip(xs, low, strict=True)))]
-        marks.append(f'<polygon class="s{index}" points="{_path(axes, edge)}"/>')
-    return _svg(axes, marks)
+        drawn.append(f'<polygon class="s{style}" data-name="{escape(name)}" points="{_path(axes, edge)}"/>')
+    means = [(name, sum(bucket.mean for bucket in buckets) / len(buckets)) for name, buckets in shown]
+    spoken = "; ".join(f"{name} {number(mean)}" for name, mean in means)
+    return _svg(axes, drawn, f"{title}, means: {spoken}", x)
+
+
+def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Bucket]:
+    """Equal runs of points as one, where there are more than can be seen."""
+    size = max(1, -(-len(points) // most))
+    runs = [points[i : i + size] for i in range(0, len(points), size)]
+    return [_bucket(run) for run in runs]
+
+
+def _bucket(run: Sequence[Point]) -> Bucket:
+    values = [value for _, value in run]
+    return Bucket(math.fsum(x for x, _ in run) / len(run), min(values), math.fsum(values) / len(run), max(values))
 
 
 @dataclass(frozen=True)
@@ -80,9 +121,15 @@ class _Axes:
     def y(self, value: float) -> float:
         return HEIGHT - _BOTTOM - (value - self.y0) / (self.y1 - self.y0) * (HEIGHT - _TOP - _BOTTOM)
 
-    def x_ticks(self) -> list[float]:
-        step = max(1.0, _round_step((self.x1 - self.x0) / 5))
+    def x_ticks(self, whole: bool) -> list[float]:
+        step = _round_step((self.x1 - self.x0) / 5)
+        step = max(1.0, step) if whole else step
         return [i * step for i in range(math.ceil(self.x0 / step), math.floor(self.x1 / step) + 1)]
+
+    def as_data(self) -> str:
+        """Places on the picture and what they stand for: left, right, x0, x1, bottom, top, y0, y1."""
+        places = (_LEFT, WIDTH - _RIGHT, self.x0, self.x1, HEIGHT - _BOTTOM, _TOP, self.y0, self.y1)
+        return " ".join(f"{place:.10g}" for place in places)
 
 
 def _round_step(size: float) -> float:
@@ -91,37 +138,41 @@ def _round_step(size: float) -> float:
     return next((m * power for m in (1, 2, 5) if m * power >= size * (1 - 1e-9)), 10 * power)
 
 
-def _thinned(points: Sequence[Point]) -> list[Point]:
-    """Means of equal runs of points, where there are more than can be seen."""
-    size = -(-len(points) // _MOST_POINTS)
-    if size <= 1:
-        return list(points)
-    runs = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs]
-
-
 def _path(axes: _Axes, points: Sequence[Point]) -> str:
-    return " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in points)
+    return " ".join(f"{axes.x(x):.6g},{axes.y(y):.5g}" for x, y in points)
 
 
-def _dots(axes: _Axes, index: int, series: Series) -> str:
-    """Points to hover over; visible where they are so few that a line alone says little."""
-    few = "" if len(series.points) <= 12 else " faint"
-    return "".join(
-        f'<circle class="s{index}{few}" cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="3">'
-        f"<title>{escape(series.name)}, step {x:.0f}: {number(y)}</title></circle>"
-        for x, y in series.points
+def _line(axes: _Axes, style: int, name: str, buckets: Sequence[Bucket]) -> str:
+    points = [(bucket.x, bucket.mean) for bucket in buckets]
+    line = f'<polyline class="s{style}" data-name="{escape(name)}" points="{_path(axes, points)}"/>'
+    if len(points) > _FEW_POINTS:
+        return line
+    return line + "".join(
+        f'<circle class="s{style}" cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="3"/>' for x, y in points
     )
 
 
-def _svg(axes: _Axes, marks: Sequence[str]) -> str:
+def _band(axes: _Axes, style: int, buckets: Sequence[Bucket]) -> str:
+    edge = [*((b.x, b.high) for b in buckets), *((b.x, b.low) for b in reversed(buckets))]
+    return f'<polygon class="band s{style}" points="{_path(axes, edge)}"/>'
+
+
+def _mark(axes: _Axes, place: float) -> str:
+    return f'<line class="mark" x1="{axes.x(place):.1f}" x2="{axes.x(place):.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"/>'
+
+
+def _svg(axes: _Axes, drawn: Sequence[str], spoken: str, x: str) -> str:
     grid = [
         f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{axes.y(v):.1f}" y2="{axes.y(v):.1f}"/>'
-        f'<text class="tick" text-anchor="end" x="{_LEFT - 8}" y="{axes.y(v) + 4:.1f}">{number(v)}</text>'
+        f'<text class="tick" text-anchor="end" x="{_LEFT - 7}" y="{axes.y(v) + 4:.1f}">{number(v)}</text>'
         for v in axes.y_ticks
     ]
-    steps = [
-        f'<text class="tick" text-anchor="middle" x="{axes.x(v):.1f}" y="{HEIGHT - 8}">{number(v)}</text>'
-        for v in axes.x_ticks()
+    ticks = [
+        f'<text class="tick" text-anchor="middle" x="{axes.x(v):.1f}" y="{HEIGHT - 6}">{number(v)}</text>'
+        for v in axes.x_ticks(whole=x == "step")
     ]
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join([*grid, *steps, *marks])}</svg>'
+    ticks.append(f'<text class="tick" text-anchor="end" x="{_LEFT - 7}" y="{HEIGHT - 6}">{escape(x)}</text>')
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(spoken)}" data-axes="{axes.as_data()}"'
+        f' data-x="{escape(x)}">{"".join([*grid, *ticks, *drawn])}</svg>'
+    )

@@ -1,141 +1,110 @@
-"""report.html: a run on one page, readable in any browser without a network."""
+"""report.html: a run, or several side by side, on one page that any browser shows without a network."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment
+from markupsafe import Markup
 
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
-from hpc_rl.tracking.metrics import Record, read_metrics
-from hpc_rl.tracking.page import PAGE
-from hpc_rl.tracking.plot import Series, line_plot, stacked_plot
-from hpc_rl.tracking.text import duration, number
+from hpc_rl.tracking.charts import compared, phase_medians, sections
+from hpc_rl.tracking.history import ended_with
+from hpc_rl.tracking.recorded import Recorded, differences, read_run
+from hpc_rl.tracking.summary import run_summary
+from hpc_rl.tracking.text import number
+from hpc_rl.tracking.texts import samples_of_one, samples_of_several
 
-_MOST_PHASES = 7  # the rest is summed up: more colours than that cannot be told apart
-
-
-@dataclass(frozen=True)
-class Plot:
-    title: str
-    unit: str
-    keys: list[str]
-    svg: str
+MOST_RUNS = 8
+"""More colours than that cannot be told apart."""
+_PAGE = Path(__file__).parent / "page"
 
 
-def write_report(run_dir: RunDir) -> Path:
-    """Write the report of a run, finished or not, from its metrics.jsonl and config.yaml; returns its path.
+def report_end(run: RunDir, exit_code: int) -> str:
+    """Write the report of a run that is about to end with this exit code, in the process that trained it.
+
+    Returns:
+        a line that says where it is, or why there is none: how the run ends does not depend on it.
+    """
+    recorded = read_run(run)
+    ended = recorded.with_history(ended_with(recorded.history, exit_code, time.time()))
+    try:
+        return f"report: {write_page([ended], run.report)}"
+    except UserError as error:
+        return f"warning: there is no report: {error}"
+
+
+@contextmanager
+def failure_reported(run: RunDir) -> Iterator[None]:
+    """Of a run that fails after its first step there is a report too."""
+    try:
+        yield
+    except Exception as error:
+        if run.metrics.exists():
+            report_end(run, error.exit_code if isinstance(error, UserError) else 1)
+        raise
+
+
+def write_page(runs: Sequence[Recorded], path: Path) -> Path:
+    """Write a page on these runs, whole or not at all; its path.
 
     Raises:
-        UserError: the run has no metrics yet.
+        UserError: there is nothing to show of a run, or the file cannot be written.
     """
-    records = read_metrics(run_dir.metrics)
-    if not records:
-        raise UserError(f"{run_dir.path} has no metrics yet (metrics.jsonl)")
-    last = records[-1]
-    done = last["step"] >= last["total_steps"]
-    page = (
-        Environment(autoescape=True)
-        .from_string(PAGE)
-        .render(
-            name=run_dir.name,
-            state="finished" if done else f"at step {last['step']:,} of {last['total_steps']:,}",
-            done=done,
-            percent=round(100 * min(1.0, last["step"] / max(1, last["total_steps"])), 1),
-            facts=_facts(records),
-            numbers=_numbers(records),
-            plots=_plots(records),
-            config=run_dir.config.read_text(encoding="utf-8") if run_dir.config.is_file() else "",
-        )
+    for run in runs:
+        if not run.records and not run.history.attempts:
+            raise UserError(f"run {run.name} has nothing to report yet: it has not started")
+    page = render_page(runs)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        # Half a character of a broken text is no reason to have no report.
+        temporary.write_bytes(page.encode("utf-8", "replace"))
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+    return path
+
+
+def render_page(runs: Sequence[Recorded]) -> str:
+    """The page as text. Whatever comes from a run is escaped, and no script but the page's own may run in it."""
+    several = len(runs) > 1
+    script = (_PAGE / "script.js").read_text()
+    summaries = [run_summary(run) for run in runs]
+    labels = list(dict.fromkeys(label for summary in summaries for label in summary.by_label))
+    template = Environment(autoescape=True, trim_blocks=True).from_string((_PAGE / "page.html.j2").read_text())
+    return template.render(
+        title=" · ".join(run.name for run in runs),
+        written=time.strftime("%Y-%m-%d %H:%M"),
+        runs=summaries,
+        labels=labels,
+        differences=[(key, [_shown(value) for value in values]) for key, values in _differences(runs)],
+        sections=compared(runs) if several else sections(runs[0]),
+        phases=[
+            (name, [_seconds(value) for value in values]) for name, values in (phase_medians(runs) if several else [])
+        ],
+        samples=samples_of_several(runs) if several else samples_of_one(runs[0]),
+        style=Markup((_PAGE / "style.css").read_text()),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
-    temporary = run_dir.report.with_name(f".{run_dir.report.name}.{os.getpid()}")
-    temporary.write_text(page, encoding="utf-8")
-    temporary.replace(run_dir.report)
-    return run_dir.report
 
 
-def _facts(records: Sequence[Record]) -> list[str]:
-    last = records[-1]
-    facts = [f"{last['step']:,} steps"] if last["step"] >= last["total_steps"] else []
-    computed = sum(value for _, value in _points(records, "timing_s/step"))
-    if computed:
-        facts.append(f"{duration(computed)} of training")
-    return [*facts, "last step " + time.strftime("%Y-%m-%d %H:%M", time.localtime(last["time"]))]
+def _differences(runs: Sequence[Recorded]) -> list[tuple[str, list[Any]]]:
+    return differences([run.options() for run in runs]) if len(runs) > 1 else []
 
 
-def _numbers(records: Sequence[Record]) -> list[tuple[str, str]]:
-    """The run in a row: where losses ended, how fast it was (median, since first steps and saves are slow)."""
-    numbers = []
-    for label, key in (
-        ("Training loss", "train/loss"),
-        ("Validation loss", "val/loss"),
-        ("Training score", "critic/score/mean"),
-        ("Validation score", "val/score"),
-    ):
-        if values := _points(records, key):
-            first, end = values[0][1], values[-1][1]
-            numbers.append((label, f"{end:.4f}" if len(values) == 1 else f"{first:.3f} → {end:.3f}"))
-    for label, key, unit in (
-        ("Tokens/s", "perf/tokens_per_s", ""),
-        ("Tokens/s/GPU", "perf/throughput", ""),
-        ("MFU", "perf/mfu", "%"),
-        ("MFU of the policy's updates", "perf/mfu/actor", "%"),
-    ):
-        if values := _points(records, key):
-            median = sorted(value for _, value in values)[len(values) // 2]
-            numbers.append((label, f"{100 * median:.1f} %" if unit else number(median)))
-    if values := _points(records, "perf/max_memory_gb"):
-        numbers.append(("Memory, peak", f"{max(value for _, value in values):.1f} GB"))
-    return numbers
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else number(value)
 
 
-def _plots(records: Sequence[Record]) -> list[Plot]:
-    simple = [
-        ("Training loss", "per target token", "train/loss", False),
-        ("Validation loss", "per target token", "val/loss", False),
-        ("Learning rate", "", "train/lr", True),
-        ("Gradient norm", "before clipping", "train/grad_norm", True),
-        ("Training score", "mean of a step's responses", "critic/score/mean", False),
-        ("Validation score", "greedy responses", "val/score", False),
-        ("Response length", "tokens, mean", "response_length/mean", True),
-        ("Entropy", "nats per token", "actor/entropy", True),
-        ("Update", "KL(old, new) per token", "actor/ppo_kl", False),
-        ("Clipped", "part of the tokens", "actor/pg_clipfrac", True),
-        ("Critic", "explained variance", "critic/vf_explained_var", False),
-        ("Speed", "tokens/s", "perf/tokens_per_s", True),
-        ("Memory", "GB", "perf/max_memory_gb", True),
-    ]
-    plots = [
-        Plot(title, unit, [title], line_plot([Series(title, points)], from_zero=from_zero))
-        for title, unit, key, from_zero in simple
-        if (points := _points(records, key))
-    ]
-    phases = _phases(records)
-    if phases:
-        plots.append(Plot("Time per step", "seconds", [s.name for s in phases], stacked_plot(phases)))
-    return plots
-
-
-def _phases(records: Sequence[Record]) -> list[Series]:
-    """timing_s/<phase> of every step as series that add up, the longest first; timing_s/step only gives the rest."""
-    timed = [record for record in records if any(key.startswith("timing_s/") for key in record)]
-    keys = {key for record in timed for key in record if key.startswith("timing_s/")} - {"timing_s/step"}
-    totals = {key: sum(record.get(key) or 0.0 for record in timed) for key in keys}
-    shown = sorted(keys, key=lambda key: (-totals[key], key))[:_MOST_PHASES]
-    series = [Series(key.removeprefix("timing_s/"), [(r["step"], r.get(key) or 0.0) for r in timed]) for key in shown]
-    rest = [
-        (r["step"], max(0.0, (r.get("timing_s/step") or 0.0) - sum(r.get(key) or 0.0 for key in shown))) for r in timed
-    ]
-    if sum(value for _, value in rest) > 0.01 * sum(totals.values()):
-        series.append(Series("other" if shown else "step", rest))
-    return series
-
-
-def _points(records: Sequence[Record], key: str) -> list[tuple[float, float]]:
-    """(step, value) where a record has the metric; null (NaN, Inf) is left out."""
-    return [(record["step"], record[key]) for record in records if record.get(key) is not None]
+def _shown(value: Any) -> str:
+    return "–" if value is None else str(value)

@@ -28,6 +28,11 @@ def duration(seconds: float) -> str:
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
+def hours(amount: float) -> str:
+    """Node hours: 0.054, 0.31, 12.5"""
+    return f"{amount:.1f}" if amount >= 10 else f"{amount:.2f}" if amount >= 0.1 else f"{amount:.3f}"
+
+
 def rates(record: Record) -> list[str]:
     """Speed, memory and remaining time, as far as the record has them."""
     texts: dict[str, Callable[[float], str]] = {

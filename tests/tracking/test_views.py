@@ -1,65 +1,17 @@
 from __future__ import annotations
 
 import io
-import json
 import subprocess
 import sys
-from html.parser import HTMLParser
-from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from hpc_rl.errors import UserError
-from hpc_rl.run_dir import RunDir
-from hpc_rl.tracking.plot import Series, line_plot, stacked_plot
+from hpc_rl.tracking.plot import Series, line_plot, stacked_plot, thinned
 from hpc_rl.tracking.progress import ProgressView
-from hpc_rl.tracking.report import write_report
 
 RECORD = {"step": 7, "total_steps": 20, "time": 1e9, "train/loss": 1.25, "perf/tokens_per_s": 5e4, "perf/eta_s": 61}
-
-
-class Tags(HTMLParser):
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
-
-
-def run_dir(folder: Path, records: list[dict[str, object]]) -> RunDir:
-    made = RunDir(folder / "run <b>&1")
-    made.path.mkdir()
-    made.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return made
-
-
-def test_report(tmp_path: Path) -> None:
-    phases = {"timing_s/step": 2.0, "timing_s/data": 0.1, "timing_s/forward_backward": 1.5}
-    made = run_dir(tmp_path, [{**RECORD, **phases, "step": step, "val/loss": 2.0 / step} for step in range(1, 21)])
-    made.config.write_text("model:\n  path: <script>alert(1)</script>\n")
-    page = write_report(made).read_text()
-    tags = Tags(page)
-    assert tags.tags.count("svg") == tags.tags.count("figure") == 4
-    assert "script" not in tags.tags and "b" in tags.tags and tags.links == []
-    assert "run &lt;b&gt;&amp;1" in page and "finished" in page and "2.000 → 0.100" in page and "other" in page
-    assert sorted(p.name for p in made.path.iterdir()) == ["config.yaml", "metrics.jsonl", "report.html"]
-
-
-def test_report_of_a_run_on_its_way(tmp_path: Path) -> None:
-    page = write_report(run_dir(tmp_path, [RECORD | {"train/loss": None}])).read_text()
-    assert "at step 7 of 20" in page and "Training loss" not in page
-
-
-def test_no_report_without_metrics(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no metrics yet"):
-        write_report(run_dir(tmp_path, []))
 
 
 values = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e12, max_value=1e12)
@@ -75,6 +27,20 @@ def test_any_line_can_be_drawn(points: list[tuple[int, float]]) -> None:
 def test_long_series_are_thinned() -> None:
     points = [(float(i), 1.0) for i in range(10_000)]
     assert stacked_plot([Series("a", points), Series("b", points)]).count(",") < 2000
+
+
+def test_a_thinned_series_keeps_its_extremes() -> None:
+    points = [(float(i), 1000.0 if i == 5000 else 0.0) for i in range(10_000)]
+    buckets = thinned(points)
+    assert len(buckets) <= 300 and max(bucket.high for bucket in buckets) == 1000.0
+    svg = line_plot([Series("spike", points)])
+    assert 'class="band s0"' in svg and ">1000</text>" in svg
+
+
+def test_steps_are_whole_and_times_are_not() -> None:
+    points = [(1.0, 1.0), (2.0, 3.0)]
+    assert ">1.2</text>" not in line_plot([Series("a", points)])
+    assert ">1.2</text>" in line_plot([Series("a", points)], x="hours")
 
 
 def test_progress_on_a_terminal_shows_the_numbers() -> None:

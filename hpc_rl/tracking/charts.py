@@ -1,0 +1,241 @@
+"""Which plots a report has: of one run, or of several on top of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from hpc_rl.tracking.plot import Point, Series, line_plot, stacked_plot
+from hpc_rl.tracking.recorded import Recorded
+from hpc_rl.usage import NodeUsage, Sample
+
+_MOST_PHASES = 7  # the rest is summed up: more colours than that cannot be told apart
+_MOST_NODES = 6
+"""More nodes than that are shown as the highest, the mean and the lowest of them."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    title: str
+    unit: str
+    keys: list[tuple[int, str]]
+    """(style, name) of what the plot shows, where it is more than one thing."""
+    svg: str
+    areas: bool = False
+    """Whether it shows areas rather than lines."""
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    figures: list[Figure]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A plot of metrics over the step."""
+
+    title: str
+    unit: str
+    metrics: tuple[tuple[str, str], ...]
+    """(key in metrics.jsonl, what it is called in this plot)."""
+    from_zero: bool = False
+
+
+LEARNING = (
+    Chart("Loss", "per target token", (("train/loss", "training"), ("val/loss", "validation"))),
+    Chart("Reward", "score, mean of responses", (("critic/score/mean", "training"), ("val/score", "validation"))),
+    Chart(
+        "Response length",
+        "tokens, mean",
+        (("response_length/mean", "training"), ("val/response_length", "validation")),
+        True,
+    ),
+    Chart("Entropy", "nats per token", (("actor/entropy", "policy"),), True),
+    Chart("KL to the reference", "per token, in the loss", (("actor/kl_loss", "policy"),)),
+    Chart("KL to the reference", "per response, in the reward", (("actor/reward_kl_penalty", "policy"),)),
+    Chart("KL of a step", "old to new policy, per token", (("actor/ppo_kl", "policy"),)),
+)
+UPDATES = (
+    Chart("Policy loss", "", (("actor/pg_loss", "policy"),)),
+    Chart("Critic loss", "", (("critic/vf_loss", "critic"),), True),
+    Chart("Critic", "explained variance", (("critic/vf_explained_var", "critic"),)),
+    Chart("Clipped", "part of the tokens", (("actor/pg_clipfrac", "policy"), ("critic/vf_clipfrac", "critic")), True),
+    Chart(
+        "Cut off",
+        "part of the responses at the longest length",
+        (("response_length/clip_ratio", "training"), ("val/unfinished", "validation")),
+        True,
+    ),
+    Chart(
+        "Gradient norm",
+        "before clipping",
+        (("train/grad_norm", "model"), ("actor/grad_norm", "policy"), ("critic/grad_norm", "critic")),
+        True,
+    ),
+    Chart("Learning rate", "", (("train/lr", "model"), ("actor/lr", "policy"), ("critic/lr", "critic")), True),
+    Chart(
+        "Engine and trainer",
+        "difference of their probabilities",
+        (("training/rollout_probs_diff_mean", "mean"), ("training/rollout_probs_diff_max", "largest")),
+        True,
+    ),
+)
+SPEED = (
+    Chart("Throughput", "tokens/s", (("perf/tokens_per_s", "all ranks"),), True),
+    Chart("MFU", "part of the GPUs' peak", (("perf/mfu", "all"), ("perf/mfu/actor", "policy's updates")), True),
+    Chart("Peak memory", "GB of one process", (("perf/max_memory_gb", "process"),), True),
+)
+
+
+def sections(run: Recorded) -> list[Section]:
+    """All plots of one run for which there is data."""
+    marks = restarts(run)
+    speed = _figures(run, SPEED, marks)
+    if phases := phase_series(run):
+        svg = stacked_plot(phases, title="Time per step")
+        speed.insert(1, Figure("Time per step", "seconds", _keys(phases), svg, areas=True))
+    learning, updates = _figures(run, LEARNING, marks), _figures(run, UPDATES, marks)
+    found = [
+        *([Section("Learning", learning), Section("Updates", updates)] if len(learning) > 1 else []),
+        *([Section("Learning", learning + updates)] if len(learning) <= 1 else []),
+        Section("Speed and memory", speed),
+        Section("Nodes", node_figures(run.usage)),
+    ]
+    return [section for section in found if section.figures]
+
+
+def compared(runs: Sequence[Recorded]) -> list[Section]:
+    """One plot for each metric, one line for each run."""
+    found = []
+    for title, charts in (("Learning", LEARNING), ("Updates", UPDATES), ("Speed and memory", SPEED)):
+        figures = []
+        for chart in charts:
+            for key, name in chart.metrics:
+                lines = [Series(run.name, run.points(key), style) for style, run in enumerate(runs)]
+                if any(line.points for line in lines):
+                    full = chart.title if len(chart.metrics) == 1 else f"{chart.title}, {name}"
+                    svg = line_plot(lines, title=full, from_zero=chart.from_zero)
+                    figures.append(Figure(full, chart.unit, _keys(lines), svg))
+        found.append(Section(title, figures))
+    return [section for section in found if section.figures]
+
+
+def phase_medians(runs: Sequence[Recorded]) -> list[tuple[str, list[float | None]]]:
+    """(phase, median seconds of a step in each run that has it), the longest first; the whole step at the end."""
+    keys = {key for run in runs for record in run.records for key in record if key.startswith("timing_s/")}
+    rows = []
+    for key in keys:
+        values = [[value for _, value in run.points(key)] for run in runs]
+        rows.append((key.removeprefix("timing_s/"), [median(found) if found else None for found in values]))
+    rows.sort(key=lambda row: (row[0] == "step", -max(value or 0.0 for value in row[1]), row[0]))
+    return [(name.replace("_", " "), values) for name, values in rows]
+
+
+def restarts(run: Recorded) -> list[float]:
+    """The steps after which a new attempt went on."""
+    began = [attempt.began for attempt in run.history.attempts[1:] if attempt.began is not None]
+    steps = []
+    for time in began:
+        before = [record["step"] for record in run.records if record.get("time", 0) < time]
+        if before and before[-1] < run.records[-1]["step"]:
+            steps.append(float(before[-1]))
+    return steps
+
+
+def phase_series(run: Recorded) -> list[Series]:
+    """timing_s/<phase> of every step as series that add up, the longest first; timing_s/step only gives the rest."""
+    timed = [record for record in run.records if any(key.startswith("timing_s/") for key in record)]
+    keys = {key for record in timed for key in record if key.startswith("timing_s/")} - {"timing_s/step"}
+    totals = {key: sum(record.get(key) or 0.0 for record in timed) for key in keys}
+    shown = sorted(keys, key=lambda key: (-totals[key], key))[:_MOST_PHASES]
+    series = [
+        Series(key.removeprefix("timing_s/").replace("_", " "), [(r["step"], r.get(key) or 0.0) for r in timed])
+        for key in shown
+    ]
+    rest = [
+        (r["step"], max(0.0, (r.get("timing_s/step") or 0.0) - sum(r.get(key) or 0.0 for key in shown))) for r in timed
+    ]
+    if sum(value for _, value in rest) > 0.01 * sum(totals.values()):
+        series.append(Series("other" if shown else "step", rest))
+    return series
+
+
+def node_figures(usage: Sequence[Sequence[NodeUsage]]) -> list[Figure]:
+    """What each node used, over the time that the run was running: attempts follow each other without a gap."""
+    measures: list[tuple[str, str, Callable[[Sample], float | None]]] = [
+        ("Memory of a node", "GB", lambda sample: sample.memory_gb),
+        ("CPUs of a node", "cores busy", lambda sample: sample.cpus),
+        ("GPUs of a node", "% busy, mean", _gpus_busy),
+        ("GPU memory of a node", "GB, fullest GPU", lambda s: max((gpu.memory_gb for gpu in s.gpus), default=None)),
+    ]
+    total = sum(_seconds(nodes) for nodes in usage)
+    size, unit = next(
+        (size, unit)
+        for size, unit in ((3600, "hours"), (60, "minutes"), (1, "seconds"))
+        if total >= 2 * size or size == 1
+    )
+    figures = []
+    for title, what, measure in measures:
+        series = _few(_by_node(usage, measure, size))
+        if series:
+            svg = line_plot(series, title=title, from_zero=True, x=unit)
+            figures.append(Figure(title, what, _keys(series), svg))
+    return figures
+
+
+def _by_node(
+    usage: Sequence[Sequence[NodeUsage]], measure: Callable[[Sample], float | None], size: float
+) -> list[Series]:
+    points: dict[int, list[Point]] = {}
+    names: dict[int, str] = {}
+    before = 0.0
+    for nodes in usage:
+        began = min((node.began for node in nodes), default=0.0)
+        for node in nodes:
+            names[node.rank] = f"{node.rank}: {node.node}"
+            values = [(sample.time - began, measure(sample)) for sample in node.samples]
+            points.setdefault(node.rank, []).extend(
+                ((before + at) / size, value) for at, value in values if value is not None
+            )
+        before += _seconds(nodes)
+    return [Series(names[rank], points[rank]) for rank in sorted(points) if points[rank]]
+
+
+def _few(series: list[Series]) -> list[Series]:
+    """Many nodes by their extremes; they sample at about the same times."""
+    if len(series) <= _MOST_NODES:
+        return series
+    rows = list(zip(*(line.points for line in series), strict=False))
+    summaries: list[tuple[str, Callable[[list[float]], float]]] = [
+        ("highest node", max),
+        (f"mean of {len(series)} nodes", lambda values: sum(values) / len(values)),
+        ("lowest node", min),
+    ]
+    return [Series(name, [(row[0][0], of([value for _, value in row])) for row in rows]) for name, of in summaries]
+
+
+def _figures(run: Recorded, charts: Sequence[Chart], marks: Sequence[float]) -> list[Figure]:
+    figures = []
+    for chart in charts:
+        lines = [Series(name, run.points(key)) for key, name in chart.metrics]
+        lines = [line for line in lines if line.points]
+        if lines:
+            svg = line_plot(lines, title=chart.title, from_zero=chart.from_zero, marks=marks)
+            figures.append(Figure(chart.title, chart.unit, _keys(lines), svg))
+    return figures
+
+
+def _keys(series: Sequence[Series]) -> list[tuple[int, str]]:
+    keys = [(i if s.style is None else s.style, s.name) for i, s in enumerate(series) if s.points]
+    return keys if len(keys) > 1 or any(s.style is not None for s in series) else []
+
+
+def _seconds(nodes: Sequence[NodeUsage]) -> float:
+    return max((node.ended for node in nodes), default=0.0) - min((node.began for node in nodes), default=0.0)
+
+
+def _gpus_busy(sample: Sample) -> float | None:
+    busy = [gpu.busy for gpu in sample.gpus if gpu.busy is not None]
+    return 100 * sum(busy) / len(busy) if busy else None

@@ -1,0 +1,160 @@
+"""A run in a few words and numbers, for the head of its report and for its history."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpc_rl.tracking.history import KILLED, Attempt, History
+from hpc_rl.tracking.recorded import Recorded
+from hpc_rl.tracking.text import duration, hours, number
+
+_TONES = {"COMPLETED": "done", "RUNNING": "", "STOPPED": "", "REQUEUED": ""}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """An attempt on the line of time, in percent of its length."""
+
+    left: float
+    width: float
+    tone: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """An attempt as a row of a table."""
+
+    number: int
+    job_id: str
+    began: str
+    took: str
+    nodes: int
+    hours: str
+    end: str
+    tone: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    name: str
+    state: str
+    tone: str
+    """`done`, `failed`, or nothing: what colour the state has, beside its words."""
+    percent: float
+    facts: list[str]
+    numbers: list[tuple[str, str]]
+    config: str
+    attempts: list[Row]
+    track: list[Bar]
+    history_total: str
+    node_hours: str
+
+    @property
+    def by_label(self) -> dict[str, str]:
+        return dict(self.numbers)
+
+
+def run_summary(run: Recorded) -> Summary:
+    history = run.history
+    last = run.records[-1] if run.records else {"step": 0, "total_steps": 0}
+    ended = history.attempts[-1].state if history.attempts else ""
+    if run.records and last["step"] >= last["total_steps"]:
+        state, tone = "finished", "done"
+    else:
+        place = f"at step {last['step']:,} of {last['total_steps']:,}" if run.records else "before its first step"
+        gone = history.attempts and ended != "RUNNING"
+        state = f"{_word(history.attempts[-1])} {place}" if gone else place
+        tone = _TONES.get(ended, "failed") if gone else ""
+    attempts = "1 attempt" if len(history.attempts) == 1 else f"{len(history.attempts)} attempts"
+    requeued = f", {history.requeues} by requeue" if history.requeues else ""
+    return Summary(
+        name=run.name,
+        state=state,
+        tone=tone,
+        percent=round(100 * min(1.0, last["step"] / max(1, last["total_steps"])), 1),
+        facts=_facts(run),
+        numbers=_numbers(run),
+        config=run.config,
+        attempts=[_row(attempt) for attempt in history.attempts],
+        track=_track(history.attempts),
+        history_total=attempts + requeued,
+        node_hours=hours(history.node_hours),
+    )
+
+
+def _facts(run: Recorded) -> list[str]:
+    if not run.records:
+        return []
+    last = run.records[-1]
+    facts = [f"{last['step']:,} steps"] if last["step"] >= last["total_steps"] else []
+    computed = sum(value for _, value in run.points("timing_s/step"))
+    if computed:
+        facts.append(f"{duration(computed)} of training")
+    return [*facts, *_job_facts(run.history), f"last step {_clock(last['time'])}"]
+
+
+def _job_facts(history: History) -> list[str]:
+    if not history.attempts:
+        return []
+    facts = [f"{hours(history.node_hours)} node hours"]
+    return [f"{len(history.attempts)} attempts", *facts] if len(history.attempts) > 1 else facts
+
+
+def _numbers(run: Recorded) -> list[tuple[str, str]]:
+    """The run in a row: where losses ended, how fast it was (median, since first steps and saves are slow)."""
+    numbers = []
+    for label, key in (
+        ("Training loss", "train/loss"),
+        ("Validation loss", "val/loss"),
+        ("Training reward", "critic/score/mean"),
+        ("Validation reward", "val/score"),
+    ):
+        if values := run.points(key):
+            first, end = values[0][1], values[-1][1]
+            numbers.append((label, f"{end:.4f}" if len(values) == 1 else f"{first:.3f} → {end:.3f}"))
+    for label, key, unit in (
+        ("Tokens/s", "perf/tokens_per_s", ""),
+        ("Tokens/s/GPU", "perf/throughput", ""),
+        ("MFU", "perf/mfu", "%"),
+        ("MFU of the policy's updates", "perf/mfu/actor", "%"),
+    ):
+        if values := run.points(key):
+            median = sorted(value for _, value in values)[len(values) // 2]
+            numbers.append((label, f"{100 * median:.1f} %" if unit else number(median)))
+    if values := run.points("perf/max_memory_gb"):
+        numbers.append(("Memory, peak", f"{max(value for _, value in values):.1f} GB"))
+    return numbers
+
+
+def _row(attempt: Attempt) -> Row:
+    took = duration(attempt.seconds) if attempt.began is not None else "–"
+    return Row(
+        number=attempt.number,
+        job_id=attempt.job_id or "–",
+        began="–" if attempt.began is None else _clock(attempt.began),
+        took=took,
+        nodes=attempt.nodes,
+        hours=hours(attempt.node_hours),
+        end=_word(attempt) + (f" (exit code {attempt.exit_code})" if attempt.exit_code else ""),
+        tone=_TONES.get(attempt.state, "failed"),
+    )
+
+
+def _word(attempt: Attempt) -> str:
+    words = {KILLED: "killed", "REQUEUED": "stopped, queued again", "OUT_OF_MEMORY": "out of memory"}
+    return words.get(attempt.state, attempt.state.lower().replace("_", " "))
+
+
+def _track(attempts: Sequence[Attempt]) -> list[Bar]:
+    spans = [(a.began, a.ended or a.began, _TONES.get(a.state, "failed")) for a in attempts if a.began is not None]
+    if not spans:
+        return []
+    first, last = min(began for began, _, _ in spans), max(ended for _, ended, _ in spans)
+    scale = 100 / max(1.0, last - first)
+    return [Bar(round((b - first) * scale, 2), round((e - b) * scale, 2), tone) for b, e, tone in spans]
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

@@ -1,0 +1,77 @@
+"""Run directories as runs leave them, made in a moment."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.run_dir import RunDir
+from hpc_rl.usage import Gpu, Sample, append_line, sample_line, usage_file
+
+BEGAN = 1_700_000_000.0
+HOSTILE = '<img src=x onerror="alert(1)"><script>alert(2)</script></title></style>{{ 1 + 1 }} \u202e\x00\ud800'
+PPO = {
+    "critic/score/mean": 0.2,
+    "val/score": 0.3,
+    "actor/entropy": 1.1,
+    "actor/ppo_kl": 0.01,
+    "actor/kl_loss": 0.02,
+    "response_length/mean": 100.0,
+    "actor/grad_norm": 0.5,
+    "critic/vf_explained_var": 0.4,
+    "perf/tokens_per_s": 9e4,
+    "perf/max_memory_gb": 61.0,
+    "timing_s/step": 5.0,
+    "timing_s/gen": 3.0,
+    "timing_s/update_actor": 1.5,
+}
+
+
+def make_run(
+    folder: Path,
+    name: str = "ppo-1",
+    steps: int = 20,
+    total: int = 20,
+    metrics: Mapping[str, float] = PPO,
+    attempts: int = 1,
+    nodes: int = 2,
+    exit_code: int | None = 0,
+    config: str = "trainer:\n  nnodes: 2\nactor:\n  optim: {lr: 1.0e-06}\n",
+    text: str = "4",
+) -> RunDir:
+    """A run of `attempts` hours, each of which stopped but for the last, which ended with `exit_code`."""
+    run = RunDir(folder / name)
+    run.path.mkdir(parents=True)
+    run.config.write_text(config)
+    with run.metrics.open("w") as file:
+        for step in range(1, steps + 1):
+            at = {"step": step, "total_steps": total, "time": BEGAN + 4000 * attempts * step / total}
+            wave = 1 + 0.1 * math.sin(step) + step / total
+            file.write(json.dumps(at | {key: value * wave for key, value in metrics.items()}) + "\n")
+    with run.samples.open("w") as file:
+        for step in (0, total // 2, total):
+            for prompt in ("2 + 2?", text):
+                row = {"step": step, "prompt": prompt, "response": f"{text} at {step}", "answer": "4", "score": 0.5}
+                file.write(json.dumps(row) + "\n")
+    for number in range(1, attempts + 1):
+        attempt = run.path / f"attempt-{number}"
+        attempt.mkdir()
+        began = BEGAN + 4000 * (number - 1)
+        for rank in range(nodes):
+            last = number == attempts
+            write_usage(attempt, rank, began, exit_code if last else 75)
+    return run
+
+
+def write_usage(attempt: Path, rank: int, began: float, exit_code: int | None, **first: Any) -> None:
+    path = usage_file(attempt, rank)
+    who = {"time": began, "node": f"gpu0{rank}", "job_id": "7", "cpus": 32, "memory_gb": 256.0}
+    append_line(path, who | first)
+    for minute in range(1, 61):
+        gpus = tuple(Gpu(0.9, 60.0 + gpu, 85.9) for gpu in range(2))
+        append_line(path, sample_line(Sample(began + 60 * minute, 12.0 + rank, 100.0 + minute, gpus)))
+    if exit_code is not None:
+        append_line(path, {"time": began + 3600, "exit_code": exit_code})

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from hpc_rl.tracking.dashboard import BLOCKS, Snapshot, printable, screen, sparkline
+from hpc_rl.usage import Gpu, NodeUsage, Sample
+
+RECORDS = [
+    {"step": step, "total_steps": 40, "time": 0, "train/loss": 4.0 / step, "perf/tokens_per_s": 5e4, "val/loss": None}
+    for step in range(1, 21)
+]
+
+
+def node(rank: int, gpus: int = 8) -> NodeUsage:
+    sample = Sample(0, 31.5, 200.0, tuple(Gpu(gpu / 7, 40.0 + gpu, 80.0) for gpu in range(gpus)))
+    return NodeUsage(rank, f"gpu{rank:02}", "7", 64, 512.0, 0, 60, samples=(sample,) if rank != 1 else ())
+
+
+def shown(now: Snapshot, width: int = 100, height: int = 30) -> list[str]:
+    stream = io.StringIO()
+    Console(file=stream, width=width, height=height, color_system=None).print(screen(now, width, height))
+    return stream.getvalue().splitlines()
+
+
+def test_a_screen() -> None:
+    log = [f"line {i}" for i in range(100)]
+    text = shown(Snapshot("ppo-1", "RUNNING", ["job 7", "gpu[00-01]"], RECORDS, [node(0), node(1)], log))
+    assert text[0].startswith("ppo-1  RUNNING  job 7 · gpu[00-01]")
+    assert "step 20 of 40" in text[1] and "50k tok/s" in text[1]
+    (loss,) = [line for line in text if line.startswith("loss")]
+    assert "0.2" in loss and "█▄▃▂▂" in loss and "0.2 … 4" in loss
+    assert not any("validation" in line for line in text)
+    (first,) = [line for line in text if line.startswith("0: gpu00")]
+    assert "31.5 of 64" in first and "200 of 512" in first and f"{BLOCKS} 50 %" in first and "47 of 80" in first
+    assert "line 99" in text[-2] and len(text) <= 30
+
+
+@pytest.mark.parametrize(("width", "height"), [(40, 10), (80, 24), (200, 60)])
+def test_it_fits(width: int, height: int) -> None:
+    for nodes in (0, 2, 64):
+        now = Snapshot(
+            "n" * 90, "RUNNING", ["x" * 90], RECORDS, [node(rank) for rank in range(nodes)], ["y" * 300] * 99
+        )
+        text = shown(now, width, height)
+        assert max(map(len, text)) <= width
+        assert len(text) <= max(height, 14)
+        assert ("more" in "".join(text)) == (nodes == 64 and width >= 80)
+
+
+def test_a_run_that_waits() -> None:
+    text = shown(Snapshot("sft-1", "PENDING", ["Resources"], []))
+    assert text[0] == "sft-1  PENDING  Resources" and "waiting for the first step" in text[1]
+
+
+def test_a_node_without_gpus() -> None:
+    text = "\n".join(shown(Snapshot("sft-1", "RUNNING", [], RECORDS, [node(0, gpus=0)])))
+    assert "gpu00" in text and "GPU" not in text
+
+
+def test_control_sequences_of_a_log_do_nothing() -> None:
+    assert printable("\x1b[31mred\x1b[0m \x1b[2Jend") == "red end"
+    assert printable("\x1b]0;title\x07end").isprintable()
+    assert printable("10%\r 50%\r100%") == "100%"
+    assert printable("a\tb\x00c\x9bd") == "a       b c d"
+
+
+@given(st.text(max_size=60))
+def test_any_line_is_printable(text: str) -> None:
+    assert printable(text).isprintable()
+
+
+@given(st.lists(st.floats(-1e9, 1e9), max_size=200), st.integers(1, 60))
+def test_any_values_are_a_line(values: list[float], width: int) -> None:
+    line = sparkline(values, width)
+    assert len(line) == min(width, len(values)) and set(line) <= set(BLOCKS)
