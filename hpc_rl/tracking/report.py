@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
-from hpc_rl.tracking.charts import compared, phase_medians, sections
+from hpc_rl.tracking.charts import Section, compared, phase_medians, sections
 from hpc_rl.tracking.history import ended_with
 from hpc_rl.tracking.recorded import Recorded, differences, read_run
 from hpc_rl.tracking.summary import run_summary
@@ -79,6 +79,7 @@ def render_page(runs: Sequence[Recorded]) -> str:
     several = len(runs) > 1
     script = (_PAGE / "script.js").read_text()
     summaries = [run_summary(run) for run in runs]
+    shown = compared(runs) if several else sections(runs[0])
     labels = list(dict.fromkeys(label for summary in summaries for label in summary.by_label))
     template = Environment(autoescape=True, trim_blocks=True).from_string((_PAGE / "page.html.j2").read_text())
     return template.render(
@@ -87,7 +88,8 @@ def render_page(runs: Sequence[Recorded]) -> str:
         runs=summaries,
         labels=labels,
         differences=[(key, [_shown(value) for value in values]) for key, values in _differences(runs)],
-        sections=compared(runs) if several else sections(runs[0]),
+        sections=shown,
+        notes=_notes(shown),
         phases=[
             (name, [_seconds(value) for value in values]) for name, values in (phase_medians(runs) if several else [])
         ],
@@ -100,6 +102,16 @@ def render_page(runs: Sequence[Recorded]) -> str:
 
 def _differences(runs: Sequence[Recorded]) -> list[tuple[str, list[Any]]]:
     return differences([run.options() for run in runs]) if len(runs) > 1 else []
+
+
+def _notes(shown: Sequence[Section]) -> list[str]:
+    """What the plots' extra signs mean, where there are any."""
+    drawn = "".join(figure.svg for section in shown for figure in section.figures)
+    signs = {
+        'class="mark"': "Upright lines: a new attempt went on from there.",
+        'class="band': "Long runs: each point is the mean of some steps, and its band goes from the least to the most.",
+    }
+    return [note for sign, note in signs.items() if sign in drawn]
 
 
 def _seconds(value: float | None) -> str:

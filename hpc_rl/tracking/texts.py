@@ -44,7 +44,7 @@ def samples_of_several(runs: Sequence[Recorded]) -> list[ShownSample]:
     shown = []
     for prompt in list(dict.fromkeys(shared))[:_MOST_PROMPTS]:
         found = [(run.name, each[prompt]) for run, each in zip(runs, last, strict=True) if prompt in each]
-        rows = [_row(f"{name}, step {sample.step}", sample) for name, sample in found]
+        rows = [_row(f"{name}, step {sample.step:,}", sample) for name, sample in found]
         shown.append(ShownSample(cut(prompt), cut(found[0][1].answer), "Run", rows))
     return shown
 
@@ -67,7 +67,7 @@ def _over_time(samples: Sequence[TextSample]) -> list[tuple[str, str, str]]:
     rows = []
     for _, same in groupby(samples, key=lambda sample: (sample.response, sample.score)):
         first, *others = same
-        steps = f"{first.step} to {others[-1].step}" if others else str(first.step)
+        steps = f"{first.step:,} to {others[-1].step:,}" if others else f"{first.step:,}"
         rows.append(_row(steps, first))
     return rows
 
