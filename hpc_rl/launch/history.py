@@ -33,7 +33,7 @@ def full_history(run: RunDir) -> History:
 def with_accounts(found: History, starts: Sequence[Start]) -> History:
     """Pure: an attempt is the start of its job that was the last one to begin before it did.
 
-    The end of an attempt that was killed is the job's end, where its last sign of life is some seconds old.
+    Slurm counts the whole allocation, but not the seconds in which a job that is queued again still ends.
     """
     return History(tuple(_accounted(attempt, starts) if _is_open(attempt) else attempt for attempt in found.attempts))
 
@@ -53,7 +53,7 @@ def _accounted(attempt: Attempt, starts: Sequence[Start]) -> Attempt:
         state=start.state,
         exit_code=start.exit_code,
         began=attempt.began or start.began,
-        ended=start.ended,
+        ended=max(start.ended or 0.0, attempt.ended or 0.0),
         nodes=start.nodes,
-        node_hours=start.nodes * start.seconds / 3600,
+        node_hours=max(start.nodes * start.seconds / 3600, attempt.node_hours),
     )

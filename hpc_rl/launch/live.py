@@ -22,7 +22,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.dashboard import Snapshot, screen
 from hpc_rl.tracking.metrics import Record, parse_line, read_metrics
 from hpc_rl.tracking.text import duration, hours
-from hpc_rl.usage import read_usage
+from hpc_rl.usage import read_spans
 
 REFRESH_S = 1.0
 ONCE_SIZE = (100, 36)
@@ -74,16 +74,16 @@ def watch(run: RunDir) -> int:
 
 
 class Watched:
-    """What is known of a run, read again in small parts; Slurm is asked less and less often."""
+    """What is known of a run. Log and metrics are read again at each look; Slurm is asked, and every node's file read,
+    less and less often."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        self.status = runs.status(run)
-        self._interval = jobs.STATE_POLL_S[0]
-        self._asked = time.monotonic()
         self._records: list[Record] = read_metrics(run.metrics)
         self._metrics = Follower(run.metrics, _size(run.metrics))
         self._rest = ""
+        self._interval = jobs.STATE_POLL_S[0]
+        self._ask()
 
     @property
     def active(self) -> bool:
@@ -91,32 +91,35 @@ class Watched:
 
     def look(self) -> Snapshot:
         if self.active and time.monotonic() >= self._asked + self._interval:
-            self.status = runs.status(self._run)
-            self._asked = time.monotonic()
             self._interval = min(self._interval * 1.3, jobs.STATE_POLL_S[1])
+            self._ask()
         self._read_metrics()
-        attempts = self._run.attempts()
         return Snapshot(
             name=self._run.name,
             state=self.status.state,
             facts=self._facts(),
             records=self._records,
-            nodes=read_usage(attempts[-1]) if attempts else (),
+            nodes=self._nodes,
             log=_last_lines(Path(self.status.log)) if self.status.log else (),
         )
 
+    def _ask(self) -> None:
+        attempts = self._run.attempts()
+        self.status = runs.status(self._run)
+        self._history = history(self._run)
+        self._nodes = read_spans(attempts[-1]) if attempts else []
+        self._asked = time.monotonic()
+
     def _facts(self) -> list[str]:
-        now = self.status
+        now, attempts = self.status, self._history.attempts
         facts = [now.reason] if now.reason else []
         facts += [f"job {now.job_id}"] if now.job_id else []
         facts += [now.nodes] if now.nodes else []
         facts += [f"exit code {now.exit_code}"] if now.exit_code else []
-        found = history(self._run)
-        if found.attempts:
-            last = found.attempts[-1]
-            end = time.time() if self.active else last.ended
-            facts += [f"attempt {last.number}", f"{hours(found.node_hours)} node hours"]
-            facts += [duration((end or 0) - last.began)] if last.began else []
+        if attempts and attempts[-1].began and attempts[-1].ended:
+            end = time.time() if now.state == "RUNNING" else attempts[-1].ended
+            facts += [f"attempt {attempts[-1].number}", duration(end - attempts[-1].began)]
+            facts += [f"{hours(self._history.node_hours)} node hours"]
         return facts
 
     def _read_metrics(self) -> None:

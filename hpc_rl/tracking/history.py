@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,7 +16,9 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.usage import NodeUsage, read_spans
 
 KILLED = "KILLED"
-"""It never came to say how it ended: cancelled, out of time or memory, or its node was lost."""
+"""It was ended from outside: cancelled, queued again by hand, out of time, or its node was lost."""
+_TERMINATED = 128 + signal.SIGTERM
+"""Of a node that was told to end: the cause lies elsewhere."""
 _OWN_LOGS = re.compile(r"node(\d+)[.-]")
 
 
@@ -89,10 +92,10 @@ def _ending(nodes: Sequence[NodeUsage], said: dict[str, Any], again: bool) -> tu
     if said.get("state"):
         return said.get("exit_code"), str(said["state"])
     codes = [node.exit_code for node in nodes if node.exit_code is not None]
-    failed = [code for code in codes if code not in (0, EXIT_STOPPED)]
+    failed = [code for code in codes if code not in (0, EXIT_STOPPED, _TERMINATED)]
     if failed:
         return failed[0], "FAILED"
-    if not codes or len(codes) < len(nodes):
+    if _TERMINATED in codes or not codes or len(codes) < len(nodes):
         return None, KILLED
     if EXIT_STOPPED in codes:
         return EXIT_STOPPED, "REQUEUED" if again else "STOPPED"

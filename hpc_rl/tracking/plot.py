@@ -138,8 +138,8 @@ def _round_step(size: float) -> float:
     return next((m * power for m in (1, 2, 5) if m * power >= size * (1 - 1e-9)), 10 * power)
 
 
-def _path(axes: _Axes, points: Sequence[Point]) -> str:
-    return " ".join(f"{axes.x(x):.6g},{axes.y(y):.5g}" for x, y in points)
+def _path(axes: _Axes, points: Sequence[Point], digits: int = 5) -> str:
+    return " ".join(f"{axes.x(x):.{digits}g},{axes.y(y):.{digits}g}" for x, y in points)
 
 
 def _line(axes: _Axes, style: int, name: str, buckets: Sequence[Bucket]) -> str:
@@ -154,7 +154,7 @@ def _line(axes: _Axes, style: int, name: str, buckets: Sequence[Bucket]) -> str:
 
 def _band(axes: _Axes, style: int, buckets: Sequence[Bucket]) -> str:
     edge = [*((b.x, b.high) for b in buckets), *((b.x, b.low) for b in reversed(buckets))]
-    return f'<polygon class="band s{style}" points="{_path(axes, edge)}"/>'
+    return f'<polygon class="band s{style}" points="{_path(axes, edge, digits=4)}"/>'
 
 
 def _mark(axes: _Axes, place: float) -> str:

@@ -143,7 +143,7 @@ def _row(attempt: Attempt) -> Row:
 
 
 def _word(attempt: Attempt) -> str:
-    words = {KILLED: "killed", "REQUEUED": "stopped, queued again", "OUT_OF_MEMORY": "out of memory"}
+    words = {KILLED: "killed", "REQUEUED": "queued again", "OUT_OF_MEMORY": "out of memory"}
     return words.get(attempt.state, attempt.state.lower().replace("_", " "))
 
 

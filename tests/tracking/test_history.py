@@ -26,7 +26,8 @@ def test_how_an_attempt_ended(tmp_path: Path) -> None:
         (75, 75, "STOPPED"),
         (1, 0, "FAILED"),
         (None, 0, KILLED),
-        (137, None, "FAILED"),
+        (137, 143, "FAILED"),
+        (143, 143, KILLED),
     ]
     for number, (first, second, state) in enumerate(endings, 1):
         attempt = run.path / f"attempt-{number}"
@@ -35,8 +36,8 @@ def test_how_an_attempt_ended(tmp_path: Path) -> None:
             write_usage(attempt, rank, BEGAN, code, job_id=str(number))
         assert read_history(run).attempts[-1].state == state
     assert read_history(run).requeues == 0
-    run.status.write_text(json.dumps({"job_id": "4", "attempt": 4, "state": "RUNNING", "exit_code": None}))
-    assert [a.state for a in read_history(run).attempts] == ["STOPPED", "FAILED", KILLED, "RUNNING"]
+    run.status.write_text(json.dumps({"job_id": "5", "attempt": 5, "state": "RUNNING", "exit_code": None}))
+    assert [a.state for a in read_history(run).attempts] == ["STOPPED", "FAILED", KILLED, "FAILED", "RUNNING"]
 
 
 def test_without_usage_the_logs_times_count(tmp_path: Path) -> None:

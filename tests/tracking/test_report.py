@@ -43,7 +43,7 @@ def test_one_run(tmp_path: Path) -> None:
     assert page.tags.count("figure") == 14 and page.links == [] and page.tags.count("script") == 1
     for said in ("finished", "20 steps", "4.00 node hours", "0.227 → 0.418", "update actor", "other", "2 + 2?"):
         assert said in page.text, said
-    assert "2 attempts, 1 by requeue" in page.text and "stopped, queued again (exit code 75)" in page.text
+    assert "2 attempts, 1 by requeue" in page.text and "queued again (exit code 75)" in page.text
     assert "0: gpu00" in page.text and "actor:\n  optim: {lr: 1.0e-06}" in page.text
 
 
