@@ -59,14 +59,7 @@ class Summary:
 def run_summary(run: Recorded) -> Summary:
     history = run.history
     last = run.records[-1] if run.records else {"step": 0, "total_steps": 0}
-    ended = history.attempts[-1].state if history.attempts else ""
-    if run.records and last["step"] >= last["total_steps"]:
-        state, tone = "finished", "done"
-    else:
-        place = f"at step {last['step']:,} of {last['total_steps']:,}" if run.records else "before its first step"
-        gone = history.attempts and ended != "RUNNING"
-        state = f"{_word(history.attempts[-1])} {place}" if gone else place
-        tone = _TONES.get(ended, "failed") if gone else ""
+    state, tone = _state(run)
     attempts = "1 attempt" if len(history.attempts) == 1 else f"{len(history.attempts)} attempts"
     requeued = f", {history.requeues} by requeue" if history.requeues else ""
     return Summary(
@@ -84,9 +77,22 @@ def run_summary(run: Recorded) -> Summary:
     )
 
 
+def _state(run: Recorded) -> tuple[str, str]:
+    """(how it is, in what colour)."""
+    last_attempt = run.history.attempts[-1] if run.history.attempts else None
+    word = _word(last_attempt) if last_attempt else ""
+    tone = _TONES.get(last_attempt.state, "failed") if last_attempt else ""
+    if not run.records:
+        return word, tone
+    step, total = run.records[-1]["step"], run.records[-1]["total_steps"]
+    if step < total:
+        return f"{'' if word == 'running' else word} at step {step:,} of {total:,}".lstrip(), tone
+    return (f"{word} after the last step", tone) if tone == "failed" else ("finished", "done")
+
+
 def _facts(run: Recorded) -> list[str]:
     if not run.records:
-        return []
+        return _job_facts(run.history)
     last = run.records[-1]
     facts = [f"{last['step']:,} steps"] if last["step"] >= last["total_steps"] else []
     computed = sum(value for _, value in run.points("timing_s/step"))

@@ -41,6 +41,7 @@ def test_one_run(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path, attempts=2))
     # Learning 5, updates 2, speed 3, nodes 4.
     assert page.tags.count("figure") == 14 and page.links == [] and page.tags.count("script") == 1
+    assert render_page([read_run(RunDir(tmp_path / "ppo-1"))]).startswith("<!doctype html>")
     for said in ("finished", "20 steps", "4.00 node hours", "0.227 → 0.418", "update actor", "other", "2 + 2?"):
         assert said in page.text, said
     assert "2 attempts, 1 by requeue" in page.text and "queued again (exit code 75)" in page.text
@@ -61,7 +62,7 @@ def test_several_runs(tmp_path: Path) -> None:
 
 def test_a_run_that_failed_before_its_first_step(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path, steps=0, exit_code=137))
-    assert "failed before its first step" in page.text and "exit code 137" in page.text and "Nodes" in page.text
+    assert "failed · 2.00 node hours" in page.text and "exit code 137" in page.text and "Nodes" in page.text
 
 
 def test_a_run_that_has_not_started(tmp_path: Path) -> None:
