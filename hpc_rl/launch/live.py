@@ -61,7 +61,7 @@ def watch(run: RunDir) -> int:
     with (
         contextlib.suppress(KeyboardInterrupt),
         _keys() as pressed,
-        Live(drawn(), console=console, screen=True) as live,
+        Live(drawn(), console=console, screen=True, auto_refresh=False) as live,
     ):
         while watched.active:
             if pressed(REFRESH_S) in ("q", "Q"):
