@@ -51,11 +51,6 @@ def test_a_job_that_slurm_killed_and_queued_again(accounting_cluster: Cluster, m
     # Slurm counts from the allocation, nodes count from their entry.
     assert killed.node_hours >= history(run).attempts[0].node_hours > 0
     assert 2 * 3 <= completed.node_hours * 3600 < 2 * 60
-    print(
-        accounting_cluster.run(
-            ["sacct", "-X", "-n", "-P", "--duplicates", "-o", "JobIDRaw,State,ExitCode,Start,End,NNodes", "-j", job_id]
-        ).stdout
-    )
 
     workspace.ok("report", "nap")
     page = run.report.read_text()
