@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
-from hpc_rl.cli import submit, runs, config, models, data  # noqa: F401 # isort: skip - each adds its commands, in order
+from hpc_rl.cli import submit, runs, config, models, data, hub  # noqa: F401 # isort: skip - each adds its commands, in order
 from hpc_rl.cli.app import app
-from hpc_rl.errors import EXIT_BAD_INPUT, UserError
+from hpc_rl.errors import UserError
 
 
 def main() -> NoReturn:
@@ -17,7 +17,7 @@ def main() -> NoReturn:
     except UserError as error:
         for line in str(error).splitlines():
             print(f"hpc-rl: {line}", file=sys.stderr)
-        sys.exit(EXIT_BAD_INPUT)
+        sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(1)
     sys.exit(0)
