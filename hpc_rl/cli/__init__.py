@@ -13,7 +13,7 @@ from hpc_rl.errors import UserError
 def main() -> NoReturn:
     """Run a command; a user's mistake is a line and exit code 2, without a traceback."""
     try:
-        app(standalone_mode=True)
+        app(standalone_mode=True, prog_name="hpc-rl")
     except UserError as error:
         for line in str(error).splitlines():
             print(f"hpc-rl: {line}", file=sys.stderr)

@@ -10,7 +10,8 @@ from hpc_rl.cli.app import RunArgument, app, leave
 from hpc_rl.errors import UserError
 
 wandb_app = typer.Typer(
-    help="Runs in Weights & Biases.\n\nExample: hpc-rl wandb sync sft-1", no_args_is_help=True, rich_markup_mode=None
+    help="Runs in Weights & Biases.\n\nExample: hpc-rl wandb sync sft-1",
+    no_args_is_help=True,
 )
 
 
