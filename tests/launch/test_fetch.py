@@ -16,6 +16,8 @@ from hpc_rl.launch.fetch import fetch_environment
 from hpc_rl.launch.hub_cache import hub_cache
 from tests.data.hub_server import HubServer, hub_server
 from tests.helpers import make_tiny_model, write_chats
+from tests.tracking.test_wandb_sync import next_second
+from tests.tracking.wandb_server import wandb_server
 
 CARD = """---
 configs:
@@ -44,7 +46,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
 
 
 def hpc_rl(folder: Path, hub: HubServer, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    outside = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_", "WANDB_"))}
     environ = {**outside, "HF_ENDPOINT": hub.url, "HOME": str(folder), "OMP_NUM_THREADS": "1", **environ}
     command = [sys.executable, "-m", "hpc_rl.cli", *words]
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False)
@@ -52,8 +54,10 @@ def hpc_rl(folder: Path, hub: HubServer, *words: str, **environ: str) -> subproc
 
 SFT = ("sft", "trainer.device=cpu", "model.path=me/Tiny", "data.train_files=me/SumsHard:main", "cache.hf_home=hf")
 OFFLINE = "cache.offline=true"
+WANDB = "trainer.logger=[console,wandb]"
 
 
+@pytest.mark.slow
 def test_a_job_without_internet_trains_on_what_was_fetched(tmp_path: Path, hub: HubServer) -> None:
     early = hpc_rl(tmp_path, hub, "submit", *SFT, OFFLINE, "--local")
     assert early.returncode == 2 and not (tmp_path / "runs").exists()
@@ -71,11 +75,19 @@ def test_a_job_without_internet_trains_on_what_was_fetched(tmp_path: Path, hub: 
     assert data.startswith(f"data set me/SumsHard:main: train 8, test 2 rows in {where}/datasets/me___sums_hard/main/")
     assert not any("pytorch_model.bin" in request for request in hub.asked)
     hub.asked.clear()
-    steps = ("trainer.total_training_steps=1", "data.train_batch_size=4", "data.val_files=me/SumsHard:main")
-    done = hpc_rl(tmp_path, hub, "submit", *SFT, OFFLINE, "--local", *steps)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "runs" / "sft-1" / "model" / "model.safetensors").exists()
+    job = ("submit", *SFT, OFFLINE, "--local", "--job-name", "mine", "data.train_batch_size=4", WANDB)
+    for steps in (1, 2):
+        next_second()  # wandb names its folders by the second
+        done = hpc_rl(tmp_path, hub, *job, f"trainer.total_training_steps={steps}")
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "runs" / "mine" / "model" / "model.safetensors").exists()
     assert hub.asked == [], "the job asked the hub"
+    with wandb_server() as wandb:
+        login = {"WANDB_BASE_URL": wandb.url, "WANDB_API_KEY": "0" * 40}
+        synced = hpc_rl(tmp_path, hub, "wandb", "sync", "mine", **login)
+    assert synced.returncode == 0, synced.stderr
+    [history] = wandb.history.values()
+    assert [line["step"] for _, line in sorted(history.items())] == [1, 2], "both jobs are one run there"
 
 
 def test_the_job_script_says_where_the_cache_is_and_that_it_is_all(tmp_path: Path, hub: HubServer) -> None:
