@@ -16,7 +16,7 @@ _RETRIES = {
     "WANDB__GRAPHQL_RETRY_WAIT_MAX_SECONDS": "5",
     "WANDB_HTTP_TIMEOUT": "20",
 }
-"""wandb's settings: about a minute for a server that does not answer, instead of twenty."""
+"""wandb's settings: two minutes at most for a server that does not answer, instead of twenty."""
 _CUT_OFF = "incomplete record"
 """What wandb says of a file without an end, after it has uploaded all that is there."""
 _EMPTY_BYTES = 7
