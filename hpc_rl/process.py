@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,6 +107,13 @@ def end(child: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
+
+
+def python_with(package: str, other: str | None) -> str | None:
+    """A Python that has the package: this one, or else the other, which may have it; None where neither can."""
+    spec = importlib.util.find_spec(package)
+    has_it = spec is not None and spec.origin is not None  # a mere folder of that name has no origin
+    return sys.executable if has_it else other
 
 
 def shell_code(returncode: int) -> int:

@@ -8,11 +8,15 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from hpc_rl.cli.completion import run_names
+
 app = typer.Typer(
     name="hpc-rl",
-    help="Post-training of language models on a Slurm cluster.",
+    help="""Post-training of language models on a Slurm cluster.
+
+    Example: hpc-rl submit sft --nodes 2 --gpus-per-node 4 model=qwen2.5-0.5b data.train_files=train.jsonl
+    """,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -31,7 +35,9 @@ KindArgument = Annotated[
         help="sft: supervised fine-tuning; ppo: reinforcement learning; torchrun, ray: your own program of that kind."
     ),
 ]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, name of a run, or job id.")]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="Run directory, name of a run, or job id.", autocompletion=run_names)
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 

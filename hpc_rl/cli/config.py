@@ -38,7 +38,10 @@ def config(
         bool, typer.Option("-h", "--help", help="Also lists every key.", is_eager=True, callback=_print_keys)
     ] = False,
 ) -> None:
-    """Print the resolved configuration; with --help, every key with type, default and meaning."""
+    """Print the resolved configuration; with --help, every key with type, default and meaning.
+
+    Example: hpc-rl config sft optim.lr=1e-4
+    """
     from hpc_rl.config.compose import compose_partly, dump
 
     found, missing = compose_partly(kind.value, overrides or [])

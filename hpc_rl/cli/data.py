@@ -9,7 +9,10 @@ import typer
 
 from hpc_rl.cli.app import app
 
-data_app = typer.Typer(help="Prepare data sets.", no_args_is_help=True)
+data_app = typer.Typer(
+    help="Prepare data sets.\n\nExample: hpc-rl data arithmetic --out data/sums",
+    no_args_is_help=True,
+)
 app.add_typer(data_app, name="data")
 
 
@@ -18,7 +21,10 @@ def gsm8k(
     source: Annotated[str, typer.Option(help="Raw GSM8K: a folder or file of jsonl, or a `datasets` name.")],
     out: Annotated[Path, typer.Option(help="Folder for train.jsonl and test.jsonl.")],
 ) -> None:
-    """Grade-school mathematics (Cobbe et al. 2021) as chat messages."""
+    """Grade-school mathematics (Cobbe et al. 2021) as chat messages.
+
+    Example: hpc-rl data gsm8k --source openai/gsm8k:main --out data/gsm8k
+    """
     from hpc_rl.data.gsm8k import prepare
 
     _print_counts(out, prepare(source, out))
@@ -34,7 +40,10 @@ def arithmetic(
         float, typer.Option(min=0, max=1, help="Part of the training answers that forget to carry the one.")
     ] = 0.0,
 ) -> None:
-    """Made-up sums as chat messages: small enough to learn on a laptop."""
+    """Made-up sums as chat messages: small enough to learn on a laptop.
+
+    Example: hpc-rl data arithmetic --out data/sums --train 4000
+    """
     from hpc_rl.data.arithmetic import generate
 
     _print_counts(out, generate(out, train, val, seed, careless))

@@ -24,7 +24,10 @@ def export(
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     dtype: Annotated[Dtype | None, typer.Option(help="As trained where not given.", show_default=False)] = None,
 ) -> None:
-    """Write a checkpoint as a Hugging Face model folder."""
+    """Write a checkpoint as a Hugging Face model folder.
+
+    Example: hpc-rl export sft-1 models/mine --dtype bfloat16
+    """
     from hpc_rl.launch import runs
 
     folder = Path(source) if Path(source, "trainer.json").is_file() else runs.find_run(source).path

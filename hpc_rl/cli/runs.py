@@ -15,7 +15,10 @@ from hpc_rl.errors import UserError
 
 @app.command()
 def status(run: RunArgument, as_json: JsonOption = False) -> None:
-    """Show a run's state and progress."""
+    """Show a run's state and progress.
+
+    Example: hpc-rl status sft-1
+    """
     from hpc_rl.launch import runs
 
     found = runs.status(runs.find_run(run))
@@ -29,7 +32,10 @@ def logs(
     node: Annotated[int | None, typer.Option(help="All logs of one node (0, 1, ...).", show_default=False)] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a run's log: rank 0 and what went wrong, or every rank of one node."""
+    """Print a run's log: rank 0 and what went wrong, or every rank of one node.
+
+    Example: hpc-rl logs -f sft-1
+    """
     from hpc_rl.launch import jobs, runs, watch
 
     found = runs.find_run(run)
@@ -55,7 +61,10 @@ def logs(
 
 @app.command()
 def cancel(run: RunArgument) -> None:
-    """End a run's job now. What it saved stays."""
+    """End a run's job now. What it saved stays.
+
+    Example: hpc-rl cancel sft-1
+    """
     from hpc_rl.launch import jobs, runs
 
     print(jobs.cancel(runs.find_run(run)))
@@ -63,7 +72,10 @@ def cancel(run: RunArgument) -> None:
 
 @app.command()
 def stop(run: RunArgument) -> None:
-    """Ask a run to save at its next step, and leave."""
+    """Ask a run to save at its next step, and leave.
+
+    Example: hpc-rl stop sft-1
+    """
     from hpc_rl.launch import jobs, runs
 
     print(jobs.stop(runs.find_run(run)))

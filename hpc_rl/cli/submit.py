@@ -106,6 +106,8 @@ def submit(
     """Submit a job: check it, write its run directory, queue it.
 
     A run that was stopped or cancelled goes on from its last checkpoint when it is submitted again by its name.
+
+    Example: hpc-rl submit sft --nodes 2 --gpus-per-node 4 model=qwen2.5-0.5b data.train_files=train.jsonl
     """
     from hpc_rl.launch import jobs
     from hpc_rl.launch.render import render as render_script
@@ -140,7 +142,10 @@ def submit(
 def render(
     kind: KindArgument, arguments: OverridesArgument = None, *, flags: SlurmFlags, run_dir: RunDirOption = None
 ) -> None:
-    """Print the job script, and make the run directory that it needs: for editing, and plain `sbatch`."""
+    """Print the job script, and make the run directory that it needs: for editing, and plain `sbatch`.
+
+    Example: hpc-rl render sft --job-name mine model=qwen2.5-0.5b data.train_files=train.jsonl
+    """
     from hpc_rl.launch import jobs
 
     job, text = _reserved(_request(kind, arguments, flags, run_dir))

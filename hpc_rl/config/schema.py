@@ -153,8 +153,9 @@ class TrainingConfig(TrainerConfig):
     """Project in wandb."""
     experiment_name: str | None = None
     """Name in wandb; the run directory's name where null."""
-    wandb_mode: Literal["online", "offline"] = "online"
-    """offline writes into the run directory, for compute nodes without internet; `wandb sync` uploads later."""
+    wandb_mode: Literal["online", "offline"] | None = None
+    """offline writes into the run directory, and `hpc-rl wandb sync` uploads later; null: offline where cache.offline
+    says that nodes have no internet."""
     wandb_proxy: str | None = None
     """HTTP proxy for wandb alone."""
 
@@ -271,11 +272,22 @@ _OWNED = {
 }
 
 
+class CacheConfig(Section):
+    hf_home: Path | None = None
+    """Folder of the Hugging Face cache (HF_HOME), which all nodes see; as in the environment where null."""
+    wandb_dir: Path | None = None
+    """Folder of wandb's own cache, for home folders with a small quota; wandb's default where null."""
+    offline: bool = False
+    """Compute nodes have no internet: models and data sets come from the cache, where `hpc-rl fetch` puts them, and
+    wandb writes into the run directory."""
+
+
 class JobConfig(Section):
     """What the launcher needs of any job; `submit torchrun` uses it as it is."""
 
     trainer: TrainerConfig = TrainerConfig()
     slurm: SlurmConfig = SlurmConfig()
+    cache: CacheConfig = CacheConfig()
 
 
 def walltime_s(text: str) -> int | None:

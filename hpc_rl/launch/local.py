@@ -17,6 +17,7 @@ from typing import IO
 from hpc_rl.config.compose import dump
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.launch import jobs, runs
+from hpc_rl.launch.environment import job_environment
 from hpc_rl.launch.render import NODE_ENTRIES, TRAINERS, Job, node_options
 from hpc_rl.process import adopt_orphans, end, end_descendants, shell_code, start
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR, ENV_RUN_DIR
@@ -91,7 +92,7 @@ def node_environment(
         gpus["CUDA_VISIBLE_DEVICES"] = ",".join(every[first : first + trainer.n_gpus_per_node])
     return {
         **outside,
-        **job.config.slurm.env,
+        **job_environment(job.config),
         **gpus,
         ENV_RUN_DIR: str(job.run_dir.path),
         ENV_ATTEMPT_DIR: str(attempt),

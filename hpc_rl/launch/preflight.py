@@ -18,6 +18,7 @@ from hpc_rl.config.roles import engine_name
 from hpc_rl.config.schema import DataConfig, ModelConfig, PpoConfig, PromptDataConfig, RayJobConfig, SftConfig
 from hpc_rl.data.rows import CannotCheck, check_file, check_prompts, is_file
 from hpc_rl.errors import UserError
+from hpc_rl.launch.hub_cache import HubCache, hub_cache
 from hpc_rl.launch.render import Job
 from hpc_rl.ray_version import check_ray, installed_ray
 from hpc_rl.rewards.check import check_function, check_url
@@ -63,12 +64,12 @@ def check(job: Job) -> list[str]:
 
 
 def _model_checks(config: SftConfig | PpoConfig) -> list[Callable[[], str | None]]:
-    model, data = config.model, config.data
+    model, data, cache = config.model, config.data, hub_cache(config)
     checks: list[Callable[[], str | None]] = [
-        partial(check_model, model),
-        partial(check_chat_template, model, data),
+        partial(check_model_path, "model.path", model.path, cache),
+        partial(check_chat_template, model, data, cache),
     ]
-    return checks + [partial(check_data, file, data) for file in [*data.train_files, *data.val_files]]
+    return checks + [partial(check_data, file, data, cache) for file in [*data.train_files, *data.val_files]]
 
 
 def _ppo_checks(config: PpoConfig, same_python: bool) -> list[Callable[[], str | None]]:
@@ -80,7 +81,7 @@ def _ppo_checks(config: PpoConfig, same_python: bool) -> list[Callable[[], str |
         checks.append(partial(check_url, reward.url))
     for key, path in {"reward.model": reward.model, "critic.path": config.critic.path}.items():
         if path is not None:
-            checks.append(partial(check_model_path, key, path))
+            checks.append(partial(check_model_path, key, path, hub_cache(config)))
     if same_python and engine_name(config) == "vllm":
         checks.append(partial(check_vllm, config.rollout.name))
     return checks
@@ -118,13 +119,17 @@ def check_after(job_id: str) -> str | None:
     return None
 
 
-def check_data(file: str, data: DataConfig | PromptDataConfig) -> str | None:
+def check_data(file: str, data: DataConfig | PromptDataConfig, cache: HubCache) -> str | None:
     if not is_file(file):
         if Path(file).is_dir():
             return f"data folder {file} is read when the job starts"
         if file.startswith(("/", ".")) or Path(file).suffix in _OTHER_DATA:
             raise UserError(f"{file}: no such folder, and no .jsonl or .parquet file")
-        return f"data set {file} is a name on the hub: it is looked up when the job starts"
+        if not cache.offline:
+            return f"data set {file} is a name on the hub: it is looked up when the job starts"
+        if not cache.has_dataset(file):
+            raise UserError(_not_cached(f"data set {file}", file, cache.datasets))
+        return None
     try:
         if isinstance(data, PromptDataConfig):
             check_prompts(file, data, MAX_ROWS)
@@ -135,32 +140,52 @@ def check_data(file: str, data: DataConfig | PromptDataConfig) -> str | None:
     return None
 
 
-def check_model(model: ModelConfig) -> str | None:
-    return check_model_path("model.path", model.path)
-
-
-def check_model_path(key: str, path: str) -> str | None:
-    """A folder must hold a Hugging Face model; a name is left to the job's start."""
-    folder = Path(path)
-    if not folder.is_dir():
-        if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
+def check_model_path(key: str, path: str, cache: HubCache) -> str | None:
+    """A folder must hold a Hugging Face model, and so must the cache where it is all that the job has."""
+    folder = _model_folder(path, cache)
+    if folder is None:
+        if Path(path).exists() or not _HUB_NAME.fullmatch(path):
             raise UserError(f"{key} {path}: no such folder, and no name of a model on the hub")
+        if cache.offline:
+            raise UserError(_not_cached(f"{key} {path}", path, cache.models))
         return f"model {path} is a name on the hub: it is looked up when the job starts"
-    config = folder / "config.json"
-    if "model_type" not in _json_object(config):
+    remedy = "" if Path(path).is_dir() else f": hpc-rl fetch {path}"
+    if "model_type" not in _json_object(folder / "config.json"):
         raise UserError(f"{key} {path} is no Hugging Face model: no config.json with a model_type in it")
-    if not any([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        raise UserError(f"{key} {path} has no weights (*.safetensors or *.bin)")
+    weights = {file.name for kind in ("safetensors", "bin") for file in folder.glob(f"*.{kind}") if file.is_file()}
+    if not weights:
+        raise UserError(f"{key} {path} has no weights (*.safetensors or *.bin){remedy}")
+    named = _json_object(folder / "model.safetensors.index.json").get("weight_map")
+    if isinstance(named, dict) and (missing := sorted(set(named.values()) - weights)):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(f"{key} {path} is incomplete: no {missing[0]}{more} in {folder}{remedy}")
     return None
 
 
-def check_chat_template(model: ModelConfig, data: DataConfig | PromptDataConfig) -> None:
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+
+def _model_folder(path: str, cache: HubCache) -> Path | None:
+    """The folder that a path or, offline, a name on the hub stands for; None where there is none (yet)."""
+    if Path(path).is_dir():
+        return Path(path)
+    return cache.model_folder(path) if cache.offline and _HUB_NAME.fullmatch(path) else None
+
+
+def _not_cached(what: str, name: str, where: Path) -> str:
+    return f"{what} is not in the cache {where}, and compute nodes are offline (cache.offline): hpc-rl fetch {name}"
+
+
+def check_chat_template(model: ModelConfig, data: DataConfig | PromptDataConfig, cache: HubCache) -> None:
     if data.chat_template is not None:
         if not Path(data.chat_template).is_file():
             raise UserError(f"data.chat_template {data.chat_template}: no such file")
         return
-    folder = Path(model.tokenizer_path or model.path)
-    if not folder.is_dir():
+    name = model.tokenizer_path or model.path
+    folder = _model_folder(name, cache)
+    if folder is None:
+        if cache.offline and model.tokenizer_path is not None:
+            raise UserError(_not_cached(f"model.tokenizer_path {name}", name, cache.models))
         return
     settings = folder / "tokenizer_config.json"
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):

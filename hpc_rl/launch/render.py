@@ -15,6 +15,7 @@ from hpc_rl import __version__
 from hpc_rl.config.compose import dump
 from hpc_rl.config.schema import JobConfig, RayJobConfig
 from hpc_rl.errors import UserError
+from hpc_rl.launch.environment import job_environment
 from hpc_rl.resources import shipped
 from hpc_rl.run_dir import RunDir
 
@@ -117,7 +118,7 @@ def _values(job: Job) -> dict[str, Any]:
         "python": config.slurm.python or sys.executable,
         "working_dir": str(job.working_dir),
         "setup": config.slurm.setup,
-        "env": sorted(config.slurm.env.items()),
+        "env": sorted(job_environment(config).items()),
         "config": config_text,
         "config_end": f"END_OF_CONFIG_{hashlib.sha256((config_text or '').encode()).hexdigest()[:8]}",
         "warning_s": config.slurm.warning_s,

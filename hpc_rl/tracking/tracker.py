@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from hpc_rl.config.schema import TrainingConfig
+from hpc_rl.config.schema import CacheConfig, TrainingConfig
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import MetricsFile
 from hpc_rl.tracking.text import step_line
@@ -22,6 +22,8 @@ class TrainingJob(Protocol):
 
     @property
     def trainer(self) -> TrainingConfig: ...
+    @property
+    def cache(self) -> CacheConfig: ...
     def model_dump(self, *, mode: str) -> dict[str, Any]: ...
 
 
@@ -34,7 +36,7 @@ def open_tracker(config: TrainingJob, run: RunDir, wandb_id: str | None, is_main
         loggers=trainer.logger,
         project=trainer.project_name,
         name=trainer.experiment_name or run.name,
-        wandb_mode=trainer.wandb_mode,
+        wandb_mode=trainer.wandb_mode or ("offline" if config.cache.offline else "online"),
         wandb_proxy=trainer.wandb_proxy,
         wandb_id=wandb_id,
         is_main=is_main,

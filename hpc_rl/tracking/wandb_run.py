@@ -58,11 +58,13 @@ class WandbRun:
                 name=name,
                 mode="offline" if mode == "offline" else "online",
                 id=run_id,
-                resume="allow" if run_id and mode == "online" else None,
+                # Offline too: `wandb sync` else writes each attempt over the one before it.
+                resume="allow" if run_id else None,
                 settings=settings,
             )
 
         self._error = wandb.Error
+        self._run_dir = run_dir.path
         try:
             self._run = start(mode)
         except wandb.Error as error:
@@ -107,14 +109,18 @@ class WandbRun:
     def finish(self, exit_code: int) -> None:
         """Upload what is left, for two minutes at most; prints how to upload what is still left then."""
         folder = self._run.settings.sync_dir
-        uploaded = not self._offline
         try:
             self._run.finish(exit_code=exit_code)
         except (self._error, TimeoutError) as error:
-            uploaded = False
             _warn(f"wandb could not finish: {_first_line(error)}")
-        if not uploaded:
-            print(f"To upload the metrics: wandb sync {shlex.quote(str(folder))}", flush=True)
+            if not self._offline:
+                _say_upload(f"wandb sync --include-online {shlex.quote(str(folder))}")
+        if self._offline:
+            _say_upload(f"hpc-rl wandb sync {shlex.quote(str(self._run_dir))}")
+
+
+def _say_upload(command: str) -> None:
+    print(f"To upload the metrics: {command}", flush=True)
 
 
 def _warn(text: str) -> None:

@@ -1,24 +1,16 @@
-"""Shipped recipes and documented commands: what the files and the pages say has to compose."""
+"""Shipped recipes: what the files say has to compose."""
 
 import re
-import shlex
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 
-from hpc_rl.cli import app
-from hpc_rl.cli.submit import SlurmFlags
-from hpc_rl.config.compose import compose, compose_partly, documented_keys
+from hpc_rl.config.compose import compose
 from hpc_rl.config.roles import roles_in_use
-from hpc_rl.config.schema import SCHEMAS, JobConfig, PpoConfig
+from hpc_rl.config.schema import PpoConfig
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "docs" / "rl.md"]
 GSM8K_ROWS = 7473
-NO_KEYS = {"ray.init()", "ray.sbatch.j2", "trainer.json"}
 
 
 def names(group: str) -> list[str]:
@@ -74,51 +66,6 @@ def test_a_recipe_of_ones_own_builds_on_a_shipped_one(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     config = ppo()
     assert (config.data.train_batch_size, config.actor.mini_batch_size, config.rollout.n) == (1024, 1024, 8)
-
-
-def documented_commands() -> Iterator[tuple[str, list[str]]]:
-    """(page, words) of each `hpc-rl ...` and `python -m hpc_rl.rl.main_ppo ...` in a block of code."""
-    for page in PAGES:
-        for block in re.findall(r"^ *```\w*\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE):
-            for line in block.replace("\\\n", " ").splitlines():
-                if re.match(r"hpc-rl |python -m hpc_rl", line.strip()):
-                    yield page.name, shlex.split(line, comments=True)
-
-
-@pytest.mark.parametrize(("page", "words"), list(documented_commands()), ids=lambda value: str(value)[:80])
-def test_documented_commands_are_understood(page: str, words: list[str]) -> None:
-    if words[0] == "python":
-        assert isinstance(compose("ppo", words[3:]), PpoConfig)
-        return
-    own, _, program = " ".join(map(shlex.quote, words[1:])).partition(" -- ")
-    name, *arguments = shlex.split(own)
-    command: Any = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
-    if hasattr(command, "commands"):
-        name, *arguments = arguments
-        command = command.commands[name]
-    if name == "config" and "--help" in arguments:
-        return
-    found = command.make_context(name, arguments).params
-    if name == "submit":
-        flags = SlurmFlags(**{key: value for key, value in found.items() if key in SlurmFlags.__dataclass_fields__})
-        config = compose(found["kind"], found["arguments"] or [], flags.settings())
-        assert isinstance(config, JobConfig)
-        assert bool(program) == (found["kind"] in ("torchrun", "ray"))
-    elif name == "config":
-        compose_partly(found["kind"], found["overrides"] or [])
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_documented_keys_exist(page: Path) -> None:
-    options = [(key, kind) for schema in SCHEMAS.values() for key, kind, *_ in documented_keys(schema)]
-    keys = {key for key, _ in options}
-    tables = {key for key, kind in options if kind.startswith("dict")}
-    sections = {key.partition(".")[0] for key in keys}
-    words = {word for text in re.findall(r"`([^`\n]+)`", page.read_text()) for word in text.split()}
-    written = {key for word in words if "." in (key := word.partition("=")[0].strip("'\""))}
-    written = {key for key in written if key.partition(".")[0] in sections and "/" not in key}
-    unknown = {key for key in written - keys if key.rpartition(".")[0] not in tables}
-    assert written and unknown <= NO_KEYS
 
 
 def test_every_metric_of_the_loop_is_documented() -> None:

@@ -85,8 +85,8 @@ def test_offline_wandb_keeps_its_id_and_says_how_to_sync(
     made.log(1, {"train/loss": float("nan")}, total_steps=2)
     made.finish()
     line = capsys.readouterr().out.strip().splitlines()[-1]
-    folder = Path(line.removeprefix("To upload the metrics: wandb sync "))
-    assert made.wandb_id == "abc123" and folder.parent == tmp_path / "wandb" and list(folder.glob("*.wandb"))
+    assert line == f"To upload the metrics: hpc-rl wandb sync {tmp_path}"
+    assert made.wandb_id == "abc123" and list(tmp_path.glob("wandb/offline-run-*-abc123/*.wandb"))
 
 
 def test_wandb_without_a_network_warns_and_goes_on(

@@ -1,0 +1,109 @@
+"""Downloads into the Hugging Face cache: python -m hpc_rl.data.fetch NAME... on a machine with internet.
+
+A process of its own, since huggingface_hub and datasets read the cache's place (HF_HOME) when they are imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpc_rl.data.hub import load_splits
+from hpc_rl.errors import EXIT_BAD_INPUT, UserError
+
+_OTHER_FORMATS = ["*.onnx*", "*.gguf", "*.h5", "*.msgpack", "*.ot", "*.pth", "*.pt", "original/*", "onnx/*"]
+_OTHER_WEIGHTS = ["*.bin", *_OTHER_FORMATS]
+"""Copies of the weights for other programs, which double what is downloaded."""
+
+
+def main(names: Sequence[str]) -> int:
+    """Fetch one after another; the exit code."""
+    for name in names:
+        try:
+            print(fetch(name), flush=True)
+        except UserError as error:
+            print(f"hpc-rl: {error}", file=sys.stderr)
+            return error.exit_code
+        except ModuleNotFoundError as error:
+            print(f"hpc-rl: {sys.executable} has no {error.name}: pip install 'hpc-rl[train]'", file=sys.stderr)
+            return EXIT_BAD_INPUT
+    return 0
+
+
+def fetch(name: str) -> str:
+    """Download what the name stands for on the hub: a model or, where there is none, a data set; says what and where.
+
+    Args:
+        name: a name on the hub; with `:configuration` it is a data set's.
+
+    Raises:
+        UserError: there is no such thing, it may not be read, or it cannot be reached or written.
+    """
+    folder = None if ":" in name else fetch_model(name)
+    return _dataset_line(name) if folder is None else _model_line(name, folder)
+
+
+def fetch_model(name: str) -> Path | None:
+    """The snapshot of a model, downloaded where it was not; None where the hub has no model of this name.
+
+    Raises:
+        UserError: it may not be read, or it cannot be reached or written.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, ignore_patterns=_OTHER_WEIGHTS))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(name, ignore_patterns=_OTHER_FORMATS))
+    except GatedRepoError as error:
+        raise UserError(f"{name} is gated: accept its terms on its page, then `hf auth login` or HF_TOKEN") from error
+    except RepositoryNotFoundError:
+        return None
+    except (OSError, HFValidationError) as error:
+        raise UserError(f"cannot fetch {name} from {_endpoint()}: {_first_line(error)}") from error
+    return folder
+
+
+def _model_line(name: str, folder: Path) -> str:
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{name} is no model that transformers can load: it has no config.json")
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return f"model {name}: {_amount(size)} in {folder}"
+
+
+def _dataset_line(name: str) -> str:
+    from datasets.exceptions import DatasetNotFoundError
+
+    try:
+        splits = load_splits(name)
+    except UserError as error:
+        if isinstance(error.__cause__, DatasetNotFoundError):
+            raise UserError(
+                f"{_endpoint()} has no {'' if ':' in name else 'model and no '}data set {name} that you may read: "
+                "check the name, or `hf auth login`"
+            ) from error
+        raise UserError(f"cannot fetch {name} from {_endpoint()}: {_first_line(error.__cause__ or error)}") from error
+    rows = ", ".join(f"{split} {len(data):,}" for split, data in splits.items())
+    folder = next((Path(file["filename"]).parent for data in splits.values() for file in data.cache_files), "memory")
+    return f"data set {name}: {rows} rows in {folder}"
+
+
+def _endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _amount(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
