@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hpc_rl.cli.app import JsonOption, KindArgument, app, note
+from hpc_rl.cli.app import JsonOption, KindArgument, SiteOption, app, note
 
 
 def _print_keys(context: typer.Context, value: bool) -> None:
@@ -33,15 +33,17 @@ def _print_keys(context: typer.Context, value: bool) -> None:
 def config(
     kind: KindArgument,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", show_default=False)] = None,
+    site: SiteOption = None,
     as_json: JsonOption = False,
     _help: Annotated[
         bool, typer.Option("-h", "--help", help="Also lists every key.", is_eager=True, callback=_print_keys)
     ] = False,
 ) -> None:
     """Print the resolved configuration; with --help, every key with type, default and meaning."""
+    from hpc_rl.config import sites
     from hpc_rl.config.compose import compose_partly, dump
 
-    found, missing = compose_partly(kind.value, overrides or [])
+    found, missing = compose_partly(kind.value, overrides or [], sites.load(site))
     print(found.model_dump_json(indent=2) if as_json else dump(found), end="\n" if as_json else "")
     if missing:
         note(f"still to be given: {', '.join(missing)}")

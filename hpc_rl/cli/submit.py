@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpc_rl.cli.app import Kind, KindArgument, app, leave, note
+from hpc_rl.cli.app import Kind, KindArgument, SiteOption, app, leave, note
 from hpc_rl.cli.text import short_path, status_text
 from hpc_rl.errors import UserError
 
@@ -52,6 +52,7 @@ class SlurmFlags:
     after: Annotated[str | None, typer.Option(metavar="JOBID", help="Start after this job or run has ended well.")] = (
         None
     )
+    site: SiteOption = None
 
     def settings(self) -> dict[str, Any]:
         """Dotted configuration key -> value, for the flags that were given."""
@@ -153,7 +154,7 @@ def _request(kind: Kind, arguments: list[str] | None, flags: SlurmFlags, run_dir
     from hpc_rl.launch.request import Request
 
     overrides, program = _split_program(kind, arguments or [])
-    return Request(kind.value, overrides, program, flags.settings(), flags.after, run_dir)
+    return Request(kind.value, overrides, program, flags.settings(), flags.after, run_dir, flags.site)
 
 
 def _checked(request: Request) -> Job:

@@ -18,6 +18,7 @@ from hpc_rl.config.compose import dump
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.launch import jobs, runs
 from hpc_rl.launch.render import NODE_ENTRIES, TRAINERS, Job, node_options
+from hpc_rl.launch.resource_request import cpus_per_node, environment
 from hpc_rl.process import adopt_orphans, end, end_descendants, shell_code, start
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR, ENV_RUN_DIR
 from hpc_rl.scratch import remove_scratch, scratch_dir
@@ -80,7 +81,7 @@ def node_environment(
             runs on a cluster runs here too, if slower.
     """
     trainer = job.config.trainer
-    asked = job.config.slurm.cpus_per_task or trainer.n_gpus_per_node
+    asked = cpus_per_node(job.config)
     outside = {name: value for name, value in environ.items() if not name.startswith("SLURM_")}
     host = os.uname().nodename
     gpus = {}
@@ -91,7 +92,7 @@ def node_environment(
         gpus["CUDA_VISIBLE_DEVICES"] = ",".join(every[first : first + trainer.n_gpus_per_node])
     return {
         **outside,
-        **job.config.slurm.env,
+        **environment(job.config),
         **gpus,
         ENV_RUN_DIR: str(job.run_dir.path),
         ENV_ATTEMPT_DIR: str(attempt),
