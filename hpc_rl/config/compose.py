@@ -108,9 +108,7 @@ def documented_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple
         yield f"{prefix}{name}", _type_name(annotation), default, " ".join((field.description or "").split())
 
 
-def _tree(
-    job: str, overrides: Sequence[str], settings: Mapping[str, Any], profile: Profile | None
-) -> dict[str, Any]:
+def _tree(job: str, overrides: Sequence[str], settings: Mapping[str, Any], profile: Profile | None) -> dict[str, Any]:
     schema = SCHEMAS[job]
     texts, rest = _split_overrides(schema, overrides)
     tree = _hydra_tree(job, rest)

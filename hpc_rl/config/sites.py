@@ -29,10 +29,10 @@ USER = Path("~/.config/hpc-rl/site.yaml")
 PROJECT = Path("site.yaml")
 
 _SECTIONS: dict[str, type[BaseModel]] = {
-    **{name: field.annotation for name, field in JobConfig.model_fields.items() if field.annotation is not None},
-    "trainer": TrainingConfig,
-    "ray": RayConfig,
-}
+    name: section
+    for name, field in JobConfig.model_fields.items()
+    if isinstance(section := field.annotation, type) and issubclass(section, BaseModel)
+} | {"trainer": TrainingConfig, "ray": RayConfig}
 """Sections of a profile -> what checks them."""
 _PICKED = {
     "trainer": ("n_gpus_per_node", "device", "logger", "project_name", "wandb_mode", "wandb_proxy"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -22,7 +22,7 @@ Omittable = Literal[
 
 
 class NodeConfig(Section):
-    """The shape of this cluster's nodes. A job that asks for part of a node's GPUs asks for the same part of the rest."""
+    """The shape of this cluster's nodes: a part of a node's GPUs brings the same part of its CPUs and memory."""
 
     gpus: int | None = Field(None, ge=1)
     """GPUs of a node of this cluster; with cpus and mem_mb, what a job asks for where it does not say."""
@@ -57,7 +57,7 @@ class SlurmConfig(Section):
     gpu_option: GpuOption = "gpus-per-node"
     """The sbatch option by which this cluster is asked for GPUs; gres is the one that every Slurm knows."""
     gpu_type: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")
-    """Type of GPU to ask for, as `sinfo -o %G` names it (a100, or a MIG profile such as a100_1g.5gb); any where null."""
+    """Type of GPU to ask for, as `sinfo -o %G` names it (a100, or a MIG device such as a100_1g.5gb); any where null."""
     mem_option: MemOption = "mem"
     """The sbatch option by which this cluster is asked for memory; none: it gives memory by its own rule."""
     leave_out: list[Omittable] = []
@@ -116,7 +116,9 @@ class SlurmConfig(Section):
         if self.mem is None or self.mem_option == "mem":
             return self
         if self.mem_option == "none":
-            raise ValueError(f"slurm.mem is {self.mem}, but slurm.mem_option=none: leave mem out, or use mem_option=mem")
+            raise ValueError(
+                f"slurm.mem is {self.mem}, but slurm.mem_option=none: leave mem out, or use mem_option=mem"
+            )
         if not memory_mb(self.mem):
             raise ValueError(
                 f"slurm.mem is {self.mem!r}, and slurm.mem_option=mem-per-gpu divides it by the GPUs: write a size, "

@@ -31,8 +31,12 @@ def error_of(text: str) -> list[str]:
 
 
 def test_the_later_layer_wins_key_by_key_and_every_value_knows_its_line(own_layers: Path) -> None:
-    (own_layers / "system.yaml").write_text("slurm:\n  partition: all\n  account: none\n  qos: low\n  time: '1:00:00'\n")
-    (own_layers / "user.yaml").write_text("# mine\nslurm:\n  account: me\n  env: {HF_HOME: /hf, A: user}\n  qos: high\n")
+    (own_layers / "system.yaml").write_text(
+        "slurm:\n  partition: all\n  account: none\n  qos: low\n  time: '1:00:00'\n"
+    )
+    (own_layers / "user.yaml").write_text(
+        "# mine\nslurm:\n  account: me\n  env: {HF_HOME: /hf, A: user}\n  qos: high\n"
+    )
     Path("site.yaml").write_text("slurm: {account: project, env: {A: project}}\n")
     Path("flag.yaml").write_text("slurm:\n  qos: null\n")
     profile = sites.load("flag.yaml", environ={})
@@ -152,7 +156,7 @@ def test_an_empty_profile_is_none() -> None:
 def test_what_several_keys_make_wrong_is_left_to_the_whole() -> None:
     Path("site.yaml").write_text("slurm: {time: '2', mem: 64G, mem_option: none}\n")
     profile = sites.load(environ={})
-    with pytest.raises(UserError, match="slurm.mem_option=none: leave mem out"):
+    with pytest.raises(UserError, match=r"slurm\.mem_option=none: leave mem out"):
         compose("torchrun", ["slurm.warning_s=30"], profile=profile)
     assert compose("torchrun", ["slurm.warning_s=30", "slurm.mem=null"], profile=profile).slurm.time == "2"
 
