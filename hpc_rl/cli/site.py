@@ -102,10 +102,12 @@ def _warn(facts: Facts, accounts: list[str]) -> None:
 
 
 def _as_text(profile: Profile) -> str:
+    from hpc_rl.config.sites import short
+
     rows = [(key, _shown(value), str(profile.origins[key])) for key, value in profile.values.items()]
     widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
     lines = [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for key, value, origin in sorted(rows)]
-    layers = [f"# {one.name}: {one.file}{'' if one.found else ' (none)'}" for one in profile.layers]
+    layers = [f"# {one.name}: {short(one.file)}{'' if one.found else ' (none)'}" for one in profile.layers]
     return "\n".join([*layers, *lines])
 
 

@@ -166,6 +166,8 @@ def _split_overrides(schema: type[BaseModel], overrides: Sequence[str]) -> tuple
         key = key.lstrip("+")
         if not equals or not key or key.startswith("-"):
             raise UserError(f"{override!r} is no option: write key=value, for example trainer.total_epochs=3")
+        if key == "site":
+            raise UserError(f"{override}: a site profile is an option, --site {raw or 'NAME'}")
         if _wants_text(schema, key) and not raw.startswith("["):
             texts[key] = None if raw == "null" else _unquoted(raw)
         else:

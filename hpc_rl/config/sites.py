@@ -49,7 +49,7 @@ class Origin:
     line: int
 
     def __str__(self) -> str:
-        return f"{self.file}, line {self.line}"
+        return f"{short(self.file)}, line {self.line}"
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,12 @@ def find(site: str) -> Path:
         if (named := folder / "site" / f"{site}.yaml").is_file():
             return named
     raise UserError(f"site profile {site}: there is none of this name; there are {', '.join(shipped_names())}")
+
+
+def short(path: Path) -> str:
+    """A path as a user would write it."""
+    home = Path.home()
+    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
 
 
 def shipped_names() -> list[str]:

@@ -168,9 +168,8 @@ def _shape(facts: Facts, partition: Partition, kind: str | None) -> Iterator[str
     memory = _memory(partition, node, cpus)
     shape = {"gpus": node.gpus.get(kind) if kind is not None else None, "cpus": cpus}
     shape["mem_mb"] = memory if gives_memory and memory > 1 else None
-    yield (
-        "# Its nodes." if partition.exclusive else "# Its nodes: a job with half of the GPUs asks for half of the rest."
-    )
+    share = "" if partition.exclusive else " A job with half of the GPUs asks for half of the rest."
+    yield f"# The shape of its nodes.{share}"
     if len(shapes(groups)) > 1:
         yield "# They are not all alike (see above); this is the commonest."
     yield f"node: {{{', '.join(f'{key}: {value}' for key, value in shape.items() if value)}}}"

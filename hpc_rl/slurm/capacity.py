@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from hpc_rl.slurm.detect import NodeGroup
 
-
 _FLAGS = "--nodes, --gpus-per-node, --cpus-per-task, --mem"
 
 
@@ -75,5 +74,5 @@ def _fits(group: NodeGroup, need: Need) -> bool:
 def _words(need: Need) -> str:
     parts = [f"{need.gpus} {need.gpu_type or 'GPUs'}"] if need.gpus else []
     parts += [f"{need.cpus} CPUs"] + ([f"{need.memory_mb} MB"] if need.memory_mb else [])
-    each = " each" if need.nodes > 1 else ""
-    return f"{need.nodes} {'node' if need.nodes == 1 else 'nodes'} with {' and '.join(parts)}{each}"
+    listed = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+    return f"{need.nodes} {'node' if need.nodes == 1 else 'nodes'} with {listed}{' each' if need.nodes > 1 else ''}"

@@ -66,12 +66,12 @@ def cancel(job_id: str) -> None:
 
 
 def node_groups() -> list[detect.NodeGroup]:
-    """What nodes there are, by partition and shape; empty where sinfo is missing or fails.
+    """What nodes there are, by partition and shape, hidden partitions too; empty where sinfo is missing or fails.
 
     Raises:
         NoAnswer: the controller does not answer.
     """
-    return detect.read_sinfo(_answer(["sinfo", "-h", "-e", "-o", detect.SINFO_FORMAT]))
+    return detect.read_sinfo(_answer(["sinfo", "-a", "-h", "-e", "-o", detect.SINFO_FORMAT]))
 
 
 def partitions() -> list[detect.Partition]:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 SINFO_FORMAT = "%P|%a|%l|%L|%D|%c|%m|%G|%f|%h|%T"
-"""Columns of sinfo that say what nodes are like, and none that names one: with -e, nodes that are alike share a line, so
-that a thousand nodes are a handful of lines."""
+"""Columns of sinfo that say what nodes are like, and none that names one: with -e, nodes that are alike share a line,
+and a thousand nodes are a handful of lines."""
 ASSOCIATION_COLUMNS = "Cluster,Account,User,Partition,QOS,DefaultQOS,MaxWall,MaxTRES"
 
 
