@@ -198,7 +198,7 @@ def _unknown(key: str) -> str | None:
         return None
     if any(find_annotation(schema, key) for schema in SCHEMAS.values()):
         return "belongs to a job, not to a cluster: write it into configs/JOB.yaml, or on the command line"
-    return f"unknown key{nearest(key, list(profile_keys()))}"
+    return f"unknown key{nearest(key, [*profile_keys(), *_SECTIONS])}"
 
 
 def profile_keys() -> Iterator[str]:
