@@ -15,6 +15,7 @@ def _print_keys(context: typer.Context, value: bool) -> None:
     if not value or context.resilient_parsing:
         return
     from rich.console import Console
+    from rich.markup import escape
 
     from hpc_rl.config.compose import documented_keys
     from hpc_rl.config.schema import SCHEMAS
@@ -24,7 +25,9 @@ def _print_keys(context: typer.Context, value: bool) -> None:
     console = Console(highlight=False)
     for kind in kinds:
         for key, type_name, default, meaning in documented_keys(SCHEMAS[kind]):
-            console.print(f"[bold]{key}[/bold] = {default}  [dim]({type_name})[/dim]", soft_wrap=True, markup=True)
+            console.print(
+                f"[bold]{key}[/bold] = {escape(default)}  [dim]({escape(type_name)})[/dim]", soft_wrap=True, markup=True
+            )
             console.print(f"    {meaning}", markup=False)
     raise typer.Exit()
 

@@ -128,11 +128,15 @@ def _values(job: Job) -> dict[str, Any]:
     }
 
 
-def node_options(config: JobConfig) -> list[str]:
-    """Arguments of the node entry."""
+def node_options(config: JobConfig, local: bool = False) -> list[str]:
+    """Arguments of the node entry.
+
+    Args:
+        local: all nodes are this machine, which need not have the cluster's network.
+    """
     timeout = config.ray.start_timeout_s if isinstance(config, RayJobConfig) else config.slurm.start_timeout_s
     options = ["--processes", str(config.trainer.n_gpus_per_node), "--start-timeout", str(timeout)]
-    if config.slurm.interface:
+    if config.slurm.interface and not local:
         options += ["--interface", config.slurm.interface]
     return options + (_ray_options(config) if isinstance(config, RayJobConfig) else [])
 

@@ -7,7 +7,7 @@ import pytest
 
 from hpc_rl.config.compose import compose
 from hpc_rl.errors import UserError
-from hpc_rl.launch.local import node_environment
+from hpc_rl.launch.local import node_command, node_environment
 from hpc_rl.launch.render import Job, render
 from hpc_rl.run_dir import RunDir
 
@@ -97,3 +97,8 @@ def test_a_local_run_has_the_same_variables_and_cpus() -> None:
     environ = node_environment(found, "1", Path("/run/attempt-1"), 0, {}, cpus=4)
     assert (environ["http_proxy"], environ["https_proxy"], environ["no_proxy"]) == ("http://p:1", "http://p:1", "x")
     assert environ["SLURM_CPUS_ON_NODE"] == "32"
+
+
+def test_a_local_run_needs_no_network_of_the_cluster() -> None:
+    found = job(**{"slurm.interface": "ib0"})
+    assert "--interface ib0" in render(found) and "--interface" not in node_command(found)
