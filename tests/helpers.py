@@ -112,3 +112,9 @@ def write_chats(path: Path, rows: int) -> Path:
     """A jsonl file with a `messages` column."""
     path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats(rows)))
     return path
+
+
+def recorded(cluster: str, command: str) -> str:
+    """What a real Slurm has answered (tests/slurm/recorded), without the lines that say to what."""
+    lines = (Path(__file__).parent / "slurm" / "recorded" / cluster / f"{command}.txt").read_text().splitlines(True)
+    return "".join(line for line in lines if not line.startswith("#"))

@@ -38,6 +38,10 @@ KindArgument = Annotated[
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="Run directory, name of a run, or job id.", autocompletion=run_names)
 ]
+SiteOption = Annotated[
+    str | None,
+    typer.Option("--site", metavar="FILE_OR_NAME", help="Site profile: a file, or a shipped one.", show_default=False),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hpc_rl.cli.app import JsonOption, KindArgument, app, note
+from hpc_rl.cli.app import JsonOption, KindArgument, SiteOption, app, note
 
 
 def _print_keys(context: typer.Context, value: bool) -> None:
@@ -15,6 +15,7 @@ def _print_keys(context: typer.Context, value: bool) -> None:
     if not value or context.resilient_parsing:
         return
     from rich.console import Console
+    from rich.markup import escape
 
     from hpc_rl.config.compose import documented_keys
     from hpc_rl.config.schema import SCHEMAS
@@ -24,7 +25,9 @@ def _print_keys(context: typer.Context, value: bool) -> None:
     console = Console(highlight=False)
     for kind in kinds:
         for key, type_name, default, meaning in documented_keys(SCHEMAS[kind]):
-            console.print(f"[bold]{key}[/bold] = {default}  [dim]({type_name})[/dim]", soft_wrap=True, markup=True)
+            console.print(
+                f"[bold]{key}[/bold] = {escape(default)}  [dim]({escape(type_name)})[/dim]", soft_wrap=True, markup=True
+            )
             console.print(f"    {meaning}", markup=False)
     raise typer.Exit()
 
@@ -33,6 +36,7 @@ def _print_keys(context: typer.Context, value: bool) -> None:
 def config(
     kind: KindArgument,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", show_default=False)] = None,
+    site: SiteOption = None,
     as_json: JsonOption = False,
     _help: Annotated[
         bool, typer.Option("-h", "--help", help="Also lists every key.", is_eager=True, callback=_print_keys)
@@ -42,9 +46,10 @@ def config(
 
     Example: hpc-rl config sft optim.lr=1e-4
     """
+    from hpc_rl.config import sites
     from hpc_rl.config.compose import compose_partly, dump
 
-    found, missing = compose_partly(kind.value, overrides or [])
+    found, missing = compose_partly(kind.value, overrides or [], sites.load(site))
     print(found.model_dump_json(indent=2) if as_json else dump(found), end="\n" if as_json else "")
     if missing:
         note(f"still to be given: {', '.join(missing)}")

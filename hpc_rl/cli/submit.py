@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpc_rl.cli.app import Kind, KindArgument, app, leave, note
+from hpc_rl.cli.app import Kind, KindArgument, SiteOption, app, leave, note
 from hpc_rl.cli.text import short_path, status_text
 from hpc_rl.errors import UserError
 
@@ -52,6 +52,7 @@ class SlurmFlags:
     after: Annotated[str | None, typer.Option(metavar="JOBID", help="Start after this job or run has ended well.")] = (
         None
     )
+    site: SiteOption = None
 
     def settings(self) -> dict[str, Any]:
         """Dotted configuration key -> value, for the flags that were given."""
@@ -119,7 +120,7 @@ def submit(
         print(job_of_script(kind.value, script)[1], end="")
         return
     if dry_run:
-        print(render_script(_checked(_request(kind, arguments, flags, run_dir))), end="")
+        print(render_script(_checked(_request(kind, arguments, flags, run_dir), local)), end="")
         return
     if not local:
         jobs.require_slurm()
@@ -127,7 +128,7 @@ def submit(
         job, text = job_of_script(kind.value, script)
         jobs.check_free(job.run_dir)
     else:
-        job, text = _reserved(_request(kind, arguments, flags, run_dir))
+        job, text = _reserved(_request(kind, arguments, flags, run_dir), local)
     if local:
         leave(_run_local(job, text))
     job_id = jobs.submit(job, text)
@@ -158,26 +159,26 @@ def _request(kind: Kind, arguments: list[str] | None, flags: SlurmFlags, run_dir
     from hpc_rl.launch.request import Request
 
     overrides, program = _split_program(kind, arguments or [])
-    return Request(kind.value, overrides, program, flags.settings(), flags.after, run_dir)
+    return Request(kind.value, overrides, program, flags.settings(), flags.after, run_dir, flags.site)
 
 
-def _checked(request: Request) -> Job:
+def _checked(request: Request, local: bool = False) -> Job:
     """The job, after every check; prints what could not be checked here."""
     from hpc_rl.launch import preflight
 
     job = request.job()
-    for unchecked in preflight.check(job):
+    for unchecked in preflight.check(job, local):
         note(unchecked)
     return job
 
 
-def _reserved(request: Request) -> tuple[Job, str]:
+def _reserved(request: Request, local: bool = False) -> tuple[Job, str]:
     """The job and its script, after every check, with a run directory of its own."""
     from hpc_rl.launch import jobs
     from hpc_rl.launch.render import render as render_script
 
     jobs.check_free(request.job().run_dir)
-    render_script(_checked(request))  # a broken template shows before anything is made
+    render_script(_checked(request, local))  # a broken template shows before anything is made
     job = request.reserve()
     return job, render_script(job)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -18,9 +18,17 @@ from hpc_rl.config.schema import SCHEMAS, JobConfig
 from hpc_rl.errors import UserError
 from hpc_rl.resources import shipped
 
+if TYPE_CHECKING:
+    from hpc_rl.config.sites import Profile
 
-def compose(job: str, overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None) -> JobConfig:
-    """The configuration of one job kind: schema defaults < recipe < overrides < settings.
+
+def compose(
+    job: str,
+    overrides: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+    profile: Profile | None = None,
+) -> JobConfig:
+    """The configuration of one job kind: schema defaults < profile < recipe < overrides < settings.
 
     The recipe is `configs/<job>.yaml`, in the working folder if there is one, else the shipped one.
 
@@ -28,16 +36,19 @@ def compose(job: str, overrides: Sequence[str] = (), settings: Mapping[str, Any]
         overrides: `key=value` or `group=name`, as typed on the command line. Where the schema wants text, the value is
             taken as it stands; elsewhere Hydra's grammar reads it (numbers, lists, tables).
         settings: dotted key -> value that needs no parsing (command-line flags).
+        profile: the cluster's (`sites.load`); its keys that this kind of job does not have are left out.
 
     Raises:
         UserError: unknown keys, values that do not fit, or an override that cannot be read.
     """
-    return validate(job, _tree(job, overrides, settings or {}))
+    return validate(job, _tree(job, overrides, settings or {}, profile))
 
 
-def compose_partly(job: str, overrides: Sequence[str] = ()) -> tuple[JobConfig, list[str]]:
+def compose_partly(
+    job: str, overrides: Sequence[str] = (), profile: Profile | None = None
+) -> tuple[JobConfig, list[str]]:
     """Like `compose`, for looking at: required keys that were not given stand as `???` and are returned by name."""
-    tree = _tree(job, overrides, {})
+    tree = _tree(job, overrides, {}, profile)
     try:
         SCHEMAS[job].model_validate(tree)
     except ValidationError as error:
@@ -45,7 +56,7 @@ def compose_partly(job: str, overrides: Sequence[str] = ()) -> tuple[JobConfig, 
     else:
         missing = []
     for key in missing:
-        _put(tree, key, "???")
+        put(tree, key, "???")
     return validate(job, tree), missing
 
 
@@ -97,7 +108,7 @@ def documented_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple
         yield f"{prefix}{name}", _type_name(annotation), default, " ".join((field.description or "").split())
 
 
-def _tree(job: str, overrides: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+def _tree(job: str, overrides: Sequence[str], settings: Mapping[str, Any], profile: Profile | None) -> dict[str, Any]:
     schema = SCHEMAS[job]
     texts, rest = _split_overrides(schema, overrides)
     tree = _hydra_tree(job, rest)
@@ -105,9 +116,22 @@ def _tree(job: str, overrides: Sequence[str], settings: Mapping[str, Any]) -> di
         # A section that nobody mentioned is there all the same, so that its required keys are named one by one.
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) and tree.get(name) is None:
             tree[name] = {}
+    if profile is not None:
+        site: dict[str, Any] = {}
+        for key, value in profile.values.items():
+            if find_annotation(schema, key):
+                put(site, key, value)
+        tree = _merged(site, tree)
     for key, value in {**texts, **settings}.items():
-        _put(tree, key, value)
+        put(tree, key, value)
     return tree
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Both tables, key by key; what stands in `above` wins, and lists are not joined."""
+    tables = {key for key in below.keys() & above.keys() if isinstance(below[key], dict)}
+    both = {key: _merged(below[key], above[key]) for key in tables if isinstance(above[key], dict)}
+    return {**below, **above, **both}
 
 
 def _hydra_tree(job: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -142,6 +166,8 @@ def _split_overrides(schema: type[BaseModel], overrides: Sequence[str]) -> tuple
         key = key.lstrip("+")
         if not equals or not key or key.startswith("-"):
             raise UserError(f"{override!r} is no option: write key=value, for example trainer.total_epochs=3")
+        if key == "site":
+            raise UserError(f"{override}: a site profile is an option, --site {raw or 'NAME'}")
         if _wants_text(schema, key) and not raw.startswith("["):
             texts[key] = None if raw == "null" else _unquoted(raw)
         else:
@@ -153,18 +179,23 @@ def _split_overrides(schema: type[BaseModel], overrides: Sequence[str]) -> tuple
 
 def _wants_text(schema: type[BaseModel], key: str) -> bool:
     """Whether the value of a dotted key is a string (alone, or one of the types it may have)."""
+    return str in _leaf_types(find_annotation(schema, key))
+
+
+def find_annotation(schema: type[BaseModel], key: str) -> Any:
+    """The type of a dotted key, or None where the schema has no such key."""
     annotation: Any = schema
     for part in key.split("."):
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             field = annotation.model_fields.get(part)
             if field is None:
-                return False
+                return None
             annotation = field.annotation
         elif get_origin(annotation) is dict:
             annotation = get_args(annotation)[1]
         else:
-            return False
-    return str in _leaf_types(annotation)
+            return None
+    return annotation
 
 
 def _leaf_types(annotation: Any) -> set[Any]:
@@ -187,7 +218,8 @@ def _for_hydra(override: str, groups: set[str]) -> str:
     return override if key in groups else "++" + override.lstrip("+")
 
 
-def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+def put(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in nested tables."""
     *parents, last = key.split(".")
     for parent in parents:
         child = tree.get(parent)
@@ -210,16 +242,23 @@ def _problem(schema: type[BaseModel], details: Any) -> str:
     if details["type"] == "extra_forbidden":
         known = [name for name, *_ in documented_keys(schema)]
         sections = dict.fromkeys(name.rpartition(".")[0] for name in known if "." in name)
-        return f"{key}: unknown key{_nearest(key, [*known, *sections])}"
+        return f"{key}: unknown key{nearest(key, [*known, *sections])}"
     if details["type"] == "missing":
         return f"{key}: required, not given (write {key}=...)"
-    message = details["msg"].removeprefix("Value error, ")
-    shown = details.get("input")
-    found = "" if details["type"] == "value_error" else f", found {shown!r}"
-    return f"{key}: {message}{found}" if key else f"{message}{found}"
+    message = problem_text(details)
+    return f"{key}: {message}" if key else message
 
 
-def _nearest(key: str, known: Sequence[str]) -> str:
+def problem_text(details: Any) -> str:
+    """One of a ValidationError's errors in words, without its key."""
+    message: str = details["msg"].removeprefix("Value error, ")
+    found = details.get("input")
+    if details["type"] == "string_type" and isinstance(found, int | float):
+        return f"{message}, found {found!r}: quote it"  # YAML makes numbers of 0123 and 1_000
+    return message if details["type"] == "value_error" else f"{message}, found {found!r}"
+
+
+def nearest(key: str, known: Sequence[str]) -> str:
     """The known key that was probably meant: by its whole name, or by its last part."""
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if not close:

@@ -6,40 +6,13 @@ Light on purpose: a login node imports this without torch.
 
 from __future__ import annotations
 
-import os
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from hpc_rl.config.roles import problems
-
-
-class Section(BaseModel):
-    """A group of options. Unknown keys are errors, and a value is never converted behind the user's back."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True)
-
-
-def _one_or_many(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-Path = Annotated[str, AfterValidator(os.path.expanduser)]
-Files = Annotated[list[Path], BeforeValidator(_one_or_many)]
-
-# Everything that becomes one line of an sbatch script: a line break there would end the directive.
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_SLURM_TIME = re.compile(r"(\d+|\d+:\d{2}|\d+:\d{2}:\d{2}|\d+-\d{1,2}(:\d{2}){0,2}|UNLIMITED|INFINITE)")
-
-
-def _one_line(value: str) -> str:
-    if _CONTROL.search(value):
-        raise ValueError(f"{value!r} has a line break or control character, which no sbatch option can hold")
-    return value
-
-
-Line = Annotated[str, BeforeValidator(lambda v: _one_line(v) if isinstance(v, str) else v)]
+from hpc_rl.config.section import Files, Path, Section
+from hpc_rl.config.slurm import SlurmConfig
 
 
 class ModelConfig(Section):
@@ -165,113 +138,6 @@ class SftTrainerConfig(TrainingConfig):
     """Pack samples into micro-batches of at most micro_tokens tokens; false: one sample at a time."""
 
 
-class SlurmConfig(Section):
-    job_name: Line | None = Field(None, min_length=1)
-    """Job name; the run directory's name where null."""
-    partition: Line | None = None
-    """Partition (queue); Slurm's default where null."""
-    account: Line | None = None
-    """Account that is charged."""
-    qos: Line | None = None
-    """Quality of service."""
-    constraint: Line | None = None
-    """Node features, as sbatch takes them."""
-    time: Line | None = None
-    """Walltime, quoted: "24:00:00" or "2-12:00:00"; the partition's default where null."""
-    mem: Line | None = None
-    """Memory per node, as sbatch takes it ("64G"; "0" for all of the node)."""
-    cpus_per_task: int | None = Field(None, ge=1)
-    """CPUs per node (one task runs on each); one per process where null."""
-    warning_s: int = Field(180, ge=1, le=65535)
-    """Seconds before the walltime at which the run saves and is queued again. Slurm may be a minute early."""
-    requeue: bool = True
-    """Queue the job again when the walltime stopped it, or a node failed."""
-    sbatch: dict[str, Line | int | None] = {}
-    """Any other sbatch option (--sbatch key=value); null for an option without a value."""
-    setup: list[str] = []
-    """Lines of bash that run on the first node before the step (`module load cuda`)."""
-    env: dict[str, str] = {}
-    """Environment variables of the job."""
-    python: Path | None = None
-    """Python that runs on the nodes; the one that runs hpc-rl where null."""
-    interface: Line | None = None
-    """Network interface between the nodes (ib0, hsn0); the default route's where null."""
-    start_timeout_s: int = Field(300, ge=1)
-    """Seconds in which all nodes must have met."""
-
-    @field_validator("time", mode="before")
-    @classmethod
-    def _quoted_time(cls, value: Any) -> Any:
-        if isinstance(value, int | float):
-            raise ValueError(
-                f'{value} is a number: YAML turns an unquoted 24:00:00 into 86400; quote it (time: "24:00:00")'
-            )
-        return value
-
-    @field_validator("time")
-    @classmethod
-    def _slurm_time(cls, value: str | None) -> str | None:
-        if value is not None and not _SLURM_TIME.fullmatch(value):
-            raise ValueError(f"{value!r} is no Slurm time: minutes, HH:MM:SS or D-HH:MM:SS")
-        return value
-
-    @model_validator(mode="after")
-    def _warned_in_time(self) -> SlurmConfig:
-        seconds = None if self.time is None else walltime_s(self.time)
-        if seconds is not None and seconds <= self.warning_s:
-            raise ValueError(
-                f"the walltime {self.time} is {seconds} s, and the run would be told to save {self.warning_s} s before "
-                "its end: ask for more time or lower slurm.warning_s"
-            )
-        return self
-
-    @field_validator("sbatch")
-    @classmethod
-    def _known_form(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for key in value:
-            if not re.fullmatch(r"[a-z][a-z0-9-]*", key):
-                raise ValueError(f"{key!r} is no long sbatch option (write exclusive, not --exclusive)")
-            if key in _OWNED:
-                raise ValueError(f"{key!r} is set by hpc-rl itself: {_OWNED[key]}")
-        return value
-
-    @field_validator("env")
-    @classmethod
-    def _names(cls, value: dict[str, str]) -> dict[str, str]:
-        for key in value:
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
-                raise ValueError(f"{key!r} is no name of an environment variable")
-        return value
-
-
-_OWNED = {
-    "nodes": "use --nodes",
-    "ntasks": "one task runs on each node",
-    "ntasks-per-node": "one task runs on each node",
-    "output": "the job's log is in the run directory",
-    "open-mode": "the job's log is in the run directory",
-    "signal": "use slurm.warning_s",
-    "requeue": "use slurm.requeue",
-    "no-requeue": "use slurm.requeue",
-    "array": "one run directory holds one job",
-    "chdir": "the script changes to the folder that it is submitted from",
-    "error": "the job's log is in the run directory",
-    "parsable": "hpc-rl reads sbatch's answer",
-    "quiet": "hpc-rl reads sbatch's answer",
-    "test-only": "use --dry-run",
-    "wait": "use hpc-rl submit --wait",
-    "wrap": "the script is hpc-rl's",
-    "job-name": "use --job-name",
-    "partition": "use --partition",
-    "account": "use --account",
-    "qos": "use --qos",
-    "constraint": "use --constraint",
-    "time": "use --time",
-    "mem": "use --mem",
-    "cpus-per-task": "use --cpus-per-task",
-}
-
-
 class CacheConfig(Section):
     hf_home: Path | None = None
     """Folder of the Hugging Face cache (HF_HOME), which all nodes see; as in the environment where null."""
@@ -288,19 +154,6 @@ class JobConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     slurm: SlurmConfig = SlurmConfig()
     cache: CacheConfig = CacheConfig()
-
-
-def walltime_s(text: str) -> int | None:
-    """Seconds of a Slurm time: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S (sbatch's manual page); None: no limit."""
-    if not text[0].isdigit():
-        return None
-    days, dash, rest = text.rpartition("-")
-    numbers = [int(number) for number in rest.split(":")]
-    if dash or len(numbers) == 3:
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-    else:
-        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 class SftConfig(JobConfig):

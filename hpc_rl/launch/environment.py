@@ -9,7 +9,7 @@ from hpc_rl.config.schema import CacheConfig, JobConfig
 
 def job_environment(config: JobConfig) -> dict[str, str]:
     """What the job script exports: the variables that options stand for, and slurm.env, which wins."""
-    return {**_cache_environment(config.cache), **config.slurm.env}
+    return {**_cache_environment(config.cache), **_proxy_environment(config.slurm.proxy), **config.slurm.env}
 
 
 def _cache_environment(cache: CacheConfig) -> dict[str, str]:
@@ -22,6 +22,10 @@ def _cache_environment(cache: CacheConfig) -> dict[str, str]:
     if cache.offline:
         found |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
     return found
+
+
+def _proxy_environment(proxy: str | None) -> dict[str, str]:
+    return {"http_proxy": proxy, "https_proxy": proxy, "no_proxy": "localhost,127.0.0.1"} if proxy else {}
 
 
 def _wandb_folders(folder: Path) -> dict[str, str]:

@@ -19,6 +19,7 @@ from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.launch import jobs, runs
 from hpc_rl.launch.environment import job_environment
 from hpc_rl.launch.render import NODE_ENTRIES, TRAINERS, Job, node_options
+from hpc_rl.launch.resource_request import cpus_per_node
 from hpc_rl.process import adopt_orphans, end, end_descendants, shell_code, start
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR, ENV_RUN_DIR
 from hpc_rl.scratch import remove_scratch, scratch_dir
@@ -81,7 +82,7 @@ def node_environment(
             runs on a cluster runs here too, if slower.
     """
     trainer = job.config.trainer
-    asked = job.config.slurm.cpus_per_task or trainer.n_gpus_per_node
+    asked = cpus_per_node(job.config)
     outside = {name: value for name, value in environ.items() if not name.startswith("SLURM_")}
     host = os.uname().nodename
     gpus = {}
@@ -109,7 +110,7 @@ def node_command(job: Job) -> list[str]:
     if job.kind in TRAINERS:
         interpreter = [python] if entry == "ray_node" else []
         program = [*interpreter, "-P", "-m", TRAINERS[job.kind], "--config", str(job.run_dir.config)]
-    return [python, "-P", "-m", f"hpc_rl.node.{entry}", *node_options(job.config), "--", *program]
+    return [python, "-P", "-m", f"hpc_rl.node.{entry}", *node_options(job.config, local=True), "--", *program]
 
 
 def _run_nodes(job: Job, job_id: str, attempt: Path, on_poll: Callable[[], None]) -> int:

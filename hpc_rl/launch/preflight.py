@@ -19,6 +19,7 @@ from hpc_rl.config.schema import DataConfig, ModelConfig, PpoConfig, PromptDataC
 from hpc_rl.data.rows import CannotCheck, check_file, check_prompts, is_file
 from hpc_rl.errors import UserError
 from hpc_rl.launch.hub_cache import HubCache, hub_cache
+from hpc_rl.launch.partition import check_partition
 from hpc_rl.launch.render import Job
 from hpc_rl.ray_version import check_ray, installed_ray
 from hpc_rl.rewards.check import check_function, check_url
@@ -29,8 +30,11 @@ MAX_ROWS = 10_000
 """Rows of a data file that are looked at here; the job itself looks at all of them."""
 
 
-def check(job: Job) -> list[str]:
+def check(job: Job, local: bool = False) -> list[str]:
     """Check all that the job needs.
+
+    Args:
+        local: it runs on this machine, so that Slurm plays no part.
 
     Returns:
         Notes: what could not be checked here and will be at the start of the job.
@@ -42,6 +46,8 @@ def check(job: Job) -> list[str]:
     if job.after is not None:
         checks.append(partial(check_after, job.after))
     config = job.config
+    if not local:
+        checks.append(partial(check_partition, config))
     same_python = config.slurm.python is None
     if isinstance(config, RayJobConfig) and same_python:
         checks.append(partial(check_ray, installed_ray(), sys.executable))

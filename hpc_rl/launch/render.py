@@ -16,6 +16,7 @@ from hpc_rl.config.compose import dump
 from hpc_rl.config.schema import JobConfig, RayJobConfig
 from hpc_rl.errors import UserError
 from hpc_rl.launch.environment import job_environment
+from hpc_rl.launch.resource_request import further_directives, resource_directives
 from hpc_rl.resources import shipped
 from hpc_rl.run_dir import RunDir
 
@@ -40,8 +41,6 @@ class Job:
         return self.config.slurm.job_name or self.run_dir.name
 
 
-_OWN_GPU_REQUEST = {"gpus", "gpus-per-node", "gpus-per-task", "gres"}
-"""sbatch options by which a user asks for GPUs in the cluster's own way (`--sbatch gpus-per-node=a100:4`)."""
 TRAINERS = {"sft": "hpc_rl.finetune.train", "ppo": "hpc_rl.rl.main_ppo"}
 """Job kind -> the module that trains; named by string, so that the login node never imports it."""
 NODE_ENTRIES = {"sft": "torchrun", "torchrun": "torchrun", "ppo": "ray_node", "ray": "ray_node"}
@@ -113,12 +112,14 @@ def _values(job: Job) -> dict[str, Any]:
     config_text = dump(config).rstrip() if job.kind in TRAINERS else None
     return {
         "title": f"{job.name}: {job.kind} on {_places(config)}, rendered by hpc-rl {__version__}.",
-        "directives": list(_directives(job)),
+        "directives": [found for found in _directives(job) if found[0] not in config.slurm.leave_out],
         "run_dir": str(job.run_dir.path),
         "python": config.slurm.python or sys.executable,
         "working_dir": str(job.working_dir),
+        "modules": config.slurm.modules,
         "setup": config.slurm.setup,
         "env": sorted(job_environment(config).items()),
+        "epilogue": config.slurm.epilogue,
         "config": config_text,
         "config_end": f"END_OF_CONFIG_{hashlib.sha256((config_text or '').encode()).hexdigest()[:8]}",
         "warning_s": config.slurm.warning_s,
@@ -128,11 +129,15 @@ def _values(job: Job) -> dict[str, Any]:
     }
 
 
-def node_options(config: JobConfig) -> list[str]:
-    """Arguments of the node entry."""
+def node_options(config: JobConfig, local: bool = False) -> list[str]:
+    """Arguments of the node entry.
+
+    Args:
+        local: all nodes are this machine, which need not have the cluster's network.
+    """
     timeout = config.ray.start_timeout_s if isinstance(config, RayJobConfig) else config.slurm.start_timeout_s
     options = ["--processes", str(config.trainer.n_gpus_per_node), "--start-timeout", str(timeout)]
-    if config.slurm.interface:
+    if config.slurm.interface and not local:
         options += ["--interface", config.slurm.interface]
     return options + (_ray_options(config) if isinstance(config, RayJobConfig) else [])
 
@@ -162,17 +167,14 @@ def _directives(job: Job) -> Iterator[tuple[str, str | int | None]]:
     yield "job-name", job.name
     yield "nodes", trainer.nnodes
     yield "ntasks-per-node", 1
-    if slurm.cpus_per_task or "cpus-per-gpu" not in slurm.sbatch:
-        yield "cpus-per-task", slurm.cpus_per_task or trainer.n_gpus_per_node
-    if trainer.device == "cuda" and not _OWN_GPU_REQUEST & slurm.sbatch.keys():
-        yield "gpus-per-node", trainer.n_gpus_per_node
-    for option in ("mem", "time", "partition", "account", "qos", "constraint"):
+    yield from resource_directives(job.config)
+    for option in ("time", "partition", "account", "qos", "constraint"):
         value = getattr(slurm, option)
         if value is not None:
             yield option, value
     if job.after:
         yield "dependency", f"afterok:{job.after}"
-    yield from slurm.sbatch.items()
+    yield from further_directives(slurm)
     yield "output", _log_pattern(job.run_dir)
     yield "open-mode", "append"
     yield "signal", f"B:USR2@{slurm.warning_s}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.config import sites
 from hpc_rl.config.compose import compose
 from hpc_rl.config.schema import JobConfig
 from hpc_rl.errors import UserError
@@ -31,6 +32,8 @@ class Request:
     after: str | None
     """A job id or a run, to be waited for."""
     run_dir: Path | None
+    site: str | None = None
+    """File or shipped name of a site profile, above those that are found by themselves."""
 
     def job(self) -> Job:
         """The job; without a name given it is called by the first free one of sft-1, sft-2, ...
@@ -40,7 +43,7 @@ class Request:
         Raises:
             UserError: the configuration is wrong, or there is no job to wait for.
         """
-        config = compose(self.kind, self.overrides, self.settings)
+        config = compose(self.kind, self.overrides, self.settings, sites.load(self.site))
         path = self.run_dir or runs.ROOT / (config.slurm.job_name or self._free_name())
         after = None if self.after is None else _job_id_of(self.after)
         if after is not None and "dependency" in config.slurm.sbatch:

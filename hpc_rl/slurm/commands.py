@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Sequence
 
 from hpc_rl.errors import UserError
+from hpc_rl.slurm import detect
 from hpc_rl.slurm.accounting import COLUMNS, Start, read_starts
 from hpc_rl.slurm.states import JobState, read_sacct, read_scontrol, read_squeue
 
@@ -69,6 +70,55 @@ def cancel(job_id: str) -> None:
         raise UserError(str(error)) from error
     if result is None or result.returncode:
         raise UserError(f"scancel {job_id}: {_words(result)}")
+
+
+def node_groups() -> list[detect.NodeGroup]:
+    """What nodes there are, by partition and shape, hidden partitions too; empty where sinfo is missing or fails.
+
+    Raises:
+        NoAnswer: the controller does not answer.
+    """
+    return detect.read_sinfo(_answer(["sinfo", "-a", "-h", "-e", "-o", detect.SINFO_FORMAT]))
+
+
+def partitions() -> list[detect.Partition]:
+    """Every partition that this user sees.
+
+    Raises:
+        NoAnswer: as `node_groups`.
+    """
+    return detect.read_partitions(_answer(["scontrol", "show", "partition", "-o"]))
+
+
+def configuration() -> dict[str, str]:
+    """Slurm's configuration.
+
+    Raises:
+        NoAnswer: Slurm cannot be asked, with its own words.
+    """
+    result = _run(["scontrol", "show", "config"])
+    if result is None or result.returncode:
+        raise NoAnswer(_words(result))
+    return detect.read_config(result.stdout)
+
+
+def associations(user: str, cluster: str) -> list[detect.Association]:
+    """The user's accounts on a cluster; empty without accounting.
+
+    Raises:
+        NoAnswer: as `node_groups`.
+    """
+    show = ["sacctmgr", "-nP", "show", "assoc", f"user={user}", f"format={detect.ASSOCIATION_COLUMNS}"]
+    return detect.read_associations(_answer(show), cluster)
+
+
+def has_pyxis() -> bool:
+    """Whether srun runs containers by the pyxis plugin, whose options its help then has.
+
+    Raises:
+        NoAnswer: it takes too long.
+    """
+    return "--container-image" in _answer(["srun", "--help"])
 
 
 _SQUEUE_COLUMNS = "JobArrayID:40|,State:30|,NodeList:400|,Reason:100|"

@@ -1,0 +1,78 @@
+"""Whether a partition can ever give what a job asks for. Pure functions on what sinfo says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hpc_rl.slurm.detect import NodeGroup
+
+_FLAGS = "--nodes, --gpus-per-node, --cpus-per-task, --mem"
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a job asks of each of its nodes."""
+
+    nodes: int
+    gpus: int
+    gpu_type: str | None
+    """None: any."""
+    cpus: int
+    memory_mb: int
+    """0: whatever there is."""
+
+
+def refusal(groups: Sequence[NodeGroup], partition: str | None, need: Need) -> str | None:
+    """Why the partition can never start the job, with what it has, or None where it may.
+
+    Args:
+        partition: one, or several with commas, of which Slurm takes any; None: the default one.
+    """
+    names = partition.split(",") if partition else [group.partition for group in groups if group.is_default][:1]
+    known = {group.partition for group in groups}
+    if not known or not names:
+        return None
+    if unknown := [name for name in names if name not in known]:
+        return f"partition {unknown[0]}: Slurm shows none of this name; there are {', '.join(sorted(known))}"
+    if any(_gives(groups, name, need) for name in names):
+        return None
+    has = " and ".join(map(describe, shapes([group for group in groups if group.partition in names])))
+    others = sorted(name for name in known - set(names) if _gives(groups, name, need))
+    advice = f"partition {' or '.join(others)} has such nodes" if others else f"ask for less ({_FLAGS})"
+    return f"partition {','.join(names)} cannot give {_words(need)}: it has {has}; {advice}"
+
+
+def shapes(groups: Sequence[NodeGroup]) -> list[NodeGroup]:
+    """Groups that differ in partition or features alone, as one; those with most nodes first."""
+    merged: dict[tuple[object, ...], NodeGroup] = {}
+    for group in groups:
+        key = (group.cpus, group.memory_mb, *group.gpus.items())
+        nodes = group.nodes + (merged[key].nodes if key in merged else 0)
+        merged[key] = replace(group, nodes=nodes)
+    return sorted(merged.values(), key=lambda group: (-group.nodes, -group.all_gpus))
+
+
+def describe(group: NodeGroup) -> str:
+    """`2 nodes with 8 a100 (128 CPUs, 500000 MB)`."""
+    gpus = " and ".join(f"{count} {kind or 'GPUs'}" for kind, count in group.gpus.items()) or "no GPUs"
+    memory = f", {group.memory_mb} MB" if group.memory_mb > 1 else ""
+    return f"{group.nodes} {'node' if group.nodes == 1 else 'nodes'} with {gpus} ({group.cpus} CPUs{memory})"
+
+
+def _gives(groups: Sequence[NodeGroup], partition: str, need: Need) -> bool:
+    nodes = sum(group.nodes for group in groups if group.partition == partition and _fits(group, need))
+    return nodes >= need.nodes
+
+
+def _fits(group: NodeGroup, need: Need) -> bool:
+    gpus = group.all_gpus if need.gpu_type is None else group.gpus.get(need.gpu_type, 0)
+    has_memory = group.memory_mb <= 1 or need.memory_mb <= group.memory_mb
+    return group.state != "inactive" and gpus >= need.gpus and group.cpus >= need.cpus and has_memory
+
+
+def _words(need: Need) -> str:
+    parts = [f"{need.gpus} {need.gpu_type or 'GPUs'}"] if need.gpus else []
+    parts += [f"{need.cpus} CPUs"] + ([f"{need.memory_mb} MB"] if need.memory_mb else [])
+    listed = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+    return f"{need.nodes} {'node' if need.nodes == 1 else 'nodes'} with {listed}{' each' if need.nodes > 1 else ''}"
