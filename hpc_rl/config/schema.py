@@ -541,4 +541,5 @@ SCHEMAS: dict[str, type[JobConfig]] = {
     "ppo": PpoConfig,
     "torchrun": JobConfig,
     "ray": RayJobConfig,
+    "doctor": RayJobConfig,
 }

@@ -59,8 +59,8 @@ def granted(
     """
     sharing = allocation.nodes.count(allocation.node)
     groups = list(own_cgroups(proc, cgroups))
-    cpus = min([allocation.cpus, *_cpu_quotas(groups), *([most_cpus] if most_cpus else [])])
-    memory = min(_memory_limits(groups, environ, allocation.cpus, proc)) // sharing
+    cpus = min([allocation.cpus, *cpu_quotas(groups), *([most_cpus] if most_cpus else [])])
+    memory = min(memory_limits(groups, environ, allocation.cpus, proc)) // sharing
     free = shutil.disk_usage(shm).free // sharing
     store = min(object_store or int(OBJECT_STORE_SHARE * memory), free)
     if store < OBJECT_STORE_LEAST or store >= memory:
@@ -94,7 +94,7 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _cpu_quotas(groups: list[Path]) -> Iterator[int]:
+def cpu_quotas(groups: list[Path]) -> Iterator[int]:
     """CPUs by bandwidth control: cpu.max (v2), or cpu.cfs_quota_us over cpu.cfs_period_us (v1)."""
     for group in groups:
         both = _words(group / "cpu.max") or [
@@ -105,7 +105,7 @@ def _cpu_quotas(groups: list[Path]) -> Iterator[int]:
             yield max(1, math.floor(int(both[0]) / int(both[1])))
 
 
-def _memory_limits(groups: list[Path], environ: Mapping[str, str], cpus: int, proc: Path) -> Iterator[int]:
+def memory_limits(groups: list[Path], environ: Mapping[str, str], cpus: int, proc: Path) -> Iterator[int]:
     """Bytes, from each source that sets a limit."""
     for group in groups:
         for name in ("memory.max", "memory.limit_in_bytes"):
