@@ -47,7 +47,7 @@ def doctor(
     else:
         if not local:
             jobs.require_slurm()
-        job = doctor_job.doctor_job(on_nodes, overrides or [], flags.settings(), run_dir)
+        job = doctor_job.doctor_job(on_nodes, overrides or [], flags.settings(), run_dir, local)
         results = doctor_job.run_on_nodes(job, local, note)
     if as_json:
         print(json.dumps([check.as_dict() for check in results], indent=2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from hpc_rl.launch.render import Job, render
 from hpc_rl.launch.request import Request
 from hpc_rl.node_report import NodeReport
 from hpc_rl.run_dir import RunDir
+from hpc_rl.slurm import commands
+from hpc_rl.slurm.controller import chosen, read_partitions
 
 KIND = "doctor"
+PATIENCE_S = 20
 SHORT = {"slurm.time": "10:00", "slurm.warning_s": 60, "slurm.requeue": False}
 """Whatever a profile says of other jobs."""
 
@@ -30,7 +34,9 @@ def doctor_config(overrides: Sequence[str], settings: Mapping[str, Any]) -> JobC
     return compose(KIND, overrides, settings)
 
 
-def doctor_job(nodes: int, overrides: Sequence[str], settings: Mapping[str, Any], run_dir: Path | None) -> Job:
+def doctor_job(
+    nodes: int, overrides: Sequence[str], settings: Mapping[str, Any], run_dir: Path | None, local: bool
+) -> Job:
     """The job, with a run directory that nobody else has.
 
     Raises:
@@ -40,10 +46,24 @@ def doctor_job(nodes: int, overrides: Sequence[str], settings: Mapping[str, Any]
         raise UserError("give the number of nodes once: --on-nodes")
     request = Request(KIND, overrides, (), {**SHORT, **settings, "trainer.nnodes": nodes}, None, run_dir)
     planned = request.job()
-    jobs.check_free(planned.run_dir)
-    check_run_dir(planned.run_dir.path)
+    if not local:
+        check_size(nodes, planned.config.slurm.partition)
+    path = planned.run_dir.path
+    if path.is_dir() and any(path.iterdir()):
+        raise UserError(f"{path} is not empty: the doctor wants a folder of its own, which it removes at the end")
+    check_run_dir(path)
     render(planned)
     return request.reserve()
+
+
+def check_size(nodes: int, name: str | None) -> None:
+    """Raises UserError: the partition has fewer nodes, so that the job would wait for ever."""
+    try:
+        partition = chosen(read_partitions(commands.partitions_text()), name)
+    except commands.NoAnswer as error:
+        raise UserError(f"Slurm does not answer: {error}; start with `hpc-rl doctor`") from error
+    if partition is not None and partition.nodes < nodes:
+        raise UserError(f"--on-nodes {nodes}: partition {partition.name} has {partition.nodes}; ask for fewer")
 
 
 def run_on_nodes(job: Job, local: bool, note: Callable[[str], None]) -> list[Check]:
@@ -61,17 +81,36 @@ def run_on_nodes(job: Job, local: bool, note: Callable[[str], None]) -> list[Che
         else:
             job_id = jobs.submit(job, render(job))
             note(f"job {job_id} on {job.config.trainer.nnodes} nodes waits as any other does; Ctrl-C takes it away")
-            jobs.wait(run)
+            jobs.wait(run, Patience(run, note).poll)
     except KeyboardInterrupt:
-        if not local:
-            note(jobs.cancel(run))
+        submitted = runs.current_job(run)
+        if submitted is not None and not local:
+            commands.cancel(submitted)
+            note(f"cancelled job {submitted}; what it wrote is in {run.path}")
         raise
     checks = read_reports(run)
-    if has_problem(checks):
+    if has_problem(checks) and run.attempts():
         note(f"logs are in {run.path}")
     else:
         jobs.remove(run.path)
     return checks
+
+
+class Patience:
+    """Says once why the job still waits."""
+
+    def __init__(self, run: RunDir, note: Callable[[str], None]) -> None:
+        self._run = run
+        self._note: Callable[[str], None] | None = note
+        self._due = time.monotonic() + PATIENCE_S
+
+    def poll(self) -> None:
+        if self._note is None or time.monotonic() < self._due:
+            return
+        now = runs.status(self._run)
+        if now.state == "PENDING":
+            self._note(f"job {now.job_id} still waits ({now.reason or 'no reason given'})")
+        self._note = None
 
 
 def read_reports(run: RunDir) -> list[Check]:

@@ -35,8 +35,8 @@ def slurm_checks(slurm: SlurmConfig) -> list[Check]:
             problem("Slurm", "no sbatch on PATH", "run this on a login node, or with --local for this machine alone")
         ]
     try:
-        text = commands.controller_config()
-        config, partitions = read_config(text), read_partitions(commands.partitions())
+        text = commands.controller_text()
+        config, partitions = read_config(text), read_partitions(commands.partitions_text())
     except commands.NoAnswer as error:
         return [problem("Slurm", str(error), "is this a login node, and is the cluster in maintenance?")]
     return [*_controller(config, read_ping(text)), _accounting(config), *partition_checks(slurm, config, partitions)]
@@ -69,7 +69,7 @@ def _accounting(config: Mapping[str, str]) -> Check:
         )
     enforced = "associations" in config.get("AccountingStorageEnforce", "")
     try:
-        accounts = read_associations(commands.accounts(getpass.getuser()))
+        accounts = read_associations(commands.accounts_text(getpass.getuser()))
     except commands.NoAnswer as error:
         return warning("accounting", str(error), "states of jobs come from squeue and scontrol meanwhile")
     if enforced and not accounts:

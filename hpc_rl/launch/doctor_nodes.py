@@ -7,14 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hpc_rl.launch.checks import Check, ok, problem, together, warning
+from hpc_rl.launch.diagnosis import Text, findings
 from hpc_rl.launch.doctor_packages import driver_check, package_checks
 from hpc_rl.node_report import NodeReport, Trial
+from hpc_rl.ray_version import token_authentication
 
 SLOW_ROUND_TRIP_S = 3.0
 SLOW_FILE_S = 0.1
 LEAST_SHM, ENOUGH_SHM = 80_000_000, 2 << 30
 """Bytes: what Ray's object store takes at least, and what weights on their way to an engine want."""
 LEAST_FILES, ENOUGH_FILES = 1024, 8192
+_TOO_LONG, _KILLED = 124, 137
+MOST_ADDRESSES = 8
 LEAST_SCRATCH = 2 * 10**9
 LEAST_NCCL_GB_S = 2.0
 """Ethernet of 25 Gbit/s; any InfiniBand is quicker."""
@@ -34,7 +38,7 @@ def _of_all(reports: Sequence[NodeReport]) -> list[Check]:
     if absent:
         reason = f"of {first.nodes} nodes, {', '.join(absent)} wrote no report"
         return [problem("shared folder", reason, "see the log of the job, and `sinfo -R`")]
-    return [_shared(first), _folder(reports), _all_reduce(first), _ray(first)]
+    return [_shared(first), _folder(reports), _addresses(reports), _all_reduce(first), _ray(first)]
 
 
 def _of_node(report: NodeReport) -> list[Check]:
@@ -62,8 +66,16 @@ def _folder(reports: Sequence[NodeReport]) -> Check:
     return ok("run directory", found)
 
 
+def _addresses(reports: Sequence[NodeReport]) -> Check:
+    named = [f"{one.node} {one.interfaces.get(one.interface, 'none')}" for one in reports]
+    more = f" and {len(named) - MOST_ADDRESSES} more" if len(named) > MOST_ADDRESSES else ""
+    return ok("addresses", ", ".join(named[:MOST_ADDRESSES]) + more)
+
+
 def _all_reduce(first: NodeReport) -> Check:
     trial = first.all_reduce
+    if trial is None and "torch" in first.python.versions:
+        return problem("all-reduce", "the job ended before it had been tried", "start the doctor again")
     if trial is None:
         return problem("all-reduce", f"not tried: no torch in {first.python.executable}", "pip install 'hpc-rl[train]'")
     if not trial.result:
@@ -82,6 +94,8 @@ def _all_reduce(first: NodeReport) -> Check:
 
 def _ray(first: NodeReport) -> Check:
     trial = first.ray
+    if trial is None and token_authentication(first.python.versions.get("ray", "0")):
+        return problem("Ray cluster", "the job ended before it had been tried", "start the doctor again")
     if trial is None:
         return warning("Ray cluster", "not tried: no Ray that could be trusted", "pip install 'hpc-rl[rl]'")
     if not trial.result:
@@ -91,8 +105,11 @@ def _ray(first: NodeReport) -> Check:
 
 
 def _failed(name: str, trial: Trial, remedy: str) -> Check:
-    how = "it took too long" if trial.exit_code == 124 else f"exit code {trial.exit_code}"
-    return problem(name, f"failed after {trial.seconds:.0f} s ({how}): {trial.said}", remedy)
+    """A known failure brings its own remedy."""
+    how = {_TOO_LONG: "it took too long", _KILLED: "killed, usually for lack of memory"}
+    said = f"({how.get(trial.exit_code, f'exit code {trial.exit_code}')}): {trial.said}"
+    known = findings([Text(name, said)])
+    return problem(name, f"failed after {trial.seconds:.0f} s {said}", known[0].failure.fix if known else remedy)
 
 
 def _gpus(report: NodeReport) -> Check | None:
@@ -101,10 +118,13 @@ def _gpus(report: NodeReport) -> Check | None:
     found = f"{names}, driver {report.gpu_driver or 'missing'}, {granted} granted"
     if report.device == "cpu":
         return ok("GPUs", found) if report.gpus or granted else None
-    if len(report.gpus) < report.processes:
+    if granted >= report.processes > len(report.gpus):
         return problem(
-            "GPUs", f"{found}, {report.processes} asked for", "ask for GPUs as this cluster wants it (site profile)"
+            "GPUs", found, "no driver on the node, or a container without it (--nv): ask the cluster's staff"
         )
+    if len(report.gpus) < report.processes:
+        wanted = "ask as this cluster wants it: --gpus-per-node, or --sbatch gres=gpu:TYPE:N"
+        return problem("GPUs", f"{found}, {report.processes} asked for", wanted)
     return ok("GPUs", found)
 
 
@@ -175,7 +195,7 @@ def _locked(report: NodeReport) -> Check:
 
 
 def _interface(report: NodeReport) -> Check:
-    there = ", ".join(f"{name} {address}" for name, address in report.interfaces.items())
+    there = ", ".join(report.interfaces)
     if report.interface_problem:
         return problem("interface", report.interface_problem, "")
     fast = [name for name in report.interfaces if FAST_INTERFACE.match(name)]

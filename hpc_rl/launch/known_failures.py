@@ -31,17 +31,21 @@ KNOWN_FAILURES = (
         "Killed for lack of memory",
         (
             r"Detected \d+ oom[-_]kill event",
-            r"task \d+: Out Of Memory",
+            r"tasks? [\d,-]+: Out Of Memory",
             r"Exceeded (job|step) memory limit",
             r"\bstate OUT_OF_MEMORY\b",
         ),
         "the job used more memory on a node than it was granted (--mem), and the kernel killed a process; shared "
         "memory (/dev/shm, Ray's object store) counts too",
-        "ask for more (--mem), or hold less: a smaller ray.object_store_gb, fewer reward.workers, trainer.sharding=full",
+        "ask for more (--mem), or hold less: a smaller ray.object_store_gb, fewer reward.workers, full sharding",
     ),
     KnownFailure(
         "Killed by Ray's memory monitor",
-        (r"killed due to the node running low on memory", r"ray\.exceptions\.OutOfMemoryError"),
+        (
+            r"killed due to the node running low on memory",
+            r"[1-9]\d* Workers \(tasks / actors\) killed due to memory pressure",
+            r"ray\.exceptions\.OutOfMemoryError",
+        ),
         "Ray ends workers when a node's memory is nearly used up, before the kernel does",
         "ask for more (--mem), or hold less per node; RAY_memory_usage_threshold moves the bound",
     ),
@@ -262,7 +266,7 @@ KNOWN_FAILURES = (
             r"[Pp]lacement group creation timed out",
             r"Cannot provide a placement group",
             r"Waiting for creating a placement group of specs for (\d{3,}) seconds",
-            r"exceeds the total number of available GPUs in the placement group",
+            r"number of available \w+ in the placement group",
             r"[Tt]imed? ?out waiting for (the )?placement group",
             r"pool \S+: Ray did not reserve",
             r"pool \S+ needs .*the cluster has",
@@ -313,7 +317,7 @@ KNOWN_FAILURES = (
     ),
     KnownFailure(
         "A process was killed",
-        (r"killed, usually for lack of memory", r"task \d+: Killed", r"exitcode: -9\b", r"signal 9 \(SIGKILL\)"),
+        (r"killed, usually for lack of memory", r"tasks? [\d,-]+: Killed", r"exitcode: -9\b", r"signal 9 \(SIGKILL\)"),
         "something ended a process by SIGKILL: mostly the kernel for lack of memory, where Slurm could not see it, or "
         "Slurm itself",
         "ask for more memory (--mem) first; `dmesg` on the node, or the cluster's staff, can tell",

@@ -74,4 +74,5 @@ def last_words(log: Path) -> str:
     """Why something failed: the last error line of its log, or else the last line."""
     lines = [line.strip() for line in tail(log, 50).splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"hpc-rl: |\w*(Error|Exception)\b", line)]
-    return ([*lines, *errors] or ["it said nothing"])[-1].removeprefix("hpc-rl: ")
+    found = ([*lines, *errors] or ["it said nothing"])[-1].removeprefix("hpc-rl: ")
+    return re.sub(r"; the end of \S+:$", "", found)  # which follows on lines of its own

@@ -50,7 +50,7 @@ def job_log(job_id: str) -> str | None:
     return state.stdout or None if state else None
 
 
-def controller_config() -> str:
+def controller_text() -> str:
     """Settings of the cluster, and whether its controllers answer.
 
     Raises:
@@ -59,12 +59,12 @@ def controller_config() -> str:
     return _said(["scontrol", "show", "config"])
 
 
-def partitions() -> str:
+def partitions_text() -> str:
     """Every partition, a line each."""
     return _said(["scontrol", "show", "partition", "-o"])
 
 
-def accounts(user: str) -> str:
+def accounts_text(user: str) -> str:
     """The accounts that a user may charge, a line each."""
     return _said(["sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account"])
 

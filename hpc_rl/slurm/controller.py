@@ -48,8 +48,10 @@ def read_associations(text: str) -> list[str]:
 
 
 def chosen(partitions: Sequence[Partition], name: str | None) -> Partition | None:
-    """The partition that a job would go to."""
-    return next((one for one in partitions if (one.default if name is None else one.name == name)), None)
+    """The partition that a job would go to; of several with commas the first that there is."""
+    if name is None:
+        return next((one for one in partitions if one.default), None)
+    return next((one for wanted in name.split(",") for one in partitions if one.name == wanted), None)
 
 
 def _partition(fields: Mapping[str, str]) -> Partition:
