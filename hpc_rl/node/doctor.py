@@ -53,7 +53,7 @@ def run_node(options: argparse.Namespace, ray_options: Sequence[str]) -> int:
     report.write(report_path(attempt_dir, allocation.node_rank))
     if not missing:
         report = replace(report, all_reduce=try_all_reduce(attempt_dir, options))
-        report = replace(report, ray=try_ray(attempt_dir, options, ray_options))
+        report = replace(report, ray=try_ray(allocation, attempt_dir, options, ray_options))
         report.write(report_path(attempt_dir, allocation.node_rank))
     return 0
 

@@ -20,6 +20,8 @@ from hpc_rl.node_report import Trial
 from hpc_rl.process import end, shell_code, start, tail
 from hpc_rl.ray_version import installed_ray, token_authentication
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR
+from hpc_rl.scratch import remove_scratch, scratch_dir
+from hpc_rl.slurm.allocation import Allocation
 
 ALL_REDUCE, RAY = "all-reduce", "ray-cluster"
 FOLDERS = (ALL_REDUCE, RAY)
@@ -37,7 +39,9 @@ def try_all_reduce(attempt_dir: Path, options: argparse.Namespace) -> Trial | No
     return _run(attempt_dir / ALL_REDUCE, [*entry, "--", "-m", "hpc_rl.engine.all_reduce"], options.start_timeout)
 
 
-def try_ray(attempt_dir: Path, options: argparse.Namespace, ray_options: Sequence[str]) -> Trial | None:
+def try_ray(
+    allocation: Allocation, attempt_dir: Path, options: argparse.Namespace, ray_options: Sequence[str]
+) -> Trial | None:
     """A Ray cluster of all nodes with a task on each; None where this Python has no Ray, or one without tokens."""
     version = installed_ray()
     if version is None or not token_authentication(version):
@@ -45,7 +49,12 @@ def try_ray(attempt_dir: Path, options: argparse.Namespace, ray_options: Sequenc
     first = [] if options.first_port is None else ["--first-port", str(options.first_port)]
     entry = ["hpc_rl.node.ray_node", *_common(options), "--device", options.device, *first, *ray_options]
     driver = [sys.executable, "-P", "-m", "hpc_rl.rl.ray_probe"]
-    return _run(attempt_dir / RAY, [*entry, "--", *driver], options.start_timeout)
+    try:
+        return _run(attempt_dir / RAY, [*entry, "--", *driver], options.start_timeout)
+    finally:
+        # A Ray that was killed could not remove its files.
+        place = allocation.node_rank if allocation.nodes.count(allocation.node) > 1 else None
+        remove_scratch(scratch_dir(os.environ, allocation.job_id, allocation.restart, place))
 
 
 def _common(options: argparse.Namespace) -> list[str]:

@@ -53,12 +53,6 @@ def test_every_symptom_of_the_documentation_is_known(title: str) -> None:
         assert titles(f"before\n{line}\nafter")[0] == title, line
 
 
-def test_every_pattern_is_shown_by_some_symptom_or_said_by_slurm() -> None:
-    for failure in KNOWN_FAILURES:
-        shown = sum(bool(re.search(pattern, sections()[failure.title])) for pattern in failure.patterns)
-        assert shown >= 1, failure.title
-
-
 def test_causes_come_before_what_follows_from_them() -> None:
     watchdog = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1)"
     killed = "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=1.0"
@@ -90,7 +84,7 @@ def test_a_small_difference_of_probabilities_is_none(value: str, known: bool) ->
 def error_of(action: Callable[[], object]) -> str:
     with pytest.raises((UserError, OSError, ModuleNotFoundError)) as caught:
         action()
-    return f"hpc-rl: {caught.value}"
+    return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def occupied_block() -> None:
