@@ -19,12 +19,15 @@ def installed_ray() -> str | None:
         return None
 
 
+def token_authentication(version: str) -> bool:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2]) >= FLOOR
+
+
 def check_ray(version: str | None, python: str) -> None:
     """Raises UserError: no Ray, or one without token authentication."""
     if version is None:
         raise UserError(f"{python} has no Ray: pip install 'hpc-rl[rl]'")
-    found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if found < FLOOR:
+    if not token_authentication(version):
         floor = ".".join(map(str, FLOOR))
         raise UserError(
             f"{python} has Ray {version}, which anybody on the network could use: "

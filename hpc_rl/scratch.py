@@ -15,7 +15,7 @@ from hpc_rl.errors import UserError
 REMOVE_TIMEOUT_S = 5
 _MARK = ".hpc-rl"
 """Says that the folder is one of these; locked as long as its job lives."""
-_SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "ceph", "fuse.sshfs", "wekafs", "pvfs2")
+SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "ceph", "fuse.sshfs", "wekafs", "pvfs2")
 """File systems on which a UNIX socket or a lock of one node confuses others."""
 
 
@@ -26,7 +26,7 @@ def scratch_dir(environ: Mapping[str, str], job_id: str, restart: int, place: in
         place: the node's rank where several nodes of the job share this machine, else None.
     """
     parent = Path(environ.get("TMPDIR") or "/tmp")
-    if not parent.is_dir() or _file_system(parent, Path("/proc/self/mounts").read_text()) in _SHARED:
+    if not parent.is_dir() or file_system(parent, Path("/proc/self/mounts").read_text()) in SHARED:
         parent = Path("/tmp")
     return parent / f"{os.getuid()}.{job_id}.{restart}{'' if place is None else f'.{place}'}"
 
@@ -71,7 +71,7 @@ def remove_scratch(folder: Path) -> bool:
     return not folder.exists()
 
 
-def _file_system(path: Path, mounts: str) -> str:
+def file_system(path: Path, mounts: str) -> str:
     """Type of the file system that holds a path; the longest mount point above it counts (proc(5), mounts)."""
     resolved = path.resolve()
     points = [line.split()[1:3] for line in mounts.splitlines()]

@@ -9,19 +9,21 @@ from typing import Annotated
 import typer
 
 from hpc_rl.cli.app import JsonOption, RunArgument, app, leave
-from hpc_rl.cli.text import status_text
+from hpc_rl.cli.text import findings_text, status_text
 from hpc_rl.errors import UserError
 
 
 @app.command()
 def status(run: RunArgument, as_json: JsonOption = False) -> None:
-    """Show a run's state and progress.
+    """Show a run's state and progress, and first of all why it failed, where it has.
 
     Example: hpc-rl status sft-1
     """
-    from hpc_rl.launch import runs
+    from hpc_rl.launch import diagnosis, runs
 
-    found = runs.status(runs.find_run(run))
+    found, reasons = diagnosis.diagnosis_of(runs.find_run(run))
+    if reasons and not as_json:
+        print(findings_text(reasons[:1]) + "\n")
     print(found.as_json() if as_json else status_text(found))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpc_rl.cli.app import Kind, KindArgument, SiteOption, app, leave, note
-from hpc_rl.cli.text import short_path, status_text
+from hpc_rl.cli.text import findings_text, short_path, status_text
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def _run_local(job: Job, script: str) -> int:
 def _wait(job: Job, job_id: str, follow: bool) -> int:
     from contextlib import nullcontext
 
-    from hpc_rl.launch import jobs, runs
+    from hpc_rl.launch import diagnosis, jobs
     from hpc_rl.launch.watch import RunView
 
     view = RunView(job.run_dir) if follow else None
@@ -213,5 +213,8 @@ def _wait(job: Job, job_id: str, follow: bool) -> int:
     except KeyboardInterrupt:
         note(f"job {job_id} goes on; hpc-rl stop {job.run_dir.name} or hpc-rl cancel {job.run_dir.name} ends it")
         return 130
-    print(status_text(runs.status(job.run_dir)))
+    found, reasons = diagnosis.diagnosis_of(job.run_dir)
+    if reasons:
+        print(findings_text(reasons[:1]) + "\n")
+    print(status_text(found))
     return code

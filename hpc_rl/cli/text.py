@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hpc_rl.launch.diagnosis import Finding
     from hpc_rl.launch.runs import RunStatus
+
+GUIDE = "docs/troubleshooting.md"
+MOST_SHOWN = 300
+"""Characters of a log's line."""
 
 
 def status_text(found: RunStatus) -> str:
@@ -31,6 +37,20 @@ def status_text(found: RunStatus) -> str:
         rows.append(("log", "none: the job could not write there. Is the run directory on a shared file system?"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def findings_text(found: Sequence[Finding]) -> str:
+    """The first in full, which explains most; the others by a line."""
+    first, *others = found
+    where = first.source if first.source == "Slurm" else short_path(Path(first.source))
+    lines = [
+        first.failure.title,
+        f"  {where}: {first.line[:MOST_SHOWN]}",
+        f"  cause: {first.failure.cause}",
+        f"  fix:   {first.failure.fix}",
+        f"  more:  {GUIDE}#{first.failure.anchor}",
+    ]
+    return "\n".join(lines + [f"also: {other.failure.title}: {other.line[:MOST_SHOWN]}" for other in others])
 
 
 def short_path(path: Path) -> str:

@@ -406,4 +406,5 @@ SCHEMAS: dict[str, type[JobConfig]] = {
     "ppo": PpoConfig,
     "torchrun": JobConfig,
     "ray": RayJobConfig,
+    "doctor": RayJobConfig,
 }

@@ -93,7 +93,7 @@ def submit(job: Job, script: str) -> str:
             submitted = ScriptExecutor(Path(folder), script).submit_script()
     except UserError:
         if made:
-            _remove(job.run_dir.path)
+            remove(job.run_dir.path)
         raise
     record(job, submitted.job_id)
     return submitted.job_id
@@ -158,7 +158,8 @@ def _end_local(run: RunDir) -> None:
         os.kill(pid, signal.SIGTERM)
 
 
-def _remove(folder: Path) -> None:
+def remove(folder: Path) -> None:
+    """Remove a run directory, and ./runs with the last one."""
     shutil.rmtree(folder)
     if folder.parent == runs.ROOT.absolute() and not any(folder.parent.iterdir()):
         folder.parent.rmdir()

@@ -110,7 +110,8 @@ def node_command(job: Job) -> list[str]:
     if job.kind in TRAINERS:
         interpreter = [python] if entry == "ray_node" else []
         program = [*interpreter, "-P", "-m", TRAINERS[job.kind], "--config", str(job.run_dir.config)]
-    return [python, "-P", "-m", f"hpc_rl.node.{entry}", *node_options(job.config, local=True), "--", *program]
+    options = node_options(job.config, local=True)
+    return [python, "-P", "-m", f"hpc_rl.node.{entry}", *options, *(["--", *program] if program else [])]
 
 
 def _run_nodes(job: Job, job_id: str, attempt: Path, on_poll: Callable[[], None]) -> int:

@@ -26,7 +26,7 @@ class Job:
     """One job to be: everything that the script depends on."""
 
     kind: str
-    """sft, ppo, torchrun or ray."""
+    """sft, ppo, torchrun, ray or doctor."""
     config: JobConfig
     run_dir: RunDir
     working_dir: Path
@@ -43,9 +43,9 @@ class Job:
 
 TRAINERS = {"sft": "hpc_rl.finetune.train", "ppo": "hpc_rl.rl.main_ppo"}
 """Job kind -> the module that trains; named by string, so that the login node never imports it."""
-NODE_ENTRIES = {"sft": "torchrun", "torchrun": "torchrun", "ppo": "ray_node", "ray": "ray_node"}
+NODE_ENTRIES = {"sft": "torchrun", "torchrun": "torchrun", "ppo": "ray_node", "ray": "ray_node", "doctor": "doctor"}
 """Job kind -> the module of hpc_rl.node that runs on each node."""
-_TEMPLATES = {"torchrun": "torchrun.sbatch.j2", "ray_node": "ray.sbatch.j2"}
+_TEMPLATES = {"torchrun": "torchrun.sbatch.j2", "ray_node": "ray.sbatch.j2", "doctor": "doctor.sbatch.j2"}
 """Node entry -> the script that starts it."""
 
 

@@ -47,6 +47,9 @@ class PortBlock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._guard.close()
 
 

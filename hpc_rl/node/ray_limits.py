@@ -59,7 +59,7 @@ def granted(
     """
     sharing = allocation.nodes.count(allocation.node)
     groups = list(own_cgroups(proc, cgroups))
-    cpus = min([allocation.cpus, *_cpu_quotas(groups), *([most_cpus] if most_cpus else [])])
+    cpus = min([allocation.cpus, *cpu_quotas(groups), *([most_cpus] if most_cpus else [])])
     memory = memory_limit(allocation, environ, cgroups=cgroups, proc=proc)
     free = shutil.disk_usage(shm).free // sharing
     store = min(object_store or int(OBJECT_STORE_SHARE * memory), free)
@@ -81,7 +81,7 @@ def memory_limit(
 ) -> int:
     """Bytes that the job may use on this node, object store included."""
     groups = list(own_cgroups(proc, cgroups))
-    return min(_memory_limits(groups, environ, allocation.cpus, proc)) // allocation.nodes.count(allocation.node)
+    return min(memory_limits(groups, environ, allocation.cpus, proc)) // allocation.nodes.count(allocation.node)
 
 
 def own_cgroups(proc: Path, cgroups: Path) -> Iterator[Path]:
@@ -106,7 +106,7 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _cpu_quotas(groups: list[Path]) -> Iterator[int]:
+def cpu_quotas(groups: list[Path]) -> Iterator[int]:
     """CPUs by bandwidth control: cpu.max (v2), or cpu.cfs_quota_us over cpu.cfs_period_us (v1)."""
     for group in groups:
         both = _words(group / "cpu.max") or [
@@ -117,7 +117,7 @@ def _cpu_quotas(groups: list[Path]) -> Iterator[int]:
             yield max(1, math.floor(int(both[0]) / int(both[1])))
 
 
-def _memory_limits(groups: list[Path], environ: Mapping[str, str], cpus: int, proc: Path) -> Iterator[int]:
+def memory_limits(groups: list[Path], environ: Mapping[str, str], cpus: int, proc: Path) -> Iterator[int]:
     """Bytes, from each source that sets a limit."""
     for group in groups:
         for name in ("memory.max", "memory.limit_in_bytes"):

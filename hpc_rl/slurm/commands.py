@@ -58,6 +58,25 @@ def job_starts(job_ids: Sequence[str]) -> list[Start]:
     return read_starts(_answer(["sacct", "-X", "-n", "-P", "--duplicates", "-o", COLUMNS, "-j", ",".join(job_ids)]))
 
 
+def controller_text() -> str:
+    """Settings of the cluster, and whether its controllers answer.
+
+    Raises:
+        NoAnswer: with scontrol's own words, as for the next two.
+    """
+    return _said(["scontrol", "show", "config"])
+
+
+def partitions_text() -> str:
+    """Every partition, a line each."""
+    return _said(["scontrol", "show", "partition", "-o"])
+
+
+def accounts_text(user: str) -> str:
+    """The accounts that a user may charge, a line each."""
+    return _said(["sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account"])
+
+
 def cancel(job_id: str) -> None:
     """End a job.
 
@@ -139,6 +158,13 @@ def _answer(argv: list[str]) -> str:
     """Standard output, or nothing where the program is missing or fails: the next source is asked."""
     result = _run(argv)
     return result.stdout if result is not None and result.returncode == 0 else ""
+
+
+def _said(argv: list[str]) -> str:
+    result = _run(argv)
+    if result is None or result.returncode:
+        raise NoAnswer(f"{' '.join(argv[:3])}: {_words(result)}")
+    return result.stdout
 
 
 def _run(argv: list[str]) -> subprocess.CompletedProcess[str] | None:

@@ -89,6 +89,7 @@ GOLDEN_SETTINGS: dict[str, dict[str, Any]] = {
         "ray.first_port": 20000,
         "ray.dashboard": True,
     },
+    "doctor": {},
 }
 PROGRAMS = {"torchrun": ("train.py", "--lr", "1e-4"), "ray": ("python", "my driver.py", "--lr", "1e-4")}
 

@@ -1,0 +1,109 @@
+"""One node of the doctor's job: looks around, tries what training needs, and writes a report.
+
+    srun --ntasks-per-node=1 python -m hpc_rl.node.doctor --processes 8
+
+The job script starts this once on each node. It judges nothing: the login node reads the reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hpc_rl.errors import UserError
+from hpc_rl.node.doctor_facts import node_facts
+from hpc_rl.node.doctor_trials import FOLDERS, try_all_reduce, try_ray
+from hpc_rl.node.entry import run_entry, say, this_allocation, this_attempt_dir
+from hpc_rl.node.meeting import POLL_S, Meeting, named
+from hpc_rl.node_report import report_path
+
+ANSWER_TIMEOUT_S = 60
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options, ray_options = _parse(sys.argv[1:] if argv is None else argv)
+    # So that what runs below this process is ended on the way out.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
+    return run_entry(lambda: run_node(options, ray_options))
+
+
+def run_node(options: argparse.Namespace, ray_options: Sequence[str]) -> int:
+    """Look, try, report.
+
+    Raises:
+        UserError: the nodes do not see each other's files, so that there is no place for a report.
+    """
+    allocation, attempt_dir = this_allocation(), this_attempt_dir()
+    meeting = Meeting(attempt_dir, allocation.nodes, allocation.node_rank)
+    meeting.check_shared()
+    if allocation.is_head:
+        for folder in FOLDERS:
+            (attempt_dir / folder).mkdir(mode=0o700)
+    meeting.arrive()
+    missing = _await_all(meeting, options.start_timeout) if allocation.is_head else []
+    if missing:
+        say(f"{named(missing)} did not start within {options.start_timeout} s")
+    round_trip_s = None if missing else _round_trip_s(meeting)
+    report = replace(node_facts(allocation, attempt_dir, options), missing=missing, round_trip_s=round_trip_s)
+    # Written now too, in case that one of the trials takes this process with it.
+    report.write(report_path(attempt_dir, allocation.node_rank))
+    if not missing:
+        report = replace(report, all_reduce=try_all_reduce(attempt_dir, options))
+        report = replace(report, ray=try_ray(allocation, attempt_dir, options, ray_options))
+        report.write(report_path(attempt_dir, allocation.node_rank))
+    return 0
+
+
+def _await_all(meeting: Meeting, timeout_s: float) -> list[str]:
+    """Names of the nodes that have not come in time."""
+    deadline = time.monotonic() + timeout_s
+    while (missing := meeting.missing()) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return missing
+
+
+def _round_trip_s(meeting: Meeting) -> float | None:
+    """On the first node: seconds until every other node has answered its file with one of theirs.
+
+    Raises:
+        UserError: a file does not arrive.
+    """
+    others = [f".answer{rank}" for rank in range(1, len(meeting.nodes))]
+    began = time.monotonic()
+    if meeting.node_rank > 0:
+        _await_files(meeting, [".question"])
+        (meeting.attempt_dir / f".answer{meeting.node_rank}").touch()
+        return None
+    (meeting.attempt_dir / ".question").touch()
+    _await_files(meeting, others)
+    return time.monotonic() - began if others else None
+
+
+def _await_files(meeting: Meeting, names: Sequence[str]) -> None:
+    deadline = time.monotonic() + ANSWER_TIMEOUT_S
+    while absent := set(names) - {path.name for path in meeting.attempt_dir.iterdir()}:
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"node {meeting.nodes[meeting.node_rank]} waited {ANSWER_TIMEOUT_S} s for {', '.join(sorted(absent))} "
+                f"in {meeting.attempt_dir}: files of other nodes arrive late or never on this file system"
+            )
+        time.sleep(0.005)
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """This entry's own options, and further ones of `hpc_rl.node.ray_node`."""
+    parser = argparse.ArgumentParser(prog="python -m hpc_rl.node.doctor", description=__doc__)
+    parser.add_argument("--processes", type=int, required=True, help="GPUs, or CPU processes, of this node")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--interface", help="network interface between the nodes (default: by the routing table)")
+    parser.add_argument("--first-port", type=int, help="first of the ports that Ray uses (default: by the job's id)")
+    parser.add_argument("--start-timeout", type=int, default=90, help="seconds in which all nodes must have met")
+    return parser.parse_known_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

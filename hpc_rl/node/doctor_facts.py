@@ -1,0 +1,117 @@
+"""What there is on a node, and what of it the job may use."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import subprocess
+from pathlib import Path
+
+from hpc_rl.errors import UserError
+from hpc_rl.machine import file_latency_s, internet_addresses, python_facts, reach
+from hpc_rl.node.network import interface_addresses
+from hpc_rl.node.ports import free_block, given_block
+from hpc_rl.node.ray_limits import cpu_quotas, memory_limits, own_cgroups
+from hpc_rl.node.ray_ports import BLOCK, SETTING
+from hpc_rl.node.ray_site import node_address
+from hpc_rl.node_report import NodeReport
+from hpc_rl.scratch import scratch_dir
+from hpc_rl.slurm.allocation import Allocation
+
+RUNTIMES = ("apptainer", "singularity", "enroot", "podman")
+SMI_TIMEOUT_S = 30
+"""The first call on an idle node may load the driver."""
+_NAMES = (
+    "CUDA_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "HF_HUB_OFFLINE",
+    "HF_HOME",
+    "WANDB_MODE",
+    "APPTAINER_CONTAINER",
+    "SINGULARITY_CONTAINER",
+)
+_SLURM_NAMES = ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "SLURM_GPUS_ON_NODE", "SLURM_MEM_PER_NODE")
+
+
+def node_facts(allocation: Allocation, attempt_dir: Path, options: argparse.Namespace) -> NodeReport:
+    """A report without what takes all nodes together."""
+    groups = list(own_cgroups(Path("/proc"), Path("/sys/fs/cgroup")))
+    shm = shutil.disk_usage("/dev/shm")
+    scratch = scratch_dir(os.environ, allocation.job_id, allocation.restart, None).parent
+    interface, interface_problem = _interface(allocation, options.interface)
+    driver, gpus = _gpus()
+    return NodeReport(
+        node=allocation.node,
+        rank=allocation.node_rank,
+        nodes=len(allocation.nodes),
+        missing=[],
+        device=options.device,
+        processes=options.processes,
+        environ={name: os.environ[name] for name in (*_NAMES, *_SLURM_NAMES) if name in os.environ},
+        python=python_facts(),
+        round_trip_s=None,
+        file_latency_s=file_latency_s(attempt_dir),
+        gpu_driver=driver,
+        gpus=gpus,
+        cpus=min([allocation.cpus, *cpu_quotas(groups)]),
+        memory=min(memory_limits(groups, os.environ, allocation.cpus, Path("/proc"))),
+        shm_total=shm.total,
+        shm_free=shm.free,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+        locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        interfaces=interface_addresses(),
+        interface=interface,
+        interface_problem=interface_problem,
+        ports_problem=_ports_problem(allocation, options.first_port),
+        scratch=str(scratch),
+        scratch_free=shutil.disk_usage(scratch).free,
+        runtimes=[name for name in RUNTIMES if shutil.which(name)],
+        internet=reach(internet_addresses(os.environ)),
+    )
+
+
+def _interface(allocation: Allocation, wanted: str | None) -> tuple[str, str]:
+    try:
+        return node_address(allocation, wanted)[0], ""
+    except UserError as error:
+        return "", str(error)
+
+
+def _ports_problem(allocation: Allocation, first: int | None) -> str:
+    """Take the ports that Ray would get, and give them back at once."""
+    key = f"{allocation.job_id}.{allocation.node_rank}"
+    try:
+        (free_block(key, BLOCK) if first is None else given_block(first, BLOCK, SETTING)).close()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _gpus() -> tuple[str, list[str]]:
+    """(driver's version, names) of the GPUs that this task can see."""
+    try:
+        asked = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return read_kfd(Path("/sys"))
+    return read_nvidia(done.stdout if done.returncode == 0 else "")
+
+
+def read_nvidia(text: str) -> tuple[str, list[str]]:
+    """Output of `nvidia-smi --query-gpu=driver_version,name --format=csv,noheader`: a line for each GPU."""
+    pairs = [line.split(", ", 1) for line in text.splitlines() if ", " in line]
+    return (pairs[0][0], [name for _, name in pairs]) if pairs else ("", [])
+
+
+def read_kfd(sys_folder: Path) -> tuple[str, list[str]]:
+    """AMD's GPUs as the kernel's amdgpu driver lists them (/sys/class/kfd/kfd/topology): nodes with SIMD units."""
+    names = []
+    for properties in sorted(sys_folder.glob("class/kfd/kfd/topology/nodes/*/properties")):
+        fields = dict(line.split(" ", 1) for line in properties.read_text().splitlines() if " " in line)
+        if int(fields.get("simd_count", 0)):
+            names.append(f"gfx {fields.get('gfx_target_version', '?')}")
+    version = sys_folder / "module/amdgpu/version"
+    return (version.read_text().strip() if version.exists() else "amdgpu" if names else ""), names

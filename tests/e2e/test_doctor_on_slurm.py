@@ -1,0 +1,55 @@
+"""The doctor and `explain` on a real Slurm."""
+
+import json
+import uuid
+
+import pytest
+
+from tests.e2e.workspace import Workspace
+from tests.sandbox.cluster import Cluster
+
+pytestmark = pytest.mark.sandbox
+HUNGRY = "held = [bytearray(b'x' * (1 << 20)) for _ in range(4000)]\n"
+"""Takes 4 GB, a megabyte at a time."""
+
+
+@pytest.fixture(scope="module")
+def workspace(slurm_cluster: Cluster) -> Workspace:
+    folder = slurm_cluster.shared / f"doctor-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    (folder / "hungry.py").write_text(HUNGRY)
+    return Workspace(folder, {**slurm_cluster.env, "OMP_NUM_THREADS": "1"})
+
+
+def test_on_the_login_node(workspace: Workspace) -> None:
+    checks = {check["name"]: check for check in json.loads(workspace.ok("doctor", "--json"))}
+    assert "controller ctl" in checks["Slurm"]["found"]
+    assert checks["accounting"]["found"].startswith("none")
+    assert checks["partition"]["found"] == "debug is UP, at most UNLIMITED, by default NONE, 4 nodes"
+    assert checks["preemption"]["level"] == "ok"
+    short = workspace.hpc_rl("doctor", "--partition", "short", "--time", "1:00:00", "--json")
+    assert short.returncode == 1
+    (too_long,) = [check for check in json.loads(short.stdout) if check["level"] == "problem"]
+    assert "short is UP, at most 00:10:00" in too_long["found"] and "--time" in too_long["remedy"]
+
+
+@pytest.mark.slow
+def test_on_two_nodes_and_a_job_that_is_killed_for_lack_of_memory(workspace: Workspace) -> None:
+    options = ["--mem", "500M", "--job-name", "hungry", "trainer.device=cpu"]
+    workspace.ok("submit", "torchrun", *options, "--", "hungry.py")
+
+    asked = ["--on-nodes", "2", "--cpus-per-task", "1", "--mem", "2G", "trainer.device=cpu", "--json"]
+    checks = {check["name"]: check for check in json.loads(workspace.ok("doctor", *asked, timeout=240))}
+    assert checks["shared folder"]["found"].startswith("2 nodes see each other's files")
+    assert checks["all-reduce"]["found"].startswith("gloo, 2 ranks on 2 nodes: ")
+    assert checks["Ray cluster"]["found"].startswith("up on 2 nodes with 2 CPUs and 0 GPUs, and down again")
+    assert (checks["CPUs"]["found"], len(checks["CPUs"]["nodes"])) == ("1 granted, 1 asked for", 2)
+    assert checks["memory"]["found"] == "2.0 GiB granted, 2.0 asked for"
+    assert checks["interface"]["found"].startswith("eth0 of ")
+    assert [path.name for path in (workspace.folder / "runs").iterdir()] == ["hungry"]
+
+    workspace.wait_until(lambda: workspace.status("hungry")["state"] not in ("PENDING", "RUNNING"), "the end of hungry")
+    assert workspace.ok("status", "hungry").startswith("Killed for lack of memory\n")
+    explained = workspace.ok("explain", "hungry")
+    assert "oom-kill" in explained or "OUT_OF_MEMORY" in explained
+    assert "ask for more (--mem)" in explained
