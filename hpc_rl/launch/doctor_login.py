@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hpc_rl.config.schema import SlurmConfig, walltime_s
+from hpc_rl.config.slurm import SlurmConfig, walltime_s
 from hpc_rl.launch.checks import Check, ok, problem, warning
 from hpc_rl.launch.doctor_packages import package_checks
 from hpc_rl.machine import PythonFacts, file_latency_s, internet_addresses, python_facts, reach

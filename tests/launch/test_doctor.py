@@ -238,11 +238,11 @@ def test_an_address_that_does_not_answer_has_a_reason() -> None:
 def test_the_doctor_takes_no_folder_that_holds_something(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("")
     with pytest.raises(UserError, match="is not empty"):
-        doctor_job(2, ["trainer.device=cpu"], {}, tmp_path, local=True)
-    job = doctor_job(2, ["trainer.device=cpu"], {"slurm.mem": "2G"}, tmp_path / "new", local=True)
+        doctor_job(2, ["trainer.device=cpu"], {}, tmp_path, None, local=True)
+    job = doctor_job(2, ["trainer.device=cpu"], {"slurm.mem": "2G"}, tmp_path / "new", None, local=True)
     assert (job.config.trainer.nnodes, job.config.slurm.time, job.config.slurm.requeue) == (2, "10:00", False)
     with pytest.raises(UserError, match="--on-nodes"):
-        doctor_job(2, [], {"trainer.nnodes": 3}, None, local=True)
+        doctor_job(2, [], {"trainer.nnodes": 3}, None, None, local=True)
 
 
 CLOSED = "http://127.0.0.1:9"
