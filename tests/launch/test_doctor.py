@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.schema import SlurmConfig
+from hpc_rl.config.slurm import SlurmConfig
 from hpc_rl.errors import UserError
 from hpc_rl.launch.checks import Check, as_text, has_problem, ok, problem, together
 from hpc_rl.launch.doctor_job import doctor_job
