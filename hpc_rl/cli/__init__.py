@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
-from hpc_rl.cli import submit, runs, views, config, models, data  # noqa: F401 # isort: skip - each adds its commands, in order
+from hpc_rl.cli import submit, runs, views, operations, config, models, data  # noqa: F401 # isort: skip - each adds its commands, in order
 from hpc_rl.cli.app import app
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
 

@@ -21,15 +21,14 @@ from hpc_rl.errors import UserError
 from hpc_rl.launch.render import Job
 from hpc_rl.ray_version import check_ray, installed_ray
 from hpc_rl.rewards.check import check_function, check_url
-from hpc_rl.slurm import commands
 
 _OTHER_DATA = (".arrow", ".csv", ".gz", ".tsv", ".txt", ".zip", ".zst")
 MAX_ROWS = 10_000
 """Rows of a data file that are looked at here; the job itself looks at all of them."""
 
 
-def check(job: Job) -> list[str]:
-    """Check all that the job needs.
+def check(*jobs: Job) -> list[str]:
+    """Check all that the jobs need; what several of them need, once.
 
     Returns:
         Notes: what could not be checked here and will be at the start of the job.
@@ -37,21 +36,9 @@ def check(job: Job) -> list[str]:
     Raises:
         UserError: all problems, a line each.
     """
-    checks: list[Callable[[], str | None]] = [partial(check_run_dir, job.run_dir.path)]
-    if job.after is not None:
-        checks.append(partial(check_after, job.after))
-    config = job.config
-    same_python = config.slurm.python is None
-    if isinstance(config, RayJobConfig) and same_python:
-        checks.append(partial(check_ray, installed_ray(), sys.executable))
-    if isinstance(config, SftConfig | PpoConfig):
-        checks += _model_checks(config)
-    if isinstance(config, PpoConfig):
-        checks += _ppo_checks(config, same_python)
-    if job.kind in PROGRAM_CHECKS:
-        checks.append(partial(PROGRAM_CHECKS[job.kind], job.program))
+    checks = {repr(one): one for job in jobs for one in _checks(job)}
     problems, notes = [], []
-    for one in checks:
+    for one in checks.values():
         try:
             if note := one():
                 notes.append(note)
@@ -62,10 +49,25 @@ def check(job: Job) -> list[str]:
     return notes
 
 
-def _model_checks(config: SftConfig | PpoConfig) -> list[Callable[[], str | None]]:
+def _checks(job: Job) -> list[Callable[[], str | None]]:
+    checks: list[Callable[[], str | None]] = [partial(check_run_dir, job.run_dir.path)]
+    config = job.config
+    same_python = config.slurm.python is None
+    if isinstance(config, RayJobConfig) and same_python:
+        checks.append(partial(check_ray, installed_ray(), sys.executable))
+    if isinstance(config, SftConfig | PpoConfig):
+        checks += _model_checks(config, job.after.model if job.after else None)
+    if isinstance(config, PpoConfig):
+        checks += _ppo_checks(config, same_python)
+    if job.kind in PROGRAM_CHECKS:
+        checks.append(partial(PROGRAM_CHECKS[job.kind], job.program))
+    return checks
+
+
+def _model_checks(config: SftConfig | PpoConfig, coming: Path | None) -> list[Callable[[], str | None]]:
     model, data = config.model, config.data
     checks: list[Callable[[], str | None]] = [
-        partial(check_model, model),
+        partial(check_model, model, coming),
         partial(check_chat_template, model, data),
     ]
     return checks + [partial(check_data, file, data) for file in [*data.train_files, *data.val_files]]
@@ -103,21 +105,6 @@ def check_run_dir(path: Path) -> None:
         raise UserError(f"run directory {path} is not writable: {existing}: {error.strerror}") from error
 
 
-def check_after(job_id: str) -> str | None:
-    """A job after one that has failed, or that never was, would wait for ever or not at all."""
-    if not commands.available():
-        return f"job {job_id} is looked up when the script is submitted"
-    try:
-        state = commands.job_state(job_id)
-    except commands.NoAnswer as error:
-        raise UserError(f"--after {job_id}: {error}") from error
-    if state is None:
-        raise UserError(f"--after {job_id}: Slurm does not know this job")
-    if state.ended and state.state != "COMPLETED":
-        raise UserError(f"--after {job_id}: this job is {state.state}, so a job after it would never start")
-    return None
-
-
 def check_data(file: str, data: DataConfig | PromptDataConfig) -> str | None:
     if not is_file(file):
         if Path(file).is_dir():
@@ -135,7 +122,14 @@ def check_data(file: str, data: DataConfig | PromptDataConfig) -> str | None:
     return None
 
 
-def check_model(model: ModelConfig) -> str | None:
+def check_model(model: ModelConfig, coming: Path | None = None) -> str | None:
+    """A folder or a name on the hub.
+
+    Args:
+        coming: the model of a job that this one waits for, which need not be there yet.
+    """
+    if coming is not None and Path(model.path).absolute() == coming and not coming.exists():
+        return f"model {model.path} is what the job before this one exports"
     return check_model_path("model.path", model.path)
 
 
