@@ -68,10 +68,15 @@ def run_in_allocation(job: Job, script: str, on_poll: Callable[[], None]) -> int
 
 def _end(shell: subprocess.Popen[bytes]) -> None:
     """End the script and its srun, which ends the step on the nodes."""
+    deadline = time.monotonic() + GRACE_S
     if shell.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(shell.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             shell.wait(GRACE_S)
+    with suppress(ChildProcessError):  # no more of them: an srun that the script has left is a child of ours by now
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(POLL_S)
     end_descendants()
     shell.wait()

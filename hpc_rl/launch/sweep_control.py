@@ -61,7 +61,8 @@ def requeue(sweep: SweepDir) -> str:
     job_id = jobs.queue(script, [array, *(after.sbatch_options if after else [])])
     for number, now in again.items():
         jobs.record_again(_run(now), f"{job_id}_{number}")
-    return f"submitted job {job_id}: {len(again)} of {len(found)} runs of sweep {sweep.name} again, {states(again.values())} before"
+    before = states(again.values())
+    return f"submitted job {job_id}: {len(again)} of {len(found)} runs of sweep {sweep.name} again ({before} before)"
 
 
 def states(found: Iterable[RunStatus]) -> str:
