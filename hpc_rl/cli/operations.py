@@ -23,6 +23,7 @@ from hpc_rl.cli.submit import (
 )
 from hpc_rl.cli.text import runs_table, short_path, submitted_text
 from hpc_rl.errors import UserError
+from hpc_rl.run_dir import ENV_RUN_DIR
 
 if TYPE_CHECKING:
     from hpc_rl.launch.render import Job
@@ -174,11 +175,12 @@ def attach(
         raise UserError(f"run {found.name} {what}: attach needs a job that is running in Slurm")
     nodes = expand_hostlist(now.nodes)
     if node >= len(nodes):
-        raise UserError(f"run {found.name} has {len(nodes)} nodes, 0 to {len(nodes) - 1}: there is no node {node}")
+        raise UserError(f"run {found.name} has no node {node}: its nodes are 0 to {len(nodes) - 1}")
     shell = [os.environ.get("SHELL", "/bin/bash")]
     argv = commands.attach_argv(now.job_id, nodes[node], command or shell, terminal=sys.stdin.isatty())
-    os.environ["HPC_RL_RUN_DIR"] = str(found.path)
-    os.execvp(argv[0], argv)
+    # The variables of an allocation around this shell are not about that job.
+    kept = {key: value for key, value in os.environ.items() if key == "SLURM_CONF" or not key.startswith("SLURM_")}
+    os.execvpe(argv[0], argv, {**kept, ENV_RUN_DIR: str(found.path)})
 
 
 def _split_stages(words: list[str]) -> list[list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -204,8 +205,6 @@ def _split_program(kind: Kind, arguments: list[str]) -> tuple[list[str], tuple[s
 
 
 def _check_allocation(request: Request) -> None:
-    import os
-
     from hpc_rl.launch.in_allocation import step_environment
 
     step_environment(os.environ, request.config().trainer.nnodes)

@@ -90,14 +90,15 @@ def test_a_sweep_trains_and_its_table_shows_what_failed(workspace: Workspace, sl
 
 
 def test_a_sweep_is_stopped_attached_to_queued_again_and_cancelled(workspace: Workspace) -> None:
-    words = ["sweep", "torchrun", "--job-name", "wait", "--max-parallel", "1", "slurm.env.N=7,8,9", *WAITING]
-    workspace.ok(*words)
+    words = ["sweep", "torchrun", "--job-name", "wait", "--max-parallel", "1", "slurm.env.N=7,8,9"]
+    workspace.ok(*words, "--sbatch", "gpus-per-node=1", *WAITING)
     sweep = workspace.folder / "runs" / "wait"
     wait_for_line(workspace, sweep / "wait_1", "attempt 1 with 7")
     assert states(workspace, "wait") == ["RUNNING", "PENDING", "PENDING"]
-    assert workspace.ok("attach", "wait_1", "sh", "-c", 'hostname; echo "$HPC_RL_RUN_DIR"').split()[1] == str(
-        sweep / "wait_1"
-    )
+    seen = workspace.ok("attach", "wait_1", "sh", "-c", 'hostname; echo "$HPC_RL_RUN_DIR" "$CUDA_VISIBLE_DEVICES"')
+    assert seen.split()[1:] == [str(sweep / "wait_1"), "0"]
+    refused = workspace.hpc_rl("attach", "--node", "1", "wait_1")
+    assert refused.returncode == 2 and "has no node 1: its nodes are 0 to 0" in refused.stderr
     assert "1 running jobs of sweep wait" in workspace.ok("stop", "wait")
     wait_for_states(workspace, "wait", "STOPPED", "CANCELLED", "CANCELLED")
     array = str(workspace.status("wait_3")["job_id"]).partition("_")[0]

@@ -1,4 +1,5 @@
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def test_each_stage_trains_the_model_of_the_one_before(folder: Path) -> None:
     stages, notes = plan(f"{FIRST} --nodes 2 -- {SECOND} --time 1:00:00 -- {SECOND} --job-name last")
     assert [stage.job.run_dir.name for stage in stages] == ["sft-1", "sft-2", "last"]
     assert "path: model\n" in stages[0].script
-    for before, stage in zip(stages, stages[1:], strict=False):
+    for before, stage in pairwise(stages):
         assert f"path: {before.job.run_dir.model}\n" in stage.script
         assert stage.job.after is not None and stage.job.after.target == str(before.job.run_dir.path)
     assert "--nodes=2\n" in stages[0].script and "--nodes=1\n" in stages[1].script
