@@ -199,8 +199,10 @@ def test_submissions_at_once_get_names_of_their_own(folder: Path) -> None:
 
 def test_after_needs_a_job(folder: Path) -> None:
     run(folder, "render", *SFT[1:2], *SFT[3:], "--job-name", "rendered")
-    done = run(folder, "render", *SFT[1:2], *SFT[3:], "--after", "rendered")
+    done = run(folder, "submit", *SFT[1:2], *SFT[3:], "--dry-run", "--after", "rendered")
     assert done.returncode == 2 and "run rendered has no Slurm job" in done.stderr
+    done = run(folder, "render", *SFT[1:2], *SFT[3:], "--after", "rendered")
+    assert done.returncode == 2 and "--after is said at submission" in done.stderr
 
 
 def test_a_program_may_have_an_equals_sign(folder: Path) -> None:

@@ -44,7 +44,7 @@ NO_KEYS = {"ray.put", "data.rows", "ray.sbatch.j2", "trainer.json"}
 OTHERS = {"from-verl.md", "from-openrlhf.md"}
 """Pages with other projects' keys, in the first column of their tables."""
 
-TO_COME = {"operations.md", "containers.md"}
+TO_COME = {"containers.md"}
 """Commands and pages that the pages name and that are not here yet."""
 
 

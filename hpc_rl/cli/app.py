@@ -42,6 +42,9 @@ SiteOption = Annotated[
     str | None,
     typer.Option("--site", metavar="FILE_OR_NAME", help="Site profile: a file, or a shipped one.", show_default=False),
 ]
+RunOrSweepArgument = Annotated[
+    str, typer.Argument(metavar="RUN_OR_SWEEP", help="Run directory, name of a run or sweep, or job id.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 

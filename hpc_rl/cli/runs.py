@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hpc_rl.cli.app import JsonOption, RunArgument, app, leave
+from hpc_rl.cli.app import JsonOption, RunArgument, RunOrSweepArgument, app, leave
 from hpc_rl.cli.text import findings_text, status_text
 from hpc_rl.errors import UserError
 
@@ -62,22 +62,26 @@ def logs(
 
 
 @app.command()
-def cancel(run: RunArgument) -> None:
-    """End a run's job now. What it saved stays.
+def cancel(run: RunOrSweepArgument) -> None:
+    """End a run's job now, or all of a sweep. What they saved stays.
 
     Example: hpc-rl cancel sft-1
     """
-    from hpc_rl.launch import jobs, runs
+    from hpc_rl.launch import jobs, runs, sweep_control
+    from hpc_rl.launch.sweep_dir import find_sweep
 
-    print(jobs.cancel(runs.find_run(run)))
+    sweep = find_sweep(run)
+    print(sweep_control.cancel(sweep) if sweep else jobs.cancel(runs.find_run(run)))
 
 
 @app.command()
-def stop(run: RunArgument) -> None:
-    """Ask a run to save at its next step, and leave.
+def stop(run: RunOrSweepArgument) -> None:
+    """Ask a run, or all of a sweep, to save at its next step, and leave.
 
     Example: hpc-rl stop sft-1
     """
-    from hpc_rl.launch import jobs, runs
+    from hpc_rl.launch import jobs, runs, sweep_control
+    from hpc_rl.launch.sweep_dir import find_sweep
 
-    print(jobs.stop(runs.find_run(run)))
+    sweep = find_sweep(run)
+    print(sweep_control.stop(sweep) if sweep else jobs.stop(runs.find_run(run)))

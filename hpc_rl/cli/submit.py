@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpc_rl.cli.app import Kind, KindArgument, SiteOption, app, leave, note
-from hpc_rl.cli.text import findings_text, short_path, status_text
+from hpc_rl.cli.text import findings_text, short_path, status_text, submitted_text
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ OverridesArgument = Annotated[
 RunDirOption = Annotated[
     Path | None, typer.Option(help="Run directory; runs/NAME where not given.", show_default=False)
 ]
+
+
+LocalOption = Annotated[bool, typer.Option("--local", help="Run on this machine, without Slurm.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the exact scripts; submit nothing.")]
 
 
 @dataclass(frozen=True)
@@ -49,9 +54,9 @@ class SlurmFlags:
     sbatch: Annotated[
         list[str] | None, typer.Option(metavar="KEY[=VALUE]", help="Any other sbatch option; repeatable.")
     ] = None
-    after: Annotated[str | None, typer.Option(metavar="JOBID", help="Start after this job or run has ended well.")] = (
-        None
-    )
+    after: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Start after this run, sweep or job has ended well.")
+    ] = None
     site: SiteOption = None
 
     def settings(self) -> dict[str, Any]:
@@ -66,7 +71,7 @@ class SlurmFlags:
         return found
 
 
-def with_slurm_flags(command: Callable[..., None]) -> Callable[..., None]:
+def with_slurm_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command every option of SlurmFlags; it receives them as one argument, `flags`."""
     names = inspect.get_annotations(SlurmFlags, eval_str=True)
     added = [
@@ -76,9 +81,9 @@ def with_slurm_flags(command: Callable[..., None]) -> Callable[..., None]:
     own = inspect.signature(command, eval_str=True)
 
     @wraps(command)
-    def wrapper(**arguments: Any) -> None:
+    def wrapper(**arguments: Any) -> Any:
         flags = SlurmFlags(**{name: arguments.pop(name) for name in names})
-        command(flags=flags, **arguments)
+        return command(flags=flags, **arguments)
 
     kept = [parameter for name, parameter in own.parameters.items() if name != "flags"]
     kept = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in kept]
@@ -102,7 +107,10 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the exact script; submit nothing.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Block; the exit code is the job's.")] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Like --wait, and show log and progress.")] = False,
-    local: Annotated[bool, typer.Option("--local", help="Run on this machine, without Slurm.")] = False,
+    local: LocalOption = False,
+    in_allocation: Annotated[
+        bool, typer.Option("--in-allocation", help="Run now, inside the allocation around this shell (salloc).")
+    ] = False,
 ) -> None:
     """Submit a job: check it, write its run directory, queue it.
 
@@ -114,25 +122,32 @@ def submit(
     from hpc_rl.launch.render import render as render_script
     from hpc_rl.launch.request import job_of_script
 
-    if script is not None and (arguments or flags != SlurmFlags() or run_dir or local):
+    here = local or in_allocation
+    if script is not None and (arguments or flags != SlurmFlags() or run_dir or here):
         raise UserError("--script takes no other options: what the job does is written in the script")
+    if here and (flags.after or (local and in_allocation)):
+        raise UserError("--local and --in-allocation run at once: give one of them, and no --after")
     if dry_run and script is not None:
         print(job_of_script(kind.value, script)[1], end="")
         return
     if dry_run:
-        print(render_script(_checked(_request(kind, arguments, flags, run_dir), local)), end="")
+        job = _checked(request_of(kind, arguments, flags, run_dir), here)
+        print(render_script(job), end="")
+        _note_options(job)
         return
     if not local:
         jobs.require_slurm()
+    if in_allocation:
+        _check_allocation(request_of(kind, arguments, flags, run_dir))
     if script is not None:
         job, text = job_of_script(kind.value, script)
         jobs.check_free(job.run_dir)
     else:
-        job, text = _reserved(_request(kind, arguments, flags, run_dir), local)
-    if local:
-        leave(_run_local(job, text))
+        job, text = _reserved(request_of(kind, arguments, flags, run_dir), here)
+    if here:
+        leave(run_here(job, text, in_allocation))
     job_id = jobs.submit(job, text)
-    print(f"submitted job {job_id}: run {job.run_dir.name} in {short_path(job.run_dir.path)}")
+    print(submitted_text(job, job_id))
     if wait or follow:
         leave(_wait(job, job_id, follow))
     print(f"  hpc-rl status {job.run_dir.name}\n  hpc-rl logs -f {job.run_dir.name}")
@@ -149,13 +164,17 @@ def render(
     """
     from hpc_rl.launch import jobs
 
-    job, text = _reserved(_request(kind, arguments, flags, run_dir))
+    if flags.after is not None:
+        raise UserError(
+            "--after is said at submission: hpc-rl submit --after RUN, or sbatch --dependency=afterok:ID FILE"
+        )
+    job, text = _reserved(request_of(kind, arguments, flags, run_dir))
     jobs.prepare(job, text, None)
     print(text, end="")
     note(f"made {short_path(job.run_dir.path)}; submit by `sbatch FILE` or `hpc-rl submit {kind.value} --script FILE`")
 
 
-def _request(kind: Kind, arguments: list[str] | None, flags: SlurmFlags, run_dir: Path | None) -> Request:
+def request_of(kind: Kind, arguments: list[str] | None, flags: SlurmFlags, run_dir: Path | None) -> Request:
     from hpc_rl.launch.request import Request
 
     overrides, program = _split_program(kind, arguments or [])
@@ -167,7 +186,7 @@ def _checked(request: Request, local: bool = False) -> Job:
     from hpc_rl.launch import preflight
 
     job = request.job()
-    for unchecked in preflight.check(job, local):
+    for unchecked in preflight.check(job, local=local):
         note(unchecked)
     return job
 
@@ -191,13 +210,27 @@ def _split_program(kind: Kind, arguments: list[str]) -> tuple[list[str], tuple[s
     return arguments[: len(arguments) - count], tuple(arguments[len(arguments) - count :])
 
 
-def _run_local(job: Job, script: str) -> int:
+def _check_allocation(request: Request) -> None:
+    from hpc_rl.launch.in_allocation import step_environment
+
+    step_environment(os.environ, request.config().trainer.nnodes)
+
+
+def _note_options(job: Job) -> None:
+    """On a dry run, what sbatch is told beside the script."""
+    if job.after and job.after.sbatch_options:
+        note(f"submitted by sbatch {' '.join(job.after.sbatch_options)} FILE")
+
+
+def run_here(job: Job, script: str, in_allocation: bool = False) -> int:
+    """Run a job on this machine, or in the allocation around it, and show its log; the exit code."""
+    from hpc_rl.launch.in_allocation import run_in_allocation
     from hpc_rl.launch.local import run_local
     from hpc_rl.launch.watch import RunView
 
     print(f"run {job.run_dir.name} in {short_path(job.run_dir.path)}", flush=True)
     with RunView(job.run_dir) as view:
-        return run_local(job, script, view.poll)
+        return (run_in_allocation if in_allocation else run_local)(job, script, view.poll)
 
 
 def _wait(job: Job, job_id: str, follow: bool) -> int:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hpc_rl.launch.diagnosis import Finding
+    from hpc_rl.launch.overview import Row
+    from hpc_rl.launch.render import Job
     from hpc_rl.launch.runs import RunStatus
 
 GUIDE = "docs/troubleshooting.md"
@@ -51,6 +53,37 @@ def findings_text(found: Sequence[Finding]) -> str:
         f"  more:  {GUIDE}#{first.failure.anchor}",
     ]
     return "\n".join(lines + [f"also: {other.failure.title}: {other.line[:MOST_SHOWN]}" for other in others])
+
+
+def submitted_text(job: Job, job_id: str) -> str:
+    waits = f" after {_jobs(job.after.job_ids)}" if job.after and job.after.job_ids else ""
+    return f"submitted job {job_id}{waits}: run {job.run_dir.name} in {short_path(job.run_dir.path)}"
+
+
+def _jobs(job_ids: tuple[str, ...]) -> str:
+    return f"job {job_ids[0]}" if len(job_ids) == 1 else f"{len(job_ids)} jobs"
+
+
+def runs_table(rows: Sequence[Row]) -> str:
+    """A line for each run; the values of a sweep's runs have columns of their own where all runs are of one sweep."""
+    keys = list(rows[0].values) if rows and all(row.sweep == rows[0].sweep for row in rows) else []
+    table = [["run", *keys, "job", "state", "step", "last metric", "node hours"]]
+    for row in rows:
+        now = row.status
+        failed = f" ({now.exit_code})" if now.state == "FAILED" and now.exit_code is not None else ""
+        step = "" if now.step is None else f"{now.step}/{now.total_steps}"
+        values = [row.values.get(key, "") for key in keys]
+        measured = f"{row.metric[0]} {row.metric[1]:.4g}" if row.metric else ""
+        table.append([now.run, *values, now.job_id or "", now.state + failed, step, measured, f"{row.node_hours:.2f}"])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    right = {table[0].index("step"), table[0].index("node hours")}
+    return "\n".join(
+        "  ".join(
+            text.rjust(width) if place in right else text.ljust(width)
+            for place, (text, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in table
+    )
 
 
 def short_path(path: Path) -> str:

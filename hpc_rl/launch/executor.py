@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,15 @@ class ScriptExecutor(SlurmExecutor):
     Args:
         folder: where submitit keeps the script while it submits. Slurm takes a copy, so the folder may be a temporary
             one; an existing one, since submitit makes none.
+        options: of sbatch, above those that the script has.
     """
 
     job_class = ScriptJob
 
-    def __init__(self, folder: Path, script: str) -> None:
+    def __init__(self, folder: Path, script: str, options: Sequence[str] = ()) -> None:
         super().__init__(folder)
         self._script = script
+        self._options = options
 
     def submit_script(self) -> ScriptJob:
         """Submit by sbatch.
@@ -80,7 +83,7 @@ class ScriptExecutor(SlurmExecutor):
         # Inside an allocation its SLURM_* would become options of the new job, and contradict the script.
         inherited = [name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"]
         clean = [word for name in inherited for word in ("-u", name)]
-        return ["env", *clean, "timeout", str(SUBMIT_TIMEOUT_S), "sbatch", str(submission_file_path)]
+        return ["env", *clean, "timeout", str(SUBMIT_TIMEOUT_S), "sbatch", *self._options, str(submission_file_path)]
 
     def _num_tasks(self) -> int:
         return 1

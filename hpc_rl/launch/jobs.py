@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_STOPPED, UserError
@@ -41,10 +41,10 @@ def check_free(run: RunDir) -> None:
         )
 
 
-def reserve(run: RunDir) -> bool:
-    """Make the run directory; False where somebody else was faster, so that two submissions never share a name."""
+def reserve(path: Path) -> bool:
+    """Make a run's or sweep's folder; False where somebody else was faster, so that two submissions never share one."""
     try:
-        run.path.mkdir(mode=0o700, parents=True)
+        path.mkdir(mode=0o700, parents=True)
     except FileExistsError:
         return False
     return True
@@ -72,6 +72,15 @@ def record(job: Job, job_id: str, **more: object) -> None:
     _write(job.run_dir.job, json.dumps(facts, indent=2) + "\n")
 
 
+def record_again(run: RunDir, job_id: str) -> None:
+    """Write job.json, and what code there is now, for a run that was submitted again as it was."""
+    before = runs.read_json(run.job)
+    folder = Path(str(before.get("working_dir", Path.cwd())))
+    _write(run.git, git_snapshot(folder))
+    now = {"job_id": job_id, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": sys.argv}
+    _write(run.job, json.dumps({**before, **now}, indent=2) + "\n")
+
+
 def require_slurm() -> None:
     if not commands.available():
         raise UserError("no sbatch on PATH: run this on a login node of a Slurm cluster, or here with --local")
@@ -83,20 +92,29 @@ def submit(job: Job, script: str) -> str:
     Raises:
         UserError: sbatch refused; then nothing is left behind.
     """
-    from hpc_rl.launch.executor import ScriptExecutor
-
     made = not job.run_dir.path.exists() or not any(job.run_dir.path.iterdir())
     job.run_dir.stop.unlink(missing_ok=True)  # an earlier job's
     prepare(job, script, None)
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            submitted = ScriptExecutor(Path(folder), script).submit_script()
+        job_id = queue(script, job.after.sbatch_options if job.after else [])
     except UserError:
         if made:
             remove(job.run_dir.path)
         raise
-    record(job, submitted.job_id)
-    return submitted.job_id
+    record(job, job_id, **({"after": job.after.target} if job.after else {}))
+    return job_id
+
+
+def queue(script: str, options: Sequence[str] = ()) -> str:
+    """Hand a script to sbatch; the job id.
+
+    Raises:
+        UserError: sbatch refused.
+    """
+    from hpc_rl.launch.executor import ScriptExecutor
+
+    with tempfile.TemporaryDirectory() as folder:
+        return ScriptExecutor(Path(folder), script, options).submit_script().job_id
 
 
 def wait(run: RunDir, on_poll: Callable[[], None] = lambda: None) -> int:
@@ -130,10 +148,11 @@ def cancel(run: RunDir) -> str:
     now = runs.status(run)
     if not now.active or now.job_id is None:
         return f"run {run.name} has no job to cancel: it is {now.state}"
-    if runs.is_local(now.job_id):
-        _end_local(run)
+    if not runs.in_slurm(run):
+        _end_process(run)
     else:
         commands.cancel(now.job_id)
+        note_cancelled(now)
     saved = max((path.name for path in run.checkpoints.glob("step-*") if not path.suffix), default=None)
     left = f"submitting it again goes on from {saved}" if saved else "it had saved no checkpoint yet"
     return f"cancelled job {now.job_id} of run {run.name}; {left}"
@@ -146,20 +165,37 @@ def stop(run: RunDir) -> str:
         return f"run {run.name} has nothing to stop: it is {now.state}"
     if now.state == "PENDING":
         commands.cancel(now.job_id)
+        note_cancelled(now)
         return f"job {now.job_id} of run {run.name} was waiting; took it out of the queue"
-    _write(run.stop, "user\n")
+    ask_to_stop(run)
     return f"run {run.name} will save at its next step and leave with exit code {EXIT_STOPPED}"
 
 
-def _end_local(run: RunDir) -> None:
+def ask_to_stop(run: RunDir, reason: str = "user") -> None:
+    """Write the stop file. Where its reason is "requeue", the job script queues the job again."""
+    _write(run.stop, f"{reason}\n")
+
+
+def note_cancelled(pending: runs.RunStatus) -> None:
+    """Keep in the run directory that a job which was waiting is cancelled: Slurm forgets it within minutes, and a task
+    of an array at once.
+    """
+    if pending.state == "PENDING":
+        facts = {"job_id": pending.job_id, "attempt": 0, "state": "CANCELLED", "exit_code": None}
+        _write(RunDir(Path(pending.run_dir)).status, json.dumps(facts) + "\n")
+
+
+def _end_process(run: RunDir) -> None:
     job = runs.read_json(run.job)
+    if job["host"] != os.uname().nodename:
+        raise UserError(f"run {run.name} is a process on {job['host']}: cancel it there")
     pid = int(job["pid"])
     if runs.process_alive(pid, int(job["start_time"])):
         os.kill(pid, signal.SIGTERM)
 
 
 def remove(folder: Path) -> None:
-    """Remove a run directory, and ./runs with the last one."""
+    """Take away a run's or sweep's folder that was made for nothing, and an empty ./runs."""
     shutil.rmtree(folder)
     if folder.parent == runs.ROOT.absolute() and not any(folder.parent.iterdir()):
         folder.parent.rmdir()

@@ -121,7 +121,7 @@ def _run_nodes(job: Job, job_id: str, attempt: Path, on_poll: Callable[[], None]
         node_environment(job, job_id, attempt, rank, os.environ, cpus) for rank in range(job.config.trainer.nnodes)
     ]
     adopt_orphans()
-    interrupts = _count_interrupts(job)
+    interrupts = count_interrupts(job)
     try:
         with runs.job_log(job.run_dir, job_id).open("ab") as log:
             for environ in environs:
@@ -150,7 +150,7 @@ def _run_nodes(job: Job, job_id: str, attempt: Path, on_poll: Callable[[], None]
         on_poll()
 
 
-def _count_interrupts(job: Job) -> Callable[[], int]:
+def count_interrupts(job: Job) -> Callable[[], int]:
     """How often the user has asked to end: the first Ctrl-C writes the stop file; SIGTERM counts as two."""
     count = 0
 

@@ -23,15 +23,14 @@ from hpc_rl.launch.partition import check_partition
 from hpc_rl.launch.render import Job
 from hpc_rl.ray_version import check_ray, installed_ray
 from hpc_rl.rewards.check import check_function, check_url
-from hpc_rl.slurm import commands
 
 _OTHER_DATA = (".arrow", ".csv", ".gz", ".tsv", ".txt", ".zip", ".zst")
 MAX_ROWS = 10_000
 """Rows of a data file that are looked at here; the job itself looks at all of them."""
 
 
-def check(job: Job, local: bool = False) -> list[str]:
-    """Check all that the job needs.
+def check(*jobs: Job, local: bool = False) -> list[str]:
+    """Check all that the jobs need; what several of them need, once.
 
     Args:
         local: it runs on this machine, so that Slurm plays no part.
@@ -42,23 +41,9 @@ def check(job: Job, local: bool = False) -> list[str]:
     Raises:
         UserError: all problems, a line each.
     """
-    checks: list[Callable[[], str | None]] = [partial(check_run_dir, job.run_dir.path)]
-    if job.after is not None:
-        checks.append(partial(check_after, job.after))
-    config = job.config
-    if not local:
-        checks.append(partial(check_partition, config))
-    same_python = config.slurm.python is None
-    if isinstance(config, RayJobConfig) and same_python:
-        checks.append(partial(check_ray, installed_ray(), sys.executable))
-    if isinstance(config, SftConfig | PpoConfig):
-        checks += _model_checks(config)
-    if isinstance(config, PpoConfig):
-        checks += _ppo_checks(config, same_python)
-    if job.kind in PROGRAM_CHECKS:
-        checks.append(partial(PROGRAM_CHECKS[job.kind], job.program))
+    checks = {repr(one): one for job in jobs for one in _checks(job, local)}
     problems, notes = [], []
-    for one in checks:
+    for one in checks.values():
         try:
             if note := one():
                 notes.append(note)
@@ -69,10 +54,27 @@ def check(job: Job, local: bool = False) -> list[str]:
     return notes
 
 
-def _model_checks(config: SftConfig | PpoConfig) -> list[Callable[[], str | None]]:
+def _checks(job: Job, local: bool) -> list[Callable[[], str | None]]:
+    checks: list[Callable[[], str | None]] = [partial(check_run_dir, job.run_dir.path)]
+    config = job.config
+    if not local:
+        checks.append(partial(check_partition, config))
+    same_python = config.slurm.python is None
+    if isinstance(config, RayJobConfig) and same_python:
+        checks.append(partial(check_ray, installed_ray(), sys.executable))
+    if isinstance(config, SftConfig | PpoConfig):
+        checks += _model_checks(config, job.after.model if job.after else None)
+    if isinstance(config, PpoConfig):
+        checks += _ppo_checks(config, same_python)
+    if job.kind in PROGRAM_CHECKS:
+        checks.append(partial(PROGRAM_CHECKS[job.kind], job.program))
+    return checks
+
+
+def _model_checks(config: SftConfig | PpoConfig, coming: Path | None) -> list[Callable[[], str | None]]:
     model, data, cache = config.model, config.data, hub_cache(config)
     checks: list[Callable[[], str | None]] = [
-        partial(check_model_path, "model.path", model.path, cache),
+        partial(check_model, model, coming, cache),
         partial(check_chat_template, model, data, cache),
     ]
     return checks + [partial(check_data, file, data, cache) for file in [*data.train_files, *data.val_files]]
@@ -110,21 +112,6 @@ def check_run_dir(path: Path) -> None:
         raise UserError(f"run directory {path} is not writable: {existing}: {error.strerror}") from error
 
 
-def check_after(job_id: str) -> str | None:
-    """A job after one that has failed, or that never was, would wait for ever or not at all."""
-    if not commands.available():
-        return f"job {job_id} is looked up when the script is submitted"
-    try:
-        state = commands.job_state(job_id)
-    except commands.NoAnswer as error:
-        raise UserError(f"--after {job_id}: {error}") from error
-    if state is None:
-        raise UserError(f"--after {job_id}: Slurm does not know this job")
-    if state.ended and state.state != "COMPLETED":
-        raise UserError(f"--after {job_id}: this job is {state.state}, so a job after it would never start")
-    return None
-
-
 def check_data(file: str, data: DataConfig | PromptDataConfig, cache: HubCache) -> str | None:
     if not is_file(file):
         if Path(file).is_dir():
@@ -144,6 +131,17 @@ def check_data(file: str, data: DataConfig | PromptDataConfig, cache: HubCache) 
     except CannotCheck as error:
         return f"{file} is checked when the job starts ({error})"
     return None
+
+
+def check_model(model: ModelConfig, coming: Path | None, cache: HubCache) -> str | None:
+    """A folder or a name on the hub.
+
+    Args:
+        coming: the model of a job that this one waits for, which need not be there yet.
+    """
+    if coming is not None and Path(model.path).absolute() == coming and not coming.exists():
+        return f"model {model.path} is what the job before this one exports"
+    return check_model_path("model.path", model.path, cache)
 
 
 def check_model_path(key: str, path: str, cache: HubCache) -> str | None:

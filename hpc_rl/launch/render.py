@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc_rl import __version__
 from hpc_rl.config.compose import dump
@@ -19,6 +19,9 @@ from hpc_rl.launch.environment import job_environment
 from hpc_rl.launch.resource_request import further_directives, resource_directives
 from hpc_rl.resources import shipped
 from hpc_rl.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from hpc_rl.launch.after import After
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ class Job:
     """Where relative paths start, on the nodes too."""
     program: tuple[str, ...] = ()
     """The user's own program and its arguments, for torchrun and ray."""
-    after: str | None = None
-    """Id of a job that has to end well before this one starts."""
+    after: After | None = None
+    """What has to end well before this one starts; for sbatch to know, so that the script can be used again."""
 
     @property
     def name(self) -> str:
@@ -57,6 +60,15 @@ def render(job: Job) -> str:
     Raises:
         UserError: the template is broken (file and line named), or a path cannot stand in a script.
     """
+    return fill(_TEMPLATES[NODE_ENTRIES[job.kind]], _values(job))
+
+
+def fill(template: str, values: dict[str, Any]) -> str:
+    """The text of a template with these values.
+
+    Raises:
+        UserError: the template is broken; file and line are named.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateSyntaxError
 
     folders = [Path("slurm_templates"), Path("~/.config/hpc-rl/slurm_templates").expanduser()]
@@ -68,9 +80,8 @@ def render(job: Job) -> str:
         keep_trailing_newline=True,
     )
     environment.filters.update(bash=bash_word, directive=directive_word, comment=_printable)
-    template = _TEMPLATES[NODE_ENTRIES[job.kind]]
     try:
-        return environment.get_template(template).render(_values(job))
+        return environment.get_template(template).render(values)
     except TemplateSyntaxError as error:
         raise UserError(f"template {error.filename or template}, line {error.lineno}: {error.message}") from error
     except UserError:
@@ -172,23 +183,20 @@ def _directives(job: Job) -> Iterator[tuple[str, str | int | None]]:
         value = getattr(slurm, option)
         if value is not None:
             yield option, value
-    if job.after:
-        yield "dependency", f"afterok:{job.after}"
     yield from further_directives(slurm)
-    yield "output", _log_pattern(job.run_dir)
+    yield "output", f"{log_folder(job.run_dir.path)}/job-%j.log"
     yield "open-mode", "append"
     yield "signal", f"B:USR2@{slurm.warning_s}"
     yield ("requeue" if slurm.requeue else "no-requeue"), None
 
 
-def _log_pattern(run_dir: RunDir) -> str:
-    """A filename pattern: %% is a percent sign, and a backslash would switch patterns off (sbatch's manual page)."""
-    path = str(run_dir.path)
-    if "\\" in path:
+def log_folder(path: Path) -> str:
+    """As part of a filename pattern: %% is a percent sign, and a backslash would switch patterns off (sbatch(1))."""
+    if "\\" in str(path):
         raise UserError(
             f"run directory {path}: sbatch takes no backslash in the path of a log; choose another --run-dir"
         )
-    return f"{path.replace('%', '%%')}/job-%j.log"
+    return str(path).replace("%", "%%")
 
 
 def _places(config: JobConfig) -> str:

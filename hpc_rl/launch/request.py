@@ -13,6 +13,7 @@ from hpc_rl.config.compose import compose
 from hpc_rl.config.schema import JobConfig
 from hpc_rl.errors import UserError
 from hpc_rl.launch import jobs, runs
+from hpc_rl.launch.after import find_after
 from hpc_rl.launch.render import Job
 from hpc_rl.run_dir import ENV_RUN_DIR, RunDir
 from hpc_rl.slurm.states import run_dir_of_script
@@ -30,10 +31,12 @@ class Request:
     settings: Mapping[str, Any]
     """Dotted key -> value, from flags."""
     after: str | None
-    """A job id or a run, to be waited for."""
+    """A job id, a run or a sweep, to be waited for."""
     run_dir: Path | None
     site: str | None = None
     """File or shipped name of a site profile, above those that are found by themselves."""
+    taken: frozenset[str] = frozenset()
+    """Names that are as good as given away."""
 
     def job(self) -> Job:
         """The job; without a name given it is called by the first free one of sft-1, sft-2, ...
@@ -43,26 +46,31 @@ class Request:
         Raises:
             UserError: the configuration is wrong, or there is no job to wait for.
         """
-        config = compose(self.kind, self.overrides, self.settings, sites.load(self.site))
-        path = self.run_dir or runs.ROOT / (config.slurm.job_name or self._free_name())
-        after = None if self.after is None else _job_id_of(self.after)
+        config = self.config()
+        path = self.run_dir or runs.ROOT / (config.slurm.job_name or free_name(self.kind, self.taken))
+        after = None if self.after is None else find_after(self.after)
         if after is not None and "dependency" in config.slurm.sbatch:
             raise UserError("--after and --sbatch dependency=... are the same option of sbatch: give one of them")
         return Job(self.kind, config, RunDir(path.absolute()), Path.cwd(), self.program, after)
+
+    def config(self) -> JobConfig:
+        return compose(self.kind, self.overrides, self.settings, sites.load(self.site))
 
     def reserve(self) -> Job:
         """The job, with a run directory that no submission at the same moment has taken."""
         while True:
             job = self.job()
             is_named = self.run_dir is not None or job.config.slurm.job_name is not None
-            if is_named or jobs.reserve(job.run_dir):
+            if is_named or jobs.reserve(job.run_dir.path):
                 return job
 
-    def _free_name(self) -> str:
-        number = 1
-        while (runs.ROOT / f"{self.kind}-{number}").exists():
-            number += 1
-        return f"{self.kind}-{number}"
+
+def free_name(stem: str, taken: frozenset[str] = frozenset()) -> str:
+    """The first of stem-1, stem-2, ... that no run has."""
+    number = 1
+    while (runs.ROOT / f"{stem}-{number}").exists() or f"{stem}-{number}" in taken:
+        number += 1
+    return f"{stem}-{number}"
 
 
 def job_of_script(kind: str, script: Path) -> tuple[Job, str]:
@@ -81,14 +89,3 @@ def job_of_script(kind: str, script: Path) -> tuple[Job, str]:
     if path is None:
         raise UserError(f"--script {script} has no line `export {ENV_RUN_DIR}=...`: it was not rendered by hpc-rl")
     return Job(kind, JobConfig(), RunDir(Path(path).absolute()), Path.cwd()), text
-
-
-def _job_id_of(target: str) -> str:
-    """The Slurm job that --after means."""
-    if target.isdigit():
-        return target
-    run = runs.find_run(target)
-    job_id = runs.current_job(run)
-    if job_id is None or not job_id.isdigit():
-        raise UserError(f"--after {target}: run {run.name} has no Slurm job")
-    return job_id

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,13 @@ from typing import Any
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.slurm import commands
-from hpc_rl.slurm.states import ENDED
+from hpc_rl.slurm.states import ENDED, JobState
 from hpc_rl.tracking.metrics import parse_line
 
 ROOT = Path("runs")
 """Where runs without --run-dir lie, below the working folder."""
+SWEEP_MARK = "sweep.json"
+"""A folder with this file holds the run directories of a sweep, which are called by its name and a number."""
 NOT_SUBMITTED = "NOT SUBMITTED"
 UNKNOWN = "UNKNOWN"
 """Slurm does not answer: the job may be anything."""
@@ -60,17 +64,19 @@ def find_run(target: str) -> RunDir:
     Raises:
         UserError: there is none; the nearest name is shown.
     """
-    for path in (Path(target), ROOT / target):
+    for path in (Path(target), ROOT / target, ROOT / target.rpartition("_")[0] / target):
         try:
             if is_run(path):
                 return RunDir(path.absolute())
         except PermissionError as error:
             raise UserError(f"{path} belongs to somebody else: {error.strerror}") from error
-    if target.isdigit():
+        if is_sweep(path):
+            raise _names_a_sweep(target, path)
+    if re.fullmatch(r"\d+(_\d+)?", target):
         return _run_of_job(target)
     if Path(target).is_dir():
         raise UserError(f"{target} is a folder, but no run directory (no job.sbatch, no config.yaml)")
-    names = sorted(path.name for path in _below_root())
+    names = sorted(path.name for path in below_root())
     close = difflib.get_close_matches(target, names, n=1, cutoff=0.4)
     raise UserError(
         f"no run {target!r} in {ROOT.absolute()}: "
@@ -80,6 +86,10 @@ def find_run(target: str) -> RunDir:
 
 def is_run(path: Path) -> bool:
     return any((path / mark).is_file() for mark in ("job.sbatch", "job.json", "status.json", "config.yaml"))
+
+
+def is_sweep(path: Path) -> bool:
+    return (path / SWEEP_MARK).is_file()
 
 
 def current_job(run: RunDir) -> str | None:
@@ -93,8 +103,33 @@ def is_local(job_id: str) -> bool:
     return job_id.startswith("local-")
 
 
+def in_slurm(run: RunDir) -> bool:
+    """Whether the run's newest job is Slurm's, and no process of ours (local, or in somebody's allocation)."""
+    job = read_json(run.job)
+    return "pid" not in job or job.get("job_id") != current_job(run)
+
+
 def status(run: RunDir) -> RunStatus:
     """State from Slurm where it knows, else from the run directory; progress from metrics.jsonl."""
+    return _status(run, commands.job_state)
+
+
+def statuses(found: Sequence[RunDir]) -> list[RunStatus]:
+    """The same of many runs, by a constant number of questions to Slurm."""
+    ids = {job_id for run in found if (job_id := current_job(run)) and in_slurm(run)}
+    try:
+        states = commands.job_states(ids)
+    except commands.NoAnswer as error:
+        silence = error
+
+        def no_answer(_job_id: str) -> JobState | None:
+            raise silence
+
+        return [_status(run, no_answer) for run in found]
+    return [_status(run, states.get) for run in found]
+
+
+def _status(run: RunDir, ask: Callable[[str], JobState | None]) -> RunStatus:
     job_id = current_job(run)
     latest = _last_metrics(run.metrics)
     attempts = run.attempts()
@@ -102,7 +137,7 @@ def status(run: RunDir) -> RunStatus:
         run=run.name,
         run_dir=str(run.path),
         job_id=job_id,
-        **_job_fields(run, job_id),
+        **_job_fields(run, job_id, ask),
         attempt=len(attempts),
         step=latest.pop("step", None),
         total_steps=latest.pop("total_steps", None),
@@ -139,21 +174,21 @@ def process_start_time(pid: int) -> int | None:
     return None if fields[0] == "Z" else int(fields[19])
 
 
-def _job_fields(run: RunDir, job_id: str | None) -> dict[str, Any]:
+def _job_fields(run: RunDir, job_id: str | None, ask: Callable[[str], JobState | None]) -> dict[str, Any]:
     if job_id is None:
         return {"state": NOT_SUBMITTED}
     own = read_json(run.status)
     own = own if own.get("job_id") == job_id else {}
     own_fields = {"state": own.get("state", UNKNOWN), "exit_code": own.get("exit_code")}
     unfinished = own_fields["state"] in ("RUNNING", "REQUEUED", UNKNOWN)
-    if is_local(job_id):
+    if not in_slurm(run):
         job = read_json(run.job)
         here = job.get("host") == os.uname().nodename
         if here and unfinished and not process_alive(int(job.get("pid", 0)), int(job.get("start_time", 0))):
             return {"state": "FAILED", "reason": "its process is gone", "exit_code": 1}
-        return {**own_fields, "nodes": str(job.get("host"))}
+        return {**own_fields, "nodes": str(job.get("nodes", job.get("host")))}
     try:
-        slurm = commands.job_state(job_id)
+        slurm = ask(job_id)
     except commands.NoAnswer as error:
         return {**own_fields, "state": UNKNOWN, "reason": str(error)} if unfinished else own_fields
     if slurm is None:
@@ -161,14 +196,18 @@ def _job_fields(run: RunDir, job_id: str | None) -> dict[str, Any]:
         return {**gone, "exit_code": 1} if unfinished else own_fields
     if slurm.ended and own.get("state") == STOPPED:
         return {**own_fields, "nodes": slurm.nodes}
-    return {"state": slurm.state, "reason": slurm.reason, "nodes": slurm.nodes, "exit_code": slurm.exit_code}
+    exit_code = own.get("exit_code") if slurm.ended and slurm.exit_code is None else slurm.exit_code
+    return {"state": slurm.state, "reason": slurm.reason, "nodes": slurm.nodes, "exit_code": exit_code}
 
 
 def _run_of_job(job_id: str) -> RunDir:
-    for path in _below_root():
+    for path in below_root():
         run = RunDir(path.absolute())
-        if job_id in (read_json(run.job).get("job_id"), read_json(run.status).get("job_id")):
+        ids = [str(read_json(mark).get("job_id")) for mark in (run.job, run.status)]
+        if job_id in ids:
             return run
+        if any(known.startswith(f"{job_id}_") for known in ids):
+            raise _names_a_sweep(job_id, path.parent)
     try:
         log = commands.job_log(job_id)
     except commands.NoAnswer as error:
@@ -180,8 +219,17 @@ def _run_of_job(job_id: str) -> RunDir:
     return RunDir(Path(log).parent)
 
 
-def _below_root() -> list[Path]:
-    return [path for path in ROOT.iterdir() if path.is_dir()] if ROOT.is_dir() else []
+def _names_a_sweep(target: str, path: Path) -> UserError:
+    return UserError(f"{target} is a sweep: name one of its runs, such as {path.name}_1 (hpc-rl runs {target})")
+
+
+def below_root() -> Iterator[Path]:
+    """Every folder below ./runs that may be a run, those of sweeps included."""
+    for path in ROOT.iterdir() if ROOT.is_dir() else ():
+        if is_sweep(path):
+            yield from (point for point in path.iterdir() if point.is_dir())
+        elif path.is_dir():
+            yield path
 
 
 def _last_metrics(path: Path) -> dict[str, Any]:

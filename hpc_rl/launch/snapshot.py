@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+from functools import cache
 from pathlib import Path
 
 MAX_BYTES = 1_000_000
 TIMEOUT_S = 20
 
 
+@cache  # once for all runs of a sweep
 def git_snapshot(folder: Path) -> str:
     """Commit, branch and uncommitted changes of the repository around a folder; one line where there is none."""
     head = _git(folder, "log", "-1", "--format=commit %H%ndate %cI%nsubject %s")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hpc_rl.errors import UserError
 from hpc_rl.slurm import detect
 from hpc_rl.slurm.accounting import COLUMNS, Start, read_starts
-from hpc_rl.slurm.states import JobState, read_sacct, read_scontrol, read_squeue
+from hpc_rl.slurm.states import JobState, newer, read_sacct, read_scontrol, read_squeue, sacct_states, squeue_states
 
 TIMEOUT_S = 30
 """A controller under load answers within seconds; one that is down makes its clients wait."""
@@ -32,15 +34,39 @@ def job_state(job_id: str) -> JobState | None:
     Raises:
         NoAnswer: none of them answered.
     """
-    columns = "JobID,State,ExitCode,NodeList,Reason"
-    recorded = read_sacct(_answer(["sacct", "-X", "-n", "-P", "--duplicates", "-o", columns, "-j", job_id]), job_id)
+    recorded = read_sacct(_answer([*_SACCT, array_id(job_id)]), job_id)
     # Accounting lags behind a requeue: as long as the controller knows the job, its word is newer.
     if recorded and recorded.ended and not _is_queued(job_id):
         return recorded
-    queued = read_squeue(_answer(["squeue", "-h", "-t", "all", "-r", "-O", _SQUEUE_COLUMNS, "-j", job_id]), job_id)
+    queued = read_squeue(_answer([*_SQUEUE, job_id]), job_id)
     if queued and not queued.ended:
         return queued
     return _scontrol(job_id) or queued or recorded
+
+
+def job_states(job_ids: Iterable[str]) -> dict[str, JobState]:
+    """States of many jobs by one question to sacct and one to squeue; without those that Slurm does not know.
+
+    How a job ended is told with its exit code only where there is accounting.
+
+    Raises:
+        NoAnswer: the controller does not answer.
+    """
+    asked = set(job_ids)
+    if not asked:
+        return {}
+    ids = ",".join(sorted({array_id(job_id) for job_id in asked}))
+    recorded = sacct_states(_answer([*_SACCT, ids]))
+    result = _run([*_SQUEUE, ids])
+    if result is None or (result.returncode and "Invalid job id" not in result.stderr):
+        raise NoAnswer(f"Slurm does not answer: {_words(result)}")
+    queued = squeue_states(result.stdout)
+    return {job_id: state for job_id in asked if (state := newer(recorded.get(job_id), queued.get(job_id)))}
+
+
+def array_id(job_id: str) -> str:
+    """`12` of task `12_3`: accounting has no line for a task that has not started."""
+    return job_id.partition("_")[0]
 
 
 def job_log(job_id: str) -> str | None:
@@ -77,18 +103,36 @@ def accounts_text(user: str) -> str:
     return _said(["sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account"])
 
 
-def cancel(job_id: str) -> None:
-    """End a job.
+def attach_argv(job_id: str, node: str, command: Sequence[str], terminal: bool) -> list[str]:
+    """srun's arguments for a command beside a job's own processes, on one of its nodes.
+
+    Raises:
+        UserError: the controller does not know the job.
+    """
+    try:
+        result = _run(["scontrol", "show", "job", "-o", job_id])
+    except NoAnswer as error:
+        raise UserError(str(error)) from error
+    # srun's --jobid takes no 12_3: every task of an array also has a number of its own.
+    match = re.match(r"JobId=(\d+)", result.stdout) if result is not None else None
+    if match is None:
+        raise UserError(f"scontrol show job {job_id}: {_words(result)}")
+    where = ["--nodes=1", "--ntasks=1", f"--nodelist={node}"]
+    return ["srun", f"--jobid={match[1]}", "--overlap", *where, *(["--pty"] if terminal else []), *command]
+
+
+def cancel(*job_ids: str) -> None:
+    """End jobs.
 
     Raises:
         UserError: with scancel's own words.
     """
     try:
-        result = _run(["scancel", job_id])
+        result = _run(["scancel", *job_ids])
     except NoAnswer as error:
         raise UserError(str(error)) from error
     if result is None or result.returncode:
-        raise UserError(f"scancel {job_id}: {_words(result)}")
+        raise UserError(f"scancel {' '.join(job_ids)}: {_words(result)}")
 
 
 def node_groups() -> list[detect.NodeGroup]:
@@ -140,7 +184,8 @@ def has_pyxis() -> bool:
     return "--container-image" in _answer(["srun", "--help"])
 
 
-_SQUEUE_COLUMNS = "JobArrayID:40|,State:30|,NodeList:400|,Reason:100|"
+_SACCT = ["sacct", "-X", "-n", "-P", "--duplicates", "-o", "JobID,State,ExitCode,NodeList,Reason", "-j"]
+_SQUEUE = ["squeue", "-h", "-t", "all", "-r", "-O", "JobArrayID:40|,State:30|,NodeList:400|,Reason:100|", "-j"]
 
 
 def _scontrol(job_id: str) -> JobState | None:
@@ -169,8 +214,9 @@ def _said(argv: list[str]) -> str:
 
 def _run(argv: list[str]) -> subprocess.CompletedProcess[str] | None:
     """The finished command, or None where there is no such program."""
+    environ = {**os.environ, "SLURM_BITSTR_LEN": "0"}  # never `12_[1,3,...]` (sacct's manual page)
     try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except FileNotFoundError:
         return None
     except subprocess.TimeoutExpired as error:

@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hpc_rl.slurm.allocation import expand_hostlist
+
 ENDED = frozenset(
     {
         "BOOT_FAIL",
@@ -46,13 +48,19 @@ class JobState:
 
 def read_sacct(text: str, job_id: str) -> JobState | None:
     """Output of `sacct -X -n -P --duplicates -o JobID,State,ExitCode,NodeList,Reason`; the job's last line counts."""
-    found = None
+    return sacct_states(text).get(job_id)
+
+
+def sacct_states(text: str) -> dict[str, JobState]:
+    """The same for every job in it. Tasks of an array that have not started share a line, `12_[3-6%2]`."""
+    found: dict[str, JobState] = {}
     for line in text.splitlines():
         fields = line.split("|")
-        if len(fields) == 5 and fields[0] == job_id:
+        if len(fields) == 5:
             state = plain_state(fields[1])
             exit_code = exit_code_of(fields[2]) if state in ENDED else None
-            found = JobState(state, _nodes(fields[3]), _reason(fields[4]), exit_code)
+            one = JobState(state, _nodes(fields[3]), _reason(fields[4]), exit_code)
+            found |= dict.fromkeys(_array_tasks(fields[0]), one)
     return found
 
 
@@ -61,11 +69,24 @@ def read_squeue(text: str, job_id: str) -> JobState | None:
 
     squeue does not tell an exit code, so an ended job is left to `scontrol`, whose answer has one.
     """
+    return squeue_states(text).get(job_id)
+
+
+def squeue_states(text: str) -> dict[str, JobState]:
+    """The same for every job in it; with -r each task of an array has a line."""
+    found = {}
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|")]
-        if len(fields) >= 4 and fields[0] == job_id:
-            return JobState(plain_state(fields[1]), _nodes(fields[2]), _reason(fields[3]))
-    return None
+        if len(fields) >= 4:
+            found[fields[0]] = JobState(plain_state(fields[1]), _nodes(fields[2]), _reason(fields[3]))
+    return found
+
+
+def newer(recorded: JobState | None, queued: JobState | None) -> JobState | None:
+    """What accounting and the controller say of one job: accounting lags behind, but knows how it ended."""
+    if recorded and recorded.ended and (queued is None or queued.ended):
+        return recorded
+    return queued or recorded
 
 
 def read_scontrol(text: str) -> JobState | None:
@@ -112,6 +133,12 @@ def plain_state(state: str) -> str:
     """`CANCELLED by 1000` and `RUNNING+` are the state and something about it."""
     words = state.split()
     return words[0].rstrip("+") if words else "UNKNOWN"
+
+
+def _array_tasks(job_id: str) -> tuple[str, ...]:
+    if re.fullmatch(r"\d+_\[[\d,-]+(%\d+)?\]", job_id):
+        return expand_hostlist(re.sub(r"%\d+", "", job_id))
+    return (job_id,)
 
 
 def _nodes(text: str) -> str:

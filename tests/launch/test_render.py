@@ -101,7 +101,7 @@ def test_golden(name: str) -> None:
     slurm |= {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 4, "slurm.sbatch": {"exclusive": None, "nice": 10}}
     config = compose(name, [], {**slurm, **GOLDEN_SETTINGS[name]})
     run_dir = RunDir(Path("/scratch/me/runs/first"))
-    script = render(Job(name, config, run_dir, Path("/home/me"), PROGRAMS.get(name, ()), after="41"))
+    script = render(Job(name, config, run_dir, Path("/home/me"), PROGRAMS.get(name, ())))
     golden = GOLDEN / f"{name}.sbatch"
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(script)

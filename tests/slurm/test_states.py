@@ -1,6 +1,15 @@
 import pytest
 
-from hpc_rl.slurm.states import JobState, read_sacct, read_scontrol, read_squeue, run_dir_of_script
+from hpc_rl.slurm.states import (
+    JobState,
+    newer,
+    read_sacct,
+    read_scontrol,
+    read_squeue,
+    run_dir_of_script,
+    sacct_states,
+    squeue_states,
+)
 
 SCONTROL = (
     "JobId=7 JobName=my run UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901757 Nice=0 Account=(null) "
@@ -22,6 +31,28 @@ def test_squeue_tells_why_a_job_waits() -> None:
     state = read_squeue(text, "7")
     assert state == JobState("PENDING", "", "Resources", None)
     assert not state.ended
+
+
+def test_tasks_of_an_array_that_never_started_share_a_line() -> None:
+    text = "1_1|CANCELLED by 0|0:0|node1|None\n1_[2-3,5%1]|CANCELLED by 0|0:0|None assigned|JobArrayTaskLimit\n"
+    found = sacct_states(text)
+    assert list(found) == ["1_1", "1_2", "1_3", "1_5"]
+    assert found["1_5"] == JobState("CANCELLED", "", "JobArrayTaskLimit", 0)
+
+
+def test_squeue_tells_of_many_jobs() -> None:
+    text = "1_2 |PENDING |  |JobArrayTaskLimit |\n1_1 |RUNNING |node1 |None |\n"
+    found = squeue_states(text)
+    assert found == {"1_2": JobState("PENDING", "", "JobArrayTaskLimit"), "1_1": JobState("RUNNING", "node1")}
+
+
+def test_the_controller_is_newer_than_accounting_which_knows_the_end() -> None:
+    ended, queued, forgotten = JobState("FAILED", "node1", "", 3), JobState("PENDING"), JobState("FAILED", "node1")
+    assert newer(ended, queued) is queued
+    assert newer(ended, forgotten) is ended
+    assert newer(ended, None) is ended
+    assert newer(JobState("RUNNING"), None) == JobState("RUNNING")
+    assert newer(None, None) is None
 
 
 @pytest.mark.parametrize(

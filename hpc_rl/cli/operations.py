@@ -1,0 +1,225 @@
+"""Several runs at a time, and what is done with them day by day."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpc_rl.cli.app import JsonOption, Kind, KindArgument, RunArgument, RunOrSweepArgument, app, leave, note
+from hpc_rl.cli.submit import (
+    DryRunOption,
+    LocalOption,
+    OverridesArgument,
+    RunDirOption,
+    SlurmFlags,
+    request_of,
+    run_here,
+    with_slurm_flags,
+)
+from hpc_rl.cli.text import runs_table, short_path, submitted_text
+from hpc_rl.errors import UserError
+from hpc_rl.run_dir import ENV_RUN_DIR
+
+if TYPE_CHECKING:
+    from hpc_rl.launch.render import Job
+    from hpc_rl.launch.request import Request
+
+
+@app.command()
+@with_slurm_flags
+def sweep(
+    kind: KindArgument,
+    arguments: OverridesArgument = None,
+    *,
+    flags: SlurmFlags,
+    run_dir: RunDirOption = None,
+    max_parallel: Annotated[int | None, typer.Option(min=1, help="Most runs at a time.", show_default=False)] = None,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Submit a run for every combination of values, as one Slurm array.
+
+    Several values of a key are separated by commas: optim.lr=1e-5,3e-5. Each run has a run directory of its own, and
+    every command takes it by its name, NAME_1, NAME_2, ...
+
+    Example: hpc-rl sweep sft model.path=model data.train_files=train.jsonl optim.lr=1e-5,3e-5 --max-parallel 2
+    """
+    from dataclasses import replace
+
+    from hpc_rl.launch import jobs
+    from hpc_rl.launch import sweep as sweeps
+    from hpc_rl.launch.grid import grid
+
+    request = request_of(kind, arguments, flags, run_dir)
+    points = grid(request.overrides)
+    if not dry_run:
+        jobs.require_slurm()
+    planned = sweeps.plan(replace(request, overrides=()), points, max_parallel)
+    for unchecked in planned.notes:
+        note(unchecked)
+    if dry_run:
+        _print_scripts([("sweep.sbatch", planned.script), *zip(_names(planned.jobs), planned.scripts, strict=True)])
+        return
+    job_id = sweeps.submit(planned)
+    name = planned.sweep.name
+    print(f"submitted job {job_id}: {len(points)} runs of sweep {name} in {short_path(planned.sweep.path)}")
+    print(f"  hpc-rl runs {name}\n  hpc-rl logs -f {name}_1")
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def chain(
+    stages: Annotated[
+        list[str],
+        typer.Argument(metavar="KIND [KEY=VALUE]... -- KIND [KEY=VALUE]...", help="Stages, each as `submit` takes it."),
+    ],
+    dry_run: DryRunOption = False,
+    local: LocalOption = False,
+) -> None:
+    """Submit stages that follow each other: each starts when the one before it is done, on the model that it exported.
+
+    Options of the chain come first; those of a stage (--nodes, --time, ...) follow its kind.
+
+    Example: hpc-rl chain sft model.path=model data.train_files=train.jsonl -- ppo --nodes 2 recipe=gsm8k-2nodes
+    """
+    from hpc_rl.launch import chain as chains
+    from hpc_rl.launch import jobs
+
+    requests = [_stage(words) for words in _split_stages(stages)]
+    if not dry_run and not local:
+        jobs.require_slurm()
+    planned, notes = chains.plan(requests, local)
+    for unchecked in notes:
+        note(unchecked)
+    if dry_run:
+        _print_scripts(list(zip(_names([stage.job for stage in planned]), [s.script for s in planned], strict=True)))
+        note("each but the first is submitted by sbatch --dependency=afterok:ID --kill-on-invalid-dep=yes")
+        return
+    if local:
+        for stage in planned:
+            code = run_here(stage.job, stage.script)
+            if code:
+                leave(code)
+        return
+    for job, job_id in chains.submit(requests):
+        print(submitted_text(job, job_id))
+
+
+@app.command()
+def runs(
+    sweep: Annotated[
+        str | None, typer.Argument(metavar="SWEEP", help="Only the runs of this sweep.", show_default=False)
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List runs with state, step, last metric and node hours: all below ./runs, or those of a sweep.
+
+    Example: hpc-rl runs
+    """
+    from hpc_rl.launch import overview
+    from hpc_rl.launch import runs as launched
+    from hpc_rl.launch.sweep_dir import find_sweep
+
+    found = find_sweep(sweep) if sweep is not None else None
+    if sweep is not None and found is None:
+        raise UserError(f"no sweep {sweep!r} in {launched.ROOT.absolute()}; one run is shown by hpc-rl status {sweep}")
+    rows = overview.runs_of(found) if found else overview.all_runs()
+    if as_json:
+        print(json.dumps([row.as_dict() for row in rows]))
+    elif rows:
+        print(runs_table(rows))
+    else:
+        note(f"no runs in {launched.ROOT.absolute()}")
+
+
+@app.command()
+def requeue(run: RunOrSweepArgument) -> None:
+    """Queue a run again, to go on from its last checkpoint: one that has ended, or one that runs, after saving.
+
+    Of a sweep, the runs that ended before they were done.
+
+    Example: hpc-rl requeue sft-1
+    """
+    from hpc_rl.launch import requeue as again
+    from hpc_rl.launch import runs as launched
+    from hpc_rl.launch import sweep_control
+    from hpc_rl.launch.sweep_dir import find_sweep
+
+    found = find_sweep(run)
+    print(sweep_control.requeue(found) if found else again.requeue(launched.find_run(run)))
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def attach(
+    run: RunArgument,
+    command: Annotated[
+        list[str] | None, typer.Argument(help="Command; your shell where not given.", show_default=False)
+    ] = None,
+    node: Annotated[int, typer.Option(min=0, help="Which of the job's nodes (0, 1, ...).")] = 0,
+) -> None:
+    """Open a shell on a node of a running job, inside its allocation; or run a command there.
+
+    Example: hpc-rl attach --node 1 sft-1 nvidia-smi
+    """
+    from hpc_rl.launch import runs as launched
+    from hpc_rl.slurm import commands
+    from hpc_rl.slurm.allocation import expand_hostlist
+
+    found = launched.find_run(run)
+    now = launched.status(found)
+    if now.state != "RUNNING" or now.job_id is None or launched.is_local(now.job_id):
+        what = "runs on this machine" if now.state == "RUNNING" else f"is {now.state}"
+        raise UserError(f"run {found.name} {what}: attach needs a job that is running in Slurm")
+    nodes = expand_hostlist(now.nodes)
+    if node >= len(nodes):
+        raise UserError(f"run {found.name} has no node {node}: its nodes are 0 to {len(nodes) - 1}")
+    shell = [os.environ.get("SHELL", "/bin/bash")]
+    argv = commands.attach_argv(now.job_id, nodes[node], command or shell, terminal=sys.stdin.isatty())
+    # The variables of an allocation around this shell are not about that job.
+    kept = {key: value for key, value in os.environ.items() if key == "SLURM_CONF" or not key.startswith("SLURM_")}
+    os.execvpe(argv[0], argv, {**kept, ENV_RUN_DIR: str(found.path)})
+
+
+def _split_stages(words: list[str]) -> list[list[str]]:
+    """`sft a=1 -- ppo b=2`, or `sft ppo` where neither has options."""
+    if len(words) > 1 and all(word in set(Kind) for word in words):
+        return [[word] for word in words]
+    stages: list[list[str]] = [[]]
+    for word in words:
+        if word == "--":
+            stages.append([])
+        else:
+            stages[-1].append(word)
+    if not all(stages):
+        raise UserError("an empty stage: write hpc-rl chain sft KEY=VALUE ... -- ppo KEY=VALUE ...")
+    return stages
+
+
+def _stage(words: list[str]) -> Request:
+    """One stage's words, read as `submit` reads them."""
+    for option in ("--dry-run", "--local"):
+        if option in words:
+            raise UserError(f"{option} is for the whole chain: write hpc-rl chain {option} sft ... -- ppo ...")
+    parser = typer.Typer(add_completion=False)
+    parser.command()(with_slurm_flags(_stage_request))
+    request: Request = typer.main.get_command(parser).main(words, "hpc-rl chain", standalone_mode=False)
+    return request
+
+
+def _stage_request(
+    kind: KindArgument, arguments: OverridesArgument = None, *, flags: SlurmFlags, run_dir: RunDirOption = None
+) -> Any:
+    return request_of(kind, arguments, flags, run_dir)
+
+
+def _names(jobs: Sequence[Job]) -> list[str]:
+    return [f"{job.run_dir.name}/{job.run_dir.script.name}" for job in jobs]
+
+
+def _print_scripts(scripts: list[tuple[str, str]]) -> None:
+    """Each under a line with its name, as head(1) and tail(1) have it."""
+    for name, text in scripts:
+        print(f"==> {name} <==\n{text}")
