@@ -46,6 +46,9 @@ class SlurmFlags:
     qos: Annotated[str | None, typer.Option(help="Quality of service (slurm.qos).")] = None
     constraint: Annotated[str | None, typer.Option(help="Node features (slurm.constraint).")] = None
     job_name: Annotated[str | None, typer.Option(help="Job name, and the run directory's name.")] = None
+    image: Annotated[
+        str | None, typer.Option(help="Run inside this image: a SIF file or an unpacked folder (container.image).")
+    ] = None
     sbatch: Annotated[
         list[str] | None, typer.Option(metavar="KEY[=VALUE]", help="Any other sbatch option; repeatable.")
     ] = None
@@ -55,7 +58,7 @@ class SlurmFlags:
 
     def settings(self) -> dict[str, Any]:
         """Dotted configuration key -> value, for the flags that were given."""
-        keys = {"nodes": "trainer.nnodes", "gpus_per_node": "trainer.n_gpus_per_node"}
+        keys = {"nodes": "trainer.nnodes", "gpus_per_node": "trainer.n_gpus_per_node", "image": "container.image"}
         plain = ["cpus_per_task", "mem", "time", "partition", "account", "qos", "constraint", "job_name"]
         keys |= {name: f"slurm.{name}" for name in plain}
         found = {key: getattr(self, name) for name, key in keys.items() if getattr(self, name) is not None}

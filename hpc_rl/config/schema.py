@@ -243,6 +243,46 @@ class SlurmConfig(Section):
         return value
 
 
+class ContainerConfig(Section):
+    image: Path | None = None
+    """Image that every node's processes run in: a SIF file or an unpacked folder (pyxis: also a name in a registry);
+    null for none. Alias: --image."""
+    runtime: Literal["auto", "apptainer", "singularity", "pyxis"] = "auto"
+    """What runs it; auto is apptainer or singularity, whichever a node has."""
+    python: str = Field("python3", min_length=1)
+    """Python inside the image; slurm.python counts without an image only."""
+    binds: list[Line] = []
+    """Further folders or files of the host that are seen inside, each SRC[:DST[:OPTIONS]]. Run directory, working
+    folder, files that the configuration names, and cache folders are bound without being listed."""
+    env: list[str] = []
+    """Further environment variables that are passed in, by name or pattern (MYLAB_*); those of slurm.env always are."""
+    gpu: Literal["nv", "rocm"] = "nv"
+    """Whose GPU libraries are bound into the image: NVIDIA's or AMD's; none with trainer.device=cpu."""
+    unpack: Literal["auto", "always", "never"] = "auto"
+    """Run from a copy on the node's own disk, which outlives a FUSE mount; auto: in jobs of over an hour, where the
+    runtime mounts no image by the kernel."""
+    arch: Literal["amd64", "arm64", "ppc64le"] | None = None
+    """Architecture of the compute nodes; the login node's where null."""
+    options: list[Line] = []
+    """Further options of the runtime's exec (pyxis: of srun), such as --fakeroot."""
+
+    @field_validator("binds")
+    @classmethod
+    def _bindable(cls, value: list[str]) -> list[str]:
+        for bind in value:
+            if not re.fullmatch(r"[^:,]+(:/[^:,]*(:[a-z]+)?)?", bind):
+                raise ValueError(f"{bind!r} is no SRC[:DST[:OPTIONS]], and the runtime takes no comma in a path")
+        return [os.path.expanduser(bind) for bind in value]
+
+    @field_validator("env")
+    @classmethod
+    def _patterns(cls, value: list[str]) -> list[str]:
+        for name in value:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*\*?", name):
+                raise ValueError(f"{name!r} is no name of an environment variable, and no beginning of one with a *")
+        return value
+
+
 _OWNED = {
     "nodes": "use --nodes",
     "ntasks": "one task runs on each node",
@@ -276,6 +316,7 @@ class JobConfig(Section):
 
     trainer: TrainerConfig = TrainerConfig()
     slurm: SlurmConfig = SlurmConfig()
+    container: ContainerConfig = ContainerConfig()
 
 
 def walltime_s(text: str) -> int | None:

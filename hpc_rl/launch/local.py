@@ -17,13 +17,15 @@ from typing import IO
 from hpc_rl.config.compose import dump
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.launch import jobs, runs
-from hpc_rl.launch.render import NODE_ENTRIES, TRAINERS, Job, node_options
+from hpc_rl.launch.container import runs_inside
+from hpc_rl.launch.render import NODE_ENTRIES, TRAINERS, Job, job_python, node_options, render_container
 from hpc_rl.process import adopt_orphans, end, end_descendants, shell_code, start
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR, ENV_RUN_DIR
 from hpc_rl.scratch import remove_scratch, scratch_dir
 
 POLL_S = 0.1
 _CANCELLED = 128 + signal.SIGTERM
+_CONTAINER = "container.sh"
 
 
 def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
@@ -41,6 +43,8 @@ def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
     job.run_dir.stop.unlink(missing_ok=True)
     if job.kind in TRAINERS:
         job.run_dir.config.write_text(dump(job.config))
+    if runs_inside(job.config.container):
+        (attempt / _CONTAINER).write_text(render_container(job))
     _report(job, job_id, "RUNNING", None)
     code = 1
     try:
@@ -102,13 +106,14 @@ def node_environment(
     }
 
 
-def node_command(job: Job) -> list[str]:
-    python, entry = job.config.slurm.python or sys.executable, NODE_ENTRIES[job.kind]
+def node_command(job: Job, attempt: Path) -> list[str]:
+    python, entry = job_python(job.config), NODE_ENTRIES[job.kind]
+    inside = ["bash", str(attempt / _CONTAINER)] if runs_inside(job.config.container) else []
     program = list(job.program)
     if job.kind in TRAINERS:
         interpreter = [python] if entry == "ray_node" else []
         program = [*interpreter, "-P", "-m", TRAINERS[job.kind], "--config", str(job.run_dir.config)]
-    return [python, "-P", "-m", f"hpc_rl.node.{entry}", *node_options(job.config), "--", *program]
+    return [*inside, python, "-P", "-m", f"hpc_rl.node.{entry}", *node_options(job.config), "--", *program]
 
 
 def _run_nodes(job: Job, job_id: str, attempt: Path, on_poll: Callable[[], None]) -> int:
@@ -122,7 +127,7 @@ def _run_nodes(job: Job, job_id: str, attempt: Path, on_poll: Callable[[], None]
     try:
         with runs.job_log(job.run_dir, job_id).open("ab") as log:
             for environ in environs:
-                nodes.append(start(node_command(job), environ, log, new_session=True))
+                nodes.append(start(node_command(job, attempt), environ, log, new_session=True))
         while True:
             on_poll()
             codes = [node.poll() for node in nodes]

@@ -15,10 +15,20 @@ from functools import partial
 from pathlib import Path
 
 from hpc_rl.config.roles import engine_name
-from hpc_rl.config.schema import DataConfig, ModelConfig, PpoConfig, PromptDataConfig, RayJobConfig, SftConfig
+from hpc_rl.config.schema import (
+    DataConfig,
+    JobConfig,
+    ModelConfig,
+    PpoConfig,
+    PromptDataConfig,
+    RayJobConfig,
+    SftConfig,
+)
 from hpc_rl.data.rows import CannotCheck, check_file, check_prompts, is_file
 from hpc_rl.errors import UserError
+from hpc_rl.launch.container import runtimes
 from hpc_rl.launch.render import Job
+from hpc_rl.launch.sif import check_image
 from hpc_rl.ray_version import check_ray, installed_ray
 from hpc_rl.rewards.check import check_function, check_url
 from hpc_rl.slurm import commands
@@ -41,7 +51,8 @@ def check(job: Job) -> list[str]:
     if job.after is not None:
         checks.append(partial(check_after, job.after))
     config = job.config
-    same_python = config.slurm.python is None
+    checks += _container_checks(config)
+    same_python = config.slurm.python is None and config.container.image is None
     if isinstance(config, RayJobConfig) and same_python:
         checks.append(partial(check_ray, installed_ray(), sys.executable))
     if isinstance(config, SftConfig | PpoConfig):
@@ -60,6 +71,19 @@ def check(job: Job) -> list[str]:
     if problems:
         raise UserError("\n".join(problems))
     return notes
+
+
+def _container_checks(config: JobConfig) -> list[Callable[[], str | None]]:
+    container = config.container
+    if container.image is None:
+        return []
+    if container.runtime == "pyxis":
+        return [partial(check_pyxis, container.image)]
+    return [
+        partial(check_image, Path(container.image).absolute(), container.arch),
+        partial(check_binds, container.binds),
+        partial(check_runtime, runtimes(container)),
+    ]
 
 
 def _model_checks(config: SftConfig | PpoConfig) -> list[Callable[[], str | None]]:
@@ -133,6 +157,24 @@ def check_data(file: str, data: DataConfig | PromptDataConfig) -> str | None:
     except CannotCheck as error:
         return f"{file} is checked when the job starts ({error})"
     return None
+
+
+def check_pyxis(image: str) -> str | None:
+    """A file or a name in a registry, which srun's plugin reads."""
+    if image.startswith(("/", ".")) and not Path(image).exists():
+        raise UserError(f"image {image}: no such file")
+    return None if Path(image).exists() else f"image {image} is fetched from its registry when the job starts"
+
+
+def check_binds(binds: list[str]) -> str | None:
+    unseen = [source for source in (bind.partition(":")[0] for bind in binds) if not Path(source).exists()]
+    return f"not on this machine, and needed on the nodes: {', '.join(unseen)} (container.binds)" if unseen else None
+
+
+def check_runtime(programs: list[str]) -> str | None:
+    if any(shutil.which(name) for name in programs):
+        return None
+    return f"no {' and no '.join(programs)} on PATH here: whether the nodes have one is seen when the job starts"
 
 
 def check_model(model: ModelConfig) -> str | None:
