@@ -25,10 +25,15 @@ def scratch_dir(environ: Mapping[str, str], job_id: str, restart: int, place: in
     Args:
         place: the node's rank where several nodes of the job share this machine, else None.
     """
-    parent = Path(environ.get("TMPDIR") or "/tmp")
-    if not parent.is_dir() or _file_system(parent, Path("/proc/self/mounts").read_text()) in _SHARED:
-        parent = Path("/tmp")
-    return parent / f"{os.getuid()}.{job_id}.{restart}{'' if place is None else f'.{place}'}"
+    return local_folder(environ) / f"{os.getuid()}.{job_id}.{restart}{'' if place is None else f'.{place}'}"
+
+
+def local_folder(environ: Mapping[str, str]) -> Path:
+    """A folder on this machine's own disk: TMPDIR, unless it is missing or on a network's file system, or else /tmp."""
+    folder = Path(environ.get("TMPDIR") or "/tmp")
+    if not folder.is_dir() or _file_system(folder, Path("/proc/self/mounts").read_text()) in _SHARED:
+        return Path("/tmp")
+    return folder
 
 
 @contextlib.contextmanager

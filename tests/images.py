@@ -13,7 +13,6 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 
 PROGRAMS = ("bash", "sh", "cat", "chmod", "df", "env", "grep", "kill", "ls", "mkdir", "rm", "sleep", "touch", "uname")
@@ -69,13 +68,13 @@ def _python() -> dict[str, str]:
     files = {executable: executable}
     for folder, below, names in os.walk(stdlib):
         below[:] = [name for name in below if name not in _LEFT_OUT and not name.startswith("config-")]
-        files |= {file: file for name in names if not (file := os.path.join(folder, name)).endswith((".pyc", ".a"))}
+        files |= {file: file for name in names if not (file := f"{folder}/{name}").endswith((".pyc", ".a"))}
     site = f"{stdlib}/site-packages"
     pip = Path(sysconfig.get_path("purelib"))
-    for source in [*pip.glob("pip/**/*.py"), *pip.glob("pip/**/*.txt"), *pip.glob("pip-*/*")]:
-        if source.is_file():
+    for source in [*pip.glob("pip/**/*"), *pip.glob("pip-*/*")]:
+        if source.is_file() and source.suffix not in (".pyc", ".exe"):
             files[f"{site}/{source.relative_to(pip)}"] = str(source)
-    libraries = _needed([executable, *(name for name in files if ".so" in os.path.basename(name))])
+    libraries = _needed([executable, *(name for name in files if ".so" in Path(name).name)])
     known = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
     for name in LIBRARIES:
         if found := re.search(rf"\s{re.escape(name)} \(libc6,(?:x86-64|AArch64).* => (\S+)", known):

@@ -5,19 +5,19 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
-from hpc_rl.cli import submit, runs, config, models, data  # noqa: F401 # isort: skip - each adds its commands, in order
+from hpc_rl.cli import submit, runs, config, models, data, image  # noqa: F401 # isort: skip - each adds its commands, in order
 from hpc_rl.cli.app import app
-from hpc_rl.errors import EXIT_BAD_INPUT, UserError
+from hpc_rl.errors import UserError
 
 
 def main() -> NoReturn:
-    """Run a command; a user's mistake is a line and exit code 2, without a traceback."""
+    """Run a command; a user's mistake is a line and exit code 2 (1 where it showed later), without a traceback."""
     try:
         app(standalone_mode=True)
     except UserError as error:
         for line in str(error).splitlines():
             print(f"hpc-rl: {line}", file=sys.stderr)
-        sys.exit(EXIT_BAD_INPUT)
+        sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(1)
     sys.exit(0)

@@ -251,7 +251,7 @@ class ContainerConfig(Section):
     """What runs it; auto is apptainer or singularity, whichever a node has."""
     python: str = Field("python3", min_length=1)
     """Python inside the image; slurm.python counts without an image only."""
-    binds: list[Line] = []
+    binds: list[Annotated[Line, AfterValidator(os.path.expanduser)]] = []
     """Further folders or files of the host that are seen inside, each SRC[:DST[:OPTIONS]]. Run directory, working
     folder, files that the configuration names, and cache folders are bound without being listed."""
     env: list[str] = []
@@ -272,7 +272,7 @@ class ContainerConfig(Section):
         for bind in value:
             if not re.fullmatch(r"[^:,]+(:/[^:,]*(:[a-z]+)?)?", bind):
                 raise ValueError(f"{bind!r} is no SRC[:DST[:OPTIONS]], and the runtime takes no comma in a path")
-        return [os.path.expanduser(bind) for bind in value]
+        return value
 
     @field_validator("env")
     @classmethod

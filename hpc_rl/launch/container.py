@@ -35,7 +35,7 @@ LONG_S = 3600
 def image_location(container: ContainerConfig) -> str:
     """The image as the nodes find it: an absolute path; pyxis also knows names in registries."""
     image = container.image or ""
-    return image if container.runtime == "pyxis" and not os.path.exists(image) else os.path.abspath(image)
+    return image if container.runtime == "pyxis" and not Path(image).exists() else str(Path(image).absolute())
 
 
 def runs_inside(container: ContainerConfig) -> bool:
@@ -136,4 +136,4 @@ def _texts(tree: Any) -> Iterator[str]:
 def _path_in(text: str) -> str:
     """The path that a value is, if it is one; of a reward function, path/file.py:name, the file's folder."""
     file, py, _ = text.rpartition(".py:")
-    return os.path.dirname(file) if py else text
+    return str(Path(file).parent) if py else text
