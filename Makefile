@@ -17,6 +17,7 @@ demo: .venv/train
 
 test: .venv/test
 	.ci/install-slurm
+	.ci/install-apptainer
 	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest
 

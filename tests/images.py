@@ -18,7 +18,14 @@ from pathlib import Path
 PROGRAMS = ("bash", "sh", "cat", "chmod", "df", "env", "grep", "kill", "ls", "mkdir", "rm", "sleep", "touch", "uname")
 LIBRARIES = ("libstdc++.so.6", "libgcc_s.so.1", "libpthread.so.0", "libdl.so.2", "librt.so.1", "libm.so.6")
 """What compiled Python packages, bound into the image, expect of any distribution."""
-_LEFT_OUT = {"test", "idlelib", "tkinter", "turtledemo", "__pycache__", "site-packages", "dist-packages"}
+AS_USER = ("unshare", "--map-root-user") if os.getuid() == 0 else ()
+"""Root of a container lacks what apptainer expects of root; in a user namespace it is content."""
+_LEFT_OUT = {
+    *("test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "pydoc_data"),
+    *("site-packages", "dist-packages"),
+}
+_LEFT_OUT_FILES = re.compile(r"\.a$|\.opt-\d\.pyc$|_tkinter|_test\w*\.cpython")
+"""Compiled modules stay: an image is read-only, and every process would compile them again."""
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
@@ -68,7 +75,7 @@ def _python() -> dict[str, str]:
     files = {executable: executable}
     for folder, below, names in os.walk(stdlib):
         below[:] = [name for name in below if name not in _LEFT_OUT and not name.startswith("config-")]
-        files |= {file: file for name in names if not (file := f"{folder}/{name}").endswith((".pyc", ".a"))}
+        files |= {file: file for name in names if not _LEFT_OUT_FILES.search(file := f"{folder}/{name}")}
     site = f"{stdlib}/site-packages"
     pip = Path(sysconfig.get_path("purelib"))
     for source in [*pip.glob("pip/**/*"), *pip.glob("pip-*/*")]:

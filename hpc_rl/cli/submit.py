@@ -111,6 +111,7 @@ def submit(
     A run that was stopped or cancelled goes on from its last checkpoint when it is submitted again by its name.
     """
     from hpc_rl.launch import jobs
+    from hpc_rl.launch.local import check_local
     from hpc_rl.launch.render import render as render_script
     from hpc_rl.launch.request import job_of_script
 
@@ -128,7 +129,10 @@ def submit(
         job, text = job_of_script(kind.value, script)
         jobs.check_free(job.run_dir)
     else:
-        job, text = _reserved(_request(kind, arguments, flags, run_dir))
+        request = _request(kind, arguments, flags, run_dir)
+        if local:
+            check_local(request.job())
+        job, text = _reserved(request)
     if local:
         leave(_run_local(job, text))
     job_id = jobs.submit(job, text)

@@ -57,6 +57,12 @@ def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
     return code
 
 
+def check_local(job: Job) -> None:
+    """Raises UserError where the job cannot run without Slurm."""
+    if job.config.container.image and not runs_inside(job.config.container):
+        raise UserError("container.runtime=pyxis is a part of srun, so there is no --local with it: use apptainer")
+
+
 def _lock(job: Job, job_id: str) -> IO[str]:
     """One job at a time in a run directory, as the job script has it; held until closed."""
     lock = (job.run_dir.path / ".lock").open("a+")
