@@ -70,10 +70,23 @@ def remove_scratch(folder: Path) -> bool:
     """Remove the folder; whether it is gone. What still writes into it is dying, so that a second look may be due."""
     deadline = time.monotonic() + REMOVE_TIMEOUT_S
     while folder.exists() and time.monotonic() < deadline:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder)
         if folder.exists():
             time.sleep(0.05)
     return not folder.exists()
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder as far as that is possible, also one whose parts are read-only, as unpacked images have them."""
+    for path, _, _ in os.walk(folder):
+        with contextlib.suppress(OSError):
+            Path(path).chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def image_folders(environ: Mapping[str, str], job_id: str) -> list[Path]:
+    """What container.sh makes for each task of a job on this machine; there still where it was killed."""
+    return list(local_folder(environ).glob(f"{os.getuid()}.{job_id}.image.*"))
 
 
 def _file_system(path: Path, mounts: str) -> str:

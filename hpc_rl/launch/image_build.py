@@ -27,7 +27,7 @@ from hpc_rl.launch.sif import check_image, this_architecture
 from hpc_rl.launch.wheel import pack_wheel
 from hpc_rl.process import adopt_orphans, end, end_descendants, shell_code, start
 from hpc_rl.resources import shipped
-from hpc_rl.scratch import local_folder
+from hpc_rl.scratch import local_folder, remove_tree
 
 POLL_S = 0.2
 VERSION_TIMEOUT_S = 60
@@ -247,10 +247,8 @@ def _write_sidecar(order: Order, out: Path, runtime: Runtime, digest: str | None
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder, also one whose parts were made read-only, as images have them."""
+    """Remove a file or a folder."""
     if path.is_dir() and not path.is_symlink():
-        for folder, _, _ in os.walk(path):
-            Path(folder).chmod(0o700)
-        shutil.rmtree(path)
+        remove_tree(path)
     else:
         path.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from hpc_rl.launch.container import runs_inside
 from hpc_rl.launch.render import NODE_ENTRIES, TRAINERS, Job, job_python, node_options, render_container
 from hpc_rl.process import adopt_orphans, end, end_descendants, shell_code, start
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR, ENV_RUN_DIR
-from hpc_rl.scratch import remove_scratch, scratch_dir
+from hpc_rl.scratch import image_folders, remove_scratch, scratch_dir
 
 POLL_S = 0.1
 _CANCELLED = 128 + signal.SIGTERM
@@ -155,6 +155,8 @@ def _run_nodes(job: Job, job_id: str, attempt: Path, on_poll: Callable[[], None]
         end_descendants()
         for rank, environ in enumerate(environs):
             remove_scratch(scratch_dir(environ, job_id, 0, rank if len(environs) > 1 else None))
+        for folder in image_folders(environs[0], job_id):
+            remove_scratch(folder)
         on_poll()
 
 
