@@ -13,6 +13,7 @@ import pytest
 
 from hpc_rl import __version__
 from hpc_rl.config.compose import compose
+from hpc_rl.launch.container import CACHES
 from hpc_rl.launch.image_build import file_sha256
 from hpc_rl.launch.render import Job, render_container
 from hpc_rl.run_dir import RunDir
@@ -92,7 +93,8 @@ class Task:
         config = compose("torchrun", [], settings)
         self.script = tmp / "container.sh"
         self.script.write_text(render_container(Job("torchrun", config, RunDir(tmp / "run"), tmp)))
-        self.environ = {**environ, "SLURM_JOB_ID": "7", "TMPDIR": str(self.local), "HF_HOME": str(tmp / "hf")}
+        plain = {name: value for name, value in environ.items() if name not in CACHES}  # torch sets some when imported
+        self.environ = {**plain, "SLURM_JOB_ID": "7", "TMPDIR": str(self.local), "HF_HOME": str(tmp / "hf")}
 
     def start(self, *command: str, **environ: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
