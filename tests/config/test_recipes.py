@@ -16,9 +16,9 @@ from hpc_rl.config.roles import roles_in_use
 from hpc_rl.config.schema import SCHEMAS, JobConfig, PpoConfig
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "docs" / "rl.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "rl.md", ROOT / "docs" / "containers.md"]
 GSM8K_ROWS = 7473
-NO_KEYS = {"ray.init()", "ray.sbatch.j2", "trainer.json"}
+NO_KEYS = {"container.sh", "ray.init()", "ray.sbatch.j2", "trainer.json"}
 
 
 def names(group: str) -> list[str]:
