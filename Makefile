@@ -18,6 +18,7 @@ demo: .venv/train
 test: .venv/test
 	.ci/install-slurm
 	.ci/install-chromium
+	.ci/install-apptainer
 	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest
 

@@ -25,10 +25,15 @@ def scratch_dir(environ: Mapping[str, str], job_id: str, restart: int, place: in
     Args:
         place: the node's rank where several nodes of the job share this machine, else None.
     """
-    parent = Path(environ.get("TMPDIR") or "/tmp")
-    if not parent.is_dir() or file_system(parent, Path("/proc/self/mounts").read_text()) in SHARED:
-        parent = Path("/tmp")
-    return parent / f"{os.getuid()}.{job_id}.{restart}{'' if place is None else f'.{place}'}"
+    return local_folder(environ) / f"{os.getuid()}.{job_id}.{restart}{'' if place is None else f'.{place}'}"
+
+
+def local_folder(environ: Mapping[str, str]) -> Path:
+    """A folder on this machine's own disk: TMPDIR, unless it is missing or on a network's file system, or else /tmp."""
+    folder = Path(environ.get("TMPDIR") or "/tmp")
+    if not folder.is_dir() or file_system(folder, Path("/proc/self/mounts").read_text()) in SHARED:
+        return Path("/tmp")
+    return folder
 
 
 @contextlib.contextmanager
@@ -65,10 +70,23 @@ def remove_scratch(folder: Path) -> bool:
     """Remove the folder; whether it is gone. What still writes into it is dying, so that a second look may be due."""
     deadline = time.monotonic() + REMOVE_TIMEOUT_S
     while folder.exists() and time.monotonic() < deadline:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder)
         if folder.exists():
             time.sleep(0.05)
     return not folder.exists()
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder as far as that is possible, also one whose parts are read-only, as unpacked images have them."""
+    for path, _, _ in os.walk(folder):
+        with contextlib.suppress(OSError):
+            Path(path).chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def image_folders(environ: Mapping[str, str], job_id: str) -> list[Path]:
+    """What container.sh makes for each task of a job on this machine; there still where it was killed."""
+    return list(local_folder(environ).glob(f"{os.getuid()}.{job_id}.image.*"))
 
 
 def file_system(path: Path, mounts: str) -> str:

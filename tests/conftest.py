@@ -1,7 +1,9 @@
 """Slurm clusters for tests: real ones, made on this machine by tests/sandbox, or a skip with the reason."""
 
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.images import AS_USER, write_docker_archive
 from tests.sandbox.cluster import Cluster, missing
 
 # Without job control a shell starts background commands with SIGINT ignored, which their children would inherit.
@@ -36,3 +39,29 @@ def slurm_cluster() -> Iterator[Cluster]:
 def accounting_cluster() -> Iterator[Cluster]:
     """Two such nodes with slurmdbd, so that sacct works."""
     yield from sandbox_cluster("pytest-acct", nodes=2, cpus=2, memory_mb=6000, gpus=2, accounting=True)
+
+
+@pytest.fixture(scope="session")
+def apptainer_environ() -> dict[str, str]:
+    """An environment with a real apptainer: the machine's, or the one that .ci/install-apptainer brought."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    brought = os.environ.get("HPC_RL_APPTAINER") or cache / "hpc-rl" / "apptainer"
+    environ = {**os.environ, "PATH": f"{os.environ['PATH']}:{brought}/usr/bin"}
+    if not shutil.which("apptainer", path=environ["PATH"]):
+        pytest.skip("no apptainer on PATH, and .ci/install-apptainer brought none")
+    return environ
+
+
+@pytest.fixture(scope="session")
+def built_image(apptainer_environ: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An image with a shell, this Python and hpc-rl, built by `hpc-rl image build` from a Docker archive."""
+    folder = tmp_path_factory.mktemp("image")
+    write_docker_archive(folder / "tiny.tar")
+    command = [*AS_USER, sys.executable, "-m", "hpc_rl.cli", "image", "build", "--from", "docker-archive:tiny.tar"]
+    offline = ["--build-arg", "extras=", "--build-arg", "pip=--no-index --no-deps"]
+    done = subprocess.run(
+        [*command, "--out", "hpc-rl.sif", *offline],
+        cwd=folder, env=apptainer_environ, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder / "hpc-rl.sif"

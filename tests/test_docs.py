@@ -34,7 +34,7 @@ from hpc_rl.config.compose import compose, documented_keys
 from hpc_rl.config.schema import SCHEMAS
 from hpc_rl.launch.render import Job, _values
 from hpc_rl.run_dir import RunDir
-from tests.commands import all_commands, understand
+from tests.commands import understand
 from tests.helpers import chats, make_tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -43,9 +43,6 @@ NO_KEYS = {"ray.put", "data.rows", "ray.sbatch.j2", "trainer.json"}
 """Dotted words in code that are no keys of the configuration."""
 OTHERS = {"from-verl.md", "from-openrlhf.md"}
 """Pages with other projects' keys, in the first column of their tables."""
-
-TO_COME = {"containers.md"}
-"""Commands and pages that the pages name and that are not here yet."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +76,7 @@ BLOCKS = list(blocks())
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_commands_are_understood(block: Block) -> None:
     for line in block.commands:
-        if line.split()[1] not in TO_COME:
-            understand(line)
+        understand(line)
 
 
 @pytest.fixture(scope="module")
@@ -210,15 +206,8 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         path, _, anchor = target.partition("#")
         there = page.parent / path if path else page
-        if there.name in TO_COME:
-            continue
         assert there.exists(), f"{page.name} links to {target}"
         assert not anchor or anchor in anchors(there), f"{page.name} links to {target}"
-
-
-def test_what_is_to_come_is_not_here() -> None:
-    here = {page.name for page in PAGES} | {" ".join(words) for words, _ in all_commands()}
-    assert not here & TO_COME, "take it out of TO_COME"
 
 
 def test_the_readme_lists_every_page() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
-from hpc_rl.cli import submit, runs, operations, views, doctor, site, config, models, data, hub  # noqa: F401 # isort: skip - in order
+from hpc_rl.cli import submit, runs, operations, views, doctor, site, config, models, data, hub, image  # noqa: F401 # isort: skip - in order
 from hpc_rl.cli.app import app
 from hpc_rl.errors import UserError
 
 
 def main() -> NoReturn:
-    """Run a command; a user's mistake is a line and exit code 2, without a traceback."""
+    """Run a command; a user's mistake is a line and exit code 2 (1 where it showed later), without a traceback."""
     try:
         app(standalone_mode=True, prog_name="hpc-rl")
     except UserError as error:

@@ -51,6 +51,9 @@ class SlurmFlags:
     qos: Annotated[str | None, typer.Option(help="Quality of service (slurm.qos).")] = None
     constraint: Annotated[str | None, typer.Option(help="Node features (slurm.constraint).")] = None
     job_name: Annotated[str | None, typer.Option(help="Job name, and the run directory's name.")] = None
+    image: Annotated[
+        str | None, typer.Option(help="Run inside this image: a SIF file or an unpacked folder (container.image).")
+    ] = None
     sbatch: Annotated[
         list[str] | None, typer.Option(metavar="KEY[=VALUE]", help="Any other sbatch option; repeatable.")
     ] = None
@@ -61,7 +64,7 @@ class SlurmFlags:
 
     def settings(self) -> dict[str, Any]:
         """Dotted configuration key -> value, for the flags that were given."""
-        keys = {"nodes": "trainer.nnodes", "gpus_per_node": "trainer.n_gpus_per_node"}
+        keys = {"nodes": "trainer.nnodes", "gpus_per_node": "trainer.n_gpus_per_node", "image": "container.image"}
         plain = ["cpus_per_task", "mem", "time", "partition", "account", "qos", "constraint", "job_name"]
         keys |= {name: f"slurm.{name}" for name in plain}
         found = {key: getattr(self, name) for name, key in keys.items() if getattr(self, name) is not None}
@@ -119,6 +122,7 @@ def submit(
     Example: hpc-rl submit sft --nodes 2 --gpus-per-node 4 model=qwen2.5-0.5b data.train_files=train.jsonl
     """
     from hpc_rl.launch import jobs
+    from hpc_rl.launch.local import check_local
     from hpc_rl.launch.render import render as render_script
     from hpc_rl.launch.request import job_of_script
 
@@ -143,7 +147,10 @@ def submit(
         job, text = job_of_script(kind.value, script)
         jobs.check_free(job.run_dir)
     else:
-        job, text = _reserved(request_of(kind, arguments, flags, run_dir), here)
+        request = request_of(kind, arguments, flags, run_dir)
+        if local:
+            check_local(request.job())
+        job, text = _reserved(request, here)
     if here:
         leave(run_here(job, text, in_allocation))
     job_id = jobs.submit(job, text)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from hpc_rl.config.container import ContainerConfig
 from hpc_rl.config.roles import problems
 from hpc_rl.config.section import Files, Path, Section
 from hpc_rl.config.slurm import SlurmConfig
@@ -154,6 +155,7 @@ class JobConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     slurm: SlurmConfig = SlurmConfig()
     cache: CacheConfig = CacheConfig()
+    container: ContainerConfig = ContainerConfig()
 
 
 class SftConfig(JobConfig):

@@ -17,15 +17,17 @@ from typing import IO
 from hpc_rl.config.compose import dump
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.launch import jobs, runs
+from hpc_rl.launch.container import runs_inside
 from hpc_rl.launch.environment import job_environment
-from hpc_rl.launch.render import NODE_ENTRIES, TRAINERS, Job, node_options
+from hpc_rl.launch.render import NODE_ENTRIES, TRAINERS, Job, job_python, node_options, render_container
 from hpc_rl.launch.resource_request import cpus_per_node
 from hpc_rl.process import adopt_orphans, end, end_descendants, shell_code, start
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR, ENV_RUN_DIR
-from hpc_rl.scratch import remove_scratch, scratch_dir
+from hpc_rl.scratch import image_folders, remove_scratch, scratch_dir
 
 POLL_S = 0.1
 _CANCELLED = 128 + signal.SIGTERM
+_CONTAINER = "container.sh"
 
 
 def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
@@ -43,6 +45,8 @@ def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
     job.run_dir.stop.unlink(missing_ok=True)
     if job.kind in TRAINERS:
         job.run_dir.config.write_text(dump(job.config))
+    if runs_inside(job.config.container):
+        (attempt / _CONTAINER).write_text(render_container(job))
     _report(job, job_id, "RUNNING", None)
     code = 1
     try:
@@ -53,6 +57,12 @@ def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
         job.run_dir.stop.unlink(missing_ok=True)
         lock.close()
     return code
+
+
+def check_local(job: Job) -> None:
+    """Raises UserError where the job cannot run without Slurm."""
+    if job.config.container.image and not runs_inside(job.config.container):
+        raise UserError("container.runtime=pyxis is a part of srun, so there is no --local with it: use apptainer")
 
 
 def _lock(job: Job, job_id: str) -> IO[str]:
@@ -104,14 +114,15 @@ def node_environment(
     }
 
 
-def node_command(job: Job) -> list[str]:
-    python, entry = job.config.slurm.python or sys.executable, NODE_ENTRIES[job.kind]
+def node_command(job: Job, attempt: Path) -> list[str]:
+    python, entry = job_python(job.config), NODE_ENTRIES[job.kind]
+    inside = ["bash", str(attempt / _CONTAINER)] if runs_inside(job.config.container) else []
     program = list(job.program)
     if job.kind in TRAINERS:
         interpreter = [python] if entry == "ray_node" else []
         program = [*interpreter, "-P", "-m", TRAINERS[job.kind], "--config", str(job.run_dir.config)]
     options = node_options(job.config, local=True)
-    return [python, "-P", "-m", f"hpc_rl.node.{entry}", *options, *(["--", *program] if program else [])]
+    return [*inside, python, "-P", "-m", f"hpc_rl.node.{entry}", *options, *(["--", *program] if program else [])]
 
 
 def _run_nodes(job: Job, job_id: str, attempt: Path, on_poll: Callable[[], None]) -> int:
@@ -125,7 +136,7 @@ def _run_nodes(job: Job, job_id: str, attempt: Path, on_poll: Callable[[], None]
     try:
         with runs.job_log(job.run_dir, job_id).open("ab") as log:
             for environ in environs:
-                nodes.append(start(node_command(job), environ, log, new_session=True))
+                nodes.append(start(node_command(job, attempt), environ, log, new_session=True))
         while True:
             on_poll()
             codes = [node.poll() for node in nodes]
@@ -147,6 +158,8 @@ def _run_nodes(job: Job, job_id: str, attempt: Path, on_poll: Callable[[], None]
         end_descendants()
         for rank, environ in enumerate(environs):
             remove_scratch(scratch_dir(environ, job_id, 0, rank if len(environs) > 1 else None))
+        for folder in image_folders(environs[0], job_id):
+            remove_scratch(folder)
         on_poll()
 
 

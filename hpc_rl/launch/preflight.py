@@ -15,10 +15,18 @@ from functools import partial
 from pathlib import Path
 
 from hpc_rl.config.roles import engine_name
-from hpc_rl.config.schema import DataConfig, ModelConfig, PpoConfig, PromptDataConfig, RayJobConfig, SftConfig
+from hpc_rl.config.schema import (
+    DataConfig,
+    ModelConfig,
+    PpoConfig,
+    PromptDataConfig,
+    RayJobConfig,
+    SftConfig,
+)
 from hpc_rl.data.rows import CannotCheck, check_file, check_prompts, is_file
 from hpc_rl.errors import UserError
 from hpc_rl.launch.hub_cache import HubCache, hub_cache
+from hpc_rl.launch.image_checks import image_checks
 from hpc_rl.launch.partition import check_partition
 from hpc_rl.launch.render import Job
 from hpc_rl.ray_version import check_ray, installed_ray
@@ -59,7 +67,8 @@ def _checks(job: Job, local: bool) -> list[Callable[[], str | None]]:
     config = job.config
     if not local:
         checks.append(partial(check_partition, config))
-    same_python = config.slurm.python is None
+    checks += image_checks(config)
+    same_python = config.slurm.python is None and config.container.image is None
     if isinstance(config, RayJobConfig) and same_python:
         checks.append(partial(check_ray, installed_ray(), sys.executable))
     if isinstance(config, SftConfig | PpoConfig):

@@ -15,6 +15,7 @@ from hpc_rl import __version__
 from hpc_rl.config.compose import dump
 from hpc_rl.config.schema import JobConfig, RayJobConfig
 from hpc_rl.errors import UserError
+from hpc_rl.launch import container
 from hpc_rl.launch.environment import job_environment
 from hpc_rl.launch.resource_request import further_directives, resource_directives
 from hpc_rl.resources import shipped
@@ -61,6 +62,22 @@ def render(job: Job) -> str:
         UserError: the template is broken (file and line named), or a path cannot stand in a script.
     """
     return fill(_TEMPLATES[NODE_ENTRIES[job.kind]], _values(job))
+
+
+def render_container(job: Job) -> str:
+    """container.sh: how a command runs inside the job's image; part of the job script. Errors as `render` has them."""
+    config, settings = job.config, job.config.container
+    binds = container.job_binds(config, job.run_dir.path, job.working_dir, job.program)
+    values = {
+        "image": container.image_location(settings),
+        "runtimes": container.runtimes(settings),
+        "options": container.exec_options(config, job.working_dir, binds),
+        "caches": container.CACHES,
+        "passed": container.passed_names(config),
+        "unpacks": container.unpacks(config),
+        "always_unpacks": settings.unpack == "always",
+    }
+    return fill("container.sh.j2", values)
 
 
 def fill(template: str, values: dict[str, Any]) -> str:
@@ -121,23 +138,47 @@ _RESERVED = re.compile("if|then|else|elif|fi|case|esac|for|select|while|until|do
 def _values(job: Job) -> dict[str, Any]:
     config = job.config
     config_text = dump(config).rstrip() if job.kind in TRAINERS else None
+    has_image = config.container.image is not None
+    inside = container.runs_inside(config.container)
+    container_text = render_container(job).rstrip() if inside else None
     return {
         "title": f"{job.name}: {job.kind} on {_places(config)}, rendered by hpc-rl {__version__}.",
         "directives": [found for found in _directives(job) if found[0] not in config.slurm.leave_out],
         "run_dir": str(job.run_dir.path),
-        "python": config.slurm.python or sys.executable,
+        "python": job_python(config),
+        "image": container.image_location(config.container) if has_image else None,
+        "container": container_text,
+        "container_end": _end_mark("CONTAINER", container_text),
+        "inside": 'bash "$HPC_RL_ATTEMPT_DIR/container.sh" ' if inside else "",
+        "srun_options": _srun_options(job) if has_image and not inside else "",
         "working_dir": str(job.working_dir),
         "modules": config.slurm.modules,
         "setup": config.slurm.setup,
         "env": sorted(job_environment(config).items()),
         "epilogue": config.slurm.epilogue,
         "config": config_text,
-        "config_end": f"END_OF_CONFIG_{hashlib.sha256((config_text or '').encode()).hexdigest()[:8]}",
+        "config_end": _end_mark("CONFIG", config_text),
         "warning_s": config.slurm.warning_s,
         "requeue": config.slurm.requeue,
         "node_options": " ".join(map(bash_word, node_options(config))),
         "program": program_text(job),
     }
+
+
+def job_python(config: JobConfig) -> str:
+    """Python of the job: inside the image if there is one."""
+    return config.container.python if config.container.image else config.slurm.python or sys.executable
+
+
+def _srun_options(job: Job) -> str:
+    binds = container.job_binds(job.config, job.run_dir.path, job.working_dir, job.program)
+    options = container.pyxis_options(job.config, job.working_dir, binds)
+    return "".join(f" \\\n  {bash_word(option)}" for option in options)
+
+
+def _end_mark(what: str, text: str | None) -> str:
+    """A line that ends a here-document and is not in it."""
+    return f"END_OF_{what}_{hashlib.sha256((text or '').encode()).hexdigest()[:8]}"
 
 
 def node_options(config: JobConfig, local: bool = False) -> list[str]:

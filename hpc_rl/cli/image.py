@@ -1,0 +1,139 @@
+"""`image`: Apptainer images to run jobs in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpc_rl.cli.app import JsonOption, app, leave, note
+
+if TYPE_CHECKING:
+    from hpc_rl.launch.image_build import Order
+    from hpc_rl.launch.image_check import ImageReport
+
+image_app = typer.Typer(help="Build, unpack and check Apptainer images.", no_args_is_help=True)
+app.add_typer(image_app, name="image")
+
+
+class Format(StrEnum):
+    sif = "sif"
+    sandbox = "sandbox"
+
+
+OutOption = Annotated[Path, typer.Option(help="Image to write; its origin goes to OUT.json.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="sif: one file; sandbox: an unpacked folder.")]
+
+
+@image_app.command()
+def build(
+    source: Annotated[
+        str,
+        typer.Option("--from", help="docker://NAME:TAG, docker-daemon:, docker-archive:, oci-archive:FILE, or a SIF."),
+    ],
+    out: OutOption,
+    form: FormatOption = Format.sif,
+    build_arg: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Of the definition: extras=rl, python=python3.12, pip=...; repeatable."),
+    ] = None,
+    definition: Annotated[
+        Path | None, typer.Option(help="Your own definition file instead of ours.", show_default=False)
+    ] = None,
+    force: ForceOption = False,
+) -> None:
+    """Make an image that jobs run in: any Docker image with Python, and hpc-rl installed into it.
+
+    Example: hpc-rl image build --from docker://pytorch/pytorch:2.11.0-cuda12.8-cudnn9-runtime --out hpc-rl.sif
+    """
+    from hpc_rl.launch.image import parse_source
+    from hpc_rl.launch.image_build import Order
+
+    is_sandbox = form == Format.sandbox
+    _make(Order(parse_source(source), out, is_sandbox, True, build_arg or (), definition, force))
+
+
+@image_app.command()
+def pull(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="As --from of `image build`.")],
+    out: OutOption,
+    form: FormatOption = Format.sif,
+    force: ForceOption = False,
+) -> None:
+    """Get an image as it stands, without hpc-rl in it.
+
+    Example: hpc-rl image pull docker://python:3.12-slim --out python.sif
+    """
+    from hpc_rl.launch.image import parse_source
+    from hpc_rl.launch.image_build import Order
+
+    _make(Order(parse_source(source), out, form == Format.sandbox, with_project=False, force=force))
+
+
+@image_app.command()
+def unpack(
+    image: Annotated[str, typer.Argument(metavar="SIF", help="Image to unpack.")],
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write, on a disk of the node's own.")],
+    force: ForceOption = False,
+) -> None:
+    """Unpack an image into a folder, from which a job runs without a FUSE mount; give it to --image.
+
+    Example: hpc-rl image unpack hpc-rl.sif /local/hpc-rl
+    """
+    from hpc_rl.launch.image import parse_source
+    from hpc_rl.launch.image_build import Order
+    from hpc_rl.launch.sif import check_image
+
+    check_image(Path(image))
+    _make(Order(parse_source(image), out, sandbox=True, with_project=False, force=force))
+
+
+@image_app.command()
+def check(
+    image: Annotated[Path, typer.Argument(metavar="IMAGE", help="SIF file or unpacked folder.")],
+    python: Annotated[str, typer.Option(help="Python inside (container.python).")] = "python3",
+    as_json: JsonOption = False,
+) -> None:
+    """Start an image and say what it has: versions, CUDA, InfiniBand, /dev/shm. Exit code 1 where it cannot be used.
+
+    Example: hpc-rl image check hpc-rl.sif
+    """
+    from hpc_rl.launch.image_check import inspect_image
+
+    report = inspect_image(image, python)
+    print(json.dumps(asdict(report), indent=2) if as_json else _report_text(report))
+    leave(1 if report.problems else 0)
+
+
+def _make(order: Order) -> None:
+    from hpc_rl.launch.image_build import make
+
+    if order.source.is_moving:
+        note(f"{order.source.uri} may be another image tomorrow: NAME@sha256:DIGEST names one for good")
+    try:
+        written = make(order)
+    except KeyboardInterrupt:
+        note("interrupted: nothing is left of the image")
+        leave(130)
+    facts = json.loads(written.read_text())
+    print(f"{order.out}: {facts['source']}, digest {facts['digest'] or 'unknown'}; origin in {written.name}")
+
+
+def _report_text(report: ImageReport) -> str:
+    facts = report.facts
+    rows: list[tuple[str, object]] = [("image", report.image), ("runtime", report.runtime)]
+    rows += [(key, report.origin[key]) for key in ("source", "digest", "built") if report.origin.get(key)]
+    if facts:
+        cuda, fabric = facts.get("cuda"), facts["infiniband"]
+        rows += [("python", f"{facts['python']} ({facts['executable']})"), *facts["packages"].items()]
+        rows.append(("CUDA", f"{cuda['built_for']}, {cuda['devices']} devices" if cuda else "no torch to ask"))
+        rows.append(("InfiniBand", ", ".join(fabric) or "none on this machine"))
+        rows.append(("/dev/shm", f"{facts['shm_bytes'] / 1e9:.1f} GB free"))
+    rows += [("warning", text) for text in report.warnings] + [("problem", text) for text in report.problems]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -1,0 +1,82 @@
+"""What an image file says of itself: the header of a SIF. Pure, but for reading the file.
+
+The layout is that of the Singularity Image Format, version 01: launch script 32 bytes, magic 10, version 3,
+architecture 3, id 16, then eight little-endian 64-bit numbers, of which the last two are the data's place and size.
+"""
+
+from __future__ import annotations
+
+import platform
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_rl.errors import UserError
+
+_HEADER = struct.Struct("<32s10s3s3s16s8q")
+_MAGIC = b"SIF_MAGIC\0"
+_ARCHITECTURES = {
+    **{"01": "386", "02": "amd64", "03": "arm", "04": "arm64", "05": "ppc64", "06": "ppc64le"},
+    **{"07": "mips", "08": "mipsle", "09": "mips64", "10": "mips64le", "11": "s390x", "12": "riscv64"},
+}
+_MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+@dataclass(frozen=True)
+class SifHeader:
+    architecture: str
+    """In Go's names: amd64, arm64, ..."""
+    size: int
+    """Bytes that the file has to have."""
+
+
+def read_header(content: bytes) -> SifHeader | None:
+    """The header of a SIF; None where this is no SIF."""
+    if len(content) < _HEADER.size:
+        return None
+    _, magic, _, code, _, *numbers = _HEADER.unpack_from(content)
+    if magic != _MAGIC:
+        return None
+    architecture = code.rstrip(b"\0").decode(errors="replace")
+    return SifHeader(_ARCHITECTURES.get(architecture, architecture), numbers[-2] + numbers[-1])
+
+
+def check_image(image: Path, architecture: str | None = None) -> None:
+    """Find what is wrong with an image before it is started.
+
+    Args:
+        architecture: of the machines that will run it; this machine's where None.
+
+    Raises:
+        UserError: it is missing, cut off, something else, or for other machines.
+    """
+    if image.is_dir():
+        if not any((image / name).exists() for name in (".singularity.d", "bin", "usr")):
+            raise UserError(f"image {image} is a folder, but no unpacked image (it has neither bin nor usr)")
+        return
+    try:
+        with image.open("rb") as file:
+            header = read_header(file.read(_HEADER.size))
+        found = image.stat().st_size
+    except OSError as error:
+        raise UserError(f"image {image}: {(error.strerror or 'cannot be read').lower()}") from error
+    if header is None:
+        raise UserError(
+            f"image {image} is no SIF file ({found:,} bytes that do not begin like one): "
+            f"make one by hpc-rl image build --from SOURCE --out {image}"
+        )
+    if found < header.size:
+        raise UserError(
+            f"image {image} is cut off: it has {found:,} of {header.size:,} bytes; copy it or build it again"
+        )
+    wanted = architecture or this_architecture()
+    if header.architecture != wanted:
+        raise UserError(
+            f"image {image} is for {header.architecture}, and the nodes are {wanted}: build it on such a machine, or "
+            f"set container.arch={header.architecture} if only the login node is another one"
+        )
+
+
+def this_architecture() -> str:
+    machine = platform.machine()
+    return _MACHINES.get(machine, machine)
