@@ -41,10 +41,10 @@ def test_exec_options_are_these() -> None:
 
 
 def test_pyxis_options_are_these() -> None:
-    settings = {"container.runtime": "pyxis", "container.image": "nvcr.io#nvidia/pytorch:25.01-py3"}
+    settings = {"container.runtime": "pyxis", "container.image": "registry.example.org#group/image:1"}
     settings |= {"slurm.env": {"MY": "1"}, "container.env": ["LAB", "OUR_*"]}
     assert pyxis_options(image_job(PWD, **settings).config, PWD, ["/home/me", "/a:/b:ro"]) == [
-        "--container-image=nvcr.io#nvidia/pytorch:25.01-py3",
+        "--container-image=registry.example.org#group/image:1",
         "--container-mounts=/home/me:/home/me,/a:/b:ro",
         "--container-workdir=/home/me",
         "--no-container-mount-home",
@@ -59,7 +59,7 @@ def test_pyxis_options_are_these() -> None:
         (
             "container-pyxis",
             "ray",
-            {"container.runtime": "pyxis", "container.image": "nvcr.io#nvidia/pytorch:25.01-py3"},
+            {"container.runtime": "pyxis", "container.image": "registry.example.org#group/image:1"},
         ),
     ],
 )

@@ -22,7 +22,7 @@ from hpc_rl.launch.wheel import pack_wheel
 from tests.fake_apptainer import FakeApptainer, sif_bytes
 
 APPTAINER = Runtime("/usr/bin/apptainer", "apptainer version 1.4.5")
-PINNED = "nvcr.io/nvidia/pytorch@sha256:" + "ab" * 32
+PINNED = "registry.example.org/group/image@sha256:" + "ab" * 32
 
 
 @pytest.mark.parametrize(
