@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from hpc_rl.launch.image_build import Order
     from hpc_rl.launch.image_check import ImageReport
 
-image_app = typer.Typer(help="Build, unpack and check Apptainer images.", no_args_is_help=True)
+image_app = typer.Typer(
+    help="Build, unpack and check Apptainer images.\n\nExample: hpc-rl image check hpc-rl.sif",
+    no_args_is_help=True,
+)
 app.add_typer(image_app, name="image")
 
 

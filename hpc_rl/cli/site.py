@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from hpc_rl.launch.site_proposal import Facts
     from hpc_rl.slurm.detect import Partition
 
-site_app = typer.Typer(help="The cluster's profile: write one, and see which line comes from where.")
-app.add_typer(site_app, name="site", no_args_is_help=True)
+site_app = typer.Typer(
+    help="The cluster's profile: write one, and see which line comes from where.\n\nExample: hpc-rl site show",
+    no_args_is_help=True,
+)
+app.add_typer(site_app, name="site")
 
 
 @site_app.command()

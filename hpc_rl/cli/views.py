@@ -19,7 +19,9 @@ def watch(
 ) -> None:
     """Watch a run on the terminal: progress, curves, nodes and log, until it ends or you press q.
 
-    Leaving does not touch the run; when the run ends first, the exit code is its own. Example: hpc-rl watch sft-1
+    Leaving does not touch the run; when the run ends first, the exit code is its own.
+
+    Example: hpc-rl watch sft-1
     """
     from hpc_rl.launch import live, runs
 
