@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.sandbox import cgroups, config, machines, network, state
-from tests.sandbox.config import Spec
 from tests.sandbox.processes import Process, SandboxError, wait_until
+from tests.sandbox.spec import PARTITIONS, Spec
 
 FINAL_STATES = frozenset(
     ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE")
@@ -48,7 +48,7 @@ class Cluster:
     ):
         if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", name):
             raise SandboxError(f"sandbox name {name!r}: use 1 to 32 of a-z, 0-9 and '-'")
-        self.spec = Spec(name, nodes, partitions=partitions or dict(config.PARTITIONS), **spec)
+        self.spec = Spec(name, nodes, partitions=partitions or dict(PARTITIONS), **spec)
         limits = {"nodes": (1, 200), "cpus": (1, 1024), "memory_mb": (64, 10**8), "gpus": (0, 64)}
         for what, (least, most) in limits.items():
             if not least <= getattr(self.spec, what) <= most:
@@ -149,7 +149,8 @@ class Cluster:
             answer = self.run(["sinfo", "--noheader", "--Node", "--format=%N %T"], timeout=20)
         except subprocess.TimeoutExpired:
             return {}
-        return dict(line.split() for line in answer.stdout.splitlines())
+        found = dict(line.split() for line in answer.stdout.splitlines())
+        return {node: found[node] for node in self.nodes if node in found}
 
     def wait_idle(self, timeout: float = 60) -> None:
         """Wait until every node is up and runs no job."""
@@ -188,7 +189,8 @@ class Cluster:
 
         With `notice` the controller is told at once; otherwise it finds out after SlurmdTimeout.
         """
-        network.unplug(state.machines(self.name)["ctl"].pid, self.nodes.index(node) + 1)
+        controller = state.machines(self.name)["ctl"].pid
+        network.unplug(controller, self.nodes.index(node) + 1, self.spec.second_network)
         state.end_machine(self.name, node)
         if launcher := self._launchers.pop(node, None):
             machines.reap(launcher)
