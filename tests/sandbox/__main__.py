@@ -8,9 +8,9 @@ import sys
 
 from tests.sandbox import state
 from tests.sandbox.cluster import Cluster, missing
+from tests.sandbox.processes import SandboxError
 from tests.sandbox.spec import Spec
 from tests.sandbox.variants import VARIANTS
-from tests.sandbox.processes import SandboxError
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -24,6 +24,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     up.add_argument("--memory", type=int, default=default.memory_mb, metavar="MB", help="per node")
     up.add_argument("--accounting", action="store_true", help="with slurmdbd, so that sacct works")
     up.add_argument("--variant", choices=VARIANTS, help="set up like one of these sites, instead of the options above")
+    up.add_argument("--tree", default=default.tree, help="root directory of another Debian whose Slurm is used")
     down = commands.add_parser("down", help="end a cluster and remove all that belongs to it, its shared directory too")
     down.add_argument("--all", action="store_true", help="every cluster")
     commands.add_parser("status", help="list the clusters and their nodes")
@@ -38,7 +39,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def up(options: argparse.Namespace) -> None:
     sizes = {"nodes": options.nodes, "cpus": options.cpus, "gpus": options.gpus, "memory_mb": options.memory}
     spec = VARIANTS[options.variant] if options.variant else {**sizes, "accounting": options.accounting}
-    cluster = Cluster(name=options.name, **spec)
+    cluster = Cluster(name=options.name, tree=options.tree, **spec)
     cluster.up()
     cluster.detach()
     name = "" if options.name == "default" else f" --name {options.name}"

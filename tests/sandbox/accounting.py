@@ -1,7 +1,7 @@
 """slurmdbd with a database that lives in the controller's own /tmp, so that `sacct` works."""
 
-from tests.sandbox.spec import Spec
 from tests.sandbox.network import CONTROLLER
+from tests.sandbox.spec import Spec
 
 DATABASE = "/tmp/mariadb"  # inside the controller's mount namespace, where no other sandbox sees it
 SYSTEM_TABLES = "/usr/share/m*/m*_system_tables.sql"  # named after MySQL or MariaDB, by its version

@@ -116,10 +116,22 @@ class Cluster:
 
     # What tests do with it
 
+    def login(self, folder: Path | str = "/") -> list[str]:
+        """What stands before a command so that it runs as on a login node, in `folder`.
+
+        That is this machine, or the controller where Slurm's programs are in a tree of their own.
+        """
+        return [*self._enter("ctl"), "env", f"--chdir={folder}"] if self.spec.tree else []
+
     def run(
         self, argv: Sequence[str | Path], timeout: float | None = 60, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on this machine as on a login node. Options are those of `subprocess.run`."""
+        """Run a command as on a login node. Options are those of `subprocess.run`."""
+        return self._run([*self.login(options.get("cwd", "/")), *argv], timeout, **options)
+
+    def _run(
+        self, argv: Sequence[str | Path], timeout: float | None, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
         settings: dict[str, Any] = {"env": self.env, "capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
         if options.keys() & {"stdout", "stderr"}:
             del settings["capture_output"]
@@ -135,19 +147,21 @@ class Cluster:
         self, node: str, argv: Sequence[str | Path], timeout: float | None = 60, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a node (or `ctl`) behind Slurm's back, in the node's namespaces, from directory /."""
+        return self._run([*self._enter(node), *argv], timeout, **options)
+
+    def _enter(self, node: str) -> list[str]:
         process = state.machines(self.name).get(node)
         if not process or not process.is_alive():
             raise SandboxError(f"sandbox {self.name}: {node} is not up")
         spaces = ["--net", "--uts", "--ipc", "--mount", "--pid", *(["--cgroup"] if cgroups.hierarchies() else [])]
         # The command is nsenter's child on the node, and ends with nsenter when the timeout ends that.
-        enter = ["nsenter", f"--target={process.pid}", *spaces, "--", "setpriv", "--pdeathsig=KILL", "--"]
-        return self.run([*enter, *argv], timeout, **options)
+        return ["nsenter", f"--target={process.pid}", *spaces, "--", "setpriv", "--pdeathsig=KILL", "--"]
 
     def node_states(self) -> dict[str, str]:
         """Node -> state in small letters with Slurm's flags, like `idle`, `mixed`, `down*`; empty if nobody answers."""
         try:
             answer = self.run(["sinfo", "--noheader", "--Node", "--format=%N %T"], timeout=20)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, SandboxError):
             return {}
         found = dict(line.split() for line in answer.stdout.splitlines())
         return {node: found[node] for node in self.nodes if node in found}

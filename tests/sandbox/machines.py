@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 from tests.sandbox import accounting, cgroups, config, network, state
-from tests.sandbox.spec import Spec
 from tests.sandbox.processes import SandboxError
+from tests.sandbox.spec import Spec
 
 PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"  # daemons are in no ordinary user's PATH
 SCRIPT = Path(__file__).with_name("machine.sh")
@@ -66,7 +66,8 @@ def start(record: state.Record, machine: str) -> subprocess.Popen[str]:
     namespaces = [*NAMESPACES, *(["--cgroup"] if groups else [])]
     # The launcher joins the machine's cgroups itself, before the cgroup namespace takes them as its root.
     join = "".join(f"echo 0 >'{group}/cgroup.procs'; " for group in groups)
-    arguments = [machine, str(spec.base), spec.group, "yes" if spec.own_tmp else "no", _daemons(spec, subnet, machine)]
+    own_tmp = "yes" if spec.own_tmp else "no"
+    arguments = [machine, str(spec.base), spec.group, own_tmp, spec.tree, _daemons(spec, subnet, machine)]
     with (spec.base / "log" / f"{machine}.log").open("a") as log:
         launcher = subprocess.Popen(
             ["sh", "-ec", f'{join}exec "$@"', "sh", "unshare", *namespaces, SCRIPT, *arguments, *cgroups.hierarchies()],

@@ -1,11 +1,11 @@
-"""`python -m tests.sandbox.record [VARIANT...]`: writes down what a real Slurm says, for tests of what reads it.
+"""`python -m tests.sandbox.record [--tree TREE]`: writes down what a real Slurm says, for tests of what reads it.
 
-Each file of tests/slurm/recorded/VARIANT-VERSION/ has the command in its first line, then an exit code other than 0, then
-everything that was printed.
+Each file of tests/slurm/recorded/VARIANT-VERSION/ has the command in its first line, then the exit code if that is not 0,
+then everything that was printed.
 """
 
+import argparse
 import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -97,10 +97,13 @@ def write(cluster: Cluster, path: Path, command: str, machine: str = "") -> None
     path.write_text(f"# {command}\n{code}{done.stdout}{done.stderr}")
 
 
-def main(variants: list[str]) -> None:
-    for variant in variants or VARIANTS:
-        print(record(variant))
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.sandbox.record", description=__doc__)
+    parser.add_argument("--tree", default="", help="root directory of another Debian whose Slurm is used")
+    options = parser.parse_args()
+    for variant in VARIANTS:
+        print(record(variant, options.tree))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

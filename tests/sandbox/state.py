@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.sandbox import cgroups, network
-from tests.sandbox.spec import Spec
 from tests.sandbox.processes import Process, SandboxError, wait_until
+from tests.sandbox.spec import Spec
 
 PARENT = Path("/var/tmp")
 

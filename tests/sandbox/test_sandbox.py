@@ -13,8 +13,8 @@ import pytest
 from tests.sandbox import cgroups, config, network, state
 from tests.sandbox.__main__ import main
 from tests.sandbox.cluster import Cluster, missing
-from tests.sandbox.spec import Spec
 from tests.sandbox.processes import Process, SandboxError, wait_until
+from tests.sandbox.spec import Spec
 
 REPOSITORY = Path(__file__).parents[2]
 sandbox = pytest.mark.sandbox
