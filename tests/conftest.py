@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.sandbox.cluster import Cluster, missing
+from tests.sandbox.variants import LARGE
 
 # Without job control a shell starts background commands with SIGINT ignored, which their children would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -36,3 +37,13 @@ def slurm_cluster() -> Iterator[Cluster]:
 def accounting_cluster() -> Iterator[Cluster]:
     """Two such nodes with slurmdbd, so that sacct works."""
     yield from sandbox_cluster("pytest-acct", nodes=2, cpus=2, memory_mb=6000, gpus=2, accounting=True)
+
+
+@pytest.fixture(scope="session")
+def large_cluster() -> Iterator[Cluster]:
+    """A thousand nodes without slurmd and a thousand jobs on hold, for commands that must not be slower there."""
+    for cluster in sandbox_cluster("pytest-large", **LARGE):
+        hold = ["sbatch", "--hold", "--output=/dev/null", "--array=0-99", "--wrap=true"]
+        for _ in range(10):
+            cluster.run(hold, cwd=cluster.shared, check=True)
+        yield cluster

@@ -53,3 +53,18 @@ SHARED_NODES: dict[str, Any] = {
 """Jobs share nodes and are held to their cores and memory; a second network beside eth0."""
 
 VARIANTS = {"typed-gres": TYPED_GRES, "whole-nodes": WHOLE_NODES, "shared-nodes": SHARED_NODES}
+
+LARGE: dict[str, Any] = {
+    "shapes": (
+        Shape(1, cpus=2, memory_mb=6000),
+        Shape(800, cpus=64, sockets=2, memory_mb=512000, gpus=(Gpus(8, "a100"),), prefix="gpu", runs=False),
+        Shape(200, cpus=128, sockets=2, memory_mb=256000, features="milan", prefix="cpu", runs=False),
+    ),
+    "partitions": {
+        "gpu": "Nodes=gpu[2-801] Default=YES MaxTime=2-00:00:00",
+        "cpu": "Nodes=cpu[802-1001] MaxTime=4-00:00:00",
+        "all": "MaxTime=04:00:00",
+    },
+    "slurmd_timeout_s": 0,  # nobody takes the nodes without slurmd for down
+}
+"""A thousand nodes that the controller lists, and one that runs, since a controller wants one to be up."""
