@@ -119,9 +119,10 @@ class Cluster:
     def login(self, folder: Path | str = "/") -> list[str]:
         """What stands before a command so that it runs as on a login node, in `folder`.
 
-        That is this machine, or the controller where Slurm's programs are in a tree of their own.
+        That is this machine, or the controller where Slurm is in a tree of its own or a second network ends there.
         """
-        return [*self._enter("ctl"), "env", f"--chdir={folder}"] if self.spec.tree else []
+        inside = self.spec.tree or self.spec.second_network
+        return [*self._enter("ctl"), "env", f"--chdir={folder}"] if inside else []
 
     def run(
         self, argv: Sequence[str | Path], timeout: float | None = 60, **options: Any
