@@ -1,7 +1,7 @@
 """`python -m tests.sandbox.record [--tree TREE]`: writes down what a real Slurm says, for tests of what reads it.
 
-Each file of tests/slurm/recorded/VARIANT-VERSION/ has the command in its first line, then the exit code if that is not 0,
-then everything that was printed.
+Each file of tests/slurm/recorded/VARIANT-VERSION/ has the command in its first line, then its exit code if that is not
+0, then everything that was printed.
 """
 
 import argparse
