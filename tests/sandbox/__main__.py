@@ -44,6 +44,8 @@ def up(options: argparse.Namespace) -> None:
     cluster.detach()
     name = "" if options.name == "default" else f" --name {options.name}"
     print(f"{len(cluster.nodes)} nodes are idle. Now type:")
+    if cluster.login():
+        print(f"  {sys.executable} -m tests.sandbox exec{name} ctl -- bash  # a shell on the login node")
     print(f"  export SLURM_CONF={shlex.quote(cluster.env['SLURM_CONF'])}")
     print("  sinfo; srun --nodes=2 hostname")
     print(f"All nodes see {cluster.shared}; each has a /tmp of its own. To end it: python -m tests.sandbox down{name}")
