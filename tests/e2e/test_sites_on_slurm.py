@@ -51,6 +51,7 @@ def workspace(cluster: Cluster, materials: Path) -> Workspace:
 
 
 def test_slurm_takes_what_the_profile_asks_for(workspace: Workspace, cluster: Cluster) -> None:
+    (workspace.folder / "train.py").touch()
     script = workspace.ok("submit", "torchrun", "--nodes", "2", "--gpus-per-node", "1", "--dry-run", "--", "train.py")
     cluster.run(["sbatch", "--test-only"], input=script, check=True)
     types = {gpus.type for gpus in cluster.spec.all_shapes[0].gpus}
