@@ -1,5 +1,6 @@
 # make demo    a model that learns sums on this machine, from nothing: SFT, then PPO
 # make test    everything: lint, types, imports, unit tests, and a real Slurm where root can have one
+# make test-slurm-new   the tests that depend on Slurm's version most, on a newer Slurm (about 600 MB)
 # make bench   the measurements of docs/benchmarks.md
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export WANDB_MODE ?= offline
 
-.PHONY: demo test test-lowest lint bench clean
+.PHONY: demo test test-lowest test-slurm-new lint bench clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo
@@ -34,6 +35,14 @@ test-lowest:
 	.venv-lowest/bin/pip install --quiet torch==2.11.0
 	.venv-lowest/bin/pip install --quiet --editable '.[train]' pytest pytest-timeout hypothesis --constraint tests/lowest.txt
 	.venv-lowest/bin/python -m pytest --ignore tests/e2e --ignore tests/sandbox
+
+# SLURM_TREE: root directory of a Debian 13, made if it is not there.
+SLURM_TREE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpc-rl/slurm-trixie
+test-slurm-new: .venv/test
+	.ci/install-slurm
+	.ci/install-slurm-new $(SLURM_TREE)
+	$(BIN)/python -m pytest --slurm-tree $(SLURM_TREE) tests/e2e/test_sites_on_slurm.py tests/sandbox/test_sandbox.py \
+		-k "sites or srun or confined or fake_gpus or requeued or accounting"
 
 bench: .venv/test
 	$(BIN)/pip install --quiet --no-deps --requirement benchmarks/requirements.txt

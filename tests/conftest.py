@@ -13,9 +13,25 @@ import pytest
 
 from tests.images import AS_USER, write_docker_archive
 from tests.sandbox.cluster import Cluster, missing
+from tests.sandbox.variants import LARGE
 
 # Without job control a shell starts background commands with SIGINT ignored, which their children would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slurm-tree", default="", metavar="DIR", help="use the Slurm of another Debian: its root directory"
+    )
+
+
+@pytest.fixture(scope="session")
+def slurm_tree(request: pytest.FixtureRequest) -> str:
+    """Root directory of a Debian with another Slurm; empty for the one of this machine."""
+    tree: str = request.config.getoption("--slurm-tree")
+    if tree and not Path(tree).is_dir():
+        pytest.skip(f"there is no {tree}: run .ci/install-slurm-new")
+    return tree
 
 
 def sandbox_cluster(name: str, **spec: Any) -> Iterator[Cluster]:
@@ -30,15 +46,26 @@ def sandbox_cluster(name: str, **spec: Any) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def slurm_cluster() -> Iterator[Cluster]:
+def slurm_cluster(slurm_tree: str) -> Iterator[Cluster]:
     """Four nodes with 2 CPUs, 6000 MB and 2 fake GPUs each, without accounting. Leave it as you found it."""
-    yield from sandbox_cluster("pytest", nodes=4, cpus=2, memory_mb=6000, gpus=2)
+    yield from sandbox_cluster("pytest", nodes=4, cpus=2, memory_mb=6000, gpus=2, tree=slurm_tree)
 
 
 @pytest.fixture(scope="session")
-def accounting_cluster() -> Iterator[Cluster]:
+def accounting_cluster(slurm_tree: str) -> Iterator[Cluster]:
     """Two such nodes with slurmdbd, so that sacct works."""
-    yield from sandbox_cluster("pytest-acct", nodes=2, cpus=2, memory_mb=6000, gpus=2, accounting=True)
+    nodes = {"nodes": 2, "cpus": 2, "memory_mb": 6000, "gpus": 2}
+    yield from sandbox_cluster("pytest-acct", **nodes, accounting=True, tree=slurm_tree)
+
+
+@pytest.fixture(scope="session")
+def large_cluster(slurm_tree: str) -> Iterator[Cluster]:
+    """A thousand nodes without slurmd and a thousand jobs on hold, for commands that must not be slower there."""
+    for cluster in sandbox_cluster("pytest-large", **LARGE, tree=slurm_tree):
+        hold = ["sbatch", "--hold", "--output=/dev/null", "--array=0-99", "--wrap=true"]
+        for _ in range(10):
+            cluster.run(hold, cwd=cluster.shared, check=True)
+        yield cluster
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,9 +33,11 @@ QUICK = [*MODEL, "data.train_batch_size=8", "trainer.micro_tokens=1024", "optim.
 class Workspace:
     folder: Path
     environ: Mapping[str, str]
+    login: Sequence[str] = ()
+    """What stands before a command so that it runs on the login node: `Cluster.login`."""
 
     def hpc_rl(self, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "hpc_rl.cli", *arguments]
+        command = [*self.login, sys.executable, "-m", "hpc_rl.cli", *arguments]
         return subprocess.run(
             command,
             cwd=self.folder,

@@ -8,8 +8,9 @@ import sys
 
 from tests.sandbox import state
 from tests.sandbox.cluster import Cluster, missing
-from tests.sandbox.config import Spec
 from tests.sandbox.processes import SandboxError
+from tests.sandbox.spec import Spec
+from tests.sandbox.variants import VARIANTS
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -22,6 +23,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     up.add_argument("--gpus", type=int, default=default.gpus, help="fake GPUs per node")
     up.add_argument("--memory", type=int, default=default.memory_mb, metavar="MB", help="per node")
     up.add_argument("--accounting", action="store_true", help="with slurmdbd, so that sacct works")
+    up.add_argument("--variant", choices=VARIANTS, help="set up like one of these sites, instead of the options above")
+    up.add_argument("--tree", default=default.tree, help="root directory of another Debian whose Slurm is used")
     down = commands.add_parser("down", help="end a cluster and remove all that belongs to it, its shared directory too")
     down.add_argument("--all", action="store_true", help="every cluster")
     commands.add_parser("status", help="list the clusters and their nodes")
@@ -34,12 +37,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def up(options: argparse.Namespace) -> None:
-    sizes = {"cpus": options.cpus, "gpus": options.gpus, "memory_mb": options.memory}
-    cluster = Cluster(options.nodes, name=options.name, accounting=options.accounting, **sizes)
+    sizes = {"nodes": options.nodes, "cpus": options.cpus, "gpus": options.gpus, "memory_mb": options.memory}
+    spec = VARIANTS[options.variant] if options.variant else {**sizes, "accounting": options.accounting}
+    cluster = Cluster(name=options.name, tree=options.tree, **spec)
     cluster.up()
     cluster.detach()
     name = "" if options.name == "default" else f" --name {options.name}"
     print(f"{len(cluster.nodes)} nodes are idle. Now type:")
+    if cluster.login():
+        print(f"  {sys.executable} -m tests.sandbox exec{name} ctl -- bash  # a shell on the login node")
     print(f"  export SLURM_CONF={shlex.quote(cluster.env['SLURM_CONF'])}")
     print("  sinfo; srun --nodes=2 hostname")
     print(f"All nodes see {cluster.shared}; each has a /tmp of its own. To end it: python -m tests.sandbox down{name}")

@@ -1,9 +1,10 @@
 """slurmdbd with a database that lives in the controller's own /tmp, so that `sacct` works."""
 
-from tests.sandbox.config import Spec
 from tests.sandbox.network import CONTROLLER
+from tests.sandbox.spec import Spec
 
 DATABASE = "/tmp/mariadb"  # inside the controller's mount namespace, where no other sandbox sees it
+SYSTEM_TABLES = "/usr/share/m*/m*_system_tables.sql"  # named after MySQL or MariaDB, by its version
 
 
 def slurmdbd_conf(spec: Spec, subnet: str) -> str:
@@ -26,14 +27,31 @@ def slurmdbd_conf(spec: Spec, subnet: str) -> str:
 
 def daemon_commands(spec: Spec, subnet: str) -> list[str]:
     """Shell commands for the controller, before slurmctld. The launcher's deadline covers the loops."""
+    # No grant tables: their making is most of the time that a database takes, and it holds nothing else.
+    options = (
+        f"--no-defaults --user=root --datadir={DATABASE} --skip-grant-tables --innodb-log-file-size=8M"
+        " --innodb-buffer-pool-size=32M --innodb-flush-log-at-trx-commit=0 --performance-schema=OFF"
+    )
+    network = f"--bind-address=127.0.0.1 --socket={DATABASE}/socket --pid-file={DATABASE}/pid"
+    log = f">>{spec.base}/log/mariadbd.log 2>&1"
     return [
-        f"mkdir -p {DATABASE}",
-        # No grant tables: the database holds nothing else, and its creation is most of the time that this takes.
-        f"mariadbd --no-defaults --user=root --datadir={DATABASE} --socket={DATABASE}/socket --pid-file={DATABASE}/pid"
-        " --bind-address=127.0.0.1 --skip-grant-tables --innodb-log-file-size=8M --innodb-buffer-pool-size=32M"
-        f" --innodb-flush-log-at-trx-commit=0 --performance-schema=OFF >>{spec.base}/log/mariadbd.log 2>&1 &",
+        f"mkdir -p {DATABASE}/mysql",
+        # slurmdbd looks associations up by a stored procedure, which needs the system tables.
+        f"(echo 'USE mysql;'; cat {SYSTEM_TABLES}) | mariadbd {options} --bootstrap {log}",
+        f"mariadbd {options} {network} {log} &",
         "until (: </dev/tcp/127.0.0.1/3306) 2>/dev/null; do sleep 0.1; done",
         "slurmdbd",
         f"until (: </dev/tcp/{subnet}.{CONTROLLER}/6819) 2>/dev/null; do sleep 0.1; done",
         f"sacctmgr --immediate add cluster {spec.name}",
+        *_associations(spec),
     ]
+
+
+def _associations(spec: Spec) -> list[str]:
+    commands = []
+    for account in dict.fromkeys(account for accounts in spec.accounts.values() for account in accounts):
+        commands.append(f"sacctmgr --immediate add account {account} Cluster={spec.name}")
+    for user, accounts in spec.accounts.items():
+        which = f"Account={','.join(accounts)} DefaultAccount={accounts[0]} Cluster={spec.name}"
+        commands.append(f"sacctmgr --immediate add user {user} {which}")
+    return commands

@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.sandbox import cgroups, config, machines, network, state
-from tests.sandbox.config import Spec
 from tests.sandbox.processes import Process, SandboxError, wait_until
+from tests.sandbox.spec import PARTITIONS, Spec
 
 FINAL_STATES = frozenset(
     ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE")
@@ -48,7 +48,7 @@ class Cluster:
     ):
         if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", name):
             raise SandboxError(f"sandbox name {name!r}: use 1 to 32 of a-z, 0-9 and '-'")
-        self.spec = Spec(name, nodes, partitions=partitions or dict(config.PARTITIONS), **spec)
+        self.spec = Spec(name, nodes, partitions=partitions or dict(PARTITIONS), **spec)
         limits = {"nodes": (1, 200), "cpus": (1, 1024), "memory_mb": (64, 10**8), "gpus": (0, 64)}
         for what, (least, most) in limits.items():
             if not least <= getattr(self.spec, what) <= most:
@@ -116,10 +116,23 @@ class Cluster:
 
     # What tests do with it
 
+    def login(self, folder: Path | str = "/") -> list[str]:
+        """What stands before a command so that it runs as on a login node, in `folder`.
+
+        That is this machine, or the controller where Slurm is in a tree of its own or a second network ends there.
+        """
+        inside = self.spec.tree or self.spec.second_network
+        return [*self._enter("ctl"), "env", f"--chdir={folder}"] if inside else []
+
     def run(
         self, argv: Sequence[str | Path], timeout: float | None = 60, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on this machine as on a login node. Options are those of `subprocess.run`."""
+        """Run a command as on a login node. Options are those of `subprocess.run`."""
+        return self._run([*self.login(options.get("cwd", "/")), *argv], timeout, **options)
+
+    def _run(
+        self, argv: Sequence[str | Path], timeout: float | None, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
         settings: dict[str, Any] = {"env": self.env, "capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
         if options.keys() & {"stdout", "stderr"}:
             del settings["capture_output"]
@@ -135,21 +148,24 @@ class Cluster:
         self, node: str, argv: Sequence[str | Path], timeout: float | None = 60, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a node (or `ctl`) behind Slurm's back, in the node's namespaces, from directory /."""
+        return self._run([*self._enter(node), *argv], timeout, **options)
+
+    def _enter(self, node: str) -> list[str]:
         process = state.machines(self.name).get(node)
         if not process or not process.is_alive():
             raise SandboxError(f"sandbox {self.name}: {node} is not up")
         spaces = ["--net", "--uts", "--ipc", "--mount", "--pid", *(["--cgroup"] if cgroups.hierarchies() else [])]
         # The command is nsenter's child on the node, and ends with nsenter when the timeout ends that.
-        enter = ["nsenter", f"--target={process.pid}", *spaces, "--", "setpriv", "--pdeathsig=KILL", "--"]
-        return self.run([*enter, *argv], timeout, **options)
+        return ["nsenter", f"--target={process.pid}", *spaces, "--", "setpriv", "--pdeathsig=KILL", "--"]
 
     def node_states(self) -> dict[str, str]:
         """Node -> state in small letters with Slurm's flags, like `idle`, `mixed`, `down*`; empty if nobody answers."""
         try:
             answer = self.run(["sinfo", "--noheader", "--Node", "--format=%N %T"], timeout=20)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, SandboxError):
             return {}
-        return dict(line.split() for line in answer.stdout.splitlines())
+        found = dict(line.split() for line in answer.stdout.splitlines())
+        return {node: found[node] for node in self.nodes if node in found}
 
     def wait_idle(self, timeout: float = 60) -> None:
         """Wait until every node is up and runs no job."""
@@ -188,7 +204,8 @@ class Cluster:
 
         With `notice` the controller is told at once; otherwise it finds out after SlurmdTimeout.
         """
-        network.unplug(state.machines(self.name)["ctl"].pid, self.nodes.index(node) + 1)
+        controller = state.machines(self.name)["ctl"].pid
+        network.unplug(controller, self.nodes.index(node) + 1, self.spec.second_network)
         state.end_machine(self.name, node)
         if launcher := self._launchers.pop(node, None):
             machines.reap(launcher)

@@ -1,48 +1,11 @@
-"""What the sandbox is (`Spec`) and the configuration files that follow from it, as pure functions."""
+"""The configuration files of a sandbox, as pure functions of its `Spec`."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+import re
 
 from tests.sandbox.network import CONTROLLER
-
-PARTITIONS = {"debug": "Default=YES MaxTime=INFINITE", "short": "MaxTime=00:10:00 DefaultTime=00:01:00"}
+from tests.sandbox.spec import Gpus, Spec
 
 SLURMCTLD_PORT = 6817  # Slurm's default; each sandbox has an address of its own
-
-
-@dataclass(frozen=True)
-class Spec:
-    """A cluster, in Slurm's terms."""
-
-    name: str
-    nodes: int = 3
-    cpus: int = 2
-    memory_mb: int = 6000
-    gpus: int = 0
-    accounting: bool = False
-    partitions: Mapping[str, str] = field(default_factory=lambda: dict(PARTITIONS))
-    """Partition name -> options after `PartitionName=... Nodes=ALL`."""
-    kill_wait_s: int = 5
-    """Between SIGTERM and SIGKILL to a job that is cancelled or over its time limit."""
-    requeue_hold_s: int = 5
-    """How long Slurm holds a requeued job back (120 on most clusters). A job started before that is requeued again."""
-    slurmd_timeout_s: int = 20
-    """Silence after which the controller takes a node for down."""
-    own_tmp: bool = True
-    """Whether each node has a /tmp of its own."""
-
-    @property
-    def group(self) -> str:
-        return f"hpc-rl-sandbox-{self.name}"
-
-    @property
-    def base(self) -> Path:
-        return Path("/var/tmp") / self.group
-
-    @property
-    def node_names(self) -> list[str]:
-        return [f"node{number}" for number in range(1, self.nodes + 1)]
 
 
 def hosts_file(spec: Spec, subnet: str) -> str:
@@ -71,7 +34,7 @@ def slurm_conf(spec: Spec, subnet: str, confined: bool, cores: bool) -> str:
         f"SlurmdPidFile={base}/run/slurmd.%n.pid",
         f"SlurmdLogFile={base}/log/slurmd.%n.log",
         "SelectType=select/cons_tres",
-        "SelectTypeParameters=CR_Core_Memory",
+        "SelectTypeParameters=" + ("CR_Core_Memory" if spec.memory_allocated else "CR_Core"),
         f"TaskPlugin={','.join(task_plugins) or 'task/none'}",
         "ProctrackType=" + ("proctrack/cgroup" if confined else "proctrack/linuxproc"),
         # Let a small machine pose as larger nodes, and take a node back however it was lost.
@@ -84,21 +47,51 @@ def slurm_conf(spec: Spec, subnet: str, confined: bool, cores: bool) -> str:
         # Schedule at once, rather than in the batches that suit a large cluster.
         "SchedulerType=sched/backfill",
         "SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1",
-        f"DefMemPerCPU={spec.memory_mb // spec.cpus}",
     ]
+    if spec.memory_allocated:
+        lines += [f"DefMemPerCPU={min(shape.memory_mb // shape.cpus for shape in spec.all_shapes)}"]
     if spec.accounting:
         lines += ["AccountingStorageType=accounting_storage/slurmdbd", f"AccountingStorageHost={controller}"]
         lines += [f"AccountingStoragePass={base}/run/munge.socket"]
         lines += ["JobAcctGatherType=jobacct_gather/linux", "JobAcctGatherFrequency=5"]
-        lines += ["AccountingStorageTRES=gres/gpu"] if spec.gpus else []
-    gres = f" Gres=gpu:{spec.gpus}" if spec.gpus else ""
-    lines += ["GresTypes=gpu"] if spec.gpus else []
-    lines += [
-        f"NodeName=node[1-{spec.nodes}] NodeAddr={subnet}.[1-{spec.nodes}]"
-        f" Sockets=1 CoresPerSocket={spec.cpus} ThreadsPerCore=1 RealMemory={spec.memory_mb}{gres} State=UNKNOWN",
-        *(f"PartitionName={name} Nodes=ALL State=UP {options}".rstrip() for name, options in spec.partitions.items()),
-    ]
+        lines += ["AccountingStorageTRES=gres/gpu"] if _has_gpus(spec) else []
+        lines += ["AccountingStorageEnforce=associations,limits,qos"] if spec.accounts else []
+    lines += ["GresTypes=gpu"] if _has_gpus(spec) else []
+    lines += _node_lines(spec, subnet)
+    for name, options in spec.partitions.items():
+        nodes = "" if re.search(r"\bNodes=", options) else " Nodes=ALL"
+        lines.append(f"PartitionName={name}{nodes} {options}".rstrip())
     return "\n".join([*lines, ""])
+
+
+def _has_gpus(spec: Spec) -> bool:
+    return any(shape.gpus for shape in spec.all_shapes)
+
+
+def _node_lines(spec: Spec, subnet: str) -> list[str]:
+    lines = []
+    for shape, names in spec.named_shapes():
+        first = spec.node_names.index(names[0]) + 1 if shape.runs else 0
+        # A node that is only listed has an address where nobody listens.
+        address = f"{subnet}.{_range(first, shape.count)}" if shape.runs else "127.0.0.1"
+        number = int(names[0].removeprefix(shape.prefix))
+        options = {
+            "NodeAddr": address,
+            "Sockets": shape.sockets,
+            "CoresPerSocket": shape.cpus // shape.sockets,
+            "ThreadsPerCore": 1,
+            "RealMemory": shape.memory_mb,
+            "Gres": shape.gres,
+            "Features": shape.features,
+            "State": "UNKNOWN",
+        }
+        words = [f"{key}={value}" for key, value in options.items() if value]
+        lines.append(" ".join([f"NodeName={shape.prefix}{_range(number, shape.count)}", *words]))
+    return lines
+
+
+def _range(first: int, count: int) -> str:
+    return f"[{first}-{first + count - 1}]"
 
 
 def cgroup_conf(confined: bool, cores: bool, devices: bool) -> str:
@@ -109,7 +102,24 @@ def cgroup_conf(confined: bool, cores: bool, devices: bool) -> str:
 
 
 def gres_conf(spec: Spec) -> str:
-    return f"Name=gpu File={spec.base}/gpus/gpu[0-{spec.gpus - 1}]\n" if spec.gpus else ""
+    lines = []
+    for shape, names in spec.named_shapes():
+        device = 0
+        for gpus in shape.gpus:
+            for files, cores in _device_files(gpus, device):
+                options = [f"Type={gpus.type}"] * bool(gpus.type) + [f"Cores={cores}"] * bool(cores)
+                nodes = f"{shape.prefix}{_range(int(names[0].removeprefix(shape.prefix)), shape.count)}"
+                line = [f"NodeName={nodes} Name=gpu", *options, f"File={spec.base}/gpus/gpu{files}"]
+                lines.append(" ".join(line))
+            device += gpus.count
+    return "\n".join([*lines, ""])
+
+
+def _device_files(gpus: Gpus, first: int) -> list[tuple[str, str]]:
+    """Numbers of device files, with the cores near to them: cores "0-7,8-15" are shared out in equal parts."""
+    parts = gpus.cores.split(",")
+    each = gpus.count // len(parts)
+    return [(_range(first + each * number, each), cores) for number, cores in enumerate(parts)]
 
 
 def munged_command(spec: Spec) -> str:

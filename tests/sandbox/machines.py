@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 from tests.sandbox import accounting, cgroups, config, network, state
-from tests.sandbox.config import Spec
 from tests.sandbox.processes import SandboxError
+from tests.sandbox.spec import Spec
 
 PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"  # daemons are in no ordinary user's PATH
 SCRIPT = Path(__file__).with_name("machine.sh")
@@ -29,7 +29,7 @@ def write_files(spec: Spec, subnet: str) -> None:
     (base / "shared").chmod(0o1777)
     devices = _make_gpus(spec) and (cgroups.ROOT / "devices").exists()
     # A job cannot be bound to a core that the machine only poses as having.
-    cores = spec.cpus <= (os.cpu_count() or 1)
+    cores = spec.all_shapes[0].cpus <= (os.cpu_count() or 1)
     files = {
         "hosts": config.hosts_file(spec, subnet),
         "slurm.conf": config.slurm_conf(spec, subnet, bool(hierarchies), cores),
@@ -47,7 +47,8 @@ def _make_gpus(spec: Spec) -> bool:
     """Stand-ins for /dev/nvidia*: device files without a driver, or plain files where none can be made (then False)."""
     (spec.base / "gpus").mkdir()
     made_devices = True
-    for number in range(spec.gpus):
+    most = max(sum(gpus.count for gpus in shape.gpus) for shape in spec.all_shapes)
+    for number in range(most):
         path = spec.base / "gpus" / f"gpu{number}"
         try:
             os.mknod(path, 0o666 | 0o020000, os.makedev(DEVICE_MAJOR, number))
@@ -65,7 +66,8 @@ def start(record: state.Record, machine: str) -> subprocess.Popen[str]:
     namespaces = [*NAMESPACES, *(["--cgroup"] if groups else [])]
     # The launcher joins the machine's cgroups itself, before the cgroup namespace takes them as its root.
     join = "".join(f"echo 0 >'{group}/cgroup.procs'; " for group in groups)
-    arguments = [machine, str(spec.base), spec.group, "yes" if spec.own_tmp else "no", _daemons(spec, subnet, machine)]
+    own_tmp = "yes" if spec.own_tmp else "no"
+    arguments = [machine, str(spec.base), spec.group, own_tmp, spec.tree, _daemons(spec, subnet, machine)]
     with (spec.base / "log" / f"{machine}.log").open("a") as log:
         launcher = subprocess.Popen(
             ["sh", "-ec", f'{join}exec "$@"', "sh", "unshare", *namespaces, SCRIPT, *arguments, *cgroups.hierarchies()],
@@ -80,10 +82,10 @@ def start(record: state.Record, machine: str) -> subprocess.Popen[str]:
     pid = _first_pid(launcher, spec, machine)
     state.note_machine(spec.name, machine, pid)
     if machine == "ctl":
-        network.make_switch(pid, spec.name, subnet)
+        network.make_switch(pid, spec.name, subnet, spec.second_network)
     else:
         controller = state.machines(spec.name)["ctl"].pid
-        network.plug_in(controller, pid, subnet, spec.node_names.index(machine) + 1)
+        network.plug_in(controller, pid, subnet, spec.node_names.index(machine) + 1, spec.second_network)
     _tell(launcher, "go")
     return launcher
 

@@ -40,16 +40,29 @@ def free_subnet(name: str, taken: Collection[str]) -> str:
 
 def _mac(subnet: str, number: int) -> str:
     """Fixed addresses, so that neighbours' tables stay right when a machine is replaced."""
-    return f"02:00:0a:4d:{int(subnet.rpartition('.')[2]):02x}:{number:02x}"
+    return "02:00:" + ":".join(f"{int(part):02x}" for part in [*subnet.split("."), number])
 
 
-def _configure(subnet: str, number: int) -> list[str]:
-    return ["link set lo up", f"address add {subnet}.{number}/24 dev eth0", "link set eth0 up"]
+def _second(subnet: str) -> str:
+    """First three numbers of the addresses on the second network. The host has none there."""
+    return subnet.replace("10.77.", "10.78.")
 
 
-def make_switch(controller: int, name: str, subnet: str) -> None:
-    """Make the bridge, which is the controller's eth0 as well, and connect the host. `controller` is a pid."""
-    ip(f"link add eth0 address {_mac(subnet, CONTROLLER)} type bridge", *_configure(subnet, CONTROLLER), pid=controller)
+def _configure(subnet: str, number: int, interface: str) -> list[str]:
+    return [f"address add {subnet}.{number}/24 dev {interface}", f"link set {interface} up"]
+
+
+def _bridge(subnet: str, interface: str) -> list[str]:
+    """A switch, which is an interface of the controller as well."""
+    make = f"link add {interface} address {_mac(subnet, CONTROLLER)} type bridge"
+    return [make, *_configure(subnet, CONTROLLER, interface)]
+
+
+def make_switch(controller: int, name: str, subnet: str, second: str) -> None:
+    """Make the switch, and one for the `second` network if that has a name. `controller` is a pid."""
+    ip("link set lo up", *_bridge(subnet, "eth0"), pid=controller)
+    if second:
+        ip(*_bridge(_second(subnet), second), pid=controller)
     link = host_link(name)
     ip(
         f"link add {link} address {_mac(subnet, HOST)} type veth peer name host netns {controller}",
@@ -59,16 +72,25 @@ def make_switch(controller: int, name: str, subnet: str) -> None:
     ip("link set host master eth0 up", pid=controller)
 
 
-def plug_in(controller: int, node: int, subnet: str, number: int) -> None:
-    """Connect node `number`, whose first process is `node`, to the switch."""
-    cable = f"link add node{number} type veth peer name eth0 address {_mac(subnet, number)} netns {node}"
-    ip(cable, f"link set node{number} master eth0 up", pid=controller)
-    ip(*_configure(subnet, number), pid=node)
+def plug_in(controller: int, node: int, subnet: str, number: int, second: str) -> None:
+    """Connect node `number`, whose first process is `node`, to the switches."""
+    ip("link set lo up", pid=node)
+    subnets = {"eth0": subnet} | ({second: _second(subnet)} if second else {})
+    for interface, net in subnets.items():
+        port = _port(number, interface)
+        cable = f"link add {port} type veth peer name {interface} address {_mac(net, number)} netns {node}"
+        ip(cable, f"link set {port} master {interface} up", pid=controller)
+        ip(*_configure(net, number, interface), pid=node)
 
 
-def unplug(controller: int, number: int) -> None:
+def _port(number: int, interface: str) -> str:
+    return f"node{number}" if interface == "eth0" else f"node{number}-{interface}"
+
+
+def unplug(controller: int, number: int, second: str) -> None:
     """Cut a node off in the middle of whatever it says."""
-    ip(f"link delete node{number}", pid=controller)
+    for interface in ["eth0", *([second] if second else [])]:
+        ip(f"link delete {_port(number, interface)}", pid=controller)
 
 
 def unplug_host(name: str) -> None:

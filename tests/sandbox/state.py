@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.sandbox import cgroups, network
-from tests.sandbox.config import Spec
 from tests.sandbox.processes import Process, SandboxError, wait_until
+from tests.sandbox.spec import Spec
 
 PARENT = Path("/var/tmp")
 
@@ -67,7 +67,7 @@ def read(name: str) -> Record:
     except FileNotFoundError:
         raise SandboxError(f"there is no sandbox {name}; there are: {', '.join(names()) or 'none'}") from None
     owner = Process(*fields["owner"]) if fields["owner"] else None
-    return Record(Spec(**fields["spec"]), fields["subnet"], owner)
+    return Record(Spec.from_json(fields["spec"]), fields["subnet"], owner)
 
 
 def in_use(name: str) -> bool:

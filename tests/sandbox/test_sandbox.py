@@ -1,11 +1,13 @@
 """The sandbox behaves as a cluster of separate nodes, and leaves nothing behind."""
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,10 @@ import pytest
 from tests.sandbox import cgroups, config, network, state
 from tests.sandbox.__main__ import main
 from tests.sandbox.cluster import Cluster, missing
-from tests.sandbox.config import Spec
 from tests.sandbox.processes import Process, SandboxError, wait_until
+from tests.sandbox.record import CLUSTER, FOLDER
+from tests.sandbox.spec import Spec
+from tests.sandbox.variants import LARGE, VARIANTS
 
 REPOSITORY = Path(__file__).parents[2]
 sandbox = pytest.mark.sandbox
@@ -44,8 +48,40 @@ def test_slurm_conf_states_the_cluster() -> None:
     assert "SlurmctldHost=ctl(10.77.5.254)" in text
     assert "NodeName=node[1-4] NodeAddr=10.77.5.[1-4] Sockets=1 CoresPerSocket=8" in text
     assert "RealMemory=16000 Gres=gpu:2" in text
-    assert "PartitionName=debug Nodes=ALL State=UP Default=YES" in text
+    assert "PartitionName=debug Nodes=ALL Default=YES" in text
     assert "AccountingStorageType" not in text
+
+
+def test_nodes_of_several_shapes() -> None:
+    spec = Spec("x", **VARIANTS["typed-gres"])
+    text = config.slurm_conf(spec, "10.77.5", confined=True, cores=True)
+    assert "NodeName=node[1-2] NodeAddr=10.77.5.[1-2] Sockets=2 CoresPerSocket=1" in text
+    assert "NodeName=node[4-4] NodeAddr=10.77.5.[4-4]" in text and "Gres=gpu:a100:1,gpu:a100_1g.5gb:7" in text
+    assert "PartitionName=gpu Nodes=node[1-2] Default=YES" in text
+    lines = config.gres_conf(spec).splitlines()
+    assert f"NodeName=node[1-2] Name=gpu Type=a100 Cores=1 File={spec.base}/gpus/gpu[1-1]" in lines
+    assert f"NodeName=node[4-4] Name=gpu Type=a100_1g.5gb File={spec.base}/gpus/gpu[1-7]" in lines
+
+
+def test_nodes_that_are_only_listed_have_no_machine() -> None:
+    spec = Spec("x", **LARGE)
+    assert spec.node_names == ["node1"]
+    assert "NodeName=gpu[2-801] NodeAddr=127.0.0.1" in config.slurm_conf(spec, "10.77.5", confined=True, cores=True)
+
+
+def test_a_cluster_is_described_on_disk() -> None:
+    spec = Spec("x", **VARIANTS["typed-gres"])
+    assert Spec.from_json(json.loads(json.dumps(asdict(spec)))).shapes == spec.shapes
+
+
+def test_recordings_are_of_every_variant_and_of_two_versions() -> None:
+    for variant in VARIANTS:
+        folders = list(FOLDER.glob(f"{variant}-*"))
+        assert len({folder.name.rpartition("-")[2].split(".")[0] for folder in folders}) >= 2
+        for name, command in CLUSTER.items():
+            gpus = "shared" if variant == "shared-nodes" else "gpu"
+            for folder in folders:
+                assert (folder / f"{name}.txt").read_text().startswith(f"# {command.format(gpus=gpus)}\n")
 
 
 def test_without_cgroup_v1_nothing_asks_for_confinement() -> None:

@@ -1,0 +1,29 @@
+"""Counts calls to Slurm's commands, by wrappers that stand first on PATH."""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+COMMANDS = ("sinfo", "squeue", "scontrol", "sacct", "sacctmgr", "sbatch", "srun", "scancel", "sprio", "sstat")
+
+
+class SlurmCalls:
+    """`environ` is for processes whose calls are to be counted."""
+
+    def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
+        self._log = folder / "slurm-calls.log"
+        wrappers = folder / "slurm-calls"
+        wrappers.mkdir()
+        for command in COMMANDS:
+            wrapper = wrappers / command
+            real = shutil.which(command, path=environ["PATH"])
+            wrapper.write_text(f'#!/bin/sh\necho "{command} $*" >>"{self._log}"\nexec {real} "$@"\n')
+            wrapper.chmod(0o755)
+        self.environ = {**environ, "PATH": f"{wrappers}{os.pathsep}{environ['PATH']}"}
+
+    def take(self) -> list[str]:
+        """The calls since the last time, each a command line."""
+        found = self._log.read_text().splitlines() if self._log.exists() else []
+        self._log.unlink(missing_ok=True)
+        return found

@@ -1,0 +1,106 @@
+"""What a sandbox cluster is, in Slurm's terms."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+PARTITIONS = {"debug": "Default=YES MaxTime=INFINITE", "short": "MaxTime=00:10:00 DefaultTime=00:01:00"}
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """Fake GPUs of one type on a node. Several types make a node like one with some GPUs split by MIG."""
+
+    count: int
+    type: str = ""
+    cores: str = ""
+    """Cores near to them, as gres.conf takes it; Slurm then writes the socket behind the count: gpu:a100:8(S:0-1)."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Nodes that are alike."""
+
+    count: int
+    cpus: int
+    memory_mb: int
+    """0 where the cluster's configuration does not state it: Slurm then takes it for 1 MB."""
+    gpus: tuple[Gpus, ...] = ()
+    sockets: int = 1
+    features: str = ""
+    prefix: str = "node"
+    runs: bool = True
+    """Whether there is a machine, with slurmd. Otherwise the controller only lists the node."""
+
+    @property
+    def gres(self) -> str:
+        """As slurm.conf takes it, like gpu:a100:4,gpu:a100_1g.5gb:7."""
+        return ",".join(f"gpu:{gpus.type}:{gpus.count}".replace("::", ":") for gpus in self.gpus)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A cluster. Nodes are all alike, unless there are `shapes`."""
+
+    name: str
+    nodes: int = 3
+    cpus: int = 2
+    memory_mb: int = 6000
+    gpus: int = 0
+    shapes: tuple[Shape, ...] = ()
+    """Nodes of several kinds, instead of the four fields above."""
+    accounting: bool = False
+    accounts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """User -> accounts, the default one first; with accounting, jobs under other accounts are then refused."""
+    partitions: Mapping[str, str] = field(default_factory=lambda: dict(PARTITIONS))
+    """Partition name -> options after `PartitionName=...`; without `Nodes=` it has all nodes."""
+    memory_allocated: bool = True
+    """Whether memory is a resource that jobs are given, or one that nobody counts."""
+    second_network: str = ""
+    """Name of a second interface on every node, like ib0, on a subnet of its own."""
+    tree: str = ""
+    """Root directory of another Debian, whose Slurm is used; the machine's own where empty."""
+    kill_wait_s: int = 5
+    """Between SIGTERM and SIGKILL to a job that is cancelled or over its time limit."""
+    requeue_hold_s: int = 5
+    """How long Slurm holds a requeued job back (120 on most clusters). A job started before that is requeued again."""
+    slurmd_timeout_s: int = 20
+    """Silence after which the controller takes a node for down."""
+    own_tmp: bool = True
+    """Whether each node has a /tmp of its own."""
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        shapes = [
+            Shape(**shape | {"gpus": tuple(Gpus(**gpus) for gpus in shape["gpus"])})
+            for shape in fields.get("shapes", ())
+        ]
+        return cls(**fields | {"shapes": tuple(shapes)})
+
+    @property
+    def group(self) -> str:
+        return f"hpc-rl-sandbox-{self.name}"
+
+    @property
+    def base(self) -> Path:
+        return Path("/var/tmp") / self.group
+
+    @property
+    def all_shapes(self) -> tuple[Shape, ...]:
+        gpus = (Gpus(self.gpus),) if self.gpus else ()
+        return self.shapes or (Shape(self.nodes, self.cpus, self.memory_mb, gpus),)
+
+    @property
+    def node_names(self) -> list[str]:
+        """Of the nodes that run, the first of them node1."""
+        return [name for shape, names in self.named_shapes() if shape.runs for name in names]
+
+    def named_shapes(self) -> list[tuple[Shape, list[str]]]:
+        """Every shape with its nodes' names. Numbers go on from one shape to the next."""
+        found: list[tuple[Shape, list[str]]] = []
+        number = 1
+        for shape in self.all_shapes:
+            found.append((shape, [f"{shape.prefix}{number + step}" for step in range(shape.count)]))
+            number += shape.count
+        return found
