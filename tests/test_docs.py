@@ -39,7 +39,7 @@ from tests.helpers import chats, make_tiny_model
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NO_KEYS = {"container.sh", "ray.init", "ray.put", "data.rows", "ray.sbatch.j2", "trainer.json"}
+NO_KEYS = {"container.sh", "container.sh.j2", "ray.init", "ray.put", "data.rows", "ray.sbatch.j2", "trainer.json"}
 """Dotted words in code that are no keys of the configuration."""
 OTHERS = {"from-verl.md", "from-openrlhf.md"}
 """Pages with other projects' keys, in the first column of their tables."""
