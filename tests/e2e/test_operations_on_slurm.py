@@ -35,6 +35,7 @@ WAITING = ["trainer.device=cpu", "--", "waits.py"]
 def workspace(slurm_cluster: Cluster) -> Workspace:
     workspace = make_workspace(slurm_cluster.shared / f"ops-{uuid.uuid4().hex[:8]}", slurm_cluster.env)
     (workspace.folder / "waits.py").write_text(WAITS)
+    (workspace.folder / "nothing.py").touch()
     return workspace
 
 
@@ -134,7 +135,6 @@ def test_a_chain_trains_on_what_the_stage_before_exported(workspace: Workspace, 
 
 
 def test_a_chain_that_breaks_leaves_nothing_waiting(workspace: Workspace) -> None:
-    (workspace.folder / "hold.py").touch()
     second = ["sft", *QUICK[1:]]
     before = sorted((workspace.folder / "runs").iterdir())
     refused = workspace.hpc_rl("chain", "sft", *QUICK, "--", *second, "--partition", "nope")
@@ -158,10 +158,12 @@ def test_a_running_job_saves_and_is_queued_again(workspace: Workspace) -> None:
     workspace.wait_until(lambda: workspace.status("again")["state"] == "PENDING", "queued again")
     assert "is waiting in the queue already" in workspace.ok("requeue", "again")
     (run / "go").touch()
-    workspace.ok("submit", "torchrun", "--after", "again", "--wait", "trainer.device=cpu", "--", "hold.py", timeout=90)
+    workspace.ok(
+        "submit", "torchrun", "--after", "again", "--wait", "trainer.device=cpu", "--", "nothing.py", timeout=90
+    )
     status = workspace.status("again")
     assert (status["job_id"], status["state"], status["attempt"]) == (job_id, "COMPLETED", 2)
-    done = workspace.ok("submit", "torchrun", "--after", "again", "--dry-run", "trainer.device=cpu", "--", "hold.py")
+    done = workspace.ok("submit", "torchrun", "--after", "again", "--dry-run", "trainer.device=cpu", "--", "nothing.py")
     assert "dependency" not in done
 
 
@@ -227,11 +229,11 @@ def test_a_thousand_jobs_are_listed_by_two_questions(workspace: Workspace, slurm
 def test_the_table_with_accounting_knows_exit_codes(accounting_cluster: Cluster) -> None:
     folder = accounting_cluster.shared / f"ops-{uuid.uuid4().hex[:8]}"
     folder.mkdir()
-    (folder / "hold.py").touch()
+    (folder / "nothing.py").touch()
     accounted = Workspace(folder, {**accounting_cluster.env, "OMP_NUM_THREADS": "1"})
     words = ["sweep", "torchrun", "--job-name", "codes", *SETUPS, "trainer.device=cpu"]
-    accounted.ok(*words, "--", "hold.py")
-    accounted.ok("submit", "torchrun", "--sbatch", "hold", "trainer.device=cpu", "--", "hold.py")
+    accounted.ok(*words, "--", "nothing.py")
+    accounted.ok("submit", "torchrun", "--sbatch", "hold", "trainer.device=cpu", "--", "nothing.py")
     wait_for_states(accounted, "codes", "COMPLETED", "FAILED")
     found = rows(accounted)
     assert [(row["run"], row["state"], row["exit_code"]) for row in found] == [
