@@ -21,7 +21,7 @@ test: .venv/test
 	.ci/install-chromium
 	.ci/install-apptainer
 	$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest
+	.ci/test $(BIN)/python
 
 lint: .venv/test
 	$(BIN)/ruff check .
