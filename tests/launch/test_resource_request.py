@@ -101,4 +101,4 @@ def test_a_local_run_has_the_same_variables_and_cpus() -> None:
 
 def test_a_local_run_needs_no_network_of_the_cluster() -> None:
     found = job(**{"slurm.interface": "ib0"})
-    assert "--interface ib0" in render(found) and "--interface" not in node_command(found)
+    assert "--interface ib0" in render(found) and "--interface" not in node_command(found, Path("attempt-1"))
