@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 DATA = ("data.train_files=demo/data/train.jsonl", "data.val_files=demo/data/val.jsonl", "trainer.device=cpu")
 SFT = (
     *("submit", "sft", "--local", "--nodes", "2", "--run-dir", "demo/sft", "model.path=demo/model", *DATA),
-    *("data.max_length=32", "data.train_batch_size=256", "optim.lr=2e-3", "trainer.sharding=none"),
+    *("data.max_length=32", "data.train_batch_size=256", "optim.lr=1e-3", "trainer.sharding=none"),
     *("trainer.total_training_steps=500", "trainer.test_freq=250"),
 )
 PPO = (
@@ -37,7 +37,7 @@ PPO = (
     *("data.max_prompt_length=24", "data.max_response_length=6", "reward.function=exact"),
     *("data.train_batch_size=128", "rollout.n=4", "actor.mini_batch_size=256", "trainer.sharding=none"),
     *("actor.optim.lr=3e-4", "actor.optim.lr_scheduler=linear", "critic.optim.lr=1e-3"),
-    *("trainer.total_training_steps=80", "trainer.test_freq=20"),
+    *("trainer.total_training_steps=70", "trainer.test_freq=35"),
 )
 
 
@@ -49,7 +49,7 @@ def main() -> int:
     logging.disable_progress_bar()
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
-    print("1. A model with random weights, and sums by a teacher that forgets to carry in 60 % of its answers.")
+    print("1. A model with random weights, and sums by a teacher that forgets to carry in 70 % of its answers.")
     make_model(FOLDER / "model")
     hpc_rl(
         "data",
@@ -61,7 +61,7 @@ def main() -> int:
         "--val",
         "80",
         "--careless",
-        "0.6",
+        "0.7",
         "--seed",
         str(seed),
     )
