@@ -36,14 +36,20 @@ def doctor(
     """
     from hpc_rl.launch import checks as found
     from hpc_rl.launch import doctor_job, doctor_login, jobs
+    from hpc_rl.launch.environment import job_environment
 
     if flags.job_name or flags.after:
         raise UserError("the doctor's job has a name of its own and waits for nobody: leave out --job-name and --after")
     if on_nodes is None:
         config = doctor_job.doctor_config(overrides or [], flags.settings(), flags.site)
         slurm = [] if local else doctor_login.slurm_checks(config.slurm)
-        folder = doctor_login.folder_checks((run_dir or Path("runs")).absolute())
-        results = [*slurm, *folder, *doctor_login.python_checks(config.slurm.python), *doctor_login.internet_checks()]
+        hf_home = job_environment(config).get("HF_HOME")
+        folder = doctor_login.folder_checks((run_dir or Path("runs")).absolute(), hf_home)
+        if config.container.image:
+            python = doctor_login.container_checks(config)
+        else:
+            python = doctor_login.python_checks(config.slurm.python)
+        results = [*slurm, *folder, *python, *doctor_login.internet_checks()]
     else:
         if not local:
             jobs.require_slurm()

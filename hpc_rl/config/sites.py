@@ -184,7 +184,11 @@ def _flat(mapping: Any, prefix: str, path: Path, loader: Any) -> Iterator[tuple[
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
             yield from _flat(value_node, f"{key}.", path, loader)
         else:
-            yield key, loader.construct_object(value_node, deep=True), line
+            try:
+                value = loader.construct_object(value_node, deep=True)
+            except ValueError as error:  # a day that there is not
+                raise UserError(f"{path}, line {line}: {key}: {error}; quote a text") from error
+            yield key, value, line
 
 
 def _unknown(key: str) -> str | None:

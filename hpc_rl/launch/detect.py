@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import os
-import pwd
 import re
 import shutil
 import subprocess
@@ -28,14 +28,15 @@ def look(environ: Mapping[str, str] = os.environ) -> Facts:
     if shutil.which("sinfo") is None:
         raise UserError("no sinfo on PATH: a cluster is looked at from its login node, where Slurm's programs are")
     try:
-        config = commands.configuration()
+        config, _ = commands.configuration()
         groups, partitions = commands.node_groups(), commands.partitions()
-        accounted = config.get("AccountingStorageType", "accounting_storage/none") != "accounting_storage/none"
-        user = pwd.getpwuid(os.getuid()).pw_name
-        associations = commands.associations(user, config.get("ClusterName", "")) if accounted else []
         pyxis = ["pyxis"] if commands.has_pyxis() else []
     except commands.NoAnswer as error:
         raise UserError(f"Slurm does not answer: {error}") from error
+    associations = []
+    if detect.has_accounting(config):
+        with contextlib.suppress(commands.NoAnswer):  # its database may be away, and its program missing
+            associations = commands.associations(config.get("ClusterName", ""))
     if not groups or not partitions:
         raise UserError("sinfo shows no nodes: this user sees no partition of the cluster")
     return Facts(
@@ -63,17 +64,24 @@ def write(path: Path, text: str, force: bool) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text)
-        partial.replace(path)
+        try:
+            partial.write_text(text)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise UserError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def check_writable(path: Path, force: bool) -> None:
-    if path.is_dir():
+    """Raises UserError: there is a folder, or a profile that is not to be replaced."""
+    try:
+        is_folder, is_there = path.is_dir(), path.exists()
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+    if is_folder:
         raise UserError(f"{path} is a folder: --out takes a file")
-    if path.exists() and not force:
+    if is_there and not force:
         raise UserError(f"{path} is there already: --force replaces it, --out FILE writes elsewhere")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_rl.errors import UserError
 from hpc_rl.launch import runs
 from hpc_rl.launch.known_failures import KNOWN_FAILURES, KnownFailure
 from hpc_rl.launch.runs import RunStatus
@@ -62,8 +63,15 @@ def findings(texts: Iterable[Text]) -> list[Finding]:
 
 
 def explain_file(path: Path) -> tuple[list[Finding], list[str]]:
-    """Known failures in a log, and its last error lines."""
-    text = read_ends(path)
+    """Known failures in a log, and its last error lines.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        text = read_ends(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
     return findings([Text(str(path), text)]), error_lines(text)
 
 
@@ -88,7 +96,7 @@ def texts_of_run(run: RunDir, status: RunStatus, most_files: int) -> Iterator[Te
     if run.metrics.exists():
         yield Text(str(run.metrics), read_ends(run.metrics))
     for attempt in run.attempts()[-1:]:
-        logs = sorted(path for path in attempt.rglob("*") if path.suffix in _LOG_SUFFIXES)
+        logs = sorted(path for path in attempt.rglob("*") if path.suffix in _LOG_SUFFIXES and path.is_file())
         for path in sorted(logs, key=lambda path: path.parent != attempt)[:most_files]:
             yield Text(str(path), read_ends(path), own=path.parent == attempt)
 

@@ -15,14 +15,15 @@ from hpc_rl.errors import UserError
 from hpc_rl.launch import jobs, runs
 from hpc_rl.launch.checks import Check, has_problem, problem
 from hpc_rl.launch.doctor_nodes import judge
-from hpc_rl.launch.local import run_local
+from hpc_rl.launch.image_checks import image_checks
+from hpc_rl.launch.local import check_local, run_local
+from hpc_rl.launch.partition import check_partition
 from hpc_rl.launch.preflight import check_run_dir
 from hpc_rl.launch.render import Job, render
 from hpc_rl.launch.request import Request
 from hpc_rl.node_report import NodeReport
 from hpc_rl.run_dir import RunDir
 from hpc_rl.slurm import commands
-from hpc_rl.slurm.controller import chosen, read_partitions
 
 KIND = "doctor"
 PATIENCE_S = 20
@@ -47,30 +48,26 @@ def doctor_job(
     """The job, with a run directory that nobody else has.
 
     Raises:
-        UserError: the options are wrong, or the directory is taken or cannot be made.
+        UserError: the options are wrong, the partition has no such nodes, or the directory is taken or cannot be made.
     """
-    if "trainer.nnodes" in settings:
+    named = {text.partition("=")[0].lstrip("+") for text in overrides} | settings.keys()
+    if "trainer.nnodes" in named:
         raise UserError("give the number of nodes once: --on-nodes")
-    request = Request(KIND, overrides, (), {**SHORT, **settings, "trainer.nnodes": nodes}, None, run_dir, site)
+    short = {key: value for key, value in SHORT.items() if key not in named}
+    request = Request(KIND, overrides, (), {**short, **settings, "trainer.nnodes": nodes}, None, run_dir, site)
     planned = request.job()
-    if not local:
-        check_size(nodes, planned.config.slurm.partition)
+    if local:
+        check_local(planned)
+    else:
+        check_partition(planned.config)
+    for check_image in image_checks(planned.config):
+        check_image()
     path = planned.run_dir.path
     if path.is_dir() and any(path.iterdir()):
         raise UserError(f"{path} is not empty: the doctor wants a folder of its own, which it removes at the end")
     check_run_dir(path)
     render(planned)
     return request.reserve()
-
-
-def check_size(nodes: int, name: str | None) -> None:
-    """Raises UserError: the partition has fewer nodes, so that the job would wait for ever."""
-    try:
-        partition = chosen(read_partitions(commands.partitions_text()), name)
-    except commands.NoAnswer as error:
-        raise UserError(f"Slurm does not answer: {error}; start with `hpc-rl doctor`") from error
-    if partition is not None and partition.nodes < nodes:
-        raise UserError(f"--on-nodes {nodes}: partition {partition.name} has {partition.nodes}; ask for fewer")
 
 
 def run_on_nodes(job: Job, local: bool, note: Callable[[str], None]) -> list[Check]:
@@ -96,8 +93,8 @@ def run_on_nodes(job: Job, local: bool, note: Callable[[str], None]) -> list[Che
             note(f"cancelled job {submitted}; what it wrote is in {run.path}")
         raise
     checks = read_reports(run)
-    if has_problem(checks) and run.attempts():
-        note(f"logs are in {run.path}")
+    if has_problem(checks):
+        note(f"what the job left is in {run.path}")
     else:
         jobs.remove(run.path)
     return checks

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from hpc_rl.config.schema import JobConfig
 from hpc_rl.config.slurm import SlurmConfig, walltime_s
+from hpc_rl.errors import UserError
 from hpc_rl.launch.checks import Check, ok, problem, warning
 from hpc_rl.launch.doctor_packages import package_checks
+from hpc_rl.launch.image_checks import image_checks
 from hpc_rl.machine import PythonFacts, file_latency_s, internet_addresses, python_facts, reach
 from hpc_rl.process import GRACE_S
 from hpc_rl.scratch import SHARED, file_system
 from hpc_rl.slurm import commands
-from hpc_rl.slurm.controller import Partition, chosen, read_associations, read_config, read_partitions, read_ping
+from hpc_rl.slurm.detect import Partition, chosen, has_accounting
 
 SLOW_FILE_S = 0.1
 """A local disk takes 1 to 10 ms for a small file, NFS and Lustre 5 to 50 when they are well."""
@@ -35,11 +37,10 @@ def slurm_checks(slurm: SlurmConfig) -> list[Check]:
             problem("Slurm", "no sbatch on PATH", "run this on a login node, or with --local for this machine alone")
         ]
     try:
-        text = commands.controller_text()
-        config, partitions = read_config(text), read_partitions(commands.partitions_text())
+        (config, controllers), partitions = commands.configuration(), commands.partitions()
     except commands.NoAnswer as error:
         return [problem("Slurm", str(error), "is this a login node, and is the cluster in maintenance?")]
-    return [*_controller(config, read_ping(text)), _accounting(config), *partition_checks(slurm, config, partitions)]
+    return [*_controller(config, controllers), _accounting(config), *partition_checks(slurm, config, partitions)]
 
 
 def _controller(config: Mapping[str, str], controllers: Mapping[str, bool]) -> Iterator[Check]:
@@ -61,20 +62,20 @@ def _controller(config: Mapping[str, str], controllers: Mapping[str, bool]) -> I
 
 
 def _accounting(config: Mapping[str, str]) -> Check:
-    kind = config.get("AccountingStorageType", "")
-    if kind.endswith("/none") or not kind:
+    if not has_accounting(config):
         forgets = config.get("MinJobAge", "300 sec")
         return ok(
             "accounting", f"none: the controller forgets a job {forgets} after its end, the run directory does not"
         )
+    kind = config["AccountingStorageType"].rpartition("/")[2]
     enforced = "associations" in config.get("AccountingStorageEnforce", "")
     try:
-        accounts = read_associations(commands.accounts_text(getpass.getuser()))
+        accounts = sorted({one.account for one in commands.associations(config.get("ClusterName", ""))})
     except commands.NoAnswer as error:
         return warning("accounting", str(error), "states of jobs come from squeue and scontrol meanwhile")
     if enforced and not accounts:
-        return problem("accounting", f"{getpass.getuser()} has no account", "ask the cluster's staff for one")
-    return ok("accounting", f"{kind.rpartition('/')[2]}, accounts: {', '.join(accounts) or 'none needed'}")
+        return problem("accounting", "you have no account", "ask the cluster's staff for one")
+    return ok("accounting", f"{kind}, accounts: {', '.join(accounts) or 'none needed'}")
 
 
 def partition_checks(slurm: SlurmConfig, config: Mapping[str, str], partitions: list[Partition]) -> Iterator[Check]:
@@ -117,13 +118,14 @@ def _preemption(found: Partition, config: Mapping[str, str]) -> Check:
     )
 
 
-def folder_checks(folder: Path) -> list[Check]:
+def folder_checks(folder: Path, hf_home: str | None) -> list[Check]:
     """The place of the run directories: does it look shared, how quick is it, how much room is left.
 
     Args:
         folder: it, or where it would be made.
+        hf_home: HF_HOME of the jobs, where it is not this shell's.
     """
-    existing = next(place for place in [folder, *folder.parents] if place.exists())
+    existing = _existing(folder)
     kind = file_system(existing, Path("/proc/self/mounts").read_text())
     try:
         seconds = file_latency_s(existing)
@@ -137,12 +139,18 @@ def folder_checks(folder: Path) -> list[Check]:
         checks = [warning("runs", found, sure)]
     else:
         checks = [ok("runs", found)]
-    caches = {"runs": existing, "HF_HOME": Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")}
-    return [*checks, *(_space(name, path) for name, path in caches.items()), *quota_checks(_quota_text())]
+    cache = Path(hf_home or os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    spaces = [_space("runs", existing), _space("HF_HOME", cache)]
+    return [*checks, *spaces, *quota_checks(_quota_text())]
+
+
+def _existing(folder: Path) -> Path:
+    """It, or the nearest folder above it that there is for this user."""
+    return next(place for place in [folder, *folder.absolute().parents] if os.access(place, os.F_OK))
 
 
 def _space(name: str, path: Path) -> Check:
-    existing = next(place for place in [path, *path.parents] if place.exists())
+    existing = _existing(path)
     free = shutil.disk_usage(existing).free
     found = f"{free / 1e9:.0f} GB free for {name} in {existing}"
     if free < LEAST_FREE:
@@ -193,12 +201,29 @@ def python_checks(python: str | None) -> list[Check]:
     try:
         asked = [python, "-P", "-m", "hpc_rl.machine"]
         done = subprocess.run(asked, capture_output=True, text=True, timeout=ANSWER_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        words = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
+        facts = PythonFacts.of_json(json.loads(done.stdout))
+    except (OSError, subprocess.SubprocessError, ValueError, TypeError) as error:
+        said = getattr(error, "stderr", None)
+        words = [line for line in (said if isinstance(said, str) else "").splitlines() if line.strip()] or [str(error)]
         return [
-            problem("Python", f"slurm.python {python}: {words}", "it has to run here, and to have hpc-rl installed")
+            problem("Python", f"slurm.python {python}: {words[-1]}", "it has to run here, and to have hpc-rl installed")
         ]
-    return package_checks(PythonFacts.of_json(json.loads(done.stdout)))
+    return package_checks(facts)
+
+
+def container_checks(config: JobConfig) -> list[Check]:
+    """The image of the jobs, in place of this machine's Python."""
+    found = [_image_check(one) for one in image_checks(config)]
+    asked = f"jobs run in {config.container.image}, whose Python is not looked at here"
+    return [*filter(None, found), ok("Python", f"{asked}: `hpc-rl image check`, or --on-nodes 1")]
+
+
+def _image_check(check: Callable[[], str | None]) -> Check | None:
+    try:
+        note = check()
+    except UserError as error:
+        return problem("container", str(error), "give another one: --image, or container.image of the profile")
+    return warning("container", note, "see `hpc-rl doctor --on-nodes 1`") if note else None
 
 
 def internet_checks() -> list[Check]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 
 from hpc_rl.config.schema import JobConfig
 from hpc_rl.config.slurm import SlurmConfig, memory_mb
@@ -77,14 +78,16 @@ def _memory(config: JobConfig) -> Iterator[Directive]:
         yield "mem", asked
 
 
-def _share(config: JobConfig) -> float:
+def _share(config: JobConfig) -> Fraction:
     """The part of a node that the job is to have; 0 where the node's shape is not known."""
     slurm, trainer = config.slurm, config.trainer
     if slurm.exclusive:
-        return 1
+        return Fraction(1)
     if trainer.device == "cuda":
-        return min(1, trainer.n_gpus_per_node / slurm.node.gpus) if slurm.node.gpus else 0
-    return min(1, cpus_per_node(config) / slurm.node.cpus) if slurm.node.cpus else 0
+        wanted, there = trainer.n_gpus_per_node, slurm.node.gpus
+    else:
+        wanted, there = cpus_per_node(config), slurm.node.cpus
+    return Fraction(min(wanted, there), there) if there else Fraction(0)
 
 
 def _gpu_value(slurm: SlurmConfig, count: int) -> str | int:

@@ -52,7 +52,7 @@ def choose_partitions(facts: Facts) -> list[Partition]:
     def usable(one: Partition) -> bool:
         may = one.groups is None or one.groups & facts.unix_groups
         pays = one.accounts is None or not accounts or one.accounts & accounts
-        return bool(one.is_up and may and pays and groups_of(facts, one))
+        return bool(one.state == "UP" and not one.is_hidden and may and pays and groups_of(facts, one))
 
     def likely(one: Partition) -> tuple[bool, bool, int, int]:
         whole = {kind: n for kind, n in count_gpus(facts, one).items() if not _PART_OF_A_GPU.search(kind)}

@@ -47,7 +47,7 @@ def run_node(options: argparse.Namespace, ray_options: Sequence[str]) -> int:
     missing = _await_all(meeting, options.start_timeout) if allocation.is_head else []
     if missing:
         say(f"{named(missing)} did not start within {options.start_timeout} s")
-    round_trip_s = None if missing else _round_trip_s(meeting)
+    round_trip_s = None if missing else _round_trip_s(meeting, options.start_timeout)
     report = replace(node_facts(allocation, attempt_dir, options), missing=missing, round_trip_s=round_trip_s)
     # Written now too, in case that one of the trials takes this process with it.
     report.write(report_path(attempt_dir, allocation.node_rank))
@@ -66,7 +66,7 @@ def _await_all(meeting: Meeting, timeout_s: float) -> list[str]:
     return missing
 
 
-def _round_trip_s(meeting: Meeting) -> float | None:
+def _round_trip_s(meeting: Meeting, start_timeout_s: float) -> float | None:
     """On the first node: seconds until every other node has answered its file with one of theirs.
 
     Raises:
@@ -75,20 +75,20 @@ def _round_trip_s(meeting: Meeting) -> float | None:
     others = [f".answer{rank}" for rank in range(1, len(meeting.nodes))]
     began = time.monotonic()
     if meeting.node_rank > 0:
-        _await_files(meeting, [".question"])
+        _await_files(meeting, [".question"], start_timeout_s + ANSWER_TIMEOUT_S)  # the first one may wait for another
         (meeting.attempt_dir / f".answer{meeting.node_rank}").touch()
         return None
     (meeting.attempt_dir / ".question").touch()
-    _await_files(meeting, others)
+    _await_files(meeting, others, ANSWER_TIMEOUT_S)
     return time.monotonic() - began if others else None
 
 
-def _await_files(meeting: Meeting, names: Sequence[str]) -> None:
-    deadline = time.monotonic() + ANSWER_TIMEOUT_S
+def _await_files(meeting: Meeting, names: Sequence[str], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while absent := set(names) - {path.name for path in meeting.attempt_dir.iterdir()}:
         if time.monotonic() > deadline:
             raise UserError(
-                f"node {meeting.nodes[meeting.node_rank]} waited {ANSWER_TIMEOUT_S} s for {', '.join(sorted(absent))} "
+                f"node {meeting.nodes[meeting.node_rank]} waited {timeout_s} s for {', '.join(sorted(absent))} "
                 f"in {meeting.attempt_dir}: files of other nodes arrive late or never on this file system"
             )
         time.sleep(0.005)

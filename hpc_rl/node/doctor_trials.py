@@ -75,7 +75,7 @@ def _run(folder: Path, entry: Sequence[str], start_timeout_s: int) -> Trial:
             end(child)
     seconds = time.monotonic() - began
     result = folder / RESULT
-    done = code == 0 and result.exists()
+    done = code == 0 and os.environ["SLURM_NODEID"] == "0" and result.exists()
     return Trial(seconds, code, json.loads(result.read_text()) if done else {}, "" if code == 0 else last_words(log))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import shutil
 import subprocess
@@ -84,25 +85,6 @@ def job_starts(job_ids: Sequence[str]) -> list[Start]:
     return read_starts(_answer(["sacct", "-X", "-n", "-P", "--duplicates", "-o", COLUMNS, "-j", ",".join(job_ids)]))
 
 
-def controller_text() -> str:
-    """Settings of the cluster, and whether its controllers answer.
-
-    Raises:
-        NoAnswer: with scontrol's own words, as for the next two.
-    """
-    return _said(["scontrol", "show", "config"])
-
-
-def partitions_text() -> str:
-    """Every partition, a line each."""
-    return _said(["scontrol", "show", "partition", "-o"])
-
-
-def accounts_text(user: str) -> str:
-    """The accounts that a user may charge, a line each."""
-    return _said(["sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account"])
-
-
 def attach_argv(job_id: str, node: str, command: Sequence[str], terminal: bool) -> list[str]:
     """srun's arguments for a command beside a job's own processes, on one of its nodes.
 
@@ -145,34 +127,25 @@ def node_groups() -> list[detect.NodeGroup]:
 
 
 def partitions() -> list[detect.Partition]:
-    """Every partition that this user sees.
+    """Every partition of the cluster, hidden ones too.
 
     Raises:
-        NoAnswer: as `node_groups`.
+        NoAnswer: Slurm cannot be asked, with its own words, as for the next two.
     """
-    return detect.read_partitions(_answer(["scontrol", "show", "partition", "-o"]))
+    return detect.read_partitions(_said(["scontrol", "show", "partition", "-o", "-a"]))
 
 
-def configuration() -> dict[str, str]:
-    """Slurm's configuration.
-
-    Raises:
-        NoAnswer: Slurm cannot be asked, with its own words.
-    """
-    result = _run(["scontrol", "show", "config"])
-    if result is None or result.returncode:
-        raise NoAnswer(_words(result))
-    return detect.read_config(result.stdout)
+def configuration() -> tuple[dict[str, str], dict[str, bool]]:
+    """Slurm's settings, and its controllers: host -> whether it is up."""
+    text = _said(["scontrol", "show", "config"])
+    return detect.read_config(text), detect.read_controllers(text)
 
 
-def associations(user: str, cluster: str) -> list[detect.Association]:
-    """The user's accounts on a cluster; empty without accounting.
-
-    Raises:
-        NoAnswer: as `node_groups`.
-    """
-    show = ["sacctmgr", "-nP", "show", "assoc", f"user={user}", f"format={detect.ASSOCIATION_COLUMNS}"]
-    return detect.read_associations(_answer(show), cluster)
+def associations(cluster: str) -> list[detect.Association]:
+    """This user's accounts on a cluster."""
+    user = f"user={pwd.getpwuid(os.getuid()).pw_name}"
+    show = ["sacctmgr", "-nP", "show", "assoc", user, f"format={detect.ASSOCIATION_COLUMNS}"]
+    return detect.read_associations(_said(show), cluster)
 
 
 def has_pyxis() -> bool:

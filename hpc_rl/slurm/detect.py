@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 SINFO_FORMAT = "%P|%a|%l|%L|%D|%c|%m|%G|%f|%h|%T"
@@ -42,13 +42,22 @@ class Partition:
 
     name: str
     is_default: bool
-    is_up: bool
+    state: str
+    """UP, DOWN, DRAIN or INACTIVE."""
     accounts: frozenset[str] | None
     """Accounts that may use it; None: all."""
     groups: frozenset[str] | None
     """UNIX groups that may use it; None: all."""
+    is_hidden: bool
+    """From those who do not ask for it by name."""
     max_time: str
     """In Slurm's form, or UNLIMITED."""
+    default_time: str
+    """What a job without --time gets; NONE for the maximum."""
+    preempt_mode: str
+    """OFF, REQUEUE, SUSPEND, ...: what happens to its jobs when others preempt them."""
+    grace_s: int
+    """Between a preemption's SIGTERM and its SIGKILL."""
     exclusive: bool
     """Jobs get whole nodes, asked for or not."""
     nodes: int
@@ -105,7 +114,9 @@ def read_gpus(gres: str) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for part in re.sub(r"\([^)]*\)", "", gres).split(","):
-        match = re.fullmatch(r"gpu(?::([^:]*[^:\d][^:]*))?(?::no_consume)?(?::(\d+))?", part.strip())
+        match = re.fullmatch(
+            r"gpu(?::(?!no_consume)([^:]+(?=:)|[^:]*[^:\d][^:]*))?(?::no_consume)?(?::(\d+))?", part.strip()
+        )
         if match:
             found[match[1] or ""] = found.get(match[1] or "", 0) + int(match[2] or 1)
     return found
@@ -122,6 +133,15 @@ def read_config(text: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs if value.strip() not in ("", "(null)")}
 
 
+def has_accounting(config: Mapping[str, str]) -> bool:
+    return not config.get("AccountingStorageType", "accounting_storage/none").endswith("/none")
+
+
+def read_controllers(text: str) -> dict[str, bool]:
+    """The last lines of the same output: host of a controller -> whether it is up."""
+    return {host: state == "UP" for host, state in re.findall(r"^Slurmctld\([^)]*\) at (\S+) is (\w+)", text, re.M)}
+
+
 def read_associations(text: str, cluster: str) -> list[Association]:
     """Output of `sacctmgr -nP show assoc user=NAME format=ASSOCIATION_COLUMNS`, for one cluster."""
     rows = (line.split("|") for line in text.splitlines())
@@ -130,6 +150,13 @@ def read_associations(text: str, cluster: str) -> list[Association]:
         for row in rows
         if len(row) == 8 and row[0] == cluster
     ]
+
+
+def chosen(partitions: Sequence[Partition], name: str | None) -> Partition | None:
+    """The partition that a job would go to; of several with commas the first that there is."""
+    if name is None:
+        return next((one for one in partitions if one.is_default), None)
+    return next((one for wanted in name.split(",") for one in partitions if one.name == wanted), None)
 
 
 def read_interfaces(text: str) -> dict[str, str]:
@@ -144,10 +171,14 @@ def _partition(fields: Mapping[str, str]) -> Partition:
     return Partition(
         name=fields["PartitionName"],
         is_default=fields.get("Default") == "YES",
-        is_up=fields.get("State") == "UP",
+        state=fields.get("State", "UP"),
         accounts=_names(fields.get("AllowAccounts", "ALL")),
         groups=_names(fields.get("AllowGroups", "ALL")),
+        is_hidden=fields.get("Hidden") == "YES",
         max_time=fields.get("MaxTime", "UNLIMITED"),
+        default_time=fields.get("DefaultTime", "NONE"),
+        preempt_mode=fields.get("PreemptMode", "OFF"),
+        grace_s=_whole(fields.get("GraceTime", "")),
         exclusive=fields.get("OverSubscribe") == "EXCLUSIVE",
         nodes=nodes,
         cpus=_whole(tres.get("cpu", "")) or every,

@@ -73,6 +73,9 @@ def test_detect_asks_each_program_once_and_never_replaces(login_node: Callable[[
     shown = hpc_rl("site", "show").stdout
     assert [line.split()[-1] for line in shown.splitlines() if line.startswith("slurm.partition")] == ["16"]
     (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    blocked = hpc_rl("site", "detect", "--yes", "--out", "file/site.yaml")
+    assert blocked.returncode == 2 and "cannot be written" in blocked.stderr and "Traceback" not in blocked.stderr
     assert "is a folder" in hpc_rl("site", "detect", "--yes", "--out", "folder").stderr
 
 

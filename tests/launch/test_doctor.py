@@ -13,13 +13,14 @@ import pytest
 from hpc_rl.config.slurm import SlurmConfig
 from hpc_rl.errors import UserError
 from hpc_rl.launch.checks import Check, as_text, has_problem, ok, problem, together
-from hpc_rl.launch.doctor_job import doctor_job
-from hpc_rl.launch.doctor_login import folder_checks, partition_checks, python_checks, quota_checks
+from hpc_rl.launch.doctor_job import doctor_config, doctor_job
+from hpc_rl.launch.doctor_login import container_checks, folder_checks, partition_checks, python_checks, quota_checks
 from hpc_rl.launch.doctor_nodes import judge
 from hpc_rl.launch.doctor_packages import driver_check, package_checks, unmet
 from hpc_rl.machine import PythonFacts, python_facts, reach
 from hpc_rl.node_report import NodeReport, Trial
-from hpc_rl.slurm.controller import Partition
+from hpc_rl.slurm.detect import Partition, read_partitions
+from tests.helpers import recorded
 
 TORCH = {"torch": "2.13.0", "ray": "2.60.0", "tensordict": "0.15.3"}
 GOOD_PYTHON = PythonFacts(
@@ -179,8 +180,9 @@ def test_without_cuda_there_is_no_driver_to_compare() -> None:
     assert driver_check(GOOD_PYTHON, "") is None
 
 
-DEBUG = Partition("debug", True, "UP", "UNLIMITED", "NONE", "OFF", 0, 4)
-SHORT = Partition("short", False, "UP", "00:10:00", "00:01:00", "REQUEUE", 30, 2)
+RECORDED = {one.name: one for one in read_partitions(recorded("typed-gres-22.05.8", "show-partition"))}
+DEBUG = replace(RECORDED["gpu"], name="debug", max_time="UNLIMITED", default_time="NONE")
+SHORT = replace(RECORDED["cpu"], name="short", max_time="00:10:00", default_time="00:01:00", preempt_mode="REQUEUE")
 PREEMPTS = {"PreemptType": "preempt/partition_prio"}
 
 
@@ -204,9 +206,9 @@ def test_partitions(
 
 
 def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path: Path) -> None:
-    assert not has_problem(folder_checks(tmp_path / "runs" / "none"))
+    assert not has_problem(folder_checks(tmp_path / "runs" / "none", None))
     assert [path.name for path in tmp_path.iterdir()] == []
-    (nowhere,) = folder_checks(Path("/proc/self/fd"))
+    (nowhere,) = folder_checks(Path("/proc/self/fd"), None)
     assert nowhere.level == "problem"
 
 
@@ -228,6 +230,8 @@ def test_another_python_answers_for_itself_or_is_a_problem(tmp_path: Path) -> No
     link.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     link.chmod(0o755)
     assert [check.name for check in python_checks(str(link))] == ["Python", "packages", "Ray"]
+    (other,) = python_checks("/bin/echo")
+    assert other.level == "problem"
 
 
 def test_an_address_that_does_not_answer_has_a_reason() -> None:
@@ -241,8 +245,23 @@ def test_the_doctor_takes_no_folder_that_holds_something(tmp_path: Path) -> None
         doctor_job(2, ["trainer.device=cpu"], {}, tmp_path, None, local=True)
     job = doctor_job(2, ["trainer.device=cpu"], {"slurm.mem": "2G"}, tmp_path / "new", None, local=True)
     assert (job.config.trainer.nnodes, job.config.slurm.time, job.config.slurm.requeue) == (2, "10:00", False)
-    with pytest.raises(UserError, match="--on-nodes"):
-        doctor_job(2, [], {"trainer.nnodes": 3}, None, None, local=True)
+    longer = doctor_job(1, ["trainer.device=cpu", "slurm.time=30:00"], {}, tmp_path / "longer", None, local=True)
+    assert longer.config.slurm.time == "30:00"
+    for overrides, settings in ((["trainer.nnodes=3"], {}), ([], {"trainer.nnodes": 3})):
+        with pytest.raises(UserError, match="--on-nodes"):
+            doctor_job(2, overrides, settings, None, None, local=True)
+
+
+def test_the_doctor_of_jobs_in_an_image(tmp_path: Path) -> None:
+    options = ["trainer.device=cpu", f"container.image={tmp_path}/none.sif"]
+    found, *_ = container_checks(doctor_config(options, {}, None))
+    assert found.level == "problem" and "none.sif" in found.found
+    with pytest.raises(UserError, match=r"none\.sif"):
+        doctor_job(1, options, {}, tmp_path / "run", None, local=True)
+    pyxis = ["trainer.device=cpu", "container.image=docker://a/b", "container.runtime=pyxis"]
+    with pytest.raises(UserError, match="no --local"):
+        doctor_job(1, pyxis, {}, tmp_path / "run", None, local=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 CLOSED = "http://127.0.0.1:9"

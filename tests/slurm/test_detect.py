@@ -7,8 +7,11 @@ import pytest
 from hpc_rl.slurm.capacity import Need, describe, refusal, shapes
 from hpc_rl.slurm.detect import (
     Association,
+    chosen,
     read_associations,
     read_config,
+    read_controllers,
+    read_gpus,
     read_interfaces,
     read_partitions,
     read_sinfo,
@@ -62,7 +65,35 @@ def test_limits_of_a_partition(cluster: str) -> None:
 def test_who_may_use_a_partition(cluster: str) -> None:
     by_name = {one.name: one for one in read_partitions(recorded(cluster, "show-partition"))}
     assert by_name["theirs"].accounts == {"other"} and by_name["gpu"].accounts is None
-    assert by_name["gpu"].is_up and not by_name["old"].is_up
+    assert (by_name["gpu"].state, by_name["old"].state) == ("UP", "INACTIVE")
+    assert (by_name["gpu"].default_time, by_name["gpu"].preempt_mode, by_name["gpu"].grace_s) == ("01:00:00", "OFF", 0)
+
+
+@pytest.mark.parametrize("cluster", TYPED)
+def test_which_partition_a_job_goes_to(cluster: str) -> None:
+    partitions = read_partitions(recorded(cluster, "show-partition"))
+    found = [chosen(partitions, name) for name in (None, "cpu", "nowhere,cpu", "nowhere")]
+    assert [one and one.name for one in found] == ["gpu", "cpu", "cpu", None]
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_settings_and_whether_controllers_answer(cluster: str) -> None:
+    text = recorded(cluster, "show-config")
+    config = read_config(text)
+    assert config["KillWait"].endswith(" sec") and config["SlurmctldPort"].isdigit()
+    assert "(null)" in text and "(null)" not in config.values()
+    assert read_controllers(text) == {"ctl": True}
+    # As scontrol prints it with a second controller that is down.
+    assert read_controllers("Slurmctld(primary) at a is UP\nSlurmctld(backup) at b is DOWN\n") == {
+        "a": True,
+        "b": False,
+    }
+
+
+@pytest.mark.parametrize("cluster", SHARED)
+def test_the_warning_before_a_preemption(cluster: str) -> None:
+    _, preempt = read_partitions(recorded(cluster, "show-partition"))
+    assert (preempt.preempt_mode, preempt.grace_s) == ("OFF", 60)
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
@@ -83,6 +114,19 @@ def test_interfaces(cluster: str) -> None:
     found = read_interfaces(recorded(cluster, "ip-node1"))
     assert list(found) == (["eth0", "ib0"] if cluster in SHARED else ["eth0"])
     assert all(address.startswith("10.") for address in found.values())
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("gpu:4090:8", {"4090": 8}),
+        ("gpu:no_consume:2", {"": 2}),
+        ("gpu:a100:no_consume:2", {"a100": 2}),
+        ("gpu", {"": 1}),
+    ],
+)
+def test_gpus_as_the_manual_page_has_them(gres: str, gpus: dict[str, int]) -> None:
+    assert read_gpus(gres) == gpus
 
 
 def test_gpus_near_to_several_sockets() -> None:
