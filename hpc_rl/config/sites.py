@@ -110,7 +110,10 @@ def find(site: str) -> Path:
     Raises:
         UserError: there is none.
     """
-    path = Path(site).expanduser()
+    try:
+        path = Path(site).expanduser()
+    except RuntimeError as error:  # ~NAME
+        raise UserError(f"site profile {site}: there is no such user") from error
     if "/" in site or path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise UserError(f"site profile {site}: no such file")

@@ -126,6 +126,14 @@ class SlurmConfig(Section):
             )
         return self
 
+    @field_validator("sbatch", mode="before")
+    @classmethod
+    def _no_booleans(cls, value: Any) -> Any:
+        for key, one in value.items() if isinstance(value, dict) else ():
+            if isinstance(one, bool):
+                raise ValueError(f"{key} is {str(one).lower()}: write null for an option without a value")
+        return value
+
     @field_validator("sbatch")
     @classmethod
     def _known_form(cls, value: dict[str, Any]) -> dict[str, Any]:

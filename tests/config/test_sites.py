@@ -87,6 +87,8 @@ def test_a_name_is_looked_up_in_the_working_folder_first() -> None:
     assert sites.find("whole-nodes") == Path("configs/site/whole-nodes.yaml")
     with pytest.raises(UserError, match=r"there is none of this name; there are .*typed-gres"):
         sites.find("nowhere")
+    with pytest.raises(UserError, match="no such user"):
+        sites.find("~nobody-of-this-name/site.yaml")
 
 
 def test_keys_that_a_kind_of_job_does_not_have_are_left_out() -> None:
@@ -141,6 +143,8 @@ ray:
         ("slurm:\n  qos: a\n  qos: b\n", "site.yaml, line 3: slurm.qos has been given in line 2 already"),
         ("- slurm\n", "a profile has sections with keys"),
         ("slurm: gpu\n", "site.yaml, line 1: slurm: a section with keys below it, such as slurm.job_name"),
+        ("slurm:\n  time: 2026-13-01\n", "site.yaml, line 2: slurm.time: month must be in 1..12"),
+        ("slurm: {sbatch: {exclusive: true}}", "line 1: slurm.sbatch: exclusive is true: write null"),
     ],
 )
 def test_what_is_no_profile_is_one_line(text: str, said: str) -> None:

@@ -102,3 +102,8 @@ def test_a_local_run_has_the_same_variables_and_cpus() -> None:
 def test_a_local_run_needs_no_network_of_the_cluster() -> None:
     found = job(**{"slurm.interface": "ib0"})
     assert "--interface ib0" in render(found) and "--interface" not in node_command(found, Path("attempt-1"))
+
+
+def test_a_part_of_a_node_is_exact() -> None:
+    found = job(**{"trainer.n_gpus_per_node": 7, "slurm.node.gpus": 10, "slurm.node.cpus": 90})
+    assert "#SBATCH --cpus-per-task=63\n" in render(found)
