@@ -32,7 +32,8 @@ class Kind(StrEnum):
 KindArgument = Annotated[
     Kind,
     typer.Argument(
-        help="sft: supervised fine-tuning; ppo: reinforcement learning; torchrun, ray: your own program of that kind."
+        metavar="KIND",
+        help="sft: supervised fine-tuning; ppo: reinforcement learning; torchrun, ray: your own program of that kind.",
     ),
 ]
 RunArgument = Annotated[

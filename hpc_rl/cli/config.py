@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from textwrap import fill, indent
 from typing import Annotated
 
 import typer
@@ -28,14 +29,16 @@ def _print_keys(context: typer.Context, value: bool) -> None:
             console.print(
                 f"[bold]{key}[/bold] = {escape(default)}  [dim]({escape(type_name)})[/dim]", soft_wrap=True, markup=True
             )
-            console.print(f"    {meaning}", markup=False)
+            console.print(indent(fill(meaning, console.width - 5), "    "), markup=False)
     raise typer.Exit()
 
 
 @app.command(context_settings={"help_option_names": []})
 def config(
     kind: KindArgument,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", show_default=False)] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options, as for submit.", show_default=False)
+    ] = None,
     site: SiteOption = None,
     as_json: JsonOption = False,
     _help: Annotated[

@@ -17,7 +17,9 @@ from hpc_rl.errors import UserError
 @app.command()
 @with_slurm_flags
 def doctor(
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", show_default=False)] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options, as for submit.", show_default=False)
+    ] = None,
     *,
     flags: SlurmFlags,
     on_nodes: Annotated[

@@ -21,7 +21,7 @@ class Dtype(StrEnum):
 @app.command()
 def export(
     source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run, or one of its checkpoints.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
     dtype: Annotated[Dtype | None, typer.Option(help="As trained where not given.", show_default=False)] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face model folder.

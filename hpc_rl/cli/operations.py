@@ -43,8 +43,7 @@ def sweep(
 ) -> None:
     """Submit a run for every combination of values, as one Slurm array.
 
-    Several values of a key are separated by commas: optim.lr=1e-5,3e-5. Each run has a run directory of its own, and
-    every command takes it by its name, NAME_1, NAME_2, ...
+    Several values of a key are separated by commas: optim.lr=1e-5,3e-5. The runs are NAME_1, NAME_2, ...
 
     Example: hpc-rl sweep sft model.path=model data.train_files=train.jsonl optim.lr=1e-5,3e-5 --max-parallel 2
     """
@@ -156,7 +155,8 @@ def requeue(run: RunOrSweepArgument) -> None:
 def attach(
     run: RunArgument,
     command: Annotated[
-        list[str] | None, typer.Argument(help="Command; your shell where not given.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="COMMAND", help="Command; your shell where not given.", show_default=False),
     ] = None,
     node: Annotated[int, typer.Option(min=0, help="Which of the job's nodes (0, 1, ...).")] = 0,
 ) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpc_rl.tracking.text import duration
+
 if TYPE_CHECKING:
     from hpc_rl.launch.diagnosis import Finding
     from hpc_rl.launch.overview import Row
@@ -31,8 +33,10 @@ def status_text(found: RunStatus) -> str:
         rows.append(("attempt", found.attempt))
     if found.step is not None:
         rows.append(("step", f"{found.step} of {found.total_steps}"))
-    shown = ("train/loss", "val/loss", "critic/score/mean", "val/score", "perf/tokens_per_s", "perf/eta_s")
+    shown = ("train/loss", "val/loss", "critic/score/mean", "val/score", "perf/tokens_per_s")
     rows += [(key, f"{found.metrics[key]:.6g}") for key in shown if found.metrics.get(key) is not None]
+    if found.state == "RUNNING" and found.metrics.get("perf/eta_s") is not None:
+        rows.append(("time left", duration(found.metrics["perf/eta_s"])))
     if found.log and Path(found.log).exists():
         rows.append(("log", short_path(Path(found.log))))
     elif found.state == "FAILED" and not found.attempt:

@@ -34,7 +34,7 @@ def watch(
 
 @app.command()
 def report(
-    names: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories, names of runs, or job ids.")],
+    names: Annotated[list[str], typer.Argument(metavar="RUN", help="Run directories, names of runs, or job ids.")],
     out: Annotated[
         Path | None,
         typer.Option(

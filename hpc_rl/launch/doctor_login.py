@@ -228,9 +228,11 @@ def _image_check(check: Callable[[], str | None]) -> Check | None:
 
 def internet_checks() -> list[Check]:
     answers = reach(internet_addresses(os.environ))
+    remedies = {
+        "Hugging Face": "set https_proxy, or copy models and data from elsewhere",
+        "wandb": "set https_proxy for `hpc-rl wandb sync`, or leave wandb out",
+    }
     return [
-        warning("internet", f"{name}: {words}", "set https_proxy, or fetch models and data elsewhere")
-        if words
-        else ok("internet", f"{name} answers")
+        warning("internet", f"{name}: {words}", remedies[name]) if words else ok("internet", f"{name} answers")
         for name, words in answers.items()
     ]

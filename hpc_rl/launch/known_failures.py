@@ -39,7 +39,8 @@ KNOWN_FAILURES = (
         ),
         "the job used more memory on a node than it was granted (--mem), and the kernel killed a process; shared "
         "memory (/dev/shm, Ray's object store) counts too",
-        "ask for more (--mem), or hold less: a smaller ray.object_store_gb, fewer reward.workers, full sharding",
+        "ask for more (--mem), or hold less: trainer.sharding=full, a smaller ray.object_store_gb, fewer "
+        "reward.workers",
     ),
     KnownFailure(
         "Killed by Ray's memory monitor",
@@ -49,7 +50,7 @@ KNOWN_FAILURES = (
             "ray.exceptions.OutOfMemoryError",
         ),
         "Ray ends workers when a node's memory is nearly used up, before the kernel does",
-        "ask for more (--mem), or hold less per node; RAY_memory_usage_threshold moves the bound",
+        "ask for more (--mem), or hold less per node; slurm.env.RAY_memory_usage_threshold=0.98 moves the bound",
     ),
     KnownFailure(
         "CUDA out of memory",
@@ -67,8 +68,8 @@ KNOWN_FAILURES = (
         "Disk quota exceeded",
         ("Disk quota exceeded", "[Errno 122]"),
         "your quota on a file system is used up: by size or by number of files; often that of the home folder",
-        "remove old checkpoints, put runs on a scratch file system (--run-dir), and caches too (HF_HOME, "
-        "TRITON_CACHE_DIR)",
+        "remove old checkpoints, put runs on a scratch file system (--run-dir), and caches too (cache.hf_home, "
+        "slurm.env.TRITON_CACHE_DIR)",
     ),
     KnownFailure(
         "No space left on device",
@@ -111,8 +112,8 @@ KNOWN_FAILURES = (
     ),
     KnownFailure(
         "Stopped before the end",
-        ("state STOPPED", "saved before the walltime; job * is queued again"),
-        "the run was asked to stop (`hpc-rl stop`, or the walltime's warning), saved, and left with exit code 75",
+        ("state STOPPED", "saved (*); job * is queued again"),
+        "the run was asked to stop (`hpc-rl stop`, `requeue`, or the walltime's warning), saved, and left with code 75",
         "nothing is wrong: submit it again by its name, and it goes on",
     ),
     KnownFailure(
@@ -131,7 +132,7 @@ KNOWN_FAILURES = (
         "Python is missing on the nodes",
         ("has no * (slurm.python)", "ModuleNotFoundError: No module named"),
         "the nodes do not see the Python of the login node, or it lacks a package there",
-        "install into an environment on a shared file system; name it as slurm.python, load modules in slurm.setup",
+        "install into an environment on a shared file system; name it as slurm.python, its modules in slurm.modules",
     ),
     KnownFailure(
         "A library is too old",
@@ -171,7 +172,7 @@ KNOWN_FAILURES = (
         "Fewer GPUs than asked for",
         ("grants * GPUs, and trainer.n_gpus_per_node is",),
         "Slurm granted fewer GPUs on a node than trainer.n_gpus_per_node, or CUDA_VISIBLE_DEVICES was changed",
-        "ask for them as this cluster wants it (--gpus-per-node, --sbatch gres=gpu:TYPE:N)",
+        "ask for them as this cluster wants it (--gpus-per-node; slurm.gpu_option, slurm.gpu_type)",
     ),
     KnownFailure(
         "The temporary folder's path is too long",
@@ -195,7 +196,7 @@ KNOWN_FAILURES = (
         "No kernel for this GPU",
         ("no kernel image is available for execution on the device",),
         "torch, vLLM or another library was built without code for this kind of GPU: too new for it, or too old",
-        "install a build that has it, or ask for another kind of GPU (--constraint, --sbatch gres=gpu:TYPE:N)",
+        "install a build that has it, or ask for another kind of GPU (--constraint, slurm.gpu_type)",
     ),
     KnownFailure(
         "No GPU is visible",
@@ -206,7 +207,7 @@ KNOWN_FAILURES = (
             "CUDA-capable device(s) is/are busy or unavailable",
         ),
         "the job got no GPU, the container does not pass them on, or torch is a build for CPUs",
-        "ask for GPUs (--gpus-per-node); in a container --nv; or set trainer.device=cpu",
+        "ask for GPUs (--gpus-per-node); for AMD's in a container container.gpu=rocm; or set trainer.device=cpu",
     ),
     KnownFailure(
         "Illegal memory access in a rollout",
@@ -220,7 +221,7 @@ KNOWN_FAILURES = (
         "Triton compile_module_from_src",
         ("compile_module_from_src", "Failed to find C compiler", "fatal error: Python.h: No such file"),
         "Triton compiles a small C module on the node, and finds no compiler, no Python headers or no libcuda there",
-        "load a compiler in slurm.setup (module load gcc), install Python's headers, or model.use_torch_compile=false",
+        "load a compiler (slurm.modules=[gcc]), install Python's headers, or model.use_torch_compile=false",
     ),
     KnownFailure(
         "TensorDict membership",
@@ -248,7 +249,7 @@ KNOWN_FAILURES = (
             "Cannot reach http*: offline mode",
         ),
         "the nodes have no internet, or HF_HUB_OFFLINE is set, and the cache that they see lacks it",
-        "fetch it on the login node first (hpc-rl fetch), into a cache that the nodes share (HF_HOME)",
+        "fetch it on the login node first (hpc-rl fetch), into a cache that the nodes share (cache.hf_home)",
     ),
     KnownFailure(
         "Unable to register worker with raylet",

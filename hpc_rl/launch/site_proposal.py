@@ -206,10 +206,8 @@ def _elsewhere(facts: Facts, kind: str | None) -> Iterator[str]:
     if kind is None:
         yield "trainer:"
         yield "  device: cpu    # no GPUs in this partition"
-    else:
-        yield "# trainer: {wandb_mode: offline}    # where compute nodes have no internet"
-    if facts.hf_home:
-        yield f"# cache: {{hf_home: {_yaml(facts.hf_home)}}}"
+    folder = f", hf_home: {_yaml(facts.hf_home)}" if facts.hf_home else ""
+    yield f"# cache: {{offline: true{folder}}}    # where compute nodes have no internet"
     if facts.runtimes:
         yield f"# container: {{image: /path/to/image.sif}}    # runtimes here: {', '.join(facts.runtimes)}"
 
