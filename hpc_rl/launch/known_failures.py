@@ -112,7 +112,7 @@ KNOWN_FAILURES = (
     ),
     KnownFailure(
         "Stopped before the end",
-        ("state STOPPED", "saved (*); job * is queued again"),
+        ("state STOPPED", "saved before the *; job * is queued again"),
         "the run was asked to stop (`hpc-rl stop`, `requeue`, or the walltime's warning), saved, and left with code 75",
         "nothing is wrong: submit it again by its name, and it goes on",
     ),
