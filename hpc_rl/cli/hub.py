@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hpc_rl.cli.app import RunArgument, app, leave
+from hpc_rl.cli.app import RunArgument, SiteOption, app, leave
 from hpc_rl.errors import UserError
 
 wandb_app = typer.Typer(
@@ -20,6 +20,7 @@ def fetch(
     names: Annotated[
         list[str], typer.Argument(metavar="NAME", help="Models or data sets on the hub, and options (KEY=VALUE).")
     ],
+    site: SiteOption = None,
 ) -> None:
     """Download models and data sets into the cache, on the login node.
 
@@ -27,6 +28,7 @@ def fetch(
 
     Example: hpc-rl fetch Qwen/Qwen2.5-0.5B openai/gsm8k:main cache.hf_home=/scratch/me/hf
     """
+    from hpc_rl.config import sites
     from hpc_rl.config.compose import compose
     from hpc_rl.launch.fetch import fetch as fetch_names
 
@@ -34,7 +36,7 @@ def fetch(
     wanted = [word for word in names if "=" not in word]
     if not wanted:
         raise UserError("name a model or a data set: hpc-rl fetch Qwen/Qwen2.5-0.5B")
-    leave(fetch_names(wanted, compose("torchrun", overrides)))
+    leave(fetch_names(wanted, compose("torchrun", overrides, profile=sites.load(site))))
 
 
 app.add_typer(wandb_app, name="wandb")

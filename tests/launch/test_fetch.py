@@ -120,7 +120,8 @@ def test_a_hub_that_cannot_be_reached_is_a_line(tmp_path: Path, hub: HubServer) 
 
 
 def test_a_download_that_was_cut_off_is_found(tmp_path: Path, hub: HubServer) -> None:
-    assert hpc_rl(tmp_path, hub, "fetch", "me/Tiny", "cache.hf_home=hf").returncode == 0
+    (tmp_path / "site.yaml").write_text("cache: {hf_home: hf}\n")
+    assert hpc_rl(tmp_path, hub, "fetch", "me/Tiny").returncode == 0
     cache = hub_cache(compose("torchrun", [OFFLINE, f"cache.hf_home={tmp_path}/hf"]))
     snapshot = cache.model_folder("me/Tiny")
     assert snapshot is not None
