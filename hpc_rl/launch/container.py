@@ -26,7 +26,7 @@ PASSED = (
 """Environment variables that reach the inside, as patterns of bash. PATH, PYTHONPATH, LD_LIBRARY_PATH and their like
 are the image's own: a module loaded on the host would lead its Python astray."""
 CACHES = (
-    *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "WANDB_DIR", "WANDB_CACHE_DIR", "TORCH_HOME"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "TORCH_HOME"),
     *("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "NETRC"),
 )
 """Variables whose folder or file is bound, where it exists on the node."""
