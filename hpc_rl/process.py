@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -97,6 +97,22 @@ def forward_termination(child: subprocess.Popen[bytes], grace_s: float = GRACE_S
     signal.signal(signal.SIGTERM, hand_on)
     signal.signal(signal.SIGINT, hand_on)
     return asked
+
+
+@contextlib.contextmanager
+def held_interrupts() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C waits; whether it came."""
+    came = False
+
+    def note(_number: int, _frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: came
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def end(child: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,21 @@ def find_after(target: str) -> After:
         return _after_job(target)
     run = runs.find_run(target)
     return _after_runs(target, run.path, [run], run.model)
+
+
+def find_after_again(found: Sequence[RunDir]) -> After | None:
+    """What a run, or the runs of an array, were submitted to wait for; None where one of them has started since then.
+
+    Raises:
+        UserError: as `find_after`.
+    """
+    target = runs.read_json(found[0].job).get("after")
+    return None if not target or any(map(_has_started, found)) else find_after(str(target))
+
+
+def _has_started(run: RunDir) -> bool:
+    said = runs.read_json(run.status)
+    return bool(said.get("attempt")) and said.get("job_id") == runs.read_json(run.job).get("job_id")
 
 
 def _after_runs(target: str, path: Path, found: list[RunDir], model: Path | None) -> After:

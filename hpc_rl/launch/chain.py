@@ -9,6 +9,7 @@ from hpc_rl.config.schema import TrainingConfig
 from hpc_rl.errors import UserError
 from hpc_rl.launch import jobs, preflight
 from hpc_rl.launch.after import After
+from hpc_rl.launch.local import check_local
 from hpc_rl.launch.render import TRAINERS, Job, render
 from hpc_rl.launch.request import Request
 from hpc_rl.slurm import commands
@@ -39,6 +40,8 @@ def plan(requests: Sequence[Request], local: bool = False) -> tuple[list[Stage],
             raise UserError(f"stage {number} ({job.kind}) exports no model: leave out trainer.export=false")
     for job in planned:
         jobs.check_free(job.run_dir)
+        if local:
+            check_local(job)
     notes = preflight.check(*planned, local=local)
     return [Stage(job, render(job)) for job in planned], notes
 

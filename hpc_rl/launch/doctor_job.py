@@ -17,7 +17,7 @@ from hpc_rl.launch.checks import Check, has_problem, problem
 from hpc_rl.launch.doctor_nodes import judge
 from hpc_rl.launch.image_checks import image_checks
 from hpc_rl.launch.local import check_local, run_local
-from hpc_rl.launch.partition import check_partition
+from hpc_rl.launch.partition import partition_checks
 from hpc_rl.launch.preflight import check_run_dir
 from hpc_rl.launch.render import Job, render
 from hpc_rl.launch.request import Request
@@ -58,10 +58,8 @@ def doctor_job(
     planned = request.job()
     if local:
         check_local(planned)
-    else:
-        check_partition(planned.config)
-    for check_image in image_checks(planned.config):
-        check_image()
+    for check in [*([] if local else partition_checks(planned.config)), *image_checks(planned.config)]:
+        check()
     path = planned.run_dir.path
     if path.is_dir() and any(path.iterdir()):
         raise UserError(f"{path} is not empty: the doctor wants a folder of its own, which it removes at the end")

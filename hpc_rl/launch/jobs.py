@@ -16,6 +16,7 @@ from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.launch import runs
 from hpc_rl.launch.render import Job
 from hpc_rl.launch.snapshot import git_snapshot
+from hpc_rl.process import held_interrupts
 from hpc_rl.run_dir import RunDir
 from hpc_rl.slurm import commands
 
@@ -90,17 +91,17 @@ def submit(job: Job, script: str) -> str:
     """Queue the script; the job id.
 
     Raises:
-        UserError: sbatch refused; then nothing is left behind.
+        UserError: sbatch refused; then, and after Ctrl-C, nothing is left behind.
     """
     made = not job.run_dir.path.exists() or not any(job.run_dir.path.iterdir())
     job.run_dir.stop.unlink(missing_ok=True)  # an earlier job's
-    prepare(job, script, None)
+    job_id = None
     try:
+        prepare(job, script, None)
         job_id = queue(script, job.after.sbatch_options if job.after else [])
-    except UserError:
-        if made:
+    finally:
+        if job_id is None and made and job.run_dir.path.exists():
             remove(job.run_dir.path)
-        raise
     record(job, job_id, **({"after": job.after.target} if job.after else {}))
     return job_id
 
@@ -108,13 +109,20 @@ def submit(job: Job, script: str) -> str:
 def queue(script: str, options: Sequence[str] = ()) -> str:
     """Hand a script to sbatch; the job id.
 
+    Ctrl-C waits for sbatch's answer, which has a deadline: a submission that is cut off may have gone through.
+
     Raises:
         UserError: sbatch refused.
+        KeyboardInterrupt: the user wants no job any more, and it is cancelled.
     """
     from hpc_rl.launch.executor import ScriptExecutor
 
-    with tempfile.TemporaryDirectory() as folder:
-        return ScriptExecutor(Path(folder), script, options).submit_script().job_id
+    with held_interrupts() as interrupted, tempfile.TemporaryDirectory() as folder:
+        job_id = ScriptExecutor(Path(folder), script, options).submit_script().job_id
+    if interrupted():
+        commands.cancel(job_id)
+        raise KeyboardInterrupt
+    return job_id
 
 
 def wait(run: RunDir, on_poll: Callable[[], None] = lambda: None) -> int:

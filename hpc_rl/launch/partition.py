@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from hpc_rl.config.schema import JobConfig
 from hpc_rl.config.slurm import memory_mb, walltime_s
@@ -13,7 +15,25 @@ from hpc_rl.slurm.capacity import Need, refusal
 from hpc_rl.slurm.detect import NodeGroup
 
 
-def check_partition(config: JobConfig) -> str | None:
+@dataclass(frozen=True)
+class Ask:
+    """What decides whether a partition can start a job, the same for all runs of a sweep."""
+
+    partition: str | None
+    need: Need
+    time: str | None
+    """Walltime; None where nothing here can say whether it is too long."""
+
+
+def partition_checks(config: JobConfig) -> list[Callable[[], str | None]]:
+    slurm = config.slurm
+    if slurm.sbatch.keys() & {"clusters", "reservation"}:
+        return []
+    time = None if slurm.qos is not None else slurm.time  # a quality of service may have a limit of its own
+    return [partial(check_partition, Ask(slurm.partition, _need(config), time))]
+
+
+def check_partition(ask: Ask) -> str | None:
     """One look at sinfo, where there is a Slurm.
 
     Returns:
@@ -22,14 +42,13 @@ def check_partition(config: JobConfig) -> str | None:
     Raises:
         UserError: the partition has no such nodes, or ends jobs earlier; it says what there is.
     """
-    slurm = config.slurm
-    if not commands.available() or slurm.sbatch.keys() & {"clusters", "reservation"}:
+    if not commands.available():
         return None
     try:
         groups = commands.node_groups()
     except commands.NoAnswer as error:
-        return f"partition {slurm.partition or '(default)'} is not checked: {error}"
-    if problem := refusal(groups, slurm.partition, _need(config)) or _too_long(groups, config):
+        return f"partition {ask.partition or '(default)'} is not checked: {error}"
+    if problem := refusal(groups, ask.partition, ask.need) or _too_long(groups, ask):
         raise UserError(problem)
     return None
 
@@ -44,15 +63,14 @@ def _need(config: JobConfig) -> Need:
     )
 
 
-def _too_long(groups: Sequence[NodeGroup], config: JobConfig) -> str | None:
-    slurm = config.slurm
-    if slurm.time is None or slurm.qos is not None:  # a quality of service may have a limit of its own
+def _too_long(groups: Sequence[NodeGroup], ask: Ask) -> str | None:
+    if ask.time is None:
         return None
-    names = slurm.partition.split(",") if slurm.partition else [group.partition for group in groups if group.is_default]
+    names = ask.partition.split(",") if ask.partition else [group.partition for group in groups if group.is_default]
     limits = {group.partition: group.time_limit for group in groups if group.partition in names}
     seconds = [walltime_s(limit) for limit in limits.values()]
-    asked = walltime_s(slurm.time)
+    asked = walltime_s(ask.time)
     if not limits or any(limit is None or (asked is not None and asked <= limit) for limit in seconds):
         return None
     said = " and ".join(f"partition {name} ends jobs after {limit}" for name, limit in limits.items())
-    return f"{said}, and {slurm.time} is asked for: lower --time; a run goes on by itself in the next job"
+    return f"{said}, and {ask.time} is asked for: lower --time; a run goes on by itself in the next job"

@@ -27,7 +27,7 @@ from hpc_rl.data.rows import CannotCheck, check_file, check_prompts, is_file
 from hpc_rl.errors import UserError
 from hpc_rl.launch.hub_cache import HubCache, hub_cache
 from hpc_rl.launch.image_checks import image_checks
-from hpc_rl.launch.partition import check_partition
+from hpc_rl.launch.partition import partition_checks
 from hpc_rl.launch.render import Job
 from hpc_rl.ray_version import check_ray, installed_ray
 from hpc_rl.rewards.check import check_function, check_url
@@ -66,7 +66,7 @@ def _checks(job: Job, local: bool) -> list[Callable[[], str | None]]:
     checks: list[Callable[[], str | None]] = [partial(check_run_dir, job.run_dir.path)]
     config = job.config
     if not local:
-        checks.append(partial(check_partition, config))
+        checks += partition_checks(config)
     checks += image_checks(config)
     same_python = config.slurm.python is None and config.container.image is None
     if isinstance(config, RayJobConfig) and same_python:

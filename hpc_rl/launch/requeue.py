@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpc_rl.errors import UserError
 from hpc_rl.launch import jobs, runs
-from hpc_rl.launch.after import find_after
+from hpc_rl.launch.after import find_after_again
 from hpc_rl.run_dir import RunDir
 
 REQUEUE = "requeue"
@@ -31,8 +31,7 @@ def requeue(run: RunDir) -> str:
         return _from_within(run, now)
     if now.job_id is not None and not runs.in_slurm(run):
         raise UserError(f"run {run.name} was no job of Slurm's queue: start it again by its name, as the last time")
-    target = runs.read_json(run.job).get("after")
-    after = find_after(str(target)) if target else None
+    after = find_after_again([run])
     run.stop.unlink(missing_ok=True)
     job_id = jobs.queue(run.script.read_text(), after.sbatch_options if after else [])
     jobs.record_again(run, job_id)
@@ -43,7 +42,7 @@ def requeue(run: RunDir) -> str:
 def _from_within(run: RunDir, now: runs.RunStatus) -> str:
     if not runs.in_slurm(run):
         raise UserError(f"run {run.name} is no job of Slurm's queue: stop it, and start it again by its name")
-    if "#SBATCH --no-requeue\n" in run.script.read_text():
+    if "scontrol requeue" not in run.script.read_text():
         raise UserError(
             f"job {now.job_id} of run {run.name} was submitted with slurm.requeue=false: "
             f"hpc-rl stop {run.name}, and then requeue"

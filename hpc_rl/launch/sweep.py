@@ -67,15 +67,17 @@ def array_script(sweep: SweepDir, kind: str, scripts: Sequence[str], max_paralle
     """The array's script: the directives of its points, and a line that runs the task's own script."""
     tasks = f"1-{len(scripts)}" + (f"%{max_parallel}" if max_parallel else "")
     log = f"{log_folder(sweep.path / sweep.name)}_%a/job-%A_%a.log"
+    asked = directives(scripts[0])
+    has_name = any(_option(line) == "job-name" for line in asked)  # unless slurm.leave_out has it
     return fill(
         "sweep.sbatch.j2",
         {
             "title": f"{sweep.name}: a sweep of {len(scripts)} {kind} runs, rendered by hpc-rl {__version__}.",
             "name": sweep.name,
             "directives": [
-                f"#SBATCH --job-name={directive_word(sweep.name)}",
+                *([f"#SBATCH --job-name={directive_word(sweep.name)}"] if has_name else []),
                 f"#SBATCH --array={tasks}",
-                *(line for line in directives(scripts[0]) if _option(line) not in _OWN_OPTIONS),
+                *(line for line in asked if _option(line) not in _OWN_OPTIONS),
                 f"#SBATCH --output={directive_word(log)}",
             ],
             "runs": f"{sweep.path / sweep.name}_",

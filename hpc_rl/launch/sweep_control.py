@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.launch import jobs, runs
-from hpc_rl.launch.after import find_after
+from hpc_rl.launch.after import find_after_again
 from hpc_rl.launch.runs import RunStatus
 from hpc_rl.launch.sweep_dir import SweepDir
 from hpc_rl.run_dir import RunDir
@@ -53,10 +53,9 @@ def requeue(sweep: SweepDir) -> str:
         raise UserError(f"sweep {sweep.name} has no {sweep.script.name}: queue its runs one by one")
     script = sweep.script.read_text()
     limit = re.search(r"^#SBATCH --array=\S*?(%\d+)$", script, re.MULTILINE)
+    after = find_after_again(sweep.runs())
     for now in again.values():
         _run(now).stop.unlink(missing_ok=True)
-    target = runs.read_json(sweep.run(1).job).get("after")
-    after = find_after(str(target)) if target else None
     array = f"--array={','.join(map(str, again))}{limit[1] if limit else ''}"
     job_id = jobs.queue(script, [array, *(after.sbatch_options if after else [])])
     for number, now in again.items():

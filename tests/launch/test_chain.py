@@ -68,3 +68,9 @@ def test_what_does_not_fit_is_said_before_anything_is_made(folder: Path, line: s
         plan(line)
     assert said in str(error.value) and "\n" not in str(error.value)
     assert not (folder / "runs").exists()
+
+
+def test_on_this_machine_no_stage_needs_srun() -> None:
+    requests = [_stage(f"{line} container.runtime=pyxis --image me/image".split()) for line in (FIRST, SECOND)]
+    with pytest.raises(UserError, match="there is no --local with it"):
+        chain.plan(requests, local=True)

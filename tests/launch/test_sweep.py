@@ -10,6 +10,7 @@ from hpc_rl.launch.grid import grid
 from hpc_rl.launch.request import Request
 from hpc_rl.launch.sweep import directives
 from hpc_rl.launch.sweep_dir import SweepDir
+from tests.launch.fake_slurm import calls, fake_slurm
 from tests.launch.test_render import GOLDEN, check_shell
 
 PROGRAM = ("train.py", "--lr", "1e-4")
@@ -46,6 +47,17 @@ def test_nothing_is_made_and_every_point_is_complete(folder: Path) -> None:
     assert "export LR=3e-4\nexport SEED=1\n" in planned.scripts[2]
     assert "--job-name=torchrun-sweep-1_3\n" in planned.scripts[2]
     assert not (folder / "runs").exists()
+
+
+def test_slurm_is_asked_once_for_all_points(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_slurm(folder, monkeypatch)
+    plan("slurm.env.LR=1,2,3", slurm__time="1:00:00")
+    assert [line.split()[0] for line in calls(folder)] == ["sinfo"]
+
+
+def test_a_directive_that_the_cluster_refuses_is_in_no_script() -> None:
+    planned = plan("slurm.env.LR=1,2", slurm__leave_out=["job-name"])
+    assert not any("--job-name" in script for script in [planned.script, *planned.scripts])
 
 
 def test_a_name_is_used_once(folder: Path) -> None:

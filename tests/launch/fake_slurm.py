@@ -1,0 +1,34 @@
+"""Slurm's programs that only write down how they were called: for what happens before and after a submission."""
+
+from pathlib import Path
+
+import pytest
+
+_PROGRAMS = {
+    "sbatch": """while [ -e "$0.hold" ]; do sleep 0.02; done; echo Submitted batch job 7""",
+    "squeue": """if [ -e "$0.text" ]; then cat "$0.text"; else echo Invalid job id specified >&2; exit 1; fi""",
+    "scontrol": "echo Invalid job id specified >&2; exit 1",
+    "scancel": "",
+    "sinfo": "",
+    "sacct": "",
+}
+
+
+def fake_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put the programs on PATH; their folder. sbatch waits as long as there is sbatch.hold in it; squeue.text is what
+    squeue says.
+    """
+    programs = folder / "slurm"
+    programs.mkdir()
+    for name, lines in _PROGRAMS.items():
+        path = programs / name
+        path.write_text(f'#!/bin/bash\necho "{name} $*" >> "{programs}/calls"\n{lines}\n')
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=":")
+    return programs
+
+
+def calls(folder: Path) -> list[str]:
+    """What was called with which arguments, in order."""
+    path = folder / "slurm" / "calls"
+    return path.read_text().splitlines() if path.exists() else []
