@@ -231,7 +231,7 @@ def _internet(report: NodeReport) -> list[Check]:
         "Hugging Face": report.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
         "wandb": report.environ.get("WANDB_MODE") in ("offline", "disabled"),
     }
-    settings = {"Hugging Face": "cache.offline=true", "wandb": "trainer.wandb_mode=offline"}
+    settings = {"Hugging Face": "cache.offline=true", "wandb": "trainer.wandb_mode=offline or cache.offline=true"}
     checks = []
     for name, words in report.internet.items():
         if not words:
