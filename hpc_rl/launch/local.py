@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typing import IO
 from hpc_rl.config.compose import dump
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.launch import jobs, runs
-from hpc_rl.launch.container import runs_inside
+from hpc_rl.launch.container import runs_inside, runtimes
 from hpc_rl.launch.environment import job_environment
 from hpc_rl.launch.render import NODE_ENTRIES, TRAINERS, Job, job_python, node_options, render_container
 from hpc_rl.launch.resource_request import cpus_per_node
@@ -61,8 +62,14 @@ def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
 
 def check_local(job: Job) -> None:
     """Raises UserError where the job cannot run without Slurm."""
-    if job.config.container.image and not runs_inside(job.config.container):
+    settings = job.config.container
+    if settings.image is None:
+        return
+    if not runs_inside(settings):
         raise UserError("container.runtime=pyxis is a part of srun, so there is no --local with it: use apptainer")
+    programs = runtimes(settings)
+    if not any(map(shutil.which, programs)):
+        raise UserError(f"--local in an image: no {' and no '.join(programs)} on PATH; load its module")
 
 
 def _lock(job: Job, job_id: str) -> IO[str]:

@@ -70,7 +70,13 @@ def test_what_does_not_fit_is_said_before_anything_is_made(folder: Path, line: s
     assert not (folder / "runs").exists()
 
 
-def test_on_this_machine_no_stage_needs_srun() -> None:
-    requests = [_stage(f"{line} container.runtime=pyxis --image me/image".split()) for line in (FIRST, SECOND)]
-    with pytest.raises(UserError, match="there is no --local with it"):
+@pytest.mark.parametrize(
+    ("runtime", "said"), [("pyxis", "there is no --local with it"), ("auto", "no apptainer and no singularity on PATH")]
+)
+def test_an_image_that_this_machine_cannot_run_is_said_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, runtime: str, said: str
+) -> None:
+    monkeypatch.setenv("PATH", str(folder))
+    requests = [_stage(f"{line} container.runtime={runtime} --image image".split()) for line in (FIRST, SECOND)]
+    with pytest.raises(UserError, match=said):
         chain.plan(requests, local=True)
