@@ -88,7 +88,10 @@ def run_on_nodes(job: Job, local: bool, note: Callable[[str], None]) -> list[Che
         submitted = runs.current_job(run)
         if submitted is not None and not local:
             commands.cancel(submitted)
-            note(f"cancelled job {submitted}; what it wrote is in {run.path}")
+            wrote = f"what it wrote is in {run.path}" if run.attempts() else "it had not started"
+            note(f"cancelled job {submitted}; {wrote}")
+            if not run.attempts():
+                jobs.remove(run.path)
         raise
     checks = read_reports(run)
     if has_problem(checks):
