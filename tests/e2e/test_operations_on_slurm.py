@@ -137,8 +137,8 @@ def test_a_chain_trains_on_what_the_stage_before_exported(workspace: Workspace, 
 def test_a_chain_that_breaks_leaves_nothing_waiting(workspace: Workspace) -> None:
     second = ["sft", *QUICK[1:]]
     before = sorted((workspace.folder / "runs").iterdir())
-    refused = workspace.hpc_rl("chain", "sft", *QUICK, "--", *second, "--partition", "nope")
-    assert refused.returncode == 2 and "invalid partition specified: nope" in refused.stderr
+    refused = workspace.hpc_rl("chain", "sft", *QUICK, "--", *second, "--sbatch", "nodelist=nope")
+    assert refused.returncode == 2 and "Invalid node name specified" in refused.stderr
     assert sorted((workspace.folder / "runs").iterdir()) == before
 
     workspace.ok("chain", "sft", "--job-name", "broken", *QUICK, FAILS, "--", *second, "--job-name", "never")
