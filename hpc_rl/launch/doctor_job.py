@@ -56,10 +56,10 @@ def doctor_job(
     short = {key: value for key, value in SHORT.items() if key not in named}
     request = Request(KIND, overrides, (), {**short, **settings, "trainer.nnodes": nodes}, None, run_dir, site)
     planned = request.job()
-    if local:
-        check_local(planned)
     for check in [*([] if local else partition_checks(planned.config)), *image_checks(planned.config)]:
         check()
+    if local:
+        check_local(planned)
     path = planned.run_dir.path
     if path.is_dir() and any(path.iterdir()):
         raise UserError(f"{path} is not empty: the doctor wants a folder of its own, which it removes at the end")
