@@ -131,6 +131,8 @@ def submit(
         raise UserError("--script takes no other options: what the job does is written in the script")
     if here and (flags.after or (local and in_allocation)):
         raise UserError("--local and --in-allocation run at once: give one of them, and no --after")
+    if local:
+        check_local(request_of(kind, arguments, flags, run_dir).job())
     if dry_run and script is not None:
         print(job_of_script(kind.value, script)[1], end="")
         return
@@ -147,10 +149,7 @@ def submit(
         job, text = job_of_script(kind.value, script)
         jobs.check_free(job.run_dir)
     else:
-        request = request_of(kind, arguments, flags, run_dir)
-        if local:
-            check_local(request.job())
-        job, text = _reserved(request, here)
+        job, text = _reserved(request_of(kind, arguments, flags, run_dir), here)
     if here:
         leave(run_here(job, text, in_allocation))
     job_id = jobs.submit(job, text)

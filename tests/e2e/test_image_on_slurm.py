@@ -1,4 +1,4 @@
-"""Training inside a real image on a real Slurm: saved by a stop, gone on with, and exported."""
+"""Training inside a real image on a real Slurm: saved by a stop, gone on with, and exported; and Ray."""
 
 import shutil
 import sys
@@ -8,26 +8,33 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_real_image import OPTIONS
-from tests.e2e.workspace import QUICK, make_workspace
+from tests.e2e.workspace import QUICK, Workspace, make_workspace
 from tests.sandbox.cluster import Cluster
 
-pytestmark = pytest.mark.sandbox
+pytestmark = [pytest.mark.sandbox, pytest.mark.slow]
+
+PACKAGES = next(path for path in sys.path if path.endswith("-packages"))
+INSIDE = [
+    *("--nodes", "2", "--image", "hpc-rl.sif", f"container.binds=[{PACKAGES}]", f"slurm.env.PYTHONPATH={PACKAGES}"),
+    f"container.options=[{','.join(OPTIONS)}]",
+]
+SUMS = [
+    *("model.path=model", "data.train_files=sums/train.jsonl", "trainer.device=cpu", "trainer.micro_tokens=1024"),
+    *("data.max_prompt_length=64", "data.max_response_length=4", "reward.function=exact"),
+    *("data.train_batch_size=8", "rollout.n=2", "actor.mini_batch_size=16"),
+]
 
 
-def test_a_run_in_an_image_is_stopped_and_goes_on(
-    slurm_cluster: Cluster, built_image: Path, apptainer_environ: dict[str, str]
-) -> None:
+@pytest.fixture(scope="module")
+def workspace(slurm_cluster: Cluster, built_image: Path, apptainer_environ: dict[str, str]) -> Workspace:
     environ = {**slurm_cluster.env, "PATH": apptainer_environ["PATH"], "HF_TOKEN": "hf_not_to_be_seen"}
     workspace = make_workspace(slurm_cluster.shared / f"image-{uuid.uuid4().hex[:8]}", environ)
     shutil.copy(built_image, workspace.folder / "hpc-rl.sif")
-    packages = next(path for path in sys.path if path.endswith("-packages"))
-    job = ["submit", "sft", "--nodes", "2", "--image", "hpc-rl.sif", "--job-name", "inside", *QUICK]
-    job += [
-        f"container.binds=[{packages}]",
-        f"slurm.env.PYTHONPATH={packages}",
-        f"container.options=[{','.join(OPTIONS)}]",
-    ]
-    job += ["trainer.total_training_steps=12"]
+    return workspace
+
+
+def test_a_run_in_an_image_is_stopped_and_goes_on(workspace: Workspace) -> None:
+    job = ["submit", "sft", "--job-name", "inside", *INSIDE, *QUICK, "trainer.total_training_steps=12"]
     workspace.ok(*job)
     workspace.wait_for_step("inside", 2)
     workspace.ok("stop", "inside")
@@ -41,3 +48,12 @@ def test_a_run_in_an_image_is_stopped_and_goes_on(
     script = (run / "attempt-1" / "container.sh").read_text()
     assert f"image={workspace.folder}/hpc-rl.sif" in script
     assert not any("hf_not_to_be_seen" in path.read_text(errors="replace") for path in run.glob("*") if path.is_file())
+
+
+def test_ray_and_ppo_in_an_image(workspace: Workspace) -> None:
+    workspace.ok("data", "arithmetic", "--out", "sums", "--train", "64", "--val", "8")
+    job = ["submit", "ppo", "--job-name", "ray", *INSIDE, *SUMS, "trainer.total_training_steps=2"]
+    workspace.ok(*job, "--wait", timeout=280)
+    status = workspace.status("ray")
+    assert (status["state"], status["step"]) == ("COMPLETED", 2)
+    assert (workspace.folder / "runs" / "ray" / "model" / "config.json").is_file()
