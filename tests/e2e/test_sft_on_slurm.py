@@ -133,7 +133,7 @@ def test_slurm_warns_before_the_walltime_by_itself(workspace: Workspace) -> None
     arguments = ["--nodes", "2", "--time", "1", "--job-name", "warned", "slurm.warning_s=30", "trainer.device=cpu"]
     workspace.ok("submit", "torchrun", *arguments, "--wait", "--", "stopper.py", timeout=180)
     assert workspace.status("warned")["attempt"] == 2
-    assert "saved (walltime); job" in workspace.ok("logs", "warned")
+    assert "saved before the walltime; job" in workspace.ok("logs", "warned")
 
 
 def test_a_cancelled_run_goes_on_when_submitted_again(workspace: Workspace, uninterrupted: dict[int, float]) -> None:
