@@ -164,7 +164,7 @@ def test_a_node_that_is_cut_off_ends_the_job_on_both_sides_before_slurm_knows(pa
     workspace = make_workspace(patient_cluster.shared / "lost", patient_cluster.env)
     start_waiting(workspace, "lost")
     began = time.monotonic()
-    network.unplug(state.machines(patient_cluster.name)["ctl"].pid, 2)
+    network.unplug(state.machines(patient_cluster.name)["ctl"].pid, 2, second="")
     patient_cluster.exec_on("node2", ["pkill", "-KILL", "-x", "slurmd"], check=True)
     status = workspace.folder / "runs" / "lost" / "status.json"
     workspace.wait_until(lambda: "FAILED" in status.read_text(), "the job to end", 60)
