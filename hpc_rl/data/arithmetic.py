@@ -23,9 +23,6 @@ def generate(out: Path, n_train: int, n_val: int, seed: int = 0, careless: float
     `careless` is the part of the training rows whose teacher forgets to carry: the message is then wrong, and `answer`
     right. A model that learns from the messages makes the same mistake, which rewards can undo.
 
-    A model of 0.3M parameters with digits as tokens gets three quarters of 60 held-out questions right after
-    500 steps of 64 rows at a learning rate of 1e-3, in half a minute of one core.
-
     Returns:
         Rows written, by split.
 

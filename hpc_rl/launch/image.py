@@ -12,7 +12,7 @@ from hpc_rl.errors import UserError
 _ARCHIVES = ("docker-archive", "oci-archive")
 _DIGEST = re.compile(r"@(sha256:[0-9a-f]{64})$")
 _ZSTD = "-comp zstd -Xcompression-level 3"
-"""Half the time of gzip at the same size, read faster; every Linux that runs these jobs can read it."""
+"""Quicker to write and to read than gzip; every Linux that runs these jobs can read it."""
 _UNPACKED = 4
 """Bytes of a working folder for a byte of compressed image: unpacked, and packed again."""
 

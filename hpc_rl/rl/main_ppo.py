@@ -34,7 +34,7 @@ WORKER_ENV = {
 }
 """What every process of the run gets, unless the user exported something else."""
 CPU_WORKER_ENV = {
-    # glibc would give memory back to the kernel after each pass, and page faults cost a tenth of generation
+    # glibc would give memory back to the kernel after each pass, and page faults slow generation down
     # (mallopt(3); 32 MiB is the largest threshold that it takes).
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(256 << 20),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.http_server import serving
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _API = re.compile(r"/api/(models|datasets)/([\w.-]+/[\w.-]+)(?:/(revision|tree|paths-info)/[^/]+(?:/(.*))?)?")
@@ -101,11 +102,5 @@ def hub_server(models: Mapping[str, Path], datasets: Mapping[str, Path]) -> Iter
 
         def log_message(self, *_: Any) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    state.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with serving(Handler) as state.url:
         yield state
-    finally:
-        server.shutdown()
-        server.server_close()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.sampling import greedily
 from tests.helpers import make_tiny_model, make_tokenizer
+from tests.http_server import serving
 from tests.rl.runs.jobs import Runs, metrics, same_metrics
 
 OWN = """
@@ -82,12 +82,8 @@ class Server(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/score"
-        server.shutdown()
-        thread.join()
+    with serving(Server) as address:
+        yield f"{address}/score"
 
 
 def test_an_endpoint(plain: Runs, tmp_path: Path, url: str) -> None:
