@@ -34,11 +34,11 @@ from benchmarks.ppo_workload import (
     Algorithm,
     prompt_lengths,
 )
-from hpc_rl.engine import packed_attention
-from hpc_rl.engine.batching import pack
-from hpc_rl.engine.packed_batch import pack_samples
 from hpc_rl.rl.rollout.base import Sampling
 from hpc_rl.rl.rollout.hf import HfRollout
+from hpc_rl.training import packed_attention
+from hpc_rl.training.batching import pack
+from hpc_rl.training.packed_batch import pack_samples
 
 WARM_UP = 2
 Part = Callable[[], None]

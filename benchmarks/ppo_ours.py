@@ -20,7 +20,7 @@ from benchmarks.ppo_workload import (
     SAMPLES,
     Algorithm,
 )
-from hpc_rl.config.schema import PpoConfig
+from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl.main_ppo import TaskRunner, run_ppo
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.tracker import Tracker

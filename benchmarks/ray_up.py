@@ -3,7 +3,7 @@
 On the sandbox: a real Slurm whose nodes are namespaces of this one machine, so that all of them share its cores. Needs
 root, as the sandbox does. Variants, each as one srun step on N nodes:
 
-- hpc-rl: hpc_rl.node.ray_node, as a job script starts it.
+- hpc-rl: hpc_rl.node.ray_cluster.node, as a job script starts it.
 - bare starts: `ray start --head` on every node at the same time, until the last one is up; no cluster and no driver:
   what so many nodes cost on this machine at least.
 - sleeping script: the head, 10 s, then a worker every 5 s, then the driver, as the scripts do that other projects ship.
@@ -42,7 +42,9 @@ else
 fi
 """
 SYMMETRIC = "{ray} symmetric-run --address {head} --min-nodes {nodes} -- {python} {driver} {nodes} {folder} {head}"
-OURS = "{python} -P -m hpc_rl.node.ray_node --processes 1 --device cpu -- {python} {driver} {nodes} {folder} auto"
+OURS = (
+    "{python} -P -m hpc_rl.node.ray_cluster.node --processes 1 --device cpu -- {python} {driver} {nodes} {folder} auto"
+)
 
 
 class Measurement:

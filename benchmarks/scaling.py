@@ -63,10 +63,10 @@ def run_rank(sharding: str) -> None:
     import torch
 
     from benchmarks.workload import qwen2_config, samples, sft_config, trainer_state
-    from hpc_rl.config.schema import SftTrainerConfig
-    from hpc_rl.engine import distributed
-    from hpc_rl.engine.perf import Clock
+    from hpc_rl.config.sft import SftTrainerConfig
     from hpc_rl.finetune.trainer import State, step
+    from hpc_rl.training import distributed
+    from hpc_rl.training.perf import Clock
 
     def step_rate(state: State) -> float:
         world.barrier()

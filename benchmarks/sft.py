@@ -36,11 +36,11 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.common import in_turns, median, median_ratio, publish, table
 from benchmarks.workload import qwen2_config, random_model, samples, sft_config, trainer_state
-from hpc_rl.config.schema import SftTrainerConfig
+from hpc_rl.config.sft import SftTrainerConfig
 from hpc_rl.data.sft_dataset import Sample
-from hpc_rl.engine.distributed import World
-from hpc_rl.engine.perf import Clock
 from hpc_rl.finetune.trainer import State, step
+from hpc_rl.training.distributed import World
+from hpc_rl.training.perf import Clock
 
 WORK = {4096: (5, 3), 151_936: (3, 1)}
 """Repeats, and optimizer steps in each, by vocabulary: a step takes seconds with one, up to a minute with the other."""

@@ -19,11 +19,11 @@ from transformers import Qwen3Config
 
 from benchmarks.common import median, publish, table
 from benchmarks.workload import samples, sft_config, trainer_state
-from hpc_rl.config.schema import SftTrainerConfig
-from hpc_rl.engine import distributed
-from hpc_rl.engine.distributed import World
-from hpc_rl.engine.perf import Clock
+from hpc_rl.config.sft import SftTrainerConfig
 from hpc_rl.finetune.trainer import step
+from hpc_rl.training import distributed
+from hpc_rl.training.distributed import World
+from hpc_rl.training.perf import Clock
 
 MICRO_TOKENS, MICRO_BATCHES = 8192, 4
 MEAN_LENGTH = 173

@@ -52,7 +52,7 @@ class Engine:
 
     def __init__(self) -> None:
         from hpc_rl.rl.rollout.hf import HfRollout
-        from hpc_rl.rl.weight_sync import HostReceiver
+        from hpc_rl.rl.weights.sync import HostReceiver
 
         self.model = make_model()
         self.receiver = HostReceiver(HfRollout(self.model, eos_token_ids=[0]))
@@ -81,8 +81,8 @@ class Trainer:
     def __init__(self, engine: Any, node: str, bucket_mb: int) -> None:
         import torch
 
-        from hpc_rl.engine.distributed import World
-        from hpc_rl.rl.weight_sync import Engines, HostSender, Weights
+        from hpc_rl.rl.weights.sync import Engines, HostSender, Weights
+        from hpc_rl.training.distributed import World
 
         class Gathered(Weights):
             """As if what is sent had just been gathered from several ranks."""
@@ -118,7 +118,7 @@ class Trainer:
     def object_store(self) -> float:
         import ray
 
-        from hpc_rl.rl.weight_sync import IN_FLIGHT, Slot, plan
+        from hpc_rl.rl.weights.sync import IN_FLIGHT, Slot, plan
 
         parameters = dict(self.model.named_parameters())
         slots = [Slot(name, parameter.dtype, tuple(parameter.shape)) for name, parameter in parameters.items()]

@@ -11,16 +11,17 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
 
-from hpc_rl.config.schema import DataConfig, ModelConfig, SftConfig, SftTrainerConfig
-from hpc_rl.data.sampler import Position, batches
+from hpc_rl.config.sft import DataConfig, SftConfig, SftTrainerConfig
+from hpc_rl.config.training import ModelConfig
+from hpc_rl.data.order import Position, batches
 from hpc_rl.data.sft_dataset import Sample
-from hpc_rl.engine import packed_attention, sharding
-from hpc_rl.engine.distributed import World
-from hpc_rl.engine.model import CausalLM, count_flops
-from hpc_rl.engine.optim import build_optimizer
 from hpc_rl.finetune.trainer import State
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.tracker import Tracker
+from hpc_rl.training import packed_attention, sharding
+from hpc_rl.training.distributed import World
+from hpc_rl.training.model import CausalLM, count_flops
+from hpc_rl.training.optim import build_optimizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.images import AS_USER, write_docker_archive
+from tests.docker_images import AS_USER, write_docker_archive
 from tests.sandbox.cluster import Cluster, missing
 from tests.sandbox.variants import LARGE
 

@@ -18,8 +18,7 @@ def _print_keys(context: typer.Context, value: bool) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    from hpc_rl.config.compose import documented_keys
-    from hpc_rl.config.schema import SCHEMAS
+    from hpc_rl.config.compose import SCHEMAS, documented_keys
 
     print(context.get_help())
     kinds = [word for word in sys.argv[1:] if word in SCHEMAS]
@@ -49,10 +48,10 @@ def config(
 
     Example: hpc-rl config sft optim.lr=1e-4
     """
-    from hpc_rl.config import sites
     from hpc_rl.config.compose import compose_partly, dump
+    from hpc_rl.sites.profile import load_profile
 
-    found, missing = compose_partly(kind.value, overrides or [], sites.load(site))
+    found, missing = compose_partly(kind.value, overrides or [], load_profile(site).values)
     print(found.model_dump_json(indent=2) if as_json else dump(found), end="\n" if as_json else "")
     if missing:
         note(f"still to be given: {', '.join(missing)}")

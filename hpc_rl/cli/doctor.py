@@ -36,27 +36,26 @@ def doctor(
 
     Example: hpc-rl doctor --on-nodes 2 --partition gpu
     """
-    from hpc_rl.launch import checks as found
-    from hpc_rl.launch import doctor_job, doctor_login, jobs
-    from hpc_rl.launch.environment import job_environment
+    from hpc_rl.doctor import findings as found
+    from hpc_rl.doctor.job import doctor_config, doctor_job, run_on_nodes
+    from hpc_rl.doctor.login import container_checks, folder_checks, internet_checks, python_checks, slurm_checks
+    from hpc_rl.submit import queue
+    from hpc_rl.submit.environment import job_environment
 
     if flags.job_name or flags.after:
         raise UserError("the doctor's job has a name of its own and waits for nobody: leave out --job-name and --after")
     if on_nodes is None:
-        config = doctor_job.doctor_config(overrides or [], flags.settings(), flags.site)
-        slurm = [] if local else doctor_login.slurm_checks(config.slurm)
+        config = doctor_config(overrides or [], flags.settings(), flags.site)
+        slurm = [] if local else slurm_checks(config.slurm)
         hf_home = job_environment(config).get("HF_HOME")
-        folder = doctor_login.folder_checks((run_dir or Path("runs")).absolute(), hf_home)
-        if config.container.image:
-            python = doctor_login.container_checks(config)
-        else:
-            python = doctor_login.python_checks(config.slurm.python)
-        results = [*slurm, *folder, *python, *doctor_login.internet_checks()]
+        folder = folder_checks((run_dir or Path("runs")).absolute(), hf_home)
+        python = container_checks(config) if config.container.image else python_checks(config.slurm.python)
+        results = [*slurm, *folder, *python, *internet_checks()]
     else:
         if not local:
-            jobs.require_slurm()
-        job = doctor_job.doctor_job(on_nodes, overrides or [], flags.settings(), run_dir, flags.site, local=local)
-        results = doctor_job.run_on_nodes(job, local, note)
+            queue.require_slurm()
+        job = doctor_job(on_nodes, overrides or [], flags.settings(), run_dir, flags.site, local=local)
+        results = run_on_nodes(job, local, note)
     if as_json:
         print(json.dumps([check.as_dict() for check in results], indent=2))
     else:
@@ -73,13 +72,14 @@ def explain(
 
     Example: hpc-rl explain slurm-123.out
     """
-    from hpc_rl.launch import diagnosis, runs
+    from hpc_rl.doctor import diagnosis
+    from hpc_rl.runs.status import find_run, status_of
 
     if Path(target).is_file():
         state, (found, last) = None, diagnosis.explain_file(Path(target))
     else:
-        run = runs.find_run(target)
-        status = runs.status(run)
+        run = find_run(target)
+        status = status_of(run)
         state, (found, last) = status.state, diagnosis.explain_run(run, status)
     if as_json:
         print(json.dumps({"state": state, "findings": [one.as_dict() for one in found], "last_errors": last}, indent=2))

@@ -28,15 +28,15 @@ def fetch(
 
     Example: hpc-rl fetch Qwen/Qwen2.5-0.5B openai/gsm8k:main cache.hf_home=/scratch/me/hf
     """
-    from hpc_rl.config import sites
     from hpc_rl.config.compose import compose
-    from hpc_rl.launch.fetch import fetch as fetch_names
+    from hpc_rl.sites.profile import load_profile
+    from hpc_rl.submit.hub import fetch as fetch_names
 
     overrides = [word for word in names if "=" in word]
     wanted = [word for word in names if "=" not in word]
     if not wanted:
         raise UserError("name a model or a data set: hpc-rl fetch Qwen/Qwen2.5-0.5B")
-    leave(fetch_names(wanted, compose("torchrun", overrides, profile=sites.load(site))))
+    leave(fetch_names(wanted, compose("torchrun", overrides, site=load_profile(site).values)))
 
 
 app.add_typer(wandb_app, name="wandb")
@@ -50,7 +50,7 @@ def sync(run: RunArgument) -> None:
 
     Example: hpc-rl wandb sync sft-1
     """
-    from hpc_rl.launch import runs
+    from hpc_rl.runs.status import find_run
     from hpc_rl.tracking.wandb_sync import sync as sync_run
 
-    sync_run(runs.find_run(run))
+    sync_run(find_run(run))

@@ -13,8 +13,8 @@ import typer
 from hpc_rl.cli.app import JsonOption, app, leave, note
 
 if TYPE_CHECKING:
-    from hpc_rl.launch.image_build import Order
-    from hpc_rl.launch.image_check import ImageReport
+    from hpc_rl.images.build import Order
+    from hpc_rl.images.inspect import ImageReport
 
 image_app = typer.Typer(
     help="Build, unpack and check Apptainer images.\n\nExample: hpc-rl image check hpc-rl.sif",
@@ -54,8 +54,8 @@ def build(
 
     Example: hpc-rl image build --from docker://pytorch/pytorch:2.11.0-cuda12.8-cudnn9-runtime --out hpc-rl.sif
     """
-    from hpc_rl.launch.image import parse_source
-    from hpc_rl.launch.image_build import Order
+    from hpc_rl.images.build import Order
+    from hpc_rl.images.definition import parse_source
 
     is_sandbox = form == Format.sandbox
     _make(Order(parse_source(source), out, is_sandbox, True, build_arg or (), definition, force))
@@ -72,8 +72,8 @@ def pull(
 
     Example: hpc-rl image pull docker://python:3.12-slim --out python.sif
     """
-    from hpc_rl.launch.image import parse_source
-    from hpc_rl.launch.image_build import Order
+    from hpc_rl.images.build import Order
+    from hpc_rl.images.definition import parse_source
 
     _make(Order(parse_source(source), out, form == Format.sandbox, with_project=False, force=force))
 
@@ -88,9 +88,9 @@ def unpack(
 
     Example: hpc-rl image unpack hpc-rl.sif /local/hpc-rl
     """
-    from hpc_rl.launch.image import parse_source
-    from hpc_rl.launch.image_build import Order
-    from hpc_rl.launch.sif import check_image
+    from hpc_rl.images.build import Order
+    from hpc_rl.images.definition import parse_source
+    from hpc_rl.images.sif import check_image
 
     check_image(Path(image))
     _make(Order(parse_source(image), out, sandbox=True, with_project=False, force=force))
@@ -106,7 +106,7 @@ def check(
 
     Example: hpc-rl image check hpc-rl.sif
     """
-    from hpc_rl.launch.image_check import inspect_image
+    from hpc_rl.images.inspect import inspect_image
 
     report = inspect_image(image, python)
     print(json.dumps(asdict(report), indent=2) if as_json else _report_text(report))
@@ -114,7 +114,7 @@ def check(
 
 
 def _make(order: Order) -> None:
-    from hpc_rl.launch.image_build import make
+    from hpc_rl.images.build import make
 
     if order.source.is_moving:
         note(f"{order.source.uri} may be another image tomorrow: NAME@sha256:DIGEST names one for good")

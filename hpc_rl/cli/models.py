@@ -28,11 +28,11 @@ def export(
 
     Example: hpc-rl export sft-1 models/mine --dtype bfloat16
     """
-    from hpc_rl.launch import runs
+    from hpc_rl.runs.status import find_run
 
-    folder = Path(source) if Path(source, "trainer.json").is_file() else runs.find_run(source).path
+    folder = Path(source) if Path(source, "trainer.json").is_file() else find_run(source).path
     try:
-        from hpc_rl.engine.export import export as export_model
+        from hpc_rl.training.export import export as export_model
     except ModuleNotFoundError as error:
         raise UserError(f"export needs {error.name}: pip install 'hpc-rl[train]'") from error
     from transformers.utils import logging

@@ -26,8 +26,8 @@ from hpc_rl.errors import UserError
 from hpc_rl.run_dir import ENV_RUN_DIR
 
 if TYPE_CHECKING:
-    from hpc_rl.launch.render import Job
-    from hpc_rl.launch.request import Request
+    from hpc_rl.submit.request import Request
+    from hpc_rl.submit.script import Job
 
 
 @app.command()
@@ -49,14 +49,14 @@ def sweep(
     """
     from dataclasses import replace
 
-    from hpc_rl.launch import jobs
-    from hpc_rl.launch import sweep as sweeps
-    from hpc_rl.launch.grid import grid
+    from hpc_rl.submit import queue
+    from hpc_rl.submit import sweep as sweeps
+    from hpc_rl.submit.grid import grid
 
     request = request_of(kind, arguments, flags, run_dir)
     points = grid(request.overrides)
     if not dry_run:
-        jobs.require_slurm()
+        queue.require_slurm()
     planned = sweeps.plan(replace(request, overrides=()), points, max_parallel)
     for unchecked in planned.notes:
         note(unchecked)
@@ -84,12 +84,12 @@ def chain(
 
     Example: hpc-rl chain sft model.path=model data.train_files=train.jsonl -- ppo --nodes 2 recipe=gsm8k-2nodes
     """
-    from hpc_rl.launch import chain as chains
-    from hpc_rl.launch import jobs
+    from hpc_rl.submit import chain as chains
+    from hpc_rl.submit import queue
 
     requests = [_stage(words) for words in _split_stages(stages)]
     if not dry_run and not local:
-        jobs.require_slurm()
+        queue.require_slurm()
     planned, notes = chains.plan(requests, local)
     for unchecked in notes:
         note(unchecked)
@@ -118,20 +118,20 @@ def runs(
 
     Example: hpc-rl runs
     """
-    from hpc_rl.launch import overview
-    from hpc_rl.launch import runs as launched
-    from hpc_rl.launch.sweep_dir import find_sweep
+    from hpc_rl.runs import table
+    from hpc_rl.runs.status import ROOT
+    from hpc_rl.runs.sweeps import find_sweep
 
     found = find_sweep(sweep) if sweep is not None else None
     if sweep is not None and found is None:
-        raise UserError(f"no sweep {sweep!r} in {launched.ROOT.absolute()}; one run is shown by hpc-rl status {sweep}")
-    rows = overview.runs_of(found) if found else overview.all_runs()
+        raise UserError(f"no sweep {sweep!r} in {ROOT.absolute()}; one run is shown by hpc-rl status {sweep}")
+    rows = table.runs_of(found) if found else table.all_runs()
     if as_json:
         print(json.dumps([row.as_dict() for row in rows]))
     elif rows:
         print(runs_table(rows))
     else:
-        note(f"no runs in {launched.ROOT.absolute()}")
+        note(f"no runs in {ROOT.absolute()}")
 
 
 @app.command()
@@ -142,13 +142,12 @@ def requeue(run: RunOrSweepArgument) -> None:
 
     Example: hpc-rl requeue sft-1
     """
-    from hpc_rl.launch import requeue as again
-    from hpc_rl.launch import runs as launched
-    from hpc_rl.launch import sweep_control
-    from hpc_rl.launch.sweep_dir import find_sweep
+    from hpc_rl.runs.status import find_run
+    from hpc_rl.runs.sweeps import find_sweep
+    from hpc_rl.submit import requeue as again
 
     found = find_sweep(run)
-    print(sweep_control.requeue(found) if found else again.requeue(launched.find_run(run)))
+    print(again.requeue_sweep(found) if found else again.requeue(find_run(run)))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -164,13 +163,13 @@ def attach(
 
     Example: hpc-rl attach --node 1 sft-1 nvidia-smi
     """
-    from hpc_rl.launch import runs as launched
+    from hpc_rl.runs.status import find_run, is_local, status_of
     from hpc_rl.slurm import commands
     from hpc_rl.slurm.allocation import expand_hostlist
 
-    found = launched.find_run(run)
-    now = launched.status(found)
-    if now.state != "RUNNING" or now.job_id is None or launched.is_local(now.job_id):
+    found = find_run(run)
+    now = status_of(found)
+    if now.state != "RUNNING" or now.job_id is None or is_local(now.job_id):
         what = "runs on this machine" if now.state == "RUNNING" else f"is {now.state}"
         raise UserError(f"run {found.name} {what}: attach needs a job that is running in Slurm")
     nodes = expand_hostlist(now.nodes)

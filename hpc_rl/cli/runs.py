@@ -19,9 +19,10 @@ def status(run: RunArgument, as_json: JsonOption = False) -> None:
 
     Example: hpc-rl status sft-1
     """
-    from hpc_rl.launch import diagnosis, runs
+    from hpc_rl.doctor import diagnosis
+    from hpc_rl.runs.status import find_run
 
-    found, reasons = diagnosis.diagnosis_of(runs.find_run(run))
+    found, reasons = diagnosis.diagnosis_of(find_run(run))
     if reasons and not as_json:
         print(findings_text(reasons[:1]) + "\n")
     print(found.as_json() if as_json else status_text(found))
@@ -38,9 +39,11 @@ def logs(
 
     Example: hpc-rl logs -f sft-1
     """
-    from hpc_rl.launch import jobs, runs, watch
+    from hpc_rl.runs import control
+    from hpc_rl.runs.follow import LogFiles, RunView, log_files
+    from hpc_rl.runs.status import find_run, status_of
 
-    found = runs.find_run(run)
+    found = find_run(run)
 
     def print_line(path: Path, line: str) -> None:
         if as_json:
@@ -48,17 +51,17 @@ def logs(
         else:
             print(line if node is None else f"{path.stem}: {line}", flush=True)
 
-    files = watch.log_files(found, node)
-    if not files and not (follow and runs.status(found).active):
+    files = log_files(found, node)
+    if not files and not (follow and status_of(found).active):
         what = "log yet" if node is None else f"log of a node {node}"
         raise UserError(f"run {found.name} has no {what} in {found.path}")
     if follow and node is None and not as_json:
-        with watch.RunView(found) as view:
-            leave(jobs.wait(found, view.poll))
-    with watch.LogFiles(lambda: watch.log_files(found, node), print_line) as log:
+        with RunView(found) as view:
+            leave(control.wait(found, view.poll))
+    with LogFiles(lambda: log_files(found, node), print_line) as log:
         log.poll()
         if follow:
-            leave(jobs.wait(found, log.poll))
+            leave(control.wait(found, log.poll))
 
 
 @app.command()
@@ -67,11 +70,12 @@ def cancel(run: RunOrSweepArgument) -> None:
 
     Example: hpc-rl cancel sft-1
     """
-    from hpc_rl.launch import jobs, runs, sweep_control
-    from hpc_rl.launch.sweep_dir import find_sweep
+    from hpc_rl.runs import control, sweeps
+    from hpc_rl.runs.status import find_run
+    from hpc_rl.runs.sweeps import find_sweep
 
     sweep = find_sweep(run)
-    print(sweep_control.cancel(sweep) if sweep else jobs.cancel(runs.find_run(run)))
+    print(sweeps.cancel(sweep) if sweep else control.cancel(find_run(run)))
 
 
 @app.command()
@@ -80,8 +84,9 @@ def stop(run: RunOrSweepArgument) -> None:
 
     Example: hpc-rl stop sft-1
     """
-    from hpc_rl.launch import jobs, runs, sweep_control
-    from hpc_rl.launch.sweep_dir import find_sweep
+    from hpc_rl.runs import control, sweeps
+    from hpc_rl.runs.status import find_run
+    from hpc_rl.runs.sweeps import find_sweep
 
     sweep = find_sweep(run)
-    print(sweep_control.stop(sweep) if sweep else jobs.stop(runs.find_run(run)))
+    print(sweeps.stop(sweep) if sweep else control.stop(find_run(run)))

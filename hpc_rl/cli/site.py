@@ -14,9 +14,9 @@ from hpc_rl.cli.app import JsonOption, SiteOption, app, note
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
-    from hpc_rl.config.sites import Profile
-    from hpc_rl.launch.site_proposal import Facts
-    from hpc_rl.slurm.detect import Partition
+    from hpc_rl.sites.profile import Profile
+    from hpc_rl.sites.proposal import Facts
+    from hpc_rl.slurm.cluster import Partition
 
 site_app = typer.Typer(
     help="The cluster's profile: write one, and see which line comes from where.\n\nExample: hpc-rl site show",
@@ -31,9 +31,9 @@ def show(site: SiteOption = None, as_json: JsonOption = False) -> None:
 
     Example: hpc-rl site show
     """
-    from hpc_rl.config import sites
+    from hpc_rl.sites.profile import load_profile
 
-    profile = sites.load(site)
+    profile = load_profile(site)
     print(_as_json(profile) if as_json else _as_text(profile))
 
 
@@ -49,9 +49,9 @@ def detect(
 
     Example: hpc-rl site detect --yes --out site.yaml
     """
-    from hpc_rl.config.sites import USER
-    from hpc_rl.launch import detect as login_node
-    from hpc_rl.launch.site_proposal import choose_accounts, choose_partitions, propose
+    from hpc_rl.sites import detection as login_node
+    from hpc_rl.sites.profile import USER
+    from hpc_rl.sites.proposal import choose_accounts, choose_partitions, propose
 
     path = out or USER.expanduser()
     login_node.check_writable(path, force)
@@ -105,7 +105,7 @@ def _warn(facts: Facts, accounts: list[str]) -> None:
 
 
 def _as_text(profile: Profile) -> str:
-    from hpc_rl.config.sites import short
+    from hpc_rl.sites.profile import short
 
     rows = [(key, _shown(value), str(profile.origins[key])) for key, value in profile.values.items()]
     widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]

@@ -18,8 +18,8 @@ from hpc_rl.cli.text import findings_text, short_path, status_text, submitted_te
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
-    from hpc_rl.launch.render import Job
-    from hpc_rl.launch.request import Request
+    from hpc_rl.submit.request import Request
+    from hpc_rl.submit.script import Job
 
 
 OverridesArgument = Annotated[
@@ -121,10 +121,10 @@ def submit(
 
     Example: hpc-rl submit sft --nodes 2 --gpus-per-node 4 model=qwen2.5-0.5b data.train_files=train.jsonl
     """
-    from hpc_rl.launch import jobs
-    from hpc_rl.launch.local import check_local
-    from hpc_rl.launch.render import render as render_script
-    from hpc_rl.launch.request import job_of_script
+    from hpc_rl.submit import queue
+    from hpc_rl.submit.local import check_local
+    from hpc_rl.submit.request import job_of_script
+    from hpc_rl.submit.script import render as render_script
 
     here = local or in_allocation
     if script is not None and (arguments or flags != SlurmFlags() or run_dir or here):
@@ -142,17 +142,17 @@ def submit(
         _note_options(job)
         return
     if not local:
-        jobs.require_slurm()
+        queue.require_slurm()
     if in_allocation:
         _check_allocation(request_of(kind, arguments, flags, run_dir))
     if script is not None:
         job, text = job_of_script(kind.value, script)
-        jobs.check_free(job.run_dir)
+        queue.check_free(job.run_dir)
     else:
         job, text = _reserved(request_of(kind, arguments, flags, run_dir), here)
     if here:
         leave(run_here(job, text, in_allocation))
-    job_id = jobs.submit(job, text)
+    job_id = queue.submit(job, text)
     print(submitted_text(job, job_id))
     if wait or follow:
         leave(_wait(job, job_id, follow))
@@ -168,20 +168,20 @@ def render(
 
     Example: hpc-rl render sft --job-name mine model=qwen2.5-0.5b data.train_files=train.jsonl
     """
-    from hpc_rl.launch import jobs
+    from hpc_rl.submit import queue
 
     if flags.after is not None:
         raise UserError(
             "--after is said at submission: hpc-rl submit --after RUN, or sbatch --dependency=afterok:ID FILE"
         )
     job, text = _reserved(request_of(kind, arguments, flags, run_dir))
-    jobs.prepare(job, text, None)
+    queue.prepare(job, text, None)
     print(text, end="")
     note(f"made {short_path(job.run_dir.path)}; submit by `sbatch FILE` or `hpc-rl submit {kind.value} --script FILE`")
 
 
 def request_of(kind: Kind, arguments: list[str] | None, flags: SlurmFlags, run_dir: Path | None) -> Request:
-    from hpc_rl.launch.request import Request
+    from hpc_rl.submit.request import Request
 
     overrides, program = _split_program(kind, arguments or [])
     return Request(kind.value, overrides, program, flags.settings(), flags.after, run_dir, flags.site)
@@ -189,7 +189,7 @@ def request_of(kind: Kind, arguments: list[str] | None, flags: SlurmFlags, run_d
 
 def _checked(request: Request, local: bool = False) -> Job:
     """The job, after every check; prints what could not be checked here."""
-    from hpc_rl.launch import preflight
+    from hpc_rl.submit import preflight
 
     job = request.job()
     for unchecked in preflight.check(job, local=local):
@@ -199,10 +199,10 @@ def _checked(request: Request, local: bool = False) -> Job:
 
 def _reserved(request: Request, local: bool = False) -> tuple[Job, str]:
     """The job and its script, after every check, with a run directory of its own."""
-    from hpc_rl.launch import jobs
-    from hpc_rl.launch.render import render as render_script
+    from hpc_rl.submit import queue
+    from hpc_rl.submit.script import render as render_script
 
-    jobs.check_free(request.job().run_dir)
+    queue.check_free(request.job().run_dir)
     render_script(_checked(request, local))  # a broken template shows before anything is made
     job = request.reserve()
     return job, render_script(job)
@@ -217,7 +217,7 @@ def _split_program(kind: Kind, arguments: list[str]) -> tuple[list[str], tuple[s
 
 
 def _check_allocation(request: Request) -> None:
-    from hpc_rl.launch.in_allocation import step_environment
+    from hpc_rl.submit.in_allocation import step_environment
 
     step_environment(os.environ, request.config().trainer.nnodes)
 
@@ -230,9 +230,9 @@ def _note_options(job: Job) -> None:
 
 def run_here(job: Job, script: str, in_allocation: bool = False) -> int:
     """Run a job on this machine, or in the allocation around it, and show its log; the exit code."""
-    from hpc_rl.launch.in_allocation import run_in_allocation
-    from hpc_rl.launch.local import run_local
-    from hpc_rl.launch.watch import RunView
+    from hpc_rl.runs.follow import RunView
+    from hpc_rl.submit.in_allocation import run_in_allocation
+    from hpc_rl.submit.local import run_local
 
     print(f"run {job.run_dir.name} in {short_path(job.run_dir.path)}", flush=True)
     with RunView(job.run_dir) as view:
@@ -242,13 +242,14 @@ def run_here(job: Job, script: str, in_allocation: bool = False) -> int:
 def _wait(job: Job, job_id: str, follow: bool) -> int:
     from contextlib import nullcontext
 
-    from hpc_rl.launch import diagnosis, jobs
-    from hpc_rl.launch.watch import RunView
+    from hpc_rl.doctor import diagnosis
+    from hpc_rl.runs import control
+    from hpc_rl.runs.follow import RunView
 
     view = RunView(job.run_dir) if follow else None
     try:
         with view or nullcontext():
-            code = jobs.wait(job.run_dir, view.poll if view else lambda: None)
+            code = control.wait(job.run_dir, view.poll if view else lambda: None)
     except KeyboardInterrupt:
         note(f"job {job_id} goes on; hpc-rl stop {job.run_dir.name} or hpc-rl cancel {job.run_dir.name} ends it")
         return 130

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_rl.tracking.text import duration
+from hpc_rl.tracking.formatting import duration
 
 if TYPE_CHECKING:
-    from hpc_rl.launch.diagnosis import Finding
-    from hpc_rl.launch.overview import Row
-    from hpc_rl.launch.render import Job
-    from hpc_rl.launch.runs import RunStatus
+    from hpc_rl.doctor.diagnosis import Finding
+    from hpc_rl.runs.status import RunStatus
+    from hpc_rl.runs.table import Row
+    from hpc_rl.submit.script import Job
 
 GUIDE = "docs/troubleshooting.md"
 MOST_SHOWN = 300

@@ -23,9 +23,10 @@ def watch(
 
     Example: hpc-rl watch sft-1
     """
-    from hpc_rl.launch import live, runs
+    from hpc_rl.runs import live
+    from hpc_rl.runs.status import find_run
 
-    found = runs.find_run(run)
+    found = find_run(run)
     if once:
         live.print_once(found)
         return
@@ -47,12 +48,12 @@ def report(
 
     Example: hpc-rl report sft-1 sft-2 --out comparison.html
     """
-    from hpc_rl.launch import runs
-    from hpc_rl.launch.history import full_history
+    from hpc_rl.runs.history import full_history
+    from hpc_rl.runs.status import find_run
     from hpc_rl.tracking.recorded import read_run
     from hpc_rl.tracking.report import MOST_RUNS, write_page
 
-    found = [runs.find_run(name) for name in names]
+    found = [find_run(name) for name in names]
     if len(found) > MOST_RUNS:
         raise UserError(f"{len(found)} runs were asked for, and a report compares {MOST_RUNS} at most")
     if out is None:

@@ -10,23 +10,31 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from hpc_rl.config.schema import SCHEMAS, JobConfig
+from hpc_rl.config.job import JobConfig
+from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.ray import RayJobConfig
+from hpc_rl.config.sft import SftConfig
 from hpc_rl.errors import UserError
-from hpc_rl.resources import shipped
+from hpc_rl.host.shipped import shipped
 
-if TYPE_CHECKING:
-    from hpc_rl.config.sites import Profile
+SCHEMAS: dict[str, type[JobConfig]] = {
+    "sft": SftConfig,
+    "ppo": PpoConfig,
+    "torchrun": JobConfig,
+    "ray": RayJobConfig,
+    "doctor": RayJobConfig,
+}
 
 
 def compose(
     job: str,
     overrides: Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
-    profile: Profile | None = None,
+    site: Mapping[str, Any] | None = None,
 ) -> JobConfig:
     """The configuration of one job kind: schema defaults < profile < recipe < overrides < settings.
 
@@ -36,19 +44,20 @@ def compose(
         overrides: `key=value` or `group=name`, as typed on the command line. Where the schema wants text, the value is
             taken as it stands; elsewhere Hydra's grammar reads it (numbers, lists, tables).
         settings: dotted key -> value that needs no parsing (command-line flags).
-        profile: the cluster's (`sites.load`); its keys that this kind of job does not have are left out.
+        site: dotted key -> value of the cluster's profile (`Profile.values`); keys that this kind of job does not have
+            are left out.
 
     Raises:
         UserError: unknown keys, values that do not fit, or an override that cannot be read.
     """
-    return validate(job, _tree(job, overrides, settings or {}, profile))
+    return validate(job, _tree(job, overrides, settings or {}, site))
 
 
 def compose_partly(
-    job: str, overrides: Sequence[str] = (), profile: Profile | None = None
+    job: str, overrides: Sequence[str] = (), site: Mapping[str, Any] | None = None
 ) -> tuple[JobConfig, list[str]]:
     """Like `compose`, for looking at: required keys that were not given stand as `???` and are returned by name."""
-    tree = _tree(job, overrides, {}, profile)
+    tree = _tree(job, overrides, {}, site)
     try:
         SCHEMAS[job].model_validate(tree)
     except ValidationError as error:
@@ -108,7 +117,9 @@ def documented_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple
         yield f"{prefix}{name}", _type_name(annotation), default, " ".join((field.description or "").split())
 
 
-def _tree(job: str, overrides: Sequence[str], settings: Mapping[str, Any], profile: Profile | None) -> dict[str, Any]:
+def _tree(
+    job: str, overrides: Sequence[str], settings: Mapping[str, Any], site: Mapping[str, Any] | None
+) -> dict[str, Any]:
     schema = SCHEMAS[job]
     texts, rest = _split_overrides(schema, overrides)
     tree = _hydra_tree(job, rest)
@@ -116,12 +127,12 @@ def _tree(job: str, overrides: Sequence[str], settings: Mapping[str, Any], profi
         # A section that nobody mentioned is there all the same, so that its required keys are named one by one.
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) and tree.get(name) is None:
             tree[name] = {}
-    if profile is not None:
-        site: dict[str, Any] = {}
-        for key, value in profile.values.items():
+    if site:
+        below: dict[str, Any] = {}
+        for key, value in site.items():
             if find_annotation(schema, key):
-                put(site, key, value)
-        tree = _merged(site, tree)
+                put(below, key, value)
+        tree = _merged(below, tree)
     for key, value in {**texts, **settings}.items():
         put(tree, key, value)
     return tree

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
-from hpc_rl.config.section import Line, Path, Section
+from hpc_rl.config.base import Line, Path, Section
 
 
 class ContainerConfig(Section):

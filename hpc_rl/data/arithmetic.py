@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.data.files import write_jsonl
 from hpc_rl.errors import UserError
+from hpc_rl.host.files import write_jsonl
 
 _LARGEST = 20
 # Every question that there is; train and validation are disjoint parts of it.

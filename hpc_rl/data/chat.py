@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
 
-from hpc_rl.config.schema import DataConfig, PromptDataConfig
+from hpc_rl.config.ppo import PromptDataConfig
+from hpc_rl.config.sft import DataConfig
 from hpc_rl.data.rows import Message
 from hpc_rl.errors import UserError
 

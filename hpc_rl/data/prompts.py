@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.config.schema import PromptDataConfig
+from hpc_rl.config.ppo import PromptDataConfig
 from hpc_rl.data.chat import as_text, chat_template
 from hpc_rl.data.rows import Row, to_prompt
 from hpc_rl.data.sources import all_rows, chunks

@@ -12,7 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.schema import DataConfig, PromptDataConfig
+from hpc_rl.config.ppo import PromptDataConfig
+from hpc_rl.config.sft import DataConfig
 from hpc_rl.errors import UserError
 
 Row = dict[str, Any]

@@ -11,7 +11,7 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
-from hpc_rl.config.schema import DataConfig
+from hpc_rl.config.sft import DataConfig
 from hpc_rl.data.chat import chat_template, marks_generation, render
 from hpc_rl.data.rows import Message, to_messages
 from hpc_rl.data.sources import all_rows, chunks

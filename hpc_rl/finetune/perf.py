@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpc_rl.data.sft_dataset import Sample
-from hpc_rl.engine.distributed import World
-from hpc_rl.engine.model import Flops
-from hpc_rl.engine.perf import Clock, max_memory_gb, peak_flops
+from hpc_rl.training.distributed import World
+from hpc_rl.training.model import Flops
+from hpc_rl.training.perf import Clock, max_memory_gb, peak_flops
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpc_rl.config.compose import compose, load_config
-from hpc_rl.config.schema import SftConfig
-from hpc_rl.engine.errors import AgreedError
+from hpc_rl.config.sft import SftConfig
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir, current_run_dir
+from hpc_rl.training.errors import AgreedError
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -53,9 +53,9 @@ def run(arguments: Sequence[str]) -> int:
         raise AgreedError(str(error)) from error
     from transformers.utils import logging  # heavy, like all that follows
 
-    from hpc_rl.engine import distributed
     from hpc_rl.finetune.trainer import train
     from hpc_rl.tracking.report import failure_reported
+    from hpc_rl.training import distributed
 
     logging.disable_progress_bar()  # bars of control characters in log files
     world = distributed.start(config.trainer.device, config.slurm.start_timeout_s)

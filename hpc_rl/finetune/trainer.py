@@ -10,18 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hpc_rl.config.schema import SftConfig
+from hpc_rl.config.sft import SftConfig
 from hpc_rl.data.chat import chat_template
-from hpc_rl.data.sampler import Position, batches, steps_per_epoch
+from hpc_rl.data.order import Position, batches, steps_per_epoch
 from hpc_rl.data.sft_dataset import Sample
-from hpc_rl.engine import checkpoint, guards, sharding
-from hpc_rl.engine.batching import plan_batch
-from hpc_rl.engine.checkpoint import Progress
-from hpc_rl.engine.distributed import World
-from hpc_rl.engine.export import export
-from hpc_rl.engine.model import CausalLM, Flops, count_flops, load_model, load_tokenizer
-from hpc_rl.engine.optim import build_optimizer, clip_gradients, lr_factor, set_lr
-from hpc_rl.engine.perf import Clock
 from hpc_rl.errors import EXIT_STOPPED
 from hpc_rl.finetune import sft
 from hpc_rl.finetune.dataset import load_samples
@@ -29,6 +21,14 @@ from hpc_rl.finetune.perf import Work, perf_metrics
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.report import report_end
 from hpc_rl.tracking.tracker import Tracker, open_tracker
+from hpc_rl.training import checkpoint, guards, sharding
+from hpc_rl.training.batching import plan_batch
+from hpc_rl.training.checkpoint import Progress
+from hpc_rl.training.distributed import World
+from hpc_rl.training.export import export
+from hpc_rl.training.model import CausalLM, Flops, count_flops, load_model, load_tokenizer
+from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
+from hpc_rl.training.perf import Clock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

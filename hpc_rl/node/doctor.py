@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.node_report import report_path
 from hpc_rl.node.doctor_facts import node_facts
 from hpc_rl.node.doctor_trials import FOLDERS, try_all_reduce, try_ray
 from hpc_rl.node.entry import run_entry, say, this_allocation, this_attempt_dir
 from hpc_rl.node.meeting import POLL_S, Meeting, named
-from hpc_rl.node_report import report_path
 
 ANSWER_TIMEOUT_S = 60
 
@@ -95,7 +95,7 @@ def _await_files(meeting: Meeting, names: Sequence[str], timeout_s: float) -> No
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This entry's own options, and further ones of `hpc_rl.node.ray_node`."""
+    """This entry's own options, and further ones of `hpc_rl.node.ray_cluster.node`."""
     parser = argparse.ArgumentParser(prog="python -m hpc_rl.node.doctor", description=__doc__)
     parser.add_argument("--processes", type=int, required=True, help="GPUs, or CPU processes, of this node")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")

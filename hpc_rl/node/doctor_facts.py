@@ -10,14 +10,14 @@ import subprocess
 from pathlib import Path
 
 from hpc_rl.errors import UserError
-from hpc_rl.machine import file_latency_s, internet_addresses, python_facts, reach
+from hpc_rl.host.machine import file_latency_s, internet_addresses, python_facts, reach
+from hpc_rl.host.node_report import NodeReport
+from hpc_rl.host.scratch import scratch_dir
 from hpc_rl.node.network import interface_addresses
 from hpc_rl.node.ports import free_block, given_block
-from hpc_rl.node.ray_limits import cpu_quotas, memory_limits, own_cgroups
-from hpc_rl.node.ray_ports import BLOCK, SETTING
-from hpc_rl.node.ray_site import node_address
-from hpc_rl.node_report import NodeReport
-from hpc_rl.scratch import scratch_dir
+from hpc_rl.node.ray_cluster.layout import node_address
+from hpc_rl.node.ray_cluster.limits import cpu_quotas, memory_limits, own_cgroups
+from hpc_rl.node.ray_cluster.ports import BLOCK, SETTING
 from hpc_rl.slurm.allocation import Allocation
 
 RUNTIMES = ("apptainer", "singularity", "enroot", "podman")

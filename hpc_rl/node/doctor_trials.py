@@ -16,11 +16,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_rl.node_report import Trial
-from hpc_rl.process import end, shell_code, start, tail
-from hpc_rl.ray_version import installed_ray, token_authentication
+from hpc_rl.host.files import tail
+from hpc_rl.host.node_report import Trial
+from hpc_rl.host.processes import end, shell_code, start
+from hpc_rl.host.ray_version import installed_ray, token_authentication
+from hpc_rl.host.scratch import remove_scratch, scratch_dir
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR
-from hpc_rl.scratch import remove_scratch, scratch_dir
 from hpc_rl.slurm.allocation import Allocation
 
 ALL_REDUCE, RAY = "all-reduce", "ray-cluster"
@@ -36,7 +37,7 @@ def try_all_reduce(attempt_dir: Path, options: argparse.Namespace) -> Trial | No
     if importlib.util.find_spec("torch") is None:
         return None
     entry = ["hpc_rl.node.torchrun", *_common(options)]
-    return _run(attempt_dir / ALL_REDUCE, [*entry, "--", "-m", "hpc_rl.engine.all_reduce"], options.start_timeout)
+    return _run(attempt_dir / ALL_REDUCE, [*entry, "--", "-m", "hpc_rl.probes.all_reduce"], options.start_timeout)
 
 
 def try_ray(
@@ -47,8 +48,8 @@ def try_ray(
     if version is None or not token_authentication(version):
         return None
     first = [] if options.first_port is None else ["--first-port", str(options.first_port)]
-    entry = ["hpc_rl.node.ray_node", *_common(options), "--device", options.device, *first, *ray_options]
-    driver = [sys.executable, "-P", "-m", "hpc_rl.rl.ray_probe"]
+    entry = ["hpc_rl.node.ray_cluster.node", *_common(options), "--device", options.device, *first, *ray_options]
+    driver = [sys.executable, "-P", "-m", "hpc_rl.probes.ray"]
     try:
         return _run(attempt_dir / RAY, [*entry, "--", *driver], options.start_timeout)
     finally:

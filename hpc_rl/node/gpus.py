@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpc_rl.usage import Gpu
+from hpc_rl.host.usage import Gpu
 
 TIMEOUT_S = 20
 """A driver that is in trouble answers late or never."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_STOPPED
-from hpc_rl.process import GRACE_S, die_with_parent, forward_termination, shell_code, start
+from hpc_rl.host.processes import GRACE_S, die_with_parent, forward_termination, shell_code, start
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR
 
 SAVE_TIMEOUT_S = 1800

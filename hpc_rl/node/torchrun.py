@@ -17,14 +17,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED, UserError
-from hpc_rl.follow import Follower
+from hpc_rl.host.files import Follower, tail
+from hpc_rl.host.processes import end, forward_termination, shell_code, start
 from hpc_rl.node.entry import run_entry, say, this_allocation, this_attempt_dir, worker_defaults
 from hpc_rl.node.meeting import POLL_S, Meeting, named
 from hpc_rl.node.network import choose_address
 from hpc_rl.node.ports import free_port
 from hpc_rl.node.rank import RankExit, log_path, read_exits
-from hpc_rl.node.sampler import recording_usage
-from hpc_rl.process import end, forward_termination, shell_code, start, tail
+from hpc_rl.node.usage_recorder import recording_usage
 from hpc_rl.slurm.allocation import Allocation
 
 LOG_POLL_S = 0.5

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.process import shell_code
+from hpc_rl.host.processes import shell_code
 from hpc_rl.rewards.worker import Call, Result, failed
 
 START_TIMEOUT_S = 120.0

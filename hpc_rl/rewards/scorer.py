@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.config.schema import RewardConfig
+from hpc_rl.config.ppo import RewardConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rewards.check import check_function, check_url
 from hpc_rl.rewards.http import Endpoint

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from hpc_rl.errors import UserError
-from hpc_rl.process import die_with_parent
+from hpc_rl.host.processes import die_with_parent
 from hpc_rl.rewards import signature
 from hpc_rl.rewards.load import load_function
 from hpc_rl.rewards.number import to_score

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 
-from hpc_rl.data.sampler import Position
-from hpc_rl.engine import checkpoint
-from hpc_rl.engine.checkpoint import ACTOR, CRITIC, Progress
-from hpc_rl.engine.export import export
-from hpc_rl.engine.model_state import UnreadableError
-from hpc_rl.rl.group import WorkerGroup
+from hpc_rl.data.order import Position
 from hpc_rl.rl.state import State
+from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
+from hpc_rl.training import checkpoint
+from hpc_rl.training.checkpoint import ACTOR, CRITIC, Progress
+from hpc_rl.training.export import export
+from hpc_rl.training.model_state import UnreadableError
 
 
 def save(state: State) -> None:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_rl.config.compose import compose, dump, load_config
-from hpc_rl.config.schema import PpoConfig
+from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.follow import Follower
+from hpc_rl.host.files import Follower
 from hpc_rl.run_dir import RunDir, current_attempt_dir, current_run_dir
 
 _LOG_POLL_S = 0.1

@@ -7,7 +7,7 @@ from tensordict import TensorDict
 
 from hpc_rl.algorithms.correction import probability_difference
 from hpc_rl.algorithms.losses import explained_variance
-from hpc_rl.config.schema import PpoConfig
+from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl import experience as columns
 from hpc_rl.rl.state import State
 from hpc_rl.rl.workers.learner import Sums

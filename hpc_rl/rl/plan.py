@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hpc_rl.config.roles import engine_dtype, engine_name
-from hpc_rl.config.schema import PpoConfig
-from hpc_rl.rl.layout import mini_batches
+from hpc_rl.config.ppo import PpoConfig, engine_dtype, engine_name
+from hpc_rl.rl.dealing import mini_batches
 
 OldLogprobs = Literal["skip", "rollout", "recompute"]
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from hpc_rl.config.schema import RewardConfig
+from hpc_rl.config.ppo import RewardConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scorer, Scores
 from hpc_rl.rl.calls import CALL_TIMEOUT_S, Pending
 from hpc_rl.rl.experience import new_experience
-from hpc_rl.rl.group import WorkerGroup
 from hpc_rl.rl.rollout.base import Completion
+from hpc_rl.rl.workers.group import WorkerGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,24 +7,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_rl.algorithms.kl import AdaptiveKl
-from hpc_rl.config.roles import engine_name, pool_of, pool_spec, roles_in_use
-from hpc_rl.config.schema import PpoConfig
+from hpc_rl.config.ppo import PpoConfig, engine_name, pool_of, pool_spec, roles_in_use
 from hpc_rl.data.chat import chat_template
 from hpc_rl.data.prompts import Prompt, load_prompts
-from hpc_rl.engine.checkpoint import refuse_other_data
-from hpc_rl.engine.model import load_tokenizer
 from hpc_rl.errors import UserError
 from hpc_rl.rewards.scorer import open_scorer
 from hpc_rl.rl import checkpoints, plan
-from hpc_rl.rl.group import WorkerGroup
+from hpc_rl.rl.batches import Sampler
 from hpc_rl.rl.pools import Pool, create_pools
 from hpc_rl.rl.rollout.group import EngineGroup
 from hpc_rl.rl.rollout.rollout import Colocated, Rollout
-from hpc_rl.rl.sampling import Sampler
 from hpc_rl.rl.scoring import FunctionScoring, ModelScoring, Scoring
 from hpc_rl.rl.state import State
+from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.tracker import open_tracker
+from hpc_rl.training.checkpoint import refuse_other_data
+from hpc_rl.training.model import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,9 +10,9 @@ from hpc_rl.algorithms.advantages import overlong_penalty, token_rewards
 from hpc_rl.algorithms.correction import tis_weights
 from hpc_rl.algorithms.estimators import ESTIMATORS, Outcome
 from hpc_rl.algorithms.losses import LossAgg, response_weights
-from hpc_rl.config.schema import AlgorithmConfig, PpoConfig
+from hpc_rl.config.ppo import AlgorithmConfig, PpoConfig
 from hpc_rl.rl import experience as columns
-from hpc_rl.rl.layout import mini_batches
+from hpc_rl.rl.dealing import mini_batches
 
 
 def add_scores(experience: TensorDict, scores_B: torch.Tensor, config: PpoConfig) -> None:

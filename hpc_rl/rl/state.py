@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpc_rl.algorithms.kl import AdaptiveKl
-from hpc_rl.config.schema import PpoConfig
+from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.prompts import Prompt
-from hpc_rl.engine.model import Flops
-from hpc_rl.rl.group import WorkerGroup
+from hpc_rl.rl.batches import Sampler
 from hpc_rl.rl.plan import OldLogprobs
 from hpc_rl.rl.rollout.rollout import Rollout
-from hpc_rl.rl.sampling import Sampler
 from hpc_rl.rl.scoring import Scoring
+from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.tracker import Tracker
+from hpc_rl.training.model import Flops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,10 +7,10 @@ import time
 import torch
 from tensordict import TensorDict
 
-from hpc_rl.config.schema import PpoConfig
-from hpc_rl.engine.perf import Clock
+from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import EXIT_STOPPED
 from hpc_rl.rl import checkpoints, shaping
+from hpc_rl.rl.batches import Batch
 from hpc_rl.rl.metrics import (
     actor_metrics,
     critic_metrics,
@@ -18,11 +18,11 @@ from hpc_rl.rl.metrics import (
     perf_metrics,
     probs_diff_warning,
 )
-from hpc_rl.rl.sampling import Batch
 from hpc_rl.rl.scoring import refuse_no_scores
 from hpc_rl.rl.state import State
 from hpc_rl.rl.validation import validate
 from hpc_rl.tracking.report import report_end
+from hpc_rl.training.perf import Clock
 
 
 def train(state: State) -> int:

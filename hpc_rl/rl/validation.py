@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc_rl.config.schema import PpoConfig
+from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.prompts import Prompt
+from hpc_rl.rl.batches import greedily
 from hpc_rl.rl.rollout.rollout import Rollout
-from hpc_rl.rl.sampling import greedily
 from hpc_rl.rl.scoring import Scoring, response_texts
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 
 from hpc_rl.errors import UserError
-from hpc_rl.slurm import detect
+from hpc_rl.slurm import cluster
 from hpc_rl.slurm.accounting import COLUMNS, Start, read_starts
 from hpc_rl.slurm.states import JobState, newer, read_sacct, read_scontrol, read_squeue, sacct_states, squeue_states
 
@@ -117,35 +117,35 @@ def cancel(*job_ids: str) -> None:
         raise UserError(f"scancel {' '.join(job_ids)}: {_words(result)}")
 
 
-def node_groups() -> list[detect.NodeGroup]:
+def node_groups() -> list[cluster.NodeGroup]:
     """What nodes there are, by partition and shape, hidden partitions too; empty where sinfo is missing or fails.
 
     Raises:
         NoAnswer: the controller does not answer.
     """
-    return detect.read_sinfo(_answer(["sinfo", "-a", "-h", "-e", "-o", detect.SINFO_FORMAT]))
+    return cluster.read_sinfo(_answer(["sinfo", "-a", "-h", "-e", "-o", cluster.SINFO_FORMAT]))
 
 
-def partitions() -> list[detect.Partition]:
+def partitions() -> list[cluster.Partition]:
     """Every partition of the cluster, hidden ones too.
 
     Raises:
         NoAnswer: Slurm cannot be asked, with its own words, as for the next two.
     """
-    return detect.read_partitions(_said(["scontrol", "show", "partition", "-o", "-a"]))
+    return cluster.read_partitions(_said(["scontrol", "show", "partition", "-o", "-a"]))
 
 
 def configuration() -> tuple[dict[str, str], dict[str, bool]]:
     """Slurm's settings, and its controllers: host -> whether it is up."""
     text = _said(["scontrol", "show", "config"])
-    return detect.read_config(text), detect.read_controllers(text)
+    return cluster.read_config(text), cluster.read_controllers(text)
 
 
-def associations(cluster: str) -> list[detect.Association]:
+def associations(name: str) -> list[cluster.Association]:
     """This user's accounts on a cluster."""
     user = f"user={pwd.getpwuid(os.getuid()).pw_name}"
-    show = ["sacctmgr", "-nP", "show", "assoc", user, f"format={detect.ASSOCIATION_COLUMNS}"]
-    return detect.read_associations(_said(show), cluster)
+    show = ["sacctmgr", "-nP", "show", "assoc", user, f"format={cluster.ASSOCIATION_COLUMNS}"]
+    return cluster.read_associations(_said(show), name)
 
 
 def has_pyxis() -> bool:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from hpc_rl.host.usage import NodeUsage, Sample
 from hpc_rl.tracking.plot import Point, Series, line_plot, stacked_plot
 from hpc_rl.tracking.recorded import Recorded
-from hpc_rl.usage import NodeUsage, Sample
 
 _MOST_PHASES = 7  # the rest is summed up: more colours than that cannot be told apart
 _MOST_NODES = 6

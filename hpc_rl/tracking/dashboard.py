@@ -12,9 +12,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hpc_rl.host.usage import NodeUsage, Sample
+from hpc_rl.tracking.formatting import number, rates
 from hpc_rl.tracking.metrics import Record
-from hpc_rl.tracking.text import number, rates
-from hpc_rl.usage import NodeUsage, Sample
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVES = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from hpc_rl.tracking.text import number
+from hpc_rl.tracking.formatting import number
 
 WIDTH, HEIGHT = 400, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 10, 24

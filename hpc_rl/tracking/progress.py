@@ -10,8 +10,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from hpc_rl.tracking.formatting import learning, rates
 from hpc_rl.tracking.metrics import Record
-from hpc_rl.tracking.text import learning, rates
 
 
 class ProgressView:

@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
+from hpc_rl.host.usage import NodeUsage, read_usage
 from hpc_rl.run_dir import RunDir
-from hpc_rl.tracking.history import History, read_history
+from hpc_rl.tracking.attempts import History, read_history
 from hpc_rl.tracking.metrics import Record, read_metrics
-from hpc_rl.usage import NodeUsage, read_usage
 
 Point = tuple[float, float]
 

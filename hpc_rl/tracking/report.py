@@ -16,12 +16,12 @@ from markupsafe import Markup
 
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
+from hpc_rl.tracking.attempts import ended_with
 from hpc_rl.tracking.charts import Section, compared, phase_medians, sections
-from hpc_rl.tracking.history import ended_with
+from hpc_rl.tracking.formatting import number
 from hpc_rl.tracking.recorded import Recorded, differences, read_run
+from hpc_rl.tracking.samples import samples_of_one, samples_of_several
 from hpc_rl.tracking.summary import run_summary
-from hpc_rl.tracking.text import number
-from hpc_rl.tracking.texts import samples_of_one, samples_of_several
 
 MOST_RUNS = 8
 """More colours than that cannot be told apart."""

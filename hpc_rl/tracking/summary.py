@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpc_rl.tracking.history import KILLED, Attempt, History
+from hpc_rl.tracking.attempts import KILLED, Attempt, History
+from hpc_rl.tracking.formatting import duration, hours, number
 from hpc_rl.tracking.recorded import Recorded
-from hpc_rl.tracking.text import duration, hours, number
 
 _TONES = {"COMPLETED": "done", "RUNNING": "", "STOPPED": "", "REQUEUED": ""}
 

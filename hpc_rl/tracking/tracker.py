@@ -7,10 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from hpc_rl.config.schema import CacheConfig, TrainingConfig
+from hpc_rl.config.job import CacheConfig
+from hpc_rl.config.training import TrainingConfig
 from hpc_rl.run_dir import RunDir
+from hpc_rl.tracking.formatting import step_line
 from hpc_rl.tracking.metrics import MetricsFile
-from hpc_rl.tracking.text import step_line
 from hpc_rl.tracking.wandb_run import WandbRun
 
 _CONSOLE_EVERY_S = 1.0

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.process import die_with_parent, python_with
+from hpc_rl.host.processes import die_with_parent, python_with
 from hpc_rl.run_dir import RunDir
 
 _RETRIES = {

@@ -8,7 +8,7 @@ import torch
 
 from hpc_rl.algorithms import advantages
 from hpc_rl.algorithms.estimators import ESTIMATORS, Outcome
-from hpc_rl.config.schema import AlgorithmConfig
+from hpc_rl.config.ppo import AlgorithmConfig
 
 MASK = torch.tensor([[True, True, True], [True, True, False], [True, False, False], [True, True, False]])
 REWARDS = torch.tensor([[-0.1, 0.2, 1.0], [0.3, 0.0, 0.0], [-1.0, 0.0, 0.0], [0.0, 2.0, 0.0]])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hpc_rl.algorithms import losses
 from hpc_rl.algorithms.losses import POLICY_LOSSES, Clip, LossAgg, PolicyLoss, response_weights
-from hpc_rl.config.schema import AlgorithmConfig
+from hpc_rl.config.ppo import AlgorithmConfig
 from tests.algorithms import reference
 from tests.algorithms.batches import flat, lengths, lengths_of, no_deadline, numbers, rows, tokens, weighted_sum
 

@@ -5,8 +5,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_rl.config.compose import compose, compose_partly, documented_keys, dump, load_config
-from hpc_rl.config.schema import SCHEMAS, SftConfig
+from hpc_rl.config.compose import SCHEMAS, compose, compose_partly, documented_keys, dump, load_config
+from hpc_rl.config.sft import SftConfig
 from hpc_rl.errors import UserError
 
 REQUIRED = ["model.path=/model", "data.train_files=train.jsonl"]

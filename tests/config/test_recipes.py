@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.config.compose import compose
-from hpc_rl.config.roles import roles_in_use
-from hpc_rl.config.schema import PpoConfig
+from hpc_rl.config.ppo import PpoConfig, roles_in_use
 
 ROOT = Path(__file__).parents[2]
 GSM8K_ROWS = 7473

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_rl.config.roles import pool_of, pool_spec, roles_in_use
+from hpc_rl.config.ppo import pool_of, pool_spec, roles_in_use
 from hpc_rl.errors import UserError
 from tests.rl.ppo_config import ppo_config
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.schema import DataConfig
+from hpc_rl.config.sft import DataConfig
 from hpc_rl.data import arithmetic, gsm8k
 from hpc_rl.data.rows import check_file, read_rows
 from hpc_rl.errors import UserError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from hpc_rl.config.schema import PromptDataConfig
+from hpc_rl.config.ppo import PromptDataConfig
 from hpc_rl.data.prompts import PromptCounts, load_prompts
 from hpc_rl.data.rows import CannotCheck, check_prompts
 from hpc_rl.errors import UserError

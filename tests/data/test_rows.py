@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from hpc_rl.config.schema import DataConfig
+from hpc_rl.config.sft import DataConfig
 from hpc_rl.data.rows import CannotCheck, check_file, read_rows, to_messages
 from hpc_rl.errors import UserError
 

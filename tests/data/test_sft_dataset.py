@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from hpc_rl.config.schema import DataConfig
+from hpc_rl.config.sft import DataConfig
 from hpc_rl.data.sft_dataset import Counts, Sample, tokenize_files
 from hpc_rl.errors import UserError
 from tests.data.conftest import CHATML, MARKED

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from hpc_rl.launch.history import full_history, history
 from hpc_rl.run_dir import RunDir
-from hpc_rl.tracking.history import KILLED
+from hpc_rl.runs.history import full_history, history
+from hpc_rl.tracking.attempts import KILLED
 from tests.e2e.workspace import Workspace
 from tests.sandbox.cluster import Cluster
 

@@ -131,7 +131,7 @@ BREAKS = {
         "the driver failed with exit code 137 (killed, usually for",
         137,
     ),
-    "entry": ("node2", ["-f", "^[^ ]*python[^ ]* -P -m hpc_rl.node.ray_node"], "node node2 is lost", 137),
+    "entry": ("node2", ["-f", "^[^ ]*python[^ ]* -P -m hpc_rl.node.ray_cluster.node"], "node node2 is lost", 137),
 }
 """What is killed, on which node and how; what the log says, and the job's exit code."""
 

@@ -13,12 +13,12 @@ import pytest
 
 from hpc_rl import __version__
 from hpc_rl.config.compose import compose
-from hpc_rl.launch.container import CACHES
-from hpc_rl.launch.image_build import file_sha256
-from hpc_rl.launch.render import Job, render_container
+from hpc_rl.images.build import file_sha256
+from hpc_rl.images.run_options import CACHES
 from hpc_rl.run_dir import RunDir
-from tests.images import AS_USER, write_docker_archive
-from tests.launch.test_render import NASTY
+from hpc_rl.submit.script import Job, render_container
+from tests.docker_images import AS_USER, write_docker_archive
+from tests.submit.test_script import NASTY
 
 OPTIONS = ["--userns"] if os.getuid() == 0 else []
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from hpc_rl.engine import distributed
-from hpc_rl.engine.distributed import World
 from hpc_rl.finetune.train import parse
 from hpc_rl.finetune.trainer import train
 from hpc_rl.tracking.metrics import read_metrics
+from hpc_rl.training import distributed
+from hpc_rl.training.distributed import World
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 Result = tuple[int, str, str]

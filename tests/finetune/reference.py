@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hpc_rl.config.schema import SftConfig
-from hpc_rl.data.sampler import epoch_order
+from hpc_rl.config.sft import SftConfig
+from hpc_rl.data.order import epoch_order
 from hpc_rl.data.sft_dataset import Sample, tokenize_files
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hpc_rl.config.compose import compose, dump
-from hpc_rl.engine import guards
 from hpc_rl.errors import UserError
 from hpc_rl.finetune import sft
+from hpc_rl.training import guards
 from tests.finetune.jobs import run_here, run_job, spawn
 
 
@@ -28,7 +28,7 @@ def test_bad_input_is_one_line(sft_config: list[str], tmp_path: Path, overrides:
     if "trainer.device=cuda" in overrides:
         if torch.cuda.is_available():
             pytest.skip("this machine has a GPU")
-        from hpc_rl.engine import distributed
+        from hpc_rl.training import distributed
 
         with pytest.raises(UserError, match=line):
             distributed.start("cuda", 10)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hpc_rl.host.node_report import NodeReport, Trial, report_path
 from hpc_rl.node.doctor_facts import read_kfd, read_nvidia
 from hpc_rl.node.doctor_trials import last_words
-from hpc_rl.node_report import NodeReport, Trial, report_path
 
 ROOT = Path(__file__).parents[2]
 BARE_PYTHON = Path(sys.base_prefix) / "bin" / "python3"

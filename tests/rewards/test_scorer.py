@@ -203,7 +203,7 @@ def test_processes_end_with_their_owner(write: Write, tmp_path: Path, busy: bool
     owner = f"""
 import time
 from tests.rewards.conftest import prompts
-from hpc_rl.config.schema import RewardConfig
+from hpc_rl.config.ppo import RewardConfig
 from hpc_rl.rewards.scorer import open_scorer
 scorer = open_scorer(RewardConfig(function={spec!r}, workers=2))
 print("open", flush=True)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_rl.config.roles import engine_name
+from hpc_rl.config.ppo import engine_name
 from hpc_rl.rl import plan
 from tests.rl.ppo_config import ppo_config
 

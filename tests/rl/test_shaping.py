@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from hpc_rl.config.schema import ActorConfig
+from hpc_rl.config.ppo import ActorConfig
 from hpc_rl.rl import experience as columns
 from hpc_rl.rl import shaping
-from hpc_rl.rl.layout import mini_batches
+from hpc_rl.rl.dealing import mini_batches
 from tests.rl.ppo_config import ppo_config
 from tests.rl.test_experience import experience_of
 

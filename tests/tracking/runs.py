@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.host.usage import Gpu, Sample, append_line, sample_line, usage_file
 from hpc_rl.run_dir import RunDir
-from hpc_rl.usage import Gpu, Sample, append_line, sample_line, usage_file
 
 BEGAN = 1_700_000_000.0
 HOSTILE = '<img src=x onerror="alert(1)"><script>alert(2)</script></title></style>{{ 1 + 1 }} \u202e\x00\ud800'

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from hpc_rl.host.usage import Gpu, NodeUsage, Sample
 from hpc_rl.tracking.dashboard import BLOCKS, Snapshot, printable, screen, sparkline
-from hpc_rl.usage import Gpu, NodeUsage, Sample
 
 RECORDS = [
     {"step": step, "total_steps": 40, "time": 0, "train/loss": 4.0 / step, "perf/tokens_per_s": 5e4, "val/loss": None}

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpc_rl.tracking.formatting import duration, number, step_line
 from hpc_rl.tracking.metrics import MetricsFile, parse_line, read_metrics
-from hpc_rl.tracking.text import duration, number, step_line
 
 
 def steps_and_losses(path: Path) -> list[tuple[int, float]]:

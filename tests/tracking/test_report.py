@@ -11,7 +11,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.recorded import differences, flat, read_run, read_samples
 from hpc_rl.tracking.report import failure_reported, render_page, report_end, write_page
-from hpc_rl.tracking.texts import samples_of_one, spread
+from hpc_rl.tracking.samples import samples_of_one, spread
 from tests.tracking.runs import HOSTILE, PPO, make_run
 
 STYLE = Path(__file__).parents[2] / "hpc_rl" / "tracking" / "page" / "style.css"

@@ -10,17 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.config.roles import engine_name
-from hpc_rl.config.schema import PpoConfig
-from hpc_rl.engine import guards
+from hpc_rl.config.ppo import PpoConfig, engine_name
 from hpc_rl.rl.rollout.base import Completion, Sampling
 from hpc_rl.rl.rollout.vllm import Place, VllmRollout
-from hpc_rl.rl.weight_sync import HostReceiver
+from hpc_rl.rl.weights.sync import HostReceiver
 from hpc_rl.rl.workers import process
+from hpc_rl.training import guards
 
 
 class Engine:
-    """A RolloutEngine in a Ray actor, with the four calls by which new weights come (rl/weight_sync.py)."""
+    """A RolloutEngine in a Ray actor, with the four calls by which new weights come (rl/weights/sync.py)."""
 
     def __init__(self, config: PpoConfig, pool: str, index: int, place: Place, logs: Path) -> None:
         process.log_to(logs / f"node{os.environ.get('SLURM_NODEID', '0')}-{pool}-engine{index}.log")

@@ -10,16 +10,15 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from hpc_rl.config.roles import engine_name, pool_of
-from hpc_rl.config.schema import PpoConfig
+from hpc_rl.config.ppo import PpoConfig, engine_name, pool_of
 from hpc_rl.rl.calls import Called, Pending, results
-from hpc_rl.rl.group import WorkerGroup, concatenate, split_requests
 from hpc_rl.rl.pools import Pool, Slot
 from hpc_rl.rl.rollout.base import Completion, Sampling
 from hpc_rl.rl.rollout.engine import Engine
 from hpc_rl.rl.rollout.handles import EngineHandles, Transfer
 from hpc_rl.rl.rollout.vllm import Place, environment
-from hpc_rl.rl.weight_sync import Engines
+from hpc_rl.rl.weights.sync import Engines
+from hpc_rl.rl.workers.group import WorkerGroup, concatenate, split_requests
 
 CONTROL_TIMEOUT_S = 600
 """Longest time to fall asleep or wake: weights move between GPU and host memory."""

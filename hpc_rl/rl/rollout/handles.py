@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hpc_rl.engine.distributed import World
-from hpc_rl.rl.weight_sync import Engines, HostSender, Sender, Weights, gpu_sender
+from hpc_rl.rl.weights.sync import Engines, HostSender, Sender, Weights, gpu_sender
+from hpc_rl.training.distributed import World
 
 Transfer = Literal["host", "ipc", "nccl"]
 

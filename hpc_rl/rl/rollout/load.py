@@ -6,11 +6,10 @@ import contextlib
 
 import torch
 
-from hpc_rl.config.roles import engine_dtype
-from hpc_rl.config.schema import PpoConfig
+from hpc_rl.config.ppo import PpoConfig, engine_dtype
 from hpc_rl.data.chat import chat_template, end_of_turn
-from hpc_rl.engine.model import CausalLM, load_model, load_tokenizer
 from hpc_rl.rl.rollout.hf import HfRollout
+from hpc_rl.training.model import CausalLM, load_model, load_tokenizer
 
 
 def load_hf_engine(config: PpoConfig, policy: CausalLM | None) -> HfRollout:

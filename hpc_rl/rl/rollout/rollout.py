@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_rl.rl.calls import Pending
-from hpc_rl.rl.group import WorkerGroup
 from hpc_rl.rl.rollout.base import Completion, Sampling
+from hpc_rl.rl.workers.group import WorkerGroup
 
 
 class Rollout(Protocol):

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpc_rl.config.roles import engine_dtype
-from hpc_rl.config.schema import ModelConfig, RolloutConfig
+from hpc_rl.config.ppo import RolloutConfig, engine_dtype
+from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.rollout.base import Completion, Sampling
-from hpc_rl.rl.weight_sync import Bucket, pack, receive
+from hpc_rl.rl.weights.sync import Bucket, pack, receive
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -53,7 +53,7 @@ class Place:
 
     device: Literal["cuda", "cpu"]
     transfer: Literal["host", "ipc", "nccl"] = "host"
-    """How weights come: see rl/weight_sync.py."""
+    """How weights come: see rl/weights/sync.py."""
     sleeps: bool = False
     """Gives the GPU's memory back while it sleeps, for a trainer on the same GPU."""
     bundles: tuple[int, ...] = ()

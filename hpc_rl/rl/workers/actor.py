@@ -6,12 +6,12 @@ import torch
 
 from hpc_rl.algorithms import kl
 from hpc_rl.algorithms.losses import POLICY_LOSSES, Clip
-from hpc_rl.config.schema import PpoConfig
-from hpc_rl.engine.distributed import World
-from hpc_rl.engine.model import CausalLM, count_flops, disable_dropout, load_model
+from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl.workers.held import MicroBatch
 from hpc_rl.rl.workers.learner import Columns, Learner, Sums, add
 from hpc_rl.rl.workers.logprobs import token_logprobs_of
+from hpc_rl.training.distributed import World
+from hpc_rl.training.model import CausalLM, count_flops, disable_dropout, load_model
 
 
 class Actor(Learner[CausalLM]):

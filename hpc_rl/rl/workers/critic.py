@@ -7,13 +7,13 @@ import torch
 from numpy.typing import NDArray
 
 from hpc_rl.algorithms import losses
-from hpc_rl.config.schema import PpoConfig
-from hpc_rl.engine.distributed import World
-from hpc_rl.engine.model import disable_dropout
-from hpc_rl.engine.scalar_model import ScalarModel, load_critic, refuse_other_vocabulary
-from hpc_rl.engine.sharding import reshard
+from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl.workers.held import Held, MicroBatch
 from hpc_rl.rl.workers.learner import Columns, Learner, Sums, add
+from hpc_rl.training.distributed import World
+from hpc_rl.training.model import disable_dropout
+from hpc_rl.training.scalar_model import ScalarModel, load_critic, refuse_other_vocabulary
+from hpc_rl.training.sharding import reshard
 
 
 class Critic(Learner[ScalarModel]):

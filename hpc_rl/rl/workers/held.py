@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hpc_rl.engine.packed_batch import PackedBatch, filler, pack_samples
-from hpc_rl.rl.layout import Shard
+from hpc_rl.rl.dealing import Shard
+from hpc_rl.training.packed_batch import PackedBatch, filler, pack_samples
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from hpc_rl.config.schema import OptimConfig, PpoConfig
-from hpc_rl.engine import guards, model_state, sharding
-from hpc_rl.engine.distributed import World
-from hpc_rl.engine.model import PackedModel
-from hpc_rl.engine.optim import build_optimizer, clip_gradients, lr_factor, set_lr
+from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.training import OptimConfig
 from hpc_rl.rl.workers.held import Held, MicroBatch
+from hpc_rl.training import guards, model_state, sharding
+from hpc_rl.training.distributed import World
+from hpc_rl.training.model import PackedModel
+from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

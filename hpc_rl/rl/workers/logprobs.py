@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpc_rl.engine.lm_head import token_logprobs
-from hpc_rl.engine.model import CausalLM
-from hpc_rl.engine.packed_batch import PackedBatch
-from hpc_rl.engine.sharding import reshard
 from hpc_rl.rl.workers.held import Held
+from hpc_rl.training.lm_head import token_logprobs
+from hpc_rl.training.model import CausalLM
+from hpc_rl.training.packed_batch import PackedBatch
+from hpc_rl.training.sharding import reshard
 
 
 def token_logprobs_of(

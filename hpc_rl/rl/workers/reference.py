@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.config.schema import PpoConfig
-from hpc_rl.engine import sharding
-from hpc_rl.engine.distributed import World
-from hpc_rl.engine.model import load_model
+from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl.workers.held import Held
 from hpc_rl.rl.workers.logprobs import held_logprobs
+from hpc_rl.training import sharding
+from hpc_rl.training.distributed import World
+from hpc_rl.training.model import load_model
 
 
 class Reference:

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpc_rl.config.schema import PpoConfig
-from hpc_rl.engine import sharding
-from hpc_rl.engine.distributed import World
-from hpc_rl.engine.packed_batch import PackedBatch
-from hpc_rl.engine.scalar_model import load_reward_model, refuse_other_vocabulary
-from hpc_rl.rl.layout import Shard
+from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.rl.dealing import Shard
 from hpc_rl.rl.workers.held import hold
+from hpc_rl.training import sharding
+from hpc_rl.training.distributed import World
+from hpc_rl.training.packed_batch import PackedBatch
+from hpc_rl.training.scalar_model import load_reward_model, refuse_other_vocabulary
 
 
 class RewardModel:

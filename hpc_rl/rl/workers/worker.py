@@ -16,20 +16,19 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.fsdp import FSDPModule
 
-from hpc_rl.config.roles import engine_dtype
-from hpc_rl.config.schema import PpoConfig
+from hpc_rl.config.ppo import PpoConfig, engine_dtype
 from hpc_rl.data.chat import chat_template
-from hpc_rl.engine import distributed, guards
-from hpc_rl.engine.model import Flops, load_tokenizer
-from hpc_rl.engine.perf import max_memory_gb, peak_flops
-from hpc_rl.rl.layout import Shard
+from hpc_rl.rl.dealing import Shard
 from hpc_rl.rl.rollout.base import Completion, RolloutEngine, Sampling
 from hpc_rl.rl.rollout.handles import EngineHandles, open_sender
 from hpc_rl.rl.rollout.load import load_hf_engine
-from hpc_rl.rl.weight_sync import Sender, Weights
+from hpc_rl.rl.weights.sync import Sender, Weights
 from hpc_rl.rl.workers import process
 from hpc_rl.rl.workers.held import Held, hold
 from hpc_rl.rl.workers.learner import Learner, Sums
+from hpc_rl.training import distributed, guards
+from hpc_rl.training.model import Flops, load_tokenizer
+from hpc_rl.training.perf import max_memory_gb, peak_flops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

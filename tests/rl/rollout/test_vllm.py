@@ -15,13 +15,14 @@ import pytest
 import ray
 import torch
 
-from hpc_rl.config.schema import ModelConfig, RolloutConfig
-from hpc_rl.engine.distributed import World
-from hpc_rl.engine.lm_head import token_logprobs
+from hpc_rl.config.ppo import RolloutConfig
+from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.rollout.base import Completion, Sampling
 from hpc_rl.rl.rollout.vllm import Place, VllmRollout, engine_settings, environment
-from hpc_rl.rl.weight_sync import Engines, HostSender, Weights, gpu_sender
+from hpc_rl.rl.weights.sync import Engines, HostSender, Weights, gpu_sender
+from hpc_rl.training.distributed import World
+from hpc_rl.training.lm_head import token_logprobs
 from tests.helpers import make_tiny_model
 
 TIMEOUT_S = 240

@@ -21,14 +21,15 @@ import pytest
 import ray
 
 from hpc_rl.config.compose import compose
-from hpc_rl.config.schema import PpoConfig
-from hpc_rl.engine import distributed
-from hpc_rl.rl import group, setup, trainer
+from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.rl import setup, trainer
 from hpc_rl.rl.pools import release_pools
 from hpc_rl.rl.state import State
+from hpc_rl.rl.workers import group
 from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import read_metrics
+from hpc_rl.training import distributed
 
 TIMEOUT_S = 120
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.rl.sampling import greedily
+from hpc_rl.rl.batches import greedily
 from tests.helpers import make_tiny_model, make_tokenizer
 from tests.http_server import serving
 from tests.rl.runs.jobs import Runs, metrics, same_metrics

@@ -1,0 +1,39 @@
+"""Options of every job: processes, Slurm, caches and the container. `submit torchrun` has no others."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from hpc_rl.config.base import Path, Section
+from hpc_rl.config.container import ContainerConfig
+from hpc_rl.config.slurm import SlurmConfig
+
+
+class TrainerConfig(Section):
+    nnodes: int = Field(1, ge=1)
+    """Nodes of the job (--nodes)."""
+    n_gpus_per_node: int = Field(1, ge=1)
+    """Processes per node, one for each GPU; with device=cpu one for each CPU process (--gpus-per-node)."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """What the processes compute on; cpu asks Slurm for no GPUs."""
+
+
+class CacheConfig(Section):
+    hf_home: Path | None = None
+    """Folder of the Hugging Face cache (HF_HOME), which all nodes see; as in the environment where null."""
+    wandb_dir: Path | None = None
+    """Folder of wandb's own cache, for home folders with a small quota; wandb's default where null."""
+    offline: bool = False
+    """Compute nodes have no internet: models and data sets come from the cache, where `hpc-rl fetch` puts them, and
+    wandb writes into the run directory."""
+
+
+class JobConfig(Section):
+    """What the launcher needs of any job; `submit torchrun` uses it as it is."""
+
+    trainer: TrainerConfig = TrainerConfig()
+    slurm: SlurmConfig = SlurmConfig()
+    cache: CacheConfig = CacheConfig()
+    container: ContainerConfig = ContainerConfig()

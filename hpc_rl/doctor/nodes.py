@@ -1,0 +1,243 @@
+"""What the reports of the nodes mean. Pure functions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from hpc_rl.doctor.diagnosis import Text, findings
+from hpc_rl.doctor.findings import Check, ok, problem, together, warning
+from hpc_rl.doctor.packages import driver_check, package_checks
+from hpc_rl.host.node_report import NodeReport, Trial
+from hpc_rl.host.ray_version import token_authentication
+
+SLOW_ROUND_TRIP_S = 3.0
+SLOW_FILE_S = 0.1
+LEAST_SHM, ENOUGH_SHM = 80_000_000, 2 << 30
+"""Bytes: what Ray's object store takes at least, and what weights on their way to an engine want."""
+LEAST_FILES, ENOUGH_FILES = 1024, 8192
+_TOO_LONG, _KILLED = 124, 137
+MOST_ADDRESSES = 8
+LEAST_SCRATCH = 2 * 10**9
+LEAST_NCCL_GB_S = 2.0
+"""Ethernet of 25 Gbit/s; any InfiniBand is quicker."""
+FAST_INTERFACE = re.compile(r"ib|hsn|roce")
+
+
+def judge(reports: Sequence[NodeReport]) -> list[Check]:
+    """All reports of a job, at least one; the same of several nodes in a line."""
+    of_each = [replace(check, nodes=(report.node,)) for report in reports for check in _of_node(report)]
+    return [*_of_all(reports), *together(of_each)]
+
+
+def _of_all(reports: Sequence[NodeReport]) -> list[Check]:
+    """What the nodes did together, as the first one saw it."""
+    first = min(reports, key=lambda report: report.rank)
+    absent = first.missing or sorted(f"{rank}" for rank in set(range(first.nodes)) - {one.rank for one in reports})
+    if absent:
+        reason = f"of {first.nodes} nodes, {', '.join(absent)} wrote no report"
+        return [problem("shared folder", reason, "see the log of the job, and `sinfo -R`")]
+    return [_shared(first), _folder(reports), _addresses(reports), _all_reduce(first), _ray(first)]
+
+
+def _of_node(report: NodeReport) -> list[Check]:
+    checks: list[Callable[[NodeReport], Check | None]] = [_gpus, _visible, _cpus, _memory, _shm, _files, _locked]
+    checks += [_interface, _ports, _scratch, _container]
+    found = [check for one in checks if (check := one(report)) is not None]
+    driver = driver_check(report.python, report.gpu_driver)
+    return [*package_checks(report.python), *([driver] if driver else []), *found, *_internet(report)]
+
+
+def _shared(first: NodeReport) -> Check:
+    if first.round_trip_s is None:
+        return ok("shared folder", "one node, so that nothing had to be shared")
+    found = f"{first.nodes} nodes see each other's files, there and back in {1000 * first.round_trip_s:.0f} ms"
+    if first.round_trip_s > SLOW_ROUND_TRIP_S:
+        return warning("shared folder", found, "starts take long; a parallel file system is quicker than NFS here")
+    return ok("shared folder", found)
+
+
+def _folder(reports: Sequence[NodeReport]) -> Check:
+    slowest = max(reports, key=lambda report: report.file_latency_s)
+    found = f"{1000 * slowest.file_latency_s:.1f} ms for a small file, at most ({slowest.node})"
+    if slowest.file_latency_s > SLOW_FILE_S:
+        return warning("run directory", found, "this file system is slow or busy now: another may serve better")
+    return ok("run directory", found)
+
+
+def _addresses(reports: Sequence[NodeReport]) -> Check:
+    named = [f"{one.node} {one.interfaces.get(one.interface, 'none')}" for one in reports]
+    more = f" and {len(named) - MOST_ADDRESSES} more" if len(named) > MOST_ADDRESSES else ""
+    return ok("addresses", ", ".join(named[:MOST_ADDRESSES]) + more)
+
+
+def _all_reduce(first: NodeReport) -> Check:
+    trial = first.all_reduce
+    if trial is None and "torch" in first.python.versions:
+        return problem("all-reduce", "the job ended before it had been tried", "start the doctor again")
+    if trial is None:
+        return problem("all-reduce", f"not tried: no torch in {first.python.executable}", "pip install 'hpc-rl[train]'")
+    if not trial.result:
+        return _failed(
+            "all-reduce", trial, "look at the network between the nodes (slurm.interface), then at NCCL_DEBUG=INFO"
+        )
+    result = trial.result
+    speed = f"{result['bandwidth_gb_s']:.2f} GB/s, {1e6 * result['latency_s']:.0f} us for one number"
+    found = f"{result['backend']}, {result['ranks']} ranks on {first.nodes} nodes: {speed}"
+    if result["backend"] == "gloo" and first.device == "cuda":
+        return problem("all-reduce", f"{found}; torch sees no GPU", "is this a build of torch for the CPU?")
+    if result["backend"] == "nccl" and first.nodes > 1 and result["bandwidth_gb_s"] < LEAST_NCCL_GB_S:
+        return warning("all-reduce", found, "that is Ethernet: is there an InfiniBand interface for slurm.interface?")
+    return ok("all-reduce", found)
+
+
+def _ray(first: NodeReport) -> Check:
+    trial = first.ray
+    if trial is None and token_authentication(first.python.versions.get("ray", "0")):
+        return problem("Ray cluster", "the job ended before it had been tried", "start the doctor again")
+    if trial is None:
+        return warning("Ray cluster", "not tried: no Ray that could be trusted", "pip install 'hpc-rl[rl]'")
+    if not trial.result:
+        return _failed("Ray cluster", trial, "reinforcement learning needs it; fine for fine-tuning alone")
+    hosts, resources = trial.result["hosts"], f"{trial.result['cpus']:.0f} CPUs and {trial.result['gpus']:.0f} GPUs"
+    return ok("Ray cluster", f"up on {len(hosts)} nodes with {resources}, and down again, in {trial.seconds:.0f} s")
+
+
+def _failed(name: str, trial: Trial, remedy: str) -> Check:
+    """A known failure brings its own remedy."""
+    how = {_TOO_LONG: "it took too long", _KILLED: "killed, usually for lack of memory"}
+    said = f"({how.get(trial.exit_code, f'exit code {trial.exit_code}')}): {trial.said}"
+    known = findings([Text(name, said)])
+    return problem(name, f"failed after {trial.seconds:.0f} s {said}", known[0].failure.fix if known else remedy)
+
+
+def _gpus(report: NodeReport) -> Check | None:
+    granted = int(report.environ.get("SLURM_GPUS_ON_NODE") or 0)
+    names = " + ".join(f"{report.gpus.count(name)} x {name}" for name in dict.fromkeys(report.gpus)) or "none visible"
+    found = f"{names}, driver {report.gpu_driver or 'missing'}, {granted} granted"
+    if report.device == "cpu":
+        return ok("GPUs", found) if report.gpus or granted else None
+    if granted >= report.processes > len(report.gpus):
+        return problem(
+            "GPUs", found, "no driver on the node, or a container without it (--nv): ask the cluster's staff"
+        )
+    if len(report.gpus) < report.processes:
+        wanted = "ask as this cluster wants it: --gpus-per-node, or --sbatch gres=gpu:TYPE:N"
+        return problem("GPUs", f"{found}, {report.processes} asked for", wanted)
+    return ok("GPUs", found)
+
+
+def _visible(report: NodeReport) -> Check | None:
+    """Whether the step, and not only the batch script, is told which GPUs are its own."""
+    granted = int(report.environ.get("SLURM_GPUS_ON_NODE") or 0)
+    if not granted:
+        return None
+    names = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+    visible = {name: report.environ[name] for name in names if report.environ.get(name)}
+    found = ", ".join(f"{name}={value}" for name, value in visible.items())
+    if not visible:
+        return warning(
+            "visible GPUs",
+            f"Slurm grants {granted} GPUs, and no CUDA_VISIBLE_DEVICES in the step",
+            "jobs on a shared node may take each other's GPUs: ask for whole nodes (--sbatch exclusive)",
+        )
+    if min(len(value.split(",")) for value in visible.values()) != granted:
+        return problem(
+            "visible GPUs", f"{found}, where Slurm grants {granted}", "unset it in slurm.setup and slurm.env"
+        )
+    return ok("visible GPUs", found)
+
+
+def _cpus(report: NodeReport) -> Check:
+    asked = int(report.environ.get("SLURM_CPUS_PER_TASK") or 0)
+    found = f"{report.cpus} granted" + (f", {asked} asked for" if asked else "")
+    if report.cpus < asked:
+        return problem(
+            "CPUs", found, "is SRUN_CPUS_PER_TASK set in your template? srun does not take over -c by itself"
+        )
+    return ok("CPUs", found)
+
+
+def _memory(report: NodeReport) -> Check:
+    asked = int(report.environ.get("SLURM_MEM_PER_NODE") or 0) << 20
+    found = f"{report.memory / 2**30:.1f} GiB granted" + (f", {asked / 2**30:.1f} asked for" if asked else "")
+    if report.memory < 0.99 * asked:
+        return problem("memory", found, "a cgroup holds the job to less than Slurm says: ask the cluster's staff")
+    return ok("memory", found)
+
+
+def _shm(report: NodeReport) -> Check:
+    found = f"{report.shm_free / 2**30:.1f} of {report.shm_total / 2**30:.1f} GiB free"
+    if report.shm_free < LEAST_SHM:
+        return problem("/dev/shm", found, "Ray cannot start; in a container bind the host's /dev/shm")
+    if report.shm_free < ENOUGH_SHM:
+        return warning("/dev/shm", found, "Ray's objects and weights on their way to vLLM lie there")
+    return ok("/dev/shm", found)
+
+
+def _files(report: NodeReport) -> Check:
+    found = "no limit" if report.open_files < 0 else f"at most {report.open_files}"
+    if 0 <= report.open_files < LEAST_FILES:
+        return problem("open files", found, "Ray needs thousands: raise ulimit -n in slurm.setup, or have it raised")
+    if 0 <= report.open_files < ENOUGH_FILES:
+        return warning("open files", found, "large Ray jobs need more (ulimit -n)")
+    return ok("open files", found)
+
+
+def _locked(report: NodeReport) -> Check:
+    if report.locked_memory < 0:
+        return ok("locked memory", "no limit")
+    found = f"at most {report.locked_memory / 2**20:.0f} MiB"
+    if any(FAST_INTERFACE.match(name) for name in report.interfaces):
+        return warning("locked memory", found, "InfiniBand wants none (ulimit -l): ask the cluster's staff")
+    return ok("locked memory", found)
+
+
+def _interface(report: NodeReport) -> Check:
+    there = ", ".join(report.interfaces)
+    if report.interface_problem:
+        return problem("interface", report.interface_problem, "")
+    fast = [name for name in report.interfaces if FAST_INTERFACE.match(name)]
+    if report.nodes > 1 and fast and report.interface not in fast:
+        return warning("interface", f"{report.interface} of {there}", f"quicker: slurm.interface={fast[0]}")
+    return ok("interface", f"{report.interface} of {there}")
+
+
+def _ports(report: NodeReport) -> Check:
+    if report.ports_problem:
+        return problem("ports", report.ports_problem, "")
+    return ok("ports", "as many in a row as Ray wants are free")
+
+
+def _scratch(report: NodeReport) -> Check:
+    found = f"{report.scratch_free / 1e9:.0f} GB free in {report.scratch}"
+    if report.scratch_free < LEAST_SCRATCH:
+        return warning("temporary folder", found, "Ray writes there: set slurm.env.TMPDIR to a local disk with room")
+    return ok("temporary folder", found)
+
+
+def _container(report: NodeReport) -> Check:
+    inside = report.environ.get("APPTAINER_CONTAINER") or report.environ.get("SINGULARITY_CONTAINER")
+    if inside:
+        return ok("container", f"inside {inside}")
+    return ok(
+        "container", f"found {', '.join(report.runtimes)}" if report.runtimes else "no runtime on PATH, none in use"
+    )
+
+
+def _internet(report: NodeReport) -> list[Check]:
+    offline = {
+        "Hugging Face": report.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
+        "wandb": report.environ.get("WANDB_MODE") in ("offline", "disabled"),
+    }
+    settings = {"Hugging Face": "cache.offline=true", "wandb": "trainer.wandb_mode=offline or cache.offline=true"}
+    checks = []
+    for name, words in report.internet.items():
+        if not words:
+            checks.append(ok("internet", f"{name} answers"))
+        elif offline[name]:
+            checks.append(ok("internet", f"{name} does not answer, and is not asked (offline is set)"))
+        else:
+            checks.append(warning("internet", f"{name}: {words}", f"set {settings[name]}"))
+    return checks

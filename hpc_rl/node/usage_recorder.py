@@ -1,0 +1,120 @@
+"""What this node's part of the job uses, written down while it runs: a small process beside the node entry.
+
+    python -m hpc_rl.node.usage_recorder FILE PID
+
+appends a line about process PID and all below it to FILE, until its parent ends. It is a process of its own so that a
+driver or a file system that hangs holds up nothing but itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_rl.errors import UserError
+from hpc_rl.host.processes import descendants, start
+from hpc_rl.host.usage import Sample, append_line, sample_line, usage_file
+from hpc_rl.node.gpus import read_gpus
+from hpc_rl.node.ray_cluster.limits import memory_limit
+from hpc_rl.slurm.allocation import Allocation
+
+INTERVAL_S = (2.0, 60.0)
+MAX_BYTES = 16 << 20
+"""Of one file: months of a node with 8 GPUs."""
+END_TIMEOUT_S = 2.0
+
+
+def recording_usage(allocation: Allocation, attempt_dir: Path, part: Callable[[], int]) -> int:
+    """Do this node's part of the job, and write down meanwhile what it uses; what the part returns."""
+    path = usage_file(attempt_dir, allocation.node_rank)
+    append_line(
+        path,
+        {
+            "time": round(time.time(), 1),
+            "node": allocation.node,
+            "job_id": allocation.job_id,
+            "cpus": allocation.cpus,
+            "memory_gb": round(memory_limit(allocation, os.environ) / 1e9, 3),
+        },
+    )
+    command = [sys.executable, "-P", "-m", "hpc_rl.node.usage_recorder", str(path), str(os.getpid())]
+    sampler = None
+    with contextlib.suppress(OSError):  # no room for one more process
+        sampler = start(command, os.environ, sys.stderr.buffer)
+    code = 1
+    try:
+        code = part()
+        return code
+    except UserError as error:
+        code = error.exit_code
+        raise
+    finally:
+        if sampler is not None:
+            sampler.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                sampler.wait(END_TIMEOUT_S)
+        append_line(path, {"time": round(time.time(), 1), "exit_code": code})
+
+
+def main(path: Path, root: int) -> None:
+    began = time.monotonic()
+    before, since = used(root), began
+    while _size(path) < MAX_BYTES:
+        time.sleep(interval(time.monotonic() - began))
+        now, at = used(root), time.monotonic()
+        cpus = max(0.0, now.cpu_s - before.cpu_s) / (at - since)
+        append_line(path, sample_line(Sample(time.time(), cpus, now.memory / 1e9, read_gpus(os.environ))))
+        before, since = now, at
+
+
+def interval(elapsed_s: float) -> float:
+    """Seconds to the next sample: short runs are seen closely, long ones cheaply."""
+    least, most = INTERVAL_S
+    return min(most, max(least, elapsed_s / 60))
+
+
+@dataclass(frozen=True)
+class Used:
+    cpu_s: float
+    """CPU time so far, also of processes that have ended."""
+    memory: int
+    """Bytes that cannot be taken back: no file cache."""
+
+
+def used(root: int, proc: Path = Path("/proc")) -> Used:
+    """Of a process and all below it.
+
+    Memory is what each has for itself, and the most that one of them shares: Ray's processes map the same object store
+    (proc(5): status, RssAnon and RssShmem).
+    """
+    ticks, own, shared = 0, 0, 0
+    for pid in {root, *descendants(root)} - {os.getpid()}:
+        with contextlib.suppress(OSError):
+            fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))  # utime, stime, and the same of children that were waited for
+            lines = (proc / str(pid) / "status").read_text().splitlines()
+            kilobytes = {
+                name: int(rest.split()[0])
+                for name, _, rest in (line.partition(":") for line in lines)
+                if name in ("RssAnon", "RssShmem")
+            }
+            own += kilobytes.get("RssAnon", 0)
+            shared = max(shared, kilobytes.get("RssShmem", 0))
+    return Used(ticks / os.sysconf("SC_CLK_TCK"), (own + shared) << 10)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,74 @@
+"""How fast the ranks of a job add up numbers: the doctor's trial of the network between the nodes.
+
+    torchrun ... -m hpc_rl.probes.all_reduce
+
+Rank 0 writes result.json into the attempt's folder.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hpc_rl.errors import RunError
+from hpc_rl.run_dir import current_attempt_dir
+
+TIMEOUT_S = 60
+BYTES = {"nccl": 256 << 20, "gloo": 16 << 20}
+REPEATS = 5
+
+
+def main() -> None:
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    check_sum(device, ranks)
+    latency_s = seconds_each(torch.ones(1, device=device))
+    size = BYTES[backend]
+    seconds = seconds_each(torch.ones(size // 4, device=device))
+    result = {
+        "backend": backend,
+        "ranks": ranks,
+        "bytes": size,
+        "latency_s": latency_s,
+        "seconds": seconds,
+        # What crosses each rank's link, as nccl-tests counts it (its PERFORMANCE.md), in 10^9 bytes per second.
+        "bandwidth_gb_s": size / seconds * 2 * (ranks - 1) / ranks / 1e9,
+    }
+    folder = current_attempt_dir()
+    if rank == 0 and folder is not None:
+        (folder / "result.json").write_text(json.dumps(result) + "\n")
+    dist.destroy_process_group()
+
+
+def check_sum(device: torch.device, ranks: int) -> None:
+    """Raises RunError: the network changes numbers."""
+    numbers = torch.full((1000,), float(dist.get_rank()), device=device)
+    dist.all_reduce(numbers)
+    if numbers.ne(ranks * (ranks - 1) / 2).any():
+        raise RunError(f"the sum of 0 to {ranks - 1} came out as {numbers.unique().tolist()}")
+
+
+def seconds_each(tensor: torch.Tensor) -> float:
+    """Median time of one all-reduce, after one that does not count."""
+    taken = []
+    for _ in range(REPEATS + 1):
+        dist.barrier()
+        began = time.monotonic()
+        dist.all_reduce(tensor)
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+        taken.append(time.monotonic() - began)
+    return sorted(taken[1:])[REPEATS // 2]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""A run's log and progress on the terminal while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+
+from hpc_rl.host.files import Follower
+from hpc_rl.run_dir import RunDir
+from hpc_rl.runs.status import current_job, job_log
+from hpc_rl.tracking.metrics import parse_line
+from hpc_rl.tracking.progress import ProgressView
+
+
+class RunView:
+    """Prints what is new in a run's log, above a live progress bar where the output is a terminal.
+
+    A context manager; call `poll` several times a second.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+        self._progress = ProgressView(self._console)
+        self._log: Follower | None = None
+        self._metrics = Follower(run.metrics, _size(run.metrics))
+        self._half_line = ""
+
+    def __enter__(self) -> Self:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.poll()
+        if self._half_line:
+            self._console.out(self._half_line)
+        self._progress.__exit__(kind, error, traceback)
+
+    def poll(self) -> None:
+        """Show what came since the last call."""
+        for line in self._new_lines():
+            self._console.out(line)
+        records = [record for text in self._metrics.new_text().splitlines() if (record := parse_line(text))]
+        if records:
+            self._progress.update(records[-1])
+
+    def _new_lines(self) -> list[str]:
+        if self._log is None:
+            job_id = current_job(self._run)
+            if job_id is None:
+                return []
+            self._log = Follower(job_log(self._run, job_id))
+        *lines, self._half_line = (self._half_line + self._log.new_text()).split("\n")
+        return lines
+
+
+def log_files(run: RunDir, node: int | None) -> list[Path]:
+    """The log of the newest job, or all logs of one node in the newest attempt."""
+    if node is None:
+        job_id = current_job(run)
+        log = job_log(run, job_id) if job_id else None
+        return [log] if log and log.exists() else []
+    attempts = run.attempts()
+    return sorted(attempts[-1].glob(f"node{node}[.-]*log")) if attempts else []
+
+
+class LogFiles:
+    """Prints what is new in a set of files that may grow, line by line. A context manager."""
+
+    def __init__(self, files: Callable[[], list[Path]], print_line: Callable[[Path, str], None]) -> None:
+        self._files = files
+        self._print_line = print_line
+        self._followers: dict[Path, Follower] = {}
+        self._half_lines: dict[Path, str] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for path, rest in self._half_lines.items():
+            if rest:
+                self._print_line(path, rest)
+
+    def poll(self) -> None:
+        """Print the lines that were finished since the last call."""
+        for path in self._files():
+            follower = self._followers.setdefault(path, Follower(path))
+            *lines, rest = (self._half_lines.get(path, "") + follower.new_text()).split("\n")
+            self._half_lines[path] = rest
+            for line in lines:
+                self._print_line(path, line)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

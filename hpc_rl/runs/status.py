@@ -1,0 +1,235 @@
+"""Which run is meant, and how it is."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.errors import UserError
+from hpc_rl.host.files import read_json
+from hpc_rl.run_dir import RunDir
+from hpc_rl.slurm import commands
+from hpc_rl.slurm.states import ENDED, JobState
+from hpc_rl.tracking.metrics import parse_line
+
+ROOT = Path("runs")
+"""Where runs without --run-dir lie, below the working folder."""
+SWEEP_MARK = "sweep.json"
+"""A folder with this file holds the run directories of a sweep, which are called by its name and a number."""
+NOT_SUBMITTED = "NOT SUBMITTED"
+UNKNOWN = "UNKNOWN"
+"""Slurm does not answer: the job may be anything."""
+STOPPED = "STOPPED"
+"""Our own state: saved and left before the end. To Slurm it is a job that FAILED with exit code 75."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run as `hpc-rl status` shows it."""
+
+    run: str
+    run_dir: str
+    job_id: str | None
+    state: str
+    reason: str = ""
+    nodes: str = ""
+    exit_code: int | None = None
+    attempt: int = 0
+    step: int | None = None
+    total_steps: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    log: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED or self.state == STOPPED
+
+    @property
+    def active(self) -> bool:
+        """Whether a job may be writing into the run directory; also while Slurm does not answer."""
+        return not self.ended and self.state != NOT_SUBMITTED
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def find_run(target: str) -> RunDir:
+    """The run directory that a user names: by its path, by its name below ./runs, or by its job id.
+
+    Raises:
+        UserError: there is none; the nearest name is shown.
+    """
+    for path in (Path(target), ROOT / target, ROOT / target.rpartition("_")[0] / target):
+        try:
+            if is_run(path):
+                return RunDir(path.absolute())
+        except PermissionError as error:
+            raise UserError(f"{path} belongs to somebody else: {error.strerror}") from error
+        if is_sweep(path):
+            raise _names_a_sweep(target, path)
+    if re.fullmatch(r"\d+(_\d+)?", target):
+        return _run_of_job(target)
+    if Path(target).is_dir():
+        raise UserError(f"{target} is a folder, but no run directory (no job.sbatch, no config.yaml)")
+    names = sorted(path.name for path in below_root())
+    close = difflib.get_close_matches(target, names, n=1, cutoff=0.4)
+    raise UserError(
+        f"no run {target!r} in {ROOT.absolute()}: "
+        + (f"did you mean {close[0]}?" if close else "give a run directory, a run's name or a job id")
+    )
+
+
+def is_run(path: Path) -> bool:
+    return any((path / mark).is_file() for mark in ("job.sbatch", "job.json", "status.json", "config.yaml"))
+
+
+def is_sweep(path: Path) -> bool:
+    return (path / SWEEP_MARK).is_file()
+
+
+def current_job(run: RunDir) -> str | None:
+    """Id of the run's newest job: as submitted (job.json) or as it wrote itself when it started (status.json)."""
+    marks = [path for path in (run.job, run.status) if path.is_file()]
+    newest = max(marks, key=lambda path: path.stat().st_mtime_ns, default=None)
+    return None if newest is None else str(read_json(newest).get("job_id"))
+
+
+def is_local(job_id: str) -> bool:
+    return job_id.startswith("local-")
+
+
+def in_slurm(run: RunDir) -> bool:
+    """Whether the run's newest job is Slurm's, and no process of ours (local, or in somebody's allocation)."""
+    job = read_json(run.job)
+    return "pid" not in job or job.get("job_id") != current_job(run)
+
+
+def status_of(run: RunDir) -> RunStatus:
+    """State from Slurm where it knows, else from the run directory; progress from metrics.jsonl."""
+    return _status(run, commands.job_state)
+
+
+def statuses_of(found: Sequence[RunDir]) -> list[RunStatus]:
+    """The same of many runs, by a constant number of questions to Slurm."""
+    ids = {job_id for run in found if (job_id := current_job(run)) and in_slurm(run)}
+    try:
+        states = commands.job_states(ids)
+    except commands.NoAnswer as error:
+        silence = error
+
+        def no_answer(_job_id: str) -> JobState | None:
+            raise silence
+
+        return [_status(run, no_answer) for run in found]
+    return [_status(run, states.get) for run in found]
+
+
+def _status(run: RunDir, ask: Callable[[str], JobState | None]) -> RunStatus:
+    job_id = current_job(run)
+    latest = _last_metrics(run.metrics)
+    attempts = run.attempts()
+    return RunStatus(
+        run=run.name,
+        run_dir=str(run.path),
+        job_id=job_id,
+        **_job_fields(run, job_id, ask),
+        attempt=len(attempts),
+        step=latest.pop("step", None),
+        total_steps=latest.pop("total_steps", None),
+        metrics=latest,
+        log=str(job_log(run, job_id)) if job_id else None,
+    )
+
+
+def job_log(run: RunDir, job_id: str) -> Path:
+    return run.path / f"job-{job_id}.log"
+
+
+def process_alive(pid: int, start_time: int) -> bool:
+    """Whether the process with this id and start time (field 22 of proc(5) stat, clock ticks) still runs."""
+    return process_start_time(pid) == start_time
+
+
+def process_start_time(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The program's name, in parentheses, may hold blanks.
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def _job_fields(run: RunDir, job_id: str | None, ask: Callable[[str], JobState | None]) -> dict[str, Any]:
+    if job_id is None:
+        return {"state": NOT_SUBMITTED}
+    own = read_json(run.status)
+    own = own if own.get("job_id") == job_id else {}
+    own_fields = {"state": own.get("state", UNKNOWN), "exit_code": own.get("exit_code")}
+    unfinished = own_fields["state"] in ("RUNNING", "REQUEUED", UNKNOWN)
+    if not in_slurm(run):
+        job = read_json(run.job)
+        here = job.get("host") == os.uname().nodename
+        if here and unfinished and not process_alive(int(job.get("pid", 0)), int(job.get("start_time", 0))):
+            return {"state": "FAILED", "reason": "its process is gone", "exit_code": 1}
+        return {**own_fields, "nodes": str(job.get("nodes", job.get("host")))}
+    try:
+        slurm = ask(job_id)
+    except commands.NoAnswer as error:
+        return {**own_fields, "state": UNKNOWN, "reason": str(error)} if unfinished else own_fields
+    if slurm is None:
+        gone = {"state": "FAILED", "reason": "Slurm no longer knows the job, and it did not say how it ended"}
+        return {**gone, "exit_code": 1} if unfinished else own_fields
+    if slurm.ended and own.get("state") == STOPPED:
+        return {**own_fields, "nodes": slurm.nodes}
+    exit_code = own.get("exit_code") if slurm.ended and slurm.exit_code is None else slurm.exit_code
+    return {"state": slurm.state, "reason": slurm.reason, "nodes": slurm.nodes, "exit_code": exit_code}
+
+
+def _run_of_job(job_id: str) -> RunDir:
+    for path in below_root():
+        run = RunDir(path.absolute())
+        ids = [str(read_json(mark).get("job_id")) for mark in (run.job, run.status)]
+        if job_id in ids:
+            return run
+        if any(known.startswith(f"{job_id}_") for known in ids):
+            raise _names_a_sweep(job_id, path.parent)
+    try:
+        log = commands.job_log(job_id)
+    except commands.NoAnswer as error:
+        raise UserError(f"no job {job_id}: no run in {ROOT.absolute()} has it, and {error}") from error
+    if log is None:
+        raise UserError(f"no job {job_id}: no run in {ROOT.absolute()} has it, and Slurm does not know it")
+    if not is_run(Path(log).parent):
+        raise UserError(f"job {job_id} is no run of hpc-rl: its log is {log}")
+    return RunDir(Path(log).parent)
+
+
+def _names_a_sweep(target: str, path: Path) -> UserError:
+    return UserError(f"{target} is a sweep: name one of its runs, such as {path.name}_1 (hpc-rl runs {target})")
+
+
+def below_root() -> Iterator[Path]:
+    """Every folder below ./runs that may be a run, those of sweeps included."""
+    for path in ROOT.iterdir() if ROOT.is_dir() else ():
+        if is_sweep(path):
+            yield from (point for point in path.iterdir() if point.is_dir())
+        elif path.is_dir():
+            yield path
+
+
+def _last_metrics(path: Path) -> dict[str, Any]:
+    """The last whole line; the very last one may be half-written."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 65536))
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return {}
+    return next((record for line in reversed(lines) if (record := parse_line(line))), {})

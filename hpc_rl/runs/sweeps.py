@@ -1,0 +1,114 @@
+"""Sweeps: what lies in their folders, and how to stop or cancel all of their runs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.errors import EXIT_STOPPED
+from hpc_rl.host.files import read_json
+from hpc_rl.run_dir import RunDir
+from hpc_rl.runs import control
+from hpc_rl.runs.status import ROOT, SWEEP_MARK, RunStatus, is_sweep, statuses_of
+from hpc_rl.slurm import commands
+
+
+@dataclass(frozen=True)
+class SweepDir:
+    """The folder of a sweep. Its runs are in it, called NAME_1, NAME_2, ...: as Slurm calls the tasks of an array."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def record(self) -> Path:
+        """sweep.json: what was submitted, and each run's values."""
+        return self.path / SWEEP_MARK
+
+    @property
+    def script(self) -> Path:
+        """The array's script as it was submitted."""
+        return self.path / "sweep.sbatch"
+
+    def run(self, number: int) -> RunDir:
+        return RunDir(self.path / f"{self.name}_{number}")
+
+    def runs(self) -> list[RunDir]:
+        return [self.run(number) for number in range(1, len(self.values()) + 1)]
+
+    def values(self) -> list[dict[str, str]]:
+        """What was swept: dotted key -> value, for each run."""
+        found: list[dict[str, str]] = self._recorded().get("points", [])
+        return found
+
+    def has_job(self, array_id: str) -> bool:
+        """Whether this is the sweep's first array, or one of points that were queued again."""
+        jobs = [read_json(run.job).get("job_id") for run in self.runs()]
+        return any(str(job).startswith(f"{array_id}_") for job in jobs)
+
+    def _recorded(self) -> dict[str, Any]:
+        return read_json(self.record)
+
+
+def find_sweep(target: str) -> SweepDir | None:
+    """The sweep that a user names: by its path, by its name below ./runs, or by its array's job id."""
+    for path in (Path(target), ROOT / target):
+        if is_sweep(path):
+            return SweepDir(path.absolute())
+    if not re.fullmatch(r"\d+", target) or not ROOT.is_dir():
+        return None
+    sweeps = (SweepDir(path.absolute()) for path in sorted(ROOT.iterdir()) if is_sweep(path))
+    return next((sweep for sweep in sweeps if sweep.has_job(target)), None)
+
+
+def cancel(sweep: SweepDir) -> str:
+    """End every job of the sweep now; what was done, in a line."""
+    found = statuses_of(sweep.runs())
+    active = [now for now in found if now.active]
+    if not active:
+        return f"sweep {sweep.name} has no job to cancel: {states(found)}"
+    _cancel(active)
+    return f"cancelled {_jobs(active)} of sweep {sweep.name}: {states(active)} before"
+
+
+def stop(sweep: SweepDir) -> str:
+    """Ask every run to save and leave, and take out of the queue what waits; what was done, in a line."""
+    found = statuses_of(sweep.runs())
+    waiting = [now for now in found if now.state == "PENDING"]
+    running = [now for now in found if now.active and now.state != "PENDING"]
+    if not waiting and not running:
+        return f"sweep {sweep.name} has nothing to stop: {states(found)}"
+    if waiting:  # first, so that none of them starts in the place of one that leaves
+        _cancel(waiting)
+    for now in running:
+        control.ask_to_stop(run_of(now))
+    return (
+        f"{len(running)} running jobs of sweep {sweep.name} will save at their next step and leave with exit code "
+        f"{EXIT_STOPPED}; took {len(waiting)} waiting ones out of the queue"
+    )
+
+
+def states(found: Iterable[RunStatus]) -> str:
+    """`3 COMPLETED, 1 FAILED`, the most frequent first."""
+    return ", ".join(f"{count} {state}" for state, count in Counter(now.state for now in found).most_common())
+
+
+def _cancel(active: list[RunStatus]) -> None:
+    commands.cancel(*(str(now.job_id) for now in active))
+    for now in active:
+        control.note_cancelled(now)
+
+
+def run_of(now: RunStatus) -> RunDir:
+    return RunDir(Path(now.run_dir))
+
+
+def _jobs(found: list[RunStatus]) -> str:
+    return "1 job" if len(found) == 1 else f"{len(found)} jobs"

@@ -1,0 +1,109 @@
+"""Looks at the cluster from its login node: each of Slurm's programs is asked once, whatever the cluster's size."""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpc_rl.errors import UserError
+from hpc_rl.sites.proposal import Facts
+from hpc_rl.slurm import cluster, commands
+
+_WANTED_MODULES = re.compile(r"(cuda|nvhpc|rocm|nccl|cudnn|gcc)$", re.IGNORECASE)
+_RUNTIMES = ("apptainer", "singularity", "enroot")
+
+
+def look(environ: Mapping[str, str] = os.environ) -> Facts:
+    """What the cluster and this login node are like.
+
+    Raises:
+        UserError: there is no Slurm here, or it does not answer.
+    """
+    if shutil.which("sinfo") is None:
+        raise UserError("no sinfo on PATH: a cluster is looked at from its login node, where Slurm's programs are")
+    try:
+        config, _ = commands.configuration()
+        groups, partitions = commands.node_groups(), commands.partitions()
+        pyxis = ["pyxis"] if commands.has_pyxis() else []
+    except commands.NoAnswer as error:
+        raise UserError(f"Slurm does not answer: {error}") from error
+    associations = []
+    if cluster.has_accounting(config):
+        with contextlib.suppress(commands.NoAnswer):  # its database may be away, and its program missing
+            associations = commands.associations(config.get("ClusterName", ""))
+    if not groups or not partitions:
+        raise UserError("sinfo shows no nodes: this user sees no partition of the cluster")
+    return Facts(
+        config=config,
+        groups=groups,
+        partitions=partitions,
+        associations=associations,
+        unix_groups=frozenset(_group_names()),
+        interfaces=cluster.read_interfaces(_output(["ip", "-o", "-4", "addr"])),
+        has_modules=any(name in environ for name in ("MODULEPATH", "LMOD_CMD", "MODULESHOME")),
+        modules=_modules(environ.get("MODULEPATH", "")),
+        runtimes=[name for name in _RUNTIMES if shutil.which(name)] + pyxis,
+        proxy=environ.get("https_proxy") or environ.get("HTTPS_PROXY"),
+        hf_home=environ.get("HF_HOME"),
+    )
+
+
+def write(path: Path, text: str, force: bool) -> None:
+    """Write a profile whole or not at all.
+
+    Raises:
+        UserError: there is one already and `force` is not set, or it cannot be written.
+    """
+    check_writable(path, force)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_text(text)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def check_writable(path: Path, force: bool) -> None:
+    """Raises UserError: there is a folder, or a profile that is not to be replaced."""
+    try:
+        is_folder, is_there = path.is_dir(), path.exists()
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+    if is_folder:
+        raise UserError(f"{path} is a folder: --out takes a file")
+    if is_there and not force:
+        raise UserError(f"{path} is there already: --force replaces it, --out FILE writes elsewhere")
+
+
+def _group_names() -> list[str]:
+    known = {entry.gr_gid: entry.gr_name for entry in grp.getgrall()}
+    return [known[number] for number in {os.getgid(), *os.getgroups()} if number in known]
+
+
+def _modules(path: str) -> list[str]:
+    """Modules that training may need, as far as the folders of MODULEPATH show: name/version."""
+    found = []
+    for folder in filter(None, path.split(":")):
+        for name in sorted(Path(folder).glob("*")):
+            if _WANTED_MODULES.match(name.name) and name.is_dir():
+                versions = sorted(file.stem if file.suffix == ".lua" else file.name for file in name.glob("[!.]*"))
+                found += [f"{name.name}/{version}" for version in versions]
+    return found
+
+
+def _output(argv: list[str]) -> str:
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=10, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout

@@ -1,0 +1,250 @@
+"""Site profiles: what holds for a whole cluster, in YAML files with the keys of a job's configuration.
+
+Several layers may each say a part; the later one wins, key by key:
+
+    system-wide   /etc/hpc-rl/site.yaml, or what $HPC_RL_SITE names
+    user          ~/.config/hpc-rl/site.yaml
+    project       ./site.yaml
+    --site        a file, or the name of a shipped profile
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from hpc_rl.config.compose import SCHEMAS, documented_keys, find_annotation, nearest, problem_text, put
+from hpc_rl.config.job import JobConfig
+from hpc_rl.config.ray import RayConfig
+from hpc_rl.config.training import TrainingConfig
+from hpc_rl.errors import UserError
+from hpc_rl.host.shipped import shipped
+
+ENV_SITE = "HPC_RL_SITE"
+SYSTEM = Path("/etc/hpc-rl/site.yaml")
+USER = Path("~/.config/hpc-rl/site.yaml")
+PROJECT = Path("site.yaml")
+
+_SECTIONS: dict[str, type[BaseModel]] = {
+    name: section
+    for name, field in JobConfig.model_fields.items()
+    if isinstance(section := field.annotation, type) and issubclass(section, BaseModel)
+} | {"trainer": TrainingConfig, "ray": RayConfig}
+"""Sections of a profile -> what checks them."""
+_PICKED = {
+    "trainer": ("n_gpus_per_node", "device", "logger", "project_name", "wandb_mode", "wandb_proxy"),
+    "ray": ("dashboard", "object_store_gb", "first_port"),
+}
+"""Sections of which a profile has only these keys: the rest is the job's."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The line that a value comes from."""
+
+    file: Path
+    line: int
+
+    def __str__(self) -> str:
+        return f"{short(self.file)}, line {self.line}"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One place where a profile may be."""
+
+    name: str
+    """system-wide, user, project or --site."""
+    file: Path
+    found: bool
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All layers together."""
+
+    values: Mapping[str, Any]
+    """Dotted key -> value."""
+    origins: Mapping[str, Origin]
+    """Dotted key -> where its value comes from."""
+    layers: tuple[Layer, ...]
+
+
+def load_profile(site: str | None = None, environ: Mapping[str, str] = os.environ) -> Profile:
+    """The profile that holds here.
+
+    Args:
+        site: file or shipped name, from `--site`.
+
+    Raises:
+        UserError: every unknown key and every value that does not fit, with file and line; or there is no such profile.
+    """
+    layers = tuple(_layers(site, environ))
+    values: dict[str, Any] = {}
+    origins: dict[str, Origin] = {}
+    problems: list[tuple[Origin, str]] = []
+    for layer in layers:
+        if not layer.found:
+            continue
+        for key, value, line in read(layer.file):
+            origin = Origin(layer.file, line)
+            if problem := _unknown(key):
+                problems.append((origin, f"{key}: {problem}"))
+                continue
+            for old in [old for old in values if _is_above(old, key) or _is_above(key, old)]:
+                del values[old], origins[old]
+            values[key], origins[key] = value, origin
+    problems += _wrong_values(values, origins)
+    if problems:
+        in_order = sorted(problems, key=lambda found: (str(found[0].file), found[0].line))
+        raise UserError("\n".join(f"{origin}: {problem}" for origin, problem in in_order))
+    return Profile(values, origins, layers)
+
+
+def find(site: str) -> Path:
+    """The file that a user means by a name or a path; a name is looked up in ./configs/site first.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        path = Path(site).expanduser()
+    except RuntimeError as error:  # ~NAME
+        raise UserError(f"site profile {site}: there is no such user") from error
+    if "/" in site or path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise UserError(f"site profile {site}: no such file")
+        return path
+    for folder in (Path("configs"), shipped("configs")):
+        if (named := folder / "site" / f"{site}.yaml").is_file():
+            return named
+    raise UserError(f"site profile {site}: there is none of this name; there are {', '.join(shipped_names())}")
+
+
+def short(path: Path) -> str:
+    """A path as a user would write it."""
+    home = Path.home()
+    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
+
+
+def shipped_names() -> list[str]:
+    return sorted(path.stem for path in (shipped("configs") / "site").glob("*.yaml"))
+
+
+def read(path: Path) -> list[tuple[str, Any, int]]:
+    """(dotted key, value, line) of a profile's file, in its order.
+
+    Raises:
+        UserError: it cannot be read, is no YAML, or says a key twice.
+    """
+    import yaml
+
+    try:
+        loader = yaml.SafeLoader(path.read_text())
+        document = loader.get_single_node()
+        if document is None:
+            return []
+        if not isinstance(document, yaml.MappingNode):
+            raise UserError(f"{path}: a profile has sections with keys, such as `slurm:` and below it `partition: gpu`")
+        return list(_flat(document, "", path, loader))
+    except OSError as error:
+        raise UserError(f"site profile {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"site profile {path} is no text: {error}") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise UserError(f"{path}, line {line}: no YAML: {error.problem}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is no YAML: {error}") from error
+
+
+def _layers(site: str | None, environ: Mapping[str, str]) -> Iterator[Layer]:
+    if named := environ.get(ENV_SITE):
+        try:
+            yield Layer("system-wide", find(named), True)
+        except UserError as error:
+            raise UserError(f"${ENV_SITE}: {error}") from error
+    else:
+        yield Layer("system-wide", SYSTEM, SYSTEM.is_file())
+    for name, file in (("user", USER.expanduser()), ("project", PROJECT)):
+        yield Layer(name, file, file.is_file())
+    if site is not None:
+        yield Layer("--site", find(site), True)
+
+
+def _flat(mapping: Any, prefix: str, path: Path, loader: Any) -> Iterator[tuple[str, Any, int]]:
+    import yaml
+
+    lines: dict[str, int] = {}
+    for key_node, value_node in mapping.value:
+        key, line = f"{prefix}{key_node.value}", key_node.start_mark.line + 1
+        if key in lines:
+            raise UserError(f"{path}, line {line}: {key} has been given in line {lines[key]} already")
+        lines[key] = line
+        if isinstance(value_node, yaml.MappingNode) and value_node.value:
+            yield from _flat(value_node, f"{key}.", path, loader)
+        else:
+            try:
+                value = loader.construct_object(value_node, deep=True)
+            except ValueError as error:  # a day that there is not
+                raise UserError(f"{path}, line {line}: {key}: {error}; quote a text") from error
+            yield key, value, line
+
+
+def _unknown(key: str) -> str | None:
+    """What is wrong with a key, if anything."""
+    section, _, rest = key.partition(".")
+    model = _SECTIONS.get(section)
+    picked = _PICKED.get(section)
+    if model is not None and not rest:
+        return f"a section with keys below it, such as {section}.{next(iter(picked or model.model_fields))}"
+    if model is not None and find_annotation(model, rest) and (picked is None or rest in picked):
+        return None
+    if any(find_annotation(schema, key) for schema in SCHEMAS.values()):
+        return "belongs to a job, not to a cluster: write it into configs/JOB.yaml, or on the command line"
+    return f"unknown key{nearest(key, [*profile_keys(), *_SECTIONS])}"
+
+
+def profile_keys() -> Iterator[str]:
+    """Every key that a profile may have."""
+    for section, model in _SECTIONS.items():
+        for name, *_ in documented_keys(model):
+            if section not in _PICKED or name in _PICKED[section]:
+                yield f"{section}.{name}"
+
+
+def _wrong_values(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> list[tuple[Origin, str]]:
+    """Values that do not fit. What several keys together make wrong is left to the whole configuration."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        put(tree, key, value)
+    problems = []
+    for section, found in tree.items():
+        try:
+            _SECTIONS[section].model_validate(found)
+        except ValidationError as error:
+            for details in error.errors():
+                if details["loc"]:
+                    key = ".".join(map(str, (section, *details["loc"])))
+                    problems.append((_origin_of(key, origins), f"{key}: {problem_text(dict(details))}"))
+    return problems
+
+
+def _origin_of(key: str, origins: Mapping[str, Origin]) -> Origin:
+    """Where a key, or the nearest one above or below it, was written."""
+    above = key
+    while above not in origins and "." in above:
+        below = next((known for known in origins if _is_above(above, known)), None)
+        if below is not None:
+            return origins[below]
+        above = above.rpartition(".")[0]
+    return origins[above]
+
+
+def _is_above(key: str, other: str) -> bool:
+    return other.startswith(f"{key}.")

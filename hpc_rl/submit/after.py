@@ -1,0 +1,96 @@
+"""What a job waits for: `--after RUN`, or the stage before it in a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_rl.errors import UserError
+from hpc_rl.host.files import read_json
+from hpc_rl.run_dir import RunDir
+from hpc_rl.runs.status import NOT_SUBMITTED, UNKNOWN, find_run, in_slurm, statuses_of
+from hpc_rl.runs.sweeps import find_sweep
+from hpc_rl.slurm import commands
+
+COMPLETED = "COMPLETED"
+
+
+@dataclass(frozen=True)
+class After:
+    """The jobs before a job, which have to end well."""
+
+    target: str
+    """Run directory or job id, as job.json keeps it for another submission."""
+    job_ids: tuple[str, ...]
+    """Slurm's jobs to wait for; none where all is done already."""
+    model: Path | None = None
+    """The model that is there when they are done."""
+
+    @property
+    def sbatch_options(self) -> list[str]:
+        """sbatch(1): a job whose dependency cannot come true any more would stay in the queue for ever."""
+        if not self.job_ids:
+            return []
+        return [f"--dependency=afterok:{':'.join(self.job_ids)}", "--kill-on-invalid-dep=yes"]
+
+
+def find_after(target: str) -> After:
+    """What `--after TARGET` means: a run, a sweep, or any job of Slurm's.
+
+    Raises:
+        UserError: there is no such job, or it has ended otherwise than well, so that a job after it would never start.
+    """
+    sweep = find_sweep(target)
+    if sweep is not None:
+        return _after_runs(target, sweep.path, sweep.runs(), None)
+    if target.isdigit():
+        return _after_job(target)
+    run = find_run(target)
+    return _after_runs(target, run.path, [run], run.model)
+
+
+def find_after_again(found: Sequence[RunDir]) -> After | None:
+    """What a run, or the runs of an array, were submitted to wait for; None where one of them has started since then.
+
+    Raises:
+        UserError: as `find_after`.
+    """
+    target = read_json(found[0].job).get("after")
+    return None if not target or any(map(_has_started, found)) else find_after(str(target))
+
+
+def _has_started(run: RunDir) -> bool:
+    said = read_json(run.status)
+    return bool(said.get("attempt")) and said.get("job_id") == read_json(run.job).get("job_id")
+
+
+def _after_runs(target: str, path: Path, found: list[RunDir], model: Path | None) -> After:
+    waited = []
+    for run, now in zip(found, statuses_of(found), strict=True):
+        if now.state == NOT_SUBMITTED or (now.active and not in_slurm(run)):
+            raise UserError(f"--after {target}: run {now.run} has no Slurm job")
+        if now.state == UNKNOWN:
+            raise UserError(f"--after {target}: the state of run {now.run} is unknown: {now.reason}")
+        if now.ended and now.state != COMPLETED:
+            raise UserError(
+                f"--after {target}: run {now.run} is {now.state}, so a job after it would never start; "
+                f"hpc-rl requeue {now.run} starts it again"
+            )
+        if now.active:
+            waited.append(str(now.job_id))
+    return After(str(path), tuple(waited), model)
+
+
+def _after_job(job_id: str) -> After:
+    if not commands.available():  # a script is rendered here, and submitted elsewhere
+        return After(job_id, (job_id,))
+    try:
+        state = commands.job_state(job_id)
+    except commands.NoAnswer as error:
+        raise UserError(f"--after {job_id}: {error}") from error
+    if state is None:
+        raise UserError(f"--after {job_id}: Slurm does not know this job")
+    if state.ended and state.state != COMPLETED:
+        raise UserError(f"--after {job_id}: this job is {state.state}, so a job after it would never start")
+    return After(job_id, () if state.ended else (job_id,))

@@ -1,0 +1,162 @@
+"""The process group: who am I, who else is there, and small exchanges between ranks.
+
+    world = distributed.start("cpu", start_timeout_s=300)
+
+Works under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and as a plain single process.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hpc_rl.errors import UserError
+from hpc_rl.training.errors import AgreedError
+
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others in one collective: rank 0 may write a large checkpoint meanwhile. A rank that
+died ends the job sooner, since its launcher sees the exit."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of the job, seen from one of them."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def gather_rows(self, values: Sequence[float]) -> torch.Tensor:
+        """Every rank's numbers: float64 on the CPU, shape [ranks, len(values)]. One collective."""
+        row = torch.tensor([list(values)], dtype=torch.float64)
+        if self.size == 1:
+            return row
+        return torch.cat(_all_gather(row, self.size))
+
+    def gather_varied(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's one-dimensional CPU tensor; lengths may differ, the type may not."""
+        if self.size == 1:
+            return [values]
+        lengths = [int(length) for length in self.gather_rows([len(values)])[:, 0]]
+        padded = values.new_zeros(max(lengths))
+        padded[: len(values)] = values
+        rows = _all_gather(padded, self.size)
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's picklable value, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            self.gather_rows([0.0])
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank, and fail on every rank if it fails on one.
+
+        Raises:
+            AgreedError: `work` raised UserError somewhere. The message names the rank unless all ranks say the same.
+        """
+        result, message = None, None
+        try:
+            result = work()
+        except UserError as error:
+            message = str(error)
+        messages: list[str | None] = [message]
+        if self.size > 1:
+            messages = [None] * self.size
+            dist.all_gather_object(messages, message)
+        failed = {rank: text for rank, text in enumerate(messages) if text is not None}
+        if not failed:
+            return result  # type: ignore[return-value]
+        first = min(failed)
+        alike = len(failed) == self.size and len(set(failed.values())) == 1
+        raise AgreedError(failed[first] if alike else f"rank {first}: {failed[first]}")
+
+
+def _all_gather(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(ranks)]
+    dist.all_gather(parts, tensor)
+    return parts
+
+
+def rank_from_env() -> int:
+    """This process's rank before the process group exists; 0 without torchrun."""
+    return int(os.environ.get("RANK", 0))
+
+
+def start(device: str, start_timeout_s: int) -> World:
+    """Join the process group.
+
+    Args:
+        device: "cuda" (NCCL, and gloo for what lies in host memory) or "cpu" (gloo).
+        start_timeout_s: seconds in which all ranks must have arrived.
+
+    Raises:
+        UserError: no such device, or ranks that did not arrive in time.
+    """
+    rank, size = rank_from_env(), int(os.environ.get("WORLD_SIZE", 1))
+    here = _device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    backend = "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo"
+    if size > 1:
+        store = _meet(rank, size, timedelta(seconds=start_timeout_s))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_COLLECTIVE_TIMEOUT)
+    elif here.type == "cuda":
+        # FSDP's mixed precision wants a group even for one GPU.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return World(rank=rank, size=size, device=here)
+
+
+def finish() -> None:
+    """Leave the group after a good end. After an error, leave the process instead: this would wait for the others."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device(kind: str, local_rank: int) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count <= local_rank:
+        raise UserError(
+            f"trainer.device is cuda and this process needs GPU {local_rank}, but {socket.gethostname()} shows "
+            f"{count} GPUs to it: lower trainer.n_gpus_per_node, or set trainer.device=cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _meet(rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """The store that torchrun's environment names, once every rank has signed it."""
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+    except dist.DistError as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise UserError(f"rank {rank} could not reach {address} within {timeout.seconds} s: {error}") from error
+    store.set(f"arrived/{rank}", socket.gethostname())
+    keys = [f"arrived/{other}" for other in range(size)]
+    try:
+        store.wait(keys, timeout)
+    except dist.DistError as error:
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise UserError(
+            f"{size} ranks should have met within {timeout.seconds} s (start_timeout_s); missing: {missing}"
+        ) from error
+    return dist.PrefixStore("hpc_rl", store)

@@ -1,0 +1,62 @@
+"""From a checkpoint to a Hugging Face folder that transformers and vLLM load."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from hpc_rl.errors import UserError
+from hpc_rl.run_dir import RunDir
+from hpc_rl.training import checkpoint, model_state
+from hpc_rl.training.model import empty_model
+
+
+def export(source: Path, out: Path, dtype: str | None = None, replace: bool = False) -> Path:
+    """Write weights (safetensors), configuration and tokenizer of a checkpoint into the folder `out`.
+
+    Needs the checkpoint alone: no process group, no GPU, not the model that training started from.
+
+    Args:
+        source: a run directory (its newest checkpoint is taken) or one checkpoint's folder.
+        out: a folder that does not exist yet, or is empty.
+        dtype: "float32", "bfloat16", ...; the type that was trained where None.
+        replace: take the place of what `out` holds, once everything is written.
+
+    Returns:
+        the checkpoint that was taken.
+
+    Raises:
+        UserError: no usable checkpoint, or `out` has something in it.
+    """
+    path = checkpoint.find(source, RunDir(source).checkpoints)
+    if out.exists() and not replace and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not empty: name another folder")
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    progress = checkpoint.read_progress(path)
+    weights = model_state.read_weights(path / progress.parts[0])
+    target = getattr(torch, dtype or progress.dtype)
+    weights = {name: w.to(target) if w.is_floating_point() else w for name, w in weights.items()}
+    files = path / progress.parts[0] / model_state.HF
+    hf = empty_model(AutoConfig.from_pretrained(files), target)
+    hf.load_state_dict(weights, strict=False, assign=True)
+    hf.tie_weights()
+    missing = [name for name, parameter in hf.named_parameters() if parameter.is_meta]
+    if missing:
+        raise UserError(f"{path} has no weights for {', '.join(missing[:3])} ({len(missing)} in all)")
+    if (files / "generation_config.json").exists():
+        hf.generation_config = GenerationConfig.from_pretrained(files)
+    partial = out.with_name(f".{out.name}.tmp{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        hf.save_pretrained(partial)
+        AutoTokenizer.from_pretrained(files).save_pretrained(partial)
+        if out.exists():
+            shutil.rmtree(out)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return path

@@ -1,0 +1,55 @@
+"""Failures that the user can do something about, said in one line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from hpc_rl.errors import RunError
+from hpc_rl.training.errors import AgreedRunError
+
+IN_TRAINING = (
+    "lower trainer.micro_tokens, or set model.enable_gradient_checkpointing=true, "
+    "or use more processes with trainer.sharding=full"
+)
+IN_GENERATION = "lower rollout.max_num_seqs"
+
+
+@contextmanager
+def explain_out_of_memory(what: str, remedy: str = IN_TRAINING) -> Iterator[None]:
+    """Turn running out of memory into a RunError that names the settings to change.
+
+    Args:
+        what: what was being done, for the message ("step 12").
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        # The CPU allocator raises a plain RuntimeError.
+        known = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+        if not known:
+            raise
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RunError(f"out of memory in {what}: {remedy} ({first})") from error
+
+
+def refuse_not_finite(step: int, losses_by_rank: Sequence[float], gradient_norm: float) -> None:
+    """Stop training on NaN or Inf. Every rank must be given the same values.
+
+    Raises:
+        AgreedRunError: a value is not finite; names the step and the ranks.
+    """
+    bad = [rank for rank, loss in enumerate(losses_by_rank) if not math.isfinite(loss)]
+    if bad:
+        found = f"the loss is {losses_by_rank[bad[0]]} in step {step} on rank {', '.join(map(str, bad[:8]))}"
+    elif not math.isfinite(gradient_norm):
+        found = f"the gradient norm is {gradient_norm} in step {step}"
+    else:
+        return
+    raise AgreedRunError(
+        f"{found}: training stopped before the weights changed. "
+        "Usual causes: optim.lr too high, broken samples, or bfloat16 weights where float32 are needed"
+    )

@@ -1,0 +1,188 @@
+"""A Hugging Face causal language model, loaded for packed training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from hpc_rl.config.training import ModelConfig
+from hpc_rl.errors import UserError
+from hpc_rl.training import packed_attention
+from hpc_rl.training.packed_batch import PackedBatch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+_HEAD_EXTRAS = {
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "lm_head_multiplier": 1.0,
+}
+"""Settings that change logits after the LM head, which the chunked loss leaves out, with the value that means none."""
+
+
+class PackedModel(nn.Module):
+    """A Hugging Face model that runs on packed rows."""
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        super().__init__()
+        self.hf = hf
+
+    def hidden(self, batch: PackedBatch) -> torch.Tensor:
+        """Hidden states of the last layer, [T, H]."""
+        hidden_TH: torch.Tensor = self.hf.base_model(
+            input_ids=batch.input_ids_T[None],
+            position_ids=batch.position_ids_T[None],
+            use_cache=False,
+            **packed_attention.attention_kwargs(batch),
+        ).last_hidden_state[0]
+        return hidden_TH
+
+    def layers(self) -> list[nn.Module]:
+        """The transformer layers: the unit of sharding, recomputation and compilation."""
+        names = set(self.hf._no_split_modules or ())
+        return [module for module in self.hf.modules() if type(module).__name__ in names]
+
+    def prepare_training(self, config: ModelConfig) -> None:
+        """Training mode, with recomputation and compilation as configured."""
+        self.hf.train()
+        if config.enable_gradient_checkpointing:
+            # The older name goes away in transformers 6, the newer one came in 5.
+            enable = getattr(self.hf, "activation_checkpointing_enable", None) or self.hf.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+        if config.use_torch_compile:
+            for layer in self.layers():
+                layer.compile(dynamic=True)
+
+
+class CausalLM(PackedModel):
+    """Backbone and LM head in one module, so that FSDP has gathered the head's weight when the loss needs it."""
+
+    def forward(self, batch: PackedBatch, head: Callable[[torch.Tensor, torch.Tensor], T]) -> T:
+        """Run the backbone on a packed row, then `head(hidden_NH, weight_VH)` on the rows that have a target."""
+        return head(self.hidden(batch)[batch.rows_N], self.hf.get_output_embeddings().weight)
+
+
+def load_model(config: ModelConfig) -> CausalLM:
+    """Read weights into host memory, in the type that is trained.
+
+    Raises:
+        UserError: no model there, or one that packed training cannot compute rightly.
+    """
+    from transformers import AutoModelForCausalLM
+
+    packed_attention.register()
+    hf = from_pretrained(
+        AutoModelForCausalLM,
+        config.path,
+        "model",
+        trust_remote_code=config.trust_remote_code,
+        dtype=getattr(torch, config.dtype),
+        attn_implementation=packed_attention.ATTENTION,
+    )
+    refuse_unsupported(hf)
+    model = CausalLM(hf)
+    model.prepare_training(config)
+    return model
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """For reinforcement learning, where the same tokens must have the same probability each time."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout"):  # attention functions are given a number
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of tokenizer_path, else of the model.
+
+    Raises:
+        UserError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    path = config.tokenizer_path or config.path
+    return from_pretrained(AutoTokenizer, path, "tokenizer", trust_remote_code=config.trust_remote_code)
+
+
+def refuse_unsupported(hf: PreTrainedModel) -> None:
+    """Raise UserError for models whose results would be silently wrong here."""
+    refuse_unsupported_backbone(hf)
+    config = hf.config.get_text_config()
+    kind = f"models of type {config.model_type}"
+    for name, neutral in _HEAD_EXTRAS.items():
+        value = getattr(config, name, neutral)
+        if value not in (neutral, None):
+            raise UserError(f"{kind} change their logits by {name}={value}, which the chunked loss does not do")
+    head = hf.get_output_embeddings()
+    if head is None or getattr(head, "bias", None) is not None:
+        raise UserError(f"{kind} have no plain LM head without bias, which the chunked loss needs")
+
+
+def refuse_unsupported_backbone(hf: PreTrainedModel) -> None:
+    """The part of `refuse_unsupported` that is about attention."""
+    config = hf.config.get_text_config()
+    kind = f"models of type {config.model_type}"
+    if not getattr(hf, "_supports_attention_backend", False):
+        raise UserError(f"{kind} do not take an attention function from outside, which packing needs")
+    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other:
+        raise UserError(f"{kind} have layers of type {', '.join(sorted(other))}, which packed training does not do")
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of training, forward and backward, for model FLOPs utilisation.
+
+    6 per parameter and token, and 12 * layers * heads * head size * length per token for attention: PaLM,
+    appendix B (https://arxiv.org/abs/2204.02311). Input embeddings are looked up, not multiplied, and count nothing;
+    the LM head counts only for target tokens, since it is computed for no others.
+    """
+
+    per_token: float
+    per_target: float
+    per_squared_token: float
+
+    def of(self, lengths: list[int], targets: int) -> float:
+        squares = sum(length * length for length in lengths)
+        return self.per_token * sum(lengths) + self.per_target * targets + self.per_squared_token * squares
+
+
+def count_flops(model: CausalLM) -> Flops:
+    """Of a model before sharding. In mixtures of experts all experts count, so it is an upper bound there."""
+    config = model.hf.config.get_text_config()
+    embeddings = {id(model.hf.get_input_embeddings().weight), id(model.hf.get_output_embeddings().weight)}
+    body = sum(p.numel() for p in model.parameters() if id(p) not in embeddings)
+    head = model.hf.get_output_embeddings().weight.numel()
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_size
+    return Flops(per_token=6.0 * body, per_target=6.0 * head, per_squared_token=float(attention))
+
+
+def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The same architecture without memory behind its weights, to take weights from elsewhere."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        hf: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return hf
+
+
+def from_pretrained(auto: Any, path: str, what: str, key: str = "model.path", **options: Any) -> Any:
+    """`auto.from_pretrained`, with its errors about what lies at `path` in one line."""
+    try:
+        return auto.from_pretrained(path, **options)
+    except (OSError, ValueError, KeyError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = lines[0] if lines else type(error).__name__
+        raise UserError(f"{key}: no {what} could be loaded from {path!r}: {reason}") from error

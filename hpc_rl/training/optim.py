@@ -1,0 +1,73 @@
+"""AdamW, the learning rate as a function of the step, and gradient clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hpc_rl.config.training import OptimConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """Fused AdamW (Loshchilov & Hutter, https://arxiv.org/abs/1711.05101).
+
+    Weight decay is left out for norms and biases, which are the parameters of less than two dimensions. All state
+    exists from the start, so that a checkpoint can be read into it.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    # A tensor as learning rate would be copied each step; a number is what the fused kernel takes.
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+    )
+    for parameter in parameters:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
+
+
+def lr_factor(config: OptimConfig, step: int, total_steps: int) -> float:
+    """The learning rate of a step (the first is 0), as a part of the peak.
+
+    Rises linearly over the warm-up, reaches 1 at its end, then falls to min_lr_ratio as half a cosine wave or a line.
+    """
+    warmup = math.ceil(config.warmup_ratio * total_steps)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if config.lr_scheduler == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    fall = 1.0 - progress if config.lr_scheduler == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * fall
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
+    """Scale all gradients so that their global norm is at most `limit` (0: no limit).
+
+    Returns:
+        the norm before scaling, over all ranks; every rank gets the same number.
+    """
+    parameters = [p for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    value = float(norm)
+    # The usual way multiplies by min(1, limit / norm), always: a pass over all gradients for nothing in most steps.
+    if 0 < limit < value < math.inf:
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return value

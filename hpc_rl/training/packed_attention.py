@@ -1,0 +1,162 @@
+"""Causal attention inside each sample of a packed row, for unchanged Hugging Face models.
+
+`register()` adds one attention function to transformers' AttentionInterface under the name `ATTENTION`. A model that is
+loaded with `attn_implementation=ATTENTION` and called with `attention_kwargs(batch)` computes its linear layers on the
+whole row, and attention sample by sample, so that no token sees another sample and nothing is padded.
+
+https://huggingface.co/docs/transformers/attention_interface
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from hpc_rl.errors import UserError
+from hpc_rl.training.packed_batch import PackedBatch
+
+ATTENTION = "hpc_rl_packed"
+
+
+class Attend(Protocol):
+    """Attention in place of the one below, for a forward pass of which only the caller knows what its tokens see."""
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+    ) -> torch.Tensor: ...
+
+
+def register() -> None:
+    """Make `ATTENTION` known to transformers. Without a mask function of that name, models build no mask."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, packed_attention)
+
+
+def attention_kwargs(batch: PackedBatch) -> dict[str, Any]:
+    """What the model's forward must be given besides input_ids and position_ids."""
+    return {"packed_lengths": batch.lengths, "packed_cu_seqlens": batch.cu_seqlens}
+
+
+@torch.compiler.disable  # its loop over samples would be traced anew for every number of samples
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packed_lengths: tuple[int, ...] = (),
+    packed_cu_seqlens: torch.Tensor | None = None,
+    attend: Attend | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it.
+
+    Args:
+        query: [1, query heads, T, head size].
+        key, value: [1, key heads, T, head size]; query heads are a multiple of key heads.
+        attend: computes the result instead, from the same tensors; the row's samples need not be given then.
+        sliding_window: a token sees itself and this many tokens less one before it; None for all.
+
+    Returns:
+        [1, T, query heads, head size], and no attention weights.
+
+    Raises:
+        UserError: the model wants soft-capped scores or attention sinks, which would be left out silently, or does not
+            hand on what its forward was given.
+    """
+    kind = f"models of type {getattr(getattr(module, 'config', None), 'model_type', type(module).__name__)}"
+    for name in ("softcap", "s_aux", "position_bias"):
+        if others.get(name) is not None:
+            raise UserError(f"{kind} need {name} in attention, which packed training does not do")
+    if attend is not None:
+        return attend(module, query, key, value, scaling, sliding_window), None
+    if not packed_lengths:
+        raise UserError(f"{kind} do not tell attention where samples begin, which packing needs: use another model")
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _varlen() is not None:
+        assert packed_cu_seqlens is not None
+        longest = max(packed_lengths)
+        return _flash(query, key, value, packed_cu_seqlens, longest, scaling, sliding_window), None
+    return _per_sample(query, key, value, packed_lengths, scaling, dropout, sliding_window), None
+
+
+@functools.cache
+def _varlen() -> tuple[Callable[..., torch.Tensor], frozenset[str]] | None:
+    """torch's varlen_attn and what this version of it takes, or None where torch has none that can be causal."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    return (varlen_attn, frozenset(known)) if "window_size" in known else None
+
+
+def _per_sample(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: tuple[int, ...],
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> torch.Tensor:
+    grouped = query.shape[1] != key.shape[1]
+    outputs = []
+    # split, not slices: its backward is one concatenation, that of slices writes the whole row once per sample.
+    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
+        banded = window is not None and q.shape[2] > window
+        mask = _band(q.shape[2], window, q.device) if banded and window else None
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+        )
+        outputs.append(out.transpose(1, 2))
+    return torch.cat(outputs, dim=1)
+
+
+def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """bool [length, length]: causal, and less than `window` back."""
+    position = torch.arange(length, device=device)
+    distance = position[:, None] - position[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    found = _varlen()
+    assert found is not None
+    varlen, known = found
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in known:
+            options["enable_gqa"] = True
+        else:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    if scaling is not None:
+        if "scale" in known:
+            options["scale"] = scaling
+        else:  # such a kernel scales by head_size ** -0.5
+            q = q * (scaling * q.shape[-1] ** 0.5)
+    return varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options).unsqueeze(0)

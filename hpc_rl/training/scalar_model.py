@@ -1,0 +1,91 @@
+"""A transformer with one number per position as output: a critic's values, or a reward model's score."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hpc_rl.config.training import ModelConfig
+from hpc_rl.errors import UserError
+from hpc_rl.training import packed_attention
+from hpc_rl.training.model import PackedModel, from_pretrained, load_tokenizer, refuse_unsupported_backbone
+from hpc_rl.training.packed_batch import PackedBatch
+
+_HEAD = "score"
+"""Name of the linear head in transformers' sequence classifiers of decoder models."""
+
+
+class ScalarModel(PackedModel):
+    """A sequence classifier with one output, read at every position that is asked for."""
+
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        """The head's output at `batch.rows_N`: [N], float32."""
+        values_N1: torch.Tensor = getattr(self.hf, _HEAD)(self.hidden(batch)[batch.rows_N])
+        return values_N1[:, 0].float()
+
+
+def load_critic(path: str, config: ModelConfig) -> ScalarModel:
+    """A critic from a causal language model, whose first values are all 0, or from an earlier critic or reward model.
+
+    Raises:
+        UserError: no model there, or one that packed training cannot compute rightly.
+    """
+    hf, missing = _load(path, "critic.path", config, getattr(torch, config.dtype))
+    if missing:
+        # Values near 0 are a better start than random ones: the first advantages are then the returns themselves.
+        torch.nn.init.zeros_(getattr(hf, _HEAD).weight)
+    model = ScalarModel(hf)
+    model.prepare_training(config)
+    return model
+
+
+def load_reward_model(path: str, config: ModelConfig, dtype: torch.dtype) -> ScalarModel:
+    """A trained reward model, for scoring alone.
+
+    Raises:
+        UserError: no model there, or one without a trained head of one output.
+    """
+    hf, missing = _load(path, "reward.model", config, dtype)
+    if missing:
+        raise UserError(f"reward.model {path} has no trained head {_HEAD!r}: it is no sequence classifier")
+    hf.eval().requires_grad_(False)
+    return ScalarModel(hf)
+
+
+def refuse_other_vocabulary(key: str, path: str, policy: ModelConfig) -> None:
+    """Raise UserError where a model would read the policy's token ids as other tokens.
+
+    Args:
+        key: option that names `path`.
+    """
+    theirs = load_tokenizer(policy.model_copy(update={"path": path, "tokenizer_path": None})).get_vocab()
+    ours = load_tokenizer(policy).get_vocab()
+    if theirs != ours:
+        different = sum(theirs.get(token) != number for token, number in ours.items())
+        raise UserError(
+            f"{key} {path} has another vocabulary than model.path {policy.path}: {different:,} of {len(ours):,} tokens "
+            "differ; take a model of the same family"
+        )
+
+
+def _load(path: str, key: str, config: ModelConfig, dtype: torch.dtype) -> tuple[Any, bool]:
+    """(model, whether its head had to be made up)."""
+    from transformers import AutoModelForSequenceClassification
+
+    packed_attention.register()
+    hf, info = from_pretrained(
+        AutoModelForSequenceClassification,
+        path,
+        "model",
+        key,
+        trust_remote_code=config.trust_remote_code,
+        num_labels=1,
+        dtype=dtype,
+        attn_implementation=packed_attention.ATTENTION,
+        output_loading_info=True,
+    )
+    refuse_unsupported_backbone(hf)
+    if not hasattr(hf, _HEAD):
+        raise UserError(f"{key} {path}: models of type {hf.config.model_type} have no head {_HEAD!r}")
+    return hf, any(name.startswith(_HEAD) for name in info["missing_keys"])

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpc_rl.data.order import Position, batches, epoch_order, steps_per_epoch
+
+sizes = st.integers(1, 40)
+
+
+@settings(deadline=None)
+@given(sizes, sizes, st.booleans(), st.integers(0, 5))
+def test_every_sample_once_per_epoch(n: int, size: int, shuffle: bool, seed: int) -> None:
+    steps = steps_per_epoch(n, size)
+    two_epochs = list(islice(batches(n, size, seed=seed, shuffle=shuffle), 2 * steps))
+    for epoch in (0, 1):
+        seen = np.concatenate([batch for batch, _ in two_epochs[epoch * steps : (epoch + 1) * steps]])
+        assert sorted(seen) == list(range(n))
+    assert two_epochs[steps - 1][1] == Position(1, 0)
+
+
+@settings(deadline=None)
+@given(sizes, sizes, st.integers(1, 60))
+def test_going_on_from_a_saved_position(n: int, size: int, stop: int) -> None:
+    whole = list(islice(batches(n, size, seed=3, shuffle=True), stop + 5))
+    rest = islice(batches(n, size, seed=3, shuffle=True, start=whole[stop - 1][1]), 5)
+    for (expected, position), (batch, resumed) in zip(whole[stop:], rest, strict=True):
+        assert position == resumed
+        np.testing.assert_array_equal(expected, batch)
+
+
+def test_orders_differ_by_epoch_and_seed() -> None:
+    orders = [tuple(epoch_order(50, seed, epoch, True)) for seed in (1, 2) for epoch in (0, 1)]
+    assert len(set(orders)) == 4
+    assert list(epoch_order(4, 1, 3, shuffle=False)) == [0, 1, 2, 3]
+
+
+def test_no_samples() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        next(batches(0, 4, seed=0, shuffle=False))

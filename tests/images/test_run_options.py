@@ -1,0 +1,249 @@
+"""The way into an image: options of the runtime, and the script that each node's task runs."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_rl.config.compose import compose
+from hpc_rl.errors import UserError
+from hpc_rl.images.run_options import exec_options, job_binds, pyxis_options, unpacks
+from hpc_rl.run_dir import RunDir
+from hpc_rl.submit import preflight
+from hpc_rl.submit.script import Job, render, render_container
+from tests.fake_apptainer import FakeApptainer, sif_bytes
+from tests.submit.test_script import GOLDEN, NASTY, check_shell
+
+PWD = Path("/home/me")
+
+
+def image_job(run_dir: Path, working_dir: Path = Path("/"), kind: str = "torchrun", **flags: Any) -> Job:
+    settings = {"container.image": "/images/x.sif", "container.unpack": "never", **flags}
+    return Job(kind, compose(kind, [], settings), RunDir(run_dir), working_dir, ("train.py",))
+
+
+def test_exec_options_are_these() -> None:
+    settings = {"container.options": ["--nvccli"], "trainer.device": "cuda"}
+    config = image_job(PWD, **settings).config
+    options = [word for words in exec_options(config, PWD, ["/home/me", "/data:/data:ro"]) for word in words]
+    gpu = ["--nvccli", "--nv"]
+    binds = ["--bind", "/home/me", "--bind", "/data:/data:ro"]
+    assert options == ["--cleanenv", "--no-home", *gpu, "--pwd", "/home/me", *binds]
+    amd = exec_options(image_job(PWD, **{"container.gpu": "rocm"}).config, PWD, [])
+    assert ["--rocm"] in amd and ["--nv"] not in amd
+    cpu = exec_options(image_job(PWD, **{"trainer.device": "cpu"}).config, PWD, [])
+    assert cpu == [["--cleanenv"], ["--no-home"], ["--pwd", "/home/me"]]
+
+
+def test_pyxis_options_are_these() -> None:
+    settings = {"container.runtime": "pyxis", "container.image": "registry.example.org#group/image:1"}
+    settings |= {"slurm.env": {"MY": "1"}, "container.env": ["LAB", "OUR_*"]}
+    assert pyxis_options(image_job(PWD, **settings).config, PWD, ["/home/me", "/a:/b:ro"]) == [
+        "--container-image=registry.example.org#group/image:1",
+        "--container-mounts=/home/me:/home/me,/a:/b:ro",
+        "--container-workdir=/home/me",
+        "--no-container-mount-home",
+        "--container-env=MY,LAB",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "more"),
+    [
+        ("container-torchrun", "torchrun", {"container.unpack": "auto"}),
+        (
+            "container-pyxis",
+            "ray",
+            {"container.runtime": "pyxis", "container.image": "registry.example.org#group/image:1"},
+        ),
+    ],
+)
+def test_golden(name: str, kind: str, more: dict[str, Any]) -> None:
+    settings = {"slurm.time": "24:00:00", "trainer.nnodes": 2, "trainer.n_gpus_per_node": 4}
+    settings |= {"container.binds": ["/scratch/my data:/data:ro"], "container.env": ["LAB_*"], "slurm.env": {"MY": "1"}}
+    script = render(image_job(Path("/shared/me/runs/first"), PWD, kind, **settings, **more))
+    golden = GOLDEN / f"{name}.sbatch"
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(script)
+    assert script == golden.read_text()
+    check_shell(script)
+
+
+def test_what_the_job_needs_is_bound_once(tmp_path: Path) -> None:
+    work, data, real, rewards = (tmp_path / name for name in ("work", "data", "real", "rewards"))
+    for folder in (work / "inner", data, real, rewards):
+        folder.mkdir(parents=True)
+    for file in (data / "train.jsonl", rewards / "score.py"):
+        file.write_text("")
+    (work / "model").symlink_to(real)
+    values = {"data.train_files": [str(data / "train.jsonl"), "inner"], "model.path": "model"}
+    values |= {"reward.function": f"{rewards}/score.py:score", "container.binds": ["/scratch"]}
+    config = compose("ppo", [], values)
+    found = job_binds(config, work / "runs" / "first", work, ("python", str(data)))
+    assert found == [str(data), str(real), str(rewards), str(work), "/scratch"]
+    with pytest.raises(UserError, match="a,b cannot be bound into an image: its path has a colon or a comma"):
+        job_binds(config, work, tmp_path / "a,b")
+
+
+@pytest.mark.parametrize(
+    ("time", "unpack", "wanted"),
+    [
+        ("0:30:00", "auto", False),
+        ("1:00:00", "auto", False),
+        ("1:00:01", "auto", True),
+        (None, "auto", True),
+        ("UNLIMITED", "auto", True),
+        ("0:30:00", "always", True),
+        (None, "never", False),
+    ],
+)
+def test_long_jobs_want_a_copy(time: str | None, unpack: str, wanted: bool) -> None:
+    assert unpacks(image_job(PWD, **{"slurm.time": time, "container.unpack": unpack}).config) is wanted
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"container.binds": ["/a,/b"]}, "no SRC"),
+        ({"container.env": ["A B"]}, "no name of an environment variable"),
+        ({"container.imgae": "x"}, r"did you mean container\.image\?"),
+        ({"container.runtime": "docker"}, "apptainer"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        compose("torchrun", [], settings)
+
+
+def test_the_login_node_looks_at_the_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match=r"image /images/x\.sif: no such file"):
+        preflight.check(image_job(tmp_path / "run", tmp_path))
+    (tmp_path / "x.sif").write_bytes(sif_bytes())
+    good = {"container.image": "x.sif", "container.arch": "amd64", "container.binds": ["/on/the/nodes"]}
+    notes = preflight.check(image_job(tmp_path / "run", tmp_path, **good))
+    assert "needed on the nodes: /on/the/nodes" in notes[0]
+    assert "no apptainer and no singularity on PATH here" in notes[1]
+    other = {**good, "container.arch": "arm64"}
+    with pytest.raises(UserError, match="is for amd64, and the nodes are arm64"):
+        preflight.check(image_job(tmp_path / "run", tmp_path, **other))
+
+
+class Inside:
+    """container.sh of a job, with a fake apptainer on PATH."""
+
+    def __init__(self, tmp: Path, **flags: Any) -> None:
+        self.tmp = tmp
+        (tmp / "x.sif").write_bytes(sif_bytes())
+        (tmp / "local").mkdir()
+        plain = {name: os.environ[name] for name in ("PATH", "HOME")}
+        slurm = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "node[1-2],gpu1"}
+        self.fake = FakeApptainer(tmp / "bin", {**plain, **slurm, "TMPDIR": str(tmp / "local"), "SECRET": "no"})
+        self.environ = self.fake.environ
+        job = image_job(tmp / "run", tmp, **{"container.image": str(tmp / "x.sif"), **flags})
+        self.script = tmp / "container.sh"
+        self.script.write_text(render_container(job))
+        check_shell(self.script.read_text())
+        self.command = ["bash", str(self.script), "python3", "-m", "some thing", "a b;$HOME"]
+
+    def run(self, **environ: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            self.command, env={**self.environ, **environ}, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert list((self.tmp / "local").iterdir()) == []
+        return done
+
+
+def test_the_command_runs_with_a_tmp_of_its_own_and_named_variables_only(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    inside = Inside(tmp_path, **{"slurm.env": {"MY_VALUE": "as exported"}, "container.env": ["LAB_*"]})
+    values = {"MY_VALUE": NASTY, "LAB_X": "1", "HF_TOKEN": "hf_secret", "HF_HOME": str(cache), "EMPTY_": ""}
+    assert inside.run(**values).returncode == 0
+    call = inside.fake.calls("exec")[0]
+    argv = call["argv"]
+    assert argv[-7:] == [str(tmp_path / "x.sif"), "env", "HOME=/tmp", "python3", "-m", "some thing", "a b;$HOME"]
+    own = argv[2].removesuffix("/tmp:/tmp")
+    assert Path(own).name.startswith(f"{os.getuid()}.7.image.") and ["--bind", str(cache)] == argv[-11:-9]
+    assert call["env"]["APPTAINER_NO_EVAL"] == "1"
+    assert call["env_mode"] == "0o600" and "hf_secret" not in " ".join(argv)
+    read = "set -a; source /dev/stdin; exec env --null"
+    said = subprocess.run(
+        ["bash", "-c", read], input=call["env_file"].encode(), env={"PATH": os.environ["PATH"]},
+        capture_output=True, check=True, timeout=60,
+    ).stdout.decode()  # fmt: skip
+    found = dict(item.split("=", 1) for item in said.split("\0") if item)
+    wanted = {name: value for name, value in values.items() if name != "EMPTY_"}
+    assert {name: found[name] for name in wanted} == wanted
+    assert found["SLURM_JOB_NODELIST"] == "node[1-2],gpu1"
+    assert not {"SECRET", "EMPTY_", "TMPDIR", "HOME"} & found.keys()
+
+
+@pytest.mark.parametrize("code", [1, 75, 137, 255])
+def test_exit_codes_pass_through(tmp_path: Path, code: int) -> None:
+    done = Inside(tmp_path).run(FAKE_EXEC=str(code))
+    assert done.returncode == code
+    assert ("or the program ended with 255" in done.stderr) == (code == 255)
+
+
+def test_a_termination_is_handed_on_and_leaves_nothing(tmp_path: Path) -> None:
+    inside = Inside(tmp_path)
+    with subprocess.Popen(inside.command, env={**inside.environ, "FAKE_EXEC": "slow"}) as running:
+        deadline = time.monotonic() + 30
+        while not inside.fake.started.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(30) == 9
+    assert list((tmp_path / "local").iterdir()) == []
+
+
+def test_a_node_that_cannot_run_images_says_so_in_a_line(tmp_path: Path) -> None:
+    inside = Inside(tmp_path)
+    (tmp_path / "bin" / "apptainer").unlink()
+    where = subprocess.run(["bash", "-c", "dirname $(command -v bash)"], capture_output=True, text=True, check=True)
+    found = inside.run(PATH=where.stdout.strip())
+    if "singularity" not in found.stderr:
+        pytest.skip("this machine's own runtime stands beside bash")
+    assert found.returncode == 2 and "has no apptainer and no singularity on PATH" in found.stderr
+
+
+def test_an_image_that_a_node_does_not_see_is_a_line(tmp_path: Path) -> None:
+    inside = Inside(tmp_path)
+    (tmp_path / "x.sif").unlink()
+    done = inside.run()
+    assert done.returncode == 2 and f"does not see the image {tmp_path}/x.sif" in done.stderr
+
+
+def test_a_copy_on_the_nodes_disk_is_used_and_removed(tmp_path: Path) -> None:
+    inside = Inside(tmp_path, **{"container.unpack": "auto"})
+    done = inside.run()
+    assert done.returncode == 0, done.stderr
+    build, run = inside.fake.calls("build")[0]["argv"], inside.fake.calls("exec")[0]["argv"]
+    assert build[:2] == ["build", "--sandbox"] and build[-1] == str(tmp_path / "x.sif")
+    assert build[2] in run and str(tmp_path / "x.sif") not in run
+
+
+def test_no_copy_is_made_where_the_kernel_mounts_images(tmp_path: Path) -> None:
+    conf = tmp_path / "apptainer.conf"
+    facts = f"APPTAINER_SUID_INSTALL=1\nAPPTAINER_CONF_FILE={conf}"
+    inside = Inside(tmp_path, **{"container.unpack": "auto"})
+    for rule, copies in (("yes", 0), ("iflimited", 1)):
+        conf.write_text(f"allow setuid-mount squashfs = {rule}\n")
+        inside.run(FAKE_BUILDCFG=facts)
+        assert len(inside.fake.calls("build")) == copies
+
+
+def test_a_copy_that_fails_does_not_cost_the_job(tmp_path: Path) -> None:
+    inside = Inside(tmp_path, **{"container.unpack": "always"})
+    done = inside.run(FAKE_BUILD="255")
+    assert done.returncode == 0 and "could not unpack the image, and runs from the file" in done.stderr
+    assert str(tmp_path / "x.sif") in inside.fake.calls("exec")[0]["argv"]
+    assert json.loads(inside.fake.log.read_text().splitlines()[0])["argv"][0] == "build"

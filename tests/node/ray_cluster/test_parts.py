@@ -1,0 +1,147 @@
+"""What a Ray node is made of: ports, environment, address, logs, temporary folder, version."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.errors import UserError
+from hpc_rl.host.ray_version import check_ray
+from hpc_rl.host.scratch import held_scratch, scratch_dir
+from hpc_rl.node.ports import free_block
+from hpc_rl.node.ray_cluster.environment import driver_environment, ray_environment, shared_environment
+from hpc_rl.node.ray_cluster.layout import check_length, node_address
+from hpc_rl.node.ray_cluster.logs import FILE_BYTES, copy_logs
+from hpc_rl.node.ray_cluster.ports import BLOCK, RayPorts, reserve
+from hpc_rl.slurm.allocation import Allocation
+
+
+def environment(environ: dict[str, str], timeline: bool = False) -> dict[str, str]:
+    paths = {"token": Path("/run/.ray-token"), "scratch": Path("/tmp/0.7.0"), "temp_dir": Path("/tmp/0.7.0/ray")}
+    return shared_environment(environ, interface="ib0", threads=4, timeline=timeline, **paths)
+
+
+def test_every_port_is_in_the_block_and_used_once() -> None:
+    ports = RayPorts(20000)
+    used = [ports.gcs, ports.roll_call, ports.dashboard, *ports.services(dashboard=True).values()]
+    first, last = ports.workers
+    assert len(set(used)) == len(used) and all(20000 < port < first for port in used)
+    assert last == 20000 + BLOCK - 1
+    assert RayPorts.of_gcs(ports.gcs) == ports
+    assert sorted(ports.services(dashboard=False).values())[:3] == [0, 0, 0]
+
+
+def test_two_jobs_never_get_the_same_block() -> None:
+    with free_block("same key", BLOCK) as first, free_block("same key", BLOCK) as second:
+        assert abs(first.first - second.first) >= BLOCK
+    with free_block("same key", BLOCK) as again:
+        assert again.first == first.first
+
+
+def test_a_block_with_a_taken_port_is_passed_over_or_refused() -> None:
+    with free_block("taken", BLOCK) as block:
+        start = block.first
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", start + 100))
+        taken.listen()
+        with free_block("taken", BLOCK) as other:
+            assert other.first != start
+        with pytest.raises(UserError, match=rf"\(ray\.first_port\) are occupied on .* uses port {start + 100}"):
+            reserve("key", start, 0)
+    with reserve("key", start - BLOCK, 1) as wanted:  # the second node on this machine
+        assert wanted.first == start
+    with pytest.raises(UserError, match="the last port of all is 65535"):
+        reserve("key", 65000, 1)
+
+
+def test_what_the_user_exported_wins_but_for_the_token() -> None:
+    user = {"NCCL_DEBUG": "INFO", "RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "mine", "RAY_ADDRESS": "1.2.3.4:6379"}
+    found = environment({**user, "TMPDIR": "/elsewhere"})
+    assert found["NCCL_DEBUG"] == "INFO" and found["NCCL_CUMEM_ENABLE"] == "0" and found["OMP_NUM_THREADS"] == "4"
+    assert found["VLLM_LOGGING_LEVEL"] == "WARN" and found["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert (found["RAY_AUTH_MODE"], found["RAY_AUTH_TOKEN_PATH"]) == ("token", "/run/.ray-token")
+    assert found["TMPDIR"] == "/tmp/0.7.0" and "RAY_PROFILING" not in found
+    assert not {"RAY_AUTH_TOKEN", "RAY_ADDRESS"} & found.keys()
+    assert environment({}, timeline=True)["RAY_PROFILING"] == "1"
+
+
+def test_the_driver_keeps_the_proxies_that_ray_does_not_get() -> None:
+    shared = environment({"https_proxy": "http://proxy:3128", "HTTP_PROXY": "x", "no_proxy": "here", "PATH": "/bin"})
+    assert {"https_proxy", "HTTP_PROXY", "no_proxy"} & ray_environment(shared).keys() == {"no_proxy"}
+    driver = driver_environment(shared, "10.0.0.1:20001", Path("/venv/bin/python"))
+    assert driver["https_proxy"] == "http://proxy:3128"
+    assert (driver["RAY_ADDRESS"], driver["PATH"]) == ("10.0.0.1:20001", "/venv/bin:/bin")
+
+
+def test_amd_devices_have_hips_name() -> None:
+    found = environment({"ROCR_VISIBLE_DEVICES": "0,1"})
+    assert found["HIP_VISIBLE_DEVICES"] == "0,1" and "ROCR_VISIBLE_DEVICES" not in found
+
+
+def test_nodes_on_one_machine_have_addresses_of_their_own() -> None:
+    nodes = ("here",) * 300
+    found = [node_address(Allocation("7", 0, nodes, rank, 1), None)[1] for rank in (0, 1, 299)]
+    assert found == ["127.0.0.2", "127.0.0.3", "127.0.1.51"]
+
+
+def test_a_temporary_folder_too_long_for_a_socket_is_refused_with_the_numbers() -> None:
+    check_length(Path("/tmp/65534.12345678.10"))
+    with pytest.raises(UserError, match=r"has 52 bytes: with 64 for Ray's sockets.*over the 107.*at most 20 bytes"):
+        check_length(Path("/local/scratch/of/a/long/name") / "1000.12345678.0.10"[:18])
+
+
+def test_the_temporary_folder_is_private_and_goes_with_all_in_it(tmp_path: Path) -> None:
+    folder = scratch_dir({"TMPDIR": str(tmp_path)}, "7", 1, None)
+    assert folder == tmp_path / f"{os.getuid()}.7.1"
+    assert scratch_dir({"TMPDIR": "/no/such"}, "7", 1, 3) == Path(f"/tmp/{os.getuid()}.7.1.3")
+    with held_scratch(folder):
+        assert folder.stat().st_mode & 0o777 == 0o700
+        (folder / "a" / "b").mkdir(parents=True)
+    assert not any(tmp_path.iterdir())
+
+
+def test_folders_of_killed_jobs_are_removed_and_no_others(tmp_path: Path) -> None:
+    killed, living = tmp_path / f"{os.getuid()}.1.0", tmp_path / f"{os.getuid()}.2.0"
+    make = "import sys, pathlib; from hpc_rl.host.scratch import held_scratch\n"
+    hold = make + "with held_scratch(pathlib.Path(sys.argv[1])): print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, killed], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout and job.stdout.readline() == "\n"
+        job.kill()
+    assert killed.is_dir()
+    own = tmp_path / f"{os.getuid()}.backup"
+    own.mkdir()
+    with held_scratch(living), held_scratch(tmp_path / f"{os.getuid()}.3.0"):
+        assert living.is_dir() and own.is_dir() and not killed.exists()
+
+
+def test_ends_of_text_logs_are_copied(tmp_path: Path) -> None:
+    logs = tmp_path / "ray/session_2026-01-01_00-00-00_000000_1/logs"
+    (logs / "old").mkdir(parents=True)
+    (logs / "raylet.out").write_text("up\n")
+    (logs / "worker-1.err").write_text("x" * (FILE_BYTES + 7))
+    (logs / "empty.log").touch()
+    (logs / "core.bin").write_bytes(b"\0")
+    copy_logs(tmp_path / "ray", tmp_path / "copy")
+    assert {path.name for path in (tmp_path / "copy").iterdir()} == {"raylet.out", "worker-1.err"}
+    assert (tmp_path / "copy/worker-1.err").read_text().startswith("[the first 7 bytes are left out]\nx")
+    assert (tmp_path / "copy").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (None, "has no Ray: pip install"),
+        ("2.51.1", "Ray 2.51.1, which anybody on the network could use"),
+        ("1.99", "Ray 1.99"),
+    ],
+)
+def test_a_ray_without_token_authentication_is_refused(version: str | None, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check_ray(version, "/venv/bin/python")
+    check_ray("2.52.0", "python")
+    check_ray("3.0.0rc1", "python")

@@ -1,0 +1,96 @@
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from hpc_rl.node.ports import free_port
+from hpc_rl.node.ray_cluster.roll_call import Place, RollCall, signature
+
+SECRET = b"of this job"
+
+
+@pytest.fixture
+def roll() -> Iterator[tuple[RollCall, int]]:
+    port = free_port("roll call", "127.0.0.1")
+    roll = RollCall("127.0.0.1", port, 3, SECRET)
+    yield roll, port
+    roll.close()
+
+
+def until(condition: Callable[[], bool], roll: RollCall) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        roll.poll()
+        time.sleep(0.01)
+
+
+def test_nodes_call_come_up_and_are_dismissed(roll: tuple[RollCall, int]) -> None:
+    head, port = roll
+    first, second = (Place("127.0.0.1", port, rank, SECRET, timeout_s=5) for rank in (1, 2))
+    until(lambda: head.seen == {0, 1, 2}, head)
+    second.say_up()
+    until(lambda: head.up == {0, 2}, head)
+    assert first.dismissed() is None and not head.all_left
+    head.dismiss(75)
+    until(lambda: first.dismissed() == second.dismissed() == 75, head)
+    first.close()
+    second.close()
+    until(lambda: head.all_left, head)
+
+
+def test_a_killed_process_is_told_at_once(roll: tuple[RollCall, int]) -> None:
+    head, port = roll
+    code = f"from hpc_rl.node.ray_cluster.roll_call import *; p = Place('127.0.0.1', {port}, 1, {SECRET!r}, 5); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as child:
+        until(lambda: 1 in head.seen, head)
+        child.send_signal(signal.SIGKILL)
+    until(lambda: 1 in head.lost, head)
+    assert head.lost[1].how == "its processes ended" and head.lost[1].machine_answers
+
+
+def test_a_head_that_ends_is_told(roll: tuple[RollCall, int]) -> None:
+    head, port = roll
+    place = Place("127.0.0.1", port, 1, SECRET, timeout_s=5)
+    until(lambda: 1 in head.seen, head)
+    head.close()
+    deadline = time.monotonic() + 10
+    while place.lost is None:
+        assert place.dismissed() is None and time.monotonic() < deadline
+    assert place.lost.machine_answers
+
+
+def sent_away(stranger: socket.socket, roll: RollCall) -> bool:
+    roll.poll()
+    try:
+        return stranger.recv(10) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def test_strangers_are_sent_away_and_do_not_take_a_place(roll: tuple[RollCall, int]) -> None:
+    head, port = roll
+    for said in (b"up\nend 0\n", signature(b"another job", 1).encode() + b"\n", b"\xff" * 5000):
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+            stranger.sendall(said)
+            stranger.setblocking(False)
+            until(lambda stranger=stranger: sent_away(stranger, head), head)  # type: ignore[misc]
+    silent = []
+    for _ in range(100):
+        silent.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+        head.poll()
+    own = Place("127.0.0.1", port, 1, SECRET, timeout_s=5)
+    until(lambda: 1 in head.seen, head)
+    again = Place("127.0.0.1", port, 1, SECRET, timeout_s=5)  # one node, one place
+    until(lambda: again.dismissed() is None and again.lost is not None, head)
+    assert head.seen == {0, 1} and not head.lost
+    for stranger in silent:
+        stranger.setblocking(False)
+    until(lambda: all(sent_away(stranger, head) for stranger in silent), head)
+    own.close()

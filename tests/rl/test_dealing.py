@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpc_rl.errors import UserError
+from hpc_rl.rl.dealing import Layout, mini_batches, plan_step, shards
+
+MICRO_TOKENS = 60
+no_deadline = settings(deadline=None)
+lengths = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30)), min_size=1, max_size=40)
+sizes = st.none() | st.integers(1, 50)
+ranks = st.integers(1, 5)
+
+
+def planned(pairs: list[tuple[int, int]], size: int | None, ranks: int) -> Layout:
+    prompts, responses = np.array(pairs, np.int64).T
+    return plan_step(prompts, responses, size, ranks, MICRO_TOKENS)
+
+
+@no_deadline
+@given(lengths, sizes, ranks)
+def test_every_response_is_on_one_rank_within_the_budget(
+    pairs: list[tuple[int, int]], size: int | None, ranks: int
+) -> None:
+    layout = planned(pairs, size, ranks)
+    assert sorted(chain.from_iterable(order.tolist() for order in layout.orders)) == list(range(len(pairs)))
+    for plan, order in zip(layout.plans, layout.orders, strict=True):
+        assert [i for mini in plan for micro in mini for i in micro] == order.tolist()
+        for micro in chain.from_iterable(plan):
+            assert sum(sum(pairs[i]) for i in micro) <= MICRO_TOKENS
+
+
+@no_deadline
+@given(lengths, sizes, ranks)
+def test_mini_batches_are_the_same_for_any_number_of_ranks(
+    pairs: list[tuple[int, int]], size: int | None, ranks: int
+) -> None:
+    layout = planned(pairs, size, ranks)
+    expected = mini_batches(len(pairs), size)
+    assert {len(plan) for plan in layout.plans} == {len(expected)}
+    for number, part in enumerate(expected):
+        dealt = [i for plan in layout.plans for micro in plan[number] for i in micro]
+        assert sorted(dealt) == list(range(part.start, part.stop))
+        # Each micro-batch is a round of collectives, which every rank has to join.
+        assert len({len(plan[number]) for plan in layout.plans}) == 1
+
+
+@no_deadline
+@given(lengths, sizes, ranks)
+def test_ranks_have_equal_work_up_to_one_response_per_mini_batch(
+    pairs: list[tuple[int, int]], size: int | None, ranks: int
+) -> None:
+    layout = planned(pairs, size, ranks)
+    loads = [sum(sum(pairs[i]) for i in order.tolist()) for order in layout.orders]
+    longest = max(map(sum, pairs))
+    assert max(loads) - min(loads) <= longest * len(mini_batches(len(pairs), size))
+
+
+@no_deadline
+@given(lengths, sizes, ranks)
+def test_columns_are_split_and_joined(pairs: list[tuple[int, int]], size: int | None, ranks: int) -> None:
+    layout = planned(pairs, size, ranks)
+    responses = [length for _, length in pairs]
+    column = np.arange(sum(responses), dtype=np.float32)
+    parts = layout.split(column)
+    np.testing.assert_array_equal(layout.join(parts), column)
+    of_response = np.split(column, np.cumsum(responses)[:-1])
+    for part, order in zip(parts, layout.orders, strict=True):
+        assert part.tolist() == [value for i in order for value in of_response[i].tolist()]
+    rows = np.arange(len(pairs), dtype=np.float32)
+    np.testing.assert_array_equal(layout.join_rows([rows[order] for order in layout.orders]), rows)
+
+
+@no_deadline
+@given(lengths, sizes, ranks)
+def test_shards_hold_prompt_and_response_of_their_samples(
+    pairs: list[tuple[int, int]], size: int | None, ranks: int
+) -> None:
+    layout = planned(pairs, size, ranks)
+    prompts = [np.full(p, 1000 + i, np.int32) for i, (p, _) in enumerate(pairs)]
+    responses = [np.full(r, 2000 + i, np.int32) for i, (_, r) in enumerate(pairs)]
+    for shard, order in zip(shards(layout, prompts, responses), layout.orders, strict=True):
+        assert sum(map(sum, shard.mini_batches)) == len(order)
+        assert shard.tokens.dtype == np.int32
+        at = 0
+        for i, p, r in zip(order, shard.prompt_lengths, shard.response_lengths, strict=True):
+            assert (p, r) == pairs[i]
+            assert shard.tokens[at : at + p + r].tolist() == [1000 + i] * p + [2000 + i] * r
+            at += p + r
+        assert at == len(shard.tokens)
+
+
+def test_a_last_mini_batch_may_be_smaller() -> None:
+    assert mini_batches(10, 4) == [slice(0, 4), slice(4, 8), slice(8, 10)]
+    assert mini_batches(10, None) == mini_batches(10, 20) == [slice(0, 10)]
+
+
+def test_a_sample_over_the_budget_is_refused() -> None:
+    with pytest.raises(UserError, match=r"a sample of 61 tokens is over trainer\.micro_tokens 60"):
+        planned([(31, 30)], None, 1)

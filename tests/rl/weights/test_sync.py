@@ -1,0 +1,263 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from hpc_rl.errors import RunError, UserError
+from hpc_rl.rl.weights.sync import (
+    ALIGNMENT,
+    Engines,
+    HostReceiver,
+    HostSender,
+    MemoryFile,
+    Segment,
+    Slot,
+    Weights,
+    deal,
+    pack,
+    plan,
+    receive,
+)
+from hpc_rl.training import distributed
+from hpc_rl.training.distributed import World
+
+TIMEOUT_S = 60
+BUCKET_BYTES = 4 * 1000
+"""Small, so that the model below needs many buckets."""
+
+
+def test_buckets_keep_the_order_and_the_limit() -> None:
+    sizes = [100, 3, 250, 40, 1000, 1, 1]
+    slots = [Slot(str(index), torch.float32, (size,)) for index, size in enumerate(sizes)]
+    buckets = plan(slots, 1200)
+    assert [slot.name for bucket in buckets for slot in bucket] == [slot.name for slot in slots]
+    assert [[slot.shape[0] for slot in bucket] for bucket in buckets] == [[100, 3], [250, 40], [1000], [1, 1]]
+    for bucket in buckets:
+        assert all(slot.start % ALIGNMENT == 0 for slot in bucket)
+        ends = [0, *(slot.start + slot.nbytes for slot in bucket)]
+        assert all(slot.start >= end for slot, end in zip(bucket, ends, strict=False))
+        assert ends[-1] <= 1200 or len(bucket) == 1
+
+
+def test_packed_tensors_arrive_as_they_were() -> None:
+    tensors = {
+        "scalar": torch.tensor(3.5),
+        "odd": torch.arange(7, dtype=torch.uint8),
+        "half": torch.randn(5, 3).bfloat16(),
+        "transposed": torch.randn(4, 6).t(),
+        "large": torch.randn(500),
+    }
+    buckets = list(pack(tensors.items(), 300))
+    assert len(buckets) == 2
+    arrived = {name: tensor for bucket in buckets for name, tensor in receive(bucket)}
+    assert list(arrived) == list(tensors)
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(arrived[name], tensor, rtol=0, atol=0)
+
+
+def test_a_segment_is_shared_and_a_dead_one_is_noticed() -> None:
+    memory = MemoryFile(256)
+    memory.bytes[64:70] = torch.arange(6, dtype=torch.uint8)
+    segment = memory.segment(64, 6)
+    assert segment.map().tolist() == [0, 1, 2, 3, 4, 5]
+    memory.bytes[64] = 9
+    assert segment.map()[0] == 9
+    with pytest.raises(FileNotFoundError, match="sender is gone"):
+        Segment(segment.path, segment.inode + 1, 64, 6).map()
+
+
+def test_each_engine_has_one_rank_and_that_on_its_own_node() -> None:
+    assert deal(["b", "a", "b", "c"], ["a", "a", "b"]) == [[1, 3], [], [0, 2]]
+    assert deal(["x"], ["a", "b"]) == [[0], []]
+
+
+def make_model() -> nn.Module:
+    """Layers of several sizes, one of them larger than a bucket."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(3000, 2), *(nn.Linear(20, 20) for _ in range(12)), nn.LayerNorm(7))
+
+
+class Holder:
+    """An engine that holds parameters, in a Ray actor."""
+
+    def __init__(self) -> None:
+        self.receiver = HostReceiver(self)
+
+    def build(self, dtype: torch.dtype) -> None:
+        self.model = make_model().to(dtype)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.zero_()
+        self.calls: list[str] = []
+        self.refuses = False
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parameters = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, weight in weights:
+                assert weight.dtype == parameters[name].dtype
+                parameters[name].copy_(weight)
+
+    def start_weight_update(self) -> None:
+        self.calls.append("start")
+
+    def update_weights(self, update: Any) -> None:
+        self.calls.append("update")
+        if self.refuses:
+            raise UserError("no such weights here")
+        self.receiver.update_weights(update)
+
+    def finish_weight_update(self) -> None:
+        self.calls.append("finish")
+
+    def refuse(self) -> None:
+        self.refuses = True
+
+    def parameters(self) -> list[Any]:
+        return [parameter.detach().float().numpy() for parameter in self.model.parameters()]
+
+    def take_calls(self) -> list[str]:
+        calls, self.calls = self.calls, []
+        return calls
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def generate(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+class Trainer:
+    """One of two training ranks, in a Ray actor."""
+
+    def __init__(self, rank: int, port: int) -> None:
+        environment = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in environment.items()})
+        self.both = distributed.start("cpu", TIMEOUT_S)
+
+    def build(self, ranks: int, dtype: torch.dtype, engines: list[Any], nodes: list[str]) -> None:
+        self.model = make_model()
+        world = self.both if ranks == 2 else World(0, 1, torch.device("cpu"))
+        if ranks == 2:
+            fully_shard(self.model)
+        self.weights = Weights(self.model, dtype)
+        named = Engines(engines, ["first", "second"], TIMEOUT_S)
+        self.sender = HostSender(self.weights, named, nodes, world, BUCKET_BYTES)
+
+    def send(self) -> None:
+        self.sender.send_weights()
+
+    def step(self, by: float) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(by)
+
+    def places(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self.model.parameters()]
+
+    def parameters(self) -> list[Any]:
+        return [tensor.float().numpy() for _, tensor in self.weights]
+
+
+class Setting:
+    """Two training ranks and two engines, one of which counts as being on another node."""
+
+    def __init__(self) -> None:
+        engine, trainer = ray.remote(num_cpus=0)(Holder), ray.remote(num_cpus=0)(Trainer)
+        port = free_port()
+        self.engines = [engine.remote() for _ in range(2)]
+        self.ranks = [trainer.remote(rank, port) for rank in range(2)]
+        self.active = self.ranks
+
+    def build(self, ranks: int, dtype: torch.dtype) -> None:
+        self.active = self.ranks[:ranks]
+        self.engine_calls("build", dtype)
+        nodes = [ray.get_runtime_context().get_node_id(), "elsewhere"]
+        self.calls("build", ranks, dtype, self.engines, nodes)
+
+    def calls(self, method: str, *arguments: Any) -> list[Any]:
+        return _each(self.active, method, *arguments)
+
+    def engine_calls(self, method: str, *arguments: Any) -> list[Any]:
+        return _each(self.engines, method, *arguments)
+
+    def check(self) -> None:
+        sent = self.calls("parameters")[0]
+        for received in self.engine_calls("parameters"):
+            for got, wanted in zip(received, sent, strict=True):
+                np.testing.assert_array_equal(got, wanted)
+
+
+def _each(actors: list[Any], method: str, *arguments: Any) -> list[Any]:
+    found: list[Any] = ray.get([getattr(actor, method).remote(*arguments) for actor in actors], timeout=TIMEOUT_S)
+    return found
+
+
+@pytest.fixture(scope="module")
+def setting() -> Iterator[Setting]:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray") as folder:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        ray.init(
+            num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20, _temp_dir=folder
+        )
+        yield Setting()
+        ray.shutdown()
+
+
+@pytest.mark.parametrize("ranks, dtype", [(1, torch.float32), (1, torch.bfloat16), (2, torch.float32)])
+def test_engines_have_the_trainers_weights(setting: Setting, ranks: int, dtype: torch.dtype) -> None:
+    setting.build(ranks, dtype)
+    for by in (0.5, 0.25):
+        setting.calls("step", by)
+        setting.calls("send")
+        setting.check()
+        for calls in setting.engine_calls("take_calls"):
+            assert (calls[0], calls[-1]) == ("start", "finish")
+            assert 8 < calls.count("update") == len(calls) - 2 < 26  # the model has 28 parameters
+
+
+def test_whole_parameters_move_into_shared_memory_once(setting: Setting) -> None:
+    setting.build(1, torch.float32)
+    before = setting.calls("places")[0]
+    setting.calls("send")
+    shared = setting.calls("places")[0]
+    setting.calls("send")
+    assert not set(before) & set(shared)
+    assert setting.calls("places")[0] == shared
+
+
+def test_what_an_engine_refuses_is_told(setting: Setting) -> None:
+    setting.build(1, torch.float32)
+    ray.get(setting.engines[0].refuse.remote(), timeout=TIMEOUT_S)
+    with pytest.raises(UserError, match="no such weights here"):
+        setting.calls("send")
+
+
+def test_an_engine_that_died_is_named(setting: Setting) -> None:
+    """The last test with these engines."""
+    setting.build(1, torch.float32)
+    os.kill(ray.get(setting.engines[1].pid.remote(), timeout=TIMEOUT_S), signal.SIGKILL)
+    with pytest.raises(RunError, match="RunError: second died"):
+        setting.calls("send")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,100 @@
+"""Profiles proposed for clusters whose answers are recorded, and that they fit."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.config.compose import compose
+from hpc_rl.run_dir import RunDir
+from hpc_rl.sites.profile import Profile, load_profile
+from hpc_rl.sites.proposal import Facts, choose_accounts, choose_partitions, propose
+from hpc_rl.slurm.cluster import read_associations, read_config, read_interfaces, read_partitions, read_sinfo
+from hpc_rl.submit.script import Job, render
+from tests.helpers import recorded
+
+RECORDED = Path(__file__).parents[1] / "slurm" / "recorded"
+GOLDEN = Path(__file__).parents[1] / "golden" / "site"
+CLUSTERS = sorted(file.parent.name for file in RECORDED.glob("*/show-config.txt"))
+
+
+def facts(cluster: str) -> Facts:
+    config = read_config(recorded(cluster, "show-config"))
+    return Facts(
+        config=config,
+        groups=read_sinfo(recorded(cluster, "sinfo")),
+        partitions=read_partitions(recorded(cluster, "show-partition")),
+        associations=read_associations(recorded(cluster, "assoc"), config["ClusterName"]),
+        unix_groups=frozenset({"users"}),
+        interfaces={**read_interfaces(recorded(cluster, "ip-ctl"))},
+        has_modules=True,
+        modules=("cuda/12.1", "cuda/12.4"),
+        runtimes=("apptainer",),
+        proxy="http://proxy:3128",
+        hf_home="/scratch/hf",
+    )
+
+
+def proposed(found: Facts, tmp_path: Path, name: str | None = None, account: str | None = None) -> Profile:
+    partitions = {one.name: one for one in choose_partitions(found)}
+    partition = partitions[name] if name else next(iter(partitions.values()))
+    (tmp_path / "site.yaml").write_text(propose(found, partition, account, "2026-01-01"))
+    return load_profile(str(tmp_path / "site.yaml"), environ={})
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_the_proposal(cluster: str, tmp_path: Path) -> None:
+    found = facts(cluster)
+    profile = proposed(found, tmp_path)
+    text = (tmp_path / "site.yaml").read_text()
+    assert all(len(line) <= 120 for line in text.splitlines())
+    # A cluster's addresses are the sandbox's of that moment, and its name and version the recording's.
+    stable = found.config["ClusterName"], found.config["SLURM_VERSION"], *found.interfaces.values()
+    for word in stable:
+        text = text.replace(word, "X")
+    golden = GOLDEN / f"{cluster.rpartition('-')[0]}.yaml"
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(text)
+    assert text == golden.read_text()
+    script = render(
+        Job("torchrun", compose("torchrun", site=profile.values), RunDir(Path("/run")), Path("/"), ("a.py",))
+    )
+    assert f"#SBATCH --partition={profile.values['slurm.partition']}\n" in script
+
+
+@pytest.mark.parametrize("cluster", [name for name in CLUSTERS if name.startswith("typed-gres")])
+def test_who_may_use_what(cluster: str, tmp_path: Path) -> None:
+    found = facts(cluster)
+    names = [one.name for one in choose_partitions(found)]
+    assert names == ["gpu", "mixed", "devel", "cpu"]  # neither the inactive one nor that of other accounts
+    assert choose_accounts(found, choose_partitions(found)[0]) == ["mlgroup", "root", "teaching"]
+    assert proposed(found, tmp_path, account="mlgroup").values["slurm.account"] == "mlgroup"
+    theirs = replace(found, associations=[replace(found.associations[0], account="other")])
+    assert "theirs" in [one.name for one in choose_partitions(theirs)]
+    nobody = replace(found, associations=[])
+    assert "slurm.account" not in proposed(nobody, tmp_path).values
+    assert "takes no job without one" in (tmp_path / "site.yaml").read_text()
+    short = replace(found, associations=[replace(found.associations[0], max_time="04:00:00")])
+    assert proposed(short, tmp_path).values["slurm.time"] == "04:00:00"
+
+
+@pytest.mark.parametrize("cluster", [name for name in CLUSTERS if name.startswith("typed-gres")])
+def test_partitions_that_are_not_simple(cluster: str, tmp_path: Path) -> None:
+    found = facts(cluster)
+    mixed = proposed(found, tmp_path, "mixed")
+    assert (mixed.values["slurm.gpu_type"], mixed.values["slurm.node.gpus"]) == ("a100", 2)
+    assert "there are also a100_1g.5gb (7), v100 (4)" in (tmp_path / "site.yaml").read_text()
+    cpu = proposed(found, tmp_path, "cpu")
+    assert cpu.values["trainer.device"] == "cpu" and "slurm.gpu_option" not in cpu.values
+    sliced = replace(found, groups=[replace(found.groups[0], gpus={"a100_1g.5gb": 14})])
+    assert proposed(sliced, tmp_path).values["slurm.gpu_type"] == "a100_1g.5gb"
+    old = replace(found, config={**found.config, "SelectType": "select/cons_res"})
+    assert proposed(old, tmp_path).values["slurm.gpu_option"] == "gres"
+    gpu = found.partitions[0]
+    ruled = replace(found, partitions=[replace(gpu, job_defaults={"DefMemPerGPU": "4000", "DefCpuPerGPU": "1"})])
+    values = proposed(ruled, tmp_path).values
+    assert (values["slurm.mem_option"], values["slurm.cpus_per_gpu"]) == ("none", 1)
+    reserved = replace(found, partitions=[replace(gpu, cpus=gpu.cpus - gpu.nodes)])  # a core of each for the system
+    assert proposed(reserved, tmp_path).values["slurm.node.cpus"] == 1

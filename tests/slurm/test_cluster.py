@@ -1,0 +1,170 @@
+"""What is read out of the answers of real Slurms, recorded by tests/sandbox."""
+
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.slurm.capacity import Need, describe, refusal, shapes
+from hpc_rl.slurm.cluster import (
+    Association,
+    chosen,
+    read_associations,
+    read_config,
+    read_controllers,
+    read_gpus,
+    read_interfaces,
+    read_partitions,
+    read_sinfo,
+)
+from tests.helpers import recorded
+
+CLUSTERS = sorted(file.parent.name for file in (Path(__file__).parent / "recorded").glob("*/show-config.txt"))
+TYPED, WHOLE, SHARED = (
+    [name for name in CLUSTERS if name.startswith(variant)] for variant in ("typed-gres", "whole-nodes", "shared-nodes")
+)
+
+
+@pytest.mark.parametrize("cluster", TYPED)
+def test_nodes_of_several_shapes_gpus_of_several_types(cluster: str) -> None:
+    groups = read_sinfo(recorded(cluster, "sinfo"))
+    mixed = [group for group in groups if group.partition == "mixed"]
+    assert [(group.nodes, dict(group.gpus), group.cpus, group.memory_mb) for group in mixed] == [
+        (2, {"a100": 2}, 2, 8000),
+        (1, {"a100": 8}, 16, 128000),
+        (1, {"a100": 1, "a100_1g.5gb": 7}, 16, 64000),
+        (1, {"v100": 4}, 8, 32000),
+    ]
+    assert [group.partition for group in groups if group.is_default] == ["gpu"]
+    assert mixed[0].features == ("ib", "gen4")
+    (cpu,) = [group for group in groups if group.partition == "cpu"]
+    assert (dict(cpu.gpus), cpu.features, cpu.time_limit) == ({}, (), "7-00:00:00")
+    assert describe(mixed[2]) == "1 node with 1 a100 and 7 a100_1g.5gb (16 CPUs, 64000 MB)"
+
+
+@pytest.mark.parametrize("cluster", WHOLE)
+def test_gpus_without_types_and_memory_that_nobody_said(cluster: str) -> None:
+    (group,) = [group for group in read_sinfo(recorded(cluster, "sinfo")) if group.partition == "gpu"]
+    assert (dict(group.gpus), group.memory_mb, describe(group)) == ({"": 2}, 1, "2 nodes with 2 GPUs (2 CPUs)")
+    (partition,) = [one for one in read_partitions(recorded(cluster, "show-partition")) if one.name == "gpu"]
+    assert partition.exclusive and partition.max_time == "12:00:00"
+
+
+@pytest.mark.parametrize("cluster", SHARED)
+def test_limits_of_a_partition(cluster: str) -> None:
+    first, second = read_partitions(recorded(cluster, "show-partition"))
+    assert (first.name, first.is_default, first.max_cpus_per_node, first.max_mem_per_cpu_mb) == (
+        "shared",
+        True,
+        2,
+        4000,
+    )
+    assert (second.name, second.is_default, second.max_cpus_per_node, second.cpus) == ("preempt", False, None, 4)
+
+
+@pytest.mark.parametrize("cluster", TYPED)
+def test_who_may_use_a_partition(cluster: str) -> None:
+    by_name = {one.name: one for one in read_partitions(recorded(cluster, "show-partition"))}
+    assert by_name["theirs"].accounts == {"other"} and by_name["gpu"].accounts is None
+    assert (by_name["gpu"].state, by_name["old"].state) == ("UP", "INACTIVE")
+    assert (by_name["gpu"].default_time, by_name["gpu"].preempt_mode, by_name["gpu"].grace_s) == ("01:00:00", "OFF", 0)
+
+
+@pytest.mark.parametrize("cluster", TYPED)
+def test_which_partition_a_job_goes_to(cluster: str) -> None:
+    partitions = read_partitions(recorded(cluster, "show-partition"))
+    found = [chosen(partitions, name) for name in (None, "cpu", "nowhere,cpu", "nowhere")]
+    assert [one and one.name for one in found] == ["gpu", "cpu", "cpu", None]
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_settings_and_whether_controllers_answer(cluster: str) -> None:
+    text = recorded(cluster, "show-config")
+    config = read_config(text)
+    assert config["KillWait"].endswith(" sec") and config["SlurmctldPort"].isdigit()
+    assert "(null)" in text and "(null)" not in config.values()
+    assert read_controllers(text) == {"ctl": True}
+    # As scontrol prints it with a second controller that is down.
+    assert read_controllers("Slurmctld(primary) at a is UP\nSlurmctld(backup) at b is DOWN\n") == {
+        "a": True,
+        "b": False,
+    }
+
+
+@pytest.mark.parametrize("cluster", SHARED)
+def test_the_warning_before_a_preemption(cluster: str) -> None:
+    _, preempt = read_partitions(recorded(cluster, "show-partition"))
+    assert (preempt.preempt_mode, preempt.grace_s) == ("OFF", 60)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_accounts_where_there_is_accounting(cluster: str) -> None:
+    config = read_config(recorded(cluster, "show-config"))
+    assert config["SLURM_VERSION"] == cluster.rpartition("-")[2]
+    found = read_associations(recorded(cluster, "assoc"), config["ClusterName"])
+    if config.get("AccountingStorageType", "").endswith("slurmdbd"):
+        assert {one.account for one in found} >= {"mlgroup", "teaching"}
+        assert found[0] == Association(found[0].account, "", ("normal",), "")
+    else:
+        assert found == []
+    assert read_associations(recorded(cluster, "assoc"), "another-cluster") == []
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_interfaces(cluster: str) -> None:
+    found = read_interfaces(recorded(cluster, "ip-node1"))
+    assert list(found) == (["eth0", "ib0"] if cluster in SHARED else ["eth0"])
+    assert all(address.startswith("10.") for address in found.values())
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("gpu:4090:8", {"4090": 8}),
+        ("gpu:no_consume:2", {"": 2}),
+        ("gpu:a100:no_consume:2", {"a100": 2}),
+        ("gpu", {"": 1}),
+    ],
+)
+def test_gpus_as_the_manual_page_has_them(gres: str, gpus: dict[str, int]) -> None:
+    assert read_gpus(gres) == gpus
+
+
+def test_gpus_near_to_several_sockets() -> None:
+    text = recorded("odd-gres-22.05.8", "sinfo")
+    assert "(S:0,2)" in text
+    assert [dict(group.gpus) for group in read_sinfo(text)] == [{"a100": 1, "t4": 1, "v100": 2}]
+
+
+@pytest.mark.parametrize("cluster", TYPED)
+@pytest.mark.parametrize(
+    ("partition", "need", "said"),
+    [
+        (None, Need(2, 2, "a100", 2, 8000), None),
+        ("mixed", Need(3, 1, "a100", 1, 0), None),
+        ("cpu", Need(1, 0, None, 32, 0), None),
+        ("devel,mixed", Need(1, 8, None, 16, 0), None),
+        (
+            None,
+            Need(1, 8, "a100", 16, 0),
+            "(2 CPUs, 8000 MB); partition mixed or theirs has",
+        ),
+        ("gpu", Need(3, 2, None, 2, 0), "partition gpu cannot give 3 nodes with 2 GPUs and 2 CPUs each"),
+        ("mixed", Need(1, 4, "v100", 8, 64000), "4 v100, 8 CPUs and 64000 MB: it has 2 nodes with 2 a100"),
+        ("mixed", Need(1, 1, "h100", 1, 0), "ask for less"),
+        ("gpuu", Need(1, 1, None, 1, 0), "there are cpu, devel, gpu, mixed, old, theirs"),
+        ("old", Need(1, 4, None, 8, 0), "partition old cannot give"),
+    ],
+)
+def test_what_a_partition_can_give(cluster: str, partition: str | None, need: Need, said: str | None) -> None:
+    found = refusal(read_sinfo(recorded(cluster, "sinfo")), partition, need)
+    assert found is None if said is None else found is not None and said in found and "\n" not in found
+
+
+@pytest.mark.parametrize("cluster", TYPED)
+def test_equal_nodes_of_several_partitions_are_one_shape(cluster: str) -> None:
+    groups = [group for group in read_sinfo(recorded(cluster, "sinfo")) if group.partition in ("gpu", "devel")]
+    assert [group.nodes for group in shapes(groups)] == [4]
+
+
+def test_nothing_known_refuses_nothing() -> None:
+    assert refusal([], "gpu", Need(1, 8, None, 8, 0)) is None

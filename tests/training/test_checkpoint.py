@@ -1,0 +1,137 @@
+"""Checkpoints of several models, on one rank; on more ranks they are tested with the trainers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpc_rl.config.training import ModelConfig, OptimConfig
+from hpc_rl.errors import UserError
+from hpc_rl.training import checkpoint, model_state
+from hpc_rl.training.checkpoint import ACTOR, CRITIC, Progress
+from hpc_rl.training.distributed import World
+from hpc_rl.training.model import PackedModel, load_model
+from hpc_rl.training.model_state import UnreadableError
+from hpc_rl.training.optim import build_optimizer
+from hpc_rl.training.scalar_model import load_critic
+from tests.helpers import make_tiny_model
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+Part = tuple[PackedModel, torch.optim.Optimizer]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return ModelConfig(path=str(make_tiny_model(tmp_path_factory.mktemp("model"))))
+
+
+def with_optimizer(model: PackedModel) -> Part:
+    return model, build_optimizer(model, OptimConfig(lr=0.1))
+
+
+def parts(config: ModelConfig) -> dict[str, Part]:
+    return {ACTOR: with_optimizer(load_model(config)), CRITIC: with_optimizer(load_critic(config.path, config))}
+
+
+def learn(part: Part) -> None:
+    """An optimizer step with gradients drawn by torch's own generator."""
+    model, optimizer = part
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+
+
+def weights(part: Part) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in part[0].parameters()]
+
+
+def save(folder: Path, models: dict[str, Part], step: int, keep: int = 2) -> Path:
+    partial = checkpoint.begin(folder, step)
+    for name, (model, optimizer) in models.items():
+        model_state.write(partial / name, model, optimizer, None, ALONE)
+    progress = Progress(samples=10, dtype="float32", parts=tuple(models), step=step, kl_coef=0.25)
+    return checkpoint.commit(folder, progress, keep)
+
+
+def test_each_part_comes_back_and_goes_on_the_same(config: ModelConfig, tmp_path: Path) -> None:
+    before = parts(config)
+    for part in before.values():
+        learn(part)
+    path = save(tmp_path, before, 3)
+    for part in before.values():
+        learn(part)
+    ((found, progress),) = checkpoint.usable(tmp_path)
+    assert found == path and progress.parts == (ACTOR, CRITIC) and progress.kl_coef == 0.25 and progress.step == 3
+
+    after = parts(config)
+    for name, (model, optimizer) in after.items():
+        model_state.read(path / name, model, optimizer, ALONE)
+    for name, part in after.items():
+        learn(part)  # with the optimizer's moments and the random numbers that were saved
+        for value, wanted in zip(weights(part), weights(before[name]), strict=True):
+            torch.testing.assert_close(value, wanted, rtol=0, atol=0)
+
+
+def test_weights_are_read_without_a_model(config: ModelConfig, tmp_path: Path) -> None:
+    models = parts(config)
+    path = save(tmp_path, models, 1)
+    found = model_state.read_weights(path / CRITIC)
+    assert found.keys() == dict(models[CRITIC][0].hf.named_parameters()).keys()
+    torch.testing.assert_close(found["score.weight"], torch.zeros(1, 32))
+
+
+def test_only_the_newest_are_kept_and_leftovers_go(config: ModelConfig, tmp_path: Path) -> None:
+    models = parts(config)
+    (tmp_path / "step-00000009.tmp").mkdir()
+    for step in (1, 2, 3):
+        save(tmp_path, models, step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+    assert [progress.step for _, progress in checkpoint.usable(tmp_path)] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    "damage, problem",
+    [
+        (lambda path: (path / "trainer.json").unlink(), "FileNotFoundError"),
+        (lambda path: (path / "trainer.json").write_text("{"), "JSONDecodeError"),
+        (lambda path: (path / "trainer.json").write_text(json.dumps({"step": 2})), "KeyError: 'parts'"),
+        (lambda path: (path / CRITIC / ".metadata").write_bytes(b""), "critic: "),
+        (lambda path: (path / CRITIC / "__0_0.distcp").unlink(), "critic: __0_0.distcp has 0 of "),
+        (lambda path: (path / ACTOR / "__0_0.distcp").write_bytes(bytes(99)), "actor: __0_0.distcp has 99 of "),
+    ],
+)
+def test_an_incomplete_one_is_passed_over(
+    config: ModelConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: object, problem: str
+) -> None:
+    models = parts(config)
+    for step in (1, 2):
+        path = save(tmp_path, models, step)
+    damage(path)  # type: ignore[operator]
+    assert [progress.step for _, progress in checkpoint.usable(tmp_path)] == [1]
+    assert f"warning: checkpoint {path} is passed over: {problem}" in capsys.readouterr().err
+
+
+def test_contents_that_cannot_be_read(config: ModelConfig, tmp_path: Path) -> None:
+    models = parts(config)
+    data = save(tmp_path, models, 1) / ACTOR / "__0_0.distcp"
+    data.write_bytes(bytes(data.stat().st_size))
+    with pytest.raises(UnreadableError, match=r"^cannot be read: "):
+        model_state.read(data.parent, *models[ACTOR], ALONE)
+
+
+def test_nothing_is_started_over(config: ModelConfig, tmp_path: Path) -> None:
+    checkpoint.refuse_none_usable(tmp_path)
+    save(tmp_path, parts(config), 1)
+    with pytest.raises(UserError, match=r"no checkpoint in .* can be read; to start from the beginning, remove that"):
+        checkpoint.refuse_none_usable(tmp_path)
+
+
+def test_where_a_checkpoint_is_found(config: ModelConfig, tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints", parts(config), 1)
+    assert checkpoint.find(path, tmp_path / "elsewhere") == path
+    assert checkpoint.find(tmp_path, tmp_path / "checkpoints") == path
+    with pytest.raises(UserError, match="is neither a checkpoint nor a run directory with one in checkpoints/"):
+        checkpoint.find(tmp_path, tmp_path / "elsewhere")

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hpc_rl.config.training import ModelConfig, OptimConfig
+from hpc_rl.errors import UserError
+from hpc_rl.training import checkpoint
+from hpc_rl.training.checkpoint import Progress
+from hpc_rl.training.distributed import World
+from hpc_rl.training.export import export
+from hpc_rl.training.model import load_model, load_tokenizer
+from hpc_rl.training.optim import build_optimizer
+from tests.helpers import make_tiny_model
+
+WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+
+
+def saved_run(tmp_path: Path, dtype: str = "float32", tie: bool = False) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A run directory with one checkpoint, and its weights. The model that it came from is gone."""
+    source = make_tiny_model(tmp_path / "source", tie=tie)
+    config = ModelConfig(path=str(source), dtype=dtype)  # type: ignore[arg-type]
+    model, tokenizer = load_model(config), load_tokenizer(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    folder = tmp_path / "run" / "checkpoints"
+    progress = Progress(samples=1, dtype=dtype, step=7)
+    checkpoint.save(folder, model, build_optimizer(model, OptimConfig()), tokenizer, progress, WORLD, keep=2)
+    for file in source.iterdir():
+        file.unlink()
+    return tmp_path / "run", {name: p.detach().clone() for name, p in model.hf.state_dict().items()}
+
+
+@pytest.mark.parametrize(("dtype", "tie"), [("float32", False), ("bfloat16", True)])
+def test_an_exported_folder_loads_as_it_was_trained(tmp_path: Path, dtype: str, tie: bool) -> None:
+    run_dir, weights = saved_run(tmp_path, dtype, tie)
+    out = tmp_path / "deep" / "model"
+    assert export(run_dir, out).name == "step-00000007"
+    model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, dtype="auto")
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert model.dtype == getattr(torch, dtype)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tie
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, weights[name], atol=0, rtol=0)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    assert model.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
+    assert "hpc_rl" not in (out / "config.json").read_text()
+    assert [path.name for path in out.parent.iterdir()] == ["model"]
+
+
+def test_another_dtype_and_a_single_checkpoint(tmp_path: Path) -> None:
+    run_dir, _ = saved_run(tmp_path)
+    export(run_dir / "checkpoints" / "step-00000007", tmp_path / "out", dtype="bfloat16")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    run_dir, _ = saved_run(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(UserError, match="is not empty"):
+        export(run_dir, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="neither a checkpoint nor a run directory"):
+        export(tmp_path, tmp_path / "out")
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    """Weights, moments, step counts and random state; the newest of three, the oldest removed."""
+    config = ModelConfig(path=str(make_tiny_model(tmp_path / "source", tie=True)))
+    model, tokenizer = load_model(config), load_tokenizer(config)
+    optimizer = build_optimizer(model, OptimConfig())
+    folder = tmp_path / "checkpoints"
+    for step in (1, 2, 3):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        progress = Progress(samples=5, dtype="float32", step=step, epoch=1, index=2, wandb_id="abc")
+        checkpoint.save(folder, model, optimizer, tokenizer, progress, WORLD, keep=2)
+    drawn = torch.rand(3)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000003"]
+
+    other = load_model(config)
+    other_optimizer = build_optimizer(other, OptimConfig())
+    assert checkpoint.load_latest(folder, other, other_optimizer, WORLD) == dataclasses.replace(progress)
+    assert torch.equal(torch.rand(3), drawn)
+    for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        for key, value in optimizer.state[theirs].items():
+            assert torch.equal(other_optimizer.state[ours][key], value), key

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from hpc_rl.training import lm_head
+from hpc_rl.training.lm_head import cross_entropy_sum, token_logprobs
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(lm_head.CHUNK_BYTES, "cpu", 4 * 101 * 8)  # 8 positions
+
+
+def inputs(positions: int = 37, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(positions, 16, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(101, 16, generator=generator).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(101, (positions,), generator=generator)
+
+
+def grads(value: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(value, tensors)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.03])
+@pytest.mark.parametrize("upstream", [1.0, 2.5])
+def test_cross_entropy_equals_plain_logits(scale: float, upstream: float) -> None:
+    hidden, weight, targets = inputs()
+    ours = cross_entropy_sum(hidden, weight, targets, scale)
+    plain = scale * functional.cross_entropy(hidden @ weight.t(), targets, reduction="sum")
+    torch.testing.assert_close(ours, plain)
+    for got, wanted in zip(
+        grads(ours * upstream, hidden, weight), grads(plain * upstream, hidden, weight), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_cross_entropy_in_bfloat16_sums_in_float32() -> None:
+    hidden, weight, targets = inputs(positions=400, dtype=torch.bfloat16)
+    ours = cross_entropy_sum(hidden, weight, targets)
+    plain = functional.cross_entropy((hidden @ weight.t()).float(), targets, reduction="sum")
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=0)
+    exact_hidden, exact_weight = hidden.detach().float().requires_grad_(), weight.detach().float().requires_grad_()
+    exact = functional.cross_entropy(exact_hidden @ exact_weight.t(), targets, reduction="sum")
+    for got, wanted in zip(grads(ours, hidden, weight), grads(exact, exact_hidden, exact_weight), strict=True):
+        assert got.dtype == torch.bfloat16
+        assert (got.float() - wanted).norm() < 0.01 * wanted.norm()
+
+
+def test_gradients_only_where_they_are_wanted() -> None:
+    hidden, weight, targets = inputs()
+    frozen = weight.detach()
+    torch.testing.assert_close(
+        *(grads(cross_entropy_sum(hidden, w, targets), hidden)[0] for w in (frozen, weight)), atol=0, rtol=0
+    )
+    with torch.no_grad():
+        assert not cross_entropy_sum(hidden, weight, targets).requires_grad
+
+
+def test_no_targets_give_zero_loss_and_zero_gradients() -> None:
+    hidden, weight, targets = inputs(positions=0)
+    loss = cross_entropy_sum(hidden, weight, targets)
+    assert loss.item() == 0
+    assert all((grad == 0).all() for grad in grads(loss, hidden, weight))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_and_entropy_with_any_upstream_gradient(temperature: float) -> None:
+    hidden, weight, targets = inputs()
+    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature)
+    distribution = torch.distributions.Categorical(logits=hidden @ weight.t() / temperature)
+    torch.testing.assert_close(logprobs, distribution.log_prob(targets))
+    torch.testing.assert_close(entropy, distribution.entropy(), atol=1e-5, rtol=1e-5)
+    mix = torch.linspace(-1, 1, len(targets))
+    ours = (mix * logprobs.exp()).sum() + (mix.flip(0) * entropy).sum()
+    plain = (mix * distribution.log_prob(targets).exp()).sum() + (mix.flip(0) * distribution.entropy()).sum()
+    for got, wanted in zip(grads(ours, hidden, weight), grads(plain, hidden, weight), strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_logits_far_apart_stay_finite() -> None:
+    hidden = torch.tensor([[200.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0]], requires_grad=True)
+    loss = cross_entropy_sum(hidden, weight, torch.tensor([1]))
+    assert loss.item() == 400.0
+    assert all(grad.isfinite().all() for grad in grads(loss, hidden, weight))

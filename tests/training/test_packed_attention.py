@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hpc_rl.config.training import ModelConfig
+from hpc_rl.errors import UserError
+from hpc_rl.training.model import CausalLM, load_model
+from hpc_rl.training.packed_batch import pack_samples
+from tests.helpers import make_tiny_model
+
+LENGTHS = [5, 1, 17, 9, 17]
+
+
+def samples() -> list[np.ndarray]:
+    generator = np.random.default_rng(0)
+    return [generator.integers(3, 300, length).astype(np.int32) for length in LENGTHS]
+
+
+def all_targets(ids: list[np.ndarray]) -> list[np.ndarray]:
+    return [np.arange(len(sample)) > 0 for sample in ids]
+
+
+def logits(model: CausalLM, ids: list[np.ndarray]) -> torch.Tensor:
+    """Of all positions that have a next token, in one packed row."""
+    return model(pack_samples(ids, all_targets(ids)), lambda hidden_NH, weight_VH: hidden_NH @ weight_VH.t())
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("qwen2", {}),
+        ("qwen3", {"num_attention_heads": 4}),
+        ("llama", {}),
+        ("mistral", {"sliding_window": 6}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    ],
+    ids=["qwen2", "qwen3 grouped", "llama", "mistral windows", "qwen2 mixed windows"],
+)
+def test_packed_equals_one_by_one_and_transformers(tmp_path: Path, kind: str, settings: dict[str, object]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = make_tiny_model(tmp_path, kind=kind, **settings)
+    model = load_model(ModelConfig(path=str(folder)))
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    ids = samples()
+    packed = logits(model, ids)
+    alone = torch.cat([logits(model, [sample]) for sample in ids])
+    by_transformers = torch.cat([plain(torch.from_numpy(x)[None].long()).logits[0, :-1] for x in ids])
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
+    torch.testing.assert_close(packed, by_transformers, atol=1e-5, rtol=0)
+
+    mix = torch.linspace(-1, 1, packed.numel()).view_as(packed)
+    (packed * mix).sum().backward()
+    (by_transformers * mix).sum().backward()
+    for (name, ours), theirs in zip(model.hf.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=2e-5, rtol=1e-4, msg=name)
+
+
+def test_no_token_sees_another_sample(tmp_path: Path) -> None:
+    model = load_model(ModelConfig(path=str(make_tiny_model(tmp_path))))
+    ids = samples()
+    before = logits(model, ids)
+    ids[2] = ids[2][::-1].copy()
+    changed = (logits(model, ids) - before).abs().sum(dim=1) > 0
+    first = sum(length - 1 for length in LENGTHS[:2])
+    assert changed[first : first + 16].all()
+    assert not changed[:first].any() and not changed[first + 16 :].any()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_packing_and_checkpointing_leave_gradients_as_they_are(tmp_path: Path, checkpointing: bool) -> None:
+    folder = str(make_tiny_model(tmp_path))
+    reference = load_model(ModelConfig(path=folder))
+    model = load_model(ModelConfig(path=folder, enable_gradient_checkpointing=checkpointing))
+    ids = samples()
+    logits(model, ids).square().mean().backward()
+    alone = torch.cat([logits(reference, [sample]) for sample in ids])
+    alone.square().mean().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "reason"),
+    [
+        ("gemma2", {"final_logit_softcapping": None}, "gemma2 need softcap in attention"),
+        ("gemma2", {}, "gemma2 change their logits by final_logit_softcapping"),
+        ("phi", {}, "phi have no plain LM head"),
+    ],
+)
+def test_models_that_would_be_wrong_are_refused(
+    tmp_path: Path, kind: str, settings: dict[str, object], reason: str
+) -> None:
+    folder = make_tiny_model(tmp_path, kind=kind, **settings)
+    with pytest.raises(UserError, match=reason):
+        logits(load_model(ModelConfig(path=str(folder))), samples())
