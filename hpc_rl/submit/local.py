@@ -127,7 +127,7 @@ def node_command(job: Job, attempt: Path) -> list[str]:
     inside = ["bash", str(attempt / _CONTAINER)] if runs_inside(job.config.container) else []
     program = list(job.program)
     if job.kind in TRAINERS:
-        interpreter = [python] if entry == "ray_node" else []
+        interpreter = [python] if entry == "ray_cluster.node" else []
         program = [*interpreter, "-P", "-m", TRAINERS[job.kind], "--config", str(job.run_dir.config)]
     options = node_options(job.config, local=True)
     return [*inside, python, "-P", "-m", f"hpc_rl.node.{entry}", *options, *(["--", *program] if program else [])]

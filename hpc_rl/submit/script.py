@@ -48,9 +48,9 @@ class Job:
 
 TRAINERS = {"sft": "hpc_rl.finetune.train", "ppo": "hpc_rl.rl.main_ppo"}
 """Job kind -> the module that trains; named by string, so that the login node never imports it."""
-NODE_ENTRIES = {"sft": "torchrun", "torchrun": "torchrun", "ppo": "ray_node", "ray": "ray_node", "doctor": "doctor"}
+NODE_ENTRIES = {"sft": "torchrun", "torchrun": "torchrun", "ppo": "ray_cluster.node", "ray": "ray_cluster.node", "doctor": "doctor"}
 """Job kind -> the module of hpc_rl.node that runs on each node."""
-_TEMPLATES = {"torchrun": "torchrun.sbatch.j2", "ray_node": "ray.sbatch.j2", "doctor": "doctor.sbatch.j2"}
+_TEMPLATES = {"torchrun": "torchrun.sbatch.j2", "ray_cluster.node": "ray.sbatch.j2", "doctor": "doctor.sbatch.j2"}
 """Node entry -> the script that starts it."""
 
 
@@ -209,7 +209,7 @@ def _ray_options(config: RayJobConfig) -> list[str]:
 
 def program_text(job: Job) -> str:
     if job.kind in TRAINERS:
-        python = '"$python" ' if NODE_ENTRIES[job.kind] == "ray_node" else ""  # torchrun adds its own
+        python = '"$python" ' if NODE_ENTRIES[job.kind] == "ray_cluster.node" else ""  # torchrun adds its own
         # -P: a datasets.py in the user's folder must not stand in for the library of that name.
         return f'{python}-P -m {TRAINERS[job.kind]} --config "$HPC_RL_RUN_DIR/config.yaml"'
     return " ".join(map(bash_word, job.program))
