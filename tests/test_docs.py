@@ -32,7 +32,7 @@ import typer
 from hpc_rl.cli import app
 from hpc_rl.config.compose import SCHEMAS, compose, documented_keys
 from hpc_rl.run_dir import RunDir
-from hpc_rl.submit.script import Job, _values
+from hpc_rl.submission.script import Job, _values
 from tests.commands import understand
 from tests.helpers import chats, make_tiny_model
 

@@ -26,8 +26,8 @@ from hpc_rl.errors import UserError
 from hpc_rl.run_dir import ENV_RUN_DIR
 
 if TYPE_CHECKING:
-    from hpc_rl.submit.request import Request
-    from hpc_rl.submit.script import Job
+    from hpc_rl.submission.request import Request
+    from hpc_rl.submission.script import Job
 
 
 @app.command()
@@ -49,9 +49,9 @@ def sweep(
     """
     from dataclasses import replace
 
-    from hpc_rl.submit import queue
-    from hpc_rl.submit import sweep as sweeps
-    from hpc_rl.submit.grid import grid
+    from hpc_rl.submission import queue
+    from hpc_rl.submission import sweep as sweeps
+    from hpc_rl.submission.grid import grid
 
     request = request_of(kind, arguments, flags, run_dir)
     points = grid(request.overrides)
@@ -84,8 +84,8 @@ def chain(
 
     Example: hpc-rl chain sft model.path=model data.train_files=train.jsonl -- ppo --nodes 2 recipe=gsm8k-2nodes
     """
-    from hpc_rl.submit import chain as chains
-    from hpc_rl.submit import queue
+    from hpc_rl.submission import chain as chains
+    from hpc_rl.submission import queue
 
     requests = [_stage(words) for words in _split_stages(stages)]
     if not dry_run and not local:
@@ -144,7 +144,7 @@ def requeue(run: RunOrSweepArgument) -> None:
     """
     from hpc_rl.runs.status import find_run
     from hpc_rl.runs.sweeps import find_sweep
-    from hpc_rl.submit import requeue as again
+    from hpc_rl.submission import requeue as again
 
     found = find_sweep(run)
     print(again.requeue_sweep(found) if found else again.requeue(find_run(run)))

@@ -18,8 +18,8 @@ from hpc_rl.cli.text import findings_text, short_path, status_text, submitted_te
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
-    from hpc_rl.submit.request import Request
-    from hpc_rl.submit.script import Job
+    from hpc_rl.submission.request import Request
+    from hpc_rl.submission.script import Job
 
 
 OverridesArgument = Annotated[
@@ -121,10 +121,10 @@ def submit(
 
     Example: hpc-rl submit sft --nodes 2 --gpus-per-node 4 model=qwen2.5-0.5b data.train_files=train.jsonl
     """
-    from hpc_rl.submit import queue
-    from hpc_rl.submit.local import check_local
-    from hpc_rl.submit.request import job_of_script
-    from hpc_rl.submit.script import render as render_script
+    from hpc_rl.submission import queue
+    from hpc_rl.submission.local import check_local
+    from hpc_rl.submission.request import job_of_script
+    from hpc_rl.submission.script import render as render_script
 
     here = local or in_allocation
     if script is not None and (arguments or flags != SlurmFlags() or run_dir or here):
@@ -168,7 +168,7 @@ def render(
 
     Example: hpc-rl render sft --job-name mine model=qwen2.5-0.5b data.train_files=train.jsonl
     """
-    from hpc_rl.submit import queue
+    from hpc_rl.submission import queue
 
     if flags.after is not None:
         raise UserError(
@@ -181,7 +181,7 @@ def render(
 
 
 def request_of(kind: Kind, arguments: list[str] | None, flags: SlurmFlags, run_dir: Path | None) -> Request:
-    from hpc_rl.submit.request import Request
+    from hpc_rl.submission.request import Request
 
     overrides, program = _split_program(kind, arguments or [])
     return Request(kind.value, overrides, program, flags.settings(), flags.after, run_dir, flags.site)
@@ -189,7 +189,7 @@ def request_of(kind: Kind, arguments: list[str] | None, flags: SlurmFlags, run_d
 
 def _checked(request: Request, local: bool = False) -> Job:
     """The job, after every check; prints what could not be checked here."""
-    from hpc_rl.submit import preflight
+    from hpc_rl.submission import preflight
 
     job = request.job()
     for unchecked in preflight.check(job, local=local):
@@ -199,8 +199,8 @@ def _checked(request: Request, local: bool = False) -> Job:
 
 def _reserved(request: Request, local: bool = False) -> tuple[Job, str]:
     """The job and its script, after every check, with a run directory of its own."""
-    from hpc_rl.submit import queue
-    from hpc_rl.submit.script import render as render_script
+    from hpc_rl.submission import queue
+    from hpc_rl.submission.script import render as render_script
 
     queue.check_free(request.job().run_dir)
     render_script(_checked(request, local))  # a broken template shows before anything is made
@@ -217,7 +217,7 @@ def _split_program(kind: Kind, arguments: list[str]) -> tuple[list[str], tuple[s
 
 
 def _check_allocation(request: Request) -> None:
-    from hpc_rl.submit.in_allocation import step_environment
+    from hpc_rl.submission.in_allocation import step_environment
 
     step_environment(os.environ, request.config().trainer.nnodes)
 
@@ -231,8 +231,8 @@ def _note_options(job: Job) -> None:
 def run_here(job: Job, script: str, in_allocation: bool = False) -> int:
     """Run a job on this machine, or in the allocation around it, and show its log; the exit code."""
     from hpc_rl.runs.follow import RunView
-    from hpc_rl.submit.in_allocation import run_in_allocation
-    from hpc_rl.submit.local import run_local
+    from hpc_rl.submission.in_allocation import run_in_allocation
+    from hpc_rl.submission.local import run_local
 
     print(f"run {job.run_dir.name} in {short_path(job.run_dir.path)}", flush=True)
     with RunView(job.run_dir) as view:

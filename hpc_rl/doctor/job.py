@@ -20,12 +20,12 @@ from hpc_rl.runs import control
 from hpc_rl.runs.status import current_job, status_of
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.slurm import commands
-from hpc_rl.submit import queue
-from hpc_rl.submit.local import check_local, run_local
-from hpc_rl.submit.partition import partition_checks
-from hpc_rl.submit.preflight import check_run_dir
-from hpc_rl.submit.request import Request
-from hpc_rl.submit.script import Job, render
+from hpc_rl.submission import queue
+from hpc_rl.submission.local import check_local, run_local
+from hpc_rl.submission.partition import partition_checks
+from hpc_rl.submission.preflight import check_run_dir
+from hpc_rl.submission.request import Request
+from hpc_rl.submission.script import Job, render
 
 KIND = "doctor"
 PATIENCE_S = 20

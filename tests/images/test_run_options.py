@@ -14,10 +14,10 @@ from hpc_rl.config.compose import compose
 from hpc_rl.errors import UserError
 from hpc_rl.images.run_options import exec_options, job_binds, pyxis_options, unpacks
 from hpc_rl.run_dir import RunDir
-from hpc_rl.submit import preflight
-from hpc_rl.submit.script import Job, render, render_container
+from hpc_rl.submission import preflight
+from hpc_rl.submission.script import Job, render, render_container
 from tests.fake_apptainer import FakeApptainer, sif_bytes
-from tests.submit.test_script import GOLDEN, NASTY, check_shell
+from tests.submission.test_script import GOLDEN, NASTY, check_shell
 
 PWD = Path("/home/me")
 

@@ -9,8 +9,8 @@ import pytest
 from hpc_rl.config.compose import compose
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
-from hpc_rl.submit import preflight
-from hpc_rl.submit.script import Job
+from hpc_rl.submission import preflight
+from hpc_rl.submission.script import Job
 from tests.helpers import make_tiny_model
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hpc_rl.config.compose import compose, load_config
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
-from hpc_rl.submit.script import Job, bash_word, directive_word, render
+from hpc_rl.submission.script import Job, bash_word, directive_word, render
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NASTY = "a b'c\"d$HOME`id`;e\\f\n#SBATCH --uid=0\n!{x}*?~%j\té"

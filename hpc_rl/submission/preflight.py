@@ -23,9 +23,9 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.ray_version import check_ray, installed_ray
 from hpc_rl.images.preflight import image_checks
 from hpc_rl.rewards.check import check_function, check_url
-from hpc_rl.submit.hub import HubCache, hub_cache
-from hpc_rl.submit.partition import partition_checks
-from hpc_rl.submit.script import Job
+from hpc_rl.submission.hub import HubCache, hub_cache
+from hpc_rl.submission.partition import partition_checks
+from hpc_rl.submission.script import Job
 
 _OTHER_DATA = (".arrow", ".csv", ".gz", ".tsv", ".txt", ".zip", ".zst")
 MAX_ROWS = 10_000

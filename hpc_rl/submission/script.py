@@ -19,11 +19,11 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.shipped import shipped
 from hpc_rl.images import run_options
 from hpc_rl.run_dir import RunDir
-from hpc_rl.submit.environment import job_environment
-from hpc_rl.submit.resources import further_directives, resource_directives
+from hpc_rl.submission.environment import job_environment
+from hpc_rl.submission.resources import further_directives, resource_directives
 
 if TYPE_CHECKING:
-    from hpc_rl.submit.after import After
+    from hpc_rl.submission.after import After
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ import pytest
 
 from hpc_rl.errors import UserError
 from hpc_rl.runs.sweeps import SweepDir
-from hpc_rl.submit import sweep as sweeps
-from hpc_rl.submit.grid import grid
-from hpc_rl.submit.request import Request
-from hpc_rl.submit.sweep import directives
+from hpc_rl.submission import sweep as sweeps
+from hpc_rl.submission.grid import grid
+from hpc_rl.submission.request import Request
+from hpc_rl.submission.sweep import directives
 from tests.fake_slurm import calls, fake_slurm
-from tests.submit.test_script import GOLDEN, check_shell
+from tests.submission.test_script import GOLDEN, check_shell
 
 PROGRAM = ("train.py", "--lr", "1e-4")
 

@@ -6,7 +6,7 @@ import pytest
 
 from hpc_rl.cli.operations import _split_stages, _stage
 from hpc_rl.errors import UserError
-from hpc_rl.submit import chain
+from hpc_rl.submission import chain
 
 CHAT = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}
 FIRST = "sft model.path=model data.train_files=train.jsonl trainer.device=cpu"

@@ -14,10 +14,10 @@ from hpc_rl import __version__
 from hpc_rl.errors import UserError
 from hpc_rl.runs.status import ROOT
 from hpc_rl.runs.sweeps import SweepDir
-from hpc_rl.submit import preflight, queue
-from hpc_rl.submit.grid import Point
-from hpc_rl.submit.request import Request, free_name
-from hpc_rl.submit.script import Job, directive_word, fill, log_folder, render
+from hpc_rl.submission import preflight, queue
+from hpc_rl.submission.grid import Point
+from hpc_rl.submission.request import Request, free_name
+from hpc_rl.submission.script import Job, directive_word, fill, log_folder, render
 
 _OWN_OPTIONS = ("job-name", "output")
 """Directives in which the points of a sweep may differ: the array has its own."""

@@ -12,7 +12,7 @@ import pytest
 
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
-from hpc_rl.submit.requeue import requeue
+from hpc_rl.submission.requeue import requeue
 from tests.fake_slurm import calls, fake_slurm
 
 PROGRAM = ("trainer.device=cpu", "--", "train.py")

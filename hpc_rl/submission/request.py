@@ -15,9 +15,9 @@ from hpc_rl.run_dir import ENV_RUN_DIR, RunDir
 from hpc_rl.runs.status import ROOT
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.slurm.states import run_dir_of_script
-from hpc_rl.submit import queue
-from hpc_rl.submit.after import find_after
-from hpc_rl.submit.script import Job
+from hpc_rl.submission import queue
+from hpc_rl.submission.after import find_after
+from hpc_rl.submission.script import Job
 
 
 @dataclass(frozen=True)

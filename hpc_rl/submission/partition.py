@@ -12,7 +12,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.capacity import Need, refusal
 from hpc_rl.slurm.cluster import NodeGroup
-from hpc_rl.submit.resources import asks_for_gpus, cpus_per_node, memory_per_node
+from hpc_rl.submission.resources import asks_for_gpus, cpus_per_node, memory_per_node
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
 from hpc_rl.runs.status import RunStatus, in_slurm, status_of, statuses_of
 from hpc_rl.runs.sweeps import SweepDir, run_of, states
-from hpc_rl.submit import queue
-from hpc_rl.submit.after import find_after_again
+from hpc_rl.submission import queue
+from hpc_rl.submission.after import find_after_again
 
 REQUEUE = "requeue"
 """The stop file's text with which the job script queues its job again after saving."""

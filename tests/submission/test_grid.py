@@ -1,7 +1,7 @@
 import pytest
 
 from hpc_rl.errors import UserError
-from hpc_rl.submit.grid import grid
+from hpc_rl.submission.grid import grid
 
 
 def test_every_combination_the_last_key_fastest() -> None:

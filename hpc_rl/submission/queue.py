@@ -18,7 +18,7 @@ from hpc_rl.host.processes import held_interrupts
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import ROOT, is_run, status_of
 from hpc_rl.slurm import commands
-from hpc_rl.submit.script import Job
+from hpc_rl.submission.script import Job
 
 GIT_MAX_BYTES = 1_000_000
 GIT_TIMEOUT_S = 20
@@ -115,7 +115,7 @@ def queue(script: str, options: Sequence[str] = ()) -> str:
         UserError: sbatch refused.
         KeyboardInterrupt: the user wants no job any more, and it is cancelled.
     """
-    from hpc_rl.submit.executor import ScriptExecutor
+    from hpc_rl.submission.executor import ScriptExecutor
 
     with held_interrupts() as interrupted, tempfile.TemporaryDirectory() as folder:
         job_id = ScriptExecutor(Path(folder), script, options).submit_script().job_id

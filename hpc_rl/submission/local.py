@@ -22,10 +22,10 @@ from hpc_rl.host.scratch import image_folders, remove_scratch, scratch_dir
 from hpc_rl.images.run_options import runs_inside, runtimes
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR, ENV_RUN_DIR
 from hpc_rl.runs.status import STOPPED, job_log, process_start_time
-from hpc_rl.submit import queue
-from hpc_rl.submit.environment import job_environment
-from hpc_rl.submit.resources import cpus_per_node
-from hpc_rl.submit.script import NODE_ENTRIES, TRAINERS, Job, job_python, node_options, render_container
+from hpc_rl.submission import queue
+from hpc_rl.submission.environment import job_environment
+from hpc_rl.submission.resources import cpus_per_node
+from hpc_rl.submission.script import NODE_ENTRIES, TRAINERS, Job, job_python, node_options, render_container
 
 POLL_S = 0.1
 _CANCELLED = 128 + signal.SIGTERM

@@ -1,7 +1,7 @@
 import pytest
 
 from hpc_rl.errors import UserError
-from hpc_rl.submit.in_allocation import step_environment
+from hpc_rl.submission.in_allocation import step_environment
 
 # What `salloc --nodes=2 --ntasks=2` set on Slurm 22.05.
 SALLOC = {

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from hpc_rl.config.training import TrainingConfig
 from hpc_rl.errors import UserError
 from hpc_rl.slurm import commands
-from hpc_rl.submit import preflight, queue
-from hpc_rl.submit.after import After
-from hpc_rl.submit.local import check_local
-from hpc_rl.submit.request import Request
-from hpc_rl.submit.script import TRAINERS, Job, render
+from hpc_rl.submission import preflight, queue
+from hpc_rl.submission.after import After
+from hpc_rl.submission.local import check_local
+from hpc_rl.submission.request import Request
+from hpc_rl.submission.script import TRAINERS, Job, render
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from hpc_rl.config.job import JobConfig
 from hpc_rl.errors import UserError
 from hpc_rl.host.processes import die_with_parent, python_with, shell_code
-from hpc_rl.submit.environment import job_environment
+from hpc_rl.submission.environment import job_environment
 
 
 @dataclass(frozen=True)
