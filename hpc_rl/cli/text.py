@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hpc_rl.doctor.diagnosis import Finding
     from hpc_rl.runs.status import RunStatus
     from hpc_rl.runs.table import Row
-    from hpc_rl.submission.script import Job
+    from hpc_rl.submission.job import Job
 
 GUIDE = "docs/troubleshooting.md"
 MOST_SHOWN = 300

@@ -37,6 +37,8 @@ class SlurmConfig(Section):
     """Job name; the run directory's name where null."""
     partition: Line | None = None
     """Partition (queue); Slurm's default where null."""
+    test_partition: Line | None = None
+    """Partition for short trials (`submit --test`), usually called debug or test; the job's own partition if null."""
     account: Line | None = None
     """Account that is charged."""
     qos: Line | None = None

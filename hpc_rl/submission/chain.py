@@ -1,76 +1,80 @@
-"""A chain: stages that train one after the other, each on the model that the one before it exports."""
+"""A chain: stages that train one after the other, each on the model that the stage before it exports."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hpc_rl.config.kinds import KINDS, trained
 from hpc_rl.config.training import TrainingConfig
 from hpc_rl.errors import UserError
+from hpc_rl.run_dir import RunDir
 from hpc_rl.slurm import commands
-from hpc_rl.submission import preflight, queue
+from hpc_rl.submission import queue
 from hpc_rl.submission.after import After
+from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import check_local
-from hpc_rl.submission.request import Request
-from hpc_rl.submission.script import TRAINERS, Job, render
+from hpc_rl.submission.preflight.checks import check
+from hpc_rl.submission.request import Request, reserve
+from hpc_rl.submission.request import plan as plan_job
+from hpc_rl.submission.script import render
 
 
 @dataclass(frozen=True)
 class Stage:
     """A job of the chain, checked and rendered."""
 
+    request: Request
     job: Job
     script: str
 
 
 def plan(requests: Sequence[Request], local: bool = False) -> tuple[list[Stage], list[str]]:
-    """The stages, all of them checked, and notes on what could not be. Nothing is made.
+    """The stages, all of them checked, and notes on what could not be checked. Changes nothing.
 
     Raises:
-        UserError: a stage is wrong, or does not fit to the one before it.
+        UserError: a stage is wrong, or does not fit to the stage before it.
     """
     if len(requests) < 2:
         raise UserError("a chain has two stages or more: hpc-rl chain sft KEY=VALUE ... -- ppo KEY=VALUE ...")
+    jobs: list[Job] = []
     for number, request in enumerate(requests, 1):
         _check_stage(number, request)
-    planned = _linked(requests, Request.job)
-    for number, job in enumerate(planned[:-1], 1):
+        jobs.append(_planned(request, jobs))
+    if len({job.run_dir for job in jobs}) < len(jobs):
+        raise UserError("two stages have the same run directory: give each a --job-name of its own")
+    for number, job in enumerate(jobs[:-1], 1):
         trainer = job.config.trainer
         if not (isinstance(trainer, TrainingConfig) and trainer.export):
             raise UserError(f"stage {number} ({job.kind}) exports no model: leave out trainer.export=false")
-    for job in planned:
+    for job in jobs:
         queue.check_free(job.run_dir)
         if local:
             check_local(job)
-    notes = preflight.check(*planned, local=local)
-    return [Stage(job, render(job)) for job in planned], notes
+    notes = check(*jobs, local=local)
+    return [Stage(request, job, render(job)) for request, job in zip(requests, jobs, strict=True)], notes
 
 
-def submit(requests: Sequence[Request]) -> list[tuple[Job, str]]:
-    """Queue every stage, to start when the one before it is done; jobs and their ids. Plan it first.
+def submit(stages: Sequence[Stage]) -> list[tuple[Job, str]]:
+    """Queue every stage, to start when the stage before it has completed; jobs and their ids.
 
     Raises:
         UserError: sbatch refused one; then those before it are cancelled, and nothing is left behind.
     """
     made = []
-
-    def reserve(request: Request) -> Job:
-        planned = request.job()
-        is_new = not planned.run_dir.path.exists()
-        job = request.reserve()
-        if is_new:
-            made.append(job.run_dir.path)
-        return job
-
     submitted: list[tuple[Job, str]] = []
     try:
-        for job in _linked(requests, reserve):
+        for stage in stages:
+            is_new = not stage.job.run_dir.path.exists()
+            job = reserve(stage.request, stage.job)
+            if is_new or job.run_dir != stage.job.run_dir:
+                made.append(job.run_dir.path)
             if submitted:
-                assert job.after is not None
-                job = replace(job, after=replace(job.after, job_ids=(submitted[-1][1],)))
+                before, job_id = submitted[-1]
+                job = _on_model_of(job, before.run_dir, (job_id,))
             submitted.append((job, queue.submit(job, render(job))))
     finally:
-        if len(submitted) < len(requests):
+        if len(submitted) < len(stages):
             if submitted:
                 commands.cancel(*(job_id for _, job_id in submitted))
             for path in made:
@@ -79,27 +83,26 @@ def submit(requests: Sequence[Request]) -> list[tuple[Job, str]]:
     return submitted
 
 
-def _linked(requests: Sequence[Request], make: Callable[[Request], Job]) -> list[Job]:
-    """The stages' jobs, each with the model of the one before it."""
-    found: list[Job] = []
-    for request in requests:
-        if found:
-            before = found[-1].run_dir
-            settings = {**request.settings, "model.path": str(before.model)}
-            request = replace(request, settings=settings, taken=frozenset(job.run_dir.name for job in found))
-            found.append(replace(make(request), after=After(str(before.path), (), before.model)))
-        else:
-            found.append(make(request))
-    paths = [job.run_dir.path for job in found]
-    if len(set(paths)) < len(paths):
-        raise UserError("two stages have the same run directory: give each a --job-name of its own")
-    return found
+def _planned(request: Request, before: Sequence[Job]) -> Job:
+    """The job of a stage, which trains the model of the stage before it."""
+    if not before:
+        return plan_job(request)
+    model = before[-1].run_dir.model
+    request = replace(request, settings={**request.settings, "model.path": str(model)})
+    job = plan_job(request, frozenset(job.run_dir.name for job in before))
+    return _on_model_of(job, before[-1].run_dir, ())
+
+
+def _on_model_of(job: Job, before: RunDir, job_ids: tuple[str, ...]) -> Job:
+    """The job, after the stage whose run directory this is, and on its model."""
+    config = job.config.updated("model.path", str(before.model))
+    return replace(job, config=config, after=After(str(before.path), job_ids, before.model))
 
 
 def _check_stage(number: int, request: Request) -> None:
-    if request.kind not in TRAINERS:
+    if KINDS[request.kind].trainer is None:
         raise UserError(
-            f"stage {number} is {request.kind}: a chain is made of {' and '.join(TRAINERS)}; "
+            f"stage {number} is {request.kind}: a chain is made of {' and '.join(trained())}; "
             "a program of your own starts after a run by hpc-rl submit --after RUN"
         )
     if number == 1:

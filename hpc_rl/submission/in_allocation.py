@@ -14,8 +14,8 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.processes import GRACE_S, adopt_orphans, end_descendants, shell_code, start
 from hpc_rl.runs.status import job_log, process_start_time
 from hpc_rl.submission import queue
+from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import POLL_S, count_interrupts
-from hpc_rl.submission.script import Job
 
 _SIZES = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES", "SLURM_CPUS_PER_TASK")
 """What salloc was asked for; srun would take it for the step's size (srun's manual page, INPUT ENVIRONMENT)."""

@@ -24,8 +24,9 @@ from hpc_rl.run_dir import ENV_ATTEMPT_DIR, ENV_RUN_DIR
 from hpc_rl.runs.status import STOPPED, job_log, process_start_time
 from hpc_rl.submission import queue
 from hpc_rl.submission.environment import job_environment
+from hpc_rl.submission.job import Job
 from hpc_rl.submission.resources import cpus_per_node
-from hpc_rl.submission.script import NODE_ENTRIES, TRAINERS, Job, job_python, node_options, render_container
+from hpc_rl.submission.script import job_python, node_options, render_container
 
 POLL_S = 0.1
 _CANCELLED = 128 + signal.SIGTERM
@@ -45,7 +46,7 @@ def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
     attempt = job.run_dir.path / f"attempt-{len(job.run_dir.attempts()) + 1}"
     attempt.mkdir(mode=0o700)
     job.run_dir.stop.unlink(missing_ok=True)
-    if job.kind in TRAINERS:
+    if job.row.trainer is not None:
         job.run_dir.config.write_text(dump(job.config))
     if runs_inside(job.config.container):
         (attempt / _CONTAINER).write_text(render_container(job))
@@ -104,7 +105,7 @@ def node_environment(
     outside = {name: value for name, value in environ.items() if not name.startswith("SLURM_")}
     host = os.uname().nodename
     gpus = {}
-    if trainer.device == "cuda":
+    if trainer.uses_gpus:
         visible = outside.get("CUDA_VISIBLE_DEVICES")
         every = visible.split(",") if visible else list(map(str, range(trainer.nnodes * trainer.n_gpus_per_node)))
         first = node_rank * trainer.n_gpus_per_node
@@ -123,14 +124,14 @@ def node_environment(
 
 
 def node_command(job: Job, attempt: Path) -> list[str]:
-    python, entry = job_python(job.config), NODE_ENTRIES[job.kind]
+    python = job_python(job.config)
     inside = ["bash", str(attempt / _CONTAINER)] if runs_inside(job.config.container) else []
     program = list(job.program)
-    if job.kind in TRAINERS:
-        interpreter = [python] if entry == "ray_cluster.node" else []
-        program = [*interpreter, "-P", "-m", TRAINERS[job.kind], "--config", str(job.run_dir.config)]
+    if job.row.trainer is not None:
+        interpreter = [] if job.row.node_entry == "hpc_rl.node.torchrun" else [python]
+        program = [*interpreter, "-P", "-m", job.row.trainer, "--config", str(job.run_dir.config)]
     options = node_options(job.config, local=True)
-    return [*inside, python, "-P", "-m", f"hpc_rl.node.{entry}", *options, *(["--", *program] if program else [])]
+    return [*inside, python, "-P", "-m", job.row.node_entry, *options, *(["--", *program] if program else [])]
 
 
 def _run_nodes(job: Job, job_id: str, attempt: Path, on_poll: Callable[[], None]) -> int:

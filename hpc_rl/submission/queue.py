@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from hpc_rl.host.processes import held_interrupts
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import ROOT, is_run, status_of
 from hpc_rl.slurm import commands
-from hpc_rl.submission.script import Job
+from hpc_rl.submission.job import Job
 
 GIT_MAX_BYTES = 1_000_000
 GIT_TIMEOUT_S = 20
@@ -66,7 +65,7 @@ def record(job: Job, job_id: str, **more: object) -> None:
         "job_id": job_id,
         "kind": job.kind,
         "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": sys.argv,
+        "command": list(job.command),
         "working_dir": str(job.working_dir),
         **more,
     }
@@ -78,7 +77,7 @@ def record_again(run: RunDir, job_id: str) -> None:
     before = read_json(run.job)
     folder = Path(str(before.get("working_dir", Path.cwd())))
     write_atomically(run.git, git_snapshot(folder))
-    now = {"job_id": job_id, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": sys.argv}
+    now = {"job_id": job_id, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     write_atomically(run.job, json.dumps({**before, **now}, indent=2) + "\n")
 
 

@@ -37,7 +37,7 @@ def further_directives(slurm: SlurmConfig) -> Iterator[Directive]:
 def asks_for_gpus(config: JobConfig) -> bool:
     """Whether the GPUs are asked for here: on CPUs there are none, and a user may have their own words for them."""
     own = config.slurm.sbatch
-    return config.trainer.device == "cuda" and not own.keys() & _GPU_OPTIONS and not _names_gpus(own.get("gres"))
+    return config.trainer.uses_gpus and not own.keys() & _GPU_OPTIONS and not _names_gpus(own.get("gres"))
 
 
 def cpus_per_node(config: JobConfig) -> int:
@@ -45,7 +45,7 @@ def cpus_per_node(config: JobConfig) -> int:
     slurm, count = config.slurm, config.trainer.n_gpus_per_node
     if slurm.cpus_per_task:
         return slurm.cpus_per_task
-    if config.trainer.device == "cpu":
+    if not config.trainer.uses_gpus:
         return slurm.node.cpus if slurm.exclusive and slurm.node.cpus else count
     if slurm.cpus_per_gpu and not (slurm.exclusive and slurm.node.cpus):
         return slurm.cpus_per_gpu * count
@@ -83,7 +83,7 @@ def _share(config: JobConfig) -> Fraction:
     slurm, trainer = config.slurm, config.trainer
     if slurm.exclusive:
         return Fraction(1)
-    if trainer.device == "cuda":
+    if trainer.uses_gpus:
         wanted, there = trainer.n_gpus_per_node, slurm.node.gpus
     else:
         wanted, there = cpus_per_node(config), slurm.node.cpus

@@ -7,9 +7,8 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpc_rl import __version__
 from hpc_rl.config.compose import dump
@@ -18,40 +17,9 @@ from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.errors import UserError
 from hpc_rl.host.shipped import shipped
 from hpc_rl.images import run_options
-from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.environment import job_environment
+from hpc_rl.submission.job import Job
 from hpc_rl.submission.resources import further_directives, resource_directives
-
-if TYPE_CHECKING:
-    from hpc_rl.submission.after import After
-
-
-@dataclass(frozen=True)
-class Job:
-    """One job to be: everything that the script depends on."""
-
-    kind: str
-    """sft, ppo, torchrun, ray or doctor."""
-    config: JobConfig
-    run_dir: RunDir
-    working_dir: Path
-    """Where relative paths start, on the nodes too."""
-    program: tuple[str, ...] = ()
-    """The user's own program and its arguments, for torchrun and ray."""
-    after: After | None = None
-    """What has to end well before this one starts; for sbatch to know, so that the script can be used again."""
-
-    @property
-    def name(self) -> str:
-        return self.config.slurm.job_name or self.run_dir.name
-
-
-TRAINERS = {"sft": "hpc_rl.finetune.train", "ppo": "hpc_rl.rl.main_ppo"}
-"""Job kind -> the module that trains; named by string, so that the login node never imports it."""
-NODE_ENTRIES = {"sft": "torchrun", "torchrun": "torchrun", "ppo": "ray_cluster.node", "ray": "ray_cluster.node", "doctor": "doctor"}
-"""Job kind -> the module of hpc_rl.node that runs on each node."""
-_TEMPLATES = {"torchrun": "torchrun.sbatch.j2", "ray_cluster.node": "ray.sbatch.j2", "doctor": "doctor.sbatch.j2"}
-"""Node entry -> the script that starts it."""
 
 
 def render(job: Job) -> str:
@@ -62,7 +30,7 @@ def render(job: Job) -> str:
     Raises:
         UserError: the template is broken (file and line named), or a path cannot stand in a script.
     """
-    return fill(_TEMPLATES[NODE_ENTRIES[job.kind]], _values(job))
+    return fill(job.row.template, _values(job))
 
 
 def render_container(job: Job) -> str:
@@ -138,7 +106,7 @@ _RESERVED = re.compile("if|then|else|elif|fi|case|esac|for|select|while|until|do
 
 def _values(job: Job) -> dict[str, Any]:
     config = job.config
-    config_text = dump(config).rstrip() if job.kind in TRAINERS else None
+    config_text = dump(config).rstrip() if job.row.trainer else None
     has_image = config.container.image is not None
     inside = run_options.runs_inside(config.container)
     container_text = render_container(job).rstrip() if inside else None
@@ -208,10 +176,10 @@ def _ray_options(config: RayJobConfig) -> list[str]:
 
 
 def program_text(job: Job) -> str:
-    if job.kind in TRAINERS:
-        python = '"$python" ' if NODE_ENTRIES[job.kind] == "ray_cluster.node" else ""  # torchrun adds its own
+    if job.row.trainer is not None:
+        python = "" if job.row.node_entry == "hpc_rl.node.torchrun" else '"$python" '  # torchrun adds its own
         # -P: a datasets.py in the user's folder must not stand in for the library of that name.
-        return f'{python}-P -m {TRAINERS[job.kind]} --config "$HPC_RL_RUN_DIR/config.yaml"'
+        return f'{python}-P -m {job.row.trainer} --config "$HPC_RL_RUN_DIR/config.yaml"'
     return " ".join(map(bash_word, job.program))
 
 
@@ -244,7 +212,7 @@ def log_folder(path: Path) -> str:
 def _places(config: JobConfig) -> str:
     trainer = config.trainer
     nodes = "1 node" if trainer.nnodes == 1 else f"{trainer.nnodes} nodes"
-    unit = "GPU" if trainer.device == "cuda" else "CPU process"
+    unit = "GPU" if trainer.uses_gpus else "CPU process"
     plural = "" if trainer.n_gpus_per_node == 1 else ("s" if unit == "GPU" else "es")
     return f"{nodes} x {trainer.n_gpus_per_node} {unit}{plural}"
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hpc_rl import __version__
+from hpc_rl.config.compose import compose_each
 from hpc_rl.errors import UserError
 from hpc_rl.runs.status import ROOT
 from hpc_rl.runs.sweeps import SweepDir
-from hpc_rl.submission import preflight, queue
-from hpc_rl.submission.grid import Point
-from hpc_rl.submission.request import Request, free_name
-from hpc_rl.submission.script import Job, directive_word, fill, log_folder, render
+from hpc_rl.sites.profile import load_profile
+from hpc_rl.slurm import commands
+from hpc_rl.submission import queue
+from hpc_rl.submission.devices import Devices
+from hpc_rl.submission.grid import Point, grid
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.preflight.checks import check
+from hpc_rl.submission.request import Request, free_name, job_of
+from hpc_rl.submission.script import directive_word, fill, log_folder, render
 
 _OWN_OPTIONS = ("job-name", "output")
 """Directives in which the points of a sweep may differ: the array has its own."""
@@ -38,29 +43,36 @@ class Plan:
     """What could not be checked here."""
 
 
-def plan(request: Request, points: Sequence[Point], max_parallel: int | None) -> Plan:
-    """Check every point and render its script.
+def plan(request: Request, max_parallel: int | None) -> Plan:
+    """Check every point and render its script. Changes nothing.
 
     Args:
-        request: the sweep as it was typed; each point brings its own overrides.
-        max_parallel: most points that run at a time; as many as fit where None.
+        request: the sweep as it was typed; keys with several values are swept.
+        max_parallel: most points that run at a time; None: as many as fit.
 
     Raises:
-        UserError: a point's configuration is wrong, or the points ask Slurm for different things.
+        UserError: a point's configuration is wrong, or the points ask Slurm for different resources.
     """
-    first = replace(request, overrides=points[0].overrides)
-    path = request.run_dir or ROOT / (first.config().slurm.job_name or free_name(f"{request.kind}-sweep"))
-    sweep = SweepDir(path.absolute())
+    common, points = grid(request.overrides, commands.max_array_size)
+    devices = Devices()
+    site = load_profile(request.site).values
+    swept = [point.overrides for point in points]
+    configs = compose_each(request.kind, common, swept, request.settings, site, devices.fill_in)
+    stem = free_name(f"{request.kind}-sweep")
+    first = job_of(request, configs[0], note=devices.note)
+    sweep = SweepDir((request.run_dir or ROOT / (configs[0].slurm.job_name or stem)).absolute())
     if sweep.path.exists():
-        raise UserError(f"{path} exists: choose another --job-name, or go on with it by hpc-rl requeue {sweep.name}")
-    found = [_job(request, sweep, number, point) for number, point in enumerate(points, 1)]
-    if request.after is not None:
-        after = replace(first, after=request.after).job().after
-        found = [replace(job, after=after) for job in found]
-    notes = preflight.check(*found)
+        raise UserError(
+            f"{sweep.path} exists: choose another --job-name, or resume it with hpc-rl requeue {sweep.name}"
+        )
+    found = []
+    for number, config in enumerate(configs, 1):
+        run_dir = sweep.run(number)
+        found.append(replace(first, config=config.updated("slurm.job_name", run_dir.name), run_dir=run_dir))
+    notes = check(*found)
     scripts = [render(job) for job in found]
     _check_same_resources(points, scripts)
-    script = array_script(sweep, found[0].kind, scripts, max_parallel)
+    script = array_script(sweep, request.kind, scripts, max_parallel)
     return Plan(sweep, points, found, scripts, script, notes)
 
 
@@ -102,7 +114,7 @@ def submit(planned: Plan) -> str:
         record = {
             "kind": planned.jobs[0].kind,
             "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "command": sys.argv,
+            "command": list(planned.jobs[0].command),
             "points": [point.values for point in planned.points],
         }
         sweep.record.write_text(json.dumps(record, indent=2) + "\n")
@@ -119,12 +131,6 @@ def directives(script: str) -> list[str]:
     """The #SBATCH lines that sbatch reads: those above the first command."""
     head = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), script.splitlines())
     return [line for line in head if line.startswith("#SBATCH")]
-
-
-def _job(request: Request, sweep: SweepDir, number: int, point: Point) -> Job:
-    run_dir = sweep.run(number).path
-    settings = {**request.settings, "slurm.job_name": run_dir.name}
-    return replace(request, overrides=point.overrides, settings=settings, run_dir=run_dir, after=None).job()
 
 
 def _option(directive: str) -> str:

@@ -9,7 +9,8 @@ import pytest
 from hpc_rl.config.compose import compose
 from hpc_rl.run_dir import RunDir
 from hpc_rl.sites.profile import load_profile, shipped_names
-from hpc_rl.submission.script import Job, render
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.script import render
 from tests.submission.test_script import check_shell, run_script, torchrun_job
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "site"

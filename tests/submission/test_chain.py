@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def plan(line: str) -> tuple[list[chain.Stage], list[str]]:
-    return chain.plan([_stage(words) for words in _split_stages(line.split())])
+    return chain.plan([_stage(words, local=False) for words in _split_stages(line.split())])
 
 
 def test_each_stage_trains_the_model_of_the_one_before(folder: Path) -> None:
@@ -58,7 +58,7 @@ def test_words_of_stages() -> None:
         (f"{FIRST} -- {SECOND} --after sft-7", "stage 2 (sft) starts after stage 1: leave out --after"),
         (f"{FIRST} trainer.export=false -- {SECOND}", "stage 1 (sft) exports no model"),
         (f"{FIRST} --job-name x -- {SECOND} --job-name x", "two stages have the same run directory"),
-        (f"{FIRST} -- {SECOND} --dry-run", "write hpc-rl chain --dry-run sft"),
+        (f"{FIRST} -- {SECOND} --dry-run", "--dry-run is not an option of a stage"),
         (f"{FIRST} -- {SECOND} data.train_files=none.jsonl", "none.jsonl: no such data file"),
         (f"{FIRST.replace('path=model', 'path=./none')} -- {SECOND}", "model.path ./none: no such folder"),
     ],
@@ -77,6 +77,8 @@ def test_an_image_that_this_machine_cannot_run_is_said_at_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, runtime: str, said: str
 ) -> None:
     monkeypatch.setenv("PATH", str(folder))
-    requests = [_stage(f"{line} container.runtime={runtime} --image image".split()) for line in (FIRST, SECOND)]
+    requests = [
+        _stage(f"{line} container.runtime={runtime} --image image".split(), local=True) for line in (FIRST, SECOND)
+    ]
     with pytest.raises(UserError, match=said):
         chain.plan(requests, local=True)

@@ -9,8 +9,8 @@ import pytest
 from hpc_rl.config.compose import compose
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
-from hpc_rl.submission import preflight
-from hpc_rl.submission.script import Job
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.preflight import checks, program
 from tests.helpers import make_tiny_model
 
 
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 def check_ray(*program: str) -> list[str]:
-    return preflight.check(Job("ray", compose("ray", []), RunDir(Path("run").absolute()), Path.cwd(), program))
+    return checks.check(Job("ray", compose("ray", []), RunDir(Path("run").absolute()), Path.cwd(), program))
 
 
 def check_ppo(**changes: Any) -> list[str]:
@@ -38,7 +38,7 @@ def check_ppo(**changes: Any) -> list[str]:
     values |= {"reward.function": "score.py:score", "trainer.device": "cpu", "data.train_batch_size": 1}
     values |= {"actor.mini_batch_size": 1}
     config = compose("ppo", [], {**values, **{key.replace("__", "."): value for key, value in changes.items()}})
-    return preflight.check(Job("ppo", config, RunDir(Path("run").absolute()), Path.cwd()))
+    return checks.check(Job("ppo", config, RunDir(Path("run").absolute()), Path.cwd()))
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,12 @@ def test_what_a_ppo_job_lacks_is_told(changes: dict[str, Any], said: str) -> Non
 
 @pytest.mark.usefixtures("folder")
 def test_libraries_are_looked_for_only_where_the_job_runs_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "installed_ray", lambda: None)
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(UserError, match=r"has no Ray: pip install(.|\n)*rollout\.name=vllm, and .* has no vllm"):
+    monkeypatch.setattr(checks, "installed_ray", lambda: None)
+    monkeypatch.setattr(program.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(UserError, match=r"ppo needs torch, (.|\n)*has no Ray: pip install(.|\n)*vllm needs vllm, and"):
         check_ppo(rollout__name="vllm")
-    assert check_ppo(rollout__name="vllm", slurm__python="/on/the/nodes/python") == []
+    (note, _) = check_ppo(rollout__name="vllm", slurm__python="/on/the/nodes/python")
+    assert "slurm.python /on/the/nodes/python is not on this machine" in note
 
 
 def test_cpus_of_ray_init_are_a_number() -> None:

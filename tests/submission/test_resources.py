@@ -8,8 +8,9 @@ import pytest
 from hpc_rl.config.compose import compose
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
+from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import node_command, node_environment
-from hpc_rl.submission.script import Job, render
+from hpc_rl.submission.script import render
 
 PER_GPU = {"slurm.mem_option": "mem-per-gpu"}
 NODE = {"slurm.node": {"gpus": 4, "cpus": 64, "mem_mb": 500_000}}

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hpc_rl.config.compose import compose, load_config
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
-from hpc_rl.submission.script import Job, bash_word, directive_word, render
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.script import bash_word, directive_word, render
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NASTY = "a b'c\"d$HOME`id`;e\\f\n#SBATCH --uid=0\n!{x}*?~%j\té"
@@ -98,7 +99,12 @@ PROGRAMS = {"torchrun": ("train.py", "--lr", "1e-4"), "ray": ("python", "my driv
 def test_golden(name: str) -> None:
     slurm = {"slurm.python": "/opt/venv/bin/python", "slurm.time": "24:00:00", "slurm.partition": "gpu"}
     slurm |= {"slurm.setup": ["module load cuda"], "slurm.env": {"HF_HOME": "/scratch/my cache"}}
-    slurm |= {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 4, "slurm.sbatch": {"exclusive": None, "nice": 10}}
+    slurm |= {
+        "trainer.nnodes": 2,
+        "trainer.n_gpus_per_node": 4,
+        "trainer.device": "cuda",
+        "slurm.sbatch": {"exclusive": None, "nice": 10},
+    }
     config = compose(name, [], {**slurm, **GOLDEN_SETTINGS[name]})
     run_dir = RunDir(Path("/scratch/me/runs/first"))
     script = render(Job(name, config, run_dir, Path("/home/me"), PROGRAMS.get(name, ())))

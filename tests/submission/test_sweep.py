@@ -7,7 +7,6 @@ import pytest
 from hpc_rl.errors import UserError
 from hpc_rl.runs.sweeps import SweepDir
 from hpc_rl.submission import sweep as sweeps
-from hpc_rl.submission.grid import grid
 from hpc_rl.submission.request import Request
 from hpc_rl.submission.sweep import directives
 from tests.fake_slurm import calls, fake_slurm
@@ -25,8 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def plan(*words: str, limit: int | None = None, **settings: Any) -> sweeps.Plan:
     dotted = {key.replace("__", "."): value for key, value in settings.items()}
-    request = Request("torchrun", (), PROGRAM, {"trainer.device": "cpu", **dotted}, None, None)
-    return sweeps.plan(request, grid(words), limit)
+    return sweeps.plan(Request("torchrun", words, PROGRAM, {"trainer.device": "cpu", **dotted}), limit)
 
 
 def test_golden() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.slurm import memory_mb, walltime_s
@@ -25,12 +24,13 @@ class Ask:
     """Walltime; None where nothing here can say whether it is too long."""
 
 
-def partition_checks(config: JobConfig) -> list[Callable[[], str | None]]:
+def ask_of(config: JobConfig) -> Ask | None:
+    """What a job asks of its partition; None if another cluster or a reservation gives it the nodes."""
     slurm = config.slurm
     if slurm.sbatch.keys() & {"clusters", "reservation"}:
-        return []
+        return None
     time = None if slurm.qos is not None else slurm.time  # a quality of service may have a limit of its own
-    return [partial(check_partition, Ask(slurm.partition, _need(config), time))]
+    return Ask(slurm.partition, _need(config), time)
 
 
 def check_partition(ask: Ask) -> str | None:
@@ -56,7 +56,7 @@ def check_partition(ask: Ask) -> str | None:
 def _need(config: JobConfig) -> Need:
     return Need(
         nodes=config.trainer.nnodes,
-        gpus=config.trainer.n_gpus_per_node if config.trainer.device == "cuda" else 0,
+        gpus=config.trainer.n_gpus_per_node if config.trainer.uses_gpus else 0,
         gpu_type=config.slurm.gpu_type if asks_for_gpus(config) else None,
         cpus=cpus_per_node(config),
         memory_mb=memory_mb(memory_per_node(config) or "0") or 0,
