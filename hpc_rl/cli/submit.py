@@ -173,7 +173,8 @@ def render(
         raise UserError(
             "--after belongs to the submission: hpc-rl submit --after RUN, or sbatch --dependency=afterok:ID FILE"
         )
-    job, text = launch.prepare_run_dir(request_of(context, kind, arguments, flags, run_dir), note)
+    request = request_of(context, kind, arguments, flags, run_dir)
+    job, text = launch.make_run_dir(request, *launch.prepare(request, note))
     queue.prepare(job, text, None)
     print(text, end="")
     note(f"made {short_path(job.run_dir.path)}; submit by `sbatch FILE` or `hpc-rl submit {kind} --script FILE`")
@@ -214,7 +215,11 @@ def request_of(
 
 
 def _queued(job: Job, job_id: str, wait: bool, follow: bool) -> None:
+    from hpc_rl.slurm import commands
+
     print(submitted_text(job, job_id))
+    if expected := commands.expected_start(job_id):
+        print(f"  expected start: {expected}")
     if wait or follow:
         leave(_wait(job, job_id, follow))
     print(f"  hpc-rl status {job.run_dir.name}\n  hpc-rl logs -f {job.run_dir.name}")
@@ -233,9 +238,10 @@ def _run_here(request: Request, in_allocation: bool) -> int:
 
     if in_allocation:
         queue.require_slurm()
-        step_environment(os.environ, 1)
-    job, script = launch.prepare_run_dir(request, note)
-    return run_here(job, script, in_allocation)
+    job, script = launch.prepare(request, note)
+    if in_allocation:
+        step_environment(os.environ, job.config.trainer.nnodes)
+    return run_here(*launch.make_run_dir(request, job, script), in_allocation)
 
 
 def run_here(job: Job, script: str, in_allocation: bool = False) -> int:

@@ -100,10 +100,19 @@ def compose_partly(
 
 
 def load_config(job: str, path: Path) -> JobConfig:
-    """A configuration that `dump` wrote.
+    """Read a configuration that `dump` wrote.
 
     Raises:
-        UserError: the file is missing, no YAML, or does not fit the schema.
+        UserError: the file is missing, is not YAML, or does not fit the schema.
+    """
+    return validate(job, load_tree(path))
+
+
+def load_tree(path: Path) -> dict[str, Any]:
+    """The nested tables of a YAML file, unchecked.
+
+    Raises:
+        UserError: the file is missing, or is not a table in YAML.
     """
     from omegaconf import OmegaConf
     from yaml import YAMLError
@@ -113,8 +122,10 @@ def load_config(job: str, path: Path) -> JobConfig:
     except FileNotFoundError as error:
         raise UserError(f"no configuration at {path}") from error
     except YAMLError as error:
-        raise UserError(f"{path} is no YAML: {error}") from error
-    return validate(job, tree)
+        raise UserError(f"{path} is not YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} is not a table of options")
+    return tree  # type: ignore[return-value]
 
 
 def validate(job: str, tree: Any) -> JobConfig:

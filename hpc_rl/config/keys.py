@@ -107,6 +107,17 @@ def select(tables: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value for nested tables; an empty table is a value."""
+    found: dict[str, Any] = {}
+    for key, value in tables.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
 def _dotted(tables: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in tables.items():
         yield f"{prefix}{key}"

@@ -38,6 +38,15 @@ class Job:
         return self.config.slurm.job_name or self.run_dir.name
 
     @property
+    def size(self) -> str:
+        """`2 nodes x 4 GPUs`."""
+        trainer = self.config.trainer
+        nodes = "1 node" if trainer.nnodes == 1 else f"{trainer.nnodes} nodes"
+        unit = "GPU" if trainer.uses_gpus else "CPU process"
+        plural = "" if trainer.n_gpus_per_node == 1 else ("s" if unit == "GPU" else "es")
+        return f"{nodes} x {trainer.n_gpus_per_node} {unit}{plural}"
+
+    @property
     def row(self) -> JobKind:
         """The job's kind."""
         return KINDS[self.kind]

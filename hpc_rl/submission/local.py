@@ -17,6 +17,7 @@ from typing import IO
 
 from hpc_rl.config.compose import dump
 from hpc_rl.errors import EXIT_STOPPED, UserError
+from hpc_rl.host.files import write_atomically
 from hpc_rl.host.processes import adopt_orphans, end, end_descendants, shell_code, start
 from hpc_rl.host.scratch import image_folders, remove_scratch, scratch_dir
 from hpc_rl.images.run_options import runs_inside, runtimes
@@ -47,7 +48,9 @@ def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
     attempt.mkdir(mode=0o700)
     job.run_dir.stop.unlink(missing_ok=True)
     if job.row.trainer is not None:
-        job.run_dir.config.write_text(dump(job.config))
+        text = dump(job.config)
+        write_atomically(job.run_dir.config, text)
+        (attempt / job.run_dir.config.name).write_text(text)  # what this attempt ran with
     if runs_inside(job.config.container):
         (attempt / _CONTAINER).write_text(render_container(job))
     _report(job, job_id, "RUNNING", None)

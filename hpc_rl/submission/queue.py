@@ -53,10 +53,26 @@ def reserve(path: Path) -> bool:
 def prepare(job: Job, script: str, job_id: str | None) -> None:
     """Fill the run directory: script, snapshot of the code, and job.json once there is a job."""
     job.run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if job.config.slurm.group is not None:
+        share(job.run_dir.path, job.config.slurm.group)
     write_atomically(job.run_dir.script, script)
     write_atomically(job.run_dir.git, git_snapshot(job.working_dir))
     if job_id is not None:
         record(job, job_id)
+
+
+def share(folder: Path, group: str) -> None:
+    """Let a UNIX group read a folder; what is made in it belongs to the group too (setgid).
+
+    Raises:
+        UserError: there is no such group, or the user is not a member.
+    """
+    try:
+        shutil.chown(folder, group=group)
+        folder.chmod(0o2750)
+    except (LookupError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no such group"
+        raise UserError(f"slurm.group {group}: {reason}; choose a group that `id` lists for you") from error
 
 
 def record(job: Job, job_id: str, **more: object) -> None:

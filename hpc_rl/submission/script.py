@@ -111,7 +111,7 @@ def _values(job: Job) -> dict[str, Any]:
     inside = run_options.runs_inside(config.container)
     container_text = render_container(job).rstrip() if inside else None
     return {
-        "title": f"{job.name}: {job.kind} on {_places(config)}, rendered by hpc-rl {__version__}.",
+        "title": f"{job.name}: {job.kind} on {job.size}, rendered by hpc-rl {__version__}.",
         "directives": [found for found in _directives(job) if found[0] not in config.slurm.leave_out],
         "run_dir": str(job.run_dir.path),
         "python": job_python(config),
@@ -207,14 +207,6 @@ def log_folder(path: Path) -> str:
             f"run directory {path}: sbatch takes no backslash in the path of a log; choose another --run-dir"
         )
     return str(path).replace("%", "%%")
-
-
-def _places(config: JobConfig) -> str:
-    trainer = config.trainer
-    nodes = "1 node" if trainer.nnodes == 1 else f"{trainer.nnodes} nodes"
-    unit = "GPU" if trainer.uses_gpus else "CPU process"
-    plural = "" if trainer.n_gpus_per_node == 1 else ("s" if unit == "GPU" else "es")
-    return f"{nodes} x {trainer.n_gpus_per_node} {unit}{plural}"
 
 
 def _printable(text: str) -> str:
