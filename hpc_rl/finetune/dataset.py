@@ -10,8 +10,8 @@ import torch
 
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.data.sft_dataset import Counts, Sample, tokenize_files
+from hpc_rl.errors import AgreedError
 from hpc_rl.training.distributed import World
-from hpc_rl.training.errors import AgreedError
 
 
 def load_samples(files: Sequence[str], data: DataConfig, tokenizer: object, split: str, world: World) -> list[Sample]:

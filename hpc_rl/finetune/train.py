@@ -17,9 +17,8 @@ from typing import NoReturn
 
 from hpc_rl.config.compose import compose, load_config
 from hpc_rl.config.sft import SftConfig
-from hpc_rl.errors import UserError
+from hpc_rl.errors import AgreedError, UserError
 from hpc_rl.run_dir import RunDir, current_run_dir
-from hpc_rl.training.errors import AgreedError
 
 
 def main(arguments: Sequence[str]) -> NoReturn:

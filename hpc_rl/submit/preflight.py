@@ -18,7 +18,8 @@ from hpc_rl.config.ppo import PpoConfig, PromptDataConfig, engine_name
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.sft import DataConfig, SftConfig
 from hpc_rl.config.training import ModelConfig
-from hpc_rl.data.rows import CannotCheck, check_file, check_prompts, is_file
+from hpc_rl.data.formats import CannotCheck, is_file
+from hpc_rl.data.rows import check_file, check_prompts
 from hpc_rl.errors import UserError
 from hpc_rl.host.ray_version import check_ray, installed_ray
 from hpc_rl.images.preflight import image_checks

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpc_rl.errors import UserError
+from hpc_rl.errors import AgreedError, UserError
 from hpc_rl.training import model_state
 from hpc_rl.training.distributed import World
-from hpc_rl.training.errors import AgreedError
 from hpc_rl.training.model import PackedModel
 from hpc_rl.training.model_state import UnreadableError
 

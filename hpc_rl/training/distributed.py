@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hpc_rl.errors import UserError
-from hpc_rl.training.errors import AgreedError
+from hpc_rl.errors import AgreedError, UserError
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others in one collective: rank 0 may write a large checkpoint meanwhile. A rank that

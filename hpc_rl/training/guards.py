@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hpc_rl.errors import RunError
-from hpc_rl.training.errors import AgreedRunError
+from hpc_rl.errors import AgreedRunError, RunError
 
 IN_TRAINING = (
     "lower trainer.micro_tokens, or set model.enable_gradient_checkpointing=true, "
