@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hpc_rl.rl.calls import Called, results
+from hpc_rl.rl.calls import ActorCall, Pending
 from hpc_rl.training.distributed import World
 
 if TYPE_CHECKING:
@@ -208,30 +208,34 @@ class Engines:
         actors, names = [self.actors[index] for index in indices], [self.names[index] for index in indices]
         return Engines(actors, names, self.timeout_s, self.workers_each)
 
-    def call(self, method: str, *arguments: Any) -> list[Called]:
-        """Begin a call of every engine."""
+    def calls(self, method: str, *arguments: Any) -> list[ActorCall]:
+        """Start a call to every engine."""
         return [
-            Called(getattr(actor, method).remote(*arguments), name)
+            ActorCall(getattr(actor, method).remote(*arguments), name)
             for actor, name in zip(self.actors, self.names, strict=True)
         ]
 
+    def call(self, method: str, *arguments: Any) -> Pending[list[Any]]:
+        """Start a call to every engine; the results are in the engines' order."""
+        return Pending.of_calls(self.calls(method, *arguments))
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        calls: list[Called] = []
+        calls: list[ActorCall] = []
         for index in range(len(self.actors)):
             own = dict(init_info)
             if "rank_offset" in own:  # vLLM counts the workers of one engine; these are several
                 own["rank_offset"] += index * self.workers_each
-            calls += self.part([index]).call("init_weight_transfer_engine", own)
-        results(calls, self.timeout_s)
+            calls += self.part([index]).calls("init_weight_transfer_engine", own)
+        Pending.of_calls(calls).wait(self.timeout_s)
 
     def start_weight_update(self) -> None:
-        results(self.call("start_weight_update"), self.timeout_s)
+        self.call("start_weight_update").wait(self.timeout_s)
 
     def update_weights(self, update: Any) -> None:
-        results(self.call("update_weights", update), self.timeout_s)
+        self.call("update_weights", update).wait(self.timeout_s)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        results(self.call("finish_weight_update"), self.timeout_s)
+        self.call("finish_weight_update").wait(self.timeout_s)
 
 
 class Sender(Protocol):
@@ -277,13 +281,13 @@ class HostSender:
         pending = [self._both("start_weight_update")]
         for slots, (memory, start) in zip(self._buckets, self._places, strict=True):
             while len(pending) >= IN_FLIGHT:
-                self._wait(pending.pop(0))
+                pending.pop(0).wait(self._timeout_s)
             for slot in slots:
                 self._write(slot, next(tensors)[1], memory.bytes[start:])
             pending.append(self._hand_out(slots, memory, start))
         pending.append(self._both("finish_weight_update"))
         for calls in pending:
-            self._wait(calls)
+            calls.wait(self._timeout_s)
 
     def _allocate(self) -> list[tuple[MemoryFile, int]]:
         sizes = [_aligned(slots[-1].start + slots[-1].nbytes) for slots in self._buckets]
@@ -301,19 +305,16 @@ class HostSender:
         if self._shares:
             self._weights.parameters[slot.name].data = target
 
-    def _hand_out(self, slots: tuple[Slot, ...], memory: MemoryFile, start: int) -> list[Called]:
+    def _hand_out(self, slots: tuple[Slot, ...], memory: MemoryFile, start: int) -> Pending[list[Any]]:
         nbytes = slots[-1].start + slots[-1].nbytes
-        calls = self._near.call("update_weights", Bucket(slots, memory.segment(start, nbytes)))
+        calls = self._near.calls("update_weights", Bucket(slots, memory.segment(start, nbytes)))
         if self._far.actors:
             copied = ray.put(Bucket(slots, memory.bytes[start : start + nbytes].numpy()))
-            calls += self._far.call("update_weights", copied)
-        return calls
+            calls += self._far.calls("update_weights", copied)
+        return Pending.of_calls(calls)
 
-    def _both(self, method: str) -> list[Called]:
-        return self._near.call(method) + self._far.call(method)
-
-    def _wait(self, calls: list[Called]) -> None:
-        results(calls, self._timeout_s)
+    def _both(self, method: str) -> Pending[list[Any]]:
+        return Pending.of_calls(self._near.calls(method) + self._far.calls(method))
 
 
 def deal(engine_nodes: Sequence[str], rank_nodes: Sequence[str]) -> list[list[int]]:
