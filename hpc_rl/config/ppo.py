@@ -54,8 +54,6 @@ class ActorConfig(Section):
 
 
 class CriticConfig(Section):
-    enable: bool | None = None
-    """Whether there is a critic; null: where algorithm.advantage has a use for one."""
     path: Path | None = None
     """Folder or hub name of the model that the critic starts from; the actor's where null."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
@@ -324,10 +322,6 @@ def _algorithm_problems(config: PpoConfig) -> list[str]:
         found.append(f"algorithm.filter_groups compares responses to the same prompt, and rollout.n is {n}")
     if algorithm.filter_groups and algorithm.advantage == "remax":
         found.append("algorithm.filter_groups is for several responses per prompt, remax for one and a greedy one")
-    if algorithm.advantage == "gae" and config.critic.enable is False:
-        found.append("algorithm.advantage=gae needs the critic that critic.enable=false leaves out")
-    if algorithm.advantage != "gae" and config.critic.enable:
-        found.append(f"critic.enable=true, but algorithm.advantage={algorithm.advantage} has no use for a critic")
     if algorithm.kl.target is not None and algorithm.kl.where != "reward":
         found.append("algorithm.kl.target adapts the KL penalty in the reward: set algorithm.kl.where=reward")
     if algorithm.kl.where == "loss" and algorithm.kl.estimator == "k1":

@@ -53,14 +53,6 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
             "algorithm.filter_groups is for several responses per prompt, remax for one and a greedy one",
         ),
         (
-            ("critic.enable=false",),
-            "algorithm.advantage=gae needs the critic that critic.enable=false leaves out",
-        ),
-        (
-            ("critic.enable=true", GRPO),
-            "critic.enable=true, but algorithm.advantage=grpo has no use for a critic",
-        ),
-        (
             ("algorithm.kl={where: loss, estimator: k3, target: 1}",),
             "algorithm.kl.target adapts the KL penalty in the reward: set algorithm.kl.where=reward",
         ),

@@ -15,7 +15,7 @@ import ray
 from numpy.typing import NDArray
 
 from hpc_rl.config.ppo import PpoConfig, engine_spec, pool_of
-from hpc_rl.rl.calls import Called, Pending, results
+from hpc_rl.rl.calls import ActorCall, Pending
 from hpc_rl.rl.pools import Pool, Slot
 from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
 from hpc_rl.rl.rollout.engine_process import EngineProcess
@@ -149,17 +149,17 @@ class SeparateRollout:
         engines = self._engines
         parts = split_requests(prompts, seeds, sampling, len(engines.actors))
         calls = [
-            Called(actor.generate.remote(*part), name)
+            ActorCall(actor.generate.remote(*part), name)
             for actor, part, name in zip(engines.actors, parts, engines.names, strict=True)
         ]
-        return Pending(calls, concatenate)
+        return Pending.of_calls(calls).then(concatenate)
 
     def wait_before_workers(self, timeout_s: float) -> None:
         if self._sleeps:  # vLLM measures the free memory of the GPU, which has to stay constant meanwhile
-            results(self._starting, timeout_s)
+            self._starting.wait(timeout_s)
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        results(self._starting, timeout_s)
+        self._starting.wait(timeout_s)
         self._policy.connect_engines(self._engines, self._transfer).wait(timeout_s)
 
     def sync(self) -> None:
@@ -168,19 +168,19 @@ class SeparateRollout:
 
     def sleep(self) -> None:
         if self._sleeps:
-            results(self._engines.call("sleep"), CONTROL_TIMEOUT_S)
+            self._engines.call("sleep").wait(CONTROL_TIMEOUT_S)
 
     def wake(self) -> None:
         if self._sleeps:
             self._make_room()
-            results(self._engines.call("wake"), CONTROL_TIMEOUT_S)
+            self._engines.call("wake").wait(CONTROL_TIMEOUT_S)
 
     def _make_room(self) -> None:
         if self._sleeps and self._neighbours is not None:
             self._neighbours.free_cache().wait(CONTROL_TIMEOUT_S)
 
     def close(self) -> None:
-        results(self._engines.call("close"), CLOSE_TIMEOUT_S)
+        self._engines.call("close").wait(CLOSE_TIMEOUT_S)
 
 
 def engine_slots(pool: Pool, parallel: int) -> Iterator[list[Slot]]:

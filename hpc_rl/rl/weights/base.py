@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hpc_rl.rl.calls import Called, results
+from hpc_rl.rl.calls import ActorCall, Pending
 from hpc_rl.rl.weights.buckets import Bucket, TensorEntry, unpack
 
 
@@ -79,30 +79,34 @@ class EngineActors:
         actors, names, nodes = ([of[index] for index in indices] for of in (self.actors, self.names, self.nodes))
         return EngineActors(actors, names, nodes, self.timeout_s, self.workers_each)
 
-    def call(self, method: str, *arguments: Any) -> list[Called]:
-        """Start a call on every engine."""
+    def calls(self, method: str, *arguments: Any) -> list[ActorCall]:
+        """Start a call to every engine."""
         return [
-            Called(getattr(actor, method).remote(*arguments), name)
+            ActorCall(getattr(actor, method).remote(*arguments), name)
             for actor, name in zip(self.actors, self.names, strict=True)
         ]
 
+    def call(self, method: str, *arguments: Any) -> Pending[list[Any]]:
+        """Start a call to every engine; the results are in the engines' order."""
+        return Pending.of_calls(self.calls(method, *arguments))
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        calls: list[Called] = []
+        calls: list[ActorCall] = []
         for index in range(len(self.actors)):
             own = dict(init_info)
             if "rank_offset" in own:  # vLLM counts the workers of a single engine
                 own["rank_offset"] += index * self.workers_each
-            calls += self.subset([index]).call("init_weight_transfer_engine", own)
-        results(calls, self.timeout_s)
+            calls += self.subset([index]).calls("init_weight_transfer_engine", own)
+        Pending.of_calls(calls).wait(self.timeout_s)
 
     def start_weight_update(self) -> None:
-        results(self.call("start_weight_update"), self.timeout_s)
+        self.call("start_weight_update").wait(self.timeout_s)
 
     def update_weights(self, update: Any) -> None:
-        results(self.call("update_weights", update), self.timeout_s)
+        self.call("update_weights", update).wait(self.timeout_s)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        results(self.call("finish_weight_update"), self.timeout_s)
+        self.call("finish_weight_update").wait(self.timeout_s)
 
 
 class WeightSender(Protocol):

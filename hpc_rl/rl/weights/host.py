@@ -8,12 +8,13 @@ only one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import ray
 import torch
 import torch.distributed as dist
 
-from hpc_rl.rl.calls import Called, results
+from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.weights.base import EngineActors, WeightSource
 from hpc_rl.rl.weights.buckets import Bucket, MemoryFile, TensorEntry, aligned, plan_buckets, used_bytes
 from hpc_rl.training.distributed import World
@@ -53,13 +54,13 @@ class HostSender:
         pending = [self._call_all("start_weight_update")]
         for entries, (memory, start) in zip(self._buckets, self._regions, strict=True):
             while len(pending) >= IN_FLIGHT:
-                self._wait(pending.pop(0))
+                pending.pop(0).wait(self._timeout_s)
             for entry in entries:
                 self._write(entry, next(tensors)[1], memory.bytes[start:])
             pending.append(self._hand_out(entries, memory, start))
         pending.append(self._call_all("finish_weight_update"))
         for calls in pending:
-            self._wait(calls)
+            calls.wait(self._timeout_s)
 
     def _allocate(self) -> list[tuple[MemoryFile, int]]:
         sizes = [aligned(used_bytes(entries)) for entries in self._buckets]
@@ -77,19 +78,16 @@ class HostSender:
         if self._moves_parameters:
             self._source.parameters[entry.name].data = target
 
-    def _hand_out(self, entries: tuple[TensorEntry, ...], memory: MemoryFile, start: int) -> list[Called]:
+    def _hand_out(self, entries: tuple[TensorEntry, ...], memory: MemoryFile, start: int) -> Pending[list[Any]]:
         nbytes = used_bytes(entries)
-        calls = self._near.call("update_weights", Bucket(entries, memory.segment(start, nbytes)))
+        calls = self._near.calls("update_weights", Bucket(entries, memory.segment(start, nbytes)))
         if self._far.actors:
             copied = ray.put(Bucket(entries, memory.bytes[start : start + nbytes].numpy()))
-            calls += self._far.call("update_weights", copied)
-        return calls
+            calls += self._far.calls("update_weights", copied)
+        return Pending.of_calls(calls)
 
-    def _call_all(self, method: str) -> list[Called]:
-        return self._near.call(method) + self._far.call(method)
-
-    def _wait(self, calls: list[Called]) -> None:
-        results(calls, self._timeout_s)
+    def _call_all(self, method: str) -> Pending[list[Any]]:
+        return Pending.of_calls(self._near.calls(method) + self._far.calls(method))
 
 
 def open_sender(

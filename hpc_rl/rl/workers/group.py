@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl import experience as columns
-from hpc_rl.rl.calls import Called, Pending
+from hpc_rl.rl.calls import ActorCall, Pending
 from hpc_rl.rl.dealing import Layout, Shard, plan_step, shards
 from hpc_rl.rl.pools import Pool
 from hpc_rl.rl.rollout.engine import Completion, Sampling
@@ -165,10 +165,10 @@ class WorkerGroup:
 
     def _each(self, method: str, arguments: Iterator[Sequence[Any]], combine: Callable[[list[Any]], T]) -> Pending[T]:
         calls = [
-            Called(getattr(worker, method).remote(*own), who)
+            ActorCall(getattr(worker, method).remote(*own), who)
             for worker, own, who in zip(self._workers, arguments, self._names, strict=True)
         ]
-        return Pending(calls, combine)
+        return Pending.of_calls(calls).then(combine)
 
 
 def split_requests(
