@@ -17,10 +17,11 @@ from hpc_rl.data.order import Position, batches
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scores
+from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.experience import new_experience
-from hpc_rl.rl.rollout.base import Completion, Sampling
+from hpc_rl.rl.rollout.engine import Completion, Sampling
 from hpc_rl.rl.rollout.rollout import Rollout
-from hpc_rl.rl.scoring import Scored, Scoring, refuse_no_scores
+from hpc_rl.rl.scoring import Scoring, refuse_no_scores
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Batch:
     groups: list[int]
     """Which prompt of the step each response answers."""
     completions: list[Completion]
-    scored: Scored
-    greedy_scored: Scored | None = None
+    scored: Pending[Scores]
+    greedy_scored: Pending[Scores] | None = None
     """Of the greedy responses to the same prompts, one per group, for ReMax."""
 
     def experience(self) -> TensorDict:
@@ -119,17 +120,8 @@ class _Kept:
 
     def batch(self, responses: int) -> Batch:
         prompts, groups, completions, scores = map(list, zip(*self._rows[:responses], strict=True))
-        return Batch(prompts, groups, completions, _Known(Scores(np.array(scores, np.float32), self._errors)))  # type: ignore[arg-type]
-
-
-class _Known:
-    """Scores that are here already."""
-
-    def __init__(self, scores: Scores) -> None:
-        self._scores = scores
-
-    def wait(self) -> Scores:
-        return self._scores
+        known = Pending.known(Scores(np.array(scores, np.float32), self._errors))
+        return Batch(prompts, groups, completions, known)  # type: ignore[arg-type]
 
 
 def full_batches(config: PpoConfig, prompts: int, start: Position) -> Iterator[tuple[NDArray[np.int64], Position]]:

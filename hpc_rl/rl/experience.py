@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from hpc_rl.rl.rollout.base import Completion
+from hpc_rl.rl.rollout.engine import Completion
 
 
 def new_experience(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hpc_rl.config.ppo import PpoConfig, engine_dtype, engine_name
+from hpc_rl.config.ppo import PpoConfig, engine_dtype, engine_spec
 from hpc_rl.rl.dealing import mini_batches
 
 OldLogprobs = Literal["skip", "rollout", "recompute"]
@@ -32,7 +32,7 @@ def old_logprobs(config: PpoConfig) -> OldLogprobs:
     if updates_per_step(config) == 1 and algorithm.kl.where != "reward":
         return "skip"
     device, dtype = config.trainer.device, config.model.dtype
-    exact = engine_name(config) == "hf" and device == "cpu" and dtype == engine_dtype(rollout, device) == "float32"
+    exact = device in engine_spec(config).exact_on and dtype == engine_dtype(rollout, device) == "float32"
     return "rollout" if exact else "recompute"
 
 

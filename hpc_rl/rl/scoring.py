@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -14,23 +13,17 @@ from hpc_rl.config.ppo import RewardConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scorer, Scores
-from hpc_rl.rl.calls import CALL_TIMEOUT_S, Pending
+from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.experience import new_experience
-from hpc_rl.rl.rollout.base import Completion
+from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.workers.group import WorkerGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Scored(Protocol):
-    """Scores that are on their way."""
-
-    def wait(self) -> Scores: ...
-
-
 class Scoring(Protocol):
-    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Scored:
+    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Pending[Scores]:
         """Begin to score each completion of its prompt."""
         ...
 
@@ -45,9 +38,9 @@ class FunctionScoring:
         self._tokenizer = tokenizer
         self._thread = ThreadPoolExecutor(max_workers=1)
 
-    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Scored:
+    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Pending[Scores]:
         texts = response_texts(self._tokenizer, completions)
-        return _Awaited(self._thread.submit(self._scorer.score, prompts, texts))
+        return Pending.of_future(self._thread.submit(self._scorer.score, prompts, texts), "the reward")
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -61,12 +54,22 @@ class ModelScoring:
         self._group = group
         self._on_error = config.on_error
 
-    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Scored:
+    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Pending[Scores]:
         experience = new_experience([p.token_ids for p in prompts], range(len(prompts)), completions)
-        return _Checked(self._group.reward_scores(experience), self._on_error)
+        return self._group.reward_scores(experience).then(self._checked)
 
     def close(self) -> None:
-        pass
+        """Nothing to close: the workers end with their group."""
+
+    def _checked(self, scores_B: torch.Tensor) -> Scores:
+        """Replace scores that are not finite with reward.on_error."""
+        bad = (~torch.isfinite(scores_B)).nonzero()[:, 0].tolist()
+        if bad:
+            print(
+                f"warning: the reward model gave no finite score for {len(bad)} responses", file=sys.stderr, flush=True
+            )
+        values_B = torch.where(torch.isfinite(scores_B), scores_B, self._on_error)
+        return Scores(values_B.numpy(), [(index, "not finite") for index in bad])
 
 
 def refuse_no_scores(scores: Scores, number: int) -> None:
@@ -81,33 +84,3 @@ def refuse_no_scores(scores: Scores, number: int) -> None:
 def response_texts(tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion]) -> list[str]:
     texts: list[str] = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
     return texts
-
-
-class _Awaited:
-    def __init__(self, future: Future[Scores]) -> None:
-        self._future = future
-
-    def wait(self) -> Scores:
-        return self._future.result(CALL_TIMEOUT_S)
-
-
-class _Checked:
-    """A reward model's numbers, with on_error where one is not finite."""
-
-    def __init__(self, pending: Pending[torch.Tensor], on_error: float) -> None:
-        self._pending = pending
-        self._on_error = on_error
-
-    @cached_property
-    def _scores(self) -> Scores:
-        scores_B = self._pending.wait()
-        bad = (~torch.isfinite(scores_B)).nonzero()[:, 0].tolist()
-        if bad:
-            print(
-                f"warning: the reward model gave no finite score for {len(bad)} responses", file=sys.stderr, flush=True
-            )
-        values_B = torch.where(torch.isfinite(scores_B), scores_B, self._on_error)
-        return Scores(values_B.numpy(), [(index, "not finite") for index in bad])
-
-    def wait(self) -> Scores:
-        return self._scores

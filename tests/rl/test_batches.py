@@ -14,7 +14,7 @@ from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.batches import Sampler
-from hpc_rl.rl.rollout.base import Completion, Sampling
+from hpc_rl.rl.rollout.engine import Completion, Sampling
 from hpc_rl.rl.trainer import greedy_scores
 from tests.rl.ppo_config import ppo_config
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from hpc_rl.rl import experience as columns
-from hpc_rl.rl.rollout.base import Completion
+from hpc_rl.rl.rollout.engine import Completion
 
 no_deadline = settings(deadline=None)
 all_lengths = st.lists(st.integers(1, 6), min_size=1, max_size=8)

@@ -19,11 +19,11 @@ from tensordict import TensorDict
 
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl import experience as columns
-from hpc_rl.rl.calls import Called, Pending
+from hpc_rl.rl.calls import ActorCall, Pending
 from hpc_rl.rl.dealing import Layout, Shard, plan_step, shards
 from hpc_rl.rl.pools import Pool
-from hpc_rl.rl.rollout.base import Completion, Sampling
-from hpc_rl.rl.rollout.handles import EngineHandles
+from hpc_rl.rl.rollout.engine import Completion, Sampling
+from hpc_rl.rl.weights.base import EngineActors
 from hpc_rl.rl.workers.learner import Sums
 from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.training.model import Flops
@@ -116,10 +116,10 @@ class WorkerGroup:
     def sync_engine(self) -> Pending[None]:
         return self._all("sync_engine", combine=_nothing)
 
-    def connect_engines(self, engines: EngineHandles) -> Pending[None]:
-        """Prepare to send weights to engines in other processes, which have started."""
+    def connect_engines(self, engines: EngineActors, transfer: str) -> Pending[None]:
+        """Prepare to send weights to engines in other processes, which have started; see weights.transfers."""
         endpoint = self._workers[0].endpoint.remote()
-        return self._all("connect_engines", engines, endpoint, combine=_nothing)
+        return self._all("connect_engines", engines, transfer, endpoint, combine=_nothing)
 
     def send_weights(self) -> Pending[None]:
         """Send the policy's weights to these engines."""
@@ -165,10 +165,10 @@ class WorkerGroup:
 
     def _each(self, method: str, arguments: Iterator[Sequence[Any]], combine: Callable[[list[Any]], T]) -> Pending[T]:
         calls = [
-            Called(getattr(worker, method).remote(*own), who)
+            ActorCall(getattr(worker, method).remote(*own), who)
             for worker, own, who in zip(self._workers, arguments, self._names, strict=True)
         ]
-        return Pending(calls, combine)
+        return Pending.of_calls(calls).then(combine)
 
 
 def split_requests(

@@ -19,10 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from hpc_rl.config.ppo import PpoConfig, engine_dtype
 from hpc_rl.data.chat import chat_template
 from hpc_rl.rl.dealing import Shard
-from hpc_rl.rl.rollout.base import Completion, RolloutEngine, Sampling
-from hpc_rl.rl.rollout.handles import EngineHandles, open_sender
-from hpc_rl.rl.rollout.load import load_hf_engine
-from hpc_rl.rl.weights.sync import Sender, Weights
+from hpc_rl.rl.rollout.engine import Completion, Placement, RolloutEngine, Sampling, load_engine
+from hpc_rl.rl.weights.base import EngineActors, WeightSender, WeightSource
+from hpc_rl.rl.weights.transfers import open_sender
 from hpc_rl.rl.workers import process
 from hpc_rl.rl.workers.held import Held, hold
 from hpc_rl.rl.workers.learner import Learner, Sums
@@ -56,7 +55,7 @@ class Worker:
         self._reference: Reference | None = None
         self._reward: RewardModel | None = None
         self._engine: RolloutEngine | None = None
-        self._sender: Sender | None = None
+        self._sender: WeightSender | None = None
 
     def endpoint(self) -> str:
         return process.free_endpoint()
@@ -115,10 +114,10 @@ class Worker:
         if self.is_sharded:
             self._engine.load_weights(self._weights())
 
-    def connect_engines(self, engines: EngineHandles, endpoint: str) -> None:
+    def connect_engines(self, engines: EngineActors, transfer: str, endpoint: str) -> None:
         """Prepare `send_weights`. Every rank calls this, while the engines are up."""
         bucket_bytes = self.config.rollout.sync_bucket_mb * 10**6
-        self._sender = open_sender(self._weights(), engines, self.world, bucket_bytes, endpoint)
+        self._sender = open_sender(transfer, self._weights(), engines, self.world, bucket_bytes, endpoint)
 
     def send_weights(self) -> None:
         """Give the engines in other processes the policy's weights. Every rank calls this."""
@@ -168,10 +167,10 @@ class Worker:
         """Whether the policy is an FSDP module, whose parameters are parts of tensors."""
         return isinstance(self.actor.model, FSDPModule)
 
-    def _weights(self) -> Weights:
+    def _weights(self) -> WeightSource:
         """The policy's, as the engines hold them."""
         dtype = engine_dtype(self.config.rollout, self.config.trainer.device)
-        return Weights(self.actor.model.hf, getattr(torch, dtype))
+        return WeightSource(self.actor.model.hf, getattr(torch, dtype))
 
     def _load(self) -> None:
         from hpc_rl.rl.workers.actor import Actor
@@ -185,11 +184,12 @@ class Worker:
             self._critic = Critic(config, world) if "critic" in roles else None
             self._reference = Reference(config, world) if "ref" in roles else None
             self._reward = RewardModel(config, world) if "reward" in roles else None
-            self._engine = self._hf_engine() if "rollout" in roles else None
+            self._engine = self._load_engine() if "rollout" in roles else None
 
-    def _hf_engine(self) -> RolloutEngine:
-        """On the policy's own weights where they lie whole in this process, else on a copy of them."""
-        return load_hf_engine(self.config, None if self.is_sharded else self.actor.model)
+    def _load_engine(self) -> RolloutEngine:
+        """Load an engine on the policy's own module, or on a copy if the policy is sharded."""
+        placement = Placement(self.config.trainer.device)
+        return load_engine(self.config, placement, None if self.is_sharded else self.actor.model)
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         """As the exported model is to have it."""
