@@ -37,6 +37,7 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.close()
             return
         text = {"garbage": "<html>", "null": '{"score": null}', "nan": '{"score": NaN}', "other": '{"reward": 1}'}
+        text["parts"] = '{"score": 2, "format": 0.5, "note": "ignored"}'
         self.send_response(500 if response == "500" else 200)
         self.end_headers()
         if response == "drip":
@@ -89,6 +90,12 @@ def test_the_protocol(opened: Open, server: Server) -> None:
     assert server.most <= 4
 
 
+def test_further_numbers_of_an_answer_are_components(opened: Open, server: Server) -> None:
+    scores = opened(url=server.url).score(prompts("x", "y"), ["parts", "ab"])
+    assert scores.values.tolist() == [2, 2]
+    assert list(scores.components) == [{"format": 0.5}, {}]
+
+
 def test_failures_are_scored_on_error(opened: Open, server: Server) -> None:
     bad = {
         "slow": "took over 1 s",
@@ -97,7 +104,7 @@ def test_failures_are_scored_on_error(opened: Open, server: Server) -> None:
         "garbage": "the endpoint answered b'<html>'; expected {\"score\": number}",
         "null": "expected a number, got NoneType",
         "nan": "expected a finite number, got nan",
-        "other": "expected {\"score\": number}",
+        "other": 'expected {"score": number}',
         "drop": "cannot be reached: ",
     }
     responses = [text for name in bad for text in (name, "good")]

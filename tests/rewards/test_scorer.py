@@ -214,3 +214,24 @@ scorer.score(prompts("a", "b"), ["a", "b"]) if {busy} else time.sleep(600)
         process.kill()
     for pid in map(int, pids.read_text().split()):
         wait_for(lambda pid=pid: gone(pid), f"process {pid} is gone")  # type: ignore[misc]
+
+
+def test_components_of_a_reward_in_a_dict(opened: Open, write: Write) -> None:
+    source = """
+def score(response, answer):
+    if response == "broken":
+        return {"format": 1.0}
+    found = {"score": len(response), "format": response.startswith("<"), "note": "ignored"}
+    return found if response.startswith("<") else {**found, "extra": 2}
+"""
+    texts = ["<a", "abc", "broken"]
+    scores = opened(function=write(source)).score(prompts(*texts), texts)
+    assert scores.values.tolist() == [2, 3, -1]
+    assert list(scores.components) == [{"format": 1.0}, {"format": 0.0, "extra": 2.0}, {}]
+    assert scores.component_means() == {"extra": 2.0, "format": 0.5}
+    assert [index for index, _ in scores.errors] == [2]
+    assert 'a dict with the key "score", got a dict with format' in scores.errors[0][1]
+
+
+def test_a_number_has_no_components(opened: Open) -> None:
+    assert opened(function="exact").score(prompts("a", "b"), ["a", "c"]).component_means() == {}

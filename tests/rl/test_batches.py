@@ -44,7 +44,8 @@ class Scoring:
 
     def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Pending[Scores]:
         values = [self._score(*pair) for pair in zip(prompts, completions, strict=True)]
-        return Pending.known(Scores(np.array(values, np.float32), []))
+        components = [{"length": float(len(completion.token_ids))} for completion in completions]
+        return Pending.known(Scores(np.array(values, np.float32), [], components))
 
 
 def source(config: PpoConfig, score: Score, start: Position = START) -> tuple[BatchSource, Engine]:
@@ -104,7 +105,9 @@ def test_dynamic_sampling_collects_groups_of_differing_score() -> None:
     assert len(batch.prompts) == len(batch.completions) == 16
     assert all(int(prompt.answer) % 2 for prompt in batch.prompts)
     assert len(set(batch.groups)) == 4 and sorted(batch.groups) == batch.groups
-    assert batch.scored.wait().values.tolist() == [token(completion) for completion in batch.completions]
+    scores = batch.scored.wait()
+    assert scores.values.tolist() == [token(completion) for completion in batch.completions]
+    assert list(scores.components) == [{"length": 1.0}] * 16
     assert len({tuple(seeds) for _, seeds, _ in engine.asked}) == len(engine.asked)  # new numbers at each attempt
 
 
