@@ -20,7 +20,7 @@ from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.experience import new_experience
-from hpc_rl.rl.rollout.base import Completion, Sampling
+from hpc_rl.rl.rollout.engine import Completion, Sampling
 from hpc_rl.rl.rollout.rollout import Rollout
 from hpc_rl.rl.scoring import Scoring, refuse_no_scores
 

@@ -36,7 +36,7 @@ from hpc_rl.algorithms.kl import KL_ESTIMATORS
 from hpc_rl.algorithms.outcome import Outcome
 from hpc_rl.config.ppo import AlgorithmConfig, PpoConfig
 from hpc_rl.rl.dealing import mini_batches
-from hpc_rl.rl.rollout.base import Completion
+from hpc_rl.rl.rollout.engine import Completion
 
 
 def new_experience(

@@ -15,7 +15,7 @@ from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scorer, Scores
 from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.experience import new_experience
-from hpc_rl.rl.rollout.base import Completion
+from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.workers.group import WorkerGroup
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_rl.algorithms.kl import AdaptiveKl
-from hpc_rl.config.ppo import PpoConfig, engine_dtype, engine_name, pool_of, pool_spec, roles_in_use
+from hpc_rl.config.ppo import PpoConfig, engine_dtype, engine_spec, pool_of, pool_spec, roles_in_use
 from hpc_rl.data.chat import chat_template
 from hpc_rl.data.prompts import Prompt, load_prompts
 from hpc_rl.errors import UserError
@@ -16,8 +16,7 @@ from hpc_rl.rl import checkpoints
 from hpc_rl.rl.batches import BatchSource
 from hpc_rl.rl.dealing import mini_batches
 from hpc_rl.rl.pools import Pool, create_pools
-from hpc_rl.rl.rollout.group import EngineGroup
-from hpc_rl.rl.rollout.rollout import Colocated, Rollout
+from hpc_rl.rl.rollout.rollout import InProcessRollout, Rollout, SeparateRollout
 from hpc_rl.rl.scoring import FunctionScoring, ModelScoring, Scoring
 from hpc_rl.rl.state import OldLogprobs, PpoState
 from hpc_rl.rl.workers.group import WorkerGroup
@@ -96,22 +95,21 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
 def start_workers(config: PpoConfig, pools: Mapping[str, Pool], logs: Path) -> tuple[dict[str, WorkerGroup], Rollout]:
     """Start the processes of every pool without waiting for them. Return the groups by pool, and the engine."""
     engine_pool = pool_of(config, "rollout")
-    # An hf engine in the policy's pool shares its processes. On a single CPU process it also shares its weights.
-    in_worker = engine_name(config) == "hf" and engine_pool == pool_of(config, "actor")
+    in_process = engine_spec(config).in_process and engine_pool == pool_of(config, "actor")
     groups = {}
     for name, pool in pools.items():
         roles = frozenset(role for role in roles_in_use(config) if pool_of(config, role) == name)
-        if name == engine_pool and not in_worker:
+        if name == engine_pool and not in_process:
             roles -= {"rollout"}
         if roles:
-            share = 0.5 if name == engine_pool and not in_worker else 1.0
+            share = 0.5 if name == engine_pool and not in_process else 1.0
             groups[name] = WorkerGroup(config, pool, roles, share, logs)
-    if in_worker:
-        return groups, Colocated(groups[engine_pool], frees_memory=config.trainer.device == "cuda")
+    if in_process:
+        return groups, InProcessRollout(groups[engine_pool], frees_memory=config.trainer.device == "cuda")
     neighbours = groups.get(engine_pool)
     share = 0.5 if neighbours else 1.0
     policy = groups[pool_of(config, "actor")]
-    return groups, EngineGroup(config, pools[engine_pool], share, policy, neighbours, logs)
+    return groups, SeparateRollout(config, pools[engine_pool], share, policy, neighbours, logs)
 
 
 def load_data(config: PpoConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[Prompt]]:
@@ -150,7 +148,7 @@ def old_logprobs(config: PpoConfig) -> OldLogprobs:
     if updates_per_step(config) == 1 and algorithm.kl.where != "reward":
         return "skip"
     device, dtype = config.trainer.device, config.model.dtype
-    exact = engine_name(config) == "hf" and device == "cpu" and dtype == engine_dtype(rollout, device) == "float32"
+    exact = device in engine_spec(config).exact_on and dtype == engine_dtype(rollout, device) == "float32"
     return "rollout" if exact else "recompute"
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from hpc_rl.config.engines import ENGINES
 from hpc_rl.config.ppo import PpoConfig, PromptDataConfig, engine_name
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.sft import DataConfig, SftConfig
@@ -94,15 +95,20 @@ def _ppo_checks(config: PpoConfig, same_python: bool) -> list[Callable[[], str |
     for key, path in {"reward.model": reward.model, "critic.path": config.critic.path}.items():
         if path is not None:
             checks.append(partial(check_model_path, key, path, hub_cache(config)))
-    if same_python and engine_name(config) == "vllm":
-        checks.append(partial(check_vllm, config.rollout.name))
+    if same_python:
+        checks.append(partial(check_engine_package, engine_name(config.rollout, config.trainer.device)))
     return checks
 
 
-def check_vllm(asked: str) -> None:
-    if importlib.util.find_spec("vllm") is None:
-        meant = "rollout.name=vllm" if asked == "vllm" else f"rollout.name={asked} is vllm on GPUs"
-        raise UserError(f"{meant}, and {sys.executable} has no vllm: install it, or use rollout.name=hf")
+def check_engine_package(engine: str) -> None:
+    """Raise UserError if this Python does not have the package that the rollout engine needs."""
+    package = ENGINES[engine].package
+    if package is not None and importlib.util.find_spec(package) is None:
+        others = " or ".join(f"rollout.name={name}" for name, spec in ENGINES.items() if spec.package is None)
+        raise UserError(
+            f"the rollout engine is {engine} (rollout.name), and {sys.executable} has no package {package}: "
+            f"install it, or use {others}"
+        )
 
 
 def check_run_dir(path: Path) -> None:

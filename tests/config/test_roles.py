@@ -89,7 +89,8 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
         ),
         (
             ("rollout.tensor_parallel_size=2",),
-            "rollout.tensor_parallel_size 2 is for vllm alone: set rollout.name=vllm, or leave it at 1",
+            "rollout.tensor_parallel_size is 2, which rollout.name=hf does not support: set rollout.name=vllm, or "
+            "rollout.tensor_parallel_size=1",
         ),
         (
             ("rollout={name: vllm, tensor_parallel_size: 2}", "trainer.n_gpus_per_node=3", "trainer.device=cuda"),

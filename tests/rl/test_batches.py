@@ -15,7 +15,7 @@ from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.batches import BatchSource
 from hpc_rl.rl.calls import Pending
-from hpc_rl.rl.rollout.base import Completion, Sampling
+from hpc_rl.rl.rollout.engine import Completion, Sampling
 from hpc_rl.rl.trainer import greedy_scores
 from tests.rl.ppo_config import ppo_config
 

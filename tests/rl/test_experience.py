@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from hpc_rl.config.ppo import ActorConfig
 from hpc_rl.rl import experience as columns
 from hpc_rl.rl.dealing import mini_batches
-from hpc_rl.rl.rollout.base import Completion
+from hpc_rl.rl.rollout.engine import Completion
 from tests.rl.ppo_config import ppo_config
 
 no_deadline = settings(deadline=None)

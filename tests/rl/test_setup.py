@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_rl.config.ppo import engine_name
 from hpc_rl.rl import setup
 from tests.rl.ppo_config import ppo_config
 
@@ -37,12 +36,6 @@ def test_old_logprobs_are_computed_where_the_algorithm_needs_them(overrides: tup
 )
 def test_updates_of_a_step(overrides: tuple[str, ...], updates: int) -> None:
     assert setup.updates_per_step(ppo_config(*overrides)) == updates
-
-
-def test_the_engine_that_auto_stands_for() -> None:
-    assert engine_name(ppo_config()) == "hf"
-    assert engine_name(ppo_config("trainer.device=cuda")) == "vllm"
-    assert engine_name(ppo_config("trainer.device=cuda", "rollout.name=hf")) == "hf"
 
 
 def test_the_arithmetic_of_a_step_is_told() -> None:

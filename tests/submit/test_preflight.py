@@ -90,7 +90,7 @@ def test_what_a_ppo_job_lacks_is_told(changes: dict[str, Any], said: str) -> Non
 def test_libraries_are_looked_for_only_where_the_job_runs_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "installed_ray", lambda: None)
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(UserError, match=r"has no Ray: pip install(.|\n)*rollout\.name=vllm, and .* has no vllm"):
+    with pytest.raises(UserError, match=r"has no Ray: pip install(.|\n)*engine is vllm .* has no package vllm"):
         check_ppo(rollout__name="vllm")
     assert check_ppo(rollout__name="vllm", slurm__python="/on/the/nodes/python") == []
 

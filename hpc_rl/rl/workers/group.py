@@ -22,8 +22,8 @@ from hpc_rl.rl import experience as columns
 from hpc_rl.rl.calls import ActorCall, Pending
 from hpc_rl.rl.dealing import Deal, Shard, deal_step, shards
 from hpc_rl.rl.pools import Pool
-from hpc_rl.rl.rollout.base import Completion, Sampling
-from hpc_rl.rl.rollout.handles import EngineHandles
+from hpc_rl.rl.rollout.engine import Completion, Sampling
+from hpc_rl.rl.weights.base import EngineActors
 from hpc_rl.rl.workers.learner import Sums
 from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.training.model import Flops
@@ -118,10 +118,10 @@ class WorkerGroup:
         """Give the engines in the workers' processes the policy's weights."""
         return self._all("sync_engine", combine=_nothing)
 
-    def connect_engines(self, engines: EngineHandles) -> Pending[None]:
-        """Prepare to send weights to engines in other processes, after they have started."""
+    def connect_engines(self, engines: EngineActors, transfer: str) -> Pending[None]:
+        """Prepare to send weights to engines in other processes, after they have started; see weights.transfers."""
         endpoint = self._workers[0].endpoint.remote()
-        return self._all("connect_engines", engines, endpoint, combine=_nothing)
+        return self._all("connect_engines", engines, transfer, endpoint, combine=_nothing)
 
     def send_weights(self) -> Pending[None]:
         """Send the policy's weights to these engines."""

@@ -19,10 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from hpc_rl.config.ppo import PpoConfig, engine_dtype
 from hpc_rl.data.chat import chat_template
 from hpc_rl.rl.dealing import Shard
-from hpc_rl.rl.rollout.base import Completion, RolloutEngine, Sampling
-from hpc_rl.rl.rollout.handles import EngineHandles, open_sender
-from hpc_rl.rl.rollout.load import load_hf_engine
-from hpc_rl.rl.weights.sync import Sender, Weights
+from hpc_rl.rl.rollout.engine import Completion, Placement, RolloutEngine, Sampling, load_engine
+from hpc_rl.rl.weights.base import EngineActors, WeightSender, WeightSource
+from hpc_rl.rl.weights.transfers import open_sender
 from hpc_rl.rl.workers import process
 from hpc_rl.rl.workers.actor import Actor
 from hpc_rl.rl.workers.critic import Critic
@@ -131,14 +130,14 @@ class Worker:
         if self.is_sharded:
             engine.load_weights(self._weights())
 
-    def connect_engines(self, engines: EngineHandles, endpoint: str) -> None:
+    def connect_engines(self, engines: EngineActors, transfer: str, endpoint: str) -> None:
         """Prepare `send_weights`. Every rank calls this, after the engines have started."""
         bucket_bytes = self.config.rollout.sync_bucket_mb * 10**6
-        self._parts["sender"] = open_sender(self._weights(), engines, self.world, bucket_bytes, endpoint)
+        self._parts["sender"] = open_sender(transfer, self._weights(), engines, self.world, bucket_bytes, endpoint)
 
     def send_weights(self) -> None:
         """Send the policy's weights to engines in other processes. Every rank calls this."""
-        sender: Sender = self._part("sender")
+        sender: WeightSender = self._part("sender")
         sender.send_weights()
 
     def sleep_engine(self) -> None:
@@ -199,14 +198,15 @@ class Worker:
             )
         return self._parts[name]
 
-    def _weights(self) -> Weights:
+    def _weights(self) -> WeightSource:
         """Return the policy's weights in the engines' type."""
         dtype = engine_dtype(self.config.rollout, self.config.trainer.device)
-        return Weights(self.actor.model.hf, getattr(torch, dtype))
+        return WeightSource(self.actor.model.hf, getattr(torch, dtype))
 
     def _load_engine(self) -> RolloutEngine:
         """Load an engine on the policy's own module, or on a copy if the policy is sharded."""
-        return load_hf_engine(self.config, None if self.is_sharded else self.actor.model)
+        placement = Placement(self.config.trainer.device)
+        return load_engine(self.config, placement, None if self.is_sharded else self.actor.model)
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer as it is exported with the model."""
