@@ -1,4 +1,4 @@
-"""Rewards as the loop sees them: started for a batch of responses, and waited for when they are needed."""
+"""Rewards for the loop: scoring starts as soon as there are responses, and the loop waits when it needs the scores."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ if TYPE_CHECKING:
 
 
 class Scoring(Protocol):
+    """A source of rewards."""
+
     def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Pending[Scores]:
-        """Begin to score each completion of its prompt."""
+        """Start to score completions[i] as a response to prompts[i]."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the processes and threads that score."""
+        ...
 
 
 class FunctionScoring:
-    """By a function or an endpoint, in a thread beside the loop, so that the workers go on meanwhile."""
+    """Scores by a function or an endpoint, in a thread, so that the workers compute meanwhile."""
 
     def __init__(self, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> None:
         self._scorer = scorer
@@ -39,48 +43,50 @@ class FunctionScoring:
         self._thread = ThreadPoolExecutor(max_workers=1)
 
     def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Pending[Scores]:
+        """See Scoring."""
         texts = response_texts(self._tokenizer, completions)
         return Pending.of_future(self._thread.submit(self._scorer.score, prompts, texts), "the reward")
 
     def close(self) -> None:
+        """See Scoring."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._scorer.close()
 
 
 class ModelScoring:
-    """By a reward model on the workers of a pool."""
+    """Scores by a reward model on the workers of a pool."""
 
     def __init__(self, group: WorkerGroup, config: RewardConfig) -> None:
         self._group = group
         self._on_error = config.on_error
 
     def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Pending[Scores]:
+        """See Scoring."""
         experience = new_experience([p.token_ids for p in prompts], range(len(prompts)), completions)
         return self._group.reward_scores(experience).then(self._checked)
 
     def close(self) -> None:
-        """Nothing to close: the workers end with their group."""
+        """Close nothing: the workers end with their group."""
 
     def _checked(self, scores_B: torch.Tensor) -> Scores:
-        """Replace scores that are not finite with reward.on_error."""
+        """Replace scores that are not finite by reward.on_error."""
         bad = (~torch.isfinite(scores_B)).nonzero()[:, 0].tolist()
         if bad:
-            print(
-                f"warning: the reward model gave no finite score for {len(bad)} responses", file=sys.stderr, flush=True
-            )
+            print(f"warning: the reward model returned no finite score for {len(bad)} responses", file=sys.stderr)
         values_B = torch.where(torch.isfinite(scores_B), scores_B, self._on_error)
         return Scores(values_B.numpy(), [(index, "not finite") for index in bad])
 
 
 def refuse_no_scores(scores: Scores, number: int) -> None:
-    """Raise RunError where the reward failed for every response of a step: there is nothing to learn from."""
+    """Raise RunError if the reward failed for every response of a step, since there is nothing to learn from."""
     if len(scores.errors) == len(scores.values):
         raise RunError(
-            f"step {number}: none of {len(scores.values)} responses could be scored; the first reason: "
+            f"step {number}: none of {len(scores.values)} responses could be scored; the first error: "
             f"{scores.errors[0][1]}"
         )
 
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion]) -> list[str]:
+    """Decode responses, without special tokens."""
     texts: list[str] = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
     return texts
