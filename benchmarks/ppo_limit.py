@@ -34,8 +34,8 @@ from benchmarks.ppo_workload import (
     Algorithm,
     prompt_lengths,
 )
-from hpc_rl.rl.rollout.base import Sampling
-from hpc_rl.rl.rollout.hf import HfRollout
+from hpc_rl.rl.rollout.engine import Sampling
+from hpc_rl.rl.rollout.hf import HfEngine
 from hpc_rl.training import packed_attention
 from hpc_rl.training.batching import pack
 from hpc_rl.training.packed_batch import pack_samples
@@ -64,7 +64,7 @@ Compute = Callable[[Any, Rows], torch.Tensor]
 
 def generate_packed(folder: Path, prompts: Sequence[NDArray[np.int32]]) -> Part:
     hf = load(AutoModelForCausalLM, folder / POLICY, packed_attention.ATTENTION)
-    engine = HfRollout(hf, eos_token_ids=[])
+    engine = HfEngine(hf, eos_token_ids=[])
     return lambda: void(engine.generate(prompts, list(range(len(prompts))), Sampling(RESPONSE_TOKENS)))
 
 

@@ -4,7 +4,7 @@
 `hf` engine. Variants:
 
 - copy: into tensors in the same process, parameter by parameter.
-- sync: weight_sync.HostSender as training on one rank has it, where parameters lie in shared memory.
+- sync: HostSender as training on one rank uses it: the parameters themselves are in shared memory.
 - sync, gathered: as training on several ranks has it, without the time for gathering: a bucket is written, then read.
 - sync, other node: the way that buckets take to engines on other nodes (here without a network): Ray's object store.
 - object store: one ray.put and one call per bucket, without any of the above.
@@ -51,11 +51,12 @@ class Engine:
     """An hf engine in its actor."""
 
     def __init__(self) -> None:
-        from hpc_rl.rl.rollout.hf import HfRollout
-        from hpc_rl.rl.weights.sync import HostReceiver
+        from hpc_rl.rl.rollout.hf import HfEngine
+        from hpc_rl.rl.weights.base import BucketReceiver
 
         self.model = make_model()
-        self.receiver = HostReceiver(HfRollout(self.model, eos_token_ids=[0]))
+        self.engine = HfEngine(self.model, eos_token_ids=[0])
+        self.receiver = BucketReceiver(self.engine)
 
     def start_weight_update(self) -> None:
         self.receiver.start_weight_update()
@@ -69,7 +70,7 @@ class Engine:
     def load(self, names: list[str], arrays: list[Any]) -> None:
         import torch
 
-        self.receiver._engine.load_weights(zip(names, map(torch.from_numpy, arrays), strict=True))
+        self.engine.load_weights(zip(names, map(torch.from_numpy, arrays), strict=True))
 
     def checksum(self) -> float:
         return sum(parameter.double().sum().item() for parameter in self.model.parameters())
@@ -81,24 +82,26 @@ class Trainer:
     def __init__(self, engine: Any, node: str, bucket_mb: int) -> None:
         import torch
 
-        from hpc_rl.rl.weights.sync import Engines, HostSender, Weights
+        from hpc_rl.rl.weights.base import EngineActors, WeightSource
+        from hpc_rl.rl.weights.host import HostSender
         from hpc_rl.training.distributed import World
 
-        class Gathered(Weights):
-            """As if what is sent had just been gathered from several ranks."""
+        class Gathered(WeightSource):
+            """As if the weights had just been gathered from several ranks."""
 
-            def lie_whole(self) -> bool:
+            def is_in_place(self) -> bool:
                 return False
 
         self.engine, self.bucket_bytes = engine, bucket_mb * 10**6
         self.model = make_model()
         self.target = [torch.empty_like(parameter).copy_(parameter) for parameter in self.model.parameters()]
-        world, engines = World(0, 1, torch.device("cpu")), Engines([engine], ["engine"], TIMEOUT_S)
-        whole, gathered = Weights(self.model, torch.float32), Gathered(self.model, torch.float32)
+        world = World(0, 1, torch.device("cpu"))
+        near, far = (EngineActors([engine], ["engine"], [place], TIMEOUT_S) for place in (node, "elsewhere"))
+        whole, gathered = WeightSource(self.model, torch.float32), Gathered(self.model, torch.float32)
         self.senders = {
-            "sync": HostSender(whole, engines, [node], world, self.bucket_bytes),
-            "sync, gathered": HostSender(gathered, engines, [node], world, self.bucket_bytes),
-            "sync, other node": HostSender(gathered, engines, ["elsewhere"], world, self.bucket_bytes),
+            "sync": HostSender(whole, near, world, self.bucket_bytes),
+            "sync, gathered": HostSender(gathered, near, world, self.bucket_bytes),
+            "sync, other node": HostSender(gathered, far, world, self.bucket_bytes),
         }
 
     def copy(self) -> float:
@@ -118,16 +121,17 @@ class Trainer:
     def object_store(self) -> float:
         import ray
 
-        from hpc_rl.rl.weights.sync import IN_FLIGHT, Slot, plan
+        from hpc_rl.rl.weights.buckets import TensorEntry, plan_buckets
+        from hpc_rl.rl.weights.host import IN_FLIGHT
 
         parameters = dict(self.model.named_parameters())
-        slots = [Slot(name, parameter.dtype, tuple(parameter.shape)) for name, parameter in parameters.items()]
+        entries = [TensorEntry(name, parameter.dtype, tuple(parameter.shape)) for name, parameter in parameters.items()]
         start = time.perf_counter()
         pending: list[Any] = []
-        for bucket in plan(slots, self.bucket_bytes // IN_FLIGHT):
+        for bucket in plan_buckets(entries, self.bucket_bytes // IN_FLIGHT):
             if len(pending) == IN_FLIGHT:
                 ray.get(pending.pop(0), timeout=TIMEOUT_S)
-            names = [slot.name for slot in bucket]
+            names = [entry.name for entry in bucket]
             arrays = ray.put([parameters[name].detach().numpy() for name in names])
             pending.append(self.engine.load.remote(names, arrays))
         ray.get(pending, timeout=TIMEOUT_S)

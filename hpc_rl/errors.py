@@ -19,3 +19,13 @@ class RunError(UserError):
     """Something went wrong while running that the user can do something about: a line as well, but exit code 1."""
 
     exit_code = 1
+
+
+class AgreedError(UserError):
+    """A UserError that every rank of a job raises with the same message, so that only rank 0 prints it."""
+
+
+class AgreedRunError(AgreedError, RunError):
+    """A RunError that every rank of a job raises with the same message."""
+
+    exit_code = RunError.exit_code

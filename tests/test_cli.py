@@ -106,7 +106,7 @@ def test_a_run_on_this_machine(folder: Path) -> None:
     assert "has nothing to stop: it is COMPLETED" in run(folder, "stop", "mine").stdout
     assert "no job to cancel: it is COMPLETED" in run(folder, "cancel", "mine").stdout
     again = run(folder, *SFT, "--job-name", "mine", *steps)
-    assert again.returncode == 0 and "finished already" in again.stdout
+    assert again.returncode == 0 and "already finished" in again.stdout
     assert (folder / "runs" / "mine" / "model" / "model.safetensors").exists()
     export = run(folder, "export", "mine", "out")
     assert export.returncode == 0 and (folder / "out" / "tokenizer.json").exists()

@@ -1,7 +1,16 @@
-"""The formulas of reinforcement learning with language models: tensors and numbers in, tensors out, torch alone.
+"""The formulas of reinforcement learning with language models. They depend on torch only.
 
-Shape suffixes: B responses of a step, T tokens of the longest, N tokens of all responses laid end to end, G groups.
-Tensors [B, T] are padded on the right, and `mask_BT` is true at real tokens. `lengths_B` (int64) holds the tokens of
-each response, `groups_B` (int64, any numbers) which prompt it answers. Everything else is float32; log-probabilities
-are natural logarithms.
+Each extension point is a table. A new entry is a file with one function, and a row:
+
+    estimators.ESTIMATORS            algorithm.advantage      Outcome -> Estimate
+    policy_losses.POLICY_LOSSES      algorithm.loss           PolicyBatch -> PolicyLoss
+    aggregation.LOSS_AGGREGATIONS    algorithm.loss_agg       (lengths_B, MiniBatchTotals) -> weights_B
+    kl.KL_ESTIMATORS                 algorithm.kl.estimator   (logprobs, ref_logprobs) -> divergence
+
+The names are also listed in hpc_rl/config/ppo.py, which is imported without torch; a test compares both.
+
+Shape suffixes: B responses of a step, T tokens of the longest response, N tokens of all responses concatenated, G
+groups. Tensors [B, T] are padded on the right, and `mask_BT` is true at real tokens. `lengths_B` (int64) holds the
+number of tokens of each response, `groups_B` (int64, any numbers) the prompt that it answers. All other tensors are
+float32; log-probabilities are natural logarithms.
 """

@@ -1,7 +1,7 @@
-"""How much better than expected each response, or each token, was.
+"""Formulas of advantages: how much better than expected each response, or each token, was.
 
-Means and deviations are taken in float64: scores that are all alike then have an advantage of exactly 0, where float32
-would leave a rounding error that the division by the deviation blows up.
+Means and deviations are computed in float64, so that equal scores have an advantage of exactly 0. In float32 a rounding
+error would remain, and the division by the deviation would amplify it.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from __future__ import annotations
 import torch
 
 _EPS = 1e-6
-"""Keeps quotients finite where a deviation is 0."""
+"""Keeps quotients finite if a deviation is 0."""
 
 
 def gae(
     rewards_BT: torch.Tensor, values_BT: torch.Tensor, mask_BT: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalized advantage estimation (Schulman et al. 2016, https://arxiv.org/abs/1506.02438, eq. 16).
+    """Compute generalized advantage estimation (Schulman et al. 2016, https://arxiv.org/abs/1506.02438, eq. 16).
 
-    The value after the last token is 0: a response ends there.
+    The value after the last token is 0, because the response ends there.
 
     Returns:
-        advantages [B, T], not whitened, and the returns that the critic learns (advantages + values) [B, T]; both are
-        0 at padding.
+        advantages [B, T], not whitened, and the critic's targets (advantages + values) [B, T]; both are 0 at padding.
     """
     values_BT = values_BT.masked_fill(~mask_BT, 0)
     next_values_BT = torch.nn.functional.pad(values_BT[:, 1:], (0, 1))
@@ -31,55 +30,57 @@ def gae(
 
 
 def grpo(scores_B: torch.Tensor, groups_B: torch.Tensor) -> torch.Tensor:
-    """(score - mean) / (standard deviation + 1e-6) within a group (DeepSeekMath, https://arxiv.org/abs/2402.03300).
+    """Return (score - mean) / (standard deviation + 1e-6) within a group (DeepSeekMath,
+    https://arxiv.org/abs/2402.03300).
 
-    The deviation is that of a sample (n - 1 in the denominator). A group of one, or of equal scores, gets 0.
+    The deviation is the sample's (n - 1 in the denominator). A group of one, or with equal scores, gets 0.
     """
     centred_B, index_B, sizes_G = _centre(scores_B, groups_B)
-    variance_G = torch.bincount(index_B, weights=centred_B.square()) / (sizes_G - 1).clamp(min=1)
-    return (centred_B / (variance_G.sqrt()[index_B] + _EPS)).float()
+    return (centred_B / (_deviations(centred_B, index_B, sizes_G)[index_B] + _EPS)).float()
 
 
 def dr_grpo(scores_B: torch.Tensor, groups_B: torch.Tensor) -> torch.Tensor:
-    """score - mean within a group: GRPO without its bias to easy and hard prompts (Liu et al. 2025,
+    """Return score - mean within a group: GRPO without its bias to easy and hard prompts (Dr. GRPO, Liu et al. 2025,
     https://arxiv.org/abs/2503.20783)."""
     return _centre(scores_B, groups_B)[0].float()
 
 
 def rloo(scores_B: torch.Tensor, groups_B: torch.Tensor) -> torch.Tensor:
-    """score - mean of the group's other scores (REINFORCE leave-one-out, Ahmadian et al. 2024,
+    """Return score - mean of the group's other scores (REINFORCE leave-one-out, Ahmadian et al. 2024,
     https://arxiv.org/abs/2402.14740).
 
     Raises:
-        ValueError: a group has one response only.
+        ValueError: a group has only one response.
     """
     centred_B, index_B, sizes_G = _centre(scores_B, groups_B)
     if bool((sizes_G == 1).any()):
-        raise ValueError("rloo compares a response with the others of its prompt, and a prompt has one response only")
+        raise ValueError(
+            "rloo compares each response with the others to its prompt, but a prompt has only one response"
+        )
     # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1)
     return (centred_B * (sizes_G / (sizes_G - 1))[index_B]).float()
 
 
 def remax(scores_B: torch.Tensor, greedy_scores_B: torch.Tensor) -> torch.Tensor:
-    """score - score of the greedy response to the same prompt (ReMax, Li et al. 2024,
+    """Return score - score of the greedy response to the same prompt (ReMax, Li et al. 2024,
     https://arxiv.org/abs/2310.10505)."""
     return scores_B - greedy_scores_B
 
 
 def reinforce_pp(rewards_BT: torch.Tensor, mask_BT: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Discounted rewards to come, whitened over the batch: [B, T] (REINFORCE++, Hu 2025,
+    """Return the discounted sum of future rewards, whitened over the batch: [B, T] (REINFORCE++, Hu 2025,
     https://arxiv.org/abs/2501.03262)."""
     return whiten(_discounted_sums(rewards_BT.masked_fill(~mask_BT, 0), gamma), mask_BT)
 
 
 def reinforce_pp_baseline(scores_B: torch.Tensor, groups_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """score - mean within a group, at every token, whitened over the batch: [B, T] (REINFORCE++-baseline, Hu 2025,
-    https://arxiv.org/abs/2501.03262)."""
+    """Return score - mean within a group, at every token, whitened over the batch: [B, T] (REINFORCE++-baseline, Hu
+    2025, https://arxiv.org/abs/2501.03262)."""
     return whiten(to_tokens(dr_grpo(scores_B, groups_B), mask_BT), mask_BT)
 
 
 def whiten(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Shift and scale to mean 0 and variance 1 over all real tokens of the batch; 0 at padding.
+    """Shift and scale values to mean 0 and variance 1 over all real tokens of the batch; 0 at padding.
 
     Equal values become 0.
     """
@@ -90,19 +91,19 @@ def whiten(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
 
 
 def to_tokens(advantages_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Each response's number at every one of its tokens: [B, T], 0 at padding."""
+    """Repeat each response's advantage at all of its tokens: [B, T], 0 at padding."""
     return advantages_B[:, None] * mask_BT
 
 
 def token_rewards(scores_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Each response's score at its last token, 0 elsewhere: [B, T]."""
+    """Place each response's score at its last token: [B, T], 0 elsewhere."""
     last_BT = mask_BT & ~torch.nn.functional.pad(mask_BT[:, 1:], (0, 1))
     return scores_B[:, None] * last_BT
 
 
 def informative_groups(scores_B: torch.Tensor, groups_B: torch.Tensor) -> torch.Tensor:
-    """Bool [B]: true where the group's scores are not all alike (DAPO's dynamic sampling, Yu et al. 2025,
-    https://arxiv.org/abs/2503.14476, eq. 11). The other groups' advantages are 0: they teach nothing."""
+    """Return bool [B]: whether the scores of the response's group differ (DAPO's dynamic sampling, Yu et al. 2025,
+    https://arxiv.org/abs/2503.14476, eq. 11). All advantages of the other groups are 0, so they teach nothing."""
     groups_G, index_B = torch.unique(groups_B, return_inverse=True)
     start_G = scores_B.new_zeros(len(groups_G))
     highest_G = start_G.scatter_reduce(0, index_B, scores_B, "amax", include_self=False)
@@ -110,10 +111,18 @@ def informative_groups(scores_B: torch.Tensor, groups_B: torch.Tensor) -> torch.
     return (highest_G > lowest_G)[index_B]
 
 
-def overlong_penalty(lengths_B: torch.Tensor, max_length: int, buffer: int, penalty: float) -> torch.Tensor:
-    """DAPO's soft overlong punishment (Yu et al. 2025, https://arxiv.org/abs/2503.14476, eq. 13): [B], at most 0.
+def group_deviations(scores_B: torch.Tensor, groups_B: torch.Tensor) -> torch.Tensor:
+    """Return the sample standard deviation of each group's scores, float64; groups of one response are left out. It is
+    exactly 0 if all scores of the group are equal."""
+    centred_B, index_B, sizes_G = _centre(scores_B, groups_B)
+    return _deviations(centred_B, index_B, sizes_G)[sizes_G > 1]
 
-    0 up to max_length - buffer tokens, then falling linearly to -penalty at max_length.
+
+def overlong_penalty(lengths_B: torch.Tensor, max_length: int, buffer: int, penalty: float) -> torch.Tensor:
+    """Return DAPO's soft overlong punishment (Yu et al. 2025, https://arxiv.org/abs/2503.14476, eq. 13): [B], never
+    positive.
+
+    It is 0 up to max_length - buffer tokens, then falls linearly to -penalty at max_length.
 
     Args:
         buffer: tokens; 0 for no penalty.
@@ -124,16 +133,21 @@ def overlong_penalty(lengths_B: torch.Tensor, max_length: int, buffer: int, pena
 
 
 def _centre(scores_B: torch.Tensor, groups_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores less their group's mean [B] (float64), each response's place among the groups [B], group sizes [G]."""
+    """Return score - mean of its group [B] (float64), the index of each response's group [B], and group sizes [G]."""
     _, index_B, sizes_G = torch.unique(groups_B, return_inverse=True, return_counts=True)
     scores_B = scores_B.double()
     means_G = torch.bincount(index_B, weights=scores_B) / sizes_G
     return scores_B - means_G[index_B], index_B, sizes_G
 
 
+def _deviations(centred_B: torch.Tensor, index_B: torch.Tensor, sizes_G: torch.Tensor) -> torch.Tensor:
+    """Return the sample standard deviation of each group [G]; 0 for a group of one."""
+    return (torch.bincount(index_B, weights=centred_B.square()) / (sizes_G - 1).clamp(min=1)).sqrt()
+
+
 def _discounted_sums(values_BT: torch.Tensor, factor: float) -> torch.Tensor:
-    """sum over k of factor^k * values[t + k], for every t: [B, T]."""
-    # One step adds a whole row, so time comes first.
+    """Return the sum over k of factor^k * values[t + k] for every t: [B, T]."""
+    # Time is the first dimension, so that each step adds contiguous rows.
     sums_TB = values_BT.t().clone(memory_format=torch.contiguous_format)
     for t in range(len(sums_TB) - 2, -1, -1):
         sums_TB[t].add_(sums_TB[t + 1], alpha=factor)

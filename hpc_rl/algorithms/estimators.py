@@ -1,11 +1,12 @@
-"""From a step's rewards to advantages, by the estimator's name in the configuration."""
+"""The table of advantage estimators.
+
+To add one, write a function `Outcome -> Estimate` in a file of its own (see outcome.py), add a row to ESTIMATORS, and
+add the name to AlgorithmConfig.advantage.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-
-import torch
 
 from hpc_rl.algorithms.advantages import (
     dr_grpo,
@@ -18,39 +19,11 @@ from hpc_rl.algorithms.advantages import (
     to_tokens,
     whiten,
 )
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the responses of a step earned."""
-
-    rewards_BT: torch.Tensor
-    """Reward of each token, the penalty for leaving the reference included where there is one; 0 at padding."""
-    mask_BT: torch.Tensor
-    groups_B: torch.Tensor
-    gamma: float = 1.0
-    """Discount per token; of gae and reinforce_pp."""
-    lam: float = 1.0
-    """gae's lambda."""
-    values_BT: torch.Tensor | None = None
-    """The critic's values; gae needs them."""
-    greedy_scores_B: torch.Tensor | None = None
-    """Scores of the greedy responses to the same prompts; remax needs them."""
-
-    @property
-    def scores_B(self) -> torch.Tensor:
-        return self.rewards_BT.sum(dim=1)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    advantages_BT: torch.Tensor
-    returns_BT: torch.Tensor | None = None
-    """What the critic learns; None where there is no critic."""
+from hpc_rl.algorithms.outcome import Estimate, Outcome
 
 
 def _gae(outcome: Outcome) -> Estimate:
-    """GAE, whitened over the batch as is usual with PPO."""
+    """Compute GAE and whiten it over the batch, as is usual with PPO."""
     if outcome.values_BT is None:
         raise ValueError("gae needs the critic's values")
     advantages_BT, returns_BT = gae(outcome.rewards_BT, outcome.values_BT, outcome.mask_BT, outcome.gamma, outcome.lam)
@@ -72,4 +45,4 @@ ESTIMATORS: dict[str, Callable[[Outcome], Estimate]] = {
     "reinforce_pp_baseline": lambda o: Estimate(reinforce_pp_baseline(o.scores_B, o.groups_B, o.mask_BT)),
     "remax": _remax,
 }
-"""Names of AlgorithmConfig.advantage. A missing field of the outcome raises ValueError."""
+"""algorithm.advantage -> estimator. An estimator raises ValueError if the outcome lacks a field that it needs."""

@@ -1,80 +1,76 @@
-"""Losses of policy and critic, token by token, and the weights by which tokens become one number.
+"""Losses of the policy and the critic, one number per token.
 
-A loss here is a tensor over tokens. Its sum, each token weighted by `response_weights`, is the scalar to differentiate;
-the weights hold the totals of the whole mini-batch, so the gradient is the same however the mini-batch was split over
-ranks and micro-batches.
+`aggregation.py` has the weights by which the losses of tokens become one number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-
 _MAX_LOG_RATIO = 20.0
-"""Ratios stay within e^-20 to e^20, so that none becomes infinite; beyond, a token has no gradient."""
-
-
-class PolicyLoss(NamedTuple):
-    loss_N: torch.Tensor
-    """Differentiable in the new log-probabilities; to be made small."""
-    clipped_N: torch.Tensor
-    """1.0 at tokens where a clip is in force, else 0.0; its mean is the clip fraction."""
-    kl_N: torch.Tensor
-    """old - new log-probability; its mean estimates KL(old || new). No gradient."""
+"""Ratios are limited to e^-20 to e^20, so that none is infinite; a token beyond the limit has no gradient."""
 
 
 class Clip(NamedTuple):
-    """Bounds of the probability ratio new / old: 1 - low to 1 + high, and c of the dual clip (None: no dual clip)."""
+    """Bounds of the probability ratio new / old: from 1 - low to 1 + high. c is the bound of the dual clip, or None."""
 
     low: float
     high: float
     c: float | None
 
 
-def ppo(
-    logprobs_N: torch.Tensor,
-    old_logprobs_N: torch.Tensor,
-    advantages_N: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_c: float | None,
-) -> PolicyLoss:
-    """PPO's clipped objective (Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. 7).
+class PolicyBatch(NamedTuple):
+    """The input of a policy loss: the response tokens of one micro-batch, which holds whole responses."""
 
-    With clip_high above clip_low it is DAPO's clip-higher (Yu et al. 2025, https://arxiv.org/abs/2503.14476, eq. 10).
-    clip_c, over 1, bounds the ratio where the advantage is negative (dual clip, Ye et al. 2020,
+    logprobs_N: torch.Tensor
+    """Under the policy that is trained; differentiable."""
+    old_logprobs_N: torch.Tensor
+    """Under the policy before the step's first update."""
+    advantages_N: torch.Tensor
+    lengths_B: torch.Tensor
+    clip: Clip
+
+
+class PolicyLoss(NamedTuple):
+    """The output of a policy loss."""
+
+    loss_N: torch.Tensor
+    """To be minimised; differentiable in the new log-probabilities."""
+    clipped_N: torch.Tensor
+    """1.0 at tokens at which a clip is active, else 0.0; its mean is the clip fraction."""
+    kl_N: torch.Tensor
+    """old - new log-probability; its mean estimates KL(old || new). No gradient."""
+
+
+def ppo(batch: PolicyBatch) -> PolicyLoss:
+    """Compute PPO's clipped objective (Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. 7).
+
+    With clip.high above clip.low this is DAPO's clip-higher (Yu et al. 2025, https://arxiv.org/abs/2503.14476, eq. 10).
+    clip.c, which exceeds 1, bounds the ratio at tokens with a negative advantage (dual clip, Ye et al. 2020,
     https://arxiv.org/abs/1912.09729).
     """
+    logprobs_N, old_logprobs_N, advantages_N, _, clip = batch
     log_ratio_N = logprobs_N - old_logprobs_N
-    loss_N, clipped_N = _clipped_objective(_ratio(log_ratio_N), advantages_N, clip_low, clip_high)
-    if clip_c is not None:
-        bound_N = -advantages_N * clip_c
+    loss_N, clipped_N = _clipped_objective(_ratio(log_ratio_N), advantages_N, clip)
+    if clip.c is not None:
+        bound_N = -advantages_N * clip.c
         over_N = (advantages_N < 0) & (loss_N > bound_N)
         loss_N = torch.where(over_N, bound_N, loss_N)
         clipped_N = clipped_N | over_N
     return PolicyLoss(loss_N, clipped_N.float(), -log_ratio_N.detach())
 
 
-def gspo(
-    logprobs_N: torch.Tensor,
-    old_logprobs_N: torch.Tensor,
-    advantages_N: torch.Tensor,
-    lengths_B: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> PolicyLoss:
-    """GSPO: PPO's clipped objective with one ratio per response, exp(mean of its log ratios) (Zheng et al. 2025,
-    https://arxiv.org/abs/2507.18071, eq. 5 and 7).
+def gspo(batch: PolicyBatch) -> PolicyLoss:
+    """Compute GSPO: PPO's clipped objective with one ratio per response, exp(mean of its tokens' log ratios) (Zheng et
+    al. 2025, https://arxiv.org/abs/2507.18071, eq. 5 and 7).
 
-    In its token form (eq. 14): each token has the value of its response's ratio, and a gradient of its own. With equal
-    advantages within a response, and mean over tokens, the gradient is that of the sequence form.
+    This is the token form (eq. 14): each token has the value of its response's ratio and its own gradient. If
+    advantages are equal within each response and losses are averaged over tokens, the gradient equals that of the
+    sequence form.
     """
+    logprobs_N, old_logprobs_N, advantages_N, lengths_B, clip = batch
     log_ratio_N = logprobs_N - old_logprobs_N
     token_log_ratio_N = log_ratio_N.detach()
     response_N = torch.arange(len(lengths_B), device=lengths_B.device).repeat_interleave(
@@ -82,68 +78,52 @@ def gspo(
     )
     sums_B = token_log_ratio_N.new_zeros(len(lengths_B)).index_add_(0, response_N, token_log_ratio_N)
     means_B = sums_B / lengths_B
-    # The value is the mean, the gradient the token's. In brackets a 0 that is exact, or rounding would drown the mean.
+    # The value is the response's mean and the gradient is the token's: the term in parentheses is exactly 0. Added to
+    # the log-probabilities first, the mean would be lost to rounding.
     own_log_ratio_N = means_B[response_N] + (logprobs_N - logprobs_N.detach())
-    loss_N, clipped_N = _clipped_objective(_ratio(own_log_ratio_N), advantages_N, clip_low, clip_high)
+    loss_N, clipped_N = _clipped_objective(_ratio(own_log_ratio_N), advantages_N, clip)
     return PolicyLoss(loss_N, clipped_N.float(), -token_log_ratio_N)
 
 
-def cispo(
-    logprobs_N: torch.Tensor,
-    old_logprobs_N: torch.Tensor,
-    advantages_N: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> PolicyLoss:
-    """CISPO: REINFORCE weighted by the clipped ratio, which has no gradient itself (MiniMax-M1, 2025,
+def cispo(batch: PolicyBatch) -> PolicyLoss:
+    """Compute CISPO: REINFORCE weighted by the clipped ratio, which itself has no gradient (MiniMax-M1, 2025,
     https://arxiv.org/abs/2506.13585, eq. 4 and 5).
 
-    Every token keeps a gradient, also where its ratio is clipped. clip_low of 1 is no lower bound.
+    Every token keeps a gradient, even if its ratio is clipped. clip.low = 1 means no lower bound.
     """
+    logprobs_N, old_logprobs_N, advantages_N, _, clip = batch
     log_ratio_N = (logprobs_N - old_logprobs_N).detach()
     ratio_N = _ratio(log_ratio_N)
-    weight_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
+    weight_N = ratio_N.clamp(1.0 - clip.low, 1.0 + clip.high)
     return PolicyLoss(-weight_N * advantages_N * logprobs_N, (weight_N != ratio_N).float(), -log_ratio_N)
 
 
-POLICY_LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Clip], PolicyLoss]] = {
-    "ppo": lambda logprobs_N, old_logprobs_N, advantages_N, lengths_B, clip: ppo(
-        logprobs_N, old_logprobs_N, advantages_N, clip_low=clip.low, clip_high=clip.high, clip_c=clip.c
-    ),
-    "gspo": lambda logprobs_N, old_logprobs_N, advantages_N, lengths_B, clip: gspo(
-        logprobs_N, old_logprobs_N, advantages_N, lengths_B, clip_low=clip.low, clip_high=clip.high
-    ),
-    "cispo": lambda logprobs_N, old_logprobs_N, advantages_N, lengths_B, clip: cispo(
-        logprobs_N, old_logprobs_N, advantages_N, clip_low=clip.low, clip_high=clip.high
-    ),
-}
-"""By the names of AlgorithmConfig.loss: (logprobs_N, old_logprobs_N, advantages_N, lengths_B, clip) -> PolicyLoss."""
-
-
 class ValueLoss(NamedTuple):
+    """The critic's loss."""
+
     loss_N: torch.Tensor
     clipped_N: torch.Tensor
     """1.0 at tokens whose clipped error is the larger one, else 0.0."""
 
 
 def value(values_N: torch.Tensor, old_values_N: torch.Tensor, returns_N: torch.Tensor, clip: float | None) -> ValueLoss:
-    """Half the squared error of the critic, or of its value held within `clip` of the old one where that is larger.
+    """Compute half the squared error of the critic's value, or of the value limited to `clip` around the old one,
+    whichever is larger.
 
-    The clipping is from PPO's reference implementation (Engstrom et al. 2020, https://arxiv.org/abs/2005.12729).
+    The clipping is that of PPO's reference implementation (Engstrom et al. 2020, https://arxiv.org/abs/2005.12729).
     """
     errors_N = (values_N - returns_N).square()
     if clip is None:
         return ValueLoss(0.5 * errors_N, torch.zeros_like(errors_N))
-    held_N = values_N.clamp(old_values_N - clip, old_values_N + clip)
-    held_errors_N = (held_N - returns_N).square()
-    return ValueLoss(0.5 * torch.maximum(errors_N, held_errors_N), (held_errors_N > errors_N).float())
+    clipped_values_N = values_N.clamp(old_values_N - clip, old_values_N + clip)
+    clipped_errors_N = (clipped_values_N - returns_N).square()
+    return ValueLoss(0.5 * torch.maximum(errors_N, clipped_errors_N), (clipped_errors_N > errors_N).float())
 
 
 def explained_variance(values_N: torch.Tensor, returns_N: torch.Tensor) -> float:
-    """1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for one that knows the mean alone.
+    """Return 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for one that predicts the mean.
 
-    NaN where the returns are all alike.
+    NaN if all returns are equal.
     """
     returns_N = returns_N.double()
     variance = float(returns_N.var(correction=0))
@@ -152,38 +132,14 @@ def explained_variance(values_N: torch.Tensor, returns_N: torch.Tensor) -> float
     return 1.0 - float((returns_N - values_N).var(correction=0)) / variance
 
 
-def response_weights(
-    lengths_B: torch.Tensor, mode: LossAgg, max_length: int, total_tokens: int, total_responses: int
-) -> torch.Tensor:
-    """What one token of each response weighs in the loss: [B].
-
-    token-mean is DAPO's (Yu et al. 2025, https://arxiv.org/abs/2503.14476), seq-mean-token-mean that of GRPO
-    (https://arxiv.org/abs/2402.03300) and GSPO, seq-mean-token-sum-norm Dr. GRPO's (Liu et al. 2025,
-    https://arxiv.org/abs/2503.20783).
-
-    Args:
-        lengths_B: of the responses at hand.
-        max_length: longest response that is allowed, in tokens.
-        total_tokens: tokens of the whole mini-batch, over all ranks and micro-batches.
-        total_responses: responses of the whole mini-batch.
-    """
-    ones_B = torch.ones_like(lengths_B, dtype=torch.float32)
-    weights: dict[LossAgg, torch.Tensor] = {
-        "token-mean": ones_B / total_tokens,
-        "seq-mean-token-mean": ones_B / lengths_B / total_responses,
-        "seq-mean-token-sum-norm": ones_B / (max_length * total_responses),
-    }
-    return weights[mode]
-
-
 def _ratio(log_ratio_N: torch.Tensor) -> torch.Tensor:
     return log_ratio_N.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
 def _clipped_objective(
-    ratio_N: torch.Tensor, advantages_N: torch.Tensor, clip_low: float, clip_high: float
+    ratio_N: torch.Tensor, advantages_N: torch.Tensor, clip: Clip
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-min(ratio * A, clip(ratio) * A), and where the second is smaller: there the gradient is 0."""
+    """Return -min(ratio * A, clipped ratio * A), and whether the second is smaller: there the gradient is 0."""
     free_N = -advantages_N * ratio_N
-    held_N = -advantages_N * ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return torch.maximum(free_N, held_N), held_N > free_N
+    clipped_N = -advantages_N * ratio_N.clamp(1.0 - clip.low, 1.0 + clip.high)
+    return torch.maximum(free_N, clipped_N), clipped_N > free_N

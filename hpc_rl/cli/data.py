@@ -1,27 +1,84 @@
-"""`data`: data sets in the form that training reads."""
+"""`data`: prepare data sets, and show how training reads them."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from hpc_rl.cli.app import app
+from hpc_rl.cli.app import SiteOption, app
 
 data_app = typer.Typer(
-    help="Prepare data sets.\n\nExample: hpc-rl data arithmetic --out data/sums",
+    help="Prepare and check data sets.\n\nExample: hpc-rl data arithmetic --out data/sums",
     no_args_is_help=True,
 )
 app.add_typer(data_app, name="data")
 
 
+class DataKind(StrEnum):
+    sft = "sft"
+    ppo = "ppo"
+
+
+_UNREAD: dict[DataKind, dict[str, Any]] = {
+    DataKind.sft: {},
+    DataKind.ppo: {"reward.function": "exact", "reward.model": None, "reward.url": None},
+}
+"""Values of required options that `check` does not read, so that a file can be checked before they are chosen."""
+
+
+@data_app.command()
+def check(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Data file: .jsonl, .json, .csv, .tsv or .parquet.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Options of the job, such as data.prompt_key=question."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model whose tokenizer and chat template are used: a folder, or a name on the hub. "
+            "The default is model.path of the configuration.",
+            show_default=False,
+        ),
+    ] = None,
+    kind: Annotated[
+        DataKind, typer.Option(help="Job that will read the file: sft shows tokens and loss, ppo the prompt.")
+    ] = DataKind.sft,
+    row: Annotated[int, typer.Option(min=1, help="Number of the row to show.")] = 1,
+    site: SiteOption = None,
+) -> None:
+    """Check all rows of a data file, and show how one row is tokenized and which tokens carry loss.
+
+    Example: hpc-rl data check train.jsonl --model Qwen/Qwen2.5-0.5B data.max_length=2048
+    """
+    from hpc_rl.config.compose import compose
+    from hpc_rl.config.ppo import PpoConfig
+    from hpc_rl.config.sft import SftConfig
+    from hpc_rl.data.check import check_data
+    from hpc_rl.sites.profile import load_profile
+    from hpc_rl.submission.hub import hub_cache
+
+    settings = {"data.train_files": [file], **({"model.path": model} if model else {})}
+    config = compose(kind, overrides or [], {**settings, **_UNREAD[kind]}, load_profile(site).values)
+    assert isinstance(config, SftConfig | PpoConfig)
+    name = config.model.tokenizer_path or config.model.path
+    folder = Path(name).expanduser() if Path(name).expanduser().is_dir() else hub_cache(config).model_folder(name)
+    for line in check_data(file, row, config.data, config.model, folder):
+        print(line)
+
+
 @data_app.command()
 def gsm8k(
-    source: Annotated[str, typer.Option(help="Raw GSM8K: a folder or file of jsonl, or a `datasets` name.")],
+    source: Annotated[
+        str,
+        typer.Option(help="Raw GSM8K: a folder, a data file, or the name of a data set on the hub."),
+    ],
     out: Annotated[Path, typer.Option(help="Folder for train.jsonl and test.jsonl.")],
 ) -> None:
-    """Grade-school mathematics (Cobbe et al. 2021) as chat messages.
+    """Write GSM8K, grade-school mathematics (Cobbe et al. 2021), as chat messages.
 
     Example: hpc-rl data gsm8k --source openai/gsm8k:main --out data/gsm8k
     """
@@ -32,15 +89,15 @@ def gsm8k(
 
 @data_app.command()
 def arithmetic(
-    out: Annotated[Path, typer.Option(help="Folder for the files.")],
-    train: Annotated[int, typer.Option(help="Training questions.")] = 4000,
-    val: Annotated[int, typer.Option(help="Validation questions.")] = 200,
-    seed: Annotated[int, typer.Option(help="Another seed, other questions.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for train.jsonl and val.jsonl.")],
+    train: Annotated[int, typer.Option(help="Number of training questions.")] = 4000,
+    val: Annotated[int, typer.Option(help="Number of validation questions.")] = 200,
+    seed: Annotated[int, typer.Option(help="Random seed of the choice of questions.")] = 0,
     careless: Annotated[
-        float, typer.Option(min=0, max=1, help="Part of the training answers that forget to carry the one.")
+        float, typer.Option(min=0, max=1, help="Fraction of the training answers that forget to carry the one.")
     ] = 0.0,
 ) -> None:
-    """Made-up sums as chat messages: small enough to learn on a laptop.
+    """Write additions as chat messages, a data set that a small model learns on a laptop.
 
     Example: hpc-rl data arithmetic --out data/sums --train 4000
     """

@@ -1,4 +1,4 @@
-"""`fetch` and `wandb`: what a login node downloads and uploads for compute nodes without internet."""
+"""`fetch` and `wandb`: downloads and uploads on the login node, for compute nodes without internet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpc_rl.cli.app import RunArgument, SiteOption, app, leave
 from hpc_rl.errors import UserError
 
 wandb_app = typer.Typer(
-    help="Runs in Weights & Biases.\n\nExample: hpc-rl wandb sync sft-1",
+    help="Upload runs to Weights & Biases.\n\nExample: hpc-rl wandb sync sft-1",
     no_args_is_help=True,
 )
 
@@ -22,9 +22,10 @@ def fetch(
     ],
     site: SiteOption = None,
 ) -> None:
-    """Download models and data sets into the cache, on the login node.
+    """Download models and data sets into the Hugging Face cache, on the login node.
 
-    NAME:CONFIGURATION is a data set that has several. Afterwards jobs need no internet (cache.offline=true).
+    Write NAME:CONFIGURATION for a data set that has several configurations. Afterwards jobs need no internet access
+    (cache.offline=true).
 
     Example: hpc-rl fetch Qwen/Qwen2.5-0.5B openai/gsm8k:main cache.hf_home=/scratch/me/hf
     """
@@ -33,10 +34,10 @@ def fetch(
     from hpc_rl.submission.hub import fetch as fetch_names
 
     overrides = [word for word in names if "=" in word]
-    wanted = [word for word in names if "=" not in word]
-    if not wanted:
-        raise UserError("name a model or a data set: hpc-rl fetch Qwen/Qwen2.5-0.5B")
-    leave(fetch_names(wanted, compose("torchrun", overrides, site=load_profile(site).values)))
+    to_fetch = [word for word in names if "=" not in word]
+    if not to_fetch:
+        raise UserError("no model or data set is named: hpc-rl fetch Qwen/Qwen2.5-0.5B")
+    leave(fetch_names(to_fetch, compose("torchrun", overrides, site=load_profile(site).values)))
 
 
 app.add_typer(wandb_app, name="wandb")
@@ -44,9 +45,9 @@ app.add_typer(wandb_app, name="wandb")
 
 @wandb_app.command()
 def sync(run: RunArgument) -> None:
-    """Upload what a run wrote offline to Weights & Biases, from the login node.
+    """Upload the data that a run wrote offline to Weights & Biases, from the login node.
 
-    A run that was stopped and went on is one run there.
+    All attempts of a run appear as one run there.
 
     Example: hpc-rl wandb sync sft-1
     """

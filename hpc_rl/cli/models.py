@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from hpc_rl.cli.app import app
+from hpc_rl.data.missing import install_command
 from hpc_rl.errors import UserError
 
 
@@ -21,8 +22,11 @@ class Dtype(StrEnum):
 @app.command()
 def export(
     source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run, or one of its checkpoints.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
-    dtype: Annotated[Dtype | None, typer.Option(help="As trained where not given.", show_default=False)] = None,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the model; it must not exist or be empty.")],
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="Type of the weights. The default is the type of the training.", show_default=False),
+    ] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face model folder.
 
@@ -34,7 +38,7 @@ def export(
     try:
         from hpc_rl.training.export import export as export_model
     except ModuleNotFoundError as error:
-        raise UserError(f"export needs {error.name}: pip install 'hpc-rl[train]'") from error
+        raise UserError(f"export needs {error.name}, which is not installed: {install_command('train')}") from error
     from transformers.utils import logging
 
     logging.disable_progress_bar()

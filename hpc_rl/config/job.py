@@ -25,6 +25,11 @@ class TrainerConfig(Section):
         """Whether the job requests GPUs. An open `auto` counts as a request for them."""
         return self.device != "cpu"
 
+    @property
+    def computes_on(self) -> Literal["cuda", "cpu"]:
+        """The device of the job; an open `auto` counts as cuda."""
+        return "cuda" if self.uses_gpus else "cpu"
+
 
 class CacheConfig(Section):
     hf_home: Path | None = None

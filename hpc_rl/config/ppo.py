@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from hpc_rl.config.base import Files, Path, Section
+from hpc_rl.config.engines import ENGINES, EngineName, EngineSpec, default_engine
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig
 
@@ -53,8 +54,6 @@ class ActorConfig(Section):
 
 
 class CriticConfig(Section):
-    enable: bool | None = None
-    """Whether there is a critic; null: where algorithm.advantage has a use for one."""
     path: Path | None = None
     """Folder or hub name of the model that the critic starts from; the actor's where null."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
@@ -112,7 +111,7 @@ class AlgorithmConfig(Section):
 
 
 class RolloutConfig(Section):
-    name: Literal["auto", "hf", "vllm"] = "auto"
+    name: EngineName = "auto"
     """Engine that generates; auto is vllm on GPUs and hf on CPUs."""
     n: int = Field(1, ge=1)
     """Responses per prompt."""
@@ -219,18 +218,19 @@ def pool_of(config: PpoConfig, role: Role) -> str:
     return config.pools.roles.get(role) or next(iter(pool_spec(config)))
 
 
-def engine_name(config: PpoConfig) -> Literal["hf", "vllm"]:
-    """The rollout engine that `auto` stands for."""
-    if config.rollout.name != "auto":
-        return config.rollout.name
-    return "vllm" if config.trainer.uses_gpus else "hf"
+def engine_name(rollout: RolloutConfig, device: str) -> str:
+    """Return the name of the rollout engine; rollout.name=auto depends on the device (cuda or cpu)."""
+    return default_engine(device) if rollout.name == "auto" else rollout.name
+
+
+def engine_spec(config: PpoConfig) -> EngineSpec:
+    """Return the run's row of ENGINES."""
+    return ENGINES[engine_name(config.rollout, config.trainer.computes_on)]
 
 
 def engine_dtype(rollout: RolloutConfig, device: str) -> str:
-    """What rollout.dtype stands for: torch's name of a type."""
-    if rollout.dtype != "auto":
-        return rollout.dtype
-    return "bfloat16" if device == "cuda" else "float32"
+    """Return torch's name for the type of the engine's weights; rollout.dtype=auto depends on engine and device."""
+    return ENGINES[engine_name(rollout, device)].dtypes[device] if rollout.dtype == "auto" else rollout.dtype
 
 
 def problems(config: PpoConfig) -> list[str]:
@@ -286,9 +286,17 @@ def _pool_problems(config: PpoConfig) -> list[str]:
             "(trainer.nnodes x trainer.n_gpus_per_node), and an entry of a pool is on one node"
         )
     parallel = config.rollout.tensor_parallel_size
-    if parallel > 1 and engine_name(config) == "hf":
+    engine = engine_name(config.rollout, trainer.computes_on)
+    if trainer.computes_on not in ENGINES[engine].dtypes:
         found.append(
-            f"rollout.tensor_parallel_size {parallel} is for vllm alone: set rollout.name=vllm, or leave it at 1"
+            f"rollout.name {engine} does not support trainer.device={trainer.computes_on}: use "
+            f"rollout.name={default_engine(trainer.computes_on)}, or trainer.device={' or '.join(ENGINES[engine].dtypes)}"
+        )
+    if parallel > 1 and not ENGINES[engine].tensor_parallel:
+        able = " or ".join(name for name, spec in ENGINES.items() if spec.tensor_parallel)
+        found.append(
+            f"rollout.tensor_parallel_size is {parallel}, which rollout.name={engine} does not support: "
+            f"set rollout.name={able}, or rollout.tensor_parallel_size=1"
         )
         return found
     if parallel > 1 and config.pools.strategy == "PACK":
@@ -314,10 +322,6 @@ def _algorithm_problems(config: PpoConfig) -> list[str]:
         found.append(f"algorithm.filter_groups compares responses to the same prompt, and rollout.n is {n}")
     if algorithm.filter_groups and algorithm.advantage == "remax":
         found.append("algorithm.filter_groups is for several responses per prompt, remax for one and a greedy one")
-    if algorithm.advantage == "gae" and config.critic.enable is False:
-        found.append("algorithm.advantage=gae needs the critic that critic.enable=false leaves out")
-    if algorithm.advantage != "gae" and config.critic.enable:
-        found.append(f"critic.enable=true, but algorithm.advantage={algorithm.advantage} has no use for a critic")
     if algorithm.kl.target is not None and algorithm.kl.where != "reward":
         found.append("algorithm.kl.target adapts the KL penalty in the reward: set algorithm.kl.where=reward")
     if algorithm.kl.where == "loss" and algorithm.kl.estimator == "k1":

@@ -1,13 +1,13 @@
 """Conversations as text, with the characters that the assistant wrote.
 
-Training on the assistant's tokens alone needs to know which they are. Templates with `{% generation %}` marks say so.
-For others the marks follow from what they render: the conversation up to "the assistant's turn begins" must be a prefix
-of the whole text, and so must the conversation up to the turn's end.
+To train only on the assistant's tokens, the tokens must be known. Templates with `{% generation %}` marks state them.
+For other templates the marks follow from the rendered text: the conversation up to the start of the assistant's turn
+must be a prefix of the whole text, and so must the conversation up to the end of that turn.
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,80 +17,92 @@ from jinja2 import TemplateError
 from hpc_rl.config.ppo import PromptDataConfig
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.data.rows import Message
+from hpc_rl.data.template import check_template, read_template
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+TextOf = Callable[[list[Message], bool], str]
+"""Renders messages; if the second argument is true, up to the start of the assistant's turn."""
 
 
 @dataclass(frozen=True)
 class ChatText:
     text: str
     spans: list[tuple[int, int]]
-    """[start, end) of each assistant turn in text, end-of-turn token included."""
+    """[start, end) of each assistant turn in text, including the end-of-turn token."""
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig | PromptDataConfig) -> str:
-    """The Jinja template to use: data.chat_template where given, else the tokenizer's own.
+    """Return the Jinja template to use: data.chat_template if set, otherwise the tokenizer's own.
 
     Raises:
-        UserError: neither is there, or the file cannot be read.
+        UserError: there is no template, the file cannot be read, or Jinja rejects the template.
     """
     if data.chat_template is not None:
-        path = Path(data.chat_template).expanduser()
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"data.chat_template: cannot read {path} ({error})") from error
+        template = read_template(Path(data.chat_template).expanduser(), "data.chat_template")
+        check_template(template, f"data.chat_template {data.chat_template}")
+        return template
     if not tokenizer.chat_template:
         raise UserError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no chat template: give a file with one as data.chat_template"
+            f"the tokenizer {tokenizer.name_or_path!r} has no chat template: set data.chat_template to a file with one"
         )
-    template: str = tokenizer.get_chat_template()
+    template = tokenizer.get_chat_template()
+    check_template(template, f"tokenizer {tokenizer.name_or_path!r}")
     return template
 
 
-def marks_generation(template: str) -> bool:
-    """Whether a template says itself which text the assistant writes."""
-    return _GENERATION.search(template) is not None
-
-
 def render(tokenizer: PreTrainedTokenizerBase, template: str, messages: list[Message], where: str) -> ChatText:
-    """A conversation as text, for a template without generation marks.
+    """Render a conversation with a template that has no generation marks, and find the assistant's text.
 
     Args:
         where: file and row number, for the error.
 
     Raises:
-        UserError: the template refuses the conversation, or renders earlier turns differently as it grows.
+        UserError: the template rejects the conversation, or renders earlier turns differently as it grows.
     """
-    full = as_text(tokenizer, template, messages, where)
-    ends = tuple(token for token in tokenizer.all_special_tokens if token)
+
+    def text_of(part: list[Message], generation_prompt: bool) -> str:
+        return as_text(tokenizer, template, part, where, generation_prompt)
+
+    return find_spans(text_of, messages, tokenizer.all_special_tokens, where)
+
+
+def find_spans(text_of: TextOf, messages: list[Message], special_tokens: Iterable[str], where: str) -> ChatText:
+    """Find the assistant's text by rendering the conversation up to the start and up to the end of each of its turns.
+
+    Args:
+        special_tokens: the end-of-turn token is one of these.
+        where: file and row number, for the error.
+
+    Raises:
+        UserError: earlier turns are rendered differently as the conversation grows.
+    """
+    full = text_of(messages, False)
+    ends = tuple(token for token in special_tokens if token)
     spans = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        asked = as_text(tokenizer, template, messages[:index], where, generation_prompt=True) if index else ""
-        is_last = index + 1 == len(messages)
-        said = full if is_last else as_text(tokenizer, template, messages[: index + 1], where)
-        if not (full.startswith(said) and said.startswith(asked)):
+        before = text_of(messages[:index], True) if index else ""
+        through = full if index + 1 == len(messages) else text_of(messages[: index + 1], False)
+        if not (full.startswith(through) and through.startswith(before)):
             raise UserError(
-                f"{where}: the chat template renders turn {index + 1} differently once later turns follow, so its "
-                "tokens cannot be told apart; set data.chat_template to one that marks the assistant's text with "
-                "{% generation %} ... {% endgeneration %}, or keep one assistant turn per row"
+                f"{where}: the chat template renders turn {index + 1} differently if later turns follow, so the "
+                "assistant's tokens cannot be found; set data.chat_template to a template that marks the assistant's "
+                "text with {% generation %} ... {% endgeneration %}, or keep one assistant turn per row"
             )
-        # After the end-of-turn token many templates write a line break, which no model has to learn to write.
-        closed = said.rstrip()
-        spans.append((len(asked), len(closed) if closed.endswith(ends) else len(said)))
+        # Many templates write a line break after the end-of-turn token, which a model does not have to learn.
+        closed = through.rstrip()
+        spans.append((len(before), len(closed) if closed.endswith(ends) else len(through)))
     return ChatText(full, spans)
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: str) -> int | None:
-    """The special token that ends an assistant's turn, if the template writes one.
+    """Return the special token that the template writes at the end of an assistant turn, or None if there is none.
 
-    Many tokenizers of base models name another token as the end of a sequence than their chat template writes.
+    The tokenizers of many base models name a different end-of-sequence token than their chat template writes.
     """
     asked = [{"role": "user", "content": "?"}]
     before = as_text(tokenizer, template, asked, "", generation_prompt=True)
@@ -107,16 +119,16 @@ def as_text(
     where: str,
     generation_prompt: bool = False,
 ) -> str:
-    """A conversation as its template writes it; with generation_prompt up to where the assistant's turn begins.
+    """Render a conversation with its template; with generation_prompt up to the start of the assistant's turn.
 
     Raises:
-        UserError: the template refuses the conversation.
+        UserError: the template rejects the conversation.
     """
     try:
         text = tokenizer.apply_chat_template(
             messages, chat_template=template, tokenize=False, add_generation_prompt=generation_prompt
         )
-    except TemplateError as error:
-        raise UserError(f"{where}: the chat template refuses this conversation: {error}") from error
+    except (TemplateError, TypeError) as error:
+        raise UserError(f"{where}: the chat template rejects this conversation: {error}") from error
     assert isinstance(text, str)
     return text

@@ -1,6 +1,7 @@
-"""Downloads into the Hugging Face cache: python -m hpc_rl.data.fetch NAME... on a machine with internet.
+"""Download models and data sets into the Hugging Face cache: python -m hpc_rl.data.fetch NAME...
 
-A process of its own, since huggingface_hub and datasets read the cache's place (HF_HOME) when they are imported.
+Run this on a machine with internet access. It is a process of its own, because huggingface_hub and datasets read the
+cache's location (HF_HOME) when they are imported.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_rl.data.hub import load_splits
+from hpc_rl.data.missing import install_command
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
 
 _OTHER_FORMATS = ["*.onnx*", "*.gguf", "*.h5", "*.msgpack", "*.ot", "*.pth", "*.pt", "original/*", "onnx/*"]
 _OTHER_WEIGHTS = ["*.bin", *_OTHER_FORMATS]
-"""Copies of the weights for other programs, which double what is downloaded."""
+"""Copies of the weights for other programs, which would double the download."""
 
 
 def main(names: Sequence[str]) -> int:
-    """Fetch one after another; the exit code."""
+    """Fetch the names one after another and return the exit code."""
     for name in names:
         try:
             print(fetch(name), flush=True)
@@ -27,29 +29,29 @@ def main(names: Sequence[str]) -> int:
             print(f"hpc-rl: {error}", file=sys.stderr)
             return error.exit_code
         except ModuleNotFoundError as error:
-            print(f"hpc-rl: {sys.executable} has no {error.name}: pip install 'hpc-rl[train]'", file=sys.stderr)
+            print(f"hpc-rl: {sys.executable} has no {error.name}: {install_command('train')}", file=sys.stderr)
             return EXIT_BAD_INPUT
     return 0
 
 
 def fetch(name: str) -> str:
-    """Download what the name stands for on the hub: a model or, where there is none, a data set; says what and where.
+    """Download the model of this name from the hub or, if there is none, the data set; describe what was fetched.
 
     Args:
-        name: a name on the hub; with `:configuration` it is a data set's.
+        name: a name on the hub; `name:configuration` always names a data set.
 
     Raises:
-        UserError: there is no such thing, it may not be read, or it cannot be reached or written.
+        UserError: the name does not exist, access is denied, or the hub or the cache cannot be reached.
     """
     folder = None if ":" in name else fetch_model(name)
     return _dataset_line(name) if folder is None else _model_line(name, folder)
 
 
 def fetch_model(name: str) -> Path | None:
-    """The snapshot of a model, downloaded where it was not; None where the hub has no model of this name.
+    """Return the snapshot folder of a model, downloading what is missing; None if the hub has no model of this name.
 
     Raises:
-        UserError: it may not be read, or it cannot be reached or written.
+        UserError: access is denied, or the hub or the cache cannot be reached.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
@@ -59,7 +61,9 @@ def fetch_model(name: str) -> Path | None:
         if not any(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(name, ignore_patterns=_OTHER_FORMATS))
     except GatedRepoError as error:
-        raise UserError(f"{name} is gated: accept its terms on its page, then `hf auth login` or HF_TOKEN") from error
+        raise UserError(
+            f"{name} is gated: accept its terms on its page, then run `hf auth login` or set HF_TOKEN"
+        ) from error
     except RepositoryNotFoundError:
         return None
     except (OSError, HFValidationError) as error:
@@ -69,7 +73,7 @@ def fetch_model(name: str) -> Path | None:
 
 def _model_line(name: str, folder: Path) -> str:
     if not (folder / "config.json").is_file():
-        raise UserError(f"{name} is no model that transformers can load: it has no config.json")
+        raise UserError(f"{name} is not a model that transformers can load: it has no config.json")
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return f"model {name}: {_amount(size)} in {folder}"
 
@@ -83,7 +87,7 @@ def _dataset_line(name: str) -> str:
         if isinstance(error.__cause__, DatasetNotFoundError):
             raise UserError(
                 f"{_endpoint()} has no {'' if ':' in name else 'model and no '}data set {name} that you may read: "
-                "check the name, or `hf auth login`"
+                "check the name, or run `hf auth login`"
             ) from error
         raise UserError(f"cannot fetch {name} from {_endpoint()}: {_first_line(error.__cause__ or error)}") from error
     rows = ", ".join(f"{split} {len(data):,}" for split, data in splits.items())

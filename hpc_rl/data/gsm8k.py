@@ -1,4 +1,4 @@
-"""GSM8K (grade-school word problems) as chat rows, with the final number apart for rewards."""
+"""GSM8K (grade-school word problems) as chat rows, with the final number in a column of its own for rewards."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.data.formats import is_file, read_rows
 from hpc_rl.data.hub import load_split
-from hpc_rl.data.rows import is_file, read_rows
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import write_jsonl
 
@@ -19,21 +19,21 @@ def prepare(source: str, out: Path) -> dict[str, int]:
     """Write train.jsonl and test.jsonl with columns `messages` (user, assistant) and `answer` (the number after ####).
 
     Args:
-        source: a folder with train.jsonl and/or test.jsonl of raw rows (question, answer), one such file (taken as the
-            split that its name says, otherwise as train), or a `datasets` name (openai/gsm8k:main).
-        out: folder to write to, made where missing.
+        source: a folder with train.jsonl or test.jsonl (or both) of raw rows (question, answer), one such file (its
+            split is test if its name contains "test", otherwise train), or a `datasets` name (openai/gsm8k:main).
+        out: folder to write to; created if it does not exist.
 
     Returns:
-        Rows written, by split.
+        the number of rows written, by split.
 
     Raises:
-        UserError: nothing to read there, or a row that is not GSM8K's.
+        UserError: the source does not exist or cannot be loaded, or has a row that is not in GSM8K's form.
     """
     splits = _sources(source)
     if any(
         Path(file).resolve() == (out / f"{split}.jsonl").resolve() for split, file in splits.items() if is_file(file)
     ):
-        raise UserError(f"{out} holds the raw files themselves: choose another folder")
+        raise UserError(f"{out} contains the raw files, which would be overwritten: choose another folder for --out")
     counts = {}
     for split, file in splits.items():
         rows: Iterable[dict[str, Any]] = read_rows(file) if is_file(file) else load_split(file, split)
@@ -44,7 +44,7 @@ def prepare(source: str, out: Path) -> dict[str, int]:
 
 
 def _sources(source: str) -> dict[str, str]:
-    """What to read for each split."""
+    """Return the file or the data set to read for each split."""
     path = Path(source).expanduser()
     if path.is_dir():
         found = {split: str(path / f"{split}.jsonl") for split in _SPLITS if (path / f"{split}.jsonl").is_file()}

@@ -1,10 +1,12 @@
-"""Rows of a data set that the `datasets` library knows: a name on the hub or a folder."""
+"""Rows of a data set that the `datasets` library loads: a name on the hub or a folder."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpc_rl.data.missing import install_command
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -12,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def load_split(name: str, split: str) -> Dataset:
-    """One split of a data set.
+    """Load one split of a data set.
 
     Args:
         name: see load_splits.
         split: "train" or "test".
 
     Raises:
-        UserError: not found, not reachable, or without that split (names the ones there are).
+        UserError: the data set is not found, not reachable, or has no such split (the message lists its splits).
     """
     splits = load_splits(name)
     if split not in splits:
@@ -28,16 +30,23 @@ def load_split(name: str, split: str) -> Dataset:
 
 
 def load_splits(name: str) -> DatasetDict:
-    """All splits of a data set.
+    """Load all splits of a data set.
 
     Args:
-        name: a folder, a name on the hub, or `name:configuration` where the data set has several (openai/gsm8k:main).
+        name: a folder, a name on the hub, or `name:configuration` if the data set has several (openai/gsm8k:main).
 
     Raises:
-        UserError: not found, or not reachable.
+        UserError: the data set is not found or not reachable, or `datasets` is not installed.
     """
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
+    try:
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetsError
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"cannot load the data set {name!r}: {sys.executable} has no {error.name}; install it with\n"
+            f"{install_command('train')}\n"
+            "or give a jsonl, csv or parquet file instead of the name"
+        ) from error
 
     path, _, configuration = (name, "", "") if Path(name).exists() else name.partition(":")
     try:
@@ -45,6 +54,6 @@ def load_splits(name: str) -> DatasetDict:
     except (OSError, ValueError, DatasetsError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(
-            f"cannot load the data set {name!r}: {reason}; where nodes have no internet, fetch it on the login node "
+            f"cannot load the data set {name!r}: {reason}; if nodes have no internet, fetch it on the login node "
             f"(hpc-rl fetch {name}), or give a parquet or jsonl file"
         ) from error

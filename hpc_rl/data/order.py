@@ -1,4 +1,4 @@
-"""Which samples make up which batch: a function of seed and position, never of the number of ranks."""
+"""The samples of each batch, as a function of the seed and the position only, not of the number of ranks."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Position:
-    """How far training has come in its data; all that a checkpoint needs to go on with the next batch."""
+    """The place of training in its data: what a checkpoint needs to resume with the next batch."""
 
     epoch: int = 0
     index: int = 0
-    """Samples of this epoch that are used already."""
+    """Samples of this epoch that have been used."""
 
 
 def epoch_order(n: int, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:
-    """The order of samples 0..n-1 in one epoch, shape [n]."""
+    """Return the order of samples 0..n-1 in one epoch, shape [n]."""
     return np.random.default_rng([seed, epoch]).permutation(n) if shuffle else np.arange(n, dtype=np.int64)
 
 
 def steps_per_epoch(n: int, batch_size: int) -> int:
-    """Batches of one pass over n samples; the last one may be smaller."""
+    """Return the number of batches in one pass over n samples; the last batch may be smaller."""
     return -(-n // batch_size)
 
 
 def batches(
     n: int, batch_size: int, *, seed: int, shuffle: bool, start: Position = Position()
 ) -> Iterator[tuple[NDArray[np.int64], Position]]:
-    """Batches without end, epoch after epoch, each with the position after it.
+    """Yield batches without end, epoch after epoch, each with the position after it.
 
-    The last batch of an epoch holds what is left, fewer than batch_size samples where n is no multiple of it: every
+    The last batch of an epoch holds the remaining samples, fewer than batch_size if n is not a multiple of it: every
     sample is used once per epoch, and a loss normalised by target tokens needs no special case for a small batch.
 
     Yields:
-        sample indices, shape [at most batch_size], and the position to save once they are used.
+        sample indices, shape [at most batch_size], and the position to save after they have been used.
     """
     if n < 1:
         raise ValueError("no samples to draw from")

@@ -1,9 +1,9 @@
-"""Prompts of reinforcement learning: what the policy is asked, and what a reward function compares its answer with."""
+"""Prompts for reinforcement learning, with the reference answers that reward functions compare responses with."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,38 +11,42 @@ from numpy.typing import NDArray
 
 from hpc_rl.config.ppo import PromptDataConfig
 from hpc_rl.data.chat import as_text, chat_template
-from hpc_rl.data.rows import Row, to_prompt
+from hpc_rl.data.formats import Row
+from hpc_rl.data.rows import to_prompt
 from hpc_rl.data.sources import all_rows, chunks
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BATCH = 256  # rows per call of the tokenizer, which spreads them over its threads
+_ROWS_PER_CALL = 256
+"""Rows that the tokenizer gets at a time and spreads over its threads."""
 
 
 @dataclass(frozen=True)
 class Prompt:
     token_ids: NDArray[np.int32]
-    """[P], up to where the assistant's turn begins."""
+    """[P], up to the start of the assistant's turn."""
     answer: Any
-    """Reference answer, as the column has it; None where data.answer_key is null."""
+    """Reference answer, as it is in the column; None if data.answer_key is null."""
     row: Row
-    """All columns, for reward functions that want more."""
+    """All columns, for reward functions that use others."""
     text: str
-    """What the chat template wrote; whole, also where token_ids are truncated."""
+    """The rendered chat template; complete even if token_ids are truncated."""
 
 
 @dataclass
 class PromptCounts:
     rows: int = 0
-    """Rows read, the dropped ones included."""
+    """Rows read, including the dropped ones."""
     tokens: int = 0
     """Tokens of the kept prompts."""
     truncated: int = 0
     """Prompts cut to data.max_prompt_length (and kept)."""
     dropped: int = 0
-    """Prompts left out for being over data.max_prompt_length."""
+    """Prompts left out because they are longer than data.max_prompt_length."""
+    shortest: int = field(default=0, compare=False)
+    """Tokens of the shortest prompt, before any truncation."""
 
     def __str__(self) -> str:
         text = f"{self.rows:,} prompts, {self.tokens:,} tokens"
@@ -53,20 +57,37 @@ class PromptCounts:
 def load_prompts(
     files: Sequence[str], data: PromptDataConfig, tokenizer: PreTrainedTokenizerBase, split: str
 ) -> tuple[list[Prompt], PromptCounts]:
-    """All prompts of some files, in their order, at most data.max_prompt_length tokens each.
+    """Load all prompts of some files, in their order, with at most data.max_prompt_length tokens each.
 
     Args:
-        files: parquet or jsonl files, or names of `datasets` data sets.
-        split: "train" or "test"; which part of a `datasets` data set to take.
+        files: data files (formats.py), or names of `datasets` data sets.
+        split: "train" or "test": the split of a `datasets` data set.
 
     Raises:
-        UserError: bad files or rows (names file and row), a tokenizer without chat template, or no prompt left.
+        UserError: a file or row is not valid (the message names file and row), the tokenizer has no chat template, or
+            no prompt is left.
+    """
+    prompts, counts = tokenize_prompts(all_rows(files, split), data, tokenizer)
+    if not prompts:
+        raise UserError(
+            f"{', '.join(files)}: all {counts.rows:,} prompts are over data.max_prompt_length {data.max_prompt_length} "
+            f"(the shortest has {counts.shortest:,} tokens): raise it, or set data.overlong_prompts=truncate"
+        )
+    return prompts, counts
+
+
+def tokenize_prompts(
+    rows: Iterable[tuple[Row, str]], data: PromptDataConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Prompt], PromptCounts]:
+    """Tokenize the prompts of rows, each given with its place for errors; leave out the dropped ones.
+
+    Raises:
+        UserError: a row is not valid, or the tokenizer has no chat template.
     """
     template = chat_template(tokenizer, data)
     prompts: list[Prompt] = []
     counts = PromptCounts()
-    shortest = 0
-    for chunk in chunks(all_rows(files, split), _BATCH):
+    for chunk in chunks(rows, _ROWS_PER_CALL):
         asked = [to_prompt(row, data, where) for row, where in chunk]
         texts = [
             as_text(tokenizer, template, messages, where, generation_prompt=True)
@@ -75,21 +96,16 @@ def load_prompts(
         encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
         for (row, where), (_, answer), text, ids in zip(chunk, asked, texts, encoded, strict=True):
             if not ids:
-                raise UserError(f"{where}: the chat template writes nothing for this prompt")
-            shortest = min(shortest or len(ids), len(ids))
+                raise UserError(f"{where}: the chat template renders this prompt as empty text")
+            counts.shortest = min(counts.shortest or len(ids), len(ids))
             fitted = _fitted(np.asarray(ids, dtype=np.int32), data, counts)
             if fitted is not None:
                 prompts.append(Prompt(fitted, answer, row, text))
-    if not prompts:
-        raise UserError(
-            f"{', '.join(files)}: all {counts.rows:,} prompts are over data.max_prompt_length {data.max_prompt_length} "
-            f"(the shortest has {shortest:,} tokens): raise it, or set data.overlong_prompts=truncate"
-        )
     return prompts, counts
 
 
 def _fitted(ids: NDArray[np.int32], data: PromptDataConfig, counts: PromptCounts) -> NDArray[np.int32] | None:
-    """The tokens within data.max_prompt_length, or None; counted either way."""
+    """Return the tokens within data.max_prompt_length, or None if dropped; add them to the counts in both cases."""
     counts.rows += 1
     too_long = len(ids) > data.max_prompt_length
     if too_long and data.overlong_prompts == "drop":

@@ -1,8 +1,8 @@
-"""Training files as token samples, with the loss on the assistant's tokens alone."""
+"""Chat rows as token sequences, with the loss only on the assistant's tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -12,41 +12,46 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from hpc_rl.config.sft import DataConfig
-from hpc_rl.data.chat import chat_template, marks_generation, render
+from hpc_rl.data.chat import chat_template, render
+from hpc_rl.data.formats import Row
 from hpc_rl.data.rows import Message, to_messages
 from hpc_rl.data.sources import all_rows, chunks
+from hpc_rl.data.template import marks_generation
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BATCH = 256  # rows per call of the tokenizer, which spreads them over its threads
+_ROWS_PER_CALL = 256
+"""Rows that the tokenizer gets at a time and spreads over its threads."""
 
 
 @dataclass(frozen=True)
 class Sample:
+    """One row of training data as tokens."""
+
     input_ids: NDArray[np.int32]
     """[L]"""
     loss_mask: NDArray[np.bool_]
-    """[L]; true where the token is a target. Never true at 0: nothing predicts the first token."""
+    """[L]; true if the token is a target. Never true at 0, because nothing predicts the first token."""
 
 
 @dataclass
 class Counts:
-    """What one rank's share of the rows became; sums over ranks are the data set's."""
+    """What the rows of one rank became; the sum over ranks describes the whole data set."""
 
     rows: int = 0
-    """Rows read, the dropped ones included."""
+    """Rows read, including the dropped ones."""
     tokens: int = 0
     """Tokens of the kept samples."""
     target_tokens: int = 0
-    """Of these, the ones that the loss is taken on."""
+    """Tokens of the kept samples that carry loss."""
     truncated: int = 0
     """Samples cut to data.max_length (and kept)."""
     dropped: int = 0
-    """Samples left out for being over data.max_length."""
+    """Samples left out because they are longer than data.max_length."""
     no_target: int = 0
-    """Samples left out since truncation left no token of the assistant."""
+    """Samples left out because truncation removed all of the assistant's tokens."""
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Counts)})
@@ -70,25 +75,41 @@ def tokenize_files(
     rank: int = 0,
     world: int = 1,
 ) -> tuple[list[Sample | None], Counts]:
-    """This rank's share of all rows, `rows[rank::world]`, as samples; None stands for a dropped one.
+    """Tokenize this rank's share of all rows, `rows[rank::world]`.
 
     Args:
-        files: parquet or jsonl files, or names of `datasets` data sets.
-        split: "train" or "test"; which part of a `datasets` data set to take.
+        files: data files (formats.py), or names of `datasets` data sets.
+        split: "train" or "test": the split of a `datasets` data set.
+
+    Returns:
+        see tokenize_rows.
 
     Raises:
-        UserError: bad files or rows (names file and row), or a tokenizer without chat template.
+        UserError: a file or row is not valid (the message names file and row), or see tokenize_rows.
+    """
+    return tokenize_rows(islice(all_rows(files, split), rank, None, world), data, tokenizer)
+
+
+def tokenize_rows(
+    rows: Iterable[tuple[Row, str]], data: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Sample | None], Counts]:
+    """Tokenize rows, each given with its place for errors.
+
+    Returns:
+        one sample per row, None for a dropped row; and the counts of both.
+
+    Raises:
+        UserError: a row is not a chat, or the tokenizer has no chat template or no fast version.
     """
     template = chat_template(tokenizer, data)
     if not tokenizer.is_fast:
         raise UserError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no fast version (tokenizer.json), which is needed"
+            f"the tokenizer {tokenizer.name_or_path!r} has no fast version (tokenizer.json), which training needs"
         )
     encode = _encode_marked if marks_generation(template) else _encode_rendered
     samples: list[Sample | None] = []
     counts = Counts()
-    share = islice(all_rows(files, split), rank, None, world)
-    for chunk in chunks(share, _BATCH):
+    for chunk in chunks(rows, _ROWS_PER_CALL):
         chats = [(to_messages(row, data, where), where) for row, where in chunk]
         for ids, mask in encode(tokenizer, template, chats):
             samples.append(_fitted(ids, mask, data, counts))
@@ -99,12 +120,12 @@ def _encode_rendered(
     tokenizer: PreTrainedTokenizerBase, template: str, chats: list[tuple[list[Message], str]]
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
     texts = [render(tokenizer, template, messages, where) for messages, where in chats]
-    batch = dict(tokenizer([chat.text for chat in texts], add_special_tokens=False, return_offsets_mapping=True))
-    for chat, ids, offsets in zip(texts, batch["input_ids"], batch["offset_mapping"], strict=True):
+    encoded = dict(tokenizer([chat.text for chat in texts], add_special_tokens=False, return_offsets_mapping=True))
+    for chat, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
         starts, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
         mask = np.zeros(len(ids), dtype=np.bool_)
         for start, end in chat.spans:
-            mask |= (starts < end) & (ends > start)  # a token across the border has some of the assistant's text
+            mask |= (starts < end) & (ends > start)  # a token across the border contains some of the assistant's text
         yield np.asarray(ids, dtype=np.int32), mask
 
 
@@ -112,21 +133,22 @@ def _encode_marked(
     tokenizer: PreTrainedTokenizerBase, template: str, chats: list[tuple[list[Message], str]]
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
     try:
-        batch: Any = tokenizer.apply_chat_template(
+        encoded: Any = tokenizer.apply_chat_template(
             [messages for messages, _ in chats],
             chat_template=template,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
         )
-    except TemplateError as error:
-        raise UserError(f"between {chats[0][1]} and {chats[-1][1]}: the chat template refuses: {error}") from error
-    for ids, mask in zip(batch["input_ids"], batch["assistant_masks"], strict=True):
+    except (TemplateError, TypeError) as error:
+        place = chats[0][1] if len(chats) == 1 else f"between {chats[0][1]} and {chats[-1][1]}"
+        raise UserError(f"{place}: the chat template rejects a conversation: {error}") from error
+    for ids, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True):
         yield np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=np.bool_)
 
 
 def _fitted(ids: NDArray[np.int32], mask: NDArray[np.bool_], data: DataConfig, counts: Counts) -> Sample | None:
-    """The sample within data.max_length, or None; counted either way."""
+    """Return the sample cut to data.max_length, or None if it is dropped; add it to the counts in both cases."""
     counts.rows += 1
     too_long = len(ids) > data.max_length
     if too_long and data.truncation == "drop":

@@ -1,4 +1,4 @@
-"""All rows of what train_files or val_files name, whichever kind each is."""
+"""All rows of the files and data sets in train_files or val_files."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
+from hpc_rl.data.formats import CannotCheck, Row, is_file, read_rows
 from hpc_rl.data.hub import load_split
-from hpc_rl.data.rows import CannotCheck, Row, is_file, read_rows
+from hpc_rl.data.missing import install_command
 from hpc_rl.errors import UserError
 
 T = TypeVar("T")
 
 
 def all_rows(files: Sequence[str], split: str) -> Iterator[tuple[Row, str]]:
-    """Every row with its place ("FILE, row N"), file after file.
+    """Yield every row with its place ("FILE, row N"), file after file.
 
     Args:
-        files: parquet or jsonl files, or names of `datasets` data sets.
-        split: "train" or "test"; which part of a `datasets` data set to take.
+        files: data files (formats.py), or names of `datasets` data sets.
+        split: "train" or "test": the split of a `datasets` data set.
 
     Raises:
         UserError: a file is missing, unreadable or empty.
@@ -30,13 +31,13 @@ def all_rows(files: Sequence[str], split: str) -> Iterator[tuple[Row, str]]:
             for number, row in enumerate(rows, start=1):
                 yield row, f"{file}, row {number}"
         except CannotCheck as error:
-            raise UserError(f"{error}; install hpc-rl[train]") from error
+            raise UserError(f"{error}: {install_command('train')}") from error
         if not number:
             raise UserError(f"{file}: the data set is empty")
 
 
 def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """The items in lists of `size`, the last one shorter where they do not divide."""
+    """Yield the items in lists of `size`; the last list may be shorter."""
     iterator = iter(items)
     while chunk := list(islice(iterator, size)):
         yield chunk

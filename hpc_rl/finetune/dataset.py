@@ -1,4 +1,4 @@
-"""The tokenised data set, the same on every rank, tokenised once by all ranks together."""
+"""The tokenized data set: each rank tokenizes a share, and every rank gets the whole."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.data.sft_dataset import Counts, Sample, tokenize_files
+from hpc_rl.errors import AgreedError
 from hpc_rl.training.distributed import World
-from hpc_rl.training.errors import AgreedError
 
 
 def load_samples(files: Sequence[str], data: DataConfig, tokenizer: object, split: str, world: World) -> list[Sample]:
-    """All samples of some files, in their order; each rank tokenises its share of the rows. Rank 0 prints their counts.
+    """Return all samples of some files, in their order. Rank 0 prints their counts.
 
     Raises:
-        AgreedError: bad files, or nothing to train on in them.
+        AgreedError: a file is not valid, or no sample has a target token.
     """
     share, counts = world.together(
         lambda: tokenize_files(list(files), data, tokenizer, split=split, rank=world.rank, world=world.size)  # type: ignore[arg-type]
@@ -28,7 +28,7 @@ def load_samples(files: Sequence[str], data: DataConfig, tokenizer: object, spli
     counts = Counts(**{name: int(total) for name, total in zip(asdict(counts), totals, strict=True)})
     if not samples:
         raise AgreedError(
-            f"{', '.join(files)}: no sample with a target token is left within data.max_length ({counts})"
+            f"{', '.join(files)}: no sample has a target token within data.max_length ({counts}): raise data.max_length"
         )
     if world.is_main:
         print(f"{'training' if split == 'train' else 'validation'} data: {counts}", flush=True)
@@ -36,13 +36,13 @@ def load_samples(files: Sequence[str], data: DataConfig, tokenizer: object, spli
 
 
 def gather_samples(share: Sequence[Sample | None], world: World) -> list[Sample]:
-    """Put the ranks' shares `rows[rank::world]` together again, without the dropped rows (None)."""
+    """Combine the ranks' shares `rows[rank::world]` into one list, without the dropped rows (None)."""
     if world.size == 1:
         return [sample for sample in share if sample is not None]
     kept = [sample for sample in share if sample is not None]
     none = np.zeros(0, np.int32)
     lengths = np.array([0 if sample is None else len(sample.input_ids) for sample in share], np.int64)
-    # One number per token: the id, and its lowest bit for whether it is a target.
+    # One number per token: twice its id, plus 1 if it is a target.
     flat = np.concatenate([none, *(sample.input_ids * 2 + sample.loss_mask for sample in kept)], dtype=np.int32)
     all_lengths = [rows.numpy() for rows in world.gather_varied(torch.from_numpy(lengths))]
     all_tokens = [rows.numpy() for rows in world.gather_varied(torch.from_numpy(flat))]

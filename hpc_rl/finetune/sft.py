@@ -1,4 +1,4 @@
-"""The supervised objective: mean cross-entropy of the target tokens of a global batch."""
+"""The supervised objective: the mean cross-entropy of the target tokens of a global batch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hpc_rl.training.packed_batch import PackedBatch, filler, pack_samples
 
 
 def collate(samples: Sequence[Sample]) -> PackedBatch:
-    """One micro-batch; the filler where a rank has no sample left."""
+    """Build a micro-batch; the filler if a rank has no samples left."""
     if not samples:
         return filler()
     return pack_samples([sample.input_ids for sample in samples], [sample.loss_mask for sample in samples])
 
 
 def loss(model: CausalLM, batch: PackedBatch, scale: float) -> torch.Tensor:
-    """`scale` times the summed cross-entropy of a micro-batch's targets.
+    """Return `scale` times the summed cross-entropy of a micro-batch's targets, in nats.
 
     Divided by the target tokens of the whole global batch, not of the micro-batch, the sum over all micro-batches of
-    all ranks is the batch's mean, however it was split.
+    all ranks is the batch's mean, independent of the split.
     """
     return model(batch, lambda hidden_NH, weight_VH: cross_entropy_sum(hidden_NH, weight_VH, batch.targets_N, scale))

@@ -1,7 +1,8 @@
 """python -m hpc_rl.finetune.train [--run-dir DIR] --config FILE | key=value ...
 
-The process that torchrun starts once per GPU, or that runs alone. The run directory is the run: started again in the
-same one, it goes on from the newest checkpoint. Exit codes: 0 done, 75 stopped and saved, 2 bad input, 1 anything else.
+torchrun starts this process once per GPU; it also runs alone. The run directory is the run: started again in the same
+directory, training resumes from the newest checkpoint. Exit codes: 0 finished, 75 stopped with a checkpoint, 2 bad
+input, 1 any other error.
 """
 
 from __future__ import annotations
@@ -17,15 +18,14 @@ from typing import NoReturn
 
 from hpc_rl.config.compose import compose, load_config
 from hpc_rl.config.sft import SftConfig
-from hpc_rl.errors import UserError
+from hpc_rl.errors import AgreedError, UserError
 from hpc_rl.run_dir import RunDir, current_run_dir
-from hpc_rl.training.errors import AgreedError
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Run, and leave with the exit code.
+    """Run, and exit with the exit code.
 
-    After an error the process leaves at once, without the interpreter's usual end: that could wait for ranks that wait
+    After an error the process exits at once, without the interpreter's clean-up, which could wait for ranks that wait
     for this one.
     """
     rank = int(os.environ.get("RANK", 0))
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         elif rank == 0:
             print(error, file=sys.stderr)
         leave(error.exit_code)
-    except Exception as error:  # noqa: BLE001 - the last stop: says who failed first, then leaves
+    except Exception as error:  # noqa: BLE001 - the last handler: it names the rank that failed, then exits
         traceback.print_exc()
         first = str(error).strip().splitlines()
         print(f"{who}{type(error).__name__}{': ' + first[0] if first else ''}", file=sys.stderr)
@@ -47,17 +47,22 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def run(arguments: Sequence[str]) -> int:
+    """Train as the arguments say and return the exit code.
+
+    Raises:
+        UserError: the arguments, the data or the model are not valid, or training had to stop.
+    """
     try:
         config, run_dir = parse(arguments)
     except UserError as error:
         raise AgreedError(str(error)) from error
-    from transformers.utils import logging  # heavy, like all that follows
+    from transformers.utils import logging  # slow to import, as are the modules below
 
     from hpc_rl.finetune.trainer import train
     from hpc_rl.tracking.report import failure_reported
     from hpc_rl.training import distributed
 
-    logging.disable_progress_bar()  # bars of control characters in log files
+    logging.disable_progress_bar()  # its control characters would fill log files
     world = distributed.start(config.trainer.device, config.slurm.start_timeout_s)
     with failure_reported(run_dir) if world.is_main else nullcontext():
         code = train(config, run_dir, world)
@@ -66,27 +71,31 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> tuple[SftConfig, RunDir]:
-    """Configuration and run directory.
+    """Return the configuration and the run directory.
 
     Raises:
-        UserError: anything wrong with them. Every rank raises it alike.
+        UserError: one of them is not valid; every rank raises the same error.
     """
     parser = argparse.ArgumentParser(prog="python -m hpc_rl.finetune.train", description=__doc__)
-    parser.add_argument("--config", type=Path, help="resolved configuration (config.yaml of a run directory)")
-    parser.add_argument("--run-dir", type=Path, help="default: $HPC_RL_RUN_DIR")
+    parser.add_argument("--config", type=Path, help="complete configuration (config.yaml of a run directory)")
+    parser.add_argument("--run-dir", type=Path, help="run directory; the default is $HPC_RL_RUN_DIR")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args(arguments)
     run_dir = RunDir(options.run_dir.absolute()) if options.run_dir else current_run_dir()
     if run_dir is None:
-        raise UserError("no run directory: give --run-dir DIR, or set HPC_RL_RUN_DIR")
+        raise UserError("no run directory: add --run-dir DIR, or set HPC_RL_RUN_DIR")
     if options.config and options.overrides:
-        raise UserError(f"--config {options.config} is complete: change the file, or give key=value alone")
+        raise UserError(
+            f"--config {options.config} is a complete configuration, so {options.overrides[0]} cannot be added: "
+            "change the file, or use key=value without --config"
+        )
     config = load_config("sft", options.config) if options.config else compose("sft", options.overrides)
     assert isinstance(config, SftConfig)
     return config, run_dir
 
 
 def leave(code: int) -> NoReturn:
+    """Exit at once, with all output written."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

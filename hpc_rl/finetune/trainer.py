@@ -1,9 +1,9 @@
-"""The supervised training loop: load -> loop -> step -> save -> validate."""
+"""The fine-tuning loop: load -> loop -> step -> save -> validate."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,8 @@ from hpc_rl.data.chat import chat_template
 from hpc_rl.data.order import Position, batches, steps_per_epoch
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.errors import EXIT_STOPPED
-from hpc_rl.finetune import sft
 from hpc_rl.finetune.dataset import load_samples
-from hpc_rl.finetune.perf import Work, perf_metrics
+from hpc_rl.finetune.objectives import OBJECTIVES, Objective
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.report import report_end
 from hpc_rl.tracking.tracker import Tracker, open_tracker
@@ -28,17 +27,39 @@ from hpc_rl.training.distributed import World
 from hpc_rl.training.export import export
 from hpc_rl.training.model import CausalLM, Flops, count_flops, load_model, load_tokenizer
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
-from hpc_rl.training.perf import Clock
+from hpc_rl.training.perf import Clock, max_memory_gb, peak_flops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@dataclass(frozen=True)
+class Work:
+    """The amount of work in a global batch."""
+
+    lengths: list[int]
+    """Tokens of each sample."""
+    targets: int
+    """Target tokens of all samples."""
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Work:
+        """Count the tokens of samples."""
+        lengths = [len(sample.input_ids) for sample in samples]
+        return cls(lengths, sum(int(sample.loss_mask.sum()) for sample in samples))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all samples."""
+        return sum(self.lengths)
+
+
 @dataclass
-class State:
-    """A run in progress. What the loop changes stands last."""
+class TrainerState:
+    """A run in progress. The loop changes the fields from `step` on."""
 
     config: SftConfig
+    objective: Objective
     run: RunDir
     world: World
     tokenizer: PreTrainedTokenizerBase
@@ -60,10 +81,10 @@ class State:
 
 
 def train(config: SftConfig, run: RunDir, world: World) -> int:
-    """Train to the end, or until the stop file is there.
+    """Train to the end, or until the stop file exists.
 
     Returns:
-        the process's exit code: 0, or 75 where starting again goes on.
+        the exit code of the process: 0, or 75 if the run is not finished and can be resumed.
     """
     state = load(config, run, world)
     finished_before = state.step >= state.total_steps
@@ -82,12 +103,12 @@ def train(config: SftConfig, run: RunDir, world: World) -> int:
     return finish(state, finished_before)
 
 
-def load(config: SftConfig, run: RunDir, world: World) -> State:
-    """Data, model and optimizer, as the newest checkpoint left them."""
+def load(config: SftConfig, run: RunDir, world: World) -> TrainerState:
+    """Load data, model and optimizer, and restore the newest checkpoint."""
     torch.manual_seed(config.trainer.seed + world.rank)
     data, seed = config.data, config.trainer.seed
     tokenizer = world.together(lambda: load_tokenizer(config.model))
-    tokenizer.chat_template = world.together(lambda: chat_template(tokenizer, data))  # the exported model has it too
+    tokenizer.chat_template = world.together(lambda: chat_template(tokenizer, data))  # also for the exported model
     samples = load_samples(data.train_files, data, tokenizer, "train", world)
     val = load_samples(data.val_files, data, tokenizer, "test", world) if data.val_files else []
     with guards.explain_out_of_memory("loading the model"):
@@ -99,12 +120,13 @@ def load(config: SftConfig, run: RunDir, world: World) -> State:
     if progress is None:
         progress = Progress(samples=len(samples), dtype=config.model.dtype)
     else:
-        say(world, f"going on after step {progress.step}, from {run.checkpoints}")
+        say(world, f"resuming after step {progress.step}, from {run.checkpoints}")
     checkpoint.refuse_other_data(run.checkpoints, progress, len(samples))
     position = Position(progress.epoch, progress.index)
     steps = config.trainer.total_epochs * steps_per_epoch(len(samples), data.train_batch_size)
-    return State(
+    return TrainerState(
         config=config,
+        objective=OBJECTIVES[type(config)],
         run=run,
         world=world,
         tokenizer=tokenizer,
@@ -122,29 +144,31 @@ def load(config: SftConfig, run: RunDir, world: World) -> State:
     )
 
 
-def step(state: State, clock: Clock) -> dict[str, float]:
-    """One optimizer step on the next global batch; its metrics, the same on every rank."""
+def step(state: TrainerState, clock: Clock) -> dict[str, float]:
+    """Make one optimizer step on the next global batch; return its metrics, which are the same on every rank."""
     config, world, number = state.config, state.world, state.step + 1
     with clock("data"):
         indices, position = next(state.batches)
         samples = [state.train[index] for index in indices]
         work = Work.of(samples)
         plan = plan_batch(work.lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)[world.rank]
-        micro_batches = [sft.collate([samples[index] for index in micro]).to(world.device) for micro in plan]
+        micro_batches = [
+            state.objective.collate([samples[index] for index in micro]).to(world.device) for micro in plan
+        ]
     with guards.explain_out_of_memory(f"step {number}"), clock("forward_backward"):
         scale = sharding.loss_factor(state.model, world) / work.targets
         loss = torch.zeros((), device=world.device)
-        for index, batch in enumerate(micro_batches):
+        for index, micro_batch in enumerate(micro_batches):
             sharding.begin_micro_batch(state.model, config.trainer.sharding, last=index == len(micro_batches) - 1)
-            part = sft.loss(state.model, batch, scale)
+            part = state.objective.loss(state.model, micro_batch, scale)
             part.backward()
             loss += part.detach()
         norm = clip_gradients(state.model.parameters(), config.optim.clip_grad)
-        # The only exchange of numbers in a step; what rank 0 has decided travels with the loss.
-        stop_asked = float(world.is_main and state.run.stop.exists())
-        save_asked = float(save_is_due(state, number))
+        # The only exchange of numbers in a step: rank 0's decisions travel with the loss.
+        stop_requested = float(world.is_main and state.run.stop.exists())
+        save_requested = float(save_is_due(state, number))
         losses, stops, saves = world.gather_rows(
-            [loss.item() / sharding.loss_factor(state.model, world), stop_asked, save_asked]
+            [loss.item() / sharding.loss_factor(state.model, world), stop_requested, save_requested]
         ).T.tolist()
         guards.refuse_not_finite(number, losses, norm)
     with guards.explain_out_of_memory(f"step {number}"), clock("optimizer"):
@@ -165,7 +189,26 @@ def step(state: State, clock: Clock) -> dict[str, float]:
     }
 
 
-def save(state: State) -> None:
+def perf_metrics(work: Work, clock: Clock, flops: Flops, world: World) -> dict[str, float]:
+    """Return the speed of a step without saving and validation; of all ranks, unless docs/sft.md says otherwise.
+
+    perf/mfu is present only for devices in PEAK_TFLOPS.
+    """
+    seconds = sum(clock.seconds.values())
+    metrics = {
+        "perf/time_per_step": seconds,
+        "perf/tokens_per_s": work.tokens / seconds,
+        "perf/throughput": work.tokens / seconds / world.size,
+        "perf/max_memory_gb": max_memory_gb(world.device),
+    }
+    peak = peak_flops(world.device)
+    if peak:
+        metrics["perf/mfu"] = flops.of(work.lengths, work.targets) / seconds / world.size / peak
+    return metrics
+
+
+def save(state: TrainerState) -> None:
+    """Write a checkpoint."""
     progress = Progress(
         step=state.step,
         epoch=state.position.epoch,
@@ -182,8 +225,8 @@ def save(state: State) -> None:
 
 
 @torch.no_grad()
-def validate(state: State) -> float:
-    """Mean cross-entropy of all target tokens of the validation data."""
+def validate(state: TrainerState) -> float:
+    """Return the mean loss over all target tokens of the validation data."""
     config, world = state.config, state.world
     state.model.eval()
     work = Work.of(state.val)
@@ -191,19 +234,22 @@ def validate(state: State) -> float:
     total = torch.zeros((), device=world.device)
     with guards.explain_out_of_memory("validation"):
         for micro in plan:
-            batch = sft.collate([state.val[index] for index in micro]).to(world.device)
-            total += sft.loss(state.model, batch, 1.0)
+            micro_batch = state.objective.collate([state.val[index] for index in micro]).to(world.device)
+            total += state.objective.loss(state.model, micro_batch, 1.0)
     state.model.train()
     return float(world.gather_rows([total.item()]).sum()) / work.targets
 
 
-def finish(state: State, finished_before: bool) -> int:
-    """Export, close the books and say how it ended."""
+def finish(state: TrainerState, finished_before: bool) -> int:
+    """Export a finished run, close the tracker and print the result; return the exit code."""
     done = state.step >= state.total_steps
     if finished_before:
-        say(state.world, f"{state.run.path} is finished already, after {state.step} steps; nothing to train")
+        say(state.world, f"{state.run.path} has already finished after {state.step} steps; nothing to train")
     if not done:
-        say(state.world, f"stopped after step {state.step} of {state.total_steps}: saved, starting again goes on")
+        say(
+            state.world,
+            f"stopped after step {state.step} of {state.total_steps}: checkpoint saved; submit again to resume",
+        )
     elif state.config.trainer.export and state.world.is_main and not (finished_before and state.run.model.exists()):
         export(state.run.path, state.run.model, replace=True)
         say(state.world, f"model: {state.run.model}")
@@ -215,16 +261,18 @@ def finish(state: State, finished_before: bool) -> int:
 
 
 def due(step: int, every: int) -> bool:
+    """Return whether something happens after this step that happens every so many steps (0: never)."""
     return every > 0 and step % every == 0
 
 
-def save_is_due(state: State, step: int) -> bool:
-    """By steps or by time; rank 0's answer counts, since clocks differ."""
+def save_is_due(state: TrainerState, step: int) -> bool:
+    """Return whether to save, by steps or by time. Clocks differ, so rank 0 decides."""
     minutes = state.config.trainer.save_minutes
     late = minutes > 0 and time.monotonic() - state.saved_at >= 60 * minutes
     return late or due(step, state.config.trainer.save_freq)
 
 
 def say(world: World, text: str) -> None:
+    """Print a line once per job."""
     if world.is_main:
         print(text, flush=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.environment import nccl_defaults, openmp_defaults, tokenizer_defaults
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR
 from hpc_rl.slurm.allocation import Allocation, read_allocation
 
@@ -44,16 +45,12 @@ def worker_defaults(interface: str, threads: int) -> dict[str, str]:
         interface: between the nodes.
         threads: of OpenMP, for each process.
     """
-    defaults = {
+    return {
         "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_CUMEM_ENABLE": "0",  # saves memory where vLLM and a trainer share a GPU, as verl and OpenRLHF set it
-        "NCCL_DEBUG": "WARN",
-        "OMP_NUM_THREADS": str(max(1, threads)),
-        "TOKENIZERS_PARALLELISM": "true",
+        **nccl_defaults(interface),
+        **openmp_defaults(threads),
+        **tokenizer_defaults(),
     }
-    if interface != "lo":  # NCCL takes no loopback for a job on one node, and needs none
-        defaults["NCCL_SOCKET_IFNAME"] = f"={interface}"  # without the sign it is a prefix
-    return defaults
 
 
 def say(text: str) -> None:

@@ -1,6 +1,6 @@
-"""What can be known of a reward function without running it: that it is there, and how it is called.
+"""Checks of a reward function that do not run it: that it exists, and that its parameters fit.
 
-Light on purpose: a login node checks this before it queues the job, and imports nothing of the user's.
+A login node runs them before it queues the job. They import neither the user's code nor heavy packages.
 """
 
 from __future__ import annotations
@@ -19,72 +19,74 @@ from urllib.parse import urlsplit
 
 from hpc_rl.errors import UserError
 from hpc_rl.rewards import signature
-
-BUILT_IN = ("exact", "format", "gsm8k", "math")
+from hpc_rl.rewards.table import REWARDS
 
 _FORMS = "package.module:function or path/file.py:function"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a reward function is: in a file or in a module, one of them."""
+class FunctionLocation:
+    """Where a reward function is defined: in a file, or else in a module."""
 
     function: str
     file: Path | None = None
     module: str = ""
 
 
-def place_of(spec: str) -> Place:
+def locate(spec: str) -> FunctionLocation:
     """Read reward.function.
 
     Raises:
-        UserError: neither a built-in name nor one of the forms; names the nearest built-in.
+        UserError: the value is neither a built-in name nor of a valid form; the message suggests the nearest built-in.
     """
-    if spec in BUILT_IN:
-        return Place("score", module=f"hpc_rl.rewards.{spec}")
+    if spec in REWARDS:
+        return FunctionLocation("score", module=REWARDS[spec].module)
     where, colon, function = spec.rpartition(":")
     if not colon:
-        close = difflib.get_close_matches(spec, BUILT_IN, n=1)
+        close = difflib.get_close_matches(spec, REWARDS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise UserError(f"reward.function {spec}: neither one of {', '.join(BUILT_IN)} nor {_FORMS}{hint}")
+        raise UserError(f"reward.function {spec}: expected one of {', '.join(REWARDS)}, or {_FORMS}{hint}")
     if where.endswith(".py") or "/" in where:
-        place = Place(function, file=Path(where).expanduser())
+        location = FunctionLocation(function, file=Path(where).expanduser())
     else:
-        place = Place(function, module=where)
-    names = [function] if place.file else [function, *where.split(".")]
+        location = FunctionLocation(function, module=where)
+    names = [function] if location.file else [function, *where.split(".")]
     if not where or not all(name.isidentifier() for name in names):
-        raise UserError(f"reward.function {spec}: not of the form {_FORMS}")
-    return place
+        raise UserError(f"reward.function {spec}: expected the form {_FORMS}")
+    return location
 
 
 def check_function(spec: str, kwargs: Mapping[str, Any], *, same_python: bool) -> str | None:
-    """Look for a reward function and at its parameters.
+    """Check that a reward function exists and that its parameters fit.
 
     Args:
         kwargs: reward.kwargs.
-        same_python: the job runs this Python with this search path, so a module that is not found is missing.
+        same_python: whether the job runs this Python with this search path, so that a module that is not found here is
+            missing there too.
 
     Returns:
-        what could not be checked here, if anything.
+        a note about what could not be checked here, or None.
 
     Raises:
-        UserError: no such file, module or function (with the nearest name), or not callable as a reward function.
+        UserError: there is no such file, module or function, or it cannot be called as a reward function.
     """
-    place = place_of(spec)
+    location = locate(spec)
     if spec == "format" and isinstance(kwargs.get("pattern"), str):
         try:
             re.compile(kwargs["pattern"])
         except re.error as error:
-            raise UserError(f"reward.kwargs.pattern {kwargs['pattern']!r} is no regular expression: {error}") from error
-    source = _source(spec, place, same_python)
+            raise UserError(
+                f"reward.kwargs.pattern {kwargs['pattern']!r} is not a regular expression: {error}"
+            ) from error
+    source = _source(spec, location, same_python)
     if source is None:
-        return f"reward.function {spec} is looked up when the job starts: its source is not found here"
-    _check_source(spec, source, place.function, kwargs)
+        return f"reward.function {spec} is checked when the job starts, because its source is not available here"
+    _check_source(spec, source, location.function, kwargs)
     return None
 
 
 def check_url(url: str) -> None:
-    """Raises UserError where reward.url is no address of an HTTP server."""
+    """Raise UserError if reward.url is not the address of an HTTP server."""
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and not re.search(r"\s", url)
@@ -92,20 +94,22 @@ def check_url(url: str) -> None:
     except ValueError:
         valid = False
     if not valid:
-        raise UserError(f"reward.url {url}: not of the form http://host:port/path")
+        raise UserError(f"reward.url {url}: expected the form http://host:port/path")
 
 
-def _source(spec: str, place: Place, same_python: bool) -> Path | None:
-    if spec in BUILT_IN:
-        return Path(__file__).with_name(f"{spec}.py")
-    if place.file is None:
-        missing, source = _find(place.module)
+def _source(spec: str, location: FunctionLocation, same_python: bool) -> Path | None:
+    if spec in REWARDS:
+        return Path(__file__).with_name(f"{location.module.rpartition('.')[2]}.py")
+    if location.file is None:
+        missing, source = _find(location.module)
         if missing and same_python:
-            raise UserError(f"reward.function {spec}: no module {missing!r} in {Path.cwd()} or among what is installed")
+            raise UserError(
+                f"reward.function {spec}: found no module {missing!r} in {Path.cwd()} or among the installed packages"
+            )
         return source
-    if not place.file.is_file():
-        raise UserError(f"reward.function {spec}: no such file: {place.file}{_near_file(place.file)}")
-    return place.file
+    if not location.file.is_file():
+        raise UserError(f"reward.function {spec}: no such file: {location.file}{_near_file(location.file)}")
+    return location.file
 
 
 def _check_source(spec: str, source: Path, function: str, kwargs: Mapping[str, Any]) -> None:
@@ -113,7 +117,7 @@ def _check_source(spec: str, source: Path, function: str, kwargs: Mapping[str, A
         tree = ast.parse(source.read_bytes())
     except (SyntaxError, ValueError, OSError) as error:
         at = f", line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else f": {error}"
-        raise UserError(f"reward.function {spec}: {source} is not readable as Python{at}") from error
+        raise UserError(f"reward.function {spec}: {source} cannot be read as Python{at}") from error
     names = dict(_bindings(tree.body))
     found = names.get(function)
     if found is None:
@@ -125,14 +129,14 @@ def _check_source(spec: str, source: Path, function: str, kwargs: Mapping[str, A
         raise UserError(f"reward.function {spec}: no {function!r} in {source}; {hint}")
     if isinstance(found, ast.AsyncFunctionDef | ast.ClassDef):
         kind = "an async function" if isinstance(found, ast.AsyncFunctionDef) else "a class"
-        raise UserError(f"reward.function {spec} is {kind}, where a function is needed: {signature.EXPECTED}")
-    # What a decorator, an assignment or an import makes of it shows only when the job starts.
+        raise UserError(f"reward.function {spec} is {kind}, but a function is needed: {signature.EXPECTED}")
+    # The result of a decorator, an assignment or an import is only known when the job runs it.
     if isinstance(found, ast.FunctionDef) and not found.decorator_list:
         signature.check(spec, _signature(found.args), kwargs)
 
 
 def _bindings(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    """Names that a module's statements bind, with the statement; "*" for an import of everything."""
+    """Yield the names that a module's statements bind, each with its statement; "*" for a wildcard import."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, node
@@ -167,10 +171,10 @@ def _signature(arguments: ast.arguments) -> Signature:
 
 
 def _find(module: str) -> tuple[str | None, Path | None]:
-    """Look for a module's source without importing its packages.
+    """Find a module's source without importing its packages.
 
     Returns:
-        the part of its name that is missing (None: nothing is), and its source file (None: unknown).
+        the part of its name that is missing (None if none is), and its source file (None if it is unknown).
     """
     search: Sequence[str] | None = [str(Path.cwd()), *sys.path]
     parts = module.split(".")
@@ -179,7 +183,7 @@ def _find(module: str) -> tuple[str | None, Path | None]:
         name = ".".join(parts[:count])
         found = PathFinder.find_spec(parts[count - 1], search)
         if found is None:
-            # A package in development may be found by an import hook alone, which knows its top level.
+            # An editable installation may be found only through an import hook, which handles top-level names.
             hooks = [hook for hook in sys.meta_path if count == 1 and hook is not PathFinder]
             found = next((spec for hook in hooks if (spec := hook.find_spec(name, None)) is not None), None)
         if found is None:

@@ -1,9 +1,10 @@
-"""1 where the response is the answer, apart from white space around both."""
+"""Scores 1 if the response equals the reference answer, ignoring white space around both, else 0."""
 
 from __future__ import annotations
 
-from hpc_rl.rewards.number import needed
+from hpc_rl.rewards.number import required_text
 
 
 def score(response: str, answer: object) -> float:
-    return float(response.strip() == needed(answer).strip())
+    """Compare response and answer."""
+    return float(response.strip() == required_text(answer).strip())

@@ -1,4 +1,4 @@
-"""1 where the whole response has a form, whatever it says: a regular expression that matches all of it."""
+"""Scores 1 if a regular expression matches the whole response, else 0; the answer does not matter."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import re
 
 
 def score(response: str, answer: object, pattern: str) -> float:
-    """`.` matches line breaks too."""
+    """Match the response; `.` also matches line breaks."""
     return float(re.fullmatch(pattern, response, re.DOTALL) is not None)

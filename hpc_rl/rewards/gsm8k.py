@@ -1,5 +1,7 @@
-"""1 where the final number is right, as GSM8K writes it (Cobbe et al. 2021, "Training Verifiers to Solve Math Word
-Problems"): the number after ####, or else the last one.
+"""Scores 1 if the response's final number equals the answer's, else 0.
+
+The final number is the one after ####, as in GSM8K (Cobbe et al. 2021, "Training Verifiers to Solve Math Word
+Problems"), or otherwise the last number.
 """
 
 from __future__ import annotations
@@ -7,7 +9,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from hpc_rl.rewards.number import needed
+from hpc_rl.rewards.number import required_text
 
 _MARK = "####"
 # A minus after a digit, letter or bracket is a subtraction.
@@ -18,17 +20,17 @@ _NUMBER = re.compile(
 
 
 def score(response: str, answer: object) -> float:
-    """The answer may be the number alone or a whole solution."""
-    expected = final_number(needed(answer))
+    """Compare the final numbers; the answer may be a number or a whole solution."""
+    expected = final_number(required_text(answer))
     if expected is None:
         raise ValueError(f"the reference answer {str(answer)[:40]!r} has no number")
     return float(final_number(response) == expected)
 
 
 def final_number(text: str) -> Decimal | None:
-    """The first number after the last ####, where there is one, else the last number of the text; None for none.
+    """Return the first number after the last ####, or else the last number of the text, or else None.
 
-    Commas between thousands, $, % and a full stop after it are not part of its value.
+    Commas between thousands, $, % and a full stop after the number do not change its value.
     """
     _, mark, after = text.rpartition(_MARK)
     found = _NUMBER.search(after) if mark else None

@@ -1,18 +1,19 @@
-"""A reward server. The protocol:
+"""Scores from an HTTP endpoint. The protocol:
 
-Each response is one request, of which `reward.workers` are on their way at a time:
+Each response is one request; up to `reward.workers` requests are sent at the same time:
 
     POST reward.url    Content-Type: application/json
-    {"prompt": "...", "response": "...", "answer": ..., and what reward.kwargs holds}
+    {"prompt": "...", "response": "...", "answer": ..., and the entries of reward.kwargs}
 
-and is answered with status 200 and
+The endpoint answers with status 200 and
 
     {"score": 0.5}
 
-`prompt` is the text that the chat template wrote, `answer` the row's reference answer (what JSON lacks becomes text).
-A request may come twice: where the connection fails it is sent again, 3 times in all, within `reward.timeout_s`. Any
-other status or answer counts as a failure of this response. Proxies are those of the environment (`http_proxy`,
-`no_proxy`).
+Further numbers in the answer are components of the reward, as in a dict that a reward function returns. `prompt` is the
+text after the chat template, `answer` is the row's reference answer (values that JSON lacks become text). If the
+connection fails, the request is sent again, up to 3 times in total within `reward.timeout_s`, so an endpoint may
+receive a request twice. Any other status or answer counts as a failure of this response. Proxies are taken from the
+environment (`http_proxy`, `no_proxy`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, build_opener
 
-from hpc_rl.rewards.number import to_score
-from hpc_rl.rewards.worker import Result, failed
+from hpc_rl.rewards.number import SCORE_KEY
+from hpc_rl.rewards.worker import Result, failed, succeeded
 
 _ATTEMPTS = 3
 _PAUSE_S = 0.2  # before the second attempt, twice that before the third
@@ -36,7 +37,7 @@ _LONGEST_ANSWER = 1 << 20
 
 
 class Endpoint:
-    """One URL, asked by some threads at a time."""
+    """One URL, to which several threads send requests."""
 
     def __init__(self, url: str, timeout_s: float, workers: int) -> None:
         self._url, self._timeout_s = url, timeout_s
@@ -45,11 +46,11 @@ class Endpoint:
         self._closed = threading.Event()
 
     def results(self, bodies: Sequence[Mapping[str, Any]]) -> list[Result]:
-        """One result per request, in order."""
+        """Send the requests, and return one result for each, in order."""
         return list(self._threads.map(self._result, bodies))
 
     def close(self) -> None:
-        """Wait for the requests that are on their way, at most reward.timeout_s."""
+        """Wait for the requests that are already sent, at most reward.timeout_s."""
         self._closed.set()
         self._threads.shutdown(cancel_futures=True)
 
@@ -61,12 +62,12 @@ class Endpoint:
                 return _score_in(self._post(data, deadline))
             except HTTPError as error:
                 error.close()
-                return failed(f"{self._url} answers {error.code} {error.reason}")
+                return failed(f"{self._url} answered {error.code} {error.reason}")
             except (OSError, HTTPException) as error:
                 cause = error.reason if isinstance(error, URLError) else error
                 if isinstance(cause, TimeoutError) or time.monotonic() > deadline:
                     return failed(f"{self._url} took over {self._timeout_s:g} s")
-                problem = f"{self._url} cannot be asked: {cause or type(cause).__name__}"
+                problem = f"{self._url} cannot be reached: {cause or type(cause).__name__}"
             pause = min(_PAUSE_S * 2 ** (attempt - 1), deadline - time.monotonic())
             if attempt == _ATTEMPTS or self._closed.wait(max(pause, 0)):
                 break
@@ -77,7 +78,7 @@ class Endpoint:
         left = max(deadline - time.monotonic(), 0.001)
         answer = b""
         with self._opener.open(request, timeout=left) as reply:
-            # A read ends when something came: a server that sends a byte now and then must not go on for ever.
+            # Each read returns as soon as there is data, so the deadline also stops a server that sends byte by byte.
             while len(answer) < _LONGEST_ANSWER and (part := reply.read1(65536)):
                 answer += part
                 if time.monotonic() > deadline:
@@ -90,9 +91,9 @@ def _score_in(answer: bytes) -> Result:
         found = json.loads(answer)
     except ValueError:
         found = None
-    if not isinstance(found, dict) or "score" not in found:
-        return failed(f'the server answers {answer[:80]!r}, where {{"score": number}} is needed')
+    if not isinstance(found, dict) or SCORE_KEY not in found:
+        return failed(f'the endpoint answered {answer[:80]!r}; expected {{"score": number}}')
     try:
-        return to_score(found["score"]), None
+        return succeeded(found)
     except ValueError as error:
         return failed(str(error))

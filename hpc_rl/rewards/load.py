@@ -1,4 +1,4 @@
-"""A reward function from its name: imports the user's code, so it runs where scoring runs."""
+"""Load a reward function by its name. This imports the user's code, so it runs only in a process that scores."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from typing import Any
 
 from hpc_rl.errors import UserError
 from hpc_rl.rewards import signature
-from hpc_rl.rewards.check import Place, check_function, place_of
+from hpc_rl.rewards.check import FunctionLocation, check_function, locate
 
 
 def load_function(spec: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function that reward.function names, with reward.kwargs bound; the package's docstring says how to write one.
+    """Load the function that reward.function names, with reward.kwargs bound.
 
     Raises:
-        UserError: it is missing, cannot be imported, is no function, or has other parameters.
+        UserError: the function is missing, cannot be imported, is not a function, or has unsuitable parameters.
     """
     check_function(spec, kwargs, same_python=False)
-    place = place_of(spec)
-    module = _imported(spec, place)
-    function = vars(module).get(place.function)
+    location = locate(spec)
+    module = _imported(spec, location)
+    function = vars(module).get(location.function)
     if function is None:
-        raise UserError(f"reward.function {spec}: no {place.function!r} in {module.__name__}")
+        raise UserError(f"reward.function {spec}: no {location.function!r} in {module.__name__}")
     if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
         kind = "an async function" if inspect.iscoroutinefunction(function) else type(function).__name__
-        raise UserError(f"reward.function {spec} is {kind}, where a function is needed: {signature.EXPECTED}")
+        raise UserError(f"reward.function {spec} is {kind}, but a function is needed: {signature.EXPECTED}")
     signature.check(spec, inspect.signature(function), kwargs)
     return partial(function, **kwargs)
 
 
-def _imported(spec: str, place: Place) -> ModuleType:
+def _imported(spec: str, location: FunctionLocation) -> ModuleType:
     try:
-        return importlib.import_module(place.module) if place.file is None else _from_file(place.file)
+        return importlib.import_module(location.module) if location.file is None else _from_file(location.file)
     except ModuleNotFoundError as error:
-        hint = ": pip install 'hpc-rl[rl]'" if place.module.startswith("hpc_rl.") else ""
+        hint = ": pip install 'hpc-rl[rl]'" if location.module.startswith("hpc_rl.") else ""
         raise UserError(f"reward.function {spec} needs {error.name}, which is not installed{hint}") from error
     except Exception as error:  # the user's module may raise anything
         raise UserError(f"reward.function {spec}: importing it raised {type(error).__name__}: {error}") from error
 
 
 def _from_file(path: Path) -> ModuleType:
-    # Under a name of its own: a file called math.py must not stand in for Python's.
+    # The prefix keeps a file called math.py from replacing Python's module.
     name = f"_reward_{path.stem}"
     found = importlib.util.spec_from_file_location(name, path)
     if found is None or found.loader is None:
-        raise ImportError(f"{path} is no Python file")
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module
     if (folder := str(path.resolve().parent)) not in sys.path:

@@ -1,7 +1,7 @@
-"""1 where the final answer is mathematically equal to the reference, by the math-verify library.
+"""Scores 1 if the final answer is mathematically equal to the reference answer, else 0, by the math-verify library.
 
-The final answer is the last \\boxed{...} where there is one, else what math-verify finds. Nothing here ends a
-comparison that takes too long: the process that scores is ended from outside.
+The final answer is the last \\boxed{...}, or what math-verify finds if there is none. There is no time limit here; the
+pool of reward processes ends a process that takes too long.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 
 from math_verify import parse, verify  # type: ignore[import-untyped]
 
-from hpc_rl.rewards.number import needed
+from hpc_rl.rewards.number import required_text
 
 _BOXED = "\\boxed"
 
-# The library warns that its own time limits are off. They are alarms, which cannot end arithmetic on huge numbers.
+# math-verify warns that its time limits are off. They are alarms, which cannot interrupt arithmetic on large numbers.
 for _name in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def score(response: str, answer: object) -> float:
-    """The answer is LaTeX or a number, with or without $ or \\boxed around it."""
-    expected = _reference(needed(answer))
+    """Compare response and answer, which is LaTeX or a number, with or without $ or \\boxed around it."""
+    expected = _reference(required_text(answer))
     start = response.rfind(_BOXED)
     found = parse(response[max(start, 0) :], parsing_timeout=None)
     return float(verify(expected, found, timeout_seconds=None))

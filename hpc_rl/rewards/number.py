@@ -1,34 +1,61 @@
-"""What counts as a score."""
+"""What a reward function may return, and reference answers as text."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Mapping
 
 _FLOAT32_MAX = 3.4028234663852886e38
 
+SCORE_KEY = "score"
+
 
 def to_score(value: object) -> float:
-    """A reward as a float that float32 can hold.
+    """Convert a reward to a float that float32 can hold.
 
     Raises:
-        ValueError: text, nothing, NaN, infinite, or anything else that is no single number.
+        ValueError: the value is text, missing, NaN, infinite, or not a single number.
     """
     if isinstance(value, str | bytes):
-        raise ValueError(f"no number: {value[:40]!r}")
+        raise ValueError(f"expected a number, got text: {value[:40]!r}")
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"no number, but {type(value).__name__} ({error})") from error
+        raise ValueError(f"expected a number, got {type(value).__name__} ({error})") from error
     if not math.isfinite(number) or abs(number) > _FLOAT32_MAX:
-        raise ValueError(f"no finite number: {number}")
+        raise ValueError(f"expected a finite number, got {number}")
     return number
 
 
-def needed(answer: object) -> str:
-    """A reference answer as text, for the functions that compare with one.
+def split_reward(value: object) -> tuple[float, dict[str, float]]:
+    """Split what a reward function returned into the score and its further components.
+
+    Args:
+        value: a number, or a mapping with the key "score". Other entries of a mapping that are finite numbers are
+            components; entries of any other kind are ignored.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no score; see `to_score`.
+    """
+    if not isinstance(value, Mapping):
+        return to_score(value), {}
+    if SCORE_KEY not in value:
+        keys = ", ".join(map(str, value)) or "no keys"
+        raise ValueError(f'expected a number or a dict with the key "{SCORE_KEY}", got a dict with {keys}')
+    components = {}
+    for name, part in value.items():
+        if name != SCORE_KEY:
+            with contextlib.suppress(ValueError):
+                components[str(name)] = to_score(part)
+    return to_score(value[SCORE_KEY]), components
+
+
+def required_text(answer: object) -> str:
+    """Return a reference answer as text, for functions that compare with one.
+
+    Raises:
+        ValueError: there is no reference answer.
     """
     if answer is None:
         raise ValueError("there is no reference answer: set data.answer_key")

@@ -1,10 +1,10 @@
-"""Scores of a batch of responses, by whatever reward.* names."""
+"""Scores of a batch of responses, from a reward function or an endpoint."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,90 +15,107 @@ from hpc_rl.config.ppo import RewardConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rewards.check import check_function, check_url
 from hpc_rl.rewards.http import Endpoint
-from hpc_rl.rewards.pool import Pool
-from hpc_rl.rewards.worker import Result, failed
+from hpc_rl.rewards.processes import RewardProcesses
+from hpc_rl.rewards.table import REWARDS
+from hpc_rl.rewards.worker import Result, failed, succeeded
 
-# Not worth a process: they take microseconds and cannot hang.
-_INLINE = ("exact", "gsm8k")
-_SHOWN = 5  # failures of one batch that are logged each
+_SHOWN = 5
+"""Number of failures of one batch that are logged separately."""
 
 
 @dataclass(frozen=True)
 class Scores:
+    """The scores of B responses."""
+
     values: NDArray[np.float32]
-    """[B], finite; reward.on_error where scoring failed."""
+    """[B], finite; reward.on_error if scoring failed."""
     errors: list[tuple[int, str]]
-    """Index and reason of each that failed."""
+    """Index and reason of each failure."""
+    components: Sequence[Mapping[str, float]] = ()
+    """Further numbers that the reward reported for each response; empty if no response has any."""
+
+    def component_means(self) -> dict[str, float]:
+        """Return the mean of each component over the responses that have it."""
+        found: dict[str, list[float]] = {}
+        for components in self.components:
+            for name, value in components.items():
+                found.setdefault(name, []).append(value)
+        return {name: float(np.mean(values)) for name, values in sorted(found.items())}
 
 
 class Scorer(Protocol):
+    """A source of scores."""
+
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Scores:
-        """Score each response to its prompt; both have length B. What fails is logged and counted, never raised."""
+        """Score responses[i] as an answer to prompts[i]. Failures are logged and counted, and never raised."""
         ...
 
     def close(self) -> None:
-        """End the processes or threads that scored."""
+        """End the processes or threads that score."""
         ...
 
 
 def open_scorer(config: RewardConfig) -> Scorer:
-    """The scorer of reward.function or reward.url; reward.model is no matter of this package.
+    """Open the scorer of reward.function or reward.url. A reward model is not scored by this package.
 
     Raises:
-        UserError: the function cannot be loaded, or the URL is none.
+        UserError: the function cannot be loaded, or the URL is invalid.
     """
-    if config.function in _INLINE:
+    if config.function in REWARDS and REWARDS[config.function].in_driver:
         check_function(config.function, config.kwargs, same_python=False)
-        return InlineScorer(config)
+        return InDriverScorer(config, REWARDS[config.function].module)
     if config.function is not None:
         return ProcessScorer(config, config.function)
     if config.url is not None:
         check_url(config.url)
         return HttpScorer(config, config.url)
-    raise ValueError("neither a reward function nor a URL")
+    raise ValueError("reward.function and reward.url are both unset")
 
 
-class InlineScorer:
-    """Built-in functions that are called where the batch is."""
+class InDriverScorer:
+    """Calls a built-in function in this process."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, module: str) -> None:
         self._on_error = config.on_error
-        self._function = importlib.import_module(f"hpc_rl.rewards.{config.function}").score
+        self._function = importlib.import_module(module).score
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Scores:
+        """See Scorer."""
         results = [self._result(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
         return to_scores(results, responses, self._on_error)
 
     def close(self) -> None:
-        pass
+        """See Scorer."""
 
     def _result(self, prompt: Prompt, response: str) -> Result:
         try:
-            return self._function(response, prompt.answer), None
+            return succeeded(self._function(response, prompt.answer))
         except ValueError as error:
             return failed(str(error))
 
 
 class ProcessScorer:
-    """Functions that may do anything: in processes, with a time limit for each call."""
+    """Calls any function in separate processes, with a time limit for each call."""
 
     def __init__(self, config: RewardConfig, function: str) -> None:
         self._on_error = config.on_error
-        self._pool = Pool(function, config.kwargs, config.workers, config.timeout_s)
+        self._processes = RewardProcesses(function, config.kwargs, config.workers, config.timeout_s)
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Scores:
+        """See Scorer."""
         calls = []
         for prompt, response in zip(prompts, responses, strict=True):
-            given = {"row": prompt.row, "prompt": prompt.text}
-            calls.append((response, prompt.answer, {name: given[name] for name in self._pool.extras}))
-        return to_scores(self._pool.results(calls), responses, self._on_error)
+            extras = {"row": prompt.row, "prompt": prompt.text}
+            calls.append((response, prompt.answer, {name: extras[name] for name in self._processes.extras}))
+        return to_scores(self._processes.results(calls), responses, self._on_error)
 
     def close(self) -> None:
-        self._pool.close()
+        """See Scorer."""
+        self._processes.close()
 
 
 class HttpScorer:
-    """An HTTP endpoint."""
+    """Requests scores from an HTTP endpoint."""
 
     def __init__(self, config: RewardConfig, url: str) -> None:
         self._on_error = config.on_error
@@ -106,6 +123,7 @@ class HttpScorer:
         self._endpoint = Endpoint(url, config.timeout_s, config.workers)
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Scores:
+        """See Scorer."""
         bodies = [
             {**self._kwargs, "prompt": prompt.text, "response": response, "answer": prompt.answer}
             for prompt, response in zip(prompts, responses, strict=True)
@@ -113,18 +131,20 @@ class HttpScorer:
         return to_scores(self._endpoint.results(bodies), responses, self._on_error)
 
     def close(self) -> None:
+        """See Scorer."""
         self._endpoint.close()
 
 
 def to_scores(results: Sequence[Result], responses: Sequence[str], on_error: float) -> Scores:
-    """Put on_error where there is no score, and log these with the beginning of the response."""
-    values = np.array([value if error is None else on_error for value, error in results], dtype=np.float32)
-    errors = [(index, error) for index, (_, error) in enumerate(results) if error is not None]
+    """Collect results, use `on_error` as the score of a failure, and log failures with the start of the response."""
+    values = np.array([result.score if result.error is None else on_error for result in results], dtype=np.float32)
+    errors = [(index, result.error) for index, result in enumerate(results) if result.error is not None]
     for index, error in errors[:_SHOWN]:
-        _warn(f"no reward, scored {on_error:g}: {error}; response: {responses[index][:80]!r}")
+        _warn(f"scoring failed, the score is {on_error:g}: {error}; response: {responses[index][:80]!r}")
     if len(errors) > _SHOWN:
-        _warn(f"no reward for {len(errors) - _SHOWN:,} more of these {len(results):,} responses")
-    return Scores(values, errors)
+        _warn(f"scoring failed for {len(errors) - _SHOWN:,} more of these {len(results):,} responses")
+    components = [result.components for result in results]
+    return Scores(values, errors, components if any(components) else ())
 
 
 def _warn(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Whether a function can be called as a reward function, from its signature alone."""
+"""Check by its signature whether a function can be called as a reward function."""
 
 from __future__ import annotations
 
@@ -10,47 +10,50 @@ from typing import Any
 from hpc_rl.errors import UserError
 
 EXTRAS = ("row", "prompt")
-"""Parameters that are given to a function that has them."""
+"""Parameters that a function may have; only a function that has them receives them."""
 EXPECTED = "def score(response: str, answer, **kwargs) -> float"
 
 
 def extras(signature: Signature) -> list[str]:
-    """Which of EXTRAS the function has as a parameter of its own."""
+    """Return the names in EXTRAS that are parameters of the function."""
     return [name for name in EXTRAS if name in signature.parameters]
 
 
 def check(spec: str, signature: Signature, kwargs: Mapping[str, Any]) -> None:
-    """Try the call that scoring makes.
+    """Check that the function accepts the call that scoring makes.
 
     Args:
         spec: reward.function, for the error.
         kwargs: reward.kwargs.
 
     Raises:
-        UserError: the call would not fit, with what is expected and what was found.
+        UserError: the parameters do not fit; the message compares them with the call.
     """
     given = extras(signature)
     if clash := [name for name in given if name in kwargs]:
-        raise UserError(f"reward.kwargs.{clash[0]}: a parameter of this name gets the sample's own {clash[0]}")
+        raise UserError(
+            f"reward.kwargs.{clash[0]}: the function's parameter {clash[0]} receives the sample's own; remove it from "
+            "reward.kwargs, or rename the parameter"
+        )
     try:
         signature.bind("", None, **kwargs, **dict.fromkeys(given))
     except TypeError as error:
         call = ", ".join(["response", "answer", *(f"{name}=..." for name in [*kwargs, *given])])
         raise UserError(
-            f"reward.function {spec} has the parameters {_bare(signature)} and is called with ({call}): {error}; "
-            f"write it as {EXPECTED}, and give further arguments in reward.kwargs"
+            f"reward.function {spec} has the parameters {_bare(signature)}, but is called with ({call}): {error}. "
+            f"Define it as {EXPECTED}, and set further arguments in reward.kwargs"
         ) from error
 
 
 def of_parameters(named: Iterable[tuple[str, Any, bool]]) -> Signature:
-    """A signature from name, kind and whether there is a default of each parameter."""
+    """Build a signature from each parameter's name, kind, and whether it has a default."""
     return Signature(
         [Parameter(name, kind, default=... if default else Parameter.empty) for name, kind, default in named]
     )
 
 
 def _bare(signature: Signature) -> str:
-    """Names alone, without types and defaults."""
+    """Return the signature without types and defaults."""
     parameters = [
         parameter.replace(annotation=inspect.Parameter.empty, default=inspect.Parameter.empty)
         for parameter in signature.parameters.values()

@@ -1,8 +1,8 @@
-"""A process that scores: python -m hpc_rl.rewards.worker FD, started and ended by hpc_rl.rewards.pool.
+"""A process that scores: python -m hpc_rl.rewards.worker FD, started and ended by hpc_rl.rewards.processes.
 
-FD is a socket. It gets (spec, kwargs) and answers with the names of the extras that the function wants, or with the
-UserError that loading it raised. Then it gets lists of calls, and answers each call for itself: an owner that has n
-answers knows that call n is the one that hangs.
+FD is a socket. The process receives (spec, kwargs), loads the function, and sends the names of the extra parameters
+that the function takes, or the UserError that loading raised. Then it receives lists of calls and sends the result of
+each call separately: if n results have arrived, call n is the one that is running.
 """
 
 from __future__ import annotations
@@ -12,34 +12,51 @@ import math
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.processes import die_with_parent
 from hpc_rl.rewards import signature
 from hpc_rl.rewards.load import load_function
-from hpc_rl.rewards.number import to_score
+from hpc_rl.rewards.number import split_reward
 
 Call = tuple[str, Any, dict[str, Any]]
-"""Response, reference answer, and the extras."""
-Result = tuple[float, str | None]
-"""A score, or NaN and what went wrong in one line."""
+"""Response, reference answer, and the extra parameters."""
+
+
+class Result(NamedTuple):
+    """What one call returned."""
+
+    score: float
+    """NaN if the call failed."""
+    error: str | None = None
+    """The reason of a failure, in one line."""
+    components: dict[str, float] = {}  # noqa: RUF012 - never changed
+    """Further numbers that the reward reported."""
+
+
+def succeeded(value: object) -> Result:
+    """Return the result of a call that returned `value`. Raises ValueError if it holds no score."""
+    score, components = split_reward(value)
+    return Result(score, None, components)
 
 
 def failed(message: str) -> Result:
-    """The result of a call that gave no score."""
-    return math.nan, " ".join(message.split())[:300]
+    """Return the result of a call that gave no score."""
+    return Result(math.nan, " ".join(message.split())[:300])
 
 
 def result_of(function: Callable[..., Any], call: Call) -> Result:
-    response, answer, given = call
+    """Call the function, and turn anything that it raises into a failure."""
+    response, answer, extras = call
     try:
-        return to_score(function(response, answer, **given)), None
+        return succeeded(function(response, answer, **extras))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's function may raise anything
         return failed(f"{type(error).__name__}: {error}")
 
 
 def main(fd: int) -> None:
+    """Load the function, then score until the socket is closed."""
     die_with_parent()
     connection: Connection[Any, Any] = Connection(fd)
     spec, kwargs = connection.recv()
@@ -55,7 +72,7 @@ def main(fd: int) -> None:
         except EOFError:
             return
         for call in calls:
-            connection.send(result_of(function, call))
+            connection.send(tuple(result_of(function, call)))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,34 +18,37 @@ from hpc_rl.data.order import Position, batches
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scores
+from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.experience import new_experience
-from hpc_rl.rl.rollout.base import Completion, Sampling
+from hpc_rl.rl.rollout.engine import Completion, Sampling
 from hpc_rl.rl.rollout.rollout import Rollout
-from hpc_rl.rl.scoring import Scored, Scoring, refuse_no_scores
+from hpc_rl.rl.scoring import Scoring, refuse_no_scores
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Responses, those to one prompt next to each other, and their scores."""
+    """A step's responses and their scores. Responses to the same prompt are adjacent."""
 
     prompts: list[Prompt]
-    """Of each response."""
+    """The prompt of each response."""
     groups: list[int]
     """Which prompt of the step each response answers."""
     completions: list[Completion]
-    scored: Scored
-    greedy_scored: Scored | None = None
-    """Of the greedy responses to the same prompts, one per group, for ReMax."""
+    scored: Pending[Scores]
+    greedy_scored: Pending[Scores] | None = None
+    """Scores of the greedy responses to the same prompts, one per group; for ReMax."""
 
     def experience(self) -> TensorDict:
+        """Return the responses as tensors."""
         return new_experience([prompt.token_ids for prompt in self.prompts], self.groups, self.completions)
 
 
-class Sampler:
-    """Draws a step's responses; a function of seed and step, so that a resumed run draws what it would have drawn.
+class BatchSource:
+    """Generates the batch of each step. Batches depend only on the seed and the step, so that a resumed run gets the
+    same batches as an uninterrupted one.
 
     Args:
-        start: where the data goes on.
+        start: position in the data at which to start.
     """
 
     def __init__(
@@ -58,26 +62,27 @@ class Sampler:
         self.position = start
 
     def draw(self, step: int) -> Batch:
-        """The batch of a step: train_batch_size prompts, answered rollout.n times each.
+        """Generate the batch of a step: train_batch_size prompts with rollout.n responses each.
 
         Raises:
-            RunError: with algorithm.filter_groups, too few prompts are answered with differing success.
+            RunError: algorithm.filter_groups is set, and too few prompts have responses with different scores.
         """
         if not self._config.algorithm.filter_groups:
             return self._draw(step, 0)
-        wanted = self._config.data.train_batch_size * self._config.rollout.n
+        needed = self._config.data.train_batch_size * self._config.rollout.n
         kept = _Kept()
         for attempt in range(self._config.algorithm.max_gen_batches):
             drawn = self._draw(step, attempt)
             refuse_no_scores(drawn.scored.wait(), step + 1)
             kept.add(drawn)
-            if len(kept) >= wanted:
-                return kept.batch(wanted)
+            if len(kept) >= needed:
+                return kept.batch(needed)
         raise RunError(
-            f"algorithm.filter_groups: of {self._config.algorithm.max_gen_batches} batches of "
-            f"{self._config.data.train_batch_size} prompts (algorithm.max_gen_batches) only "
-            f"{len(kept) // self._config.rollout.n} prompts had responses of differing score: the task is too easy or "
-            "too hard for this model; raise max_gen_batches or rollout.n, or set filter_groups=false"
+            f"algorithm.filter_groups: in {self._config.algorithm.max_gen_batches} batches of "
+            f"{self._config.data.train_batch_size} prompts (algorithm.max_gen_batches), only "
+            f"{len(kept) // self._config.rollout.n} prompts had responses with different scores. The task is too easy "
+            "or too hard for this model: raise algorithm.max_gen_batches or rollout.n, or set "
+            "algorithm.filter_groups=false"
         )
 
     def _draw(self, step: int, attempt: int) -> Batch:
@@ -89,62 +94,68 @@ class Sampler:
         completions = self._rollout.generate([p.token_ids for p in prompts], seeds, sampling(config)).wait()
         greedy_scored = None
         if config.algorithm.advantage == "remax":
-            greedy = self._rollout.generate([p.token_ids for p in asked], [0] * len(asked), greedily(config)).wait()
-            greedy_scored = self._scoring.start(asked, greedy)
+            greedy = self._rollout.generate([p.token_ids for p in asked], [0] * len(asked), greedy_sampling(config))
+            greedy_scored = self._scoring.start(asked, greedy.wait())
         groups = np.repeat(np.arange(len(asked)), config.rollout.n).tolist()
         return Batch(prompts, groups, completions, self._scoring.start(prompts, completions), greedy_scored)
 
 
+class _Response(NamedTuple):
+    prompt: Prompt
+    group: int
+    completion: Completion
+    score: float
+    components: Mapping[str, float]
+
+
 class _Kept:
-    """Responses of several batches that dynamic sampling lets through."""
+    """The responses of several batches that dynamic sampling keeps."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[Prompt, int, Completion, float]] = []
+        self._responses: list[_Response] = []
         self._groups = 0
         self._errors: list[tuple[int, str]] = []
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._responses)
 
     def add(self, batch: Batch) -> None:
-        """Those of prompts whose responses do not all score alike."""
+        """Keep the responses to prompts whose responses have different scores."""
         scored = batch.scored.wait()
-        scores = scored.values
         self._errors += scored.errors
-        useful = informative_groups(torch.from_numpy(scores), torch.tensor(batch.groups)).tolist()
+        useful = informative_groups(torch.from_numpy(scored.values), torch.tensor(batch.groups)).tolist()
         groups = [group + self._groups for group in batch.groups]
-        rows = zip(batch.prompts, groups, batch.completions, scores.tolist(), strict=True)
-        self._rows += compress(rows, useful)
+        components = scored.components or [{}] * len(groups)
+        rows = zip(batch.prompts, groups, batch.completions, scored.values.tolist(), components, strict=True)
+        self._responses += map(_Response._make, compress(rows, useful))
         self._groups += max(batch.groups) + 1
 
     def batch(self, responses: int) -> Batch:
-        prompts, groups, completions, scores = map(list, zip(*self._rows[:responses], strict=True))
-        return Batch(prompts, groups, completions, _Known(Scores(np.array(scores, np.float32), self._errors)))  # type: ignore[arg-type]
-
-
-class _Known:
-    """Scores that are here already."""
-
-    def __init__(self, scores: Scores) -> None:
-        self._scores = scores
-
-    def wait(self) -> Scores:
-        return self._scores
+        """Return the first so many responses as a batch, with the errors of all responses that were scored."""
+        kept = self._responses[:responses]
+        values = np.array([response.score for response in kept], np.float32)
+        return Batch(
+            [response.prompt for response in kept],
+            [response.group for response in kept],
+            [response.completion for response in kept],
+            Pending.known(Scores(values, self._errors, [response.components for response in kept])),
+        )
 
 
 def full_batches(config: PpoConfig, prompts: int, start: Position) -> Iterator[tuple[NDArray[np.int64], Position]]:
-    """Batches of exactly train_batch_size prompts; what is left of an epoch waits for another order."""
+    """Yield batches of exactly train_batch_size prompts. Prompts left over at the end of an epoch are skipped; the next
+    epoch has another order."""
     size = config.data.train_batch_size
     drawn = batches(prompts, size, seed=config.trainer.seed, shuffle=config.data.shuffle, start=start)
     return ((indices, position) for indices, position in drawn if len(indices) == size)
 
 
 def sampling(config: PpoConfig) -> Sampling:
-    """How responses to learn from are drawn."""
+    """Return how training responses are sampled."""
     rollout = config.rollout
     return Sampling(config.data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k)
 
 
-def greedily(config: PpoConfig) -> Sampling:
-    """How responses to measure by are chosen."""
+def greedy_sampling(config: PpoConfig) -> Sampling:
+    """Return how validation responses, and the baselines of ReMax, are decoded."""
     return Sampling(config.data.max_response_length, temperature=0.0)

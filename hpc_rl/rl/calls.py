@@ -1,9 +1,22 @@
-"""Calls of Ray actors that the driver waits for when it wants to, and what goes wrong with them in one line."""
+"""Calls to Ray actors, and results that become available later.
+
+`Pending` is the only class for a deferred result in `rl/`. Its result comes from calls to actors, from a thread, or
+from a value that is already known:
+
+    pending = Pending.of_calls([ActorCall(actor.work.remote(), "rank 0 of pool train")])  # list of one result
+    total = pending.then(sum)     # another Pending; nothing waits yet
+    total.wait(timeout_s=60)      # waits once; further calls return the same result
+
+All failures of Ray are translated here: a `UserError` that an actor raised is raised unchanged, and an actor that died
+or did not answer becomes a `RunError` that names it.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as futures_wait
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -13,41 +26,69 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from hpc_rl.errors import RunError, UserError
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 CALL_TIMEOUT_S = 6 * 3600
-"""Longest time for one call: generation for a large batch may take long, and a dead process ends a call at once."""
+"""Default time limit of a call. Generation for a large batch may take hours; a call to a dead process ends at once."""
 _DEATH_NOTICE_S = 10
-"""Within which Ray tells of a dead actor. Those that computed together with it fail at once, and say less."""
+"""Time within which Ray reports a dead actor. The actors that computed together with it fail earlier, with a less
+useful error."""
 
 
 @dataclass(frozen=True)
-class Called:
-    """One call of one actor."""
+class ActorCall:
+    """One call to one actor."""
 
     ref: Any
-    who: str
-    """The actor, for errors: `rank 1 of pool train (log: ...)`."""
+    """Ray's reference to the result."""
+    actor: str
+    """The actor's name for error messages, for example `rank 1 of pool train (log: ...)`."""
 
 
 class Pending(Generic[T]):
-    """The results of a fan-out that is under way."""
+    """A result that is computed elsewhere.
 
-    def __init__(self, calls: Sequence[Called], combine: Callable[[list[Any]], T]) -> None:
-        self._calls = list(calls)
-        self._combine = combine
+    Args:
+        compute: waits for the result, at most the given number of seconds, and returns it.
+    """
+
+    def __init__(self, compute: Callable[[float], T]) -> None:
+        self._compute = compute
+        self._result: list[T] = []
+
+    @staticmethod
+    def of_calls(calls: Sequence[ActorCall]) -> Pending[list[Any]]:
+        """Return the results of the calls, in their order. The first failure ends the wait."""
+        return Pending(lambda timeout_s: _results(calls, timeout_s))
+
+    @staticmethod
+    def of_future(future: Future[T], name: str) -> Pending[T]:
+        """Return the result of a function that runs in a thread; `name` is its name for error messages."""
+        return Pending(lambda timeout_s: _future_result(future, name, timeout_s))
+
+    @staticmethod
+    def known(value: T) -> Pending[T]:
+        """Return a value that needs no waiting."""
+        return Pending(lambda _: value)
+
+    def then(self, change: Callable[[T], U]) -> Pending[U]:
+        """Return the result after `change`, which runs once, in the process and thread that waits."""
+        return Pending(lambda timeout_s: change(self.wait(timeout_s)))
 
     def wait(self, timeout_s: float = CALL_TIMEOUT_S) -> T:
-        """All results, combined.
+        """Wait for the result. A second call returns the same object.
 
         Raises:
-            UserError: an actor raised one; its message.
-            RunError: an actor died or did not answer in time; says which.
+            UserError: an actor raised one; its message is unchanged.
+            RunError: an actor died, or an actor or thread did not answer in time; the message names it.
         """
-        return self._combine(results(self._calls, timeout_s))
+        if not self._result:
+            self._result.append(self._compute(timeout_s))
+        return self._result[0]
 
 
-def results(calls: Sequence[Called], timeout_s: float) -> list[Any]:
-    """The result of every call, in order. The first failure ends the wait: others may wait for the one that died."""
+def _results(calls: Sequence[ActorCall], timeout_s: float) -> list[Any]:
+    # Results are taken as they arrive: after a failure the other actors may wait for the failed one forever.
     by_ref = {call.ref: call for call in calls}
     found: dict[Any, Any] = {}
     deadline = time.monotonic() + timeout_s
@@ -55,7 +96,7 @@ def results(calls: Sequence[Called], timeout_s: float) -> list[Any]:
     while left:
         ready, left = ray.wait(left, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RunError(f"no answer within {timeout_s:.0f} s from {', '.join(by_ref[ref].who for ref in left)}")
+            raise RunError(f"no answer within {timeout_s:.0f} s from {', '.join(by_ref[ref].actor for ref in left)}")
         try:
             found[ready[0]] = _result(by_ref[ready[0]])
         except RayTaskError as error:
@@ -63,7 +104,13 @@ def results(calls: Sequence[Called], timeout_s: float) -> list[Any]:
     return [found[call.ref] for call in calls]
 
 
-def _result(call: Called) -> Any:
+def _future_result(future: Future[T], name: str, timeout_s: float) -> T:
+    if not futures_wait([future], timeout_s).done:
+        raise RunError(f"no answer within {timeout_s:.0f} s from {name}")
+    return future.result()
+
+
+def _result(call: ActorCall) -> Any:
     try:
         return ray.get(call.ref)
     except RayTaskError as error:
@@ -73,11 +120,11 @@ def _result(call: Called) -> Any:
     except RayActorError as error:
         raise _died(call, error) from error
     except RayError as error:
-        raise RunError(f"{call.who}: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+        raise RunError(f"{call.actor}: {type(error).__name__}: {str(error).splitlines()[0]}") from error
 
 
-def _death_among(calls: Sequence[Called]) -> RunError | None:
-    """The error of one of these actors that died."""
+def _death_among(calls: Sequence[ActorCall]) -> RunError | None:
+    """Return the error for one of these actors that died, if one did."""
     by_ref = {call.ref: call for call in calls}
     deadline = time.monotonic() + _DEATH_NOTICE_S
     left = list(by_ref)
@@ -90,12 +137,13 @@ def _death_among(calls: Sequence[Called]) -> RunError | None:
         except RayActorError as error:
             return _died(by_ref[ready[0]], error)
         except RayError:
-            continue  # it failed as the first one did
+            continue  # an exception in the actor's code; it is alive
     return None
 
 
-def _died(call: Called, error: RayActorError) -> RunError:
+def _died(call: ActorCall, error: RayActorError) -> RunError:
     first = str(error).strip().splitlines()[0]
     return RunError(
-        f"{call.who} died ({first}); usually for lack of memory: lower trainer.micro_tokens, or ask for more --mem"
+        f"{call.actor} died ({first}). The usual cause is a lack of memory: lower trainer.micro_tokens, or request "
+        "more --mem"
     )

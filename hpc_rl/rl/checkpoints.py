@@ -1,11 +1,11 @@
-"""Saving and resuming from the driver: workers write and read their models, the driver names what is complete."""
+"""Saving and resuming: workers write and read their models, and the driver records which checkpoint is complete."""
 
 from __future__ import annotations
 
 import time
 
 from hpc_rl.data.order import Position
-from hpc_rl.rl.state import State
+from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training import checkpoint
@@ -14,8 +14,8 @@ from hpc_rl.training.export import export
 from hpc_rl.training.model_state import UnreadableError
 
 
-def save(state: State) -> None:
-    """Write actor, critic, optimizers, random state and the driver's own place."""
+def save(state: PpoState) -> None:
+    """Write actor, critic, optimizers, random state, and the driver's progress."""
     partial = checkpoint.begin(state.run.checkpoints, state.step)
     learners = learners_of(state.actor, state.critic)
     for pending in [group.save(role, partial / role) for role, group in learners.items()]:
@@ -25,8 +25,8 @@ def save(state: State) -> None:
         dtype=state.config.model.dtype,
         parts=tuple(learners),
         step=state.step,
-        epoch=state.sampler.position.epoch,
-        index=state.sampler.position.index,
+        epoch=state.batches.position.epoch,
+        index=state.batches.position.index,
         total_tokens=state.total_tokens,
         world_size=state.actor.size,
         wandb_id=state.tracker.wandb_id,
@@ -37,10 +37,10 @@ def save(state: State) -> None:
 
 
 def load_latest(run: RunDir, actor: WorkerGroup, critic: WorkerGroup | None) -> Progress | None:
-    """Read the newest usable checkpoint into the workers; None where there is none.
+    """Load the newest usable checkpoint into the workers. Return None if the run has no checkpoint.
 
     Raises:
-        UserError: there are checkpoints, but none can be used, so starting from scratch would lose them.
+        UserError: no checkpoint of the run can be used; starting from scratch would lose them.
     """
     learners = learners_of(actor, critic)
     for path, progress in checkpoint.usable(run.checkpoints):
@@ -60,14 +60,15 @@ def load_latest(run: RunDir, actor: WorkerGroup, critic: WorkerGroup | None) -> 
 
 
 def position_of(progress: Progress | None) -> Position:
+    """Return the position in the data at which a run continues."""
     return Position(progress.epoch, progress.index) if progress else Position()
 
 
-def export_model(state: State) -> None:
-    """The newest checkpoint's policy as a Hugging Face folder in the run directory."""
+def export_model(state: PpoState) -> None:
+    """Export the newest checkpoint's policy as a Hugging Face folder in the run directory."""
     export(state.run.path, state.run.model, replace=True)
 
 
 def learners_of(actor: WorkerGroup, critic: WorkerGroup | None) -> dict[str, WorkerGroup]:
-    """The trained models and the groups that hold them; the policy, which is exported, first."""
+    """Return the trained models and the groups that hold them. The policy, which is exported, comes first."""
     return {ACTOR: actor} | ({CRITIC: critic} if critic else {})

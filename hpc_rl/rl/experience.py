@@ -2,21 +2,21 @@
 
 B responses; columns marked "tokens" are jagged, [B, length of each response], so that nothing is padded:
 
-    prompt_ids      jagged   int32    [B, P]
-    response_ids    tokens   int32    end-of-sequence token included
-    group           [B]      int64    which prompt of the step a response answers
-    finished        [B]      bool     ended by itself, rather than cut at the limit
-    rollout_logprobs tokens  float32  of the engine that sampled, at rollout.temperature
-    scores          [B]      float32  what the reward says of the whole response, penalties included
-    old_logprobs    tokens   float32  of the policy before the step's first update
-    ref_logprobs    tokens   float32  of the reference
-    values          tokens   float32  the critic's, of the state before each token
-    rewards         tokens   float32  score at the last token, less the KL penalty where it is part of the reward
-    advantages      tokens   float32
-    returns         tokens   float32  what the critic should have said
-    weights         tokens   float32  share of each token's loss in its mini-batch's loss; sums over ranks
+    prompt_ids       jagged   int32    [B, P]
+    response_ids     tokens   int32    including the end-of-sequence token
+    group            [B]      int64    which prompt of the step a response answers
+    finished         [B]      bool     false if the response was cut at the length limit
+    rollout_logprobs tokens   float32  from the engine that sampled, at rollout.temperature
+    scores           [B]      float32  the reward of the whole response, including penalties
+    old_logprobs     tokens   float32  under the policy before the step's first update
+    ref_logprobs     tokens   float32  under the reference
+    values           tokens   float32  the critic's value of the state before each token
+    rewards          tokens   float32  score at the last token, minus the KL penalty if it is part of the reward
+    advantages       tokens   float32
+    returns          tokens   float32  the critic's targets
+    weights          tokens   float32  weight of each token's loss in its mini-batch's loss; sums over ranks
 
-Columns appear as the loop computes them; those that an algorithm does not need never do.
+The loop adds columns as it computes them. Columns that an algorithm does not need are never added.
 """
 
 from __future__ import annotations
@@ -28,13 +28,21 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from hpc_rl.rl.rollout.base import Completion
+from hpc_rl.algorithms.advantages import overlong_penalty, token_rewards
+from hpc_rl.algorithms.aggregation import LOSS_AGGREGATIONS, MiniBatchTotals
+from hpc_rl.algorithms.correction import tis_weights
+from hpc_rl.algorithms.estimators import ESTIMATORS
+from hpc_rl.algorithms.kl import KL_ESTIMATORS
+from hpc_rl.algorithms.outcome import Outcome
+from hpc_rl.config.ppo import AlgorithmConfig, PpoConfig
+from hpc_rl.rl.dealing import mini_batches
+from hpc_rl.rl.rollout.engine import Completion
 
 
 def new_experience(
     prompts: Sequence[NDArray[np.int32]], groups: Sequence[int], completions: Sequence[Completion]
 ) -> TensorDict:
-    """The experience of freshly generated responses: prompts[i] was answered by completions[i]."""
+    """Return the experience of new responses; completions[i] answers prompts[i]."""
     columns = {
         "prompt_ids": jagged_rows(list(prompts)),
         "response_ids": jagged_rows([c.token_ids for c in completions]),
@@ -45,14 +53,84 @@ def new_experience(
     return TensorDict(columns, batch_size=[len(completions)])
 
 
+def add_scores(experience: TensorDict, scores_B: torch.Tensor, config: PpoConfig) -> None:
+    """Add the column `scores`: the reward minus the penalty for overlong responses."""
+    algorithm = config.algorithm
+    if algorithm.overlong_buffer:
+        lengths_B, longest = lengths(experience), config.data.max_response_length
+        scores_B = scores_B + overlong_penalty(
+            lengths_B, longest, algorithm.overlong_buffer, algorithm.overlong_penalty
+        )
+    experience["scores"] = scores_B
+
+
+def add_rewards(experience: TensorDict, algorithm: AlgorithmConfig, kl_coef: float) -> float | None:
+    """Add the column `rewards`.
+
+    Returns:
+        the mean divergence from the reference per response, in nats; None if it is not part of the reward.
+    """
+    rewards_BT = token_rewards(experience["scores"], mask(experience))
+    if algorithm.kl.where != "reward":
+        experience["rewards"] = unpadded(rewards_BT, experience)
+        return None
+    estimator = KL_ESTIMATORS[algorithm.kl.estimator]
+    kl_BT = estimator(padded(experience, "old_logprobs"), padded(experience, "ref_logprobs"))
+    experience["rewards"] = unpadded(rewards_BT - kl_coef * kl_BT, experience)
+    return float(kl_BT.sum(dim=1).mean())
+
+
+def add_advantages(experience: TensorDict, algorithm: AlgorithmConfig, greedy_scores_B: torch.Tensor | None) -> None:
+    """Add the column `advantages` and, with a critic, `returns`.
+
+    Args:
+        greedy_scores_B: score of the greedy response to each response's prompt; ReMax needs it.
+    """
+    estimate = ESTIMATORS[algorithm.advantage](
+        Outcome(
+            rewards_BT=padded(experience, "rewards"),
+            mask_BT=mask(experience),
+            groups_B=experience["group"],
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            values_BT=padded(experience, "values") if "values" in experience else None,
+            greedy_scores_B=greedy_scores_B,
+        )
+    )
+    experience["advantages"] = unpadded(estimate.advantages_BT, experience)
+    if estimate.returns_BT is not None:
+        experience["returns"] = unpadded(estimate.returns_BT, experience)
+
+
+def loss_weights(experience: TensorDict, config: PpoConfig, aggregation: str) -> torch.Tensor:
+    """Return a token column: the weight of each token in its mini-batch's loss.
+
+    Args:
+        aggregation: a name in LOSS_AGGREGATIONS.
+    """
+    lengths_B = lengths(experience)
+    weights = LOSS_AGGREGATIONS[aggregation]
+    parts = []
+    for part in mini_batches(len(lengths_B), config.actor.mini_batch_size):
+        tokens, responses = int(lengths_B[part].sum()), len(lengths_B[part])
+        parts.append(weights(lengths_B[part], MiniBatchTotals(tokens, responses, config.data.max_response_length)))
+    return repeat(torch.cat(parts), experience)
+
+
+def importance_weights(experience: TensorDict, cap: float) -> torch.Tensor:
+    """Return a token column: truncated importance weights of the engine's samples."""
+    old_N, rollout_N = (flat(experience, name) for name in ("old_logprobs", "rollout_logprobs"))
+    return jagged(tis_weights(old_N, rollout_N, cap), lengths(experience))
+
+
 def jagged_rows(rows: Sequence[NDArray[np.generic]]) -> torch.Tensor:
-    """A jagged column from one array per response."""
+    """Return a jagged column from one array per response."""
     lengths = torch.tensor([len(row) for row in rows])
     return jagged(torch.from_numpy(np.concatenate(rows)), lengths)
 
 
 def jagged(values_N: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """A jagged column from the tokens of all responses, laid end to end."""
+    """Return a jagged column from the tokens of all responses, concatenated."""
     offsets = torch.zeros(len(lengths_B) + 1, dtype=torch.int64)
     torch.cumsum(lengths_B, 0, out=offsets[1:])
     column: torch.Tensor = torch.nested.nested_tensor_from_jagged(
@@ -62,34 +140,34 @@ def jagged(values_N: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
 
 
 def lengths(experience: TensorDict, column: str = "response_ids") -> torch.Tensor:
-    """Tokens of each response (or prompt): int64 [B]."""
+    """Return the number of tokens of each response (or prompt): int64 [B]."""
     offsets: torch.Tensor = experience[column].offsets().diff()
     return offsets
 
 
 def flat(experience: TensorDict, column: str) -> torch.Tensor:
-    """A token column with all responses end to end: [N]."""
+    """Return a token column with all responses concatenated: [N]."""
     values: torch.Tensor = experience[column].values()
     return values
 
 
 def padded(experience: TensorDict, column: str) -> torch.Tensor:
-    """A token column as [B, T] with zeros after each response's end; T is the longest response."""
+    """Return a token column as [B, T], with zeros after each response's end; T is the longest response."""
     return torch.nested.to_padded_tensor(experience[column], 0)
 
 
 def mask(experience: TensorDict) -> torch.Tensor:
-    """bool [B, T]: true where `padded` has a token."""
+    """Return bool [B, T], true at the tokens of `padded`."""
     lengths_B = lengths(experience)
     return torch.arange(int(lengths_B.max()))[None] < lengths_B[:, None]
 
 
 def unpadded(values_BT: torch.Tensor, experience: TensorDict) -> torch.Tensor:
-    """The inverse of `padded`: a token column."""
+    """Return the token column that `padded` turns into `values_BT`."""
     return jagged(values_BT[mask(experience)], lengths(experience))
 
 
 def repeat(values_B: torch.Tensor, experience: TensorDict) -> torch.Tensor:
-    """A token column in which each token has its response's value."""
+    """Return a token column in which each token has its response's value."""
     lengths_B = lengths(experience)
     return jagged(values_B.repeat_interleave(lengths_B), lengths_B)

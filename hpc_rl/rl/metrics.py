@@ -1,25 +1,30 @@
-"""What a step reports, under the names that users of verl know."""
+"""The metrics of a step. Most names are verl's; reward_std and frac_reward_zero_std are TRL's."""
 
 from __future__ import annotations
 
 import torch
 from tensordict import TensorDict
 
+from hpc_rl.algorithms.advantages import group_deviations
 from hpc_rl.algorithms.correction import probability_difference
 from hpc_rl.algorithms.losses import explained_variance
 from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl import experience as columns
-from hpc_rl.rl.state import State
+from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.workers.learner import Sums
 
 PROBS_DIFF_WARNING = 0.01
 PROBS_DIFF_DOCS = "docs/rl.md, section 'When engine and trainer disagree'"
+LENGTH_PERCENTILES = (10, 50, 90)
+NO_SIGNAL_STEPS = 3
+"""Number of consecutive steps without signal after which a warning is printed."""
+NO_SIGNAL_REPEAT = 20
+"""Number of further such steps after which it is printed again."""
 
 
 def experience_metrics(experience: TensorDict, config: PpoConfig) -> dict[str, float]:
-    """Of the responses and what they earned."""
-    lengths_B = columns.lengths(experience).float()
-    prompts_B = columns.lengths(experience, "prompt_ids").float()
+    """Measure the responses and their rewards."""
     scores_B = experience["scores"]
     rewards_B = columns.padded(experience, "rewards").sum(dim=1)
     advantages_N = columns.flat(experience, "advantages")
@@ -31,11 +36,10 @@ def experience_metrics(experience: TensorDict, config: PpoConfig) -> dict[str, f
         "critic/advantages/mean": advantages_N.mean(),
         "critic/advantages/max": advantages_N.max(),
         "critic/advantages/min": advantages_N.min(),
-        "response_length/mean": lengths_B.mean(),
-        "response_length/max": lengths_B.max(),
-        "response_length/min": lengths_B.min(),
         "response_length/clip_ratio": (~experience["finished"]).float().mean(),
-        "prompt_length/mean": prompts_B.mean(),
+        **_length_metrics("response_length", columns.lengths(experience)),
+        **_length_metrics("prompt_length", columns.lengths(experience, "prompt_ids")),
+        **_group_metrics(scores_B, experience["group"]),
     }
     if "returns" in experience:
         values_N, returns_N = columns.flat(experience, "values"), columns.flat(experience, "returns")
@@ -49,7 +53,14 @@ def experience_metrics(experience: TensorDict, config: PpoConfig) -> dict[str, f
     return {name: float(value) for name, value in metrics.items()}
 
 
+def reward_metrics(scores: Scores) -> dict[str, float]:
+    """Return the number of failed scores, and the mean of each component that the reward reported."""
+    components = {f"reward/{name}": mean for name, mean in scores.component_means().items()}
+    return {"critic/reward_errors": float(len(scores.errors)), **components}
+
+
 def actor_metrics(sums: Sums) -> dict[str, float]:
+    """Average the sums of the policy's updates."""
     tokens, updates = sums["tokens"], sums["updates"]
     metrics = {
         "actor/pg_loss": sums["pg_loss"] / updates,
@@ -65,6 +76,7 @@ def actor_metrics(sums: Sums) -> dict[str, float]:
 
 
 def critic_metrics(sums: Sums) -> dict[str, float]:
+    """Average the sums of the critic's updates."""
     return {
         "critic/vf_loss": sums["loss"] / sums["updates"],
         "critic/vf_clipfrac": sums["clipped"] / sums["tokens"],
@@ -73,8 +85,8 @@ def critic_metrics(sums: Sums) -> dict[str, float]:
     }
 
 
-def perf_metrics(experience: TensorDict, seconds: dict[str, float], state: State) -> dict[str, float]:
-    """Speed and memory of a step; saving and validation are no part of it.
+def perf_metrics(experience: TensorDict, seconds: dict[str, float], state: PpoState) -> dict[str, float]:
+    """Measure speed and memory of a step, without saving and validation.
 
     Args:
         seconds: wall time of the step's phases.
@@ -89,7 +101,8 @@ def perf_metrics(experience: TensorDict, seconds: dict[str, float], state: State
         "perf/max_memory_gb": state.actor.max_memory_gb().wait(),
     }
     update_s = seconds.get("timing_s/update_actor")
-    computes_alone = state.critic is None or state.critic is state.actor  # else it is not the time that was waited for
+    # A critic in another pool is updated at the same time, and the wait for the actor is then not the actor's time.
+    computes_alone = state.critic is None or state.critic is state.actor
     if state.peak is not None and update_s is not None and computes_alone:
         once = state.flops.of(lengths_B.tolist(), int(columns.lengths(experience).sum()))
         work = once * state.config.actor.ppo_epochs
@@ -97,12 +110,59 @@ def perf_metrics(experience: TensorDict, seconds: dict[str, float], state: State
     return metrics
 
 
+def has_signal(experience: TensorDict) -> bool:
+    """Return whether any advantage differs from 0. If none does, the step's rewards do not change the policy."""
+    return bool((columns.flat(experience, "advantages") != 0).any())
+
+
+def no_signal_warning(steps: int, metrics: dict[str, float]) -> str | None:
+    """Return a warning after several consecutive steps without signal, else None.
+
+    Args:
+        steps: number of latest consecutive steps without signal.
+        metrics: of the latest step.
+    """
+    if steps < NO_SIGNAL_STEPS or (steps - NO_SIGNAL_STEPS) % NO_SIGNAL_REPEAT:
+        return None
+    low, high = metrics["critic/score/min"], metrics["critic/score/max"]
+    found = f"every response scored {low:g}" if low == high else "the responses to each prompt all scored the same"
+    return (
+        f"warning: the last {steps} steps gave no learning signal: all advantages are 0, because {found}. If scores "
+        "are low, check that the reward function recognises a correct response, and use easier prompts or a better "
+        "initial model. If scores are high, use harder prompts. A higher rollout.n or rollout.temperature makes equal "
+        "scores rarer; algorithm.filter_groups=true replaces prompts with equal scores"
+    )
+
+
 def probs_diff_warning(metrics: dict[str, float]) -> str | None:
-    """A line to show where engine and trainer disagree more than rounding explains."""
+    """Return a warning if engine and trainer disagree by more than rounding explains, else None."""
     mean = metrics.get("training/rollout_probs_diff_mean", 0.0)
     if mean <= PROBS_DIFF_WARNING:
         return None
     return (
-        f"warning: the rollout engine's probabilities are {mean:.3f} off the trainer's on average (over "
-        f"{PROBS_DIFF_WARNING}): known causes and remedies are in {PROBS_DIFF_DOCS}"
+        f"warning: the rollout engine's probabilities differ from the trainer's by {mean:.3f} on average (threshold: "
+        f"{PROBS_DIFF_WARNING}). {PROBS_DIFF_DOCS}, lists the causes and remedies"
     )
+
+
+def _length_metrics(name: str, lengths_B: torch.Tensor) -> dict[str, torch.Tensor]:
+    lengths_B = lengths_B.float()
+    quantiles = torch.tensor([percentile / 100 for percentile in LENGTH_PERCENTILES])
+    percentiles = torch.quantile(lengths_B, quantiles)
+    return {
+        f"{name}/mean": lengths_B.mean(),
+        f"{name}/max": lengths_B.max(),
+        f"{name}/min": lengths_B.min(),
+        **{f"{name}/p{p}": value for p, value in zip(LENGTH_PERCENTILES, percentiles, strict=True)},
+    }
+
+
+def _group_metrics(scores_B: torch.Tensor, groups_B: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Compare the scores of the responses to each prompt. Without several responses per prompt there is no metric."""
+    deviations_G = group_deviations(scores_B, groups_B)
+    if len(deviations_G) == 0:
+        return {}
+    return {
+        "reward_std": deviations_G.mean(),
+        "frac_reward_zero_std": (deviations_G == 0).double().mean(),
+    }

@@ -3,7 +3,7 @@
     pools = create_pools({"global_pool": [8, 8]}, "cuda", timeout_s=300, owner="my run")
     pools["global_pool"].slots[3]      # rank 3: the fourth GPU of the first node
 
-An entry of a pool is one node's share of it. https://docs.ray.io/en/latest/ray-core/scheduling/placement-group.html
+Each entry of a pool is the part on one node. https://docs.ray.io/en/latest/ray-core/scheduling/placement-group.html
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ Device = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True)
 class Node:
-    """What one node of the cluster has."""
+    """The resources of one node of the cluster."""
 
     id: str
     name: str
     address: int
-    """IP address as a number: sorts nodes the same way in every run of a job."""
+    """IP address as a number, by which nodes are sorted the same way in every run of a job."""
     gpus: int
     cpus: int
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One GPU, or CPU, of a pool."""
+    """One GPU of a pool, or one CPU with trainer.device=cpu."""
 
     rank: int
     node: Node
@@ -51,7 +51,7 @@ class Slot:
     bundle: int
 
     def options(self, device: Device, share: float) -> dict[str, Any]:
-        """Ray options of an actor that takes `share` of the slot."""
+        """Return Ray options for an actor that takes `share` of the slot."""
         resource = {"num_gpus": share, "num_cpus": share} if device == "cuda" else {"num_cpus": share}
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle)
         return {**resource, "scheduling_strategy": strategy}
@@ -59,13 +59,15 @@ class Slot:
 
 @dataclass(frozen=True)
 class Pool:
+    """GPUs that are reserved under one name."""
+
     name: str
     slots: list[Slot]
     """In rank order: node by node, in the order of their addresses."""
 
     @property
     def nodes(self) -> list[list[Slot]]:
-        """The slots of each node."""
+        """The slots, grouped by node."""
         by_node: dict[str, list[Slot]] = {}
         for slot in self.slots:
             by_node.setdefault(slot.node.id, []).append(slot)
@@ -75,16 +77,16 @@ class Pool:
 def create_pools(
     spec: Mapping[str, Sequence[int]], device: Device, timeout_s: float, owner: str, strategy: str = "STRICT_PACK"
 ) -> dict[str, Pool]:
-    """Reserve every pool, until this process's connection to Ray ends or `release_pools` is called.
+    """Reserve all pools until this process's connection to Ray ends or `release_pools` is called.
 
     Args:
-        spec: name -> GPUs on each of its nodes.
-        owner: whose pools they are, in words that nobody else has on this cluster.
-        strategy: STRICT_PACK or PACK, for the bundles of one entry.
+        spec: name -> number of GPUs on each of the pool's nodes.
+        owner: a name that is unique on this cluster, by which `release_pools` finds the pools.
+        strategy: Ray's placement strategy for the bundles of one entry, STRICT_PACK or PACK.
 
     Raises:
-        UserError: the cluster is too small; says what is asked and what there is.
-        RunError: Ray did not reserve in time.
+        UserError: the cluster is too small; the message compares the request with the resources.
+        RunError: Ray did not reserve the pools in time.
     """
     nodes = cluster_nodes()
     check_supply(spec, nodes, device, spread=strategy == "PACK")
@@ -102,33 +104,36 @@ def create_pools(
             if not group.wait(max(0.0, deadline - time.monotonic())):
                 raise RunError(
                     f"pool {name}: Ray did not reserve {_entries(spec[name], device)} within {timeout_s:.0f} s "
-                    f"(ray.start_timeout_s); the cluster has {_inventory(nodes, device)}, of which others on it may "
-                    "hold a part"
+                    f"(ray.start_timeout_s). The cluster has {_inventory(nodes, device)}; other programs on it may use "
+                    "some of them: wait for them, or raise ray.start_timeout_s"
                 )
     by_id = {node.id: node for node in nodes}
     return {name: Pool(name, _slots(members, by_id)) for name, members in groups.items()}
 
 
 def release_pools(owner: str) -> None:
-    """Give back what `create_pools` reserved, and end the actors in it."""
+    """Release what `create_pools` reserved for this owner, and end the actors in it."""
     for entry in placement_group_table().values():
         if entry["name"].startswith(f"{owner}:") and entry["state"] != "REMOVED":
             remove_placement_group(get_placement_group(entry["name"]))
 
 
 def cluster_nodes() -> list[Node]:
-    """Live nodes of the cluster that this process is connected to, in order."""
+    """Return the live nodes of the connected cluster, in the order of their addresses."""
     nodes = [_node(info) for info in ray.nodes() if info["Alive"]]
     return sorted(nodes, key=lambda node: node.address)
 
 
 def check_supply(spec: Mapping[str, Sequence[int]], nodes: Sequence[Node], device: Device, spread: bool) -> None:
-    """Whether every entry of every pool finds a node, all at once (with `spread`: whether there is enough in all).
+    """Check that the cluster can hold all entries of all pools at once.
 
-    The largest entry goes first, onto the node with most left.
+    Entries are placed largest first, each on the node with the most free slots.
+
+    Args:
+        spread: whether an entry may be spread over several nodes.
 
     Raises:
-        UserError: the arithmetic of what does not fit.
+        UserError: the pools do not fit; the message compares the request with the resources.
     """
     left = {node.id: min(node.gpus, node.cpus) if device == "cuda" else node.cpus for node in nodes}
     entries = sorted(((n, name) for name, sizes in spec.items() for n in sizes), reverse=True)
@@ -137,9 +142,9 @@ def check_supply(spec: Mapping[str, Sequence[int]], nodes: Sequence[Node], devic
     for n, name in entries:
         roomiest = max(left, key=lambda node: left[node], default=None)
         if roomiest is None or left[roomiest] < n:
-            asked = "; ".join(f"pool {pool} needs {_entries(sizes, device)}" for pool, sizes in spec.items())
-            missing = "" if len(spec) == 1 else f"; nothing is left for {name}"
-            raise UserError(f"{asked}; the cluster has {_inventory(nodes, device)}{missing}")
+            requested = "; ".join(f"pool {pool} needs {_entries(sizes, device)}" for pool, sizes in spec.items())
+            missing = "" if len(spec) == 1 else f"; {name} does not fit"
+            raise UserError(f"{requested}; the cluster has {_inventory(nodes, device)}{missing}")
         left[roomiest] -= n
 
 
@@ -164,7 +169,7 @@ def _slots(groups: Sequence[PlacementGroup], nodes: Mapping[str, Node]) -> list[
 
 
 def _entries(sizes: Sequence[int], device: Device) -> str:
-    """`2 nodes x 8 GPUs`, or `8 + 4 GPUs` where nodes differ."""
+    """Return `2 nodes x 8 GPUs`, or `8 + 4 GPUs, each on one node` if the entries differ."""
     unit = "GPUs" if device == "cuda" else "CPUs"
     if len(set(sizes)) == 1:
         return f"{len(sizes)} node{'s' if len(sizes) > 1 else ''} x {sizes[0]} {unit}"
@@ -172,7 +177,7 @@ def _entries(sizes: Sequence[int], device: Device) -> str:
 
 
 def _inventory(nodes: Sequence[Node], device: Device) -> str:
-    """`2 x 4 GPUs`; with GPUs, the CPUs too, since every GPU of a pool takes one."""
+    """Return the resources of all nodes. CPUs are included because each GPU of a pool needs one."""
     if device == "cpu":
         return " + ".join(_counted([f"{node.cpus} CPUs" for node in nodes])) or "no nodes"
     return " + ".join(_counted([f"{node.gpus} GPUs and {node.cpus} CPUs" for node in nodes])) or "no nodes"

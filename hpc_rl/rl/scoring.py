@@ -1,11 +1,10 @@
-"""Rewards as the loop sees them: started for a batch of responses, and waited for when they are needed."""
+"""Rewards for the loop: scoring starts as soon as there are responses, and the loop waits when it needs the scores."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -14,100 +13,80 @@ from hpc_rl.config.ppo import RewardConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scorer, Scores
-from hpc_rl.rl.calls import CALL_TIMEOUT_S, Pending
+from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.experience import new_experience
-from hpc_rl.rl.rollout.base import Completion
+from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.workers.group import WorkerGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Scored(Protocol):
-    """Scores that are on their way."""
-
-    def wait(self) -> Scores: ...
-
-
 class Scoring(Protocol):
-    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Scored:
-        """Begin to score each completion of its prompt."""
+    """A source of rewards."""
+
+    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Pending[Scores]:
+        """Start to score completions[i] as a response to prompts[i]."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the processes and threads that score."""
+        ...
 
 
 class FunctionScoring:
-    """By a function or an endpoint, in a thread beside the loop, so that the workers go on meanwhile."""
+    """Scores by a function or an endpoint, in a thread, so that the workers compute meanwhile."""
 
     def __init__(self, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> None:
         self._scorer = scorer
         self._tokenizer = tokenizer
         self._thread = ThreadPoolExecutor(max_workers=1)
 
-    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Scored:
+    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Pending[Scores]:
+        """See Scoring."""
         texts = response_texts(self._tokenizer, completions)
-        return _Awaited(self._thread.submit(self._scorer.score, prompts, texts))
+        return Pending.of_future(self._thread.submit(self._scorer.score, prompts, texts), "the reward")
 
     def close(self) -> None:
+        """See Scoring."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._scorer.close()
 
 
 class ModelScoring:
-    """By a reward model on the workers of a pool."""
+    """Scores by a reward model on the workers of a pool."""
 
     def __init__(self, group: WorkerGroup, config: RewardConfig) -> None:
         self._group = group
         self._on_error = config.on_error
 
-    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Scored:
+    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Pending[Scores]:
+        """See Scoring."""
         experience = new_experience([p.token_ids for p in prompts], range(len(prompts)), completions)
-        return _Checked(self._group.reward_scores(experience), self._on_error)
+        return self._group.reward_scores(experience).then(self._checked)
 
     def close(self) -> None:
-        pass
+        """Close nothing: the workers end with their group."""
+
+    def _checked(self, scores_B: torch.Tensor) -> Scores:
+        """Replace scores that are not finite by reward.on_error."""
+        bad = (~torch.isfinite(scores_B)).nonzero()[:, 0].tolist()
+        if bad:
+            print(f"warning: the reward model returned no finite score for {len(bad)} responses", file=sys.stderr)
+        values_B = torch.where(torch.isfinite(scores_B), scores_B, self._on_error)
+        return Scores(values_B.numpy(), [(index, "not finite") for index in bad])
 
 
 def refuse_no_scores(scores: Scores, number: int) -> None:
-    """Raise RunError where the reward failed for every response of a step: there is nothing to learn from."""
+    """Raise RunError if the reward failed for every response of a step, since there is nothing to learn from."""
     if len(scores.errors) == len(scores.values):
         raise RunError(
-            f"step {number}: none of {len(scores.values)} responses could be scored; the first reason: "
+            f"step {number}: none of {len(scores.values)} responses could be scored; the first error: "
             f"{scores.errors[0][1]}"
         )
 
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion]) -> list[str]:
+    """Decode responses, without special tokens."""
     texts: list[str] = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
     return texts
-
-
-class _Awaited:
-    def __init__(self, future: Future[Scores]) -> None:
-        self._future = future
-
-    def wait(self) -> Scores:
-        return self._future.result(CALL_TIMEOUT_S)
-
-
-class _Checked:
-    """A reward model's numbers, with on_error where one is not finite."""
-
-    def __init__(self, pending: Pending[torch.Tensor], on_error: float) -> None:
-        self._pending = pending
-        self._on_error = on_error
-
-    @cached_property
-    def _scores(self) -> Scores:
-        scores_B = self._pending.wait()
-        bad = (~torch.isfinite(scores_B)).nonzero()[:, 0].tolist()
-        if bad:
-            print(
-                f"warning: the reward model gave no finite score for {len(bad)} responses", file=sys.stderr, flush=True
-            )
-        values_B = torch.where(torch.isfinite(scores_B), scores_B, self._on_error)
-        return Scores(values_B.numpy(), [(index, "not finite") for index in bad])
-
-    def wait(self) -> Scores:
-        return self._scores

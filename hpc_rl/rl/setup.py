@@ -1,4 +1,4 @@
-"""From a configuration to a run that is ready to go: pools, workers, engine, data, and the newest checkpoint."""
+"""From a configuration to a run that is ready to train: pools, workers, engine, data, and the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_rl.algorithms.kl import AdaptiveKl
-from hpc_rl.config.ppo import PpoConfig, engine_name, pool_of, pool_spec, roles_in_use
+from hpc_rl.config.ppo import PpoConfig, engine_dtype, engine_spec, pool_of, pool_spec, roles_in_use
 from hpc_rl.data.chat import chat_template
 from hpc_rl.data.prompts import Prompt, load_prompts
 from hpc_rl.errors import UserError
 from hpc_rl.rewards.scorer import open_scorer
-from hpc_rl.rl import checkpoints, plan
-from hpc_rl.rl.batches import Sampler
+from hpc_rl.rl import checkpoints
+from hpc_rl.rl.batches import BatchSource
+from hpc_rl.rl.dealing import mini_batches
 from hpc_rl.rl.pools import Pool, create_pools
-from hpc_rl.rl.rollout.group import EngineGroup
-from hpc_rl.rl.rollout.rollout import Colocated, Rollout
+from hpc_rl.rl.rollout.rollout import InProcessRollout, Rollout, SeparateRollout
 from hpc_rl.rl.scoring import FunctionScoring, ModelScoring, Scoring
-from hpc_rl.rl.state import State
+from hpc_rl.rl.state import OldLogprobs, PpoState
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.tracker import open_tracker
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def set_up(config: PpoConfig, run: RunDir, logs: Path) -> State:
-    """Start everything at once, then wait for it.
+def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
+    """Start all parts of the run at once, then wait for them.
 
     Args:
         logs: folder for the workers' logs.
 
     Raises:
-        UserError: what the user asked for cannot work.
+        UserError: the run cannot work as requested.
         RunError: workers did not start in time, or died.
     """
     timeout_s = config.ray.start_timeout_s
-    print(plan.describe(config), flush=True)
+    print(describe_step(config), flush=True)
     pools = create_pools(pool_spec(config), config.trainer.device, timeout_s, str(logs), config.pools.strategy)
     groups, rollout = start_workers(config, pools, logs)
     tokenizer = load_tokenizer(config.model)
-    tokenizer.chat_template = chat_template(tokenizer, config.data)  # the exported model has it too
+    tokenizer.chat_template = chat_template(tokenizer, config.data)  # so that the exported model has it too
     train, val = load_data(config, tokenizer)
     rollout.wait_before_workers(timeout_s)
     starting = [group.start() for group in groups.values()]
@@ -64,10 +64,10 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> State:
     steps = config.trainer.total_epochs * (len(train) // config.data.train_batch_size)
     total_steps = config.trainer.total_training_steps or steps
     if progress is not None:
-        left = "" if progress.step < total_steps else f", the last of {total_steps}: only the export is left"
-        print(f"going on after step {progress.step}{left}; from {run.checkpoints}", flush=True)
+        left = "" if progress.step < total_steps else f", the last of {total_steps}: only the export remains"
+        print(f"resuming after step {progress.step}{left}; from {run.checkpoints}", flush=True)
     coef = progress.kl_coef if progress and progress.kl_coef is not None else kl.coef
-    return State(
+    return PpoState(
         config=config,
         run=run,
         tokenizer=tokenizer,
@@ -79,8 +79,8 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> State:
         reference=of_role.get("ref"),
         rollout=rollout,
         scoring=scoring,
-        sampler=Sampler(config, train, rollout, scoring, checkpoints.position_of(progress)),
-        old_logprobs=plan.old_logprobs(config),
+        batches=BatchSource(config, train, rollout, scoring, checkpoints.position_of(progress)),
+        old_logprobs=old_logprobs(config),
         gpus=sum(len(pool.slots) for pool in pools.values()),
         flops=flops,
         peak=peak,
@@ -93,34 +93,33 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> State:
 
 
 def start_workers(config: PpoConfig, pools: Mapping[str, Pool], logs: Path) -> tuple[dict[str, WorkerGroup], Rollout]:
-    """Begin to start the processes of every pool; groups by pool, and the engine."""
+    """Start the processes of every pool without waiting for them. Return the groups by pool, and the engine."""
     engine_pool = pool_of(config, "rollout")
-    # An hf engine in the pool of the policy shares its processes, and on one CPU process its very weights.
-    in_worker = engine_name(config) == "hf" and engine_pool == pool_of(config, "actor")
+    in_process = engine_spec(config).in_process and engine_pool == pool_of(config, "actor")
     groups = {}
     for name, pool in pools.items():
         roles = frozenset(role for role in roles_in_use(config) if pool_of(config, role) == name)
-        if name == engine_pool and not in_worker:
+        if name == engine_pool and not in_process:
             roles -= {"rollout"}
         if roles:
-            share = 0.5 if name == engine_pool and not in_worker else 1.0
+            share = 0.5 if name == engine_pool and not in_process else 1.0
             groups[name] = WorkerGroup(config, pool, roles, share, logs)
-    if in_worker:
-        return groups, Colocated(groups[engine_pool], frees_memory=config.trainer.device == "cuda")
+    if in_process:
+        return groups, InProcessRollout(groups[engine_pool], frees_memory=config.trainer.device == "cuda")
     neighbours = groups.get(engine_pool)
     share = 0.5 if neighbours else 1.0
     policy = groups[pool_of(config, "actor")]
-    return groups, EngineGroup(config, pools[engine_pool], share, policy, neighbours, logs)
+    return groups, SeparateRollout(config, pools[engine_pool], share, policy, neighbours, logs)
 
 
 def load_data(config: PpoConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[Prompt]]:
-    """Training and validation prompts; prints their counts."""
+    """Load training and validation prompts, and print their counts."""
     train, counts = load_prompts(config.data.train_files, config.data, tokenizer, "train")
     print(f"training data: {counts}", flush=True)
     if len(train) < config.data.train_batch_size:
         raise UserError(
-            f"data.train_batch_size is {config.data.train_batch_size}, and the training data has {len(train)} prompts: "
-            "lower it, or give more data"
+            f"data.train_batch_size is {config.data.train_batch_size}, but the training data has only {len(train)} "
+            "prompts: lower data.train_batch_size, or add data"
         )
     if not config.data.val_files:
         return train, []
@@ -130,6 +129,50 @@ def load_data(config: PpoConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[li
 
 
 def open_scoring(config: PpoConfig, of_role: Mapping[str, WorkerGroup], tokenizer: PreTrainedTokenizerBase) -> Scoring:
+    """Open the configured source of rewards. Raises UserError if the reward function cannot be loaded."""
     if config.reward.model is not None:
         return ModelScoring(of_role["reward"], config.reward)
     return FunctionScoring(open_scorer(config.reward), tokenizer)
+
+
+def old_logprobs(config: PpoConfig) -> OldLogprobs:
+    """Decide where the policy's log-probabilities before a step's updates come from.
+
+    skip: nothing needs them, since the ratios of a step's only update are 1.
+    rollout: from the engine, which computed them with the trainer's float32 weights, so they equal the trainer's.
+    recompute: from a forward pass.
+    """
+    algorithm, rollout = config.algorithm, config.rollout
+    if algorithm.tis_cap is not None or rollout.calculate_log_probs:
+        return "recompute"  # they are compared with the engine's
+    if updates_per_step(config) == 1 and algorithm.kl.where != "reward":
+        return "skip"
+    device, dtype = config.trainer.device, config.model.dtype
+    exact = device in engine_spec(config).exact_on and dtype == engine_dtype(rollout, device) == "float32"
+    return "rollout" if exact else "recompute"
+
+
+def responses_per_step(config: PpoConfig) -> int:
+    """Return the number of responses of one step."""
+    return config.data.train_batch_size * config.rollout.n
+
+
+def updates_per_step(config: PpoConfig) -> int:
+    """Return the number of optimizer steps of one step."""
+    batches = len(mini_batches(responses_per_step(config), config.actor.mini_batch_size))
+    return batches * config.actor.ppo_epochs
+
+
+def describe_step(config: PpoConfig) -> str:
+    """Return a line such as `64 prompts x 8 = 512 responses = 4 mini-batches of 128, x 1 epoch = 4 updates`."""
+    prompts, n, epochs = config.data.train_batch_size, config.rollout.n, config.actor.ppo_epochs
+    responses = responses_per_step(config)
+    size = config.actor.mini_batch_size or responses
+    count = len(mini_batches(responses, size))
+    batches = f"{count} mini-batches of {size:,}" if count > 1 else "1 mini-batch"
+    updates = updates_per_step(config)
+    return (
+        f"each step: {prompts:,} prompts x {n} = {responses:,} responses = {batches}, "
+        f"x {epochs} epoch{'s' if epochs > 1 else ''} = {updates} update{'s' if updates > 1 else ''}; "
+        f"micro-batches of at most {config.trainer.micro_tokens:,} tokens"
+    )

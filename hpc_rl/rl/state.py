@@ -1,16 +1,15 @@
-"""A run in progress."""
+"""The state of a run in progress."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from hpc_rl.algorithms.kl import AdaptiveKl
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.prompts import Prompt
-from hpc_rl.rl.batches import Sampler
-from hpc_rl.rl.plan import OldLogprobs
+from hpc_rl.rl.batches import BatchSource
 from hpc_rl.rl.rollout.rollout import Rollout
 from hpc_rl.rl.scoring import Scoring
 from hpc_rl.rl.workers.group import WorkerGroup
@@ -21,10 +20,13 @@ from hpc_rl.training.model import Flops
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+OldLogprobs = Literal["skip", "rollout", "recompute"]
+"""Where the policy's log-probabilities before a step's updates come from; see setup.old_logprobs."""
+
 
 @dataclass
-class State:
-    """Everything that the loop works with. What it changes stands last."""
+class PpoState:
+    """Everything that the loop works with. The fields that the loop changes come last."""
 
     config: PpoConfig
     run: RunDir
@@ -38,18 +40,20 @@ class State:
     reference: WorkerGroup | None
     rollout: Rollout
     scoring: Scoring
-    sampler: Sampler
+    batches: BatchSource
     old_logprobs: OldLogprobs
     gpus: int
-    """GPUs, or CPU slots, of all pools."""
+    """Number of GPUs, or CPU slots, in all pools."""
     flops: Flops
-    """Of training the policy."""
+    """Cost of training the policy."""
     peak: float | None
-    """Floating-point operations per second of one of the policy's devices, if that is known."""
+    """Floating-point operations per second of one of the policy's devices; None if it is not known."""
     total_steps: int
     tracker: Tracker
 
     kl: AdaptiveKl
     step: int
     total_tokens: int
+    steps_without_signal: int = 0
+    """Number of latest steps, in a row, whose advantages were all 0."""
     saved_at: float = field(default_factory=time.monotonic)

@@ -1,4 +1,4 @@
-"""The loop of reinforcement learning: generate, score, compare, estimate, learn, hand over the weights."""
+"""The training loop: generate, score, compare, estimate advantages, update, synchronise the engines."""
 
 from __future__ import annotations
 
@@ -9,27 +9,37 @@ from tensordict import TensorDict
 
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import EXIT_STOPPED
-from hpc_rl.rl import checkpoints, shaping
+from hpc_rl.rl import checkpoints
 from hpc_rl.rl.batches import Batch
+from hpc_rl.rl.experience import (
+    add_advantages,
+    add_rewards,
+    add_scores,
+    importance_weights,
+    loss_weights,
+)
 from hpc_rl.rl.metrics import (
     actor_metrics,
     critic_metrics,
     experience_metrics,
+    has_signal,
+    no_signal_warning,
     perf_metrics,
     probs_diff_warning,
+    reward_metrics,
 )
 from hpc_rl.rl.scoring import refuse_no_scores
-from hpc_rl.rl.state import State
+from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.validation import validate
 from hpc_rl.tracking.report import report_end
 from hpc_rl.training.perf import Clock
 
 
-def train(state: State) -> int:
-    """Train to the end, or until the stop file is there.
+def train(state: PpoState) -> int:
+    """Train to the end, or until the run directory has a stop file.
 
     Returns:
-        the process's exit code: 0, or 75 where starting again goes on.
+        the process's exit code: 0, or 75 if the run stopped early and resumes when it is started again.
     """
     config, stop = state.config, False
     if state.step == 0 and config.trainer.val_before_train and state.val:
@@ -53,49 +63,51 @@ def train(state: State) -> int:
     return finish(state)
 
 
-def step(state: State, clock: Clock) -> dict[str, float]:
-    """One step; its metrics."""
+def step(state: PpoState, clock: Clock) -> dict[str, float]:
+    """Train one step and return its metrics."""
     config, algorithm = state.config, state.config.algorithm
     with clock("gen"):
         state.rollout.wake()
-        batch = state.sampler.draw(state.step)
+        batch = state.batches.draw(state.step)
         state.rollout.sleep()
         experience = batch.experience()
-    judge(state, batch, experience, clock)
+    evaluate(state, batch, experience, clock)
     with clock("adv"):
         kl_coef = state.kl.coef
-        kl_mean = shaping.add_rewards(experience, algorithm, kl_coef)
-        shaping.add_advantages(experience, algorithm, greedy_scores(batch))
+        kl_mean = add_rewards(experience, algorithm, kl_coef)
+        add_advantages(experience, algorithm, greedy_scores(batch))
         if kl_mean is not None:
             state.kl.update(kl_mean, len(batch.prompts))
     metrics = learn(state, experience, clock)
     state.step += 1
     metrics |= experience_metrics(experience, config)
+    metrics |= reward_metrics(batch.scored.wait())
     metrics |= perf_metrics(experience, clock.seconds, state)
     state.total_tokens = int(metrics["perf/total_num_tokens"])
-    metrics["critic/reward_errors"] = float(len(batch.scored.wait().errors))
     if algorithm.kl.where != "none":
         metrics["actor/kl_coef"] = kl_coef
     if kl_mean is not None:
         metrics["actor/reward_kl_penalty"] = kl_mean
-    if warning := probs_diff_warning(metrics):
-        print(warning, flush=True)
+    state.steps_without_signal = 0 if has_signal(experience) else state.steps_without_signal + 1
+    for warning in (no_signal_warning(state.steps_without_signal, metrics), probs_diff_warning(metrics)):
+        if warning is not None:
+            print(warning, flush=True)
     return metrics
 
 
-def judge(state: State, batch: Batch, experience: TensorDict, clock: Clock) -> None:
-    """Add what reward, policy, reference and critic say of the responses."""
+def evaluate(state: PpoState, batch: Batch, experience: TensorDict, clock: Clock) -> None:
+    """Add the scores, and the columns that policy, reference and critic compute for the responses."""
     held = [group.hold(experience) for group in state.groups]
-    # All are asked for at once: workers compute while rewards are still being scored.
+    # All calls start before the first wait, so that workers compute while rewards are still being scored.
     old = state.actor.logprobs() if state.old_logprobs == "recompute" else None
     ref = state.reference.ref_logprobs() if state.reference else None
     values = state.critic.values() if state.critic else None
     with clock("reward"):
-        for pending in held:  # behind a reward model on the same workers
+        for pending in held:  # a reward model on the same workers scores first
             pending.wait()
         scores = batch.scored.wait()
         refuse_no_scores(scores, state.step + 1)
-        shaping.add_scores(experience, torch.from_numpy(scores.values), state.config)
+        add_scores(experience, torch.from_numpy(scores.values), state.config)
     if state.old_logprobs == "rollout":
         experience["old_logprobs"] = experience["rollout_logprobs"]
     if old is not None:
@@ -109,8 +121,8 @@ def judge(state: State, batch: Batch, experience: TensorDict, clock: Clock) -> N
             experience["values"] = values.wait()
 
 
-def learn(state: State, experience: TensorDict, clock: Clock) -> dict[str, float]:
-    """Update critic and actor, and hand the new weights to the engines."""
+def learn(state: PpoState, experience: TensorDict, clock: Clock) -> dict[str, float]:
+    """Update critic and actor, and send the new weights to the engines. Return the metrics of the updates."""
     config, number, total = state.config, state.step, state.total_steps
     warming_up = state.critic is not None and number < config.critic.warmup_steps
     metrics: dict[str, float] = {}
@@ -131,32 +143,32 @@ def learn(state: State, experience: TensorDict, clock: Clock) -> dict[str, float
 
 
 def actor_columns(experience: TensorDict, config: PpoConfig) -> dict[str, torch.Tensor]:
-    """What the actor's loss needs."""
+    """Return the columns that the actor's loss needs."""
     names = ["advantages"]
     names += ["old_logprobs"] if "old_logprobs" in experience else []
     names += ["ref_logprobs"] if config.algorithm.kl.where == "loss" else []
     found = {name: experience[name] for name in names}
-    found["weights"] = shaping.loss_weights(experience, config, config.algorithm.loss_agg)
+    found["weights"] = loss_weights(experience, config, config.algorithm.loss_agg)
     if config.algorithm.tis_cap is not None:
-        found["is_weights"] = shaping.importance_weights(experience, config.algorithm.tis_cap)
+        found["is_weights"] = importance_weights(experience, config.algorithm.tis_cap)
     return found
 
 
 def critic_columns(experience: TensorDict, config: PpoConfig) -> dict[str, torch.Tensor]:
-    """What the critic's loss needs."""
-    weights = shaping.loss_weights(experience, config, "token-mean")
+    """Return the columns that the critic's loss needs."""
+    weights = loss_weights(experience, config, "token-mean")
     return {"values": experience["values"], "returns": experience["returns"], "weights": weights}
 
 
 def greedy_scores(batch: Batch) -> torch.Tensor | None:
-    """ReMax's baseline for each response; None for other estimators."""
+    """Return ReMax's baseline for each response, or None for other estimators."""
     if batch.greedy_scored is None:
         return None
     return torch.from_numpy(batch.greedy_scored.wait().values)[torch.tensor(batch.groups)]
 
 
-def test(state: State) -> dict[str, float]:
-    """Validate, and log the first texts."""
+def test(state: PpoState) -> dict[str, float]:
+    """Validate, log the first samples, and return the metrics."""
     state.rollout.wake()
     found = validate(state.val, state.rollout, state.scoring, state.tokenizer, state.config)
     state.rollout.sleep()
@@ -164,14 +176,17 @@ def test(state: State) -> dict[str, float]:
     return found.metrics
 
 
-def finish(state: State) -> int:
-    """Export, close the books and say how it ended."""
+def finish(state: PpoState) -> int:
+    """Export the model if the run is complete, write the report, and return the exit code."""
     done = state.step >= state.total_steps
     if done and state.config.trainer.export:
         checkpoints.export_model(state)
         print(f"model: {state.run.model}", flush=True)
     elif not done:
-        print(f"stopped after step {state.step} of {state.total_steps}: saved, starting again goes on", flush=True)
+        print(
+            f"stopped after step {state.step} of {state.total_steps}: checkpoint saved; submit again to resume",
+            flush=True,
+        )
     code = 0 if done else EXIT_STOPPED
     state.tracker.finish(code)
     if state.run.metrics.exists():
@@ -180,11 +195,12 @@ def finish(state: State) -> int:
 
 
 def due(number: int, every: int) -> bool:
+    """Return whether an action that happens every so many steps is due; `every` = 0 means never."""
     return every > 0 and number % every == 0
 
 
-def save_is_due(state: State) -> bool:
-    """By steps or by time."""
+def save_is_due(state: PpoState) -> bool:
+    """Return whether a checkpoint is due by steps or by time."""
     minutes = state.config.trainer.save_minutes
     late = minutes > 0 and time.monotonic() - state.saved_at >= 60 * minutes
     return late or due(state.step, state.config.trainer.save_freq)

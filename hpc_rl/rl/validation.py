@@ -1,4 +1,4 @@
-"""How good the policy is: one greedy response to each validation prompt."""
+"""Validation: one greedy response to each validation prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.prompts import Prompt
-from hpc_rl.rl.batches import greedily
+from hpc_rl.rl.batches import greedy_sampling
 from hpc_rl.rl.rollout.rollout import Rollout
 from hpc_rl.rl.scoring import Scoring, response_texts
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Validation:
+    """The result of a validation."""
+
     metrics: dict[str, float]
     samples: list[dict[str, Any]]
     """The first responses: prompt, response, answer, score."""
@@ -32,7 +34,8 @@ def validate(
     tokenizer: PreTrainedTokenizerBase,
     config: PpoConfig,
 ) -> Validation:
-    completions = rollout.generate([p.token_ids for p in prompts], [0] * len(prompts), greedily(config)).wait()
+    """Generate one greedy response to each prompt and score it."""
+    completions = rollout.generate([p.token_ids for p in prompts], [0] * len(prompts), greedy_sampling(config)).wait()
     scores = scoring.start(prompts, completions).wait()
     lengths = np.array([len(completion.token_ids) for completion in completions])
     metrics = {
@@ -41,6 +44,7 @@ def validate(
         "val/unfinished": float(np.mean([not completion.finished for completion in completions])),
         "val/reward_errors": float(len(scores.errors)),
     }
+    metrics |= {f"val/reward/{name}": mean for name, mean in scores.component_means().items()}
     shown = config.trainer.log_val_generations
     texts = response_texts(tokenizer, completions[:shown])
     samples = [

@@ -1,7 +1,7 @@
-"""From a global batch to equal work for every rank: pure functions on lengths.
+"""The division of a global batch into equal work for every rank: pure functions on lengths.
 
-A plan is `plan[rank][micro_batch] = [sample, ...]`, samples being positions in the list of lengths. All ranks get the
-same number of micro-batches, because each one is a round of FSDP collectives that every rank must join.
+A plan is `plan[rank][micro_batch] = [sample, ...]`, where a sample is an index into the list of lengths. All ranks get
+the same number of micro-batches, because each one is a round of FSDP collectives that every rank must join.
 """
 
 from __future__ import annotations
@@ -18,29 +18,32 @@ Plan = list[list[Bin]]
 def plan_batch(lengths: Sequence[int], ranks: int, micro_tokens: int, packing: bool = True) -> Plan:
     """Deal the samples of one global batch to ranks and micro-batches.
 
-    With packing, a micro-batch holds as many samples as fit, and all micro-batches are about equally full. Without, it
-    holds one sample. Two ranks differ by at most the longest sample's tokens. Micro-batches stay empty only where there
-    are fewer samples than ranks times micro-batches. The same lengths give the same plan, everywhere.
+    With packing, a micro-batch holds as many samples as fit, and all micro-batches are about equally full. Without
+    packing, it holds one sample. The loads of two ranks differ by at most the longest sample's tokens. A micro-batch is
+    empty only if there are fewer samples than ranks times micro-batches. The plan depends on the arguments only, so
+    every rank computes the same one.
 
     Args:
         lengths: tokens of each sample, at least 1.
-        micro_tokens: most tokens of one micro-batch.
+        micro_tokens: largest number of tokens in one micro-batch.
 
     Raises:
-        UserError: a sample alone is over micro_tokens.
+        UserError: a single sample is longer than micro_tokens.
     """
     longest = max(lengths, default=0)
     if packing and longest > micro_tokens:
-        raise UserError(f"a sample of {longest} tokens is over trainer.micro_tokens {micro_tokens}: raise it")
+        raise UserError(
+            f"a sample of {longest} tokens is over trainer.micro_tokens {micro_tokens}: raise trainer.micro_tokens"
+        )
     bins = pack(lengths, ranks, micro_tokens) if packing else [[sample] for sample in range(len(lengths))]
     return deal(bins, lengths, ranks)
 
 
 def pack(lengths: Sequence[int], multiple: int, budget: int) -> list[Bin]:
-    """Fill the fewest bins of at most `budget` tokens, their number being a multiple of `multiple`.
+    """Fill the fewest bins of at most `budget` tokens; the number of bins is a multiple of `multiple`.
 
-    Longest sample first, each into the emptiest bin (Graham 1969, "Bounds on multiprocessing timing anomalies"): the
-    fullest bin then exceeds the emptiest by at most the longest sample.
+    The samples go, longest first, each into the emptiest bin (Graham 1969, "Bounds on multiprocessing timing
+    anomalies"), so that the fullest bin exceeds the emptiest by at most the longest sample.
     """
     order = sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample))
     count = max(1, -(-sum(lengths) // (budget * multiple))) * multiple
@@ -59,9 +62,10 @@ def pack(lengths: Sequence[int], multiple: int, budget: int) -> list[Bin]:
 
 
 def deal(bins: Sequence[Bin], lengths: Sequence[int], ranks: int) -> Plan:
-    """Hand out bins, fullest first, in rounds that alternate direction; the last round is filled up with empty bins.
+    """Deal bins to ranks, fullest first, in rounds that alternate direction; empty bins complete the last round.
 
-    The n-th micro-batches of all ranks are then about equally full too, so no rank waits long for another.
+    Since a round takes bins that are next to each other in size, the n-th micro-batches of all ranks are about equally
+    full, and no rank waits long for another.
     """
     loads = [sum(lengths[sample] for sample in samples) for samples in bins]
     order = sorted(range(len(bins)), key=lambda number: (-loads[number], bins[number]))

@@ -1,10 +1,10 @@
-"""Checkpoints of a run: everything that it needs to go on, at any number of ranks.
+"""Checkpoints of a run: everything that it needs to resume, with any number of ranks.
 
     checkpoints/step-00000010/
         trainer.json        Progress
         model/              one folder per trained model (model_state.py): `model`, or `actor` and `critic`
 
-A checkpoint is written under `step-00000010.tmp` and renamed once every part of it is there.
+A checkpoint is written as `step-00000010.tmp` and renamed when all of its parts are complete.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpc_rl.errors import UserError
+from hpc_rl.errors import AgreedError, UserError
 from hpc_rl.training import model_state
 from hpc_rl.training.distributed import World
-from hpc_rl.training.errors import AgreedError
 from hpc_rl.training.model import PackedModel
 from hpc_rl.training.model_state import UnreadableError
 
@@ -36,34 +35,35 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is; trainer.json."""
+    """How far a run has come; trainer.json."""
 
     samples: int
     """Samples in the training data."""
     dtype: str
-    """Type of the weights."""
+    """Type of the weights, such as float32."""
     parts: tuple[str, ...] = (MODEL,)
-    """The trained models; the first is the one to export."""
+    """Names of the trained models; the first one is exported."""
     step: int = 0
-    """Steps done."""
+    """Optimizer steps done."""
     epoch: int = 0
     """Epoch of the next sample."""
     index: int = 0
-    """Samples of this epoch that are used already."""
+    """Samples of this epoch that have been used."""
     total_tokens: int = 0
     """Tokens trained on so far."""
     world_size: int = 1
     wandb_id: str | None = None
     kl_coef: float | None = None
-    """Weight of the KL penalty, where it adapts."""
+    """Weight of the KL penalty, if it adapts."""
 
 
 def step_folder(folder: Path, step: int) -> Path:
+    """Return the folder of one step's checkpoint."""
     return folder / f"step-{step:08d}"
 
 
 def begin(folder: Path, step: int) -> Path:
-    """The folder into which the parts of a new checkpoint are written; one process calls this."""
+    """Create the folder for the parts of a new checkpoint, and remove unfinished ones. Only one process calls this."""
     for leftover in folder.glob("step-*.tmp"):
         shutil.rmtree(leftover)
     partial = _partial(folder, step)
@@ -72,10 +72,10 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def commit(folder: Path, progress: Progress, keep: int) -> Path:
-    """Give a checkpoint whose parts are all written its name, and remove all but the newest `keep`."""
+    """Name a checkpoint whose parts are all written, and remove all but the newest `keep` checkpoints."""
     partial, final = _partial(folder, progress.step), step_folder(folder, progress.step)
     (partial / "trainer.json").write_text(json.dumps(asdict(progress), indent=1))
-    if final.exists():  # an unreadable one of the same step, which the run went back from
+    if final.exists():  # an unreadable checkpoint of the same step, before which the run resumed
         shutil.rmtree(final)
     partial.rename(final)
     for _, old in _numbered(folder)[keep:]:
@@ -84,7 +84,7 @@ def commit(folder: Path, progress: Progress, keep: int) -> Path:
 
 
 def usable(folder: Path) -> Iterator[tuple[Path, Progress]]:
-    """Complete checkpoints, newest first; warns of others."""
+    """Yield the complete checkpoints, newest first, and warn about the others."""
     for _, path in _numbered(folder):
         problem = _problem(path)
         if problem:
@@ -94,29 +94,29 @@ def usable(folder: Path) -> Iterator[tuple[Path, Progress]]:
 
 
 def newest(folder: Path) -> tuple[Path, Progress] | None:
-    """The newest complete checkpoint of a run, without reading its tensors."""
+    """Return the newest complete checkpoint of a run, without reading its tensors."""
     return next(usable(folder), None)
 
 
 def refuse_none_usable(folder: Path) -> None:
-    """Call where no checkpoint was read.
+    """Check that a run without a readable checkpoint has no unreadable ones either.
 
     Raises:
-        AgreedError: there are some all the same, and starting from scratch would lose them.
+        AgreedError: it has some, and starting from the beginning would lose them.
     """
     if _numbered(folder):
         raise AgreedError(
-            f"no checkpoint in {folder} can be read; to start from the beginning, remove that folder or take another "
+            f"no checkpoint in {folder} can be read; to start from the beginning, remove that folder or choose another "
             "run directory"
         )
 
 
 def refuse_other_data(folder: Path, progress: Progress, samples: int) -> None:
-    """Raise AgreedError where a run would go on with other data than it began with."""
+    """Raise AgreedError if a run would resume with other training data than it started with."""
     if progress.samples != samples:
         raise AgreedError(
-            f"{folder} was trained on {progress.samples} samples, and the training data has {samples} "
-            "now: take the same data, or another run directory"
+            f"{folder} was trained on {progress.samples} samples, and the training data now has {samples}: "
+            "use the same data, or choose another run directory"
         )
 
 
@@ -129,7 +129,7 @@ def save(
     world: World,
     keep: int,
 ) -> None:
-    """Write a checkpoint with one part and remove all but the newest `keep`. Every rank calls this."""
+    """Write a checkpoint with one part, and remove all but the newest `keep` checkpoints. Every rank calls this."""
     if world.is_main:
         begin(folder, progress.step)
     world.barrier()
@@ -140,12 +140,12 @@ def save(
 
 
 def load_latest(folder: Path, model: PackedModel, optimizer: torch.optim.Optimizer, world: World) -> Progress | None:
-    """Read the newest usable checkpoint into model and optimizer; None where there is none. Every rank calls this.
+    """Read the newest usable checkpoint into model and optimizer; return None if there is none. Every rank calls this.
 
-    A checkpoint that cannot be used is passed over with one line on stderr.
+    A checkpoint that cannot be used is skipped with one line on stderr.
 
     Raises:
-        AgreedError: there are checkpoints, but none can be used, so starting from scratch would lose them.
+        AgreedError: there are checkpoints but none is usable, and starting from the beginning would lose them.
     """
     candidates = world.broadcast_object(list(usable(folder)) if world.is_main else None)
     for path, progress in candidates:
@@ -161,19 +161,25 @@ def load_latest(folder: Path, model: PackedModel, optimizer: torch.optim.Optimiz
 
 
 def read_progress(path: Path) -> Progress:
+    """Read the trainer.json of a checkpoint.
+
+    Raises:
+        OSError, ValueError, TypeError, KeyError: it is missing or not valid.
+    """
     found = json.loads((path / "trainer.json").read_text())
     return Progress(**{**found, "parts": tuple(found["parts"])})
 
 
 def warn_passed_over(path: Path, problem: str) -> None:
-    print(f"warning: checkpoint {path} is passed over: {problem}", file=sys.stderr, flush=True)
+    """Report a checkpoint that is skipped."""
+    print(f"warning: checkpoint {path} is skipped: {problem}", file=sys.stderr, flush=True)
 
 
 def find(source: Path, checkpoints: Path) -> Path:
-    """The checkpoint that `source` is, or the newest one in `checkpoints`, the folder of that run directory.
+    """Return `source` if it is a checkpoint, otherwise the newest one in `checkpoints`, a run's folder of them.
 
     Raises:
-        UserError: neither is there.
+        UserError: `source` is not a checkpoint, and the folder has none.
     """
     if (source / "trainer.json").is_file():
         return source
@@ -189,13 +195,13 @@ def _partial(folder: Path, step: int) -> Path:
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of everything that is named like a finished checkpoint, newest first."""
+    """Return (step, folder) of everything that has the name of a finished checkpoint, newest first."""
     found = [(int(m[1]), path) for path in folder.glob("step-*") if (m := _NAME.fullmatch(path.name))]
     return sorted(found, reverse=True)
 
 
 def _problem(path: Path) -> str | None:
-    """Why a folder is no complete checkpoint."""
+    """Return why a folder is not a complete checkpoint, or None if it is one."""
     try:
         parts = read_progress(path).parts
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -1,8 +1,8 @@
-"""The process group: who am I, who else is there, and small exchanges between ranks.
+"""The process group: this process's rank, the number of ranks, and small exchanges between them.
 
     world = distributed.start("cpu", start_timeout_s=300)
 
-Works under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and as a plain single process.
+It works under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and in a single plain process.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hpc_rl.errors import UserError
-from hpc_rl.training.errors import AgreedError
+from hpc_rl.errors import AgreedError, UserError
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others in one collective: rank 0 may write a large checkpoint meanwhile. A rank that
-died ends the job sooner, since its launcher sees the exit."""
+"""How long a rank waits for the others in one collective, during which rank 0 may write a large checkpoint. If a rank
+dies, the job ends sooner, because the launcher sees its exit."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of the job, seen from one of them."""
+    """The ranks of the job, from the view of one of them."""
 
     rank: int
     size: int
@@ -37,17 +36,18 @@ class World:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0, which writes files and prints messages."""
         return self.rank == 0
 
     def gather_rows(self, values: Sequence[float]) -> torch.Tensor:
-        """Every rank's numbers: float64 on the CPU, shape [ranks, len(values)]. One collective."""
+        """Return every rank's numbers in one collective: float64 on the CPU, shape [ranks, len(values)]."""
         row = torch.tensor([list(values)], dtype=torch.float64)
         if self.size == 1:
             return row
         return torch.cat(_all_gather(row, self.size))
 
     def gather_varied(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's one-dimensional CPU tensor; lengths may differ, the type may not."""
+        """Return every rank's one-dimensional CPU tensor; the lengths may differ, the dtype may not."""
         if self.size == 1:
             return [values]
         lengths = [int(length) for length in self.gather_rows([len(values)])[:, 0]]
@@ -57,7 +57,7 @@ class World:
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's picklable value, on every rank."""
+        """Return rank 0's picklable value on every rank."""
         if self.size == 1:
             return value
         box = [value]
@@ -65,6 +65,7 @@ class World:
         return box[0]
 
     def barrier(self) -> None:
+        """Wait until every rank has called this."""
         if self.size > 1:
             self.gather_rows([0.0])
 
@@ -72,7 +73,7 @@ class World:
         """Run `work` on every rank, and fail on every rank if it fails on one.
 
         Raises:
-            AgreedError: `work` raised UserError somewhere. The message names the rank unless all ranks say the same.
+            AgreedError: `work` raised UserError on some rank. The message names the rank unless all ranks agree.
         """
         result, message = None, None
         try:
@@ -98,7 +99,7 @@ def _all_gather(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
 
 
 def rank_from_env() -> int:
-    """This process's rank before the process group exists; 0 without torchrun."""
+    """Return this process's rank before the process group exists; 0 without torchrun."""
     return int(os.environ.get("RANK", 0))
 
 
@@ -106,11 +107,11 @@ def start(device: str, start_timeout_s: int) -> World:
     """Join the process group.
 
     Args:
-        device: "cuda" (NCCL, and gloo for what lies in host memory) or "cpu" (gloo).
-        start_timeout_s: seconds in which all ranks must have arrived.
+        device: "cuda" (NCCL, and gloo for tensors in host memory) or "cpu" (gloo).
+        start_timeout_s: seconds within which all ranks must arrive.
 
     Raises:
-        UserError: no such device, or ranks that did not arrive in time.
+        UserError: the device does not exist, or a rank did not arrive in time.
     """
     rank, size = rank_from_env(), int(os.environ.get("WORLD_SIZE", 1))
     here = _device(device, int(os.environ.get("LOCAL_RANK", 0)))
@@ -119,13 +120,13 @@ def start(device: str, start_timeout_s: int) -> World:
         store = _meet(rank, size, timedelta(seconds=start_timeout_s))
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_COLLECTIVE_TIMEOUT)
     elif here.type == "cuda":
-        # FSDP's mixed precision wants a group even for one GPU.
+        # FSDP's mixed precision needs a group even for one GPU.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return World(rank=rank, size=size, device=here)
 
 
 def finish() -> None:
-    """Leave the group after a good end. After an error, leave the process instead: this would wait for the others."""
+    """Leave the group after success. After an error, end the process instead: this waits for the other ranks."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -136,15 +137,19 @@ def _device(kind: str, local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if count <= local_rank:
         raise UserError(
-            f"trainer.device is cuda and this process needs GPU {local_rank}, but {socket.gethostname()} shows "
-            f"{count} GPUs to it: lower trainer.n_gpus_per_node, or set trainer.device=cpu"
+            f"trainer.device is cuda and this process needs GPU {local_rank}, but {count} GPUs are visible to it on "
+            f"{socket.gethostname()}: lower trainer.n_gpus_per_node, or set trainer.device=cpu"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
 
 def _meet(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """The store that torchrun's environment names, once every rank has signed it."""
+    """Return the store that torchrun's environment names, after every rank has written to it.
+
+    Raises:
+        UserError: the store cannot be reached, or a rank did not arrive in time.
+    """
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
     except dist.DistError as error:
@@ -157,6 +162,7 @@ def _meet(rank: int, size: int, timeout: timedelta) -> dist.Store:
     except dist.DistError as error:
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         raise UserError(
-            f"{size} ranks should have met within {timeout.seconds} s (start_timeout_s); missing: {missing}"
+            f"{size} ranks must start within {timeout.seconds} s (start_timeout_s), and these did not: {missing}; "
+            "look for their errors in their logs"
         ) from error
     return dist.PrefixStore("hpc_rl", store)

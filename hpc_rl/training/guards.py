@@ -1,4 +1,4 @@
-"""Failures that the user can do something about, said in one line."""
+"""Failures that the user can correct, explained in one line."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hpc_rl.errors import RunError
-from hpc_rl.training.errors import AgreedRunError
+from hpc_rl.errors import AgreedRunError, RunError
 
 IN_TRAINING = (
     "lower trainer.micro_tokens, or set model.enable_gradient_checkpointing=true, "
@@ -20,10 +19,11 @@ IN_GENERATION = "lower rollout.max_num_seqs"
 
 @contextmanager
 def explain_out_of_memory(what: str, remedy: str = IN_TRAINING) -> Iterator[None]:
-    """Turn running out of memory into a RunError that names the settings to change.
+    """Turn an out-of-memory error into a RunError that names the settings to change.
 
     Args:
-        what: what was being done, for the message ("step 12").
+        what: the activity, for the message ("step 12").
+        remedy: the settings to change.
     """
     try:
         yield
@@ -37,10 +37,10 @@ def explain_out_of_memory(what: str, remedy: str = IN_TRAINING) -> Iterator[None
 
 
 def refuse_not_finite(step: int, losses_by_rank: Sequence[float], gradient_norm: float) -> None:
-    """Stop training on NaN or Inf. Every rank must be given the same values.
+    """Stop training at NaN or Inf. Every rank must pass the same values.
 
     Raises:
-        AgreedRunError: a value is not finite; names the step and the ranks.
+        AgreedRunError: a value is not finite; the message names the step and the ranks.
     """
     bad = [rank for rank, loss in enumerate(losses_by_rank) if not math.isfinite(loss)]
     if bad:
@@ -51,5 +51,5 @@ def refuse_not_finite(step: int, losses_by_rank: Sequence[float], gradient_norm:
         return
     raise AgreedRunError(
         f"{found}: training stopped before the weights changed. "
-        "Usual causes: optim.lr too high, broken samples, or bfloat16 weights where float32 are needed"
+        "Usual causes: optim.lr is too high, samples are broken, or weights are bfloat16 where float32 is needed"
     )

@@ -1,11 +1,11 @@
-"""From hidden states to loss or log-probabilities, without ever holding logits of all positions.
+"""Loss and log-probabilities from hidden states, without holding the logits of all positions at once.
 
-Positions are worked off in chunks of `CHUNK_BYTES` of logits. The loss computes its gradients in the same pass, while a
-chunk's logits are at hand (the idea of Liger Kernel, https://arxiv.org/abs/2410.10989); log-probabilities, whose
-upstream gradient is not known yet, compute their logits again in the backward pass.
+Positions are processed in chunks of `CHUNK_BYTES` of logits. The loss computes its gradients in the same pass, while a
+chunk's logits are in memory (the idea of Liger Kernel, https://arxiv.org/abs/2410.10989). Log-probabilities compute
+their logits again in the backward pass, because their upstream gradient is unknown in the forward pass.
 
-torch.nn.functional.linear_cross_entropy (torch 2.13) is not used: at a vocabulary of 151,936 it took six times as long
-as plain logits on a CPU, and earlier versions have none.
+torch.nn.functional.linear_cross_entropy (torch 2.13) is not used: with a vocabulary of 151,936 it took six times as
+long as plain logits on a CPU, and earlier versions do not have it.
 
 Shape suffixes: N positions, H hidden size, V vocabulary, C positions of one chunk.
 """
@@ -18,19 +18,18 @@ from typing import Any
 import torch
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Bytes of float32 logits in one chunk: enough rows for fast matrix products, small beside a model."""
+"""Bytes of float32 logits in one chunk: enough rows for fast matrix products, and small compared to a model."""
 
 
 def cross_entropy_sum(
     hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, scale: float = 1.0
 ) -> torch.Tensor:
-    """`scale` times the sum of -log p(target) over all positions: a float32 scalar.
+    """Return `scale` times the sum of -log p(target) over all positions, a float32 scalar.
 
-    Gradients of hidden states and weight are computed along with it, so it must be called with gradients enabled only
-    where they are wanted.
+    The gradients of hidden states and weight are computed in the same pass, so disable gradients if you need none.
 
     Args:
-        hidden_NH: float32 or bfloat16; sums, exponentials and the weight's gradient are float32 either way.
+        hidden_NH: float32 or bfloat16; sums, exponentials and the weight's gradient are float32 in both cases.
         targets_N: int64.
     """
     if hidden_NH.shape[0] == 0:
@@ -47,10 +46,10 @@ def token_logprobs(
     temperature: float = 1.0,
     entropy: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p(target) and entropy of p at each position, where p = softmax(hidden @ weight.T / temperature).
+    """Return log p(target) and the entropy of p at each position, with p = softmax(hidden @ weight.T / temperature).
 
     Args:
-        entropy: false leaves the entropies 0 and saves a pass over the probabilities; for use without gradients.
+        entropy: if false, the entropies are 0 and a pass over the probabilities is saved; for use without gradients.
 
     Returns:
         log-probabilities [N] and entropies [N] in nats, both float32 and differentiable.
@@ -60,14 +59,14 @@ def token_logprobs(
 
 
 def _chunks(positions: int, weight_VH: torch.Tensor) -> Iterator[slice]:
-    """Equal slices of at most CHUNK_BYTES of logits."""
+    """Yield slices of equal size, each with at most CHUNK_BYTES of logits."""
     limit = max(1, CHUNK_BYTES.get(weight_VH.device.type, CHUNK_BYTES["cuda"]) // (4 * weight_VH.shape[0]))
     size = -(-positions // -(-positions // limit)) if positions else 1
     return (slice(start, min(start + size, positions)) for start in range(0, positions, size))
 
 
 class _LogProbs:
-    """log-softmax of chunks of logits, float32, in buffers that all chunks share."""
+    """The log-softmax of chunks of logits, float32, in buffers that all chunks share."""
 
     def __init__(self, weight_VH: torch.Tensor) -> None:
         self.weight_VH = weight_VH
@@ -75,7 +74,7 @@ class _LogProbs:
         self.logprobs: torch.Tensor | None = None
 
     def __call__(self, hidden_CH: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-        """[C, V]; valid until the next call."""
+        """Return log-probabilities [C, V], which are valid until the next call."""
         rows, vocabulary = hidden_CH.shape[0], self.weight_VH.shape[0]
         if self.logits is None or self.logprobs is None:
             self.logits = hidden_CH.new_empty(rows, vocabulary)
@@ -84,7 +83,7 @@ class _LogProbs:
         torch.mm(hidden_CH, self.weight_VH.t(), out=logits)
         if temperature != 1.0:
             logits.div_(temperature)
-        # log_softmax has no dtype together with out where both differ, so bfloat16 is widened first.
+        # log_softmax does not take dtype and out together if they differ, so bfloat16 is widened first.
         if logits.dtype == torch.float32:
             return torch.log_softmax(logits, dim=-1, out=logprobs)
         logprobs.copy_(logits)
@@ -92,7 +91,7 @@ class _LogProbs:
 
 
 def _add_product(total_VH: torch.Tensor, left_CV: torch.Tensor, right_CH: torch.Tensor, first: bool) -> None:
-    """total += left.T @ right, in the total's float32; without the old total where this is the first summand."""
+    """Add left.T @ right to the total in float32; the first summand replaces the old total."""
     if left_CV.dtype == total_VH.dtype:
         torch.addmm(total_VH, left_CV.t(), right_CH, beta=0 if first else 1, out=total_VH)
     elif first:
@@ -106,16 +105,16 @@ class _CrossEntropySum(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
-        grad_weight_VH = torch.empty_like(weight_VH, dtype=torch.float32) if wants_weight else None
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
+        grad_weight_VH = torch.empty_like(weight_VH, dtype=torch.float32) if needs_weight else None
         total = hidden_NH.new_zeros((), dtype=torch.float32)
         log_softmax = _LogProbs(weight_VH)
         for rows in _chunks(hidden_NH.shape[0], weight_VH):
             hidden_CH, targets_C1 = hidden_NH[rows], targets_N[rows, None]
             logprobs_CV = log_softmax(hidden_CH)
             total -= logprobs_CV.gather(1, targets_C1).sum()
-            if not (wants_hidden or wants_weight):
+            if not (needs_hidden or needs_weight):
                 continue
             # d(-log p[target]) / d logits = p - onehot(target)
             grad_CV = logprobs_CV.exp_()
@@ -135,7 +134,7 @@ class _CrossEntropySum(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
         (upstream,) = grads
-        # On a GPU asking for the value would wait for it; on a CPU it saves a pass over the weight's gradient.
+        # Reading the value would synchronise a GPU; on a CPU it saves a pass over the weight's gradient.
         if upstream.is_cuda or upstream.item() != 1.0:
             grad_hidden_NH = None if grad_hidden_NH is None else grad_hidden_NH * upstream.to(grad_hidden_NH.dtype)
             grad_weight_VH = None if grad_weight_VH is None else grad_weight_VH.mul_(upstream)
@@ -168,9 +167,9 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
         hidden_NH, weight_VH, targets_N, entropy_N = ctx.saved_tensors
         grad_logprobs_N, grad_entropy_N = grads
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if needs_weight else None
         log_softmax = _LogProbs(weight_VH)
         for rows in _chunks(hidden_NH.shape[0], weight_VH):
             hidden_CH, targets_C1 = hidden_NH[rows], targets_N[rows, None]

@@ -25,7 +25,7 @@ _HEAD_EXTRAS = {
     "logits_scaling": 1.0,
     "lm_head_multiplier": 1.0,
 }
-"""Settings that change logits after the LM head, which the chunked loss leaves out, with the value that means none."""
+"""Settings that change logits after the LM head, which the chunked loss does not do, with their neutral values."""
 
 
 class PackedModel(nn.Module):
@@ -36,7 +36,7 @@ class PackedModel(nn.Module):
         self.hf = hf
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
-        """Hidden states of the last layer, [T, H]."""
+        """Return the hidden states of the last layer, [T, H]."""
         hidden_TH: torch.Tensor = self.hf.base_model(
             input_ids=batch.input_ids_T[None],
             position_ids=batch.position_ids_T[None],
@@ -46,15 +46,15 @@ class PackedModel(nn.Module):
         return hidden_TH
 
     def layers(self) -> list[nn.Module]:
-        """The transformer layers: the unit of sharding, recomputation and compilation."""
+        """Return the transformer layers, the unit of sharding, recomputation and compilation."""
         names = set(self.hf._no_split_modules or ())
         return [module for module in self.hf.modules() if type(module).__name__ in names]
 
     def prepare_training(self, config: ModelConfig) -> None:
-        """Training mode, with recomputation and compilation as configured."""
+        """Switch to training mode, with recomputation and compilation as configured."""
         self.hf.train()
         if config.enable_gradient_checkpointing:
-            # The older name goes away in transformers 6, the newer one came in 5.
+            # transformers 5 introduced the new name, and transformers 6 removes the old one.
             enable = getattr(self.hf, "activation_checkpointing_enable", None) or self.hf.gradient_checkpointing_enable
             enable({"use_reentrant": False})
         if config.use_torch_compile:
@@ -66,15 +66,15 @@ class CausalLM(PackedModel):
     """Backbone and LM head in one module, so that FSDP has gathered the head's weight when the loss needs it."""
 
     def forward(self, batch: PackedBatch, head: Callable[[torch.Tensor, torch.Tensor], T]) -> T:
-        """Run the backbone on a packed row, then `head(hidden_NH, weight_VH)` on the rows that have a target."""
+        """Run the backbone on a packed row, then return `head(hidden_NH, weight_VH)` of the positions with a target."""
         return head(self.hidden(batch)[batch.rows_N], self.hf.get_output_embeddings().weight)
 
 
 def load_model(config: ModelConfig) -> CausalLM:
-    """Read weights into host memory, in the type that is trained.
+    """Load a model into host memory, in the type that is trained.
 
     Raises:
-        UserError: no model there, or one that packed training cannot compute rightly.
+        UserError: no model can be loaded, or packed training cannot compute it correctly.
     """
     from transformers import AutoModelForCausalLM
 
@@ -94,20 +94,20 @@ def load_model(config: ModelConfig) -> CausalLM:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """For reinforcement learning, where the same tokens must have the same probability each time."""
+    """Set every dropout to 0, for reinforcement learning: a token must have the same probability each time."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in ("attention_dropout", "dropout"):  # attention functions are given a number
+        for name in ("attention_dropout", "dropout"):  # attention functions receive a number
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of tokenizer_path, else of the model.
+    """Load the tokenizer of tokenizer_path or, if that is null, of the model.
 
     Raises:
-        UserError: there is none.
+        UserError: no tokenizer can be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -116,37 +116,42 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def refuse_unsupported(hf: PreTrainedModel) -> None:
-    """Raise UserError for models whose results would be silently wrong here."""
+    """Raise UserError for a model whose results would be wrong without an error."""
     refuse_unsupported_backbone(hf)
     config = hf.config.get_text_config()
     kind = f"models of type {config.model_type}"
     for name, neutral in _HEAD_EXTRAS.items():
         value = getattr(config, name, neutral)
         if value not in (neutral, None):
-            raise UserError(f"{kind} change their logits by {name}={value}, which the chunked loss does not do")
+            raise UserError(
+                f"{kind} change their logits by {name}={value}, which the chunked loss does not support: "
+                "use another model"
+            )
     head = hf.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
-        raise UserError(f"{kind} have no plain LM head without bias, which the chunked loss needs")
+        raise UserError(f"{kind} have no plain LM head without bias, which the chunked loss needs: use another model")
 
 
 def refuse_unsupported_backbone(hf: PreTrainedModel) -> None:
-    """The part of `refuse_unsupported` that is about attention."""
+    """Raise UserError for a model whose attention does not work on packed rows."""
     config = hf.config.get_text_config()
     kind = f"models of type {config.model_type}"
     if not getattr(hf, "_supports_attention_backend", False):
-        raise UserError(f"{kind} do not take an attention function from outside, which packing needs")
+        raise UserError(f"{kind} do not accept a custom attention function, which packing needs: use another model")
     other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if other:
-        raise UserError(f"{kind} have layers of type {', '.join(sorted(other))}, which packed training does not do")
+        raise UserError(
+            f"{kind} have layers of type {', '.join(sorted(other))}, which packed training does not support"
+        )
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations of training, forward and backward, for model FLOPs utilisation.
+    """The floating-point operations of training, forward and backward, for model FLOPs utilisation.
 
     6 per parameter and token, and 12 * layers * heads * head size * length per token for attention: PaLM,
-    appendix B (https://arxiv.org/abs/2204.02311). Input embeddings are looked up, not multiplied, and count nothing;
-    the LM head counts only for target tokens, since it is computed for no others.
+    appendix B (https://arxiv.org/abs/2204.02311). Input embeddings are looked up, not multiplied, and do not count;
+    the LM head counts only for target tokens, because it is computed only for them.
     """
 
     per_token: float
@@ -154,12 +159,13 @@ class Flops:
     per_squared_token: float
 
     def of(self, lengths: list[int], targets: int) -> float:
+        """Return the operations of samples with these lengths and this number of target tokens."""
         squares = sum(length * length for length in lengths)
         return self.per_token * sum(lengths) + self.per_target * targets + self.per_squared_token * squares
 
 
 def count_flops(model: CausalLM) -> Flops:
-    """Of a model before sharding. In mixtures of experts all experts count, so it is an upper bound there."""
+    """Count the operations of a model before sharding; an upper bound for mixtures of experts, which count all experts."""
     config = model.hf.config.get_text_config()
     embeddings = {id(model.hf.get_input_embeddings().weight), id(model.hf.get_output_embeddings().weight)}
     body = sum(p.numel() for p in model.parameters() if id(p) not in embeddings)
@@ -170,7 +176,7 @@ def count_flops(model: CausalLM) -> Flops:
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The same architecture without memory behind its weights, to take weights from elsewhere."""
+    """Build a model whose weights use no memory yet, to which loaded weights can be assigned."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -179,7 +185,15 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
 
 
 def from_pretrained(auto: Any, path: str, what: str, key: str = "model.path", **options: Any) -> Any:
-    """`auto.from_pretrained`, with its errors about what lies at `path` in one line."""
+    """Call `auto.from_pretrained`.
+
+    Args:
+        what: "model" or "tokenizer", for the error.
+        key: the option that names `path`, for the error.
+
+    Raises:
+        UserError: it cannot be loaded; the message is one line.
+    """
     try:
         return auto.from_pretrained(path, **options)
     except (OSError, ValueError, KeyError) as error:

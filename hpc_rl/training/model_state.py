@@ -1,6 +1,6 @@
-"""One model's part of a checkpoint, by torch.distributed.checkpoint: readable at any number of ranks.
+"""One model's part of a checkpoint, written by torch.distributed.checkpoint and readable with any number of ranks.
 
-.metadata, __0_0.distcp, ...   weights, optimizer and random state, each rank its part
+.metadata, __0_0.distcp, ...   weights, optimizer and random state; each rank writes its shards
 hf/                            model configuration and tokenizer, so that an export needs nothing else
 """
 
@@ -31,7 +31,7 @@ HF = "hf"
 
 
 class UnreadableError(UserError):
-    """A checkpoint that cannot be read; the message is the first cause."""
+    """A checkpoint that cannot be read; the message gives the first cause."""
 
 
 def write(
@@ -41,10 +41,10 @@ def write(
     tokenizer: PreTrainedTokenizerBase | None,
     world: World,
 ) -> None:
-    """Write into the folder `path`. Every rank calls this.
+    """Write model, optimizer and random state into the folder `path`. Every rank calls this.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the folder cannot be written.
     """
     if world.is_main:
         path.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def write(
     tensors = {**_model_tensors(model), **_optimizer_tensors(model, optimizer), **_random_state(world)}
     try:
         _transfer(dcp.save, tensors, path, alone=world.size == 1)
-    except CheckpointException as error:  # no Exception, so nobody else would catch it
+    except CheckpointException as error:  # a BaseException, so no other handler would catch it
         raise OSError(f"{path} could not be written: {_first_cause(error)}") from error
     if world.is_main:
         model.hf.config.save_pretrained(path / HF)
@@ -66,10 +66,10 @@ def write(
 
 
 def read(path: Path, model: PackedModel, optimizer: torch.optim.Optimizer, world: World) -> None:
-    """Read into model and optimizer. Every rank calls this.
+    """Read the folder `path` into model and optimizer, and restore the random state. Every rank calls this.
 
     Raises:
-        UnreadableError: on every rank alike.
+        UnreadableError: the folder cannot be read; every rank raises this.
     """
     reshard(model)
     tensors = {**_model_tensors(model), **_optimizer_tensors(model, optimizer)}
@@ -83,14 +83,14 @@ def read(path: Path, model: PackedModel, optimizer: torch.optim.Optimizer, world
 
 
 def read_weights(path: Path) -> Tensors:
-    """All weights, whole, in host memory; without a process group.
+    """Return all weights unsharded, in host memory, by their Hugging Face names; needs no process group.
 
     Raises:
-        UserError: no checkpoint there, or one that cannot be read.
+        UserError: there is no checkpoint, or it cannot be read.
     """
     problem = problem_of(path)
     if problem:
-        raise UserError(f"{path} is no usable checkpoint: {problem}")
+        raise UserError(f"{path} is not a usable checkpoint: {problem}")
     tensors: Tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in _metadata(path).state_dict_metadata.items()
@@ -104,7 +104,7 @@ def read_weights(path: Path) -> Tensors:
 
 
 def problem_of(path: Path) -> str | None:
-    """Why a folder is not complete, told from its files' presence and sizes; None where it is."""
+    """Return why a folder is not complete, judged by its files and their sizes; None if it is complete."""
     try:
         stored = _metadata(path).storage_data or {}
     except (OSError, ValueError, TypeError, EOFError, UnpicklingError, CheckpointException) as error:
@@ -124,7 +124,7 @@ _MODEL, _OPTIMIZER, _RANDOM = "model.", "optimizer.", "random."
 
 
 def _model_tensors(model: PackedModel) -> Tensors:
-    """Weights and persistent buffers under their Hugging Face names; tied weights once."""
+    """Return weights and persistent buffers by their Hugging Face names, tied weights once."""
     tensors = {_MODEL + name: parameter.detach() for name, parameter in model.hf.named_parameters()}
     persistent = model.hf.state_dict().keys()
     tensors |= {_MODEL + name: buffer for name, buffer in model.hf.named_buffers() if name in persistent}
@@ -148,7 +148,7 @@ def _random_state(world: World) -> Tensors:
 
 
 def _set_random_state(state: Tensors, world: World) -> None:
-    """A rank that did not exist when the checkpoint was written keeps its own."""
+    """Set the random state; a rank that did not exist when the checkpoint was written keeps its own."""
     for name, value in state.items():
         if name.endswith(".cuda"):
             torch.cuda.set_rng_state(value, world.device)
@@ -158,7 +158,7 @@ def _set_random_state(state: Tensors, world: World) -> None:
 
 def _transfer(action: Callable[..., Any], tensors: Tensors, path: Path, alone: bool) -> None:
     with warnings.catch_warnings():
-        # It warns of having no process group even when told that there is none.
+        # torch warns that there is no process group even if no_dist says so.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         action(tensors, checkpoint_id=path, no_dist=alone)
 

@@ -13,17 +13,17 @@ from hpc_rl.config.training import OptimConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW (Loshchilov & Hutter, https://arxiv.org/abs/1711.05101).
+    """Build a fused AdamW (Loshchilov & Hutter, https://arxiv.org/abs/1711.05101).
 
-    Weight decay is left out for norms and biases, which are the parameters of less than two dimensions. All state
-    exists from the start, so that a checkpoint can be read into it.
+    Norms and biases, which are the parameters with fewer than two dimensions, have no weight decay. All state exists
+    from the start, so that a checkpoint can be read into it.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    # A tensor as learning rate would be copied each step; a number is what the fused kernel takes.
+    # The learning rate is a number because a tensor would be copied in each step.
     optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
     )
@@ -37,9 +37,10 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 
 
 def lr_factor(config: OptimConfig, step: int, total_steps: int) -> float:
-    """The learning rate of a step (the first is 0), as a part of the peak.
+    """Return the learning rate of a step (the first is 0) as a fraction of the peak.
 
-    Rises linearly over the warm-up, reaches 1 at its end, then falls to min_lr_ratio as half a cosine wave or a line.
+    The fraction rises linearly over the warm-up and reaches 1 at its end; then it falls to min_lr_ratio, as half a
+    cosine wave or as a line, or stays at 1.
     """
     warmup = math.ceil(config.warmup_ratio * total_steps)
     if step < warmup:
@@ -52,22 +53,23 @@ def lr_factor(config: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of all parameters."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
-    """Scale all gradients so that their global norm is at most `limit` (0: no limit).
+    """Scale all gradients so that their global norm is at most `limit` (0 for no limit).
 
     Returns:
-        the norm before scaling, over all ranks; every rank gets the same number.
+        the norm before scaling, over all ranks; the same number on every rank.
     """
     parameters = [p for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     value = float(norm)
-    # The usual way multiplies by min(1, limit / norm), always: a pass over all gradients for nothing in most steps.
+    # Scaling only if needed saves a pass over all gradients in most steps.
     if 0 < limit < value < math.inf:
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return value

@@ -2,7 +2,7 @@
 
 `register()` adds one attention function to transformers' AttentionInterface under the name `ATTENTION`. A model that is
 loaded with `attn_implementation=ATTENTION` and called with `attention_kwargs(batch)` computes its linear layers on the
-whole row, and attention sample by sample, so that no token sees another sample and nothing is padded.
+whole row and attention sample by sample, so that no token attends to another sample and nothing is padded.
 
 https://huggingface.co/docs/transformers/attention_interface
 """
@@ -24,7 +24,7 @@ ATTENTION = "hpc_rl_packed"
 
 
 class Attend(Protocol):
-    """Attention in place of the one below, for a forward pass of which only the caller knows what its tokens see."""
+    """A replacement for the attention below, if the caller decides what each token attends to."""
 
     def __call__(
         self,
@@ -38,18 +38,18 @@ class Attend(Protocol):
 
 
 def register() -> None:
-    """Make `ATTENTION` known to transformers. Without a mask function of that name, models build no mask."""
+    """Register `ATTENTION` with transformers. Models build no mask, because no mask function has that name."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, packed_attention)
 
 
 def attention_kwargs(batch: PackedBatch) -> dict[str, Any]:
-    """What the model's forward must be given besides input_ids and position_ids."""
+    """Return what the model's forward needs besides input_ids and position_ids."""
     return {"packed_lengths": batch.lengths, "packed_cu_seqlens": batch.cu_seqlens}
 
 
-@torch.compiler.disable  # its loop over samples would be traced anew for every number of samples
+@torch.compiler.disable  # its loop over samples would be traced again for each number of samples
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -65,29 +65,29 @@ def packed_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it.
+    """Compute attention with the signature that transformers calls.
 
     Args:
         query: [1, query heads, T, head size].
         key, value: [1, key heads, T, head size]; query heads are a multiple of key heads.
-        attend: computes the result instead, from the same tensors; the row's samples need not be given then.
-        sliding_window: a token sees itself and this many tokens less one before it; None for all.
+        attend: computes the result instead, from the same tensors; packed_lengths may then be empty.
+        sliding_window: the number of tokens that a token attends to, counting back from itself; None for all.
 
     Returns:
         [1, T, query heads, head size], and no attention weights.
 
     Raises:
-        UserError: the model wants soft-capped scores or attention sinks, which would be left out silently, or does not
-            hand on what its forward was given.
+        UserError: the model needs soft-capped scores or attention sinks, which this function does not compute, or it
+            does not pass its forward's arguments on to attention.
     """
     kind = f"models of type {getattr(getattr(module, 'config', None), 'model_type', type(module).__name__)}"
     for name in ("softcap", "s_aux", "position_bias"):
         if others.get(name) is not None:
-            raise UserError(f"{kind} need {name} in attention, which packed training does not do")
+            raise UserError(f"{kind} need {name} in attention, which packed training does not support")
     if attend is not None:
         return attend(module, query, key, value, scaling, sliding_window), None
     if not packed_lengths:
-        raise UserError(f"{kind} do not tell attention where samples begin, which packing needs: use another model")
+        raise UserError(f"{kind} do not pass the samples' lengths to attention, which packing needs: use another model")
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _varlen() is not None:
         assert packed_cu_seqlens is not None
         longest = max(packed_lengths)
@@ -97,7 +97,7 @@ def packed_attention(
 
 @functools.cache
 def _varlen() -> tuple[Callable[..., torch.Tensor], frozenset[str]] | None:
-    """torch's varlen_attn and what this version of it takes, or None where torch has none that can be causal."""
+    """Return torch's varlen_attn and its parameters, or None if this torch has none that supports causal attention."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -117,7 +117,7 @@ def _per_sample(
 ) -> torch.Tensor:
     grouped = query.shape[1] != key.shape[1]
     outputs = []
-    # split, not slices: its backward is one concatenation, that of slices writes the whole row once per sample.
+    # The backward pass of split is one concatenation; that of slices would write the whole row once per sample.
     for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
         banded = window is not None and q.shape[2] > window
         mask = _band(q.shape[2], window, q.device) if banded and window else None
@@ -129,7 +129,7 @@ def _per_sample(
 
 
 def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """bool [length, length]: causal, and less than `window` back."""
+    """Return a mask, bool [length, length]: causal, and less than `window` tokens back."""
     position = torch.arange(length, device=device)
     distance = position[:, None] - position[None, :]
     return (distance >= 0) & (distance < window)
@@ -157,6 +157,6 @@ def _flash(
     if scaling is not None:
         if "scale" in known:
             options["scale"] = scaling
-        else:  # such a kernel scales by head_size ** -0.5
+        else:  # a kernel without this parameter scales by head_size ** -0.5
             q = q * (scaling * q.shape[-1] ** 0.5)
     return varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options).unsqueeze(0)

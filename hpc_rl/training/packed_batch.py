@@ -1,6 +1,6 @@
 """Several samples in one row of tokens, without padding.
 
-Shape suffixes, here and in the rest of the engine: T tokens of a packed row, N positions whose next token is a target,
+Shape suffixes, here and in the rest of training: T tokens of a packed row, N positions whose next token is a target,
 H hidden size, V vocabulary.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One packed row."""
+    """One packed row: the samples of a micro-batch."""
 
     input_ids_T: torch.Tensor
     """Token ids, int64."""
@@ -24,13 +24,14 @@ class PackedBatch:
     lengths: tuple[int, ...]
     """Tokens of each sample."""
     cu_seqlens: torch.Tensor
-    """int32, [samples + 1]: where each sample starts, and the end."""
+    """The start of each sample, and the end of the row: int32, [samples + 1]."""
     rows_N: torch.Tensor
     """Positions in the row whose next token is a target, int64."""
     targets_N: torch.Tensor
     """The token to predict at each of these positions, int64."""
 
     def to(self, device: torch.device) -> PackedBatch:
+        """Return a copy on the device."""
         if device.type == "cpu":
             return self
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
@@ -41,11 +42,11 @@ _TENSORS = ("input_ids_T", "position_ids_T", "cu_seqlens", "rows_N", "targets_N"
 
 
 def pack_samples(tokens: Sequence[np.ndarray], target_masks: Sequence[np.ndarray]) -> PackedBatch:
-    """Lay samples end to end.
+    """Concatenate samples into one row.
 
     Args:
         tokens: token ids of each sample, [length].
-        target_masks: bool, [length]: token i is a target, predicted from token i - 1; never at 0.
+        target_masks: bool, [length]: whether token i is a target, predicted from token i - 1; never true at 0.
     """
     lengths = [len(ids) for ids in tokens]
     ids_T = np.concatenate(tokens).astype(np.int64)
@@ -61,5 +62,5 @@ def pack_samples(tokens: Sequence[np.ndarray], target_masks: Sequence[np.ndarray
 
 
 def filler() -> PackedBatch:
-    """What a rank computes when there is no sample left for it: one token, no target, so no loss and no gradient."""
+    """Return the row of a rank without samples: one token and no target, so no loss and no gradient."""
     return pack_samples([np.zeros(1, np.int64)], [np.zeros(1, bool)])

@@ -1,4 +1,4 @@
-"""Wall time of phases, and what devices can do."""
+"""Wall time of phases, and the peak speed of devices."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PEAK_TFLOPS = {
     r"MI300X": 1307.4,  # https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html
     r"MI250X": 383.0,  # https://www.amd.com/en/products/accelerators/instinct/mi200/mi250x.html
 }
-"""Dense bfloat16 peak of devices by a pattern of their name, 10^12 operations per second."""
+"""The dense bfloat16 peak of devices by a pattern of their name, in 10^12 operations per second."""
 
 
 class Clock:
-    """Wall time of the phases of a step: `with clock("data"): ...` fills seconds["timing_s/data"]."""
+    """The wall time of the phases of a step: `with clock("data"): ...` fills seconds["timing_s/data"]."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -39,7 +39,7 @@ class Clock:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bfloat16 operations per second of a device; None where unknown."""
+    """Return the dense bfloat16 operations per second of a device, or None if they are unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -47,7 +47,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def max_memory_gb(device: torch.device) -> float:
-    """Most memory that this rank has held so far, in 10^9 bytes: of the GPU's, or of the process's."""
+    """Return the peak memory of this rank so far, in 10^9 bytes: on the GPU, or of the process if it uses none."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -1,4 +1,4 @@
-"""A transformer with one number per position as output: a critic's values, or a reward model's score."""
+"""A transformer that outputs one number per position: the values of a critic, or the score of a reward model."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from hpc_rl.training.model import PackedModel, from_pretrained, load_tokenizer, 
 from hpc_rl.training.packed_batch import PackedBatch
 
 _HEAD = "score"
-"""Name of the linear head in transformers' sequence classifiers of decoder models."""
+"""Name of the linear head in transformers' sequence classifiers based on decoder models."""
 
 
 class ScalarModel(PackedModel):
-    """A sequence classifier with one output, read at every position that is asked for."""
+    """A sequence classifier with one output, computed at all positions that a batch requests."""
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
-        """The head's output at `batch.rows_N`: [N], float32."""
+        """Return the head's output at `batch.rows_N`: [N], float32."""
         values_N1: torch.Tensor = getattr(self.hf, _HEAD)(self.hidden(batch)[batch.rows_N])
         return values_N1[:, 0].float()
 
 
 def load_critic(path: str, config: ModelConfig) -> ScalarModel:
-    """A critic from a causal language model, whose first values are all 0, or from an earlier critic or reward model.
+    """Load a critic from a causal language model, with initial values of 0, or from an earlier critic or reward model.
 
     Raises:
-        UserError: no model there, or one that packed training cannot compute rightly.
+        UserError: no model can be loaded, or packed training cannot compute it correctly.
     """
     hf, missing = _load(path, "critic.path", config, getattr(torch, config.dtype))
     if missing:
-        # Values near 0 are a better start than random ones: the first advantages are then the returns themselves.
+        # Values of 0 are a better start than random values: the first advantages are then the returns themselves.
         torch.nn.init.zeros_(getattr(hf, _HEAD).weight)
     model = ScalarModel(hf)
     model.prepare_training(config)
@@ -41,36 +41,36 @@ def load_critic(path: str, config: ModelConfig) -> ScalarModel:
 
 
 def load_reward_model(path: str, config: ModelConfig, dtype: torch.dtype) -> ScalarModel:
-    """A trained reward model, for scoring alone.
+    """Load a trained reward model, without gradients.
 
     Raises:
-        UserError: no model there, or one without a trained head of one output.
+        UserError: no model can be loaded, or it has no trained head with one output.
     """
     hf, missing = _load(path, "reward.model", config, dtype)
     if missing:
-        raise UserError(f"reward.model {path} has no trained head {_HEAD!r}: it is no sequence classifier")
+        raise UserError(f"reward.model {path} has no trained head {_HEAD!r}: it is not a sequence classifier")
     hf.eval().requires_grad_(False)
     return ScalarModel(hf)
 
 
 def refuse_other_vocabulary(key: str, path: str, policy: ModelConfig) -> None:
-    """Raise UserError where a model would read the policy's token ids as other tokens.
+    """Raise UserError if a model would read the policy's token ids as other tokens.
 
     Args:
-        key: option that names `path`.
+        key: the option that names `path`, for the error.
     """
     theirs = load_tokenizer(policy.model_copy(update={"path": path, "tokenizer_path": None})).get_vocab()
     ours = load_tokenizer(policy).get_vocab()
     if theirs != ours:
         different = sum(theirs.get(token) != number for token, number in ours.items())
         raise UserError(
-            f"{key} {path} has another vocabulary than model.path {policy.path}: {different:,} of {len(ours):,} tokens "
-            "differ; take a model of the same family"
+            f"{key} {path} and model.path {policy.path} have different vocabularies: {different:,} of {len(ours):,} "
+            "tokens differ; choose a model of the same family"
         )
 
 
 def _load(path: str, key: str, config: ModelConfig, dtype: torch.dtype) -> tuple[Any, bool]:
-    """(model, whether its head had to be made up)."""
+    """Return the model, and whether its head was initialised instead of loaded."""
     from transformers import AutoModelForSequenceClassification
 
     packed_attention.register()

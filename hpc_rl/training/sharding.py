@@ -1,8 +1,8 @@
 """FSDP2 around a PackedModel: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 
-`full` shards parameters, gradients and optimizer state and gathers each layer when it is used. `gradients` keeps layers
-gathered from the first forward to the last backward of a step. `none` is the same machinery with shards over one rank
-and replicas over all: gradients are all-reduced once per step.
+`full` shards parameters, gradients and optimizer state, and gathers each layer when it is used. `gradients` keeps the
+layers gathered from the first forward to the last backward pass of a step. `none` replicates the model: each rank holds
+one complete shard, and gradients are all-reduced once per step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Model = TypeVar("Model", bound=PackedModel)
 
 
 def shard(model: Model, world: World, sharding: Sharding) -> Model:
-    """Shard in place and move to the device. One CPU process needs neither and stays as it is."""
+    """Shard a model in place and move it to the device; return it. A single CPU process leaves it unchanged."""
     if world.size == 1 and world.device.type == "cpu":
         return model
     if sharding == "none":
@@ -35,14 +35,14 @@ def shard(model: Model, world: World, sharding: Sharding) -> Model:
     reshard = sharding == "full"
     for layer in model.layers():
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    # The root holds embeddings and LM head: the backward pass begins with them, so they stay gathered until then.
+    # The root holds embeddings and LM head. The backward pass begins with them, so they stay gathered until then.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    model.to(world.device)  # buffers; the parameters are there already
+    model.to(world.device)  # buffers; the parameters have been moved by fully_shard
     return model
 
 
 def begin_micro_batch(model: PackedModel, sharding: Sharding, last: bool) -> None:
-    """Call before each forward pass of a step: only the last one of a step exchanges gradients."""
+    """Prepare a forward pass, of which only the last one in a step exchanges gradients."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
@@ -51,12 +51,12 @@ def begin_micro_batch(model: PackedModel, sharding: Sharding, last: bool) -> Non
 
 
 def reshard(model: PackedModel) -> None:
-    """After a forward pass without a backward pass: FSDP would keep what it gathered, and save that."""
+    """Release gathered parameters after a forward pass without a backward pass; FSDP would otherwise save them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def loss_factor(model: PackedModel, world: World) -> float:
-    """FSDP averages gradients over ranks; a loss multiplied by this ends up with their sum."""
+    """Return the factor by which to multiply a loss to sum gradients over ranks, which FSDP averages."""
     return float(world.size) if isinstance(model, FSDPModule) else 1.0

@@ -105,7 +105,7 @@ def test_a_group_of_one_or_of_equal_scores() -> None:
     for size in range(2, 20):
         equal = torch.full((size,), 0.1)
         assert advantages.grpo(equal, torch.zeros(size, dtype=torch.int64)).tolist() == [0.0] * size
-    with pytest.raises(ValueError, match="one response only"):
+    with pytest.raises(ValueError, match="only one response"):
         advantages.rloo(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 0, 1]))
 
 

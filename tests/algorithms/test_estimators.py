@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from hpc_rl.algorithms import advantages
-from hpc_rl.algorithms.estimators import ESTIMATORS, Outcome
+from hpc_rl.algorithms.estimators import ESTIMATORS
+from hpc_rl.algorithms.outcome import Outcome
 from hpc_rl.config.ppo import AlgorithmConfig
 
 MASK = torch.tensor([[True, True, True], [True, True, False], [True, False, False], [True, True, False]])

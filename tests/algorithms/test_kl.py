@@ -23,9 +23,9 @@ def test_estimators_by_hand() -> None:
 
 
 def test_every_configured_name_has_an_estimator() -> None:
-    assert list(kl.ESTIMATORS) == list(get_args(KlConfig.model_fields["estimator"].annotation))
+    assert list(kl.KL_ESTIMATORS) == list(get_args(KlConfig.model_fields["estimator"].annotation))
     policy, reference = torch.tensor([-1.0]), torch.tensor([-1.5])
-    assert [estimator(policy, reference).item() for estimator in kl.ESTIMATORS.values()] == pytest.approx(
+    assert [estimator(policy, reference).item() for estimator in kl.KL_ESTIMATORS.values()] == pytest.approx(
         [0.5, 0.125, math.exp(-0.5) - 1 + 0.5]
     )
 
@@ -33,7 +33,7 @@ def test_every_configured_name_has_an_estimator() -> None:
 @pytest.mark.parametrize("name", ["k1", "k3"])
 def test_unbiased_estimators_average_to_the_divergence(name: str) -> None:
     policy, reference = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
-    estimate = (policy * kl.ESTIMATORS[name](policy.log(), reference.log())).sum()
+    estimate = (policy * kl.KL_ESTIMATORS[name](policy.log(), reference.log())).sum()
     assert estimate.item() == pytest.approx((policy * (policy / reference).log()).sum().item(), rel=1e-5)
 
 

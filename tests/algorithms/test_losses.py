@@ -9,16 +9,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.algorithms import losses
-from hpc_rl.algorithms.losses import POLICY_LOSSES, Clip, LossAgg, PolicyLoss, response_weights
+from hpc_rl.algorithms.aggregation import LOSS_AGGREGATIONS, MiniBatchTotals
+from hpc_rl.algorithms.losses import Clip, PolicyBatch, PolicyLoss
+from hpc_rl.algorithms.policy_losses import POLICY_LOSSES
 from hpc_rl.config.ppo import AlgorithmConfig
 from tests.algorithms import reference
 from tests.algorithms.batches import flat, lengths, lengths_of, no_deadline, numbers, rows, tokens, weighted_sum
 
-MODES: tuple[LossAgg, ...] = get_args(LossAgg)
+MODES = tuple(LOSS_AGGREGATIONS)
 # Steps of 0.13 never put a ratio, nor a value, on a bound, where float32 and float64 may differ on which side it is.
 logs = st.integers(-8, 8).map(lambda n: 0.13 * n - 2.0)
 quarters = st.integers(-12, 12).map(lambda n: n / 4)
 OLD = -2.0
+
+
+def batch(
+    logprobs: torch.Tensor,
+    old: torch.Tensor,
+    advantages: torch.Tensor,
+    lengths_B: torch.Tensor | None = None,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_c: float | None = None,
+) -> PolicyBatch:
+    """Only GSPO reads the lengths."""
+    lengths_B = torch.zeros(0, dtype=torch.int64) if lengths_B is None else lengths_B
+    return PolicyBatch(logprobs, old, advantages, lengths_B, Clip(clip_low, clip_high, clip_c))
+
+
+def response_weights(
+    lengths_B: torch.Tensor, mode: str, max_length: int, total_tokens: int, total_responses: int
+) -> torch.Tensor:
+    return LOSS_AGGREGATIONS[mode](lengths_B, MiniBatchTotals(total_tokens, total_responses, max_length))
 
 
 def with_gradient(loss_N: torch.Tensor, of: torch.Tensor) -> list[float]:
@@ -28,7 +51,9 @@ def with_gradient(loss_N: torch.Tensor, of: torch.Tensor) -> list[float]:
 def ppo_of(log_ratio: float, advantage: float, c: float | None = 3.0) -> tuple[float, float, float]:
     """Loss, gradient and clip flag of one token, clipped at 0.8 and 1.5."""
     logprobs = torch.tensor([OLD + log_ratio], requires_grad=True)
-    result = losses.ppo(logprobs, torch.tensor([OLD]), torch.tensor([advantage]), clip_low=0.2, clip_high=0.5, clip_c=c)
+    result = losses.ppo(
+        batch(logprobs, torch.tensor([OLD]), torch.tensor([advantage]), clip_low=0.2, clip_high=0.5, clip_c=c)
+    )
     return result.loss_N.item(), with_gradient(result.loss_N, logprobs)[0], result.clipped_N.item()
 
 
@@ -65,7 +90,7 @@ def test_ratios_stay_finite(log_ratio: float, advantage: float) -> None:
 def test_ppo_equals_its_cases(data: st.DataObject, lengths: list[int], c: float | None) -> None:
     new, old, advantages = (data.draw(rows(of, lengths)) for of in (logs, logs, quarters))
     logprobs = flat(new).requires_grad_()
-    result = losses.ppo(logprobs, flat(old), flat(advantages), clip_low=0.2, clip_high=0.28, clip_c=c)
+    result = losses.ppo(batch(logprobs, flat(old), flat(advantages), clip_low=0.2, clip_high=0.28, clip_c=c))
     expected = [reference.ppo_token(n, o, a, 0.2, 0.28, c) for n, o, a in tokens(new, old, advantages)]
     compare(result, logprobs, expected)
     torch.testing.assert_close(result.kl_N, flat(old) - flat(new), atol=1e-6, rtol=1e-5)
@@ -84,7 +109,7 @@ def test_gspo_by_hand() -> None:
     logprobs = torch.tensor([-1.0, -2.0, -1.5], requires_grad=True)
     old = torch.tensor([-1.1, -2.3, -1.0])
     result = losses.gspo(
-        logprobs, old, torch.tensor([2.0, 2.0, -1.0]), torch.tensor([2, 1]), clip_low=0.2, clip_high=0.5
+        batch(logprobs, old, torch.tensor([2.0, 2.0, -1.0]), torch.tensor([2, 1]), clip_low=0.2, clip_high=0.5)
     )
     s = math.exp(0.2)
     assert result.loss_N.tolist() == pytest.approx([-2 * s, -2 * s, 0.8])
@@ -100,12 +125,14 @@ def test_gspo_equals_the_sequence_form(data: st.DataObject, lengths: list[int], 
     advantages = [data.draw(quarters) for _ in lengths]
     logprobs, lengths_B = flat(new).requires_grad_(), lengths_of(new)
     result = losses.gspo(
-        logprobs,
-        flat(old),
-        torch.tensor(advantages).repeat_interleave(lengths_B),
-        lengths_B,
-        clip_low=bounds[0],
-        clip_high=bounds[1],
+        batch(
+            logprobs,
+            flat(old),
+            torch.tensor(advantages).repeat_interleave(lengths_B),
+            lengths_B,
+            clip_low=bounds[0],
+            clip_high=bounds[1],
+        )
     )
     weights = response_weights(lengths_B, "seq-mean-token-mean", 99, sum(lengths), len(lengths))
     loss = weighted_sum(result.loss_N, weights, lengths_B)
@@ -118,7 +145,7 @@ def test_gspo_keeps_ratios_near_1_apart() -> None:
     # Bounds are about 3e-4 here, and around -90 float32 has steps of 2^-17: the mean of 2^-14 / 3 lies between two.
     logprobs = torch.full((3,), -90.0)
     old = logprobs - torch.tensor([0.0, 0.0, 2**-14])
-    result = losses.gspo(logprobs, old, torch.ones(3), torch.tensor([3]), clip_low=3e-4, clip_high=4e-4)
+    result = losses.gspo(batch(logprobs, old, torch.ones(3), torch.tensor([3]), clip_low=3e-4, clip_high=4e-4))
     assert (-result.loss_N - 1).tolist() == pytest.approx([2**-14 / 3] * 3, rel=1e-2)
 
 
@@ -126,7 +153,7 @@ def test_cispo_by_hand() -> None:
     # Weights: e^0.1; 1.5, held from e^1; 0.8, held from e^-1. Loss -weight * A * log-probability, gradient -weight * A.
     logprobs = torch.tensor([-1.0, -1.0, -3.0], requires_grad=True)
     result = losses.cispo(
-        logprobs, torch.tensor([-1.1, -2.0, -2.0]), torch.tensor([1.0, 2.0, -1.0]), clip_low=0.2, clip_high=0.5
+        batch(logprobs, torch.tensor([-1.1, -2.0, -2.0]), torch.tensor([1.0, 2.0, -1.0]), clip_low=0.2, clip_high=0.5)
     )
     assert result.loss_N.tolist() == pytest.approx([math.exp(0.1), 3.0, -2.4])
     assert with_gradient(result.loss_N, logprobs) == pytest.approx([-math.exp(0.1), -3.0, 0.8])
@@ -139,7 +166,7 @@ def test_cispo_by_hand() -> None:
 def test_cispo_equals_its_cases(data: st.DataObject, lengths: list[int]) -> None:
     new, old, advantages = (data.draw(rows(of, lengths)) for of in (logs, logs, quarters))
     logprobs = flat(new).requires_grad_()
-    result = losses.cispo(logprobs, flat(old), flat(advantages), clip_low=0.2, clip_high=0.28)
+    result = losses.cispo(batch(logprobs, flat(old), flat(advantages), clip_low=0.2, clip_high=0.28))
     expected = [reference.cispo_token(n, o, a, 0.2, 0.28) for n, o, a in tokens(new, old, advantages)]
     compare(result, logprobs, expected)
 
@@ -153,7 +180,10 @@ def test_the_table_hands_on_every_bound() -> None:
     new, old = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-3.0, -2.0, 0.0])  # ratios e^2, e, 1/e
     advantages, lengths = torch.tensor([-1.0, 1.0, -1.0]), torch.tensor([1, 1, 1])
     clip = Clip(low=0.2, high=0.5, c=4.0)
-    by_name = {name: loss(new, old, advantages, lengths, clip).loss_N.tolist() for name, loss in POLICY_LOSSES.items()}
+    by_name = {
+        name: loss(PolicyBatch(new, old, advantages, lengths, clip)).loss_N.tolist()
+        for name, loss in POLICY_LOSSES.items()
+    }
     assert by_name["ppo"] == pytest.approx([4.0, -1.5, 0.8])
     assert by_name["gspo"] == pytest.approx([math.exp(2), -1.5, 0.8])
     assert by_name["cispo"] == pytest.approx([-1.5, 1.5, -0.8])
@@ -176,7 +206,7 @@ def test_weights_by_hand() -> None:
 
 @no_deadline
 @given(st.data(), lengths, st.sampled_from(MODES))
-def test_aggregation_equals_its_definition(data: st.DataObject, lengths: list[int], mode: LossAgg) -> None:
+def test_aggregation_equals_its_definition(data: st.DataObject, lengths: list[int], mode: str) -> None:
     values = data.draw(rows(numbers, lengths))
     weights_B = response_weights(lengths_of(values), mode, 9, sum(lengths), len(lengths))
     got = weighted_sum(flat(values), weights_B, lengths_of(values)).item()
@@ -186,7 +216,7 @@ def test_aggregation_equals_its_definition(data: st.DataObject, lengths: list[in
 @no_deadline
 @given(st.data(), lengths, st.sampled_from(MODES), st.sampled_from(sorted(POLICY_LOSSES)))
 def test_any_split_into_micro_batches_gives_the_same_loss_and_gradient(
-    data: st.DataObject, lengths: list[int], mode: LossAgg, name: str
+    data: st.DataObject, lengths: list[int], mode: str, name: str
 ) -> None:
     new, old, advantages = (data.draw(rows(of, lengths)) for of in (logs, logs, quarters))
     homes = [data.draw(st.integers(0, 2), label="micro-batch") for _ in lengths]
@@ -199,7 +229,7 @@ def test_any_split_into_micro_batches_gives_the_same_loss_and_gradient(
             there, gain = flat([old[i] for i in part]), flat([advantages[i] for i in part])
             lengths_b = torch.tensor([lengths[i] for i in part], dtype=torch.int64)
             weights = response_weights(lengths_b, mode, 9, sum(lengths), len(lengths))
-            loss_N = POLICY_LOSSES[name](here, there, gain, lengths_b, Clip(0.2, 0.28, 1.6)).loss_N
+            loss_N = POLICY_LOSSES[name](PolicyBatch(here, there, gain, lengths_b, Clip(0.2, 0.28, 1.6))).loss_N
             total = total + weighted_sum(loss_N, weights, lengths_b)
         return total.item(), torch.cat(torch.autograd.grad(total, leaves))
 
@@ -213,7 +243,7 @@ def test_any_split_into_micro_batches_gives_the_same_loss_and_gradient(
 def test_no_tokens_give_zero_that_can_be_differentiated(name: str) -> None:
     none, no_lengths = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
     leaf = torch.ones(3, requires_grad=True)
-    loss_N = POLICY_LOSSES[name](leaf[:0], none, none, no_lengths, Clip(0.2, 0.2, 3.0)).loss_N
+    loss_N = POLICY_LOSSES[name](PolicyBatch(leaf[:0], none, none, no_lengths, Clip(0.2, 0.2, 3.0))).loss_N
     total = weighted_sum(loss_N, response_weights(no_lengths, "seq-mean-token-mean", 9, 10, 2), no_lengths)
     total.backward()
     assert total.item() == 0

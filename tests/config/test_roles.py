@@ -53,14 +53,6 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
             "algorithm.filter_groups is for several responses per prompt, remax for one and a greedy one",
         ),
         (
-            ("critic.enable=false",),
-            "algorithm.advantage=gae needs the critic that critic.enable=false leaves out",
-        ),
-        (
-            ("critic.enable=true", GRPO),
-            "critic.enable=true, but algorithm.advantage=grpo has no use for a critic",
-        ),
-        (
             ("algorithm.kl={where: loss, estimator: k3, target: 1}",),
             "algorithm.kl.target adapts the KL penalty in the reward: set algorithm.kl.where=reward",
         ),
@@ -97,7 +89,8 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
         ),
         (
             ("rollout.tensor_parallel_size=2",),
-            "rollout.tensor_parallel_size 2 is for vllm alone: set rollout.name=vllm, or leave it at 1",
+            "rollout.tensor_parallel_size is 2, which rollout.name=hf does not support: set rollout.name=vllm, or "
+            "rollout.tensor_parallel_size=1",
         ),
         (
             ("rollout={name: vllm, tensor_parallel_size: 2}", "trainer.n_gpus_per_node=3", "trainer.device=cuda"),

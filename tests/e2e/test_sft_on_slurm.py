@@ -146,7 +146,7 @@ def test_a_cancelled_run_goes_on_when_submitted_again(workspace: Workspace, unin
     assert workspace.status("cancelled")["state"] == "CANCELLED"
     assert max(workspace.losses("cancelled")) < 40
     workspace.ok("submit", *arguments, "--wait")
-    assert "going on after step" in workspace.ok("logs", "cancelled")
+    assert "resuming after step" in workspace.ok("logs", "cancelled")
     assert same_losses(workspace.losses("cancelled"), uninterrupted)
 
 

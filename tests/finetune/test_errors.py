@@ -38,7 +38,7 @@ def test_bad_input_is_one_line(sft_config: list[str], tmp_path: Path, overrides:
     assert line in str(error.value) and "\n" not in str(error.value)
 
 
-def test_two_ranks_say_it_once(sft_config: list[str], tmp_path: Path) -> None:
+def test_two_ranks_report_it_once(sft_config: list[str], tmp_path: Path) -> None:
     results = run_job(sft_config, tmp_path, "model.path=/nowhere", ranks=2)
     assert [code for code, _, _ in results] == [2, 2]
     assert results[0][2].splitlines()[-1].startswith("model.path: no tokenizer")
@@ -63,16 +63,16 @@ def test_out_of_memory_names_the_settings(
         run_here(sft_config, tmp_path)
 
 
-def test_other_errors_pass_the_memory_guard() -> None:
+def test_the_memory_guard_passes_other_errors() -> None:
     with pytest.raises(RuntimeError, match="something else"), guards.explain_out_of_memory("step 1"):
         raise RuntimeError("something else")
 
 
-def test_a_resolved_file_runs_as_it_stands(sft_config: list[str], tmp_path: Path) -> None:
+def test_a_complete_configuration_runs_unchanged(sft_config: list[str], tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(dump(compose("sft", [*sft_config, "trainer.total_training_steps=1"])))
     alone = ["-m", "hpc_rl.finetune.train", "--config", str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path)]
     ((code, out, errors),) = spawn(alone, ranks=1)
     assert code == 0, errors
     assert "step 1/1" in out
     ((code, _, errors),) = spawn([*alone, "trainer.seed=2"], ranks=1)
-    assert code == 2 and "is complete" in errors
+    assert code == 2 and "is a complete configuration, so trainer.seed=2" in errors

@@ -1,4 +1,4 @@
-"""Stopping, going on, and checkpoints that cannot be used."""
+"""Stopping, resuming, and checkpoints that cannot be used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def same_as(uninterrupted: Path, run_dir: Path) -> None:
         assert series(run_dir, name) == pytest.approx(series(uninterrupted, name), abs=1e-4), name
 
 
-def test_stopped_on_two_ranks_and_continued_on_one(sft_config: list[str], tmp_path: Path, uninterrupted: Path) -> None:
+def test_stopped_on_two_ranks_and_resumed_on_one(sft_config: list[str], tmp_path: Path, uninterrupted: Path) -> None:
     (tmp_path / "stop").write_text("enough")
     results = run_job(sft_config, tmp_path, ranks=2)
     assert [code for code, _, _ in results] == [EXIT_STOPPED] * 2, results
@@ -37,22 +37,22 @@ def test_stopped_on_two_ranks_and_continued_on_one(sft_config: list[str], tmp_pa
     (tmp_path / "stop").unlink()
     ((code, out, errors),) = run_job(sft_config, tmp_path)
     assert code == 0, errors
-    assert "going on after step 1" in out
+    assert "resuming after step 1" in out
     same_as(uninterrupted, tmp_path)
 
 
-def test_stopped_on_one_rank_and_continued_on_two(sft_config: list[str], tmp_path: Path, uninterrupted: Path) -> None:
+def test_stopped_on_one_rank_and_resumed_on_two(sft_config: list[str], tmp_path: Path, uninterrupted: Path) -> None:
     (tmp_path / "stop").touch()
     assert run_here(sft_config, tmp_path) == EXIT_STOPPED
     assert run_here(sft_config, tmp_path) == EXIT_STOPPED
     (tmp_path / "stop").unlink()
     results = run_job(sft_config, tmp_path, "trainer.sharding=none", ranks=2)
     assert [code for code, _, _ in results] == [0, 0], results
-    assert "going on after step 2" in results[0][1]
+    assert "resuming after step 2" in results[0][1]
     same_as(uninterrupted, tmp_path)
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over(
+def test_a_damaged_newest_checkpoint_is_skipped(
     sft_config: list[str], copy: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     newest = copy / "checkpoints" / "step-00000008"
@@ -61,21 +61,21 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     (copy / "checkpoints" / "step-00000009.tmp").mkdir()
     assert run_here(sft_config, copy) == 0
     out, errors = capsys.readouterr()
-    assert f"warning: checkpoint {newest} is passed over: model: __0_0.distcp has" in errors
-    assert "going on after step 6" in out
+    assert f"warning: checkpoint {newest} is skipped: model: __0_0.distcp has" in errors
+    assert "resuming after step 6" in out
     same_as(uninterrupted, copy)
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["step-00000006", "step-00000008"]
 
 
-def test_contents_that_cannot_be_read_are_passed_over_too(
+def test_contents_that_cannot_be_read_are_skipped_too(
     sft_config: list[str], copy: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = copy / "checkpoints" / "step-00000008" / "model" / "__0_0.distcp"
     data.write_bytes(bytes(data.stat().st_size))
     assert run_here(sft_config, copy) == 0
     out, errors = capsys.readouterr()
-    assert "step-00000008 is passed over: cannot be read" in errors
-    assert "going on after step 6" in out
+    assert "step-00000008 is skipped: cannot be read" in errors
+    assert "resuming after step 6" in out
     same_as(uninterrupted, copy)
 
 
@@ -86,13 +86,13 @@ def test_a_run_without_any_usable_checkpoint_does_not_start_over(sft_config: lis
         run_here(sft_config, copy)
 
 
-def test_a_finished_run_says_so(sft_config: list[str], copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_reported(sft_config: list[str], copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_here(sft_config, copy) == 0
-    assert "is finished already, after 8 steps" in capsys.readouterr().out
+    assert "has already finished after 8 steps" in capsys.readouterr().out
     assert len(series(copy, "train/loss")) == 8
 
 
 def test_other_data_is_refused(sft_config: list[str], copy: Path) -> None:
     val = next(word for word in sft_config if word.startswith("data.val_files=")).partition("=")[2]
-    with pytest.raises(UserError, match="was trained on 31 samples, and the training data has 9 now"):
+    with pytest.raises(UserError, match="was trained on 31 samples, and the training data now has 9"):
         run_here(sft_config, copy, f"data.train_files=[{val}]")

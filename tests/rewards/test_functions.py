@@ -102,5 +102,5 @@ def test_a_score(value: object) -> None:
 
 @pytest.mark.parametrize("value", [None, "1", b"1", [], float("nan"), float("inf"), 1e300, 10**400, {}, 1j])
 def test_no_score(value: object) -> None:
-    with pytest.raises(ValueError, match=r"no number|no finite number"):
+    with pytest.raises(ValueError, match=r"expected a (finite )?number, got"):
         to_score(value)

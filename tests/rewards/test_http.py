@@ -37,6 +37,7 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.close()
             return
         text = {"garbage": "<html>", "null": '{"score": null}', "nan": '{"score": NaN}', "other": '{"reward": 1}'}
+        text["parts"] = '{"score": 2, "format": 0.5, "note": "ignored"}'
         self.send_response(500 if response == "500" else 200)
         self.end_headers()
         if response == "drip":
@@ -89,16 +90,22 @@ def test_the_protocol(opened: Open, server: Server) -> None:
     assert server.most <= 4
 
 
+def test_further_numbers_of_an_answer_are_components(opened: Open, server: Server) -> None:
+    scores = opened(url=server.url).score(prompts("x", "y"), ["parts", "ab"])
+    assert scores.values.tolist() == [2, 2]
+    assert list(scores.components) == [{"format": 0.5}, {}]
+
+
 def test_failures_are_scored_on_error(opened: Open, server: Server) -> None:
     bad = {
         "slow": "took over 1 s",
         "drip": "took over 1 s",
-        "500": "answers 500 Internal Server Error",
-        "garbage": "the server answers b'<html>', where {\"score\": number} is needed",
-        "null": "no number, but NoneType",
-        "nan": "no finite number: nan",
-        "other": "is needed",
-        "drop": "cannot be asked: ",
+        "500": "answered 500 Internal Server Error",
+        "garbage": "the endpoint answered b'<html>'; expected {\"score\": number}",
+        "null": "expected a number, got NoneType",
+        "nan": "expected a finite number, got nan",
+        "other": 'expected {"score": number}',
+        "drop": "cannot be reached: ",
     }
     responses = [text for name in bad for text in (name, "good")]
     started = time.monotonic()
@@ -121,7 +128,7 @@ def test_nobody_listens(opened: Open) -> None:
     with Server() as closed:
         url = closed.url
     (error,) = opened(url=url).score(prompts("a"), ["a"]).errors
-    assert "cannot be asked" in error[1] and "refused" in error[1]
+    assert "cannot be reached" in error[1] and "refused" in error[1]
 
 
 def test_proxies_of_the_environment(opened: Open, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,11 +71,11 @@ def test_a_module_of_another_python_is_left_to_the_job() -> None:
     ("spec", "parts"),
     [
         ("gsm8", ["did you mean gsm8k?"]),
-        ("mine", ["neither one of exact, format, gsm8k, math nor package.module:function"]),
+        ("mine", ["expected one of exact, format, gsm8k, math, or package.module:function"]),
         ("mine.py", ["package.module:function"]),
-        ("mine.py:", ["not of the form"]),
-        (":score", ["not of the form"]),
-        ("a b:score", ["not of the form"]),
+        ("mine.py:", ["expected the form"]),
+        (":score", ["expected the form"]),
+        ("a b:score", ["expected the form"]),
         ("no/such.py:score", ["no such file: no/such.py"]),
     ],
 )
@@ -97,7 +97,7 @@ def test_no_such_function(spec: str, parts: list[str]) -> None:
         ("def score(*, response, answer): pass", {}, ["too many positional"]),
         ("async def score(r, a): pass", {}, ["is an async function"]),
         ("class score: pass", {}, ["a class"]),
-        ("def score(r, a:", {}, ["not readable as Python, line 1"]),
+        ("def score(r, a:", {}, ["cannot be read as Python, line 1"]),
         ("if True:\n    def score(r): pass", {}, ["too many positional"]),
     ],
 )
@@ -126,7 +126,7 @@ def test_signatures_that_fit(write: Write, source: str) -> None:
 @pytest.mark.parametrize(
     ("source", "part"),
     [
-        ("score = 3", "is int, where a function is needed"),
+        ("score = 3", "is int, but a function is needed"),
         ("from string import *", "no 'score'"),
         ("def score(r, a): pass\n1 / 0", "importing it raised ZeroDivisionError: division by zero"),
         ("import no_such_module\ndef score(r, a): pass", "needs no_such_module, which is not installed"),
@@ -143,7 +143,7 @@ def test_what_only_loading_shows(write: Write, source: str, part: str) -> None:
 
 def test_the_kwargs_of_built_in_functions() -> None:
     assert "missing a required argument: 'pattern'" in both("format")
-    assert "no regular expression" in both("format", {"pattern": "("})
+    assert "is not a regular expression" in both("format", {"pattern": "("})
     assert "unexpected keyword argument 'x'" in both("gsm8k", {"x": 1})
     assert all(check_function(name, {}, same_python=True) is None for name in ("exact", "gsm8k", "math"))
 

@@ -71,7 +71,7 @@ def test_built_in_functions(opened: Open, capfd: pytest.CaptureFixture[str]) -> 
     ]
     answers = [r"\frac{1}{2}", "3"]
     assert opened(function="math").score(prompts(*answers), [r"\boxed{0.5}", "4"]).values.tolist() == [1, 0]
-    assert "warning: no reward, scored -1: there is no reference answer" in capfd.readouterr().err
+    assert "warning: scoring failed, the score is -1: there is no reference answer" in capfd.readouterr().err
 
 
 def test_own_function_gets_row_prompt_and_kwargs(opened: Open, write: Write) -> None:
@@ -88,9 +88,9 @@ def test_each_kind_of_failure_costs_its_own_sample_alone(
 ) -> None:
     bad = {
         "raise": "KeyError: ('a', 'two\\nlines')",
-        "nan": "ValueError: no finite number: nan",
-        "text": "ValueError: no number: '1.0'",
-        "nothing": "ValueError: no number, but NoneType",
+        "nan": "ValueError: expected a finite number, got nan",
+        "text": "ValueError: expected a number, got text: '1.0'",
+        "nothing": "ValueError: expected a number, got NoneType",
         "sleep": "took over 1 s and was ended",
         "loop": "took over 1 s and was ended",
         "in C": "took over 1 s and was ended",
@@ -111,7 +111,7 @@ def test_each_kind_of_failure_costs_its_own_sample_alone(
     assert scores.values.tolist() == expected
     warnings = capfd.readouterr().err.splitlines()
     assert next(line for line in warnings if "KeyError" in line).endswith("; response: 'raise'")
-    assert "warning: no reward for 6 more of these 33 responses" in warnings
+    assert "warning: scoring failed for 6 more of these 33 responses" in warnings
     assert scorer.score(prompts("a"), ["a"]).values.tolist() == [1.5]
 
 
@@ -155,7 +155,7 @@ def test_several_threads_may_score(opened: Open, write: Write) -> None:
 def test_a_function_that_cannot_be_loaded(opened: Open, write: Write) -> None:
     with pytest.raises(UserError, match="importing it raised ZeroDivisionError"):
         opened(function=write("1 / 0\ndef score(r, a): pass\n"))
-    with pytest.raises(RunError, match="ended with exit code 5 while it was loaded"):
+    with pytest.raises(RunError, match="ended with exit code 5 while it loaded the function"):
         opened(function=write("import os\nos._exit(5)\ndef score(r, a): pass\n"))
 
 
@@ -214,3 +214,24 @@ scorer.score(prompts("a", "b"), ["a", "b"]) if {busy} else time.sleep(600)
         process.kill()
     for pid in map(int, pids.read_text().split()):
         wait_for(lambda pid=pid: gone(pid), f"process {pid} is gone")  # type: ignore[misc]
+
+
+def test_components_of_a_reward_in_a_dict(opened: Open, write: Write) -> None:
+    source = """
+def score(response, answer):
+    if response == "broken":
+        return {"format": 1.0}
+    found = {"score": len(response), "format": response.startswith("<"), "note": "ignored"}
+    return found if response.startswith("<") else {**found, "extra": 2}
+"""
+    texts = ["<a", "abc", "broken"]
+    scores = opened(function=write(source)).score(prompts(*texts), texts)
+    assert scores.values.tolist() == [2, 3, -1]
+    assert list(scores.components) == [{"format": 1.0}, {"format": 0.0, "extra": 2.0}, {}]
+    assert scores.component_means() == {"extra": 2.0, "format": 0.5}
+    assert [index for index, _ in scores.errors] == [2]
+    assert 'a dict with the key "score", got a dict with format' in scores.errors[0][1]
+
+
+def test_a_number_has_no_components(opened: Open) -> None:
+    assert opened(function="exact").score(prompts("a", "b"), ["a", "c"]).component_means() == {}

@@ -13,8 +13,9 @@ from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scores
-from hpc_rl.rl.batches import Sampler
-from hpc_rl.rl.rollout.base import Completion, Sampling
+from hpc_rl.rl.batches import BatchSource
+from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.rollout.engine import Completion, Sampling
 from hpc_rl.rl.trainer import greedy_scores
 from tests.rl.ppo_config import ppo_config
 
@@ -23,40 +24,33 @@ START = Position()
 Score = Callable[[Prompt, Completion], float]
 
 
-class Ready:
-    """What is waited for, and is here."""
-
-    def __init__(self, value: object) -> None:
-        self._value = value
-
-    def wait(self) -> object:
-        return self._value
-
-
 class Engine:
     """A response is its seed's last digit; the greedy one is 5."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], list[int], Sampling]] = []
 
-    def generate(self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling) -> Ready:
+    def generate(
+        self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
+    ) -> Pending[list[Completion]]:
         self.asked.append(([int(prompt[0]) for prompt in prompts], list(seeds), sampling))
         tokens = [seed % 10 if sampling.temperature else 5 for seed in seeds]
-        return Ready([Completion(np.array([t], np.int32), np.zeros(1, np.float32), True) for t in tokens])
+        return Pending.known([Completion(np.array([t], np.int32), np.zeros(1, np.float32), True) for t in tokens])
 
 
 class Scoring:
     def __init__(self, score: Score) -> None:
         self._score = score
 
-    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Ready:
+    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Pending[Scores]:
         values = [self._score(*pair) for pair in zip(prompts, completions, strict=True)]
-        return Ready(Scores(np.array(values, np.float32), []))
+        components = [{"length": float(len(completion.token_ids))} for completion in completions]
+        return Pending.known(Scores(np.array(values, np.float32), [], components))
 
 
-def sampler(config: PpoConfig, score: Score, start: Position = START) -> tuple[Sampler, Engine]:
+def source(config: PpoConfig, score: Score, start: Position = START) -> tuple[BatchSource, Engine]:
     engine = Engine()
-    return Sampler(config, PROMPTS, engine, Scoring(score), start), engine  # type: ignore[arg-type]
+    return BatchSource(config, PROMPTS, engine, Scoring(score), start), engine  # type: ignore[arg-type]
 
 
 def token(completion: Completion) -> int:
@@ -68,7 +62,7 @@ def by_token(_: Prompt, completion: Completion) -> float:
 
 
 def test_each_prompt_is_answered_n_times_side_by_side() -> None:
-    drawing, engine = sampler(ppo_config("data.shuffle=false"), by_token)
+    drawing, engine = source(ppo_config("data.shuffle=false"), by_token)
     batch = drawing.draw(0)
     assert [prompt.answer for prompt in batch.prompts] == ["0", "0", "1", "1", "2", "2", "3", "3"]
     assert batch.groups == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -79,12 +73,12 @@ def test_each_prompt_is_answered_n_times_side_by_side() -> None:
 
 
 def test_a_step_draws_the_same_after_a_resume() -> None:
-    straight, _ = sampler(ppo_config(), by_token)
+    straight, _ = source(ppo_config(), by_token)
     batches = [straight.draw(step) for step in range(5)]
-    resumed, _ = sampler(ppo_config(), by_token)
+    resumed, _ = source(ppo_config(), by_token)
     for step in range(3):
         resumed.draw(step)
-    resumed, _ = sampler(ppo_config(), by_token, resumed.position)
+    resumed, _ = source(ppo_config(), by_token, resumed.position)
     for step in (3, 4):
         again = resumed.draw(step)
         assert [p.answer for p in again.prompts] == [p.answer for p in batches[step].prompts]
@@ -92,7 +86,7 @@ def test_a_step_draws_the_same_after_a_resume() -> None:
 
 
 def test_what_is_left_of_an_epoch_waits_for_another_order() -> None:
-    drawing, engine = sampler(ppo_config(), by_token)
+    drawing, engine = source(ppo_config(), by_token)
     for step in range(4):
         drawing.draw(step)
     epochs = [{prompt for prompts, _, _ in engine.asked[i : i + 2] for prompt in prompts} for i in (0, 2)]
@@ -105,24 +99,26 @@ def test_dynamic_sampling_collects_groups_of_differing_score() -> None:
     def score(prompt: Prompt, completion: Completion) -> float:
         return by_token(prompt, completion) if int(prompt.answer) % 2 else 1.0
 
-    drawing, engine = sampler(ppo_config("algorithm.filter_groups=true", "rollout.n=4"), score)
+    drawing, engine = source(ppo_config("algorithm.filter_groups=true", "rollout.n=4"), score)
     batch = drawing.draw(0)
     assert len(engine.asked) > 1
     assert len(batch.prompts) == len(batch.completions) == 16
     assert all(int(prompt.answer) % 2 for prompt in batch.prompts)
     assert len(set(batch.groups)) == 4 and sorted(batch.groups) == batch.groups
-    assert batch.scored.wait().values.tolist() == [token(completion) for completion in batch.completions]
+    scores = batch.scored.wait()
+    assert scores.values.tolist() == [token(completion) for completion in batch.completions]
+    assert list(scores.components) == [{"length": 1.0}] * 16
     assert len({tuple(seeds) for _, seeds, _ in engine.asked}) == len(engine.asked)  # new numbers at each attempt
 
 
 def test_dynamic_sampling_gives_up() -> None:
-    drawing, engine = sampler(ppo_config("algorithm.filter_groups=true", "algorithm.max_gen_batches=3"), lambda *_: 1)
+    drawing, engine = source(ppo_config("algorithm.filter_groups=true", "algorithm.max_gen_batches=3"), lambda *_: 1)
     with pytest.raises(RunError) as caught:
         drawing.draw(0)
     assert str(caught.value) == (
-        "algorithm.filter_groups: of 3 batches of 4 prompts (algorithm.max_gen_batches) only 0 prompts had responses "
-        "of differing score: the task is too easy or too hard for this model; raise max_gen_batches or rollout.n, or "
-        "set filter_groups=false"
+        "algorithm.filter_groups: in 3 batches of 4 prompts (algorithm.max_gen_batches), only 0 prompts had responses "
+        "with different scores. The task is too easy or too hard for this model: raise algorithm.max_gen_batches or "
+        "rollout.n, or set algorithm.filter_groups=false"
     )
     assert len(engine.asked) == 3
 
@@ -131,7 +127,7 @@ def test_remax_compares_with_a_greedy_response_to_the_same_prompt() -> None:
     def score(prompt: Prompt, completion: Completion) -> float:
         return 100 * int(prompt.answer) + token(completion)
 
-    drawing, engine = sampler(ppo_config("algorithm.advantage=remax", "data.shuffle=false"), score)
+    drawing, engine = source(ppo_config("algorithm.advantage=remax", "data.shuffle=false"), score)
     batch = drawing.draw(0)
     (_, _, greedy) = engine.asked[1]
     assert greedy.temperature == 0 and len(engine.asked[1][0]) == 4
@@ -140,6 +136,6 @@ def test_remax_compares_with_a_greedy_response_to_the_same_prompt() -> None:
 
 
 def test_other_estimators_have_no_greedy_scores() -> None:
-    drawing, engine = sampler(ppo_config(), by_token)
+    drawing, engine = source(ppo_config(), by_token)
     assert greedy_scores(drawing.draw(0)) is None
     assert len(engine.asked) == 1

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_rl.errors import UserError
-from hpc_rl.rl.dealing import Layout, mini_batches, plan_step, shards
+from hpc_rl.rl.dealing import Deal, deal_step, mini_batches, shards
 
 MICRO_TOKENS = 60
 no_deadline = settings(deadline=None)
@@ -17,9 +17,9 @@ sizes = st.none() | st.integers(1, 50)
 ranks = st.integers(1, 5)
 
 
-def planned(pairs: list[tuple[int, int]], size: int | None, ranks: int) -> Layout:
+def dealt_to(pairs: list[tuple[int, int]], size: int | None, ranks: int) -> Deal:
     prompts, responses = np.array(pairs, np.int64).T
-    return plan_step(prompts, responses, size, ranks, MICRO_TOKENS)
+    return deal_step(prompts, responses, size, ranks, MICRO_TOKENS)
 
 
 @no_deadline
@@ -27,9 +27,9 @@ def planned(pairs: list[tuple[int, int]], size: int | None, ranks: int) -> Layou
 def test_every_response_is_on_one_rank_within_the_budget(
     pairs: list[tuple[int, int]], size: int | None, ranks: int
 ) -> None:
-    layout = planned(pairs, size, ranks)
-    assert sorted(chain.from_iterable(order.tolist() for order in layout.orders)) == list(range(len(pairs)))
-    for plan, order in zip(layout.plans, layout.orders, strict=True):
+    deal = dealt_to(pairs, size, ranks)
+    assert sorted(chain.from_iterable(order.tolist() for order in deal.orders)) == list(range(len(pairs)))
+    for plan, order in zip(deal.micro_batches, deal.orders, strict=True):
         assert [i for mini in plan for micro in mini for i in micro] == order.tolist()
         for micro in chain.from_iterable(plan):
             assert sum(sum(pairs[i]) for i in micro) <= MICRO_TOKENS
@@ -40,14 +40,14 @@ def test_every_response_is_on_one_rank_within_the_budget(
 def test_mini_batches_are_the_same_for_any_number_of_ranks(
     pairs: list[tuple[int, int]], size: int | None, ranks: int
 ) -> None:
-    layout = planned(pairs, size, ranks)
+    deal = dealt_to(pairs, size, ranks)
     expected = mini_batches(len(pairs), size)
-    assert {len(plan) for plan in layout.plans} == {len(expected)}
+    assert {len(plan) for plan in deal.micro_batches} == {len(expected)}
     for number, part in enumerate(expected):
-        dealt = [i for plan in layout.plans for micro in plan[number] for i in micro]
+        dealt = [i for plan in deal.micro_batches for micro in plan[number] for i in micro]
         assert sorted(dealt) == list(range(part.start, part.stop))
         # Each micro-batch is a round of collectives, which every rank has to join.
-        assert len({len(plan[number]) for plan in layout.plans}) == 1
+        assert len({len(plan[number]) for plan in deal.micro_batches}) == 1
 
 
 @no_deadline
@@ -55,8 +55,8 @@ def test_mini_batches_are_the_same_for_any_number_of_ranks(
 def test_ranks_have_equal_work_up_to_one_response_per_mini_batch(
     pairs: list[tuple[int, int]], size: int | None, ranks: int
 ) -> None:
-    layout = planned(pairs, size, ranks)
-    loads = [sum(sum(pairs[i]) for i in order.tolist()) for order in layout.orders]
+    deal = dealt_to(pairs, size, ranks)
+    loads = [sum(sum(pairs[i]) for i in order.tolist()) for order in deal.orders]
     longest = max(map(sum, pairs))
     assert max(loads) - min(loads) <= longest * len(mini_batches(len(pairs), size))
 
@@ -64,16 +64,16 @@ def test_ranks_have_equal_work_up_to_one_response_per_mini_batch(
 @no_deadline
 @given(lengths, sizes, ranks)
 def test_columns_are_split_and_joined(pairs: list[tuple[int, int]], size: int | None, ranks: int) -> None:
-    layout = planned(pairs, size, ranks)
+    deal = dealt_to(pairs, size, ranks)
     responses = [length for _, length in pairs]
     column = np.arange(sum(responses), dtype=np.float32)
-    parts = layout.split(column)
-    np.testing.assert_array_equal(layout.join(parts), column)
+    parts = deal.split(column)
+    np.testing.assert_array_equal(deal.join(parts), column)
     of_response = np.split(column, np.cumsum(responses)[:-1])
-    for part, order in zip(parts, layout.orders, strict=True):
+    for part, order in zip(parts, deal.orders, strict=True):
         assert part.tolist() == [value for i in order for value in of_response[i].tolist()]
     rows = np.arange(len(pairs), dtype=np.float32)
-    np.testing.assert_array_equal(layout.join_rows([rows[order] for order in layout.orders]), rows)
+    np.testing.assert_array_equal(deal.join_responses([rows[order] for order in deal.orders]), rows)
 
 
 @no_deadline
@@ -81,10 +81,10 @@ def test_columns_are_split_and_joined(pairs: list[tuple[int, int]], size: int | 
 def test_shards_hold_prompt_and_response_of_their_samples(
     pairs: list[tuple[int, int]], size: int | None, ranks: int
 ) -> None:
-    layout = planned(pairs, size, ranks)
+    deal = dealt_to(pairs, size, ranks)
     prompts = [np.full(p, 1000 + i, np.int32) for i, (p, _) in enumerate(pairs)]
     responses = [np.full(r, 2000 + i, np.int32) for i, (_, r) in enumerate(pairs)]
-    for shard, order in zip(shards(layout, prompts, responses), layout.orders, strict=True):
+    for shard, order in zip(shards(deal, prompts, responses), deal.orders, strict=True):
         assert sum(map(sum, shard.mini_batches)) == len(order)
         assert shard.tokens.dtype == np.int32
         at = 0
@@ -102,4 +102,4 @@ def test_a_last_mini_batch_may_be_smaller() -> None:
 
 def test_a_sample_over_the_budget_is_refused() -> None:
     with pytest.raises(UserError, match=r"a sample of 61 tokens is over trainer\.micro_tokens 60"):
-        planned([(31, 30)], None, 1)
+        dealt_to([(31, 30)], None, 1)

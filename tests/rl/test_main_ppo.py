@@ -24,7 +24,9 @@ def test_a_resolved_configuration(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(dump(ppo_config("algorithm.advantage=grpo")))
     assert parse(["--config", str(file)])[0] == ppo_config("algorithm.advantage=grpo")
-    with pytest.raises(UserError, match=r"--config .*config\.yaml is complete: change the file, or give key=value"):
+    with pytest.raises(
+        UserError, match=r"--config .*config\.yaml is a complete configuration and cannot be combined with key=value"
+    ):
         parse(["--config", str(file), "rollout.n=3"])
 
 

@@ -52,7 +52,7 @@ def test_pools_that_fit() -> None:
             {"train": [4], "engines": [4, 4]},
             [(8, 8)],
             "pool train needs 1 node x 4 GPUs; pool engines needs 2 nodes x 4 GPUs; the cluster has 1 x 8 GPUs and 8 "
-            "CPUs; nothing is left for engines",
+            "CPUs; engines does not fit",
         ),
         # A GPU of a pool takes a CPU too.
         ({"train": [8]}, [(8, 4)], "pool train needs 1 node x 8 GPUs; the cluster has 1 x 8 GPUs and 4 CPUs"),

@@ -77,7 +77,7 @@ def test_a_ppo_job_that_can_be_has_nothing_to_say() -> None:
         ({"reward__function": "none.py:score"}, "no such file: none.py"),
         ({"critic__path": "./no/critic"}, r"critic\.path \./no/critic: no such folder"),
         ({"reward__function": None, "reward__model": "./no/model"}, r"reward\.model \./no/model: no such folder"),
-        ({"reward__function": None, "reward__url": "localhost"}, r"reward\.url localhost: not of the form"),
+        ({"reward__function": None, "reward__url": "localhost"}, r"reward\.url localhost: expected the form"),
     ],
 )
 @pytest.mark.usefixtures("folder")

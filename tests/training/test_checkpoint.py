@@ -56,7 +56,7 @@ def save(folder: Path, models: dict[str, Part], step: int, keep: int = 2) -> Pat
     return checkpoint.commit(folder, progress, keep)
 
 
-def test_each_part_comes_back_and_goes_on_the_same(config: ModelConfig, tmp_path: Path) -> None:
+def test_each_part_is_restored_and_learns_the_same(config: ModelConfig, tmp_path: Path) -> None:
     before = parts(config)
     for part in before.values():
         learn(part)
@@ -103,7 +103,7 @@ def test_only_the_newest_are_kept_and_leftovers_go(config: ModelConfig, tmp_path
         (lambda path: (path / ACTOR / "__0_0.distcp").write_bytes(bytes(99)), "actor: __0_0.distcp has 99 of "),
     ],
 )
-def test_an_incomplete_one_is_passed_over(
+def test_an_incomplete_one_is_skipped(
     config: ModelConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: object, problem: str
 ) -> None:
     models = parts(config)
@@ -111,7 +111,7 @@ def test_an_incomplete_one_is_passed_over(
         path = save(tmp_path, models, step)
     damage(path)  # type: ignore[operator]
     assert [progress.step for _, progress in checkpoint.usable(tmp_path)] == [1]
-    assert f"warning: checkpoint {path} is passed over: {problem}" in capsys.readouterr().err
+    assert f"warning: checkpoint {path} is skipped: {problem}" in capsys.readouterr().err
 
 
 def test_contents_that_cannot_be_read(config: ModelConfig, tmp_path: Path) -> None:

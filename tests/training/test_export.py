@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -99,3 +101,35 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         assert torch.equal(ours, theirs)
         for key, value in optimizer.state[theirs].items():
             assert torch.equal(other_optimizer.state[ours][key], value), key
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o027, 0o640), (0o077, 0o600), (0o002, 0o664)])
+def test_exported_files_follow_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
+    run_dir, _ = saved_run(tmp_path)
+    before = os.umask(umask)
+    try:
+        export(run_dir, tmp_path / "out")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+    assert modes["model.safetensors"] == mode
+    assert set(modes.values()) == {mode}
+    assert ".probe" not in modes
+
+
+def test_checkpoints_follow_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        run_dir, _ = saved_run(tmp_path)
+    finally:
+        os.umask(before)
+    files = [path for path in (run_dir / "checkpoints").rglob("*") if path.is_file()]
+    assert len(files) > 4 and {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    run_dir, _ = saved_run(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write the model to .*file/out: Not a directory"):
+        export(run_dir, tmp_path / "file" / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run", "source"]

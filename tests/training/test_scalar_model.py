@@ -85,7 +85,7 @@ def test_a_reward_model_in_half_precision_gives_float32(causal: str, classifier:
 
 def test_a_reward_model_needs_a_trained_head(causal: str) -> None:
     with pytest.raises(
-        UserError, match=r"^reward\.model .* has no trained head 'score': it is no sequence classifier$"
+        UserError, match=r"^reward\.model .* has no trained head 'score': it is not a sequence classifier$"
     ):
         load_reward_model(causal, ModelConfig(path=causal), torch.float32)
 

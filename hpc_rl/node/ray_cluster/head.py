@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED
 from hpc_rl.host.files import Follower
 from hpc_rl.host.processes import end, shell_code, start
+from hpc_rl.host.ray_token import make_token
 from hpc_rl.node.entry import say
 from hpc_rl.node.ray_cluster.environment import driver_environment
 from hpc_rl.node.ray_cluster.layout import Site
@@ -170,12 +170,3 @@ class ShownLog:
     def show_rest(self) -> None:
         print(self._held + self._log.new_text(), end="", flush=True)
         self._held = ""
-
-
-def make_token(path: Path) -> bytes:
-    """Write the job's token, for its user alone."""
-    token = secrets.token_hex(32).encode()
-    path.unlink(missing_ok=True)
-    path.touch(mode=0o600, exist_ok=False)
-    path.write_bytes(token)
-    return token

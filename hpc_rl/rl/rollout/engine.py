@@ -1,73 +1,143 @@
-"""A process of its own for an engine, in a pool without the policy, or beside it where the engine is vLLM."""
+"""The interface of a rollout engine, and `load_engine`, which loads the one that a configuration selects.
+
+`hpc_rl.config.engines.ENGINES` lists the engines. Each is a module with a function `load` (see `Loader`).
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+import contextlib
+import importlib
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from hpc_rl.config.ppo import PpoConfig, engine_name
-from hpc_rl.rl.rollout.base import Completion, Sampling
-from hpc_rl.rl.rollout.vllm import Place, VllmRollout
-from hpc_rl.rl.weights.sync import HostReceiver
-from hpc_rl.rl.workers import process
-from hpc_rl.training import guards
+from hpc_rl.config.ppo import PpoConfig, engine_spec
+from hpc_rl.data.chat import chat_template, end_of_turn
+from hpc_rl.training.model import load_tokenizer
+
+if TYPE_CHECKING:
+    from hpc_rl.training.model import CausalLM
 
 
-class Engine:
-    """A RolloutEngine in a Ray actor, with the four calls by which new weights come (rl/weights/sync.py)."""
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn."""
 
-    def __init__(self, config: PpoConfig, pool: str, index: int, place: Place, logs: Path) -> None:
-        process.log_to(logs / f"node{os.environ.get('SLURM_NODEID', '0')}-{pool}-engine{index}.log")
-        self._config = config
-        self._place = place
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 takes the most probable token at every step."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means no limit."""
 
-    def start(self) -> None:
-        """Load the model."""
-        from hpc_rl.rl.rollout.load import eos_token_ids, load_hf_engine
 
-        process.quiet_libraries()
-        process.narrow_devices(os.environ, process.assigned_devices())
-        config = self._config
-        if engine_name(config) == "hf":
-            self._engine: Any = load_hf_engine(config, None)
-            self._receiver: Any = HostReceiver(self._engine)
-            return
-        longest = config.data.max_prompt_length + config.data.max_response_length
-        ends = eos_token_ids(config)
-        self._engine = VllmRollout(config.model, config.rollout, ends, longest, config.trainer.seed, self._place)
-        self._receiver = self._engine
+@dataclass(frozen=True)
+class Completion:
+    """One response."""
 
-    @guards.explain_out_of_memory("generation", guards.IN_GENERATION)
+    token_ids: NDArray[np.int32]
+    """[R], R >= 1. If the response ended by itself, the last one is an end-of-sequence token."""
+    logprobs: NDArray[np.float32]
+    """[R], natural logarithms under softmax(logits / temperature); at temperature 1 if decoding was greedy."""
+    finished: bool
+    """Whether the response ended by itself; otherwise it was cut off at max_new_tokens."""
+
+
+class RolloutEngine(Protocol):
+    """Generate with a model whose weights change only in `load_weights`.
+
+    An engine may have the four calls of `hpc_rl.rl.weights.base.WeightReceiver` in addition. It then receives weights
+    from other processes itself; for any other engine, `BucketReceiver` passes each bucket to `load_weights`.
+    """
+
     def generate(
         self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
-        completions: list[Completion] = self._engine.generate(prompts, seeds, sampling)
-        return completions
+        """Return one completion for each prompt, in order.
+
+        Args:
+            prompts: token ids [P] of each. Equal prompts are adjacent, so that an engine can compute them once.
+            seeds: one per prompt. A completion depends only on its prompt, its seed and the weights, not on the other
+                prompts (up to rounding).
+            sampling: how tokens are drawn.
+        """
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy new weights, by their Hugging Face names, into the model. A call may bring only some of the weights."""
+        ...
 
     def sleep(self) -> None:
-        self._engine.sleep()
+        """Release as much of the device's memory as possible until `wake`."""
+        ...
 
     def wake(self) -> None:
-        self._engine.wake()
+        """Take back the memory that `sleep` released."""
+        ...
 
     def close(self) -> None:
-        """End the engine's own processes, which would leave shared memory behind if they were killed."""
-        if isinstance(self._engine, VllmRollout):
-            self._engine.close()
+        """End the processes that the engine has started."""
+        ...
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._receiver.init_weight_transfer_engine(init_info)
 
-    def start_weight_update(self) -> None:
-        self._receiver.start_weight_update()
+@dataclass(frozen=True)
+class Placement:
+    """Where an engine runs, and how its weights arrive."""
 
-    def update_weights(self, update: Any) -> None:
-        self._receiver.update_weights(update)
+    device: str
+    """cuda or cpu."""
+    transfer: str = "host"
+    """Name in `hpc_rl.rl.weights.transfers.WEIGHT_TRANSFERS`; unused by an engine in the policy's process."""
+    sleeps: bool = False
+    """Whether the engine releases GPU memory in `sleep`, for a trainer on the same GPU."""
+    bundles: tuple[int, ...] = ()
+    """On GPUs with tensor parallelism: the bundles of the actor's placement group that the engine's processes use."""
+    gpu_share: float = 1.0
+    """Share of its GPU that each of these processes uses."""
 
-    def finish_weight_update(self) -> None:
-        self._receiver.finish_weight_update()
+
+class Loader(Protocol):
+    """The function `load` of an engine's module."""
+
+    def __call__(
+        self, config: PpoConfig, eos_token_ids: Collection[int], placement: Placement, policy: CausalLM | None
+    ) -> RolloutEngine:
+        """Load the engine in this process.
+
+        Args:
+            config: the run's configuration.
+            eos_token_ids: tokens that end a response, the same for every engine.
+            placement: where the engine runs.
+            policy: the unsharded module that is being trained in this process: generate with it, because no weights
+                will be loaded. None: load a copy of the model, which receives weights through `load_weights`.
+
+        Raises:
+            UserError: a package is missing, or the engine refuses the configuration.
+        """
+        ...
+
+
+def load_engine(config: PpoConfig, placement: Placement, policy: CausalLM | None = None) -> RolloutEngine:
+    """Load the engine of `rollout.name` in this process; see `Loader`."""
+    load: Loader = importlib.import_module(engine_spec(config).module).load
+    return load(config, eos_token_ids(config), placement, policy)
+
+
+def eos_token_ids(config: PpoConfig) -> set[int]:
+    """Return the tokens that end a response.
+
+    They are the tokenizer's end-of-sequence token, the token that ends a turn of the chat template, and those of the
+    model's generation configuration, if it has one.
+    """
+    from transformers import GenerationConfig
+
+    tokenizer = load_tokenizer(config.model)
+    found = [tokenizer.eos_token_id, end_of_turn(tokenizer, chat_template(tokenizer, config.data))]
+    with contextlib.suppress(OSError):
+        listed = GenerationConfig.from_pretrained(config.model.path).eos_token_id
+        found += listed if isinstance(listed, list) else [listed]
+    return {token for token in found if token is not None}

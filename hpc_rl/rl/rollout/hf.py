@@ -1,10 +1,10 @@
-"""Generation with an unchanged Hugging Face model, in the process that holds it.
+"""The rollout engine `hf`: generation with an unchanged Hugging Face model, in the process that holds it.
 
-Nothing is padded: prompts are computed packed, sequences of different length stand side by side in the cache, one that
-ends leaves the batch at once and a waiting one takes its place (continuous batching: Yu et al., Orca,
+Nothing is padded: prompts are computed packed, sequences of different lengths are adjacent in the cache, and a sequence
+that ends leaves the batch at once, so that a waiting one takes its place (continuous batching: Yu et al., Orca,
 https://www.usenix.org/conference/osdi22/presentation/yu).
 
-Shape suffixes: N sequences of one call, B those in the batch now, S steps, H hidden size, V vocabulary.
+Shape suffixes: N sequences of one call, B sequences in the current batch, S steps, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,32 +18,43 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from hpc_rl.config.ppo import PpoConfig, engine_dtype
 from hpc_rl.errors import UserError
-from hpc_rl.rl.rollout.base import Completion, Sampling
+from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
 from hpc_rl.rl.rollout.kv_cache import Decode, KVCache, Prefill, PrefillDone
-from hpc_rl.rl.rollout.sampling import Sampler, uniforms
+from hpc_rl.rl.rollout.sampling import TokenSampler, uniforms
+from hpc_rl.training.model import CausalLM, load_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
-"""Most prompt tokens of one forward pass (a longer prompt has one of its own): past these a pass gains no speed."""
+"""Most prompt tokens of one forward pass (a longer prompt has its own pass). Larger passes are not faster."""
 STEPS_BETWEEN_CHECKS = {"cpu": 1, "cuda": 8}
-"""Steps after which the host asks which sequences have ended. On a GPU asking means to wait for it."""
+"""Steps between two checks for sequences that have ended. A check makes the host wait for the GPU."""
 REFILL_SHARE = 8
-"""Waiting sequences enter when one in so many places of the batch is free: small prefills are slow."""
+"""Waiting sequences enter when one row in this many is free, because small prefills are slow."""
 
 
-class HfRollout:
-    """A RolloutEngine. `sleep` frees the cache; the model stays where it is."""
+def load(config: PpoConfig, eos_token_ids: Collection[int], placement: Placement, policy: CausalLM | None) -> HfEngine:
+    """Load the engine on the policy's own module, or on a copy; see `hpc_rl.rl.rollout.engine.Loader`."""
+    if policy is None:
+        dtype = engine_dtype(config.rollout, placement.device)
+        policy = load_model(config.model.model_copy(update={"dtype": dtype}))
+        policy.requires_grad_(False).eval().to(torch.device(placement.device))
+    return HfEngine(policy.hf, eos_token_ids, config.rollout.max_num_seqs)
+
+
+class HfEngine:
+    """A RolloutEngine. `sleep` frees the cache, and leaves the model on its device."""
 
     def __init__(self, hf: PreTrainedModel, eos_token_ids: Collection[int], max_num_seqs: int = 256) -> None:
         """
         Args:
-            hf: loaded by engine.model.load_model, not sharded. It may be the module that is being trained: then
+            hf: loaded by training.model.load_model, not sharded. If it is the module that is being trained,
                 `load_weights` is not needed.
             eos_token_ids: tokens that end a response.
-            max_num_seqs: sequences that are generated at a time.
+            max_num_seqs: most sequences that are generated at a time.
         """
         self.hf = hf
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -56,7 +67,7 @@ class HfRollout:
         """See RolloutEngine.
 
         Raises:
-            UserError: the longest prompt and max_new_tokens are more than the model has positions.
+            UserError: the longest prompt and max_new_tokens together exceed the model's positions.
         """
         if not prompts:
             return []
@@ -65,7 +76,7 @@ class HfRollout:
         if limit is not None and columns > limit:
             raise UserError(
                 f"a prompt of {columns - sampling.max_new_tokens} tokens and a response of {sampling.max_new_tokens} "
-                f"are more than the model's {limit} positions: lower data.max_prompt_length or data.max_response_length"
+                f"exceed the model's {limit} positions: lower data.max_prompt_length or data.max_response_length"
             )
         cache = self._cache_of(min(self.max_num_seqs, len(prompts)), columns)
         with torch.inference_mode(), evaluating(self.hf):
@@ -76,10 +87,10 @@ class HfRollout:
             return generation.completions()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy into the model's parameters; names are those of its named_parameters(), tied ones once.
+        """Copy weights into the model's parameters, by the names of named_parameters(), tied ones once.
 
         Raises:
-            ValueError: no parameter of that name and shape.
+            ValueError: the model has no parameter of that name and shape.
         """
         parameters = dict(self.hf.named_parameters())
         with torch.no_grad():
@@ -92,19 +103,22 @@ class HfRollout:
         self._cache = None
 
     def wake(self) -> None:
-        """The next call of `generate` takes what it needs."""
+        """Do nothing: the next call of `generate` allocates what it needs."""
+
+    def close(self) -> None:
+        """Do nothing: the engine has no processes."""
 
     def _cache_of(self, rows: int, columns: int) -> KVCache:
-        """The one from last time where it is large enough. It is filled anew."""
+        """Return the last call's cache if it is large enough, otherwise a new one. Its contents are overwritten."""
         if self._cache is None or self._cache.rows < rows or self._cache.columns < columns:
-            self._cache = None  # before the new one is there
+            self._cache = None  # frees its memory before the new one is allocated
             self._cache = KVCache(rows, columns)
         return self._cache
 
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """No dropout; afterwards every submodule is in the mode it was in."""
+    """Switch off dropout; restore the mode of every submodule afterwards."""
     training = [part for part in module.modules() if part.training]
     for part in training:
         part.training = False
@@ -118,8 +132,8 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 class _Generation:
     """One call of `generate`.
 
-    The batch is the first `live` places; place and row of the cache are the same number. What steps need is on the
-    device; the host knows lengths without asking, since each step adds one token to each sequence.
+    The batch is the first `live` rows, which are also rows of the cache. The state that steps need is on the device;
+    the host counts lengths itself, since each step adds one token to each sequence.
     """
 
     def __init__(
@@ -138,22 +152,22 @@ class _Generation:
         weight_VH = hf.get_output_embeddings().weight
         self.device = device = weight_VH.device
         self.last_layer = hf.config.get_text_config().num_hidden_layers - 1
-        self.places = min(cache.rows, len(prompts))
+        self.rows = min(cache.rows, len(prompts))
         self.waiting = list(range(len(prompts)))[::-1]
-        self.sampler = Sampler(weight_VH, self.places, sampling)
+        self.sampler = TokenSampler(weight_VH, self.rows, sampling)
 
         self.live = 0
-        self.sequence_B = np.zeros(self.places, np.int64)
-        self.length_B = np.zeros(self.places, np.int64)
-        """Tokens that a sequence has in the cache."""
-        self.step_B = np.zeros(self.places, np.int64)
+        self.sequence_B = np.zeros(self.rows, np.int64)
+        self.length_B = np.zeros(self.rows, np.int64)
+        """Tokens of each row in the cache."""
+        self.step_B = np.zeros(self.rows, np.int64)
         self.steps = 0
 
-        self.token_B = torch.zeros(self.places, dtype=torch.int64, device=device)
-        """The token that enters the model next."""
+        self.token_B = torch.zeros(self.rows, dtype=torch.int64, device=device)
+        """The token of each row that enters the model next."""
         self.position_B = torch.zeros_like(self.token_B)
         self.output_B = torch.zeros_like(self.token_B)
-        """Where the next token is written, in the outputs of all sequences end to end."""
+        """Where each row's next token is written, in the concatenated outputs of all sequences."""
         self.ended_B = torch.zeros_like(self.token_B, dtype=torch.bool)
 
         size = len(prompts) * sampling.max_new_tokens
@@ -165,20 +179,20 @@ class _Generation:
         self.ends_V = torch.from_numpy(ends_V).to(device)
 
     def admit(self) -> bool:
-        """Fill free places. A new sequence enters with all of its prompt in the cache but the last token.
+        """Fill free rows. A new sequence enters with its prompt in the cache, except for the last token.
 
         Returns:
-            whether there is anything to do.
+            whether any sequence is left to generate.
         """
-        room = self.places - self.live
-        if not self.waiting or (self.live and room * REFILL_SHARE < self.places):
+        room = self.rows - self.live
+        if not self.waiting or (self.live and room * REFILL_SHARE < self.rows):
             return self.live > 0
         first = self.live
-        for place in range(first, first + min(room, len(self.waiting))):
+        for row in range(first, first + min(room, len(self.waiting))):
             sequence = self.waiting.pop()
-            self.sequence_B[place] = sequence
-            self.length_B[place] = len(self.prompts[sequence]) - 1
-            self.step_B[place] = 0
+            self.sequence_B[row] = sequence
+            self.length_B[row] = len(self.prompts[sequence]) - 1
+            self.step_B[row] = 0
             self.live += 1
         new, entering = slice(first, self.live), self.sequence_B[first : self.live]
         last = np.array([self.prompts[sequence][-1] for sequence in entering], np.int64)
@@ -190,36 +204,36 @@ class _Generation:
         return True
 
     def _fill_cache(self, first: int) -> None:
-        """Compute the prompts of all places from `first` on; one that another place has too is copied."""
-        place_of: dict[bytes, int] = {}
+        """Compute the prompts of all rows from `first` on. A prompt that is already in another row is copied."""
+        row_of: dict[bytes, int] = {}
         computed: list[int] = []
         sources: list[int] = []
         targets: list[int] = []
-        for place in range(self.live):
-            known = place_of.setdefault(self.prompts[self.sequence_B[place]].tobytes(), place)
-            if place < first or self.length_B[place] == 0:
+        for row in range(self.live):
+            known = row_of.setdefault(self.prompts[self.sequence_B[row]].tobytes(), row)
+            if row < first or self.length_B[row] == 0:
                 continue
-            if known == place:
-                computed.append(place)
+            if known == row:
+                computed.append(row)
             else:
                 sources.append(known)
-                targets.append(place)
+                targets.append(row)
         limit = PREFILL_TOKENS["cuda" if self.device.type == "cuda" else "cpu"]
-        for places in micro_batches(computed, self.length_B[computed], limit):
-            self._prefill(places)
+        for rows in micro_batches(computed, self.length_B[computed], limit):
+            self._prefill(rows)
         if targets:
             self.cache.copy_rows(sources, targets, int(self.length_B[targets].max()))
 
-    def _prefill(self, places: Sequence[int]) -> None:
-        ids_T = np.concatenate([self.prompts[self.sequence_B[place]][:-1] for place in places])
-        attend = Prefill(self.cache, places, self.length_B[places].tolist(), self.last_layer, self.device)
+    def _prefill(self, rows: Sequence[int]) -> None:
+        ids_T = np.concatenate([self.prompts[self.sequence_B[row]][:-1] for row in rows])
+        attend = Prefill(self.cache, rows, self.length_B[rows].tolist(), self.last_layer, self.device)
         try:
             self._backbone(torch.from_numpy(ids_T).long().to(self.device), attend.positions_T, attend)
         except PrefillDone:
             return
 
     def step(self) -> None:
-        """One more token for each sequence."""
+        """Generate one more token for each sequence."""
         batch = slice(0, self.live)
         token_B, position_B, output_B = self.token_B[batch], self.position_B[batch], self.output_B[batch]
         attend = Decode(self.cache, position_B, int(self.length_B[batch].max()))
@@ -236,7 +250,7 @@ class _Generation:
         self.steps += 1
 
     def _backbone(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Prefill | Decode) -> torch.Tensor:
-        """Hidden states [T, H]."""
+        """Return hidden states [T, H]."""
         output = self.hf.base_model(
             input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, attend=attend
         )
@@ -244,9 +258,9 @@ class _Generation:
         return hidden_TH
 
     def retire(self) -> None:
-        """Take sequences that have ended out of the batch; those in the last places move to the free ones.
+        """Remove sequences that have ended from the batch, and move those in the last rows to the free rows.
 
-        On a GPU they are noticed late. What they generate meanwhile is cut off in `completions`.
+        On a GPU this happens late; `completions` cuts off the tokens that are generated meanwhile.
         """
         batch = slice(0, self.live)
         full_B = self.step_B[batch] == self.sampling.max_new_tokens
@@ -269,7 +283,7 @@ class _Generation:
         self.cache.copy_rows(source.tolist(), to.tolist(), int(self.length_B[to].max()))
 
     def completions(self) -> list[Completion]:
-        """Each up to its first end-of-sequence token."""
+        """Return the responses, each up to its first end-of-sequence token."""
         shape_NS = (len(self.prompts), self.sampling.max_new_tokens)
         ends_NS = self.ends_V[self.tokens].view(shape_NS).cpu().numpy()
         tokens_NS = self.tokens.view(shape_NS).to(torch.int32).cpu().numpy()
@@ -282,15 +296,15 @@ class _Generation:
         ]
 
 
-def micro_batches(places: Sequence[int], tokens: Sequence[int] | NDArray[np.int64], limit: int) -> Iterator[list[int]]:
-    """Cut `places` into runs of at most `limit` tokens, or of one place."""
+def micro_batches(rows: Sequence[int], tokens: Sequence[int] | NDArray[np.int64], limit: int) -> Iterator[list[int]]:
+    """Split `rows` into runs of at most `limit` tokens, or of a single row."""
     run: list[int] = []
     total = 0
-    for place, count in zip(places, tokens, strict=True):
+    for row, count in zip(rows, tokens, strict=True):
         if run and total + count > limit:
             yield run
             run, total = [], 0
-        run.append(place)
+        run.append(row)
         total += int(count)
     if run:
         yield run

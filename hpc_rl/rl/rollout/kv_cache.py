@@ -1,10 +1,10 @@
 """Keys and values of the sequences that are being generated, and attention that reads and writes them.
 
-A cache has a fixed number of rows; a sequence holds one row, its first token in column 0, whatever length its
-neighbours have. The two classes that fill it are given to the model's forward as `attend`, so that models run unchanged
-and transformers' own caches are not involved.
+A cache has a fixed number of rows. A sequence occupies one row, with its first token in column 0, regardless of the
+lengths of other sequences. The two classes that fill the cache are passed to the model's forward as `attend`, so that
+models run unchanged and transformers' own caches are not involved.
 
-Shape suffixes: B rows in use, L columns in use, G query heads to one key head, D head size, T tokens of a packed row.
+Shape suffixes: B rows in use, L columns in use, G query heads per key head, D head size, T tokens of a packed row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpc_rl.training.packed_attention import packed_attention
 
 
 class KVCache:
-    """Room for `rows` sequences of at most `columns` tokens. A layer's memory is taken when it is first written."""
+    """Hold `rows` sequences of at most `columns` tokens. A layer's memory is allocated when it is first used."""
 
     def __init__(self, rows: int, columns: int) -> None:
         self.rows = rows
@@ -27,9 +27,14 @@ class KVCache:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, [rows, key heads, columns, head size], for states such as [1, heads, T, size].
+        """Return keys and values of one layer, [rows, key heads, columns, head size].
 
-        They begin as zeros: what a mask hides must still be finite, because 0 times NaN is NaN.
+        They start as zeros: masked entries have to be finite, because 0 times NaN is NaN.
+
+        Args:
+            index: the layer's index.
+            key: new states [1, key heads, T, head size], from which shape and type are taken.
+            value: the same for values.
         """
         if index not in self._layers:
             shapes = ((self.rows, x.shape[1], self.columns, x.shape[3]) for x in (key, value))
@@ -46,20 +51,20 @@ class KVCache:
 
 
 class PrefillDone(Exception):
-    """The last layer has its keys and values. What it would compute from them, nobody needs."""
+    """Signal that the last layer's keys and values are in the cache; its output is not needed."""
 
 
 class Prefill:
-    """One packed row of prompts: attention inside each, their keys and values to the cache."""
+    """Attention for one packed row of prompts, each to itself; their keys and values go to the cache."""
 
     def __init__(
         self, cache: KVCache, rows: Sequence[int], lengths: Sequence[int], last_layer: int, device: torch.device
     ) -> None:
         """
         Args:
-            rows: the row of the cache that each prompt goes to.
+            rows: row of the cache for each prompt.
             lengths: tokens of each prompt.
-            last_layer: its index; there PrefillDone is raised.
+            last_layer: index of the last layer, which raises PrefillDone.
         """
         self.cache = cache
         self.lengths = tuple(lengths)
@@ -97,13 +102,13 @@ class Prefill:
 
 
 class Decode:
-    """One new token for each of the first B rows: it is written, and sees what its row holds."""
+    """Attention for one new token in each of the first B rows: the token is added to its row, then attends to it."""
 
     def __init__(self, cache: KVCache, positions_B: torch.Tensor, longest: int) -> None:
         """
         Args:
-            positions_B: how many tokens each row holds, which is the position of its new one.
-            longest: the largest of them; columns behind it are not touched.
+            positions_B: number of tokens in each row, which is the position of the new one.
+            longest: the largest of them; columns after it are not touched.
         """
         self.cache = cache
         self.positions_B = positions_B
@@ -111,7 +116,7 @@ class Decode:
         self.columns = longest + 1
         self.back_BL = positions_B[:, None] - torch.arange(self.columns, device=positions_B.device)
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
-        self._slots: dict[int, torch.Tensor] = {}
+        self._targets: dict[int, torch.Tensor] = {}
 
     def __call__(
         self,
@@ -124,20 +129,20 @@ class Decode:
     ) -> torch.Tensor:
         heads = key.shape[1]
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
-        slots = self._slots_of(heads)
+        targets = self._targets_of(heads)
         rows = []
         for states, new in zip(self.cache.layer(module.layer_idx, key, value), (key, value), strict=True):
             size = new.shape[3]
-            states.view(-1, size).index_copy_(0, slots, new[0].transpose(0, 1).reshape(-1, size))
+            states.view(-1, size).index_copy_(0, targets, new[0].transpose(0, 1).reshape(-1, size))
             rows.append(states[: self.batch, :, : self.columns])
         keys, values = rows
-        # Query heads that share a key head stand next to each other: they are the rows of one small product.
+        # Query heads that share a key head are adjacent, and form the rows of one small matrix product.
         query_BGD = query[0].transpose(0, 1).reshape(self.batch * heads, -1, query.shape[3])
         mask = self._mask_of(heads, window, query.dtype)
         if query.dtype == torch.float32:
             scores = torch.baddbmm(mask, query_BGD, keys.flatten(0, 1).transpose(1, 2), alpha=scale)
             output = torch.bmm(scores.softmax(-1), values.flatten(0, 1))
-        else:  # scores must not be rounded to 16 bits before the softmax
+        else:  # does not round scores to 16 bits before the softmax
             output = scaled_dot_product_attention(
                 query_BGD.unflatten(0, (self.batch, heads)),
                 keys,
@@ -147,15 +152,15 @@ class Decode:
             )
         return output.reshape(1, self.batch, query.shape[1], -1)
 
-    def _slots_of(self, heads: int) -> torch.Tensor:
-        """[B * heads]: where each row's new token goes, when rows, heads and columns are one dimension."""
-        if heads not in self._slots:
+    def _targets_of(self, heads: int) -> torch.Tensor:
+        """Return the indices [B * heads] of the new tokens in the flattened dimensions rows, heads and columns."""
+        if heads not in self._targets:
             starts = torch.arange(self.batch * heads, device=self.positions_B.device) * self.cache.columns
-            self._slots[heads] = (starts.view(-1, heads) + self.positions_B[:, None]).view(-1)
-        return self._slots[heads]
+            self._targets[heads] = (starts.view(-1, heads) + self.positions_B[:, None]).view(-1)
+        return self._targets[heads]
 
     def _mask_of(self, heads: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """[B * heads, 1, L]: 0 where the new token looks, minus infinity elsewhere."""
+        """Return the mask [B * heads, 1, L]: 0 for tokens that the new one attends to, otherwise minus infinity."""
         if (heads, window) not in self._masks:
             hidden_BL = self.back_BL < 0
             if window is not None:

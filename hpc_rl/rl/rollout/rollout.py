@@ -1,51 +1,75 @@
-"""Generation as the loop sees it: the engines of all GPUs as one."""
+"""Generation as the driver sees it: all engines as one object.
+
+An engine runs in the policy's processes (`InProcessRollout`), or in processes of its own (`SeparateRollout`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import ray
 from numpy.typing import NDArray
 
-from hpc_rl.rl.calls import Pending
-from hpc_rl.rl.rollout.base import Completion, Sampling
-from hpc_rl.rl.workers.group import WorkerGroup
+from hpc_rl.config.ppo import PpoConfig, engine_spec, pool_of
+from hpc_rl.rl.calls import ActorCall, Pending
+from hpc_rl.rl.pools import Pool, Slot
+from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
+from hpc_rl.rl.rollout.engine_process import EngineProcess
+from hpc_rl.rl.weights.base import EngineActors
+from hpc_rl.rl.weights.transfers import choose_transfer
+from hpc_rl.rl.workers.group import WorkerGroup, concatenate, split_requests
+
+CONTROL_TIMEOUT_S = 600
+"""Longest time for `sleep` or `wake`, which move weights between GPU and host memory."""
+CLOSE_TIMEOUT_S = 30
+SYNC_TIMEOUT_S = 900
+"""Longest time for a weight sync: if an engine dies during one, the sender waits for it."""
 
 
 class Rollout(Protocol):
+    """All engines of a run."""
+
     def generate(
         self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
     ) -> Pending[list[Completion]]:
-        """One completion for each prompt, in order; see RolloutEngine."""
+        """Start generating one completion for each prompt, in order; see RolloutEngine."""
         ...
 
     def wait_before_workers(self, timeout_s: float) -> None:
-        """Call before workers load models, which some engines must do first."""
+        """Wait for engines that have to start before the workers load their models."""
         ...
 
-    def wait_until_ready(self, timeout_s: float) -> None: ...
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait until all engines have started and can receive weights."""
+        ...
 
     def sync(self) -> None:
         """Give the engines the policy's weights."""
         ...
 
     def sleep(self) -> None:
-        """Make room on the GPUs for training, where both share them."""
+        """Release GPU memory for training, if engines and trainer share GPUs."""
         ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Take the memory back."""
+        ...
 
     def close(self) -> None:
-        """End the engines, after a run that went well."""
+        """End the engines after a successful run."""
         ...
 
 
-class Colocated:
-    """hf engines in the processes of the policy.
+class InProcessRollout:
+    """Engines in the policy's processes.
 
     Args:
-        frees_memory: whether `sleep` gives the engines' memory back, which on CPUs costs more than it is worth.
+        workers: the policy's.
+        frees_memory: whether `sleep` releases the engines' memory. On CPUs that costs more than it gains.
     """
 
     def __init__(self, workers: WorkerGroup, frees_memory: bool) -> None:
@@ -58,10 +82,10 @@ class Colocated:
         return self._workers.generate(prompts, seeds, sampling)
 
     def wait_before_workers(self, timeout_s: float) -> None:
-        """They come with the workers."""
+        """Return at once: the engines start with their workers."""
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """They start with their workers."""
+        """Return at once: the engines start with their workers."""
 
     def sync(self) -> None:
         self._workers.sync_engine().wait()
@@ -71,7 +95,96 @@ class Colocated:
             self._workers.sleep_engine().wait()
 
     def wake(self) -> None:
-        """The engine takes memory when it generates."""
+        """Do nothing: an engine takes memory when it generates."""
 
     def close(self) -> None:
-        """They end with their workers."""
+        """Do nothing: the engines end with their workers."""
+
+
+class SeparateRollout:
+    """Engines in processes of their own, one on each `tensor_parallel_size` slots of a pool.
+
+    Args:
+        share: share of its slot that an engine takes; the rest belongs to a worker.
+        policy: the workers that send weights.
+        neighbours: the workers on the same slots, if there are any.
+        logs: folder of the engines' logs.
+    """
+
+    def __init__(
+        self,
+        config: PpoConfig,
+        pool: Pool,
+        share: float,
+        policy: WorkerGroup,
+        neighbours: WorkerGroup | None,
+        logs: Path,
+    ) -> None:
+        self._policy = policy
+        self._neighbours = neighbours
+        device = config.trainer.device
+        self._sleeps = share < 1 and device == "cuda"
+        spec, parallel = engine_spec(config), config.rollout.tensor_parallel_size
+        shared = pool_of(config, "rollout") == pool_of(config, "actor")
+        self._transfer = choose_transfer(spec.transfers, device, shared)
+        runtime_env = {"env_vars": spec.process_environment(device)}
+        remote = ray.remote(EngineProcess)
+        actors, names, nodes = [], [], []
+        for index, slots in enumerate(engine_slots(pool, parallel)):
+            spread = parallel > 1 and device == "cuda"
+            bundles = tuple(slot.bundle for slot in slots) if spread else ()
+            placement = Placement(device, self._transfer, self._sleeps, bundles, share)
+            options = slots[0].options(device, 0.0 if spread else share)
+            actors.append(
+                remote.options(**options, runtime_env=runtime_env).remote(config, pool.name, index, placement, logs)
+            )
+            names.append(f"rollout engine {index} on node {slots[0].node.name} (log in {logs})")
+            nodes.append(slots[0].node.id)
+        self._engines = EngineActors(actors, names, nodes, SYNC_TIMEOUT_S, parallel)
+        self._starting = self._engines.call("start")
+
+    def generate(
+        self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
+    ) -> Pending[list[Completion]]:
+        engines = self._engines
+        parts = split_requests(prompts, seeds, sampling, len(engines.actors))
+        calls = [
+            ActorCall(actor.generate.remote(*part), name)
+            for actor, part, name in zip(engines.actors, parts, engines.names, strict=True)
+        ]
+        return Pending.of_calls(calls).then(concatenate)
+
+    def wait_before_workers(self, timeout_s: float) -> None:
+        if self._sleeps:  # vLLM measures the free memory of the GPU, which has to stay constant meanwhile
+            self._starting.wait(timeout_s)
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        self._starting.wait(timeout_s)
+        self._policy.connect_engines(self._engines, self._transfer).wait(timeout_s)
+
+    def sync(self) -> None:
+        self._make_room()
+        self._policy.send_weights().wait(SYNC_TIMEOUT_S)
+
+    def sleep(self) -> None:
+        if self._sleeps:
+            self._engines.call("sleep").wait(CONTROL_TIMEOUT_S)
+
+    def wake(self) -> None:
+        if self._sleeps:
+            self._make_room()
+            self._engines.call("wake").wait(CONTROL_TIMEOUT_S)
+
+    def _make_room(self) -> None:
+        if self._sleeps and self._neighbours is not None:
+            self._neighbours.free_cache().wait(CONTROL_TIMEOUT_S)
+
+    def close(self) -> None:
+        self._engines.call("close").wait(CLOSE_TIMEOUT_S)
+
+
+def engine_slots(pool: Pool, parallel: int) -> Iterator[list[Slot]]:
+    """Yield the slots of each engine, which are bundles of one placement group."""
+    for _, slots in itertools.groupby(pool.slots, key=lambda slot: slot.group.id):
+        entry = list(slots)
+        yield from (entry[start : start + parallel] for start in range(0, len(entry), parallel))

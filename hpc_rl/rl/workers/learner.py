@@ -1,4 +1,4 @@
-"""What actor and critic share: a sharded model with its optimizer, and one pass of updates over a step's responses."""
+"""What actor and critic share: a sharded model with its optimizer, and the updates of a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Model = TypeVar("Model", bound=PackedModel)
 Columns = dict[str, torch.Tensor]
 """Flat token columns of a shard by their names in rl/experience.py, float32 [N]."""
 Sums = dict[str, float]
-"""What a rank adds up over tokens and updates; the driver adds over ranks and divides."""
+"""Sums over a rank's tokens and updates; the driver adds them up over ranks and divides."""
 
 
 class Learner(ABC, Generic[Model]):
@@ -39,17 +39,17 @@ class Learner(ABC, Generic[Model]):
 
     @abstractmethod
     def loss(self, micro: MicroBatch, columns: Columns, sums: Sums) -> torch.Tensor:
-        """This micro-batch's share of its mini-batch's loss; adds what metrics need to `sums`.
+        """Return this micro-batch's share of its mini-batch's loss, and add what the metrics need to `sums`.
 
         Args:
-            columns: of this micro-batch.
+            columns: token columns of this micro-batch.
         """
 
     def update(self, held: Held, columns: Columns, step: int, total_steps: int) -> Sums:
-        """ppo_epochs passes over the held responses, one optimizer step per mini-batch.
+        """Make ppo_epochs passes over the held responses, with one optimizer step per mini-batch.
 
         Args:
-            step: of the run, the first is 0; with total_steps it decides the learning rate.
+            step: number of the run's step, starting at 0; with total_steps it determines the learning rate.
         """
         lr = self.optim.lr * lr_factor(self.optim, step, total_steps)
         set_lr(self.optimizer, lr)
@@ -62,13 +62,15 @@ class Learner(ABC, Generic[Model]):
         return sums
 
     def save(self, path: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Write model and optimizer to a folder. Every rank calls this."""
         model_state.write(path, self.model, self.optimizer, tokenizer, self.world)
 
     def load(self, path: Path) -> None:
+        """Read model and optimizer from a folder. Every rank calls this."""
         model_state.read(path, self.model, self.optimizer, self.world)
 
     def _step(self, mini_batch: list[MicroBatch], columns: Columns, sums: Sums, number: int) -> float:
-        """One optimizer step; the gradient's norm."""
+        """Take one optimizer step and return the norm of the gradient."""
         factor = sharding.loss_factor(self.model, self.world)
         total = 0.0
         with guards.explain_out_of_memory(f"step {number}, update of the {self.name}"):

@@ -1,4 +1,4 @@
-"""Log-probabilities of held responses under a causal model: of the policy, or of the reference."""
+"""Log-probabilities of held responses under a causal model, the policy or the reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpc_rl.training.sharding import reshard
 def token_logprobs_of(
     model: CausalLM, batch: PackedBatch, temperature: float, entropy: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probabilities [N], entropies [N]) of a micro-batch's response tokens, differentiable."""
+    """Return log-probabilities [N] and entropies [N] of a micro-batch's response tokens, both differentiable."""
     return model(
         batch,
         lambda hidden_NH, weight_VH: token_logprobs(hidden_NH, weight_VH, batch.targets_N, temperature, entropy),
@@ -25,7 +25,7 @@ def token_logprobs_of(
 
 @torch.no_grad()
 def held_logprobs(model: CausalLM, held: Held, temperature: float) -> NDArray[np.float32]:
-    """Of all held response tokens, [N]. Every rank of the model's world calls this."""
+    """Return the log-probabilities of all held response tokens, [N]. Every rank of the model's world calls this."""
     out_N = torch.empty(held.tokens, dtype=torch.float32)
     for micro in held.micro_batches():
         out_N[micro.tokens] = token_logprobs_of(model, micro.batch, temperature, entropy=False)[0].cpu()

@@ -1,4 +1,4 @@
-"""What every worker process does before it works: a log of its own, its threads, its place in the process group."""
+"""What every worker process sets up first: its log, and its place in the process group."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ NOSET = tuple(
         "ONEAPI_DEVICE_SELECTOR",
     )
 )
-"""Variables by which a user keeps Ray from narrowing what a worker sees
+"""Variables with which a user stops Ray from limiting the devices that a worker sees
 (https://docs.ray.io/en/latest/ray-core/scheduling/accelerators.html)."""
 
 
 def log_to(path: Path) -> None:
-    """Send this process's output, that of its libraries and children included, to a file of its own."""
+    """Redirect the output of this process, including its libraries and children, to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (sys.stdout, sys.stderr):
@@ -37,12 +37,12 @@ def log_to(path: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    # Ray has replaced the streams by its own, which write to its session's folder.
+    # Ray has replaced the streams with its own, which write to its session's folder.
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
 
 
 def quiet_libraries() -> None:
-    """Keep tables of unused weights, bars of control characters and advice to library authors out of the logs."""
+    """Keep lists of unused weights, progress bars, and messages for library authors out of the logs."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
@@ -51,7 +51,7 @@ def quiet_libraries() -> None:
 
 
 def free_endpoint() -> str:
-    """`host:port` of this node, free now, for a process group's store."""
+    """Return `host:port` of this node, with a port that is free now, for a process group's store."""
     address = ray.util.get_node_ip_address()
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((address, 0))
@@ -59,7 +59,7 @@ def free_endpoint() -> str:
 
 
 def group_environment(rank: int, size: int, endpoint: str, local_rank: int) -> dict[str, str]:
-    """The variables by which torch.distributed, and libraries that expect torchrun, find the process group."""
+    """Return the variables by which torch.distributed, and libraries that expect torchrun, find the process group."""
     host, port = endpoint.rsplit(":", 1)
     return {
         "RANK": str(rank),
@@ -72,13 +72,13 @@ def group_environment(rank: int, size: int, endpoint: str, local_rank: int) -> d
 
 
 def local_rank(environ: Mapping[str, str], assigned: list[str]) -> int:
-    """Which of the devices that this process sees is its own.
+    """Return the index of this process's device among those that it sees.
 
-    Ray shows a worker its own devices alone, so it is the first; where a user has switched that off, the process sees
-    all of the node's, and its own is the one that Ray assigned.
+    By default Ray shows a worker only its own devices, so the index is 0. If the user has switched that off, the
+    process sees all devices of the node, and its own is the one that Ray assigned.
 
     Args:
-        assigned: ids of the accelerators that Ray assigned; none on CPUs.
+        assigned: ids of the accelerators that Ray assigned; empty on CPUs.
     """
     if not (sees_all_devices(environ) and assigned):
         return 0
@@ -87,15 +87,16 @@ def local_rank(environ: Mapping[str, str], assigned: list[str]) -> int:
 
 
 def narrow_devices(environ: MutableMapping[str, str], assigned: list[str]) -> None:
-    """Show this process its own devices alone, where the user has kept Ray from it; before CUDA starts."""
+    """Hide other devices from this process, if the user stopped Ray from doing so. Call this before CUDA starts."""
     if sees_all_devices(environ) and assigned:
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(assigned)
 
 
 def sees_all_devices(environ: Mapping[str, str]) -> bool:
+    """Return whether the user stopped Ray from limiting the devices that a worker sees."""
     return any(environ.get(name, "") not in ("", "0") for name in NOSET)
 
 
 def assigned_devices() -> list[str]:
-    """Ids of the accelerators that Ray assigned to this process, of whichever vendor."""
+    """Return the ids of the accelerators that Ray assigned to this process, of any vendor."""
     return [device for ids in ray.get_runtime_context().get_accelerator_ids().values() for device in ids]

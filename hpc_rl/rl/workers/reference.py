@@ -1,4 +1,4 @@
-"""The reference on one rank: the model that training started from, frozen."""
+"""The reference on one rank."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from hpc_rl.training.model import load_model
 
 
 class Reference:
+    """A frozen copy of the initial policy."""
+
     def __init__(self, config: PpoConfig, world: World) -> None:
         model = world.together(lambda: load_model(config.model))
         model.requires_grad_(False).eval()
@@ -21,5 +23,5 @@ class Reference:
         self._temperature = config.rollout.temperature
 
     def logprobs(self, held: Held) -> NDArray[np.float32]:
-        """Of all held response tokens, [N]. Every rank calls this."""
+        """Return the log-probabilities of all held response tokens, [N]. Every rank calls this."""
         return held_logprobs(self._model, held, self._temperature)

@@ -1,4 +1,4 @@
-"""A reward model on one rank: a sequence classifier's number at the last token of each response."""
+"""A reward model on one rank: a sequence classifier that scores each response at its last token."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from hpc_rl.training.scalar_model import load_reward_model, refuse_other_vocabul
 
 
 class RewardModel:
+    """A frozen sequence classifier with one output."""
+
     def __init__(self, config: PpoConfig, world: World) -> None:
         path = config.reward.model
-        assert path is not None
+        if path is None:
+            raise ValueError("reward.model is not set, so there is no reward model to load")
         world.together(lambda: refuse_other_vocabulary("reward.model", path, config.model))
         dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
         model = world.together(lambda: load_reward_model(path, config.model, dtype))
@@ -29,7 +32,7 @@ class RewardModel:
 
     @torch.no_grad()
     def scores(self, shard: Shard) -> NDArray[np.float32]:
-        """One number per sample of the shard, [B]. Every rank calls this."""
+        """Return the score of each sample of the shard, [B]. Every rank calls this."""
         parts = [
             self._model(_last_rows(micro.batch))[: len(micro.lengths_B)].cpu().numpy()
             for micro in hold(shard, self._world.device).micro_batches()
@@ -39,5 +42,5 @@ class RewardModel:
 
 
 def _last_rows(batch: PackedBatch) -> PackedBatch:
-    """The same row, read at each sample's last token."""
+    """Return the same batch, with each sample's last token as the only rows that the model returns."""
     return dataclasses.replace(batch, rows_N=batch.cu_seqlens[1:].long() - 1)

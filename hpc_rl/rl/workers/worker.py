@@ -1,13 +1,13 @@
-"""A training process: one rank of a pool, with the models of the roles that the pool has.
+"""A training process: one rank of a pool, with the models of the pool's roles.
 
-Models of one pool share processes, since they take turns on the same GPU anyway: a step's responses are then sent to
-each rank once, and actor, critic, reference and a colocated `hf` engine all compute on them.
+The models of a pool share processes, since they take turns on the same GPU anyway: a step's responses are sent to each
+rank once, and actor, critic, reference and an engine in the same process all compute on them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,46 +19,55 @@ from torch.distributed.fsdp import FSDPModule
 from hpc_rl.config.ppo import PpoConfig, engine_dtype
 from hpc_rl.data.chat import chat_template
 from hpc_rl.rl.dealing import Shard
-from hpc_rl.rl.rollout.base import Completion, RolloutEngine, Sampling
-from hpc_rl.rl.rollout.handles import EngineHandles, open_sender
-from hpc_rl.rl.rollout.load import load_hf_engine
-from hpc_rl.rl.weights.sync import Sender, Weights
+from hpc_rl.rl.rollout.engine import Completion, Placement, RolloutEngine, Sampling, load_engine
+from hpc_rl.rl.weights.base import EngineActors, WeightSender, WeightSource
+from hpc_rl.rl.weights.transfers import open_sender
 from hpc_rl.rl.workers import process
+from hpc_rl.rl.workers.actor import Actor
+from hpc_rl.rl.workers.critic import Critic
 from hpc_rl.rl.workers.held import Held, hold
 from hpc_rl.rl.workers.learner import Learner, Sums
+from hpc_rl.rl.workers.logprobs import held_logprobs
+from hpc_rl.rl.workers.reference import Reference
+from hpc_rl.rl.workers.reward_model import RewardModel
 from hpc_rl.training import distributed, guards
+from hpc_rl.training.distributed import World
 from hpc_rl.training.model import Flops, load_tokenizer
 from hpc_rl.training.perf import max_memory_gb, peak_flops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hpc_rl.rl.workers.actor import Actor
-    from hpc_rl.rl.workers.critic import Critic
-    from hpc_rl.rl.workers.reference import Reference
-    from hpc_rl.rl.workers.reward_model import RewardModel
-
 Columns = dict[str, NDArray[np.float32]]
+
+MODELS: dict[str, Callable[[PpoConfig, World], Any]] = {
+    "actor": Actor,
+    "critic": Critic,
+    "ref": Reference,
+    "reward": RewardModel,
+}
+"""Role -> class that loads its model. The role `rollout` is an engine, which may share the actor's model."""
 
 
 class Worker:
-    """One rank of a pool; a Ray actor. Methods that compute are called on all ranks of the pool at once."""
+    """One rank of a pool; a Ray actor. Methods that compute are called on all ranks of the pool at once.
+
+    The process consists of parts, by name: the models of its roles (see MODELS), `rollout` (the engine), `held` (the
+    step's responses) and `sender` (of weights to engines in other processes). A call that needs a missing part raises
+    RuntimeError.
+    """
 
     def __init__(self, config: PpoConfig, pool: str, rank: int, size: int, roles: frozenset[str], logs: Path) -> None:
         self.config = config
+        self.pool = pool
         self.rank = rank
         self.size = size
         self.roles = roles
+        self._parts: dict[str, Any] = {}
         process.log_to(logs / f"node{os.environ.get('SLURM_NODEID', '0')}-{pool}-rank{rank}.log")
-        self._held: Held | None = None
-        self._actor: Actor | None = None
-        self._critic: Critic | None = None
-        self._reference: Reference | None = None
-        self._reward: RewardModel | None = None
-        self._engine: RolloutEngine | None = None
-        self._sender: Sender | None = None
 
     def endpoint(self) -> str:
+        """Return a free `host:port` of this node."""
         return process.free_endpoint()
 
     def start(self, endpoint: str) -> None:
@@ -68,36 +77,43 @@ class Worker:
         os.environ.update(process.group_environment(self.rank, self.size, endpoint, own))
         torch.manual_seed(self.config.trainer.seed + self.rank)
         self.world = distributed.start(self.config.trainer.device, self.config.ray.start_timeout_s)
-        self._load()
+        with guards.explain_out_of_memory("loading the models"):
+            for role, load in MODELS.items():
+                if role in self.roles:
+                    self._parts[role] = load(self.config, self.world)
+            if "rollout" in self.roles:
+                self._parts["rollout"] = self._load_engine()
 
     def hold(self, shard: Shard) -> None:
         """Keep a step's responses for the calls that follow."""
-        self._held = hold(shard, self.world.device)
+        self._parts["held"] = hold(shard, self.world.device)
 
     @guards.explain_out_of_memory("the policy's log-probabilities")
     def logprobs(self) -> NDArray[np.float32]:
-        """The policy's, of all held response tokens."""
-        from hpc_rl.rl.workers.logprobs import held_logprobs
-
+        """Return the policy's log-probabilities of all held response tokens."""
         return held_logprobs(self.actor.model, self.held, self.config.rollout.temperature)
 
     @guards.explain_out_of_memory("the reference's log-probabilities")
     def ref_logprobs(self) -> NDArray[np.float32]:
-        assert self._reference is not None
-        return self._reference.logprobs(self.held)
+        """Return the reference's log-probabilities of all held response tokens."""
+        reference: Reference = self._part("ref")
+        return reference.logprobs(self.held)
 
     @guards.explain_out_of_memory("the critic's values")
     def values(self) -> NDArray[np.float32]:
-        return self.critic.values(self.held)
+        """Return the critic's values at all held response tokens."""
+        critic: Critic = self._part("critic")
+        return critic.values(self.held)
 
     @guards.explain_out_of_memory("the reward model's scores")
     def reward_scores(self, shard: Shard) -> NDArray[np.float32]:
-        assert self._reward is not None
-        return self._reward.scores(shard)
+        """Return the reward model's score of each response of a shard."""
+        model: RewardModel = self._part("reward")
+        return model.scores(shard)
 
     def update(self, role: str, columns: Columns, step: int, total_steps: int) -> Sums:
-        """Updates of one step; see Learner.update."""
-        learner = self._learner(role)
+        """Train actor or critic on the held responses; see Learner.update."""
+        learner: Learner[Any] = self._part(role)
         tensors = {name: torch.tensor(column, device=self.world.device) for name, column in columns.items()}
         return learner.update(self.held, tensors, step, total_steps)
 
@@ -105,97 +121,95 @@ class Worker:
     def generate(
         self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
-        """By the engine in this process."""
-        assert self._engine is not None
-        return self._engine.generate(prompts, seeds, sampling)
+        """Generate with the engine in this process; see RolloutEngine.generate."""
+        return self.engine.generate(prompts, seeds, sampling)
 
     def sync_engine(self) -> None:
         """Give the engine in this process the policy's weights. Every rank calls this."""
-        assert self._engine is not None
+        engine = self.engine
         if self.is_sharded:
-            self._engine.load_weights(self._weights())
+            engine.load_weights(self._weights())
 
-    def connect_engines(self, engines: EngineHandles, endpoint: str) -> None:
-        """Prepare `send_weights`. Every rank calls this, while the engines are up."""
+    def connect_engines(self, engines: EngineActors, transfer: str, endpoint: str) -> None:
+        """Prepare `send_weights`. Every rank calls this, after the engines have started."""
         bucket_bytes = self.config.rollout.sync_bucket_mb * 10**6
-        self._sender = open_sender(self._weights(), engines, self.world, bucket_bytes, endpoint)
+        self._parts["sender"] = open_sender(transfer, self._weights(), engines, self.world, bucket_bytes, endpoint)
 
     def send_weights(self) -> None:
-        """Give the engines in other processes the policy's weights. Every rank calls this."""
-        assert self._sender is not None
-        self._sender.send_weights()
+        """Send the policy's weights to engines in other processes. Every rank calls this."""
+        sender: WeightSender = self._part("sender")
+        sender.send_weights()
 
     def sleep_engine(self) -> None:
-        assert self._engine is not None
-        self._engine.sleep()
+        """Free the device memory of the engine in this process."""
+        self.engine.sleep()
 
     def save(self, role: str, path: Path) -> None:
-        self._learner(role).save(path, self._tokenizer() if role == "actor" else None)
+        """Write model and optimizer of actor or critic."""
+        learner: Learner[Any] = self._part(role)
+        learner.save(path, self._tokenizer() if role == "actor" else None)
 
     def load(self, role: str, path: Path) -> None:
-        self._learner(role).load(path)
+        """Read model and optimizer of actor or critic."""
+        learner: Learner[Any] = self._part(role)
+        learner.load(path)
 
     def free_cache(self) -> None:
-        """Give back memory that torch keeps for later, before another process takes it."""
+        """Free the memory that torch keeps for later use, before another process needs it."""
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def max_memory_gb(self) -> float:
-        """Most memory held so far, in 10^9 bytes."""
+        """Return the maximum memory held so far, in 10^9 bytes."""
         return max_memory_gb(self.world.device)
 
     def flops(self) -> tuple[Flops, float | None]:
-        """What training the policy costs, and what this rank's device can do in a second, if that is known."""
+        """Return the cost of training the policy, and the peak speed of this rank's device (None if unknown)."""
         return self.actor.flops, peak_flops(self.world.device)
 
     @property
     def held(self) -> Held:
-        assert self._held is not None
-        return self._held
+        """The responses of the latest `hold`."""
+        held: Held = self._part("held")
+        return held
 
     @property
     def actor(self) -> Actor:
-        assert self._actor is not None
-        return self._actor
+        """The policy that is trained."""
+        actor: Actor = self._part("actor")
+        return actor
 
     @property
-    def critic(self) -> Critic:
-        assert self._critic is not None
-        return self._critic
+    def engine(self) -> RolloutEngine:
+        """The engine in this process."""
+        engine: RolloutEngine = self._part("rollout")
+        return engine
 
     @property
     def is_sharded(self) -> bool:
         """Whether the policy is an FSDP module, whose parameters are parts of tensors."""
         return isinstance(self.actor.model, FSDPModule)
 
-    def _weights(self) -> Weights:
-        """The policy's, as the engines hold them."""
+    def _part(self, name: str) -> Any:
+        if name not in self._parts:
+            roles, parts = ", ".join(sorted(self.roles)), ", ".join(self._parts) or "nothing"
+            raise RuntimeError(
+                f"rank {self.rank} of pool {self.pool} has no {name}: its roles are {roles}, and it has {parts} so far"
+            )
+        return self._parts[name]
+
+    def _weights(self) -> WeightSource:
+        """Return the policy's weights in the engines' type."""
         dtype = engine_dtype(self.config.rollout, self.config.trainer.device)
-        return Weights(self.actor.model.hf, getattr(torch, dtype))
+        return WeightSource(self.actor.model.hf, getattr(torch, dtype))
 
-    def _load(self) -> None:
-        from hpc_rl.rl.workers.actor import Actor
-        from hpc_rl.rl.workers.critic import Critic
-        from hpc_rl.rl.workers.reference import Reference
-        from hpc_rl.rl.workers.reward_model import RewardModel
-
-        config, world, roles = self.config, self.world, self.roles
-        with guards.explain_out_of_memory("loading the models"):
-            self._actor = Actor(config, world) if "actor" in roles else None
-            self._critic = Critic(config, world) if "critic" in roles else None
-            self._reference = Reference(config, world) if "ref" in roles else None
-            self._reward = RewardModel(config, world) if "reward" in roles else None
-            self._engine = self._hf_engine() if "rollout" in roles else None
-
-    def _hf_engine(self) -> RolloutEngine:
-        """On the policy's own weights where they lie whole in this process, else on a copy of them."""
-        return load_hf_engine(self.config, None if self.is_sharded else self.actor.model)
+    def _load_engine(self) -> RolloutEngine:
+        """Load an engine on the policy's own module, or on a copy if the policy is sharded."""
+        placement = Placement(self.config.trainer.device)
+        return load_engine(self.config, placement, None if self.is_sharded else self.actor.model)
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
-        """As the exported model is to have it."""
+        """Load the tokenizer as it is exported with the model."""
         tokenizer = load_tokenizer(self.config.model)
         tokenizer.chat_template = chat_template(tokenizer, self.config.data)
         return tokenizer
-
-    def _learner(self, role: str) -> Learner[Any]:
-        return self.actor if role == "actor" else self.critic

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from hpc_rl.config.ppo import PpoConfig, RewardConfig, engine_name
+from hpc_rl.config.ppo import PpoConfig, RewardConfig, engine_spec
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.sft import SftConfig
 from hpc_rl.errors import UserError
@@ -75,8 +75,8 @@ def packages(job: Job) -> Iterator[Question]:
     yield Question(check_packages, (slurm.python, job.row.needs, job.kind))
     if slurm.python is None and isinstance(config, RayJobConfig):
         yield Question(check_ray, (installed_ray(), sys.executable))
-    if isinstance(config, PpoConfig) and engine_name(config) == "vllm":
-        yield Question(check_packages, (slurm.python, ("vllm",), f"rollout.name={config.rollout.name}"))
+    if isinstance(config, PpoConfig) and (package := engine_spec(config).package) is not None:
+        yield Question(check_packages, (slurm.python, (package,), f"rollout.name={config.rollout.name}"))
 
 
 def model(job: Job) -> Iterator[Question]:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from hpc_rl.config.ppo import PromptDataConfig
 from hpc_rl.config.sft import DataConfig
-from hpc_rl.data.rows import CannotCheck, check_file, check_prompts, is_file
+from hpc_rl.data.formats import CannotCheck, is_file
+from hpc_rl.data.rows import check_file, check_prompts
 from hpc_rl.errors import UserError
 from hpc_rl.submission.hub import HubCache
 from hpc_rl.submission.preflight.model import not_cached

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import UserError
-from hpc_rl.rl.rollout.base import Completion, Sampling
-from hpc_rl.rl.rollout.hf import STEPS_BETWEEN_CHECKS, HfRollout, micro_batches
+from hpc_rl.rl.rollout.engine import Completion, Sampling
+from hpc_rl.rl.rollout.hf import STEPS_BETWEEN_CHECKS, HfEngine, micro_batches
 from hpc_rl.training.lm_head import token_logprobs
 from hpc_rl.training.model import CausalLM, load_model
 from hpc_rl.training.packed_batch import pack_samples
@@ -43,7 +43,7 @@ def sharp_model(folder: Path, dtype: str = "float32", **settings: Any) -> Causal
 def generate(
     model: CausalLM, given: Prompts, sampling: Sampling, seeds: Sequence[int] | None = None, **options: Any
 ) -> list[Completion]:
-    engine = HfRollout(model.hf, options.pop("eos", ()), **options)
+    engine = HfEngine(model.hf, options.pop("eos", ()), **options)
     return engine.generate(given, range(len(given)) if seeds is None else seeds, sampling)
 
 
@@ -207,7 +207,7 @@ def test_one_that_enters_later_copies_its_prompt_from_one_that_is_there(tmp_path
 @pytest.mark.parametrize("tie", [False, True])
 def test_new_weights_take_effect(tmp_path: Path, tie: bool) -> None:
     settings = {"tie": tie, "num_attention_heads": 4}
-    engine = HfRollout(load_model(ModelConfig(path=str(make_tiny_model(tmp_path / "a", **settings)))).hf, ())
+    engine = HfEngine(load_model(ModelConfig(path=str(make_tiny_model(tmp_path / "a", **settings)))).hf, ())
     other = sharp_model(tmp_path / "b", **settings)
     given = prompts()
     before = token_lists(engine.generate(given, range(7), GREEDY))
@@ -219,7 +219,7 @@ def test_new_weights_take_effect(tmp_path: Path, tie: bool) -> None:
 
 
 def test_weights_that_do_not_belong_are_refused(tmp_path: Path) -> None:
-    engine = HfRollout(load_model(ModelConfig(path=str(make_tiny_model(tmp_path)))).hf, ())
+    engine = HfEngine(load_model(ModelConfig(path=str(make_tiny_model(tmp_path)))).hf, ())
     with pytest.raises(ValueError, match=r"no parameter model.norm.weight of shape \(1,\)"):
         engine.load_weights([("model.norm.weight", torch.ones(1))])
 
@@ -250,7 +250,7 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
 
 
 def test_memory_given_back_is_taken_again(tmp_path: Path) -> None:
-    engine = HfRollout(sharp_model(tmp_path).hf, (), max_num_seqs=4)
+    engine = HfEngine(sharp_model(tmp_path).hf, (), max_num_seqs=4)
     given = prompts()
     first = token_lists(engine.generate(given[:2], range(2), GREEDY))
     everything = token_lists(engine.generate(given, range(7), GREEDY))

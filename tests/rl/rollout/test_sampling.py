@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpc_rl.rl.rollout.base import Sampling
+from hpc_rl.rl.rollout.engine import Sampling
 from hpc_rl.rl.rollout.sampling import sample, uniforms
 
 PROBABILITIES = [0.05, 0.4, 0.0, 0.3, 0.15, 0.1]

@@ -15,12 +15,15 @@ import pytest
 import ray
 import torch
 
+from hpc_rl.config.engines import ENGINES
 from hpc_rl.config.ppo import RolloutConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.rl.rollout.base import Completion, Sampling
-from hpc_rl.rl.rollout.vllm import Place, VllmRollout, engine_settings, environment
-from hpc_rl.rl.weights.sync import Engines, HostSender, Weights, gpu_sender
+from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
+from hpc_rl.rl.rollout.vllm import VllmEngine, engine_settings
+from hpc_rl.rl.weights.base import EngineActors, WeightReceiver, WeightSource
+from hpc_rl.rl.weights.host import HostSender
+from hpc_rl.rl.weights.transfers import open_sender
 from hpc_rl.training.distributed import World
 from hpc_rl.training.lm_head import token_logprobs
 from tests.helpers import make_tiny_model
@@ -37,7 +40,7 @@ needs_vllm = pytest.mark.skipif(
 
 
 class EngineActor:
-    """What a group's actor does."""
+    """As EngineProcess, with test methods."""
 
     def start(self, path: str, tensor_parallel_size: int, temperature: float, **engine_kwargs: Any) -> None:
         rollout = RolloutConfig(
@@ -46,7 +49,8 @@ class EngineActor:
             tensor_parallel_size=tensor_parallel_size,
             engine_kwargs=engine_kwargs,
         )
-        self.engine = VllmRollout(ModelConfig(path=path), rollout, EOS, MAX_LENGTH, seed=0, place=Place("cpu"))
+        self.engine = VllmEngine(ModelConfig(path=path), rollout, EOS, MAX_LENGTH, 0, Placement("cpu"))
+        assert isinstance(self.engine, WeightReceiver)
 
     def refusal(self, path: str, **engine_kwargs: Any) -> str:
         with pytest.raises(UserError) as caught:
@@ -54,15 +58,16 @@ class EngineActor:
         return str(caught.value)
 
     def gpu_transfer(self, backend: Literal["ipc", "nccl"], rank: int) -> Any:
-        """The init info with which vLLM's factory, which itself needs a GPU, is called."""
+        """Return the init info for vLLM's factory, which itself needs a GPU."""
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(WeightTransferTrainerFactory, "trainer_init", lambda info, client, source: (info, source))
-            weights = Weights(torch.nn.Linear(1000, 3), torch.bfloat16)
-            engines, world = Engines([None] * 3, [""] * 3, 1.0, workers_each=2), World(rank, 4, torch.device("cpu"))
-            info, source = gpu_sender(backend, weights, engines, world, 500, "10.0.0.1:4567")  # type: ignore[misc]
-        assert source is weights
+            given = WeightSource(torch.nn.Linear(1000, 3), torch.bfloat16)
+            engines = EngineActors([None] * 3, [""] * 3, [""] * 3, 1.0, workers_each=2)
+            world = World(rank, 4, torch.device("cpu"))
+            info, source = open_sender(backend, given, engines, world, 500, "10.0.0.1:4567")  # type: ignore[misc]
+        assert source is given
         return {"backend": info.backend, "is_sender": info.is_sender, **vars(info)}
 
     def generate(self, *arguments: Any) -> list[Completion]:
@@ -104,12 +109,11 @@ class Setting:
         return Sampling(**{"max_new_tokens": 12, "temperature": self.temperature, **changes})
 
     def sync(self, parameters: Sequence[str] | None = None) -> None:
-        weights = Weights(self.hf, torch.float32)
+        source = WeightSource(self.hf, torch.float32)
         if parameters is not None:
-            weights.parameters = {name: weights.parameters[name] for name in parameters}
-        engines = Engines([self.actor], ["the engine"], TIMEOUT_S)
-        nodes = [ray.get_runtime_context().get_node_id()]
-        HostSender(weights, engines, nodes, World(0, 1, torch.device("cpu")), bucket_bytes=200_000).send_weights()
+            source.parameters = {name: source.parameters[name] for name in parameters}
+        engines = EngineActors([self.actor], ["the engine"], [ray.get_runtime_context().get_node_id()], TIMEOUT_S)
+        HostSender(source, engines, World(0, 1, torch.device("cpu")), bucket_bytes=200_000).send_weights()
 
     def check(self, prompts: Sequence[Any], completions: Sequence[Completion], temperature: float) -> None:
         """The engine's log-probabilities are those of the model in this process."""
@@ -132,7 +136,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Set
         ray.init(
             num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20, _temp_dir=temporary
         )
-        variables = environment("cpu") | {
+        variables = ENGINES["vllm"].process_environment("cpu") | {
             "HF_HUB_OFFLINE": "1",
             "TMPDIR": temporary,
             "VLLM_LOGGING_LEVEL": "WARNING",
@@ -220,8 +224,8 @@ def test_after_a_sync_the_new_weights_are_used(setting: Setting) -> None:
 @needs_vllm
 def test_weights_that_do_not_come_are_an_error(settings: dict[str, Setting]) -> None:
     setting = settings["tied"]
-    with pytest.raises(RunError, match=r"got no new weights for .*model.layers.1.* in all"):
-        setting.sync([name for name in Weights(setting.hf, torch.float32).parameters if "layers.1" not in name])
+    with pytest.raises(RunError, match=r"brought vllm no weights for \d+ of its parameters \(model.layers.1"):
+        setting.sync([name for name in WeightSource(setting.hf, torch.float32).parameters if "layers.1" not in name])
 
 
 @needs_vllm
@@ -231,7 +235,7 @@ def test_weights_that_do_not_come_are_an_error(settings: dict[str, Setting]) -> 
 def test_what_vllm_refuses_is_one_line(settings: dict[str, Setting], engine_kwargs: dict[str, Any], words: str) -> None:
     setting = settings["tied"]
     message = setting.call("refusal", setting.path, **engine_kwargs)
-    assert message.startswith("rollout.name=vllm: the engine does not start: ")
+    assert message.startswith("rollout.name=vllm: the engine did not start: ")
     assert words in message and "\n" not in message
 
 
@@ -249,8 +253,8 @@ def test_transfer_between_gpus_is_asked_for_in_vllms_terms(settings: dict[str, S
 
 def test_without_vllm_it_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(UserError, match=r"or use rollout\.name=hf") as caught:
-        VllmRollout(ModelConfig(path=str(tmp_path)), RolloutConfig(), [0], MAX_LENGTH, 0, Place("cpu"))
+    with pytest.raises(UserError, match=r"vllm .* cannot be imported: .* or use rollout\.name=hf") as caught:
+        VllmEngine(ModelConfig(path=str(tmp_path)), RolloutConfig(), [0], MAX_LENGTH, 0, Placement("cpu"))
     assert "\n" not in str(caught.value)
 
 
@@ -260,8 +264,8 @@ def test_settings_by_device(tmp_path: Path) -> None:
     model = ModelConfig(path=str(make_tiny_model(tmp_path / "model")))
     config = AutoConfig.from_pretrained(model.path)
     rollout = RolloutConfig(tensor_parallel_size=2, engine_kwargs={"disable_cascade_attn": True, "max_model_len": 50})
-    cpu = engine_settings(model, rollout, config, MAX_LENGTH, 1, Place("cpu"))
-    cuda = engine_settings(model, rollout, config, MAX_LENGTH, 1, Place("cuda", "ipc", sleeps=True))
+    cpu = engine_settings(model, rollout, config, MAX_LENGTH, 1, Placement("cpu"))
+    cuda = engine_settings(model, rollout, config, MAX_LENGTH, 1, Placement("cuda", "ipc", sleeps=True))
     assert (cpu["dtype"], cpu["distributed_executor_backend"]) == ("float32", "mp")
     assert (cuda["dtype"], cuda["distributed_executor_backend"]) == ("bfloat16", "ray")
     assert cpu["kv_cache_memory_bytes"] == (256 * 5 + 1) * 128 * 2 * 2 * 32 * 4 // 2  # 2 layers, one head of 16
@@ -269,12 +273,6 @@ def test_settings_by_device(tmp_path: Path) -> None:
     assert not {"enable_sleep_mode", "gpu_memory_utilization", "weight_transfer_config"} & set(cpu)
     for settings in (cpu, cuda):
         assert settings["disable_cascade_attn"] and settings["max_model_len"] == 50
-
-
-def test_exported_variables_win() -> None:
-    assert environment("cpu", {})["OMP_NUM_THREADS"] == "1"
-    assert environment("cpu", {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
-    assert "OMP_NUM_THREADS" not in environment("cuda", {})
 
 
 def change(hf: Any) -> None:

@@ -24,7 +24,7 @@ from hpc_rl.config.compose import compose
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl import setup, trainer
 from hpc_rl.rl.pools import release_pools
-from hpc_rl.rl.state import State
+from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.workers import group
 from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.run_dir import RunDir
@@ -89,7 +89,7 @@ class Runs:
             return trainer.train(state)
 
     @contextmanager
-    def state(self, run_dir: Path, *overrides: str) -> Iterator[State]:
+    def state(self, run_dir: Path, *overrides: str) -> Iterator[PpoState]:
         """A run that is ready to go."""
         run, logs = RunDir(run_dir), run_dir / "attempt-1"
         self._hosts.all_free()

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.rl.calls import Called, Pending, results
+from hpc_rl.rl.calls import ActorCall, Pending
 from tests.rl.runs.jobs import TIMEOUT_S
 from tests.rl.runs.member import Member
 
@@ -25,9 +25,10 @@ def members(cluster: None) -> list[Any]:
     return started
 
 
-def called(members: list[Any], method: str, *arguments: Any) -> list[Called]:
+def called(members: list[Any], method: str, *arguments: Any) -> list[ActorCall]:
     return [
-        Called(getattr(member, method).remote(*arguments), f"rank {i} of pool test") for i, member in enumerate(members)
+        ActorCall(getattr(member, method).remote(*arguments), f"rank {i} of pool test")
+        for i, member in enumerate(members)
     ]
 
 
@@ -36,28 +37,28 @@ def kill(pid: int) -> None:
 
 
 def test_results_are_in_order_and_combined(members: list[Any]) -> None:
-    calls = [Called(members[i % 2].give.remote(i), "somebody") for i in range(6)]
-    assert results(calls, TIMEOUT_S) == [0, 1, 2, 3, 4, 5]
-    assert Pending(called(members, "give", 4), sum).wait(TIMEOUT_S) == 8
+    calls = [ActorCall(members[i % 2].give.remote(i), "somebody") for i in range(6)]
+    assert Pending.of_calls(calls).wait(TIMEOUT_S) == [0, 1, 2, 3, 4, 5]
+    assert Pending.of_calls(called(members, "give", 4)).then(sum).wait(TIMEOUT_S) == 8
 
 
 def test_the_users_mistake_comes_out_as_it_was(members: list[Any]) -> None:
     with pytest.raises(UserError, match=r"^give less$") as caught:
-        results(called(members, "refuse", False), TIMEOUT_S)
+        Pending.of_calls(called(members, "refuse", False)).wait(TIMEOUT_S)
     assert not isinstance(caught.value, RunError)
     with pytest.raises(RunError, match=r"^out of it$"):
-        results(called(members, "refuse", True), TIMEOUT_S)
+        Pending.of_calls(called(members, "refuse", True)).wait(TIMEOUT_S)
 
 
 def test_a_bug_keeps_its_traceback(members: list[Any]) -> None:
     with pytest.raises(RayTaskError, match=r"in break_down[\s\S]*ValueError: a bug"):
-        results(called(members, "break_down"), TIMEOUT_S)
+        Pending.of_calls(called(members, "break_down")).wait(TIMEOUT_S)
 
 
 def test_an_actor_that_is_silent_is_named(members: list[Any]) -> None:
-    calls = [*called(members[:1], "give", 1), Called(members[1].work.remote(), "rank 1 of pool test")]
+    calls = [*called(members[:1], "give", 1), ActorCall(members[1].work.remote(), "rank 1 of pool test")]
     with pytest.raises(RunError, match=r"^no answer within 1 s from rank 1 of pool test$"):
-        results(calls, 1)
+        Pending.of_calls(calls).wait(1)
 
 
 def test_an_actor_that_died_is_named(members: list[Any]) -> None:
@@ -65,17 +66,19 @@ def test_an_actor_that_died_is_named(members: list[Any]) -> None:
     calls = called(members, "work")
     kill(pid)
     since = time.monotonic()
-    with pytest.raises(RunError, match=r"^rank 1 of pool test died \(.*\); usually for lack of memory: lower"):
-        results(calls, TIMEOUT_S)
+    with pytest.raises(
+        RunError, match=r"^rank 1 of pool test died \(.*\)\. The usual cause is a lack of memory: lower"
+    ):
+        Pending.of_calls(calls).wait(TIMEOUT_S)
     assert time.monotonic() - since < 20
 
 
 def test_the_actor_that_died_is_named_though_another_fails_first(members: list[Any]) -> None:
     pid = ray.get(members[1].pid.remote(), timeout=TIMEOUT_S)
     calls = [
-        Called(members[0].work_with.remote(pid), "rank 0 of pool test"),
-        Called(members[1].work.remote(), "rank 1 of pool test"),
+        ActorCall(members[0].work_with.remote(pid), "rank 0 of pool test"),
+        ActorCall(members[1].work.remote(), "rank 1 of pool test"),
     ]
     kill(pid)
     with pytest.raises(RunError, match=r"^rank 1 of pool test died"):
-        results(calls, TIMEOUT_S)
+        Pending.of_calls(calls).wait(TIMEOUT_S)

@@ -37,7 +37,7 @@ def test_stopped_and_continued(
         assert f"stopped after step {step} of 4" in capsys.readouterr().out
     (tmp_path / "stop").unlink()
     assert run(tmp_path, *OPTIONS, f"trainer.n_gpus_per_node={after}") == 0
-    assert "going on after step 2" in capsys.readouterr().out
+    assert "resuming after step 2" in capsys.readouterr().out
     same_metrics(tmp_path, uninterrupted)
     coefs = series(tmp_path, "actor/kl_coef")
     assert len(set(coefs)) == 4  # it adapts, so that one which started again would be seen
@@ -54,7 +54,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     assert run(run_dir, *OPTIONS) == 0
     out, errors = capsys.readouterr()
     assert f"warning: checkpoint {newest} is passed over: critic: __0_0.distcp has" in errors
-    assert "going on after step 2" in out
+    assert "resuming after step 2" in out
     same_metrics(run_dir, uninterrupted)
 
 
@@ -67,7 +67,7 @@ def test_contents_that_cannot_be_read_are_passed_over_too(
     assert run(run_dir, *OPTIONS) == 0
     out, errors = capsys.readouterr()
     assert "step-00000004 is passed over: cannot be read" in errors
-    assert "going on after step 2" in out
+    assert "resuming after step 2" in out
     same_metrics(run_dir, uninterrupted)
 
 

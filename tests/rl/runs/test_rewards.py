@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.rl.batches import greedily
+from hpc_rl.rl.batches import greedy_sampling
 from tests.helpers import make_tiny_model, make_tokenizer
 from tests.http_server import serving
 from tests.rl.runs.jobs import Runs, metrics, same_metrics
@@ -52,17 +52,17 @@ def test_a_function_of_your_own(plain: Runs, tmp_path: Path, own: Path, capsys: 
         assert 0 < step["critic/reward_errors"] < 16
         assert step["critic/score/min"] == -5 and step["critic/score/max"] > 0
     said = capsys.readouterr().err
-    assert "warning: no reward, scored -5: ValueError: a length that I do not like; response:" in said
+    assert "warning: scoring failed, the score is -5: ValueError: a length that I do not like; response:" in said
 
 
 def test_a_function_that_never_works_ends_the_run(plain: Runs, tmp_path: Path, own: Path) -> None:
-    message = r"step 1: none of 16 responses could be scored; the first reason: NameError: .*undefined_name"
+    message = r"step 1: none of 16 responses could be scored; the first error: NameError: .*undefined_name"
     with pytest.raises(RunError, match=message):
         plain(tmp_path, "reward.workers=1", f"reward.function={own}:broken")
 
 
 def test_a_function_of_the_wrong_signature_is_refused(plain: Runs, tmp_path: Path, own: Path) -> None:
-    with pytest.raises(UserError, match=r"has the parameters \(response\) and is called with \(response, answer\)"):
+    with pytest.raises(UserError, match=r"has the parameters \(response\), but is called with \(response, answer\)"):
         plain(tmp_path, "reward.workers=1", f"reward.function={own}:narrow")
 
 
@@ -124,7 +124,7 @@ def test_a_reward_model_scores_as_transformers_does(plain: Runs, tmp_path: Path)
     with plain.state(tmp_path / "run", f"reward.model={folder}") as state:
         prompts = state.val
         asked = [prompt.token_ids for prompt in prompts]
-        completions = state.rollout.generate(asked, [0] * len(asked), greedily(state.config)).wait()
+        completions = state.rollout.generate(asked, [0] * len(asked), greedy_sampling(state.config)).wait()
         scores = state.scoring.start(prompts, completions).wait().values
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     for prompt, completion, score in zip(prompts, completions, scores, strict=True):
@@ -136,13 +136,13 @@ def test_a_reward_model_scores_as_transformers_does(plain: Runs, tmp_path: Path)
 
 def test_another_vocabulary_is_refused(plain: Runs, tmp_path: Path) -> None:
     folder = make_reward_model(tmp_path / "reward", vocab=290)
-    with pytest.raises(UserError, match=r"reward\.model .* has another vocabulary than model\.path .* tokens differ"):
+    with pytest.raises(UserError, match=r"reward\.model .* and model\.path .* have different vocabularies: .* tokens differ"):
         plain(tmp_path / "run", f"reward.model={folder}")
 
 
 def test_a_model_without_a_trained_head_is_refused(plain: Runs, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "reward")
-    with pytest.raises(UserError, match=r"reward\.model .* has no trained head 'score': it is no sequence classifier"):
+    with pytest.raises(UserError, match=r"reward\.model .* has no trained head 'score': it is not a sequence classifier"):
         plain(tmp_path / "run", f"reward.model={folder}")
     shutil.rmtree(folder)
     with pytest.raises(UserError, match="no tokenizer could be loaded"):

@@ -80,13 +80,13 @@ def test_stopped_and_continued_in_other_processes(
 
     given = RunDir(tmp_path / "run")
     assert run_ppo(ppo(*base, *options, "trainer.n_gpus_per_node=2"), StoppedRunner, given) == EXIT_STOPPED
-    assert "stopped after step 1 of 3: saved, starting again goes on" in capsys.readouterr().out
+    assert "stopped after step 1 of 3: checkpoint saved; submit again to resume" in capsys.readouterr().out
     nothing_is_left(given.path)
     assert run_ppo(ppo(*base, *options), TellingRunner, given) == 0
-    assert "going on after step 1" in capsys.readouterr().out
+    assert "resuming after step 1" in capsys.readouterr().out
     assert (given.path / "told").read_text() == "run ended with 0, vLLM told to WARN"
     assert run_ppo(ppo(*base, *options), run=given) == 0
-    assert "going on after step 3, the last of 3: only the export is left" in capsys.readouterr().out
+    assert "resuming after step 3, the last of 3: only the export remains" in capsys.readouterr().out
     assert [path.name for path in given.attempts()] == ["attempt-1", "attempt-2", "attempt-3"]
     nothing_is_left(given.path)
     same_metrics(given.path, tmp_path / "whole")
@@ -130,6 +130,6 @@ def test_a_killed_process_ends_the_run(
 
 
 def test_fewer_prompts_than_a_batch(run: Runs, tmp_path: Path) -> None:
-    message = r"^data\.train_batch_size is 24, and the training data has 23 prompts: lower it, or give more data$"
+    message = r"^data\.train_batch_size is 24, but the training data has only 23 prompts: lower .*, or add data$"
     with pytest.raises(UserError, match=message):
         run(tmp_path, "data.train_batch_size=24")

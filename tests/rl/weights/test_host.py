@@ -15,20 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.rl.weights.sync import (
-    ALIGNMENT,
-    Engines,
-    HostReceiver,
-    HostSender,
-    MemoryFile,
-    Segment,
-    Slot,
-    Weights,
-    deal,
-    pack,
-    plan,
-    receive,
-)
+from hpc_rl.rl.weights.base import BucketReceiver, EngineActors, WeightSource
+from hpc_rl.rl.weights.host import HostSender, assign_engines
 from hpc_rl.training import distributed
 from hpc_rl.training.distributed import World
 
@@ -37,49 +25,9 @@ BUCKET_BYTES = 4 * 1000
 """Small, so that the model below needs many buckets."""
 
 
-def test_buckets_keep_the_order_and_the_limit() -> None:
-    sizes = [100, 3, 250, 40, 1000, 1, 1]
-    slots = [Slot(str(index), torch.float32, (size,)) for index, size in enumerate(sizes)]
-    buckets = plan(slots, 1200)
-    assert [slot.name for bucket in buckets for slot in bucket] == [slot.name for slot in slots]
-    assert [[slot.shape[0] for slot in bucket] for bucket in buckets] == [[100, 3], [250, 40], [1000], [1, 1]]
-    for bucket in buckets:
-        assert all(slot.start % ALIGNMENT == 0 for slot in bucket)
-        ends = [0, *(slot.start + slot.nbytes for slot in bucket)]
-        assert all(slot.start >= end for slot, end in zip(bucket, ends, strict=False))
-        assert ends[-1] <= 1200 or len(bucket) == 1
-
-
-def test_packed_tensors_arrive_as_they_were() -> None:
-    tensors = {
-        "scalar": torch.tensor(3.5),
-        "odd": torch.arange(7, dtype=torch.uint8),
-        "half": torch.randn(5, 3).bfloat16(),
-        "transposed": torch.randn(4, 6).t(),
-        "large": torch.randn(500),
-    }
-    buckets = list(pack(tensors.items(), 300))
-    assert len(buckets) == 2
-    arrived = {name: tensor for bucket in buckets for name, tensor in receive(bucket)}
-    assert list(arrived) == list(tensors)
-    for name, tensor in tensors.items():
-        torch.testing.assert_close(arrived[name], tensor, rtol=0, atol=0)
-
-
-def test_a_segment_is_shared_and_a_dead_one_is_noticed() -> None:
-    memory = MemoryFile(256)
-    memory.bytes[64:70] = torch.arange(6, dtype=torch.uint8)
-    segment = memory.segment(64, 6)
-    assert segment.map().tolist() == [0, 1, 2, 3, 4, 5]
-    memory.bytes[64] = 9
-    assert segment.map()[0] == 9
-    with pytest.raises(FileNotFoundError, match="sender is gone"):
-        Segment(segment.path, segment.inode + 1, 64, 6).map()
-
-
 def test_each_engine_has_one_rank_and_that_on_its_own_node() -> None:
-    assert deal(["b", "a", "b", "c"], ["a", "a", "b"]) == [[1, 3], [], [0, 2]]
-    assert deal(["x"], ["a", "b"]) == [[0], []]
+    assert assign_engines(["b", "a", "b", "c"], ["a", "a", "b"]) == [[1, 3], [], [0, 2]]
+    assert assign_engines(["x"], ["a", "b"]) == [[0], []]
 
 
 def make_model() -> nn.Module:
@@ -92,7 +40,7 @@ class Holder:
     """An engine that holds parameters, in a Ray actor."""
 
     def __init__(self) -> None:
-        self.receiver = HostReceiver(self)
+        self.receiver = BucketReceiver(self)
 
     def build(self, dtype: torch.dtype) -> None:
         self.model = make_model().to(dtype)
@@ -134,13 +82,6 @@ class Holder:
     def pid(self) -> int:
         return os.getpid()
 
-    def generate(self, *_: Any) -> Any:
-        raise NotImplementedError
-
-    def sleep(self) -> None: ...
-
-    def wake(self) -> None: ...
-
 
 class Trainer:
     """One of two training ranks, in a Ray actor."""
@@ -155,9 +96,9 @@ class Trainer:
         world = self.both if ranks == 2 else World(0, 1, torch.device("cpu"))
         if ranks == 2:
             fully_shard(self.model)
-        self.weights = Weights(self.model, dtype)
-        named = Engines(engines, ["first", "second"], TIMEOUT_S)
-        self.sender = HostSender(self.weights, named, nodes, world, BUCKET_BYTES)
+        self.source = WeightSource(self.model, dtype)
+        named = EngineActors(engines, ["first", "second"], nodes, TIMEOUT_S)
+        self.sender = HostSender(self.source, named, world, BUCKET_BYTES)
 
     def send(self) -> None:
         self.sender.send_weights()
@@ -171,7 +112,7 @@ class Trainer:
         return [parameter.data_ptr() for parameter in self.model.parameters()]
 
     def parameters(self) -> list[Any]:
-        return [tensor.float().numpy() for _, tensor in self.weights]
+        return [tensor.float().numpy() for _, tensor in self.source]
 
 
 class Setting:

@@ -1,7 +1,7 @@
-"""Calls of a reward function in processes of their own, so that one that hangs or crashes can be ended and replaced.
+"""Calls of a reward function in separate processes, so that one that hangs or crashes can be ended and replaced.
 
-One thread per process: it starts its process, hands it calls, and waits for each answer no longer than the time limit.
-The kernel ends the process when that thread goes, however this program ends.
+Each process has a thread, which starts it, sends it calls, and waits for each result at most as long as the time limit.
+The kernel ends the process when its thread ends, however this program ends.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from hpc_rl.host.processes import shell_code
 from hpc_rl.rewards.worker import Call, Result, failed
 
 START_TIMEOUT_S = 120.0
-"""In which a process must have imported the function."""
+"""Time limit for a process to import the function."""
 _END_TIMEOUT_S = 10.0
 
 
-class Lost(Exception):
-    """The process gave no answer to its call; the message says why. It has ended."""
+class ProcessLost(Exception):
+    """A process ended, or was ended, without a result of its call. The message is the reason."""
 
 
-class Batch:
-    """Calls that the threads share out among themselves, and the queue of what came of them."""
+class CallQueue:
+    """Calls that the threads distribute among themselves, and the queue of their results."""
 
     def __init__(self, calls: Sequence[Call], workers: int) -> None:
         self.calls = calls
@@ -43,7 +43,8 @@ class Batch:
         self._lock = threading.Lock()
 
     def take(self) -> deque[int]:
-        """Indices for one process: many at first, one by one towards the end, so that all finish together."""
+        """Take the indices of some calls for one process: many at first and few at the end, so that all processes
+        finish at about the same time."""
         with self._lock:
             left = len(self.calls) - self._next
             taken = range(self._next, self._next + -(-left // (2 * self._workers)))
@@ -51,26 +52,26 @@ class Batch:
         return deque(taken)
 
     def drop(self) -> None:
-        """Leave nothing to take."""
+        """Discard the calls that are not taken."""
         with self._lock:
             self._next = len(self.calls)
 
 
-class Child:
-    """One scoring process. It belongs to the thread that starts it.
+class RewardProcess:
+    """One process that scores. It belongs to the thread that starts it.
 
     Args:
-        closing: file descriptor that becomes readable when nobody waits for answers any more.
+        closing: file descriptor that becomes readable when the results are no longer needed.
 
     Raises:
         UserError: the function cannot be loaded.
-        RunError: the process did not get as far as to say so.
+        RunError: the process ended, or took too long, while it loaded the function.
     """
 
     def __init__(self, spec: str, kwargs: Mapping[str, Any], timeout_s: float, closing: int) -> None:
         self._timeout_s, self._closing = timeout_s, closing
         ours, theirs = socket.socketpair()
-        # A process that takes nothing in must not block its thread: writing to it gives up as well.
+        # The time limit also applies to sending, so that a process that does not read cannot block its thread.
         limit = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         with theirs:
@@ -85,35 +86,36 @@ class Child:
         try:
             self._connection.send((spec, dict(kwargs)))
             found = self._receive(START_TIMEOUT_S)
-        except (Lost, OSError) as error:
+        except (ProcessLost, OSError) as error:
             self.end()
-            raise RunError(f"reward.function {spec}: its process {error} while it was loaded") from error
+            raise RunError(f"reward.function {spec}: a reward process {error} while it loaded the function") from error
         if isinstance(found, UserError):
             self.end()
             raise found
         self.extras: list[str] = found
-        """Which of signature.EXTRAS the function wants."""
+        """The names in signature.EXTRAS that are parameters of the function."""
 
     @property
     def alive(self) -> bool:
+        """Whether the process is running."""
         return self._process.poll() is None
 
-    def answers(self, calls: Sequence[Call]) -> Iterator[Result]:
-        """The results, each as it comes.
+    def results(self, calls: Sequence[Call]) -> Iterator[Result]:
+        """Yield the result of each call as it arrives.
 
         Raises:
-            Lost: at the first call without an answer.
+            ProcessLost: at the first call without a result.
         """
         try:
             self._connection.send(calls)
             for _ in calls:
-                yield self._receive(self._timeout_s)
+                yield Result(*self._receive(self._timeout_s))
         except OSError as error:
             self.end()
-            raise Lost(f"took no calls ({error})") from error
+            raise ProcessLost(f"accepted no calls ({error})") from error
 
     def end(self) -> None:
-        """Kill the process and all that it started in its session."""
+        """Kill the process and all processes of its session."""
         if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -126,13 +128,13 @@ class Child:
                 return self._connection.recv()
         except (EOFError, ConnectionResetError) as error:
             self.end()
-            raise Lost(f"ended with exit code {shell_code(self._process.returncode)}") from error
+            raise ProcessLost(f"ended with exit code {shell_code(self._process.returncode)}") from error
         self.end()
-        raise Lost("was ended with its scorer" if ready else f"took over {timeout_s:g} s and was ended")
+        raise ProcessLost("was ended with its scorer" if ready else f"took over {timeout_s:g} s and was ended")
 
 
-class Pool:
-    """Processes that have loaded one function.
+class RewardProcesses:
+    """Processes that have loaded the same function.
 
     Raises:
         UserError: the function cannot be loaded.
@@ -140,7 +142,7 @@ class Pool:
 
     def __init__(self, spec: str, kwargs: Mapping[str, Any], workers: int, timeout_s: float) -> None:
         self._spec, self._kwargs, self._workers, self._timeout_s = spec, kwargs, workers, timeout_s
-        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._queues: queue.SimpleQueue[CallQueue | None] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[list[str] | UserError] = queue.SimpleQueue()
         self._closing, self._close = os.pipe()
         self._closed = threading.Event()
@@ -150,7 +152,7 @@ class Pool:
         for thread in self._threads:
             thread.start()
         self.extras: list[str] = []
-        """Which of signature.EXTRAS the function wants."""
+        """The names in signature.EXTRAS that are parameters of the function."""
         for _ in self._threads:
             found = self._started.get(timeout=2 * START_TIMEOUT_S)
             if isinstance(found, UserError):
@@ -159,71 +161,71 @@ class Pool:
             self.extras = found
 
     def results(self, calls: Sequence[Call]) -> list[Result]:
-        """One result per call, in order.
+        """Call the function for each call, and return the results in order.
 
         Raises:
-            UserError: a process that replaces another could not load the function any more.
+            UserError: a process that replaced another one could not load the function.
         """
-        batch = Batch(calls, self._workers)
+        shared = CallQueue(calls, self._workers)
         for _ in self._threads:
-            self._batches.put(batch)
+            self._queues.put(shared)
         results: list[Result] = [failed("not called")] * len(calls)
         for _ in calls:
             try:
-                done = batch.done.get(timeout=self._timeout_s + 2 * START_TIMEOUT_S)
+                done = shared.done.get(timeout=self._timeout_s + 2 * START_TIMEOUT_S)
             except queue.Empty:
-                done = RunError("reward.function: its processes give no answers")
+                done = RunError("reward.function: the reward processes do not answer")
             if isinstance(done, UserError):
-                batch.drop()
+                shared.drop()
                 raise done
             index, result = done
             results[index] = result
         return results
 
     def close(self) -> None:
-        """End all processes, at once; `results` that somebody waits for raises RunError. A second call does nothing."""
+        """End all processes at once. `results` raises RunError if it is waiting. A second `close` does nothing."""
         if self._closed.is_set():
             return
         self._closed.set()
         os.close(self._close)
         for _ in self._threads:
-            self._batches.put(None)
+            self._queues.put(None)
         for thread in self._threads:
             thread.join(_END_TIMEOUT_S)
         os.close(self._closing)
 
-    def _start(self) -> Child:
-        return Child(self._spec, self._kwargs, self._timeout_s, self._closing)
+    def _start(self) -> RewardProcess:
+        return RewardProcess(self._spec, self._kwargs, self._timeout_s, self._closing)
 
     def _serve(self) -> None:
         try:
-            child = self._start()
+            process = self._start()
         except UserError as error:
             self._started.put(error)
             return
-        self._started.put(child.extras)
+        self._started.put(process.extras)
         try:
-            while (batch := self._batches.get()) is not None:
+            while (shared := self._queues.get()) is not None:
                 try:
-                    while indices := batch.take():
-                        if not child.alive:
-                            child.end()
-                            child = self._start()
-                        child = self._work(child, batch, indices)
+                    while indices := shared.take():
+                        if not process.alive:
+                            process.end()
+                            process = self._start()
+                        process = self._work(process, shared, indices)
                 except UserError as error:
-                    batch.done.put(error)
+                    shared.done.put(error)
         finally:
-            child.end()
+            process.end()
 
-    def _work(self, child: Child, batch: Batch, indices: deque[int]) -> Child:
-        """Have some calls answered; returns the process to go on with, another one where this was lost."""
+    def _work(self, process: RewardProcess, shared: CallQueue, indices: deque[int]) -> RewardProcess:
+        """Process some calls. Return the process for the next ones: another one if this one was lost."""
         while indices:
             try:
-                for result in child.answers([batch.calls[index] for index in indices]):
-                    batch.done.put((indices.popleft(), result))
-            except Lost as lost:
+                for result in process.results([shared.calls[index] for index in indices]):
+                    shared.done.put((indices.popleft(), result))
+            except ProcessLost as lost:
                 if self._closed.is_set():
                     raise RunError("reward.function: the scorer was closed while it scored") from lost
-                batch.done.put((indices.popleft(), failed(str(lost))))
-                child = self._start()
-        return child
+                shared.done.put((indices.popleft(), failed(str(lost))))
+                process = self._start()
+        return process

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_rl.config.ppo import engine_name
-from hpc_rl.rl import plan
+from hpc_rl.rl import setup
 from tests.rl.ppo_config import ppo_config
 
 TWO_UPDATES = "actor.ppo_epochs=2"
@@ -29,29 +28,23 @@ IN_REWARD = "algorithm.kl.where=reward"
     ],
 )
 def test_old_logprobs_are_computed_where_the_algorithm_needs_them(overrides: tuple[str, ...], expected: str) -> None:
-    assert plan.old_logprobs(ppo_config(*overrides)) == expected
+    assert setup.old_logprobs(ppo_config(*overrides)) == expected
 
 
 @pytest.mark.parametrize(
     "overrides, updates", [((), 1), ((TWO_UPDATES,), 2), (("actor.mini_batch_size=2", TWO_UPDATES), 8)]
 )
 def test_updates_of_a_step(overrides: tuple[str, ...], updates: int) -> None:
-    assert plan.updates_per_step(ppo_config(*overrides)) == updates
-
-
-def test_the_engine_that_auto_stands_for() -> None:
-    assert engine_name(ppo_config()) == "hf"
-    assert engine_name(ppo_config("trainer.device=cuda")) == "vllm"
-    assert engine_name(ppo_config("trainer.device=cuda", "rollout.name=hf")) == "hf"
+    assert setup.updates_per_step(ppo_config(*overrides)) == updates
 
 
 def test_the_arithmetic_of_a_step_is_told() -> None:
     large = ("data.train_batch_size=256", "rollout.n=8", "actor.mini_batch_size=512", "actor.ppo_epochs=2")
-    assert plan.describe(ppo_config(*large)) == (
+    assert setup.describe_step(ppo_config(*large)) == (
         "each step: 256 prompts x 8 = 2,048 responses = 4 mini-batches of 512, x 2 epochs = 8 updates; "
         "micro-batches of at most 4,096 tokens"
     )
-    assert plan.describe(ppo_config()) == (
+    assert setup.describe_step(ppo_config()) == (
         "each step: 4 prompts x 2 = 8 responses = 1 mini-batch, x 1 epoch = 1 update; "
         "micro-batches of at most 4,096 tokens"
     )

@@ -1,0 +1,81 @@
+"""The rollout engines: the programs that generate text during reinforcement learning.
+
+To add an engine, write a module with a function `load` (see `hpc_rl.rl.rollout.engine`) and add a row to `ENGINES`;
+docs/extending.md has an example. The table names modules and imports none of them, so that a login node can check a
+configuration without torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Describe what an engine needs and what it can do. A device is "cuda" or "cpu"."""
+
+    module: str
+    """Module whose function `load` returns the engine."""
+    dtypes: Mapping[str, str]
+    """Devices that the engine supports, each with the type that `rollout.dtype=auto` selects there."""
+    transfers: tuple[str, ...]
+    """Names in `hpc_rl.rl.weights.transfers.WEIGHT_TRANSFERS`, best first: how an engine in a process of its own
+    receives weights. The first one that fits the placement is used."""
+    package: str | None = None
+    """Package to import, if the engine needs one that training does not."""
+    default_on: tuple[str, ...] = ()
+    """Devices on which `rollout.name=auto` selects the engine."""
+    in_process: bool = False
+    """Whether the engine runs in the policy's processes if both are in one pool. Otherwise it has its own processes."""
+    tensor_parallel: bool = False
+    """Whether one engine can spread a model over several GPUs."""
+    exact_on: tuple[str, ...] = ()
+    """Devices on which the engine's float32 log-probabilities equal the trainer's up to rounding."""
+    environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Per device, variables that a process of its own has before it imports anything."""
+
+    def process_environment(self, device: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Return the variables for a process of the engine; a variable that the user has exported keeps its value."""
+        return {name: environ.get(name, value) for name, value in self.environment.get(device, {}).items()}
+
+
+# https://docs.vllm.ai/en/latest/configuration/env_vars/
+_VLLM = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine ends with its actor
+    "VLLM_NO_USAGE_STATS": "1",
+}
+# Ray gives a worker one CPU and leaves its place to the scheduler, so threads are neither pinned nor many.
+_VLLM_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+ENGINES: dict[str, EngineSpec] = {
+    "hf": EngineSpec(
+        module="hpc_rl.rl.rollout.hf",
+        dtypes={"cuda": "bfloat16", "cpu": "float32"},
+        transfers=("host",),
+        default_on=("cpu",),
+        in_process=True,
+        exact_on=("cpu",),
+    ),
+    "vllm": EngineSpec(
+        module="hpc_rl.rl.rollout.vllm",
+        dtypes={"cuda": "bfloat16", "cpu": "float32"},
+        transfers=("ipc", "nccl", "host"),
+        package="vllm",
+        default_on=("cuda",),
+        tensor_parallel=True,
+        environment={"cuda": _VLLM, "cpu": _VLLM | _VLLM_CPU},
+    ),
+}
+
+if TYPE_CHECKING:
+    EngineName = str
+else:
+    EngineName = Literal["auto", *ENGINES]  # a Literal, so that help texts and errors list the engines
+
+
+def default_engine(device: str) -> str:
+    """Return the name of the engine that `rollout.name=auto` selects on a device."""
+    return next(name for name, spec in ENGINES.items() if device in spec.default_on)

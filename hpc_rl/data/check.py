@@ -1,0 +1,192 @@
+"""A data file's rows as training sees them: `hpc-rl data check`.
+
+The tokens of a row need transformers. Without it, the rendered chat template is shown as text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpc_rl.config.ppo import PromptDataConfig
+from hpc_rl.config.sft import DataConfig
+from hpc_rl.config.training import ModelConfig
+from hpc_rl.data import template
+from hpc_rl.data.chat import find_spans
+from hpc_rl.data.formats import Row
+from hpc_rl.data.missing import install_command
+from hpc_rl.data.rows import Message, to_messages, to_prompt
+from hpc_rl.data.sources import all_rows
+from hpc_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+AnyData = DataConfig | PromptDataConfig
+_LABELS = {True: "loss", False: "no loss", None: ""}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive text of a row, in pieces: tokens, or one piece if there is no tokenizer."""
+
+    loss: bool | None
+    """Whether the pieces carry loss; None if the row is a prompt, which has no loss."""
+    pieces: list[str]
+
+
+def check_data(file: str, number: int, data: AnyData, model: ModelConfig, folder: Path | None) -> Iterator[str]:
+    """Check all rows of a file, then describe one of them.
+
+    Args:
+        number: the row to describe, from 1.
+        folder: where the tokenizer lies on this machine; None if it is only a name on the hub.
+
+    Yields:
+        lines of text.
+
+    Raises:
+        UserError: a row, the chat template or the tokenizer is not valid, or there is no such row.
+    """
+    rows, row = _checked(file, number, data)
+    yield f"{file}: {rows:,} rows, all valid {'chats' if isinstance(data, DataConfig) else 'prompts'}"
+    if row is None:
+        raise UserError(f"{file} has {rows:,} rows: choose --row from 1 to {rows}")
+    where = f"{file}, row {number}"
+    try:
+        tokenizer = _load_tokenizer(model, folder)
+    except ModuleNotFoundError as error:
+        if folder is None:
+            raise UserError(
+                f"model.path {model.path} is a name on the hub, and {sys.executable} has no {error.name} to load its "
+                f"tokenizer: give a folder, or run\n{install_command('train')}"
+            ) from error
+        yield f"row {number} as text, rendered with the chat template:"
+        yield from _layout(_text_parts(row, where, data, folder))
+        yield f"The tokens are not shown, because {sys.executable} has no {error.name}. To install it:"
+        yield install_command("train")
+    else:
+        yield from _describe_tokens(row, number, where, data, tokenizer)
+    if isinstance(data, PromptDataConfig):
+        answer = json.dumps(to_prompt(row, data, where)[1], ensure_ascii=False, default=str)
+        yield f"reference answer (data.answer_key={data.answer_key or 'null'}): {answer}"
+
+
+def _checked(file: str, number: int, data: AnyData) -> tuple[int, Row | None]:
+    """Check every row; return how many there are, and the one with this number."""
+    rows, found = 0, None
+    for rows, (row, where) in enumerate(all_rows([file], "train"), start=1):
+        if isinstance(data, DataConfig):
+            to_messages(row, data, where)
+        else:
+            to_prompt(row, data, where)
+        if rows == number:
+            found = row
+    return rows, found
+
+
+def _load_tokenizer(model: ModelConfig, folder: Path | None) -> PreTrainedTokenizerBase:
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it announces that torch is missing, if it is
+    from transformers import AutoTokenizer
+
+    path = str(folder or model.tokenizer_path or model.path)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(f"no tokenizer could be loaded from {path!r}: {reason}") from error
+    return tokenizer
+
+
+def _describe_tokens(
+    row: Row, number: int, where: str, data: AnyData, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[str]:
+    from hpc_rl.data.prompts import tokenize_prompts
+    from hpc_rl.data.sft_dataset import tokenize_rows
+
+    if isinstance(data, PromptDataConfig):
+        prompts, prompt_counts = tokenize_prompts([(row, where)], data, tokenizer)
+        length = f"{prompt_counts.shortest:,} tokens"
+        if not prompts:
+            yield f"row {number} is dropped: it has {length}, over data.max_prompt_length {data.max_prompt_length:,}"
+            return
+        cut = f", cut to the last {data.max_prompt_length:,}" if prompt_counts.truncated else ""
+        yield f"row {number} as the policy sees it ({length}{cut}):"
+        yield from _layout([Part(None, [tokenizer.decode([token]) for token in prompts[0].token_ids.tolist()])])
+        return
+    (sample,), counts = tokenize_rows([(row, where)], data, tokenizer)
+    limit = f"data.max_length {data.max_length:,}"
+    if sample is None:
+        reason = f"it is longer than {limit}" if counts.dropped else f"no assistant token is left within {limit}"
+        yield f"row {number} is dropped: {reason}"
+        return
+    cut = f"; cut to {limit}" if counts.truncated else ""
+    yield f"row {number} ({counts.tokens:,} tokens, {counts.target_tokens:,} of them carry loss{cut}):"
+    pieces = zip(sample.loss_mask.tolist(), sample.input_ids.tolist(), strict=True)
+    yield from _layout(
+        Part(loss, [tokenizer.decode([token]) for _, token in run])
+        for loss, run in groupby(pieces, key=lambda pair: pair[0])
+    )
+
+
+def _text_parts(row: Row, where: str, data: AnyData, folder: Path) -> list[Part]:
+    """Render a row without transformers.
+
+    Raises:
+        UserError: the folder has no chat template, or the template rejects the row.
+    """
+    if data.chat_template is not None:
+        source = template.read_template(Path(data.chat_template).expanduser(), "data.chat_template")
+    else:
+        stored = template.stored_template(folder)
+        if stored is None:
+            raise UserError(f"{folder} has no chat template: set data.chat_template to a file with one")
+        source = stored
+    special = template.special_tokens(folder)
+
+    def text_of(messages: list[Message], generation_prompt: bool) -> str:
+        return template.render_plainly(source, messages, where, special, generation_prompt)
+
+    if isinstance(data, PromptDataConfig):
+        return [Part(None, [text_of(to_prompt(row, data, where)[0], True)])]
+    chat = find_spans(text_of, to_messages(row, data, where), _all_special(folder, special), where)
+    parts, at = [], 0
+    for start, end in chat.spans:
+        parts += [Part(False, [chat.text[at:start]]), Part(True, [chat.text[start:end]])]
+        at = end
+    return [part for part in [*parts, Part(False, [chat.text[at:]])] if part.pieces != [""]]
+
+
+def _all_special(folder: Path, named: Mapping[str, str]) -> set[str]:
+    """Return every special token of a tokenizer, also those without a name."""
+    try:
+        added: list[dict[str, Any]] = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    except (OSError, ValueError, KeyError):
+        added = []
+    return {*named.values(), *(token["content"] for token in added if token.get("special"))}
+
+
+def _layout(parts: Iterable[Part]) -> Iterator[str]:
+    """Write each part as quoted pieces behind its label."""
+    for part in parts:
+        label = f"  {_LABELS[part.loss]:8} " if part.loss is not None else "  "
+        # A space inside a piece is replaced while wrapping, so that no piece is broken.
+        quoted = " ".join(json.dumps(piece, ensure_ascii=False).replace(" ", "\0") for piece in part.pieces)
+        lines = textwrap.wrap(
+            quoted,
+            110,
+            initial_indent=label,
+            subsequent_indent=" " * len(label),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        yield from (line.replace("\0", " ") for line in lines)

@@ -1,0 +1,218 @@
+"""Data files as rows: jsonl, JSON arrays, csv, tsv and parquet.
+
+To add a format, write a function from a path to rows and add it to `FORMATS`. pyarrow is imported only to read parquet,
+so that a login node without it can check the other formats.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.errors import UserError
+from hpc_rl.host.large_files import check_parquet, refuse_pointer
+
+Row = dict[str, Any]
+
+_FOLDER_FORMATS = (".arrow", ".gz", ".txt", ".xml", ".zip", ".zst")
+"""What the `datasets` library reads from a folder besides the formats of this module."""
+
+
+class CannotCheck(Exception):
+    """The data may be valid, but this machine cannot read it; the message gives the reason."""
+
+
+def is_file(name: str) -> bool:
+    """Return whether a name in train_files or val_files is a file to read here, not a name for the `datasets` library.
+
+    A file that exists is always read here, so that one of another format is reported as such.
+    """
+    return Path(name).suffix.lower() in FORMATS or Path(name).expanduser().is_file()
+
+
+def read_rows(file: str | Path) -> Iterator[Row]:
+    """Read the rows of a file in order, in the format that its suffix names. Empty lines are skipped.
+
+    Raises:
+        UserError: the file does not exist, has another format, is a git-lfs pointer, or has a row that cannot be read
+            (the message gives the line).
+        CannotCheck: the file is parquet and pyarrow is not installed.
+    """
+    path = Path(file).expanduser()
+    reader = FORMATS.get(path.suffix.lower())
+    if reader is None:
+        raise UserError(unknown_format(path))
+    if not path.is_file():
+        raise UserError(f"{path}: no such data file")
+    try:
+        refuse_pointer(path)
+        yield from reader(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def unknown_format(path: str | Path) -> str:
+    """Return the message for a data file whose format is not read, with the formats that are."""
+    suffix = Path(path).suffix
+    found = f"{suffix} files are not read" if suffix else "the file name has no suffix"
+    return f"{path}: {found}; convert it to one of {', '.join(FORMATS)}"
+
+
+def check_data_folder(folder: Path) -> None:
+    """Check that a data folder has at least one file that the `datasets` library reads.
+
+    Raises:
+        UserError: the folder is empty, or has only files of other formats.
+    """
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    if not files:
+        raise UserError(f"{folder}: the data folder is empty")
+    if not any(path.suffix.lower() in (*FORMATS, *_FOLDER_FORMATS) for path in files):
+        raise UserError(f"{folder}: no data file in this folder (found {files[0].name}); formats: {', '.join(FORMATS)}")
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
+    """Read one object per line, or an array of objects."""
+    with path.open("rb") as lines:
+        first = next((line for line in lines if line.strip()), b"")
+    is_array = first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    return _array_rows(path) if is_array else _line_rows(path)
+
+
+def _line_rows(path: Path) -> Iterator[Row]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                row = _DECODER.decode(line.decode("utf-8-sig"))
+            except ValueError as error:
+                hint = "; write one object per line, or an array of objects" if number == 1 else ""
+                raise UserError(f"{where}: {_json_problem(error)}{hint}") from error
+            yield _as_object(row, where)
+
+
+def _array_rows(path: Path) -> Iterator[Row]:
+    """Read the objects of an array one by one, so that an error names its line and the first rows cost little."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text") from error
+    at = _skip_space(text, text.index("[") + 1)
+    while text[at : at + 1] != "]":
+        where = f"{path}, line {text.count(chr(10), 0, at) + 1}"
+        try:
+            row, at = _DECODER.raw_decode(text, at)
+        except ValueError as error:
+            raise UserError(f"{where}: {_json_problem(error)}") from error
+        yield _as_object(row, where)
+        at = _skip_space(text, at)
+        if text[at : at + 1] == ",":
+            at = _skip_space(text, at + 1)
+        elif text[at : at + 1] != "]":
+            line = text.count("\n", 0, at) + 1
+            raise UserError(f"{path}, line {line}: not JSON (the array is not closed, or a comma is missing)")
+    if text[at + 1 :].strip():
+        line = text.count("\n", 0, _skip_space(text, at + 1)) + 1
+        raise UserError(f"{path}, line {line}: not JSON (text after the end of the array)")
+
+
+def _skip_space(text: str, at: int) -> int:
+    while text[at : at + 1].isspace():
+        at += 1
+    return at
+
+
+def _as_object(row: Any, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: {kind_of(row)}, where an object with the row's columns is needed")
+    return row
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} appears twice")
+    return row
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
+
+
+def _json_problem(error: ValueError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON ({error.msg})"
+    return "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+
+
+def _csv_rows(path: Path, delimiter: str = ",") -> Iterator[Row]:
+    """Read a table with a header row; every value is text."""
+    csv.field_size_limit(sys.maxsize)  # the default ends at 131,072 characters, which a long document exceeds
+    with path.open(newline="", encoding="utf-8-sig") as lines:
+        rows = csv.reader(lines, delimiter=delimiter, strict=True)
+        header: list[str] = []
+        try:
+            for fields in rows:
+                if not fields:
+                    continue
+                if not header:
+                    header = fields
+                    _check_header(header, path)
+                    continue
+                if len(fields) != len(header):
+                    raise UserError(
+                        f"{path}, line {rows.line_num}: {len(fields)} fields, where the header has {len(header)}"
+                    )
+                yield dict(zip(header, fields, strict=True))
+        except csv.Error as error:
+            raise UserError(f"{path}, line {rows.line_num}: not readable as {path.suffix[1:]} ({error})") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: not UTF-8 text (after line {rows.line_num})") from error
+
+
+def _check_header(header: list[str], path: Path) -> None:
+    twice = next((name for name in header if header.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{path}: the header has the column {twice!r} more than once")
+
+
+def _tsv_rows(path: Path) -> Iterator[Row]:
+    return _csv_rows(path, delimiter="\t")
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    check_parquet(path)
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise CannotCheck(f"{path} needs pyarrow, which is not installed here") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not readable as parquet ({str(error).splitlines()[0]})") from error
+
+
+FORMATS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _json_rows,
+    ".json": _json_rows,
+    ".csv": _csv_rows,
+    ".tsv": _tsv_rows,
+    ".parquet": _parquet_rows,
+}
+"""Suffix -> reader."""
+
+
+def kind_of(value: Any) -> str:
+    """Describe a JSON value for an error message: "text", "a list", ..."""
+    names = {type(None): "null", str: "text", list: "an empty list" if value == [] else "a list", dict: "an object"}
+    return names.get(type(value), "a number")

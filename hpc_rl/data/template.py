@@ -1,0 +1,153 @@
+"""Chat templates without transformers: where a model folder keeps them, whether Jinja accepts them, and their text.
+
+Tokenization renders templates with transformers (chat.py). A login node may not have transformers, so this module does
+the same with Jinja alone: https://huggingface.co/docs/transformers/chat_templating_writing
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from hpc_rl.errors import UserError
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class _Generation(Extension):
+    """Accept `{% generation %} ... {% endgeneration %}`, which marks the assistant's text, and render its contents."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's attribute
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def marks_generation(template: str) -> bool:
+    """Return whether a template itself marks the text that the assistant writes."""
+    return _GENERATION.search(template) is not None
+
+
+def check_template(template: str, where: str) -> None:
+    """Compile a chat template with the extensions that transformers offers to templates.
+
+    Args:
+        where: the option or file that names the template, for the error.
+
+    Raises:
+        UserError: Jinja rejects the template; the message gives the line.
+    """
+    try:
+        _environment().from_string(template)
+    except TemplateSyntaxError as error:
+        raise UserError(f"{where}: Jinja rejects the chat template in line {error.lineno}: {error.message}") from error
+    except TemplateError as error:
+        raise UserError(f"{where}: Jinja rejects the chat template: {error}") from error
+
+
+def render_plainly(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    where: str,
+    special_tokens: Mapping[str, str] | None = None,
+    generation_prompt: bool = False,
+) -> str:
+    """Render a conversation with Jinja alone.
+
+    Args:
+        where: file and row number, for the error.
+        special_tokens: variables such as bos_token and eos_token.
+        generation_prompt: end the text at the start of the assistant's turn.
+
+    Raises:
+        UserError: Jinja rejects the template, or the template rejects the conversation.
+    """
+    check_template(template, where)
+    try:
+        return (
+            _environment()
+            .from_string(template)
+            .render(messages=messages, add_generation_prompt=generation_prompt, **(special_tokens or {}))
+        )
+    except (TemplateError, TypeError) as error:
+        raise UserError(f"{where}: the chat template rejects this conversation: {error}") from error
+
+
+def stored_template(folder: Path) -> str | None:
+    """Read the default chat template of a model folder, or None if the folder has none.
+
+    Raises:
+        UserError: a file of the template cannot be read as text.
+    """
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return read_template(path)
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        found = _json_object(folder / name).get("chat_template")
+        if isinstance(found, list):  # several templates, each with a name
+            found = next((each.get("template") for each in found if each.get("name") == "default"), None)
+        if isinstance(found, str):
+            return found
+    return None
+
+
+def read_template(path: Path, where: str = "") -> str:
+    """Read a template file.
+
+    Args:
+        where: the option that names the file, for the error.
+
+    Raises:
+        UserError: the file cannot be read as UTF-8 text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{where or 'chat template'}: cannot read {path} ({error})") from error
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Read the special tokens of a model folder by their names in templates: bos_token, eos_token, ..."""
+    found: dict[str, str] = {}
+    for name, value in _json_object(folder / "tokenizer_config.json").items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _environment() -> Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Jinja's own filter escapes HTML, which no model is trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

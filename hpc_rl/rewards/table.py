@@ -1,0 +1,28 @@
+"""The table of built-in reward functions.
+
+To add one, write a module of this package with a function `score` (the package's docstring describes it) and add a row.
+The table imports none of the modules, so that a login node can check reward.function without their packages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A reward function of this package."""
+
+    module: str
+    """Module with the function `score`."""
+    in_driver: bool = False
+    """Whether it runs in the driver instead of processes of its own: it takes microseconds and always ends."""
+
+
+REWARDS: dict[str, BuiltIn] = {
+    "exact": BuiltIn("hpc_rl.rewards.exact", in_driver=True),
+    "format": BuiltIn("hpc_rl.rewards.format"),
+    "gsm8k": BuiltIn("hpc_rl.rewards.gsm8k", in_driver=True),
+    "math": BuiltIn("hpc_rl.rewards.math"),
+}
+"""reward.function -> built-in function."""

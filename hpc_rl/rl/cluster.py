@@ -1,0 +1,165 @@
+"""What a job script provides, for a run that is started without one: a run directory, an attempt and a Ray cluster.
+
+In a job, `connect` finds the job's cluster in RAY_ADDRESS.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from hpc_rl.config.compose import dump
+from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.errors import RunError, UserError
+from hpc_rl.host.environment import nccl_defaults, tokenizer_defaults
+from hpc_rl.host.files import Follower
+from hpc_rl.host.ray_token import make_token
+from hpc_rl.rl.pools import release_pools
+from hpc_rl.run_dir import RunDir
+
+_LOG_POLL_S = 0.1
+
+_CPU_DEFAULTS = {
+    # By default glibc returns memory to the kernel after each pass, and the page faults slow down generation
+    # (mallopt(3); 32 MiB is the largest threshold that it accepts).
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+}
+
+
+class Runner(Protocol):
+    """The driver's class, as `run_driver` uses it."""
+
+    def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
+        """Train and return the exit code."""
+        ...
+
+
+def run_driver(config: PpoConfig, runner_class: type[Runner], run: RunDir, logs: Path) -> int:
+    """Run the driver in an actor, so that it is inside the cluster, and print its output. Return its exit code.
+
+    Args:
+        logs: the attempt's folder; the driver writes `driver.log` there.
+
+    Raises:
+        UserError: the run cannot work as requested.
+        RunError: the driver died.
+    """
+    was_connected = ray.is_initialized()
+    started_here = not was_connected and connect(config, logs)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    # Actors inherit the environment of the actor that starts them. A cluster started here inherits this process's.
+    runtime = {} if started_here else {"runtime_env": {"env_vars": worker_environment(config)}}
+    # The driver computes almost nothing, so it takes none of the workers' CPUs.
+    runner = ray.remote(runner_class).options(num_cpus=0, scheduling_strategy=here, **runtime).remote()
+    try:
+        code = _follow(runner.run.remote(config, run, logs), driver_log(logs))
+        if started_here and config.ray_kwargs.timeline_json_file:  # in a job, the node entry writes the timeline
+            ray.timeline(config.ray_kwargs.timeline_json_file)
+    finally:
+        if was_connected:  # with the driver, Ray ends its workers but not its placement groups
+            ray.kill(runner)
+            release_pools(str(logs))
+        else:
+            ray.shutdown()
+    return code
+
+
+def connect(config: PpoConfig, logs: Path) -> bool:
+    """Connect to the cluster in RAY_ADDRESS, or start one on this machine that ends with this process.
+
+    Returns:
+        whether a cluster was started.
+
+    Raises:
+        UserError: Ray does not start, or the cluster does not answer.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning", **config.ray_kwargs.ray_init}
+    if address:
+        options.pop("num_cpus", None)  # Ray accepts this option only if it starts the cluster
+        options["address"] = address
+    else:
+        os.environ.update(worker_environment(config))
+        _authenticate(logs)
+        slots = config.trainer.n_gpus_per_node * config.trainer.nnodes
+        if config.trainer.device == "cpu":
+            options.setdefault("num_cpus", max(slots, len(os.sched_getaffinity(0))))
+        options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    try:
+        ray.init(**options)
+    except (ConnectionError, TypeError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise UserError(f"Ray does not start or answer (RAY_ADDRESS, ray_kwargs.ray_init): {first}") from error
+    return not address
+
+
+def new_run() -> RunDir:
+    """Create a run directory below `runs/`."""
+    while True:
+        path = Path("runs", time.strftime("ppo-%Y%m%d-%H%M%S"))
+        try:
+            path.mkdir(parents=True, mode=0o700)
+        except FileExistsError:
+            time.sleep(0.1)
+            continue
+        print(f"run directory: {path}", flush=True)
+        return RunDir(path.absolute())
+
+
+def new_attempt(run: RunDir, config: PpoConfig) -> Path:
+    """Create the folder of the next attempt, and write the files of the run directory that a job script writes."""
+    run.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    run.config.write_text(dump(config))
+    run.stop.unlink(missing_ok=True)
+    attempt = run.path / f"attempt-{len(run.attempts()) + 1}"
+    attempt.mkdir(parents=True, mode=0o700)
+    return attempt
+
+
+def worker_environment(config: PpoConfig) -> dict[str, str]:
+    """Return the variables that every process of the run needs. A variable that the user exported keeps its value."""
+    defaults = {**nccl_defaults(), **tokenizer_defaults(), "VLLM_LOGGING_LEVEL": "WARN"}
+    if config.trainer.device == "cpu":
+        defaults |= _CPU_DEFAULTS
+    return {name: os.environ.get(name, value) for name, value in defaults.items()}
+
+
+def driver_log(logs: Path) -> Path:
+    """Return the path of the driver's log."""
+    return logs / "driver.log"
+
+
+def _authenticate(logs: Path) -> None:
+    """Protect the cluster that is about to start with a token."""
+    if "RAY_AUTH_MODE" in os.environ:
+        return
+    token = logs / "ray.token"
+    make_token(token)
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    from ray._raylet import Config
+
+    Config.initialize("")  # Ray read the mode when it was imported; read it again
+
+
+def _follow(ref: Any, log: Path) -> int:
+    """Print the driver's output until the driver ends, and return its exit code."""
+    follower = Follower(log)
+    done: list[Any] = []
+    while not done:
+        done, _ = ray.wait([ref], timeout=_LOG_POLL_S)
+        print(follower.new_text(), end="", flush=True)
+    try:
+        code: int = ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayActorError as error:
+        raise RunError(f"the driver died ({str(error).splitlines()[0]}); its log is {log}") from error
+    return code

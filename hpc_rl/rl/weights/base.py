@@ -1,0 +1,162 @@
+"""What all weight transfers share: the policy's weights, the engines that receive them, and both ends' interfaces.
+
+    sender = open_sender(name, source, engines, world, bucket_bytes, endpoint)   # on every training rank, once
+    sender.send_weights()                                                        # on every rank, after each update
+
+A transfer makes vLLM's four calls on every engine (https://docs.vllm.ai/en/latest/training/weight_transfer/): init,
+start, update for each bucket, finish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hpc_rl.rl.calls import ActorCall, Pending
+from hpc_rl.rl.weights.buckets import Bucket, TensorEntry, unpack
+
+
+class WeightSource:
+    """A model's parameters in the engine's type, by their Hugging Face names, tied ones once: vLLM's WeightSource."""
+
+    def __init__(self, hf: nn.Module, dtype: torch.dtype) -> None:
+        self.parameters = dict(hf.named_parameters())
+        self.dtype = dtype
+
+    def metadata(self) -> list[TensorEntry]:
+        """Return what iteration yields, without any communication."""
+        return [TensorEntry(name, self.dtype, tuple(parameter.shape)) for name, parameter in self.parameters.items()]
+
+    def is_in_place(self) -> bool:
+        """Whether iteration yields the parameters themselves, in host memory."""
+        return all(
+            not isinstance(parameter, DTensor)
+            and (parameter.device.type, parameter.dtype) == ("cpu", self.dtype)
+            and parameter.is_contiguous()
+            for parameter in self.parameters.values()
+        )
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield full tensors, one at a time. If parameters are sharded, all ranks have to iterate together."""
+        for name, parameter in self.parameters.items():
+            # Convert before gathering, so that fewer bytes travel.
+            tensor = parameter.detach().to(self.dtype)
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class EngineActors:
+    """Engines in Ray actors that have the four calls: vLLM's VLLMWeightSyncClient. It may be sent to other actors."""
+
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        names: Sequence[str],
+        nodes: Sequence[str],
+        timeout_s: float,
+        workers_each: int = 1,
+    ) -> None:
+        """
+        Args:
+            actors: handles.
+            names: the actors' names, for errors.
+            nodes: Ray's id of each actor's node.
+            timeout_s: longest time for one call.
+            workers_each: processes of one engine (tensor parallel size).
+
+        Every call raises RunError if an engine died or did not answer in time.
+        """
+        self.actors = list(actors)
+        self.names = list(names)
+        self.nodes = list(nodes)
+        self.timeout_s = timeout_s
+        self.workers_each = workers_each
+
+    def subset(self, indices: Sequence[int]) -> EngineActors:
+        actors, names, nodes = ([of[index] for index in indices] for of in (self.actors, self.names, self.nodes))
+        return EngineActors(actors, names, nodes, self.timeout_s, self.workers_each)
+
+    def calls(self, method: str, *arguments: Any) -> list[ActorCall]:
+        """Start a call to every engine."""
+        return [
+            ActorCall(getattr(actor, method).remote(*arguments), name)
+            for actor, name in zip(self.actors, self.names, strict=True)
+        ]
+
+    def call(self, method: str, *arguments: Any) -> Pending[list[Any]]:
+        """Start a call to every engine; the results are in the engines' order."""
+        return Pending.of_calls(self.calls(method, *arguments))
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        calls: list[ActorCall] = []
+        for index in range(len(self.actors)):
+            own = dict(init_info)
+            if "rank_offset" in own:  # vLLM counts the workers of a single engine
+                own["rank_offset"] += index * self.workers_each
+            calls += self.subset([index]).calls("init_weight_transfer_engine", own)
+        Pending.of_calls(calls).wait(self.timeout_s)
+
+    def start_weight_update(self) -> None:
+        self.call("start_weight_update").wait(self.timeout_s)
+
+    def update_weights(self, update: Any) -> None:
+        self.call("update_weights", update).wait(self.timeout_s)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.call("finish_weight_update").wait(self.timeout_s)
+
+
+class WeightSender(Protocol):
+    """The training side of a transfer, on one rank."""
+
+    def send_weights(self) -> None:
+        """Send the current weights to all engines; return when they have them. Every training rank calls this."""
+        ...
+
+
+@runtime_checkable
+class WeightReceiver(Protocol):
+    """The engine's side of a transfer: vLLM's four calls."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update: Any) -> None:
+        """Take some of the weights, in the form that the transfer sends: a Bucket, or what vLLM's own transfers use."""
+        ...
+
+    def finish_weight_update(self) -> None: ...
+
+
+class LoadsWeights(Protocol):
+    """The part of a RolloutEngine that receives weights in its own process."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
+
+
+class BucketReceiver:
+    """A WeightReceiver that passes each Bucket to the `load_weights` of an engine in this process."""
+
+    def __init__(self, engine: LoadsWeights) -> None:
+        self._engine = engine
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Do nothing: a bucket needs no preparation."""
+
+    def start_weight_update(self) -> None:
+        """Do nothing: a bucket needs no preparation."""
+
+    def update_weights(self, update: Bucket) -> None:
+        self._engine.load_weights(unpack(update))
+
+    def finish_weight_update(self) -> None:
+        """Do nothing: the engine has used each bucket at once."""
+
+
+def receiver_of(engine: LoadsWeights) -> WeightReceiver:
+    """Return the engine itself if it has the four calls, otherwise a BucketReceiver for it."""
+    return engine if isinstance(engine, WeightReceiver) else BucketReceiver(engine)

@@ -1,0 +1,22 @@
+"""vLLM's weight transfer between separate GPUs: NCCL."""
+
+from __future__ import annotations
+
+from hpc_rl.rl.weights.base import EngineActors, WeightSender, WeightSource
+from hpc_rl.training.distributed import World
+
+
+def open_sender(
+    source: WeightSource, engines: EngineActors, world: World, bucket_bytes: int, endpoint: str
+) -> WeightSender:
+    """See `hpc_rl.rl.weights.transfers.Opener`. There are two buffers of `bucket_bytes` on each GPU."""
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    host, port = endpoint.rsplit(":", 1)
+    world_size = 1 + len(engines.actors) * engines.workers_each
+    # A tensor that is larger than the buffer would not fit.
+    buffer_bytes = max(bucket_bytes, *(entry.nbytes for entry in source.metadata()))
+    info = NCCLTrainerInitInfo(host, int(port), world_size, rank=world.rank, packed_buffer_size_bytes=buffer_bytes)
+    sender: WeightSender = WeightTransferTrainerFactory.trainer_init(info, client=engines, source=source)
+    return sender

@@ -1,0 +1,68 @@
+"""The table of rollout engines, and what the configuration derives from it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from hpc_rl.config.engines import ENGINES, EngineSpec, default_engine
+from hpc_rl.config.ppo import RolloutConfig, engine_dtype, engine_name
+from hpc_rl.errors import UserError
+from tests.rl.ppo_config import ppo_config
+
+DEVICES = {"cuda", "cpu"}
+
+
+def functions(module: str) -> set[str]:
+    """The functions of a module, which is not imported."""
+    found = importlib.util.find_spec(module)
+    assert found is not None and found.origin is not None, f"no module {module}"
+    return {node.name for node in ast.parse(Path(found.origin).read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_row_is_complete(name: str) -> None:
+    spec = ENGINES[name]
+    assert "load" in functions(spec.module)
+    assert spec.dtypes.keys() <= DEVICES and set(spec.dtypes.values()) <= {"float32", "bfloat16"}
+    assert {*spec.default_on, *spec.exact_on, *spec.environment} <= spec.dtypes.keys()
+    assert spec.transfers
+
+
+def test_every_device_has_one_default() -> None:
+    assert sorted(device for spec in ENGINES.values() for device in spec.default_on) == sorted(DEVICES)
+
+
+def test_the_configuration_accepts_auto_and_the_engines_of_the_table() -> None:
+    assert get_args(get_type_hints(RolloutConfig)["name"]) == ("auto", *ENGINES)
+    with pytest.raises(UserError, match=r"rollout\.name: Input should be 'auto', 'hf' or 'vllm', found 'vlm'"):
+        ppo_config("rollout.name=vlm")
+
+
+def test_auto_depends_on_the_device() -> None:
+    assert (default_engine("cpu"), default_engine("cuda")) == ("hf", "vllm")
+    assert engine_name(RolloutConfig(), "cpu") == "hf"
+    assert engine_name(RolloutConfig(), "cuda") == "vllm"
+    assert engine_name(RolloutConfig(name="hf"), "cuda") == "hf"
+    assert (engine_dtype(RolloutConfig(), "cpu"), engine_dtype(RolloutConfig(), "cuda")) == ("float32", "bfloat16")
+    assert engine_dtype(RolloutConfig(dtype="float32"), "cuda") == "float32"
+
+
+def test_a_device_that_the_engine_does_not_support_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES, "vllm", EngineSpec("hpc_rl.rl.rollout.vllm", {"cuda": "bfloat16"}, ("ipc",)))
+    message = "rollout.name vllm does not support trainer.device=cpu: use rollout.name=hf, or trainer.device=cuda"
+    with pytest.raises(UserError, match=message):
+        ppo_config("rollout.name=vllm")
+
+
+def test_exported_variables_keep_their_value() -> None:
+    vllm = ENGINES["vllm"]
+    assert vllm.process_environment("cpu", {})["OMP_NUM_THREADS"] == "1"
+    assert vllm.process_environment("cpu", {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
+    assert "OMP_NUM_THREADS" not in vllm.process_environment("cuda", {})
+    assert vllm.process_environment("cuda", {})["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert ENGINES["hf"].process_environment("cpu", {}) == {}

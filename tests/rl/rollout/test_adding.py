@@ -1,0 +1,100 @@
+"""The examples of docs/_extending_rl.md, added to a copy of the package as the page describes, in a run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hpc_rl
+from hpc_rl.data.arithmetic import generate
+from hpc_rl.tracking.metrics import read_metrics
+from tests.helpers import make_tiny_model
+
+PACKAGE = Path(hpc_rl.__file__).parent
+PAGE = PACKAGE.parent / "docs" / "_extending_rl.md"
+TIMEOUT_S = 240
+LEARNING_RATE = 1e-2
+"""Large, so that an engine with old weights differs from the trainer."""
+
+
+def examples(section: str) -> list[tuple[str, str]]:
+    """The file that each block of code of a section belongs to, and the code."""
+    text = PAGE.read_text().partition(f"## {section}\n")[2].partition("\n## ")[0]
+    return re.findall(r"`(hpc_rl/[\w/]+\.py)`[^`]*```python\n((?s:.*?))```", text)
+
+
+def add(checkout: Path, section: str, table: str) -> None:
+    """Write the section's module, and insert its row at the beginning of the table."""
+    (module, code), (file, row) = examples(section)
+    assert not (checkout / module).exists()
+    (checkout / module).write_text(code)
+    text = (checkout / file).read_text()
+    assert len(re.findall(rf"^{table}: .* = {{$", text, re.MULTILINE)) == 1
+    (checkout / file).write_text(re.sub(rf"^({table}: .* = {{\n)", lambda found: found[1] + row, text, flags=re.M))
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout with an engine and a transfer more, which the engine uses."""
+    folder = tmp_path_factory.mktemp("checkout")
+    shutil.copytree(PACKAGE, folder / "hpc_rl", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "configs"):
+        (folder / name).symlink_to(PACKAGE.parent / name)
+    add(folder, "Rollout engine", "ENGINES")
+    add(folder, "Weight transfer", "WEIGHT_TRANSFERS")
+    file = folder / "hpc_rl/config/engines.py"
+    text = file.read_text()
+    before, after = 'transfers=("host",),\n    ),\n    "hf"', 'transfers=("object_store", "host"),\n    ),\n    "hf"'
+    assert before in text
+    file.write_text(text.replace(before, after))
+    return folder
+
+
+def python(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python with this checkout before the installed one, also in the processes that it starts."""
+    unset = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN", "HPC_RL_RUN_DIR")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment |= {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+def test_the_configuration_lists_the_new_engine(checkout: Path) -> None:
+    code = "from hpc_rl.config.compose import compose; compose('ppo', ['rollout.name=plan'])"
+    found = python(checkout, "-c", code)
+    assert "rollout.name: Input should be 'auto', 'plain', 'hf' or 'vllm', found 'plan'" in found.stderr
+
+
+@pytest.mark.slow
+def test_a_run_generates_with_the_new_engine_and_the_new_transfer(checkout: Path, tmp_path: Path) -> None:
+    """At the second step the engine's probabilities are those of the trainer, whose weights have changed."""
+    data, run = tmp_path / "data", tmp_path / "run"
+    generate(data, n_train=8, n_val=1)
+    options = [
+        f"model.path={make_tiny_model(tmp_path / 'model')}",
+        *(f"data.train_files={data}/train.jsonl", "data.train_batch_size=4", "rollout.n=2"),
+        *("data.max_prompt_length=40", "data.max_response_length=6", "trainer.micro_tokens=256"),
+        *("algorithm.advantage=grpo", "reward.function=format", "reward.kwargs={pattern: '.*[a-i].*'}"),
+        *("trainer.device=cpu", "trainer.n_gpus_per_node=2", "pools.spec={train: [1], engines: [1]}"),
+        *("pools.roles={rollout: engines}", "rollout.name=plain", "rollout.calculate_log_probs=true"),
+        *(f"actor.optim.lr={LEARNING_RATE}", "trainer.total_training_steps=2", "trainer.export=false"),
+        *("trainer.val_before_train=false", "trainer.logger=[]", "trainer.save_freq=0"),
+    ]
+    done = python(checkout, "-m", "hpc_rl.rl.main_ppo", "--run-dir", str(run), *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = read_metrics(run / "metrics.jsonl")
+    assert first["actor/grad_norm"] > 0
+    assert first["training/rollout_probs_diff_max"] < 1e-5 and second["training/rollout_probs_diff_max"] < 1e-5
+    assert (run / "attempt-1" / "node0-engines-engine0.log").exists()

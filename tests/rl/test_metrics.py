@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from hpc_rl.rewards.scorer import Scores
+from hpc_rl.rl import experience as columns
+from hpc_rl.rl.metrics import (
+    NO_SIGNAL_REPEAT,
+    NO_SIGNAL_STEPS,
+    experience_metrics,
+    has_signal,
+    no_signal_warning,
+    probs_diff_warning,
+    reward_metrics,
+)
+from tests.rl.ppo_config import ppo_config
+from tests.rl.test_experience import experience_of
+
+GRPO = ("algorithm.advantage=grpo", "rollout.n=2")
+
+
+def scored(scores: list[float], groups: list[int], lengths: list[int] | None = None) -> TensorDict:
+    """An experience with GRPO's advantages."""
+    experience = experience_of(lengths or [2] * len(scores))
+    experience["group"] = torch.tensor(groups)
+    config = ppo_config(*GRPO)
+    columns.add_scores(experience, torch.tensor(scores), config)
+    columns.add_rewards(experience, config.algorithm, 0.0)
+    columns.add_advantages(experience, config.algorithm, None)
+    return experience
+
+
+def measured(scores: list[float], groups: list[int], lengths: list[int] | None = None) -> dict[str, float]:
+    return experience_metrics(scored(scores, groups, lengths), ppo_config(*GRPO))
+
+
+def test_deviation_of_scores_within_prompts() -> None:
+    # Prompts 0 and 2 have equal scores; the sample deviation of (0, 1) is sqrt(1/2), that of (1, 2, 3) is 1.
+    found = measured([0.1, 0.1, 0.0, 1.0, 0.7, 0.7, 0.7, 1.0, 2.0, 3.0], [0, 0, 1, 1, 2, 2, 2, 3, 3, 3])
+    assert found["reward_std"] == pytest.approx((math.sqrt(0.5) + 1) / 4)
+    assert found["frac_reward_zero_std"] == 0.5
+
+
+def test_equal_scores_everywhere() -> None:
+    found = measured([0.1] * 6, [0, 0, 0, 1, 1, 1])
+    assert (found["reward_std"], found["frac_reward_zero_std"]) == (0.0, 1.0)
+
+
+def test_one_response_per_prompt_has_no_deviation() -> None:
+    found = measured([0.0, 1.0, 2.0], [0, 1, 2])
+    assert "reward_std" not in found and "frac_reward_zero_std" not in found
+    # A single response beside others is left out.
+    assert measured([5.0, 1.0, 1.0], [0, 1, 1])["frac_reward_zero_std"] == 1.0
+
+
+def test_percentiles_of_lengths() -> None:
+    found = measured([0.0] * 5, [0] * 5, lengths=[1, 2, 3, 4, 6])
+    expected = {"mean": 3.2, "max": 6, "min": 1, "p10": 1.4, "p50": 3, "p90": 5.2}
+    for name, value in expected.items():
+        assert found[f"response_length/{name}"] == pytest.approx(value)
+        assert found[f"prompt_length/{name}"] == 2
+
+
+def test_each_component_of_a_reward_is_averaged_over_the_responses_that_have_it() -> None:
+    values = np.zeros(3, np.float32)
+    scores = Scores(values, [(1, "broken")], [{"format": 1.0, "correct": 0.0}, {}, {"format": 0.0}])
+    assert reward_metrics(scores) == {"critic/reward_errors": 1.0, "reward/format": 0.5, "reward/correct": 0.0}
+    assert reward_metrics(Scores(values, [])) == {"critic/reward_errors": 0.0}
+
+
+def test_signal_means_that_an_advantage_is_not_zero() -> None:
+    assert not has_signal(scored([0.1, 0.1, 0.7, 0.7], [0, 0, 1, 1]))
+    assert has_signal(scored([0.1, 0.1, 0.7, 0.8], [0, 0, 1, 1]))
+
+
+def test_a_warning_after_several_steps_without_signal_and_then_now_and_then() -> None:
+    metrics = measured([0.0] * 4, [0, 0, 1, 1])
+    warned = [steps for steps in range(60) if no_signal_warning(steps, metrics)]
+    assert warned == [NO_SIGNAL_STEPS, NO_SIGNAL_STEPS + NO_SIGNAL_REPEAT, NO_SIGNAL_STEPS + 2 * NO_SIGNAL_REPEAT]
+    assert warned[0] == 3
+
+
+def test_the_warning_describes_what_was_found() -> None:
+    alike = no_signal_warning(3, measured([0.0] * 4, [0, 0, 1, 1]))
+    assert alike is not None
+    assert alike.startswith("warning: the last 3 steps gave no learning signal")
+    assert "because every response scored 0." in alike and "algorithm.filter_groups=true" in alike
+    per_prompt = no_signal_warning(3, measured([0.0, 0.0, 1.0, 1.0], [0, 0, 1, 1]))
+    assert per_prompt is not None and "because the responses to each prompt all scored the same." in per_prompt
+
+
+def test_a_difference_of_probabilities_over_the_threshold_is_a_warning() -> None:
+    assert probs_diff_warning({}) is None
+    assert probs_diff_warning({"training/rollout_probs_diff_mean": 0.01}) is None
+    warning = probs_diff_warning({"training/rollout_probs_diff_mean": 0.02})
+    assert warning is not None and "by 0.020 on average (threshold: 0.01)" in warning
