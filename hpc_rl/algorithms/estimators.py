@@ -1,6 +1,6 @@
 """The table of advantage estimators.
 
-To add one, write a function `Outcome -> Estimate` in a file of its own (see outcome.py), add a row to ESTIMATORS, and
+To add one, write a function `Outcome -> Estimate` in a new file (see outcome.py), add a row to ESTIMATORS, and
 add the name to AlgorithmConfig.advantage.
 """
 

@@ -1,6 +1,6 @@
 """The table of policy losses.
 
-To add one, write a function `PolicyBatch -> PolicyLoss` in a file of its own (losses.py defines both types), add a row
+To add one, write a function `PolicyBatch -> PolicyLoss` in a new file (losses.py defines both types), add a row
 to POLICY_LOSSES, and add the name to AlgorithmConfig.loss.
 """
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from hpc_rl.host.environment import openmp_defaults
+
 
 @dataclass(frozen=True)
 class EngineSpec:
@@ -48,7 +50,7 @@ _VLLM = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 # Ray gives a worker one CPU and leaves its place to the scheduler, so threads are neither pinned nor many.
-_VLLM_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+_VLLM_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **openmp_defaults(1)}
 
 ENGINES: dict[str, EngineSpec] = {
     "hf": EngineSpec(

@@ -11,7 +11,7 @@
 - A parameter named `row` receives the whole row as a dict, one named `prompt` the prompt's text.
 - It returns a finite number (anything that `float` accepts, except text), or a dict with the key "score" and further
   numbers. The mean of each further number is logged as the metric `reward/KEY`; other values in the dict are ignored.
-- It runs in `reward.workers` processes of its own. Calls are distributed over them in no fixed order, so keep no state
+- It runs in `reward.workers` separate processes. Calls are distributed over them in no fixed order, so keep no state
   between calls. If a call raises, takes longer than `reward.timeout_s`, ends its process, or returns no finite number,
   the failure is logged and the response gets the score `reward.on_error`.
 - A module is found from the folder in which the job was submitted, as with `python -m`. A file may import the files

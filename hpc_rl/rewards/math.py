@@ -1,7 +1,7 @@
 """Scores 1 if the final answer is mathematically equal to the reference answer, else 0, by the math-verify library.
 
-The final answer is the last \\boxed{...}, or what math-verify finds if there is none. There is no time limit here; the
-pool of reward processes ends a process that takes too long.
+The final answer is the last \\boxed{...}, or what math-verify finds if there is none. There is no time limit here;
+RewardProcesses ends a process that takes too long.
 """
 
 from __future__ import annotations

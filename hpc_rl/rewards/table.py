@@ -16,7 +16,7 @@ class BuiltIn:
     module: str
     """Module with the function `score`."""
     in_driver: bool = False
-    """Whether it runs in the driver instead of processes of its own: it takes microseconds and always ends."""
+    """Whether it runs in the driver instead of separate processes, because it takes microseconds and always ends."""
 
 
 REWARDS: dict[str, BuiltIn] = {

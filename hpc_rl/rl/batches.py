@@ -131,7 +131,7 @@ class _Kept:
         self._groups += max(batch.groups) + 1
 
     def batch(self, responses: int) -> Batch:
-        """Return the first so many responses as a batch, with the errors of all responses that were scored."""
+        """Return a batch of the first `responses` that were kept, with the errors of all responses that were scored."""
         kept = self._responses[:responses]
         values = np.array([response.score for response in kept], np.float32)
         return Batch(

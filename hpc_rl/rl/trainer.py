@@ -195,7 +195,7 @@ def finish(state: PpoState) -> int:
 
 
 def due(number: int, every: int) -> bool:
-    """Return whether an action that happens every so many steps is due; `every` = 0 means never."""
+    """Return whether an action that happens every `every` steps is due at this step; 0 means never."""
     return every > 0 and number % every == 0
 
 

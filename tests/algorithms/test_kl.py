@@ -41,7 +41,7 @@ def test_the_expected_gradient_of_k2_is_that_of_the_divergence() -> None:
     logits = torch.tensor([0.3, -0.2, 0.5], requires_grad=True)
     reference = torch.tensor([0.2, 0.2, 0.6]).log()
     logprobs = logits.log_softmax(0)
-    sampled = logprobs.detach().exp()  # tokens are drawn: their probability is no part of the gradient
+    sampled = logprobs.detach().exp()  # tokens are drawn, so their probability has no gradient
     exact = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)[0]
     through_k2 = torch.autograd.grad((sampled * kl.k2(logprobs, reference)).sum(), logits, retain_graph=True)[0]
     through_k1 = torch.autograd.grad((sampled * kl.k1(logprobs, reference)).sum(), logits)[0]

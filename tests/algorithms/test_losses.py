@@ -17,7 +17,7 @@ from tests.algorithms import reference
 from tests.algorithms.batches import flat, lengths, lengths_of, no_deadline, numbers, rows, tokens, weighted_sum
 
 MODES = tuple(LOSS_AGGREGATIONS)
-# Steps of 0.13 never put a ratio, nor a value, on a bound, where float32 and float64 may differ on which side it is.
+# Steps of 0.13 put no ratio and no value exactly on a bound, where float32 and float64 may round to different sides.
 logs = st.integers(-8, 8).map(lambda n: 0.13 * n - 2.0)
 quarters = st.integers(-12, 12).map(lambda n: n / 4)
 OLD = -2.0
@@ -68,7 +68,7 @@ def ppo_of(log_ratio: float, advantage: float, c: float | None = 3.0) -> tuple[f
         (0.9, -2.0, (1.8, 1.8, 0)),  # 0.9 * 2, within the bounds
         (1.6, -2.0, (3.2, 3.2, 0)),  # up though it was bad: free to come back, 1.6 * 2
         (4.0, -2.0, (6.0, 0.0, 1)),  # so far up that the dual clip holds it: 3 * 2
-        (4.0, 2.0, (-3.0, 0.0, 1)),  # the dual clip is no matter of good tokens: -1.5 * 2
+        (4.0, 2.0, (-3.0, 0.0, 1)),  # the dual clip does not affect good tokens: -1.5 * 2
     ],
 )
 def test_ppo_by_hand(ratio: float, advantage: float, expected: tuple[float, float, float]) -> None:

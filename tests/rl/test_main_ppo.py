@@ -1,4 +1,4 @@
-"""The command line, up to where Ray would start."""
+"""The command line, without starting Ray."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ rank once, and actor, critic, reference and an engine in the same process all co
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +37,6 @@ from hpc_rl.training.perf import max_memory_gb, peak_flops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Columns = dict[str, NDArray[np.float32]]
 
 MODELS: dict[str, Callable[[PpoConfig, World], Any]] = {
     "actor": Actor,
@@ -111,7 +109,7 @@ class Worker:
         model: RewardModel = self._part("reward")
         return model.scores(shard)
 
-    def update(self, role: str, columns: Columns, step: int, total_steps: int) -> Sums:
+    def update(self, role: str, columns: Mapping[str, NDArray[np.float32]], step: int, total_steps: int) -> Sums:
         """Train actor or critic on the held responses; see Learner.update."""
         learner: Learner[Any] = self._part(role)
         tensors = {name: torch.tensor(column, device=self.world.device) for name, column in columns.items()}

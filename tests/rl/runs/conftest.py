@@ -16,7 +16,7 @@ from tests.rl.runs.jobs import Hosts, Runs
 def cluster() -> Iterator[None]:
     """A Ray of 4 CPU slots, which every run of this package uses."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray") as folder:
-        # As in the other tests of this process: Ray fails where a process takes both modes, one after the other.
+        # As in the other tests of this process: Ray fails if a process uses both modes, one after the other.
         # tests/rl/runs/test_command.py has a token.
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("OMP_NUM_THREADS", "1")

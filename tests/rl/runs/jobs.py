@@ -1,8 +1,8 @@
 """Reinforcement-learning runs on a Ray that the tests share.
 
-`run_here` drives a run from this process, on worker processes that are used again: what a worker imports takes longer
-than a run of a tiny model. Everything else is as in a job. `run_ppo` itself, with processes of its own, is for the
-tests of what starts and ends.
+`Runs` drives a run from this process, on worker processes that are reused, because the imports of a worker take longer
+than a run of a tiny model. Everything else is as in a job. `run_ppo` itself, with separate processes, is for the tests
+of start and end.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ class Runs:
         return Runs([option for option in self.base if not option.startswith(prefix)], self._hosts)
 
     def __call__(self, run_dir: Path, *overrides: str) -> int:
-        """One run; its exit code."""
+        """Run to the end and return the exit code."""
         with self.state(run_dir, *overrides) as state:
             return trainer.train(state)
 
     @contextmanager
     def state(self, run_dir: Path, *overrides: str) -> Iterator[PpoState]:
-        """A run that is ready to go."""
+        """Set up a run."""
         run, logs = RunDir(run_dir), run_dir / "attempt-1"
         self._hosts.all_free()
         with pytest.MonkeyPatch.context() as patch:
@@ -107,12 +107,12 @@ class Runs:
 
 
 def series(run_dir: Path, name: str) -> list[float]:
-    """One metric of all steps that have it."""
+    """Return one metric of all steps that have it."""
     return [record[name] for record in read_metrics(run_dir / "metrics.jsonl") if name in record]
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
-    """What was measured at each step, apart from clocks and speeds; raises where a number is not finite."""
+    """Return the metrics of each step, without times and speeds, after checking that all numbers are finite."""
     found = []
     for record in read_metrics(run_dir / "metrics.jsonl"):
         numbers = {name: value for name, value in record.items() if not name.startswith(("time", "timing_s/", "perf/"))}

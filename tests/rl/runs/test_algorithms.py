@@ -101,7 +101,7 @@ def test_old_logprobs_may_be_the_engines_or_the_trainers(run: Runs, tmp_path: Pa
 
 
 def test_truncated_importance_sampling(run: Runs, tmp_path: Path) -> None:
-    """A cap of 0.5 halves every token's weight where engine and trainer agree, and so every gradient."""
+    """A cap of 0.5 halves every token's weight, and so every gradient, if engine and trainer agree."""
     one = ("actor.mini_batch_size=null", "actor.ppo_epochs=1", "algorithm.advantage=grpo")
     for name, more in (("plain", ()), ("capped", ("algorithm.tis_cap=0.5",)), ("uncapped", ("algorithm.tis_cap=2",))):
         assert run(tmp_path / name, *one, "trainer.total_training_steps=1", *more) == 0

@@ -14,7 +14,7 @@ from tests.rl.runs.jobs import TIMEOUT_S, series
 
 @pytest.mark.slow
 def test_the_command_starts_a_ray_of_its_own_and_ends_it(base: list[str], tmp_path: Path) -> None:
-    """Behind a token, which nobody else can read."""
+    """The cluster requires a token that only its owner can read."""
     unset = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN", "HPC_RL_RUN_DIR")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     command = [sys.executable, "-m", "hpc_rl.rl.main_ppo", "--run-dir", str(tmp_path), *base, "trainer.export=true"]

@@ -35,7 +35,7 @@ def test_validation_samples_and_the_model(run: Runs, tmp_path: Path) -> None:
 
 
 def check_export(folder: Path, sample: dict[str, str]) -> None:
-    """The model says what the last validation sampled."""
+    """The exported model generates the samples of the last validation."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Stopping, going on, and checkpoints that cannot be used."""
+"""Stopping, resuming, and checkpoints that cannot be used."""
 
 from __future__ import annotations
 

@@ -29,6 +29,9 @@ def broken(response, answer):
 
 def narrow(response):
     return 1.0
+
+def flat(response, answer):
+    return {"score": 0.25, "letters": sum(map(str.isalpha, response)), "constant": 3, "text": response}
 """
 
 
@@ -64,6 +67,25 @@ def test_a_function_that_never_works_ends_the_run(plain: Runs, tmp_path: Path, o
 def test_a_function_of_the_wrong_signature_is_refused(plain: Runs, tmp_path: Path, own: Path) -> None:
     with pytest.raises(UserError, match=r"has the parameters \(response\), but is called with \(response, answer\)"):
         plain(tmp_path, "reward.workers=1", f"reward.function={own}:narrow")
+
+
+def test_components_and_steps_without_signal(
+    plain: Runs, tmp_path: Path, own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All responses score the same, so three steps teach nothing, and the components of the score differ."""
+    options = ("algorithm.advantage=grpo", "trainer.total_training_steps=3", "reward.workers=1")
+    assert plain(tmp_path, *options, f"reward.function={own}:flat") == 0
+    steps = metrics(tmp_path)
+    for step in steps:
+        assert (step["reward_std"], step["frac_reward_zero_std"], step["critic/score/mean"]) == (0, 1, 0.25)
+        assert step["reward/constant"] == 3 and step["reward/letters"] > 0 and "reward/text" not in step
+    assert steps[-1]["val/reward/constant"] == 3
+    out = capsys.readouterr().out
+    assert out.count("gave no learning signal") == 1
+    assert (
+        "warning: the last 3 steps gave no learning signal: all advantages are 0, because every response scored 0.25"
+        in out
+    )
 
 
 class Server(BaseHTTPRequestHandler):
@@ -136,13 +158,17 @@ def test_a_reward_model_scores_as_transformers_does(plain: Runs, tmp_path: Path)
 
 def test_another_vocabulary_is_refused(plain: Runs, tmp_path: Path) -> None:
     folder = make_reward_model(tmp_path / "reward", vocab=290)
-    with pytest.raises(UserError, match=r"reward\.model .* and model\.path .* have different vocabularies: .* tokens differ"):
+    with pytest.raises(
+        UserError, match=r"reward\.model .* and model\.path .* have different vocabularies: .* tokens differ"
+    ):
         plain(tmp_path / "run", f"reward.model={folder}")
 
 
 def test_a_model_without_a_trained_head_is_refused(plain: Runs, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "reward")
-    with pytest.raises(UserError, match=r"reward\.model .* has no trained head 'score': it is not a sequence classifier"):
+    with pytest.raises(
+        UserError, match=r"reward\.model .* has no trained head 'score': it is not a sequence classifier"
+    ):
         plain(tmp_path / "run", f"reward.model={folder}")
     shutil.rmtree(folder)
     with pytest.raises(UserError, match="no tokenizer could be loaded"):

@@ -22,7 +22,7 @@ WORKER, DRIVER = "node0-global_pool-rank{}.log", "driver.log"
 
 
 class StoppedRunner(TaskRunner):
-    """A run that is told to stop while its first step is under way."""
+    """A run that is asked to stop during its first step."""
 
     def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
         run.stop.touch()
@@ -30,12 +30,12 @@ class StoppedRunner(TaskRunner):
 
 
 class TellingRunner(TaskRunner):
-    """What a user writes who wants something else of the driver."""
+    """A driver as a user may write it."""
 
     def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
         code = super().run(config, run, logs)
         level = ray.get(ray.remote(num_cpus=0)(lambda: os.environ["VLLM_LOGGING_LEVEL"]).remote())
-        (run.path / "told").write_text(f"{run.name} ended with {code}, vLLM told to {level}")
+        (run.path / "result").write_text(f"{run.name} ended with {code}, vLLM logs {level}")
         return code
 
 
@@ -84,7 +84,7 @@ def test_stopped_and_continued_in_other_processes(
     nothing_is_left(given.path)
     assert run_ppo(ppo(*base, *options), TellingRunner, given) == 0
     assert "resuming after step 1" in capsys.readouterr().out
-    assert (given.path / "told").read_text() == "run ended with 0, vLLM told to WARN"
+    assert (given.path / "result").read_text() == "run ended with 0, vLLM logs WARN"
     assert run_ppo(ppo(*base, *options), run=given) == 0
     assert "resuming after step 3, the last of 3: only the export remains" in capsys.readouterr().out
     assert [path.name for path in given.attempts()] == ["attempt-1", "attempt-2", "attempt-3"]
@@ -117,7 +117,7 @@ def test_a_killed_process_ends_the_run(
             killed_at.append(time.monotonic())
             os.kill(eldest(pids(tmp_path / "attempt-1" / log)), signal.SIGKILL)
         finally:
-            run.stop.touch()  # so that the run ends also where nothing could be killed
+            run.stop.touch()  # so that the run ends even if nothing could be killed
 
     killer = threading.Thread(target=kill)
     killer.start()
