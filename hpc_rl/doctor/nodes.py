@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from hpc_rl.doctor.diagnosis import Text, findings
+from hpc_rl.doctor.diagnosis import LogText, findings
 from hpc_rl.doctor.findings import Check, ok, problem, together, warning
 from hpc_rl.doctor.packages import driver_check, package_checks
 from hpc_rl.host.node_report import NodeReport, Trial
@@ -108,7 +108,7 @@ def _failed(name: str, trial: Trial, remedy: str) -> Check:
     """A known failure brings its own remedy."""
     how = {_TOO_LONG: "it took too long", _KILLED: "killed, usually for lack of memory"}
     said = f"({how.get(trial.exit_code, f'exit code {trial.exit_code}')}): {trial.said}"
-    known = findings([Text(name, said)])
+    known = findings([LogText(name, said)])
     return problem(name, f"failed after {trial.seconds:.0f} s {said}", known[0].failure.fix if known else remedy)
 
 
