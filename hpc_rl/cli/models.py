@@ -10,6 +10,7 @@ import typer
 
 from hpc_rl.cli.app import app
 from hpc_rl.errors import UserError
+from hpc_rl.host.installation import install_command
 
 
 class Dtype(StrEnum):
@@ -34,7 +35,7 @@ def export(
     try:
         from hpc_rl.training.export import export as export_model
     except ModuleNotFoundError as error:
-        raise UserError(f"export needs {error.name}: pip install 'hpc-rl[train]'") from error
+        raise UserError(f"export needs {error.name}: {install_command('train')}") from error
     from transformers.utils import logging
 
     logging.disable_progress_bar()

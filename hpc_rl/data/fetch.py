@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpc_rl.data.hub import load_splits
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
+from hpc_rl.host.installation import install_command
 
 _OTHER_FORMATS = ["*.onnx*", "*.gguf", "*.h5", "*.msgpack", "*.ot", "*.pth", "*.pt", "original/*", "onnx/*"]
 _OTHER_WEIGHTS = ["*.bin", *_OTHER_FORMATS]
@@ -27,7 +28,8 @@ def main(names: Sequence[str]) -> int:
             print(f"hpc-rl: {error}", file=sys.stderr)
             return error.exit_code
         except ModuleNotFoundError as error:
-            print(f"hpc-rl: {sys.executable} has no {error.name}: pip install 'hpc-rl[train]'", file=sys.stderr)
+            remedy = install_command("train", sys.executable)
+            print(f"hpc-rl: {sys.executable} has no {error.name}: {remedy}", file=sys.stderr)
             return EXIT_BAD_INPUT
     return 0
 

