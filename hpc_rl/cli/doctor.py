@@ -37,7 +37,7 @@ def doctor(
 
     Example: hpc-rl doctor --on-nodes 2 --partition gpu
     """
-    from hpc_rl.doctor import findings as found
+    from hpc_rl.doctor.checks import as_text, has_problem
     from hpc_rl.doctor.job import doctor_config, doctor_job, run_on_nodes
     from hpc_rl.doctor.login import container_checks, folder_checks, internet_checks, python_checks, slurm_checks
     from hpc_rl.submit import queue
@@ -60,8 +60,8 @@ def doctor(
     if as_json:
         print(json.dumps([check.as_dict() for check in results], indent=2))
     else:
-        print(found.as_text(results))
-    leave(1 if found.has_problem(results) else 0)
+        print(as_text(results))
+    leave(1 if has_problem(results) else 0)
 
 
 @app.command()

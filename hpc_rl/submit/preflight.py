@@ -21,7 +21,7 @@ from hpc_rl.config.training import ModelConfig
 from hpc_rl.data.rows import CannotCheck, check_file, check_prompts, is_file
 from hpc_rl.errors import UserError
 from hpc_rl.host.ray_version import check_ray, installed_ray
-from hpc_rl.images.preflight import image_checks
+from hpc_rl.images.run_options import image_preflight
 from hpc_rl.rewards.check import check_function, check_url
 from hpc_rl.submit.hub import HubCache, hub_cache
 from hpc_rl.submit.partition import partition_checks
@@ -62,7 +62,7 @@ def _checks(job: Job, local: bool) -> list[Callable[[], str | None]]:
     config = job.config
     if not local:
         checks += partition_checks(config)
-    checks += image_checks(config)
+    checks += image_preflight(config)
     same_python = config.slurm.python is None and config.container.image is None
     if isinstance(config, RayJobConfig) and same_python:
         checks.append(partial(check_ray, installed_ray(), sys.executable))

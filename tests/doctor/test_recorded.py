@@ -51,7 +51,7 @@ RUNS: dict[str, tuple[str, str]] = {
     "ppo-killed-worker": ("A process was killed", "rank 0 of pool"),
     "ppo-reward-raises": ("The reward function failed", "string indices must be integers"),
     "ppo-reward-imports": ("Python or a package is missing on the nodes", "sympy_plus"),
-    "ppo-not-finite": ("The loss or a gradient is not finite", "not finite"),
+    "ppo-not-finite": ("The loss or a gradient is not finite", "the loss is nan in step 2"),
     "ppo-small-vocabulary": ("The tokenizer does not fit the model", "index out of range in self"),
     "ppo-full-disk": ("No space left on device", "No space left on device"),
 }
