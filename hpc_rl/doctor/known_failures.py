@@ -12,7 +12,7 @@ import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 Kind = Literal["outside", "cause", "death", "exception", "consequence"]
 HEADING = "## Known failures\n"
@@ -40,8 +40,8 @@ def _read(path: Path) -> tuple[KnownFailure, ...]:
     table = tomllib.loads(path.read_text())
     return tuple(
         KnownFailure(kind=kind, **{**entry, "patterns": tuple(entry.get("patterns", ()))})
-        for kind, entries in table.items()
-        for entry in entries
+        for kind in get_args(Kind)
+        for entry in table[kind]
     )
 
 

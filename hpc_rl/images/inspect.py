@@ -51,8 +51,8 @@ def inspect_image(image: Path, python: str = "python3") -> ImageReport:
         raise UserError(f"image {image} did not start within {TIMEOUT_S} s") from error
     report.facts = _last_object(done.stdout)
     if not report.facts:
-        error = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        _judge_failure(report, error, python)
+        reason = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        _judge_failure(report, reason, python)
     else:
         _judge(report)
     return report
@@ -97,11 +97,11 @@ def _judge(report: ImageReport) -> None:
         report.warnings.append(f"/dev/shm has {report.facts['shm_bytes']:,} bytes free inside")
 
 
-def _judge_failure(report: ImageReport, error: str, python: str) -> None:
-    if "not found" in error or "no such file" in error.lower():
-        report.problems.append(f"it has no {python} on its PATH (set --python to another one): {error}")
+def _judge_failure(report: ImageReport, reason: str, python: str) -> None:
+    if "not found" in reason or "no such file" in reason.lower():
+        report.problems.append(f"it has no {python} on its PATH (set --python to another one): {reason}")
     else:
-        report.problems.append(f"it does not run: {error}")
+        report.problems.append(f"it does not run: {reason}")
 
 
 def _last_object(stdout: str) -> dict[str, Any]:

@@ -99,10 +99,12 @@ def occupy(port: int) -> Callable[[Path], None]:
 taken: list[socket.socket] = []
 
 
-def small_disk(workspace: Path) -> None:
-    """A run directory with room for the logs, and not for a checkpoint."""
-    (workspace / "runs").mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(workspace / "runs")], check=True)
+def full_disk(_workspace: Path, run: Path) -> None:
+    """Put a file system that is too small below the checkpoints, and ask the run to save and stop."""
+    wait_for(lambda: (run / "metrics.jsonl").exists())
+    (run / "checkpoints").mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(run / "checkpoints")], check=True)
+    (run / "stop").write_text("stop")
 
 
 def bad_row(workspace: Path) -> None:
@@ -133,7 +135,7 @@ CASES: dict[str, Case] = {
     "good-ray": ray("tasks"),
     "good-doctor": Case(("doctor", "--local", "--on-nodes", "2", "--run-dir", "{w}/runs/first", "trainer.device=cpu")),
     "sft-killed-rank": sft(*LONG, fault=kill(r"^\S+ -P -m hpc_rl\.(node\.rank|finetune\.train)")),
-    "sft-full-disk": sft("trainer.save_freq=1", prepare=small_disk),
+    "sft-full-disk": sft(*LONG, fault=full_disk),
     "sft-bad-row": sft(prepare=bad_row),
     "sft-not-finite": sft("optim.lr=1e20", "optim.clip_grad=0"),
     "sft-not-cached": sft("model.path=nobody/none", environ={"HF_HUB_OFFLINE": "1"}),
@@ -166,7 +168,7 @@ CASES: dict[str, Case] = {
         "reward.function={p}/varied_reward.py:score", "actor.optim.lr=1e20", "actor.optim.clip_grad=0"
     ),
     "ppo-small-vocabulary": ppo(prepare=small_vocabulary),
-    "ppo-full-disk": ppo("trainer.save_freq=1", prepare=small_disk),
+    "ppo-full-disk": ppo(*LONG, fault=full_disk),
 }
 
 
@@ -181,8 +183,9 @@ def main(names: Sequence[str]) -> None:
                 state, shown = run(CASES[name], workspace)
                 text = recording(name, CASES[name], state, RunDir(workspace / "runs" / "first"), workspace)
             finally:
-                if os.path.ismount(workspace / "runs"):
-                    subprocess.run(["umount", "-l", str(workspace / "runs")], check=True)
+                checkpoints = workspace / "runs" / "first" / "checkpoints"
+                if checkpoints.is_mount():
+                    subprocess.run(["umount", "-l", str(checkpoints)], check=True)
         RECORDED.mkdir(exist_ok=True)
         (RECORDED / f"{name}.txt").write_text(text)
         print(f"{name}: {state}, {len(text):,} bytes, {time.monotonic() - began:.0f} s\n{shown}", flush=True)
@@ -218,8 +221,7 @@ def run(case: Case, workspace: Path) -> tuple[str, str]:
     output.seek(0)
     shown = "\n".join(output.read().decode(errors="replace").splitlines()[-6:])
     status = run_dir / "status.json"
-    state = json.loads(status.read_text())["state"] if status.exists() else "NOT SUBMITTED"
-    return ("FAILED" if state == "RUNNING" and code else state), shown  # a full disk has no room for the last state
+    return (json.loads(status.read_text())["state"] if status.exists() else f"EXIT {code}"), shown
 
 
 # The doctor removes the folder of a job that found nothing wrong.
