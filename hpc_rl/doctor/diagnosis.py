@@ -26,7 +26,7 @@ MOST_LINES = 5
 _LOG_SUFFIXES = (".log", ".out", ".err")
 _NEW_START = re.compile(r"^.*(is queued again|DUE TO JOB REQUEUE).*\n", re.MULTILINE)
 """Everything above this line of a job's log belongs to an earlier start."""
-_OWN = "hpc-rl: "
+_OWN, _INDENT = "hpc-rl: ", "    "
 _PREFIX = r"\s*(?:\x1b\[\d*m)?(?:\[rank\d+\]: ?|rank \d+: |\([\w:.]+(?: pid=\d+[^)]*)?\)(?:\x1b\[0m)? )?\s*"
 """What torch, hpc-rl and Ray put in front of another process's line."""
 _NOISE = re.compile(
@@ -145,7 +145,7 @@ def findings(texts: Iterable[LogText]) -> list[Finding]:
 
 def last_message(job_log: str) -> list[str]:
     """Return the job's own last message: the last consecutive `hpc-rl:` lines, with the indented lines below them."""
-    lines = job_log.splitlines()
+    lines = [line for line in job_log.splitlines() if line.strip()]
     last = next((number for number in reversed(range(len(lines))) if lines[number].startswith(_OWN)), None)
     if last is None:
         return []
@@ -153,27 +153,27 @@ def last_message(job_log: str) -> list[str]:
     while first and (lines[first - 1].startswith(_OWN) or _is_below(lines, first - 1)):
         first -= 1
     end = last + 1
-    while end < len(lines) and lines[end].startswith("    "):
+    while end < len(lines) and lines[end].startswith(_INDENT):
         end += 1
     return lines[first:end]
 
 
 def _is_below(lines: list[str], number: int) -> bool:
     """Return whether an indented line belongs to an `hpc-rl:` line above it."""
-    while number and lines[number].startswith("    "):
+    while number and lines[number].startswith(_INDENT):
         number -= 1
         if lines[number].startswith(_OWN):
             return True
     return False
 
 
-def _shortened(verdict: list[str]) -> list[str]:
-    """Keep the sentences, and of what is indented below each its last lines."""
+def _shortened(message: list[str]) -> list[str]:
+    """Keep the `hpc-rl:` lines, and the last lines that are indented below each."""
     kept: list[str] = []
-    for number, line in enumerate(verdict):
-        following = verdict[number + 1 : number + 1 + MOST_LINES]
-        ends = len(following) < MOST_LINES or any(one.startswith(_OWN) for one in following)
-        if line.startswith(_OWN) or ends:
+    for number, line in enumerate(message):
+        following = message[number + 1 : number + 1 + MOST_LINES]
+        is_near_end = len(following) < MOST_LINES or any(one.startswith(_OWN) for one in following)
+        if line.startswith(_OWN) or is_near_end:
             kept.append(line)
     return kept
 

@@ -159,6 +159,7 @@ def test_the_last_message_is_what_the_job_printed_last() -> None:
     assert last_message("hpc-rl: Ray is up\nstep 1") == ["hpc-rl: Ray is up"]
     assert last_message("    indented\nhpc-rl: one\n    more\nend") == ["hpc-rl: one", "    more"]
     assert last_message("step 1\n    indented") == []
+    assert last_message("hpc-rl: one\n    more\n\n    again\n\nend") == ["hpc-rl: one", "    more", "    again"]
 
 
 def test_of_a_long_message_the_last_lines_are_shown(tmp_path: Path) -> None:
