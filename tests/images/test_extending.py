@@ -70,6 +70,14 @@ def test_the_example_runs_a_job_in_an_image(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("charliecloud")
+def test_a_runtime_that_cannot_unpack_runs_from_the_image(tmp_path: Path) -> None:
+    settings = {"container.image": str(tmp_path), "container.unpack": "always"}
+    for runtime, unpacks in (("apptainer", True), ("charliecloud", False)):
+        script = render_container(image_job(tmp_path / "run", tmp_path, **settings, **{"container.runtime": runtime}))
+        assert ("unpack() {" in script) == unpacks
+
+
+@pytest.mark.usefixtures("charliecloud")
 def test_the_login_node_checks_the_image_of_the_example(tmp_path: Path) -> None:
     settings = {"container.image": str(tmp_path / "none"), "container.runtime": "charliecloud"}
     with pytest.raises(UserError, match="create one with ch-convert"):
