@@ -168,7 +168,6 @@ CASES: dict[str, Case] = {
         "reward.function={p}/varied_reward.py:score", "actor.optim.lr=1e20", "actor.optim.clip_grad=0"
     ),
     "ppo-small-vocabulary": ppo(prepare=small_vocabulary),
-    "ppo-full-disk": ppo(*LONG, fault=full_disk),
 }
 
 

@@ -39,7 +39,7 @@ GOOD = NodeReport(
     all_reduce=Trial(9.0, 0, SUM, ""),
     ray=Trial(12.0, 0, {"hosts": ["node1", "node2"], "cpus": 64, "gpus": 16}, ""),
 )  # fmt: skip
-"""A node where all is well."""
+"""A node without problems."""
 
 
 def with_environ(report: NodeReport, **environ: str | None) -> NodeReport:
@@ -53,7 +53,7 @@ def judged(first: NodeReport) -> dict[str, Check]:
     return {check.name: check for check in judge([first, second]) if check.level != "ok"}
 
 
-def test_where_all_is_well_there_is_nothing_to_do() -> None:
+def test_a_node_without_problems_has_ok_checks_alone() -> None:
     assert judged(GOOD) == {}
     lines = as_text(judge([GOOD, replace(GOOD, node="node2", rank=1)])).splitlines()
     assert all(line.startswith("ok ") for line in lines)

@@ -53,7 +53,6 @@ RUNS: dict[str, tuple[str, str]] = {
     "ppo-reward-imports": ("Python or a package is missing on the nodes", "sympy_plus"),
     "ppo-not-finite": ("The loss or a gradient is not finite", "the loss is nan in step 2"),
     "ppo-small-vocabulary": ("The tokenizer does not fit the model", "index out of range in self"),
-    "ppo-full-disk": ("No space left on device", "No space left on device"),
 }
 """Recording -> title of the true cause, and part of the line that shows it."""
 
