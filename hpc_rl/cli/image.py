@@ -1,4 +1,4 @@
-"""`image`: Apptainer images to run jobs in."""
+"""The command group `image`: Apptainer images that jobs run in."""
 
 from __future__ import annotations
 
@@ -28,29 +28,34 @@ class Format(StrEnum):
     sandbox = "sandbox"
 
 
-OutOption = Annotated[Path, typer.Option(help="Image to write; its origin goes to OUT.json.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
-FormatOption = Annotated[Format, typer.Option("--format", help="sif: one file; sandbox: an unpacked folder.")]
+OutOption = Annotated[Path, typer.Option(help="Image to write. Its source and versions are recorded in OUT.json.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing image.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="sif: an image file; sandbox: an unpacked folder.")]
 
 
 @image_app.command()
 def build(
     source: Annotated[
         str,
-        typer.Option("--from", help="docker://NAME:TAG, docker-daemon:, docker-archive:, oci-archive:FILE, or a SIF."),
+        typer.Option(
+            "--from",
+            help="docker://NAME:TAG, docker-daemon:NAME, docker-archive:FILE, oci-archive:FILE or a SIF.",
+        ),
     ],
     out: OutOption,
     form: FormatOption = Format.sif,
     build_arg: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Of the definition: extras=rl, python=python3.12, pip=...; repeatable."),
+        typer.Option(
+            metavar="KEY=VALUE", help="Variable of the definition: extras=rl, python=python3.12, pip=...; repeatable."
+        ),
     ] = None,
     definition: Annotated[
-        Path | None, typer.Option(help="Your own definition file instead of ours.", show_default=False)
+        Path | None, typer.Option(help="Definition file to use instead of the shipped one.", show_default=False)
     ] = None,
     force: ForceOption = False,
 ) -> None:
-    """Make an image that jobs run in: any Docker image with Python, and hpc-rl installed into it.
+    """Build an image that jobs run in, from any Docker image with Python, and install hpc-rl into it.
 
     Example: hpc-rl image build --from docker://pytorch/pytorch:2.11.0-cuda12.8-cudnn9-runtime --out hpc-rl.sif
     """
@@ -63,12 +68,12 @@ def build(
 
 @image_app.command()
 def pull(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="As --from of `image build`.")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Source, as for `hpc-rl image build --from`.")],
     out: OutOption,
     form: FormatOption = Format.sif,
     force: ForceOption = False,
 ) -> None:
-    """Get an image as it stands, without hpc-rl in it.
+    """Fetch an image without changing it. hpc-rl is not installed into it.
 
     Example: hpc-rl image pull docker://python:3.12-slim --out python.sif
     """
@@ -81,10 +86,10 @@ def pull(
 @image_app.command()
 def unpack(
     image: Annotated[str, typer.Argument(metavar="SIF", help="Image to unpack.")],
-    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write, on a disk of the node's own.")],
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write, on a local disk of the nodes.")],
     force: ForceOption = False,
 ) -> None:
-    """Unpack an image into a folder, from which a job runs without a FUSE mount; give it to --image.
+    """Unpack an image into a folder, from which jobs run without a FUSE mount (--image FOLDER).
 
     Example: hpc-rl image unpack hpc-rl.sif /local/hpc-rl
     """
@@ -99,10 +104,10 @@ def unpack(
 @image_app.command()
 def check(
     image: Annotated[Path, typer.Argument(metavar="IMAGE", help="SIF file or unpacked folder.")],
-    python: Annotated[str, typer.Option(help="Python inside (container.python).")] = "python3",
+    python: Annotated[str, typer.Option(help="Python inside the image (container.python).")] = "python3",
     as_json: JsonOption = False,
 ) -> None:
-    """Start an image and say what it has: versions, CUDA, InfiniBand, /dev/shm. Exit code 1 where it cannot be used.
+    """Start an image and list its versions, CUDA, InfiniBand and /dev/shm. The exit code is 1 if it cannot be used.
 
     Example: hpc-rl image check hpc-rl.sif
     """
@@ -117,11 +122,11 @@ def _make(order: Order) -> None:
     from hpc_rl.images.build import make
 
     if order.source.is_moving:
-        note(f"{order.source.uri} may be another image tomorrow: NAME@sha256:DIGEST names one for good")
+        note(f"{order.source.uri} may refer to another image later: NAME@sha256:DIGEST always names the same one")
     try:
         written = make(order)
     except KeyboardInterrupt:
-        note("interrupted: nothing is left of the image")
+        note("interrupted: the incomplete image was removed")
         leave(130)
     facts = json.loads(written.read_text())
     print(f"{order.out}: {facts['source']}, digest {facts['digest'] or 'unknown'}; origin in {written.name}")
@@ -134,7 +139,7 @@ def _report_text(report: ImageReport) -> str:
     if facts:
         cuda, fabric = facts.get("cuda"), facts["infiniband"]
         rows += [("python", f"{facts['python']} ({facts['executable']})"), *facts["packages"].items()]
-        rows.append(("CUDA", f"{cuda['built_for']}, {cuda['devices']} devices" if cuda else "no torch to ask"))
+        rows.append(("CUDA", f"{cuda['built_for']}, {cuda['devices']} devices" if cuda else "unknown without torch"))
         rows.append(("InfiniBand", ", ".join(fabric) or "none on this machine"))
         rows.append(("/dev/shm", f"{facts['shm_bytes'] / 1e9:.1f} GB free"))
     rows += [("warning", text) for text in report.warnings] + [("problem", text) for text in report.problems]

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from hpc_rl.cli.app import JsonOption, RunArgument, RunOrSweepArgument, app, leave
-from hpc_rl.cli.text import findings_text, status_text
+from hpc_rl.cli.text import explanation_text, status_text
 from hpc_rl.errors import UserError
 
 
@@ -22,9 +22,9 @@ def status(run: RunArgument, as_json: JsonOption = False) -> None:
     from hpc_rl.doctor import diagnosis
     from hpc_rl.runs.status import find_run
 
-    found, reasons = diagnosis.diagnosis_of(find_run(run))
-    if reasons and not as_json:
-        print(findings_text(reasons[:1]) + "\n")
+    found, explanation = diagnosis.diagnosis_of(find_run(run))
+    if not as_json and (reasons := explanation_text(explanation, brief=True)):
+        print(reasons + "\n")
     print(found.as_json() if as_json else status_text(found))
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpc_rl.cli.app import CommandWithProgram, KindArgument, SiteOption, app, leave, note, program_of
-from hpc_rl.cli.text import findings_text, short_path, status_text, submitted_text
+from hpc_rl.cli.text import explanation_text, short_path, status_text, submitted_text
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -269,8 +269,8 @@ def _wait(job: Job, job_id: str, follow: bool) -> int:
     except KeyboardInterrupt:
         note(f"job {job_id} goes on; hpc-rl stop {job.run_dir.name} or hpc-rl cancel {job.run_dir.name} ends it")
         return 130
-    found, reasons = diagnosis.diagnosis_of(job.run_dir)
-    if reasons:
-        print(findings_text(reasons[:1]) + "\n")
+    found, explanation = diagnosis.diagnosis_of(job.run_dir)
+    if reasons := explanation_text(explanation, brief=True):
+        print(reasons + "\n")
     print(status_text(found))
     return code

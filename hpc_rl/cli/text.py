@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hpc_rl.tracking.formatting import duration
 
 if TYPE_CHECKING:
-    from hpc_rl.doctor.diagnosis import Finding
+    from hpc_rl.doctor.diagnosis import Explanation
     from hpc_rl.runs.status import RunStatus
     from hpc_rl.runs.table import Row
     from hpc_rl.submission.job import Job
@@ -45,18 +45,29 @@ def status_text(found: RunStatus) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-def findings_text(found: Sequence[Finding]) -> str:
-    """The first in full, which explains most; the others by a line."""
-    first, *others = found
-    where = first.source if first.source == "Slurm" else short_path(Path(first.source))
-    lines = [
-        first.failure.title,
-        f"  {where}: {first.line[:MOST_SHOWN]}",
-        f"  cause: {first.failure.cause}",
-        f"  fix:   {first.failure.fix}",
-        f"  more:  {GUIDE}#{first.failure.anchor}",
-    ]
-    return "\n".join(lines + [f"also: {other.failure.title}: {other.line[:MOST_SHOWN]}" for other in others])
+def explanation_text(found: Explanation, brief: bool = False) -> str:
+    """Render the job's own last message, the most likely cause in full, and the other findings in one line each.
+
+    Args:
+        brief: leave out the other findings.
+    """
+    blocks = ["\n".join(line[:MOST_SHOWN] for line in found.verdict)] if found.verdict else []
+    if found.findings:
+        first, *others = found.findings
+        where = first.source if first.source == "Slurm" else short_path(Path(first.source))
+        lines = [
+            first.failure.title,
+            f"  {where}: {first.line[:MOST_SHOWN]}",
+            f"  cause: {first.failure.cause}",
+            f"  fix:   {first.failure.fix}",
+            f"  more:  {GUIDE}#{first.failure.anchor}",
+        ]
+        more = [] if brief else [f"also: {other.failure.title}: {other.line[:MOST_SHOWN]}" for other in others]
+        blocks.append("\n".join(lines + more))
+    elif found.last_errors and not brief:
+        lines = ["not one of the known failures; the last lines that look like errors:"]
+        blocks.append("\n".join(lines + [f"  {line[:MOST_SHOWN]}" for line in found.last_errors]))
+    return "\n\n".join(blocks)
 
 
 def submitted_text(job: Job, job_id: str) -> str:

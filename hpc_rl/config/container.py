@@ -15,8 +15,8 @@ class ContainerConfig(Section):
     image: Path | None = None
     """Image that every node's processes run in: a SIF file or an unpacked folder (pyxis: also a name in a registry);
     null for none. Alias: --image."""
-    runtime: Literal["auto", "apptainer", "singularity", "pyxis"] = "auto"
-    """What runs it; auto is apptainer or singularity, whichever a node has."""
+    runtime: str = "auto"
+    """Container runtime: apptainer, singularity or pyxis; auto uses apptainer or singularity, whichever a node has."""
     python: str = Field("python3", min_length=1)
     """Python inside the image; slurm.python counts without an image only."""
     binds: list[Annotated[Line, AfterValidator(os.path.expanduser)]] = []

@@ -289,8 +289,8 @@ def _pool_problems(config: PpoConfig) -> list[str]:
     engine = engine_name(config.rollout, trainer.computes_on)
     if trainer.computes_on not in ENGINES[engine].dtypes:
         found.append(
-            f"rollout.name {engine} does not support trainer.device={trainer.computes_on}: use "
-            f"rollout.name={default_engine(trainer.computes_on)}, or trainer.device={' or '.join(ENGINES[engine].dtypes)}"
+            f"rollout.name {engine} does not support trainer.device={trainer.computes_on}: use rollout.name="
+            f"{default_engine(trainer.computes_on)}, or trainer.device={' or '.join(ENGINES[engine].dtypes)}"
         )
     if parallel > 1 and not ENGINES[engine].tensor_parallel:
         able = " or ".join(name for name, spec in ENGINES.items() if spec.tensor_parallel)

@@ -21,10 +21,10 @@ from hpc_rl.config.training import ModelConfig
 from hpc_rl.data import template
 from hpc_rl.data.chat import find_spans
 from hpc_rl.data.formats import Row
-from hpc_rl.data.missing import install_command
 from hpc_rl.data.rows import Message, to_messages, to_prompt
 from hpc_rl.data.sources import all_rows
 from hpc_rl.errors import UserError
+from hpc_rl.host.installation import install_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_rl.data.missing import install_command
 from hpc_rl.errors import UserError
+from hpc_rl.host.installation import install_command
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict

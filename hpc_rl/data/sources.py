@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from hpc_rl.data.formats import CannotCheck, Row, is_file, read_rows
 from hpc_rl.data.hub import load_split
-from hpc_rl.data.missing import install_command
 from hpc_rl.errors import UserError
+from hpc_rl.host.installation import install_command
 
 T = TypeVar("T")
 

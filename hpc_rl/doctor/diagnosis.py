@@ -1,4 +1,4 @@
-"""Why a run failed, by the messages in its logs."""
+"""Why a run failed, according to the messages in its logs."""
 
 from __future__ import annotations
 
@@ -6,32 +6,63 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from hpc_rl.doctor.known_failures import KNOWN_FAILURES, KnownFailure
+from hpc_rl.doctor.known_failures import ANY_EXCEPTION, KNOWN_FAILURES, Kind, KnownFailure
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
-from hpc_rl.runs.status import RunStatus, status_of
+from hpc_rl.runs.status import STOPPED, RunStatus, status_of
 
 HEAD_BYTES, TAIL_BYTES = 64_000, 192_000
-"""Read of a longer log: how it began, and how it ended."""
+"""Bytes that are read of a longer log: its beginning and its end."""
 MOST_FILES, FEW_FILES = 200, 24
-"""Logs of an attempt that `explain` reads, and `status`, which has to be quick."""
+"""Logs of an attempt that `explain` reads, and that `status`, which has to be quick, reads."""
+FAILED = frozenset({"BOOT_FAIL", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"})
+"""States that need an explanation; a cancelled or stopped run did what its user asked for."""
+ENDED_WELL = frozenset({"COMPLETED", STOPPED})
+MOST_LINES = 5
+"""Lines of a message of the job that are kept, and error lines of an unknown failure."""
+
 _LOG_SUFFIXES = (".log", ".out", ".err")
 _NEW_START = re.compile(r"^.*(is queued again|DUE TO JOB REQUEUE).*\n", re.MULTILINE)
-"""What stands above in a job's log belongs to an earlier start."""
+"""Everything above this line of a job's log belongs to an earlier start."""
+_OWN, _INDENT = "hpc-rl: ", "    "
+_PREFIX = r"\s*(?:\x1b\[\d*m)?(?:\[rank\d+\]: ?|rank \d+: |\([\w:.]+(?: pid=\d+[^)]*)?\)(?:\x1b\[0m)? )?\s*"
+"""What torch, hpc-rl and Ray put in front of another process's line."""
+_NOISE = re.compile(
+    _PREFIX
+    + r"(?:\[\d{4}-\d\d-\d\d [\d:,]+ [DIW] \d+ \d+\]"  # Ray's C++ code: [2026-11-21 16:03:45,369 I 24977 24994]
+    + r"|\d{4}-\d\d-\d\d [\d:,]+\s+(?:DEBUG|INFO|WARNING)\b"  # Ray's Python code: 2026-11-21 16:03:19,019 INFO
+    + r"|\[?[IW]\d{4} \d\d:\d\d:\d\d)"  # torch: [W1121 16:06:07.973195985
+)
+_EXCEPTION = re.compile(_PREFIX + r"(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)(?:\(\w+\))?(?:: |:?$)")
+"""The last line of a traceback."""
 _ERROR_LINE = re.compile(r"\berror\b|^hpc-rl: |\b[A-Z]\w*(Error|Exception)\b|^Traceback", re.IGNORECASE)
-FAILED = frozenset({"BOOT_FAIL", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"})
-"""States that want an explanation; what was cancelled or stopped was asked for."""
+
+Role = Literal["verdict", "own", "ray"]
+_ORDER: tuple[set[tuple[Kind, Role]], ...] = (
+    {("outside", "verdict"), ("outside", "own")},
+    {("cause", "verdict")},
+    {("exception", "verdict")},
+    {("cause", "own")},
+    {("death", "verdict"), ("death", "own")},
+    {("exception", "own")},
+    {("outside", "ray"), ("cause", "ray")},
+    {("consequence", "verdict"), ("consequence", "own")},
+)
+"""Order of the findings, the most likely cause first. Ray's own logs also contain exceptions and lost connections if
+all is well, so these kinds of failures are not searched there."""
+_RANKS = {place: rank for rank, places in enumerate(_ORDER) for place in places}
 
 
 @dataclass(frozen=True)
-class Text:
-    """Something to search."""
+class LogText:
+    """Part of a log, or another text to search."""
 
     source: str
     text: str
-    own: bool = True
-    """False for Ray's own logs, which also complain when all is well: what the others say comes first."""
+    role: Role = "own"
+    """verdict: the job's own last message; own: other logs of the job; ray: the logs of Ray's processes."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +70,7 @@ class Finding:
     failure: KnownFailure
     source: str
     line: str
-    """The first one that shows it."""
+    """The first line that shows the failure."""
 
     def as_dict(self) -> dict[str, str]:
         failure = self.failure
@@ -47,61 +78,124 @@ class Finding:
         return {**known, "source": self.source, "line": self.line}
 
 
-def findings(texts: Iterable[Text]) -> list[Finding]:
-    """Known failures in the texts, each once, causes before what follows from them."""
-    found: dict[KnownFailure, tuple[bool, Finding]] = {}
-    for text in texts:
-        for failure in KNOWN_FAILURES:
-            if failure in found and found[failure][0] >= text.own:
-                continue
-            line = _first_line(failure, text.text)
-            if line is not None:
-                found[failure] = text.own, Finding(failure, text.source, line)
-    ranked = sorted(found.values(), key=lambda pair: (not pair[0], KNOWN_FAILURES.index(pair[1].failure)))
-    return [finding for _, finding in ranked]
+@dataclass(frozen=True)
+class Explanation:
+    """What the logs of a job show about its failure."""
+
+    verdict: list[str]
+    """The job's own last message, which starts with `hpc-rl:`; empty if there is none."""
+    findings: list[Finding]
+    """Known failures, the most likely cause first."""
+    last_errors: list[str]
+    """The last lines of the job's log that look like errors."""
 
 
-def explain_file(path: Path) -> tuple[list[Finding], list[str]]:
-    """Known failures in a log, and its last error lines.
+NOTHING = Explanation([], [], [])
+
+
+def diagnosis_of(run: RunDir) -> tuple[RunStatus, Explanation]:
+    """Return a run's status and, if it failed, the explanation, from a limited number of logs."""
+    status = status_of(run)
+    return status, explain_run(run, status, FEW_FILES) if status.state in FAILED else NOTHING
+
+
+def explain_run(run: RunDir, status: RunStatus, most_files: int = MOST_FILES) -> Explanation:
+    """Explain a run by the logs of its newest start. A run that ended well needs no explanation."""
+    if status.state in ENDED_WELL:
+        return NOTHING
+    log = Path(status.log) if status.log else None
+    job_log = _NEW_START.split(read_ends(log))[-1] if log is not None and log.exists() else ""
+    return _explain(job_log, status.log or "", _other_texts(run, status, most_files))
+
+
+def explain_file(path: Path) -> Explanation:
+    """Explain any program's log.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
     try:
-        text = read_ends(path)
+        return _explain(read_ends(path), str(path), ())
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    return findings([Text(str(path), text)]), error_lines(text)
 
 
-def explain_run(run: RunDir, status: RunStatus) -> tuple[list[Finding], list[str]]:
-    """The same of a run, by the newest start of its job; the error lines are those of the job's log."""
-    texts = list(texts_of_run(run, status, MOST_FILES))
-    job_log = next((text.text for text in texts if text.source == status.log), "")
-    return findings(texts), error_lines(job_log)
+def _explain(job_log: str, source: str, others: Iterable[LogText]) -> Explanation:
+    verdict = last_message(job_log)
+    texts = [LogText(source, "\n".join(verdict), "verdict"), LogText(source, job_log), *others]
+    return Explanation(_shortened(verdict), findings(texts), error_lines(job_log))
 
 
-def error_lines(text: str, count: int = 5) -> list[str]:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+def findings(texts: Iterable[LogText]) -> list[Finding]:
+    """Return the failures that the texts show, each once, the most likely cause first."""
+    found: dict[KnownFailure, tuple[int, Finding]] = {}
+    for text in texts:
+        for failure in KNOWN_FAILURES:
+            rank = _RANKS.get((failure.kind, text.role))
+            if rank is None or (failure in found and found[failure][0] <= rank):
+                continue
+            line = _exception_line(text.text) if failure is ANY_EXCEPTION else _first_line(failure, text.text)
+            if line is not None:
+                found[failure] = rank, Finding(failure, text.source, line)
+    ranked = sorted(found.values(), key=lambda pair: (pair[0], KNOWN_FAILURES.index(pair[1].failure)))
+    ordered = [finding for _, finding in ranked]
+    # Behind a cause, the exception is the same failure once more.
+    return [finding for finding in ordered if finding.failure is not ANY_EXCEPTION or finding is ordered[0]]
+
+
+def last_message(job_log: str) -> list[str]:
+    """Return the job's own last message: the last consecutive `hpc-rl:` lines, with the indented lines below them."""
+    lines = [line for line in job_log.splitlines() if line.strip()]
+    last = next((number for number in reversed(range(len(lines))) if lines[number].startswith(_OWN)), None)
+    if last is None:
+        return []
+    first = last
+    while first and (lines[first - 1].startswith(_OWN) or _is_below(lines, first - 1)):
+        first -= 1
+    end = last + 1
+    while end < len(lines) and lines[end].startswith(_INDENT):
+        end += 1
+    return lines[first:end]
+
+
+def _is_below(lines: list[str], number: int) -> bool:
+    """Return whether an indented line belongs to an `hpc-rl:` line above it."""
+    while number and lines[number].startswith(_INDENT):
+        number -= 1
+        if lines[number].startswith(_OWN):
+            return True
+    return False
+
+
+def _shortened(message: list[str]) -> list[str]:
+    """Keep the `hpc-rl:` lines, and the last lines that are indented below each."""
+    kept: list[str] = []
+    for number, line in enumerate(message):
+        following = message[number + 1 : number + 1 + MOST_LINES]
+        is_near_end = len(following) < MOST_LINES or any(one.startswith(_OWN) for one in following)
+        if line.startswith(_OWN) or is_near_end:
+            kept.append(line)
+    return kept
+
+
+def error_lines(text: str, count: int = MOST_LINES) -> list[str]:
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not _NOISE.match(line)]
     return [line for line in lines if _ERROR_LINE.search(line)][-count:] or lines[-count:]
 
 
-def texts_of_run(run: RunDir, status: RunStatus, most_files: int) -> Iterator[Text]:
-    """What Slurm says, the job's log, the metrics, and the logs of ranks, nodes and Ray's processes."""
-    yield Text("Slurm", f"state {status.state} {status.reason}")
-    log = Path(status.log) if status.log else None
-    if log is not None and log.exists():
-        yield Text(str(log), _NEW_START.split(read_ends(log))[-1])
+def _other_texts(run: RunDir, status: RunStatus, most_files: int) -> Iterator[LogText]:
+    """Yield Slurm's state, the metrics, and the logs of ranks, nodes and Ray's processes."""
+    yield LogText("Slurm", f"state {status.state} {status.reason}")
     if run.metrics.exists():
-        yield Text(str(run.metrics), read_ends(run.metrics))
+        yield LogText(str(run.metrics), read_ends(run.metrics))
     for attempt in run.attempts()[-1:]:
         logs = sorted(path for path in attempt.rglob("*") if path.suffix in _LOG_SUFFIXES and path.is_file())
         for path in sorted(logs, key=lambda path: path.parent != attempt)[:most_files]:
-            yield Text(str(path), read_ends(path), own=path.parent == attempt)
+            yield LogText(str(path), read_ends(path), "own" if path.parent == attempt else "ray")
 
 
 def read_ends(path: Path) -> str:
-    """A text file: of a long one its first and its last part."""
+    """Read a text file, or the first and the last part of a long one."""
     with path.open("rb") as file:
         size = path.stat().st_size
         head = file.read(HEAD_BYTES)
@@ -115,8 +209,19 @@ def _first_line(failure: KnownFailure, text: str) -> str | None:
     return next((line for line in lines if failure.over is None or _number(failure, line) > failure.over), None)
 
 
+def _exception_line(text: str) -> str | None:
+    """Return the last line of the last traceback that is not a consequence of another process's failure."""
+    exceptions = [line.strip() for line in text.splitlines() if _EXCEPTION.match(line)]
+    others = [failure for failure in KNOWN_FAILURES if failure.kind == "consequence"]
+    return next((line for line in reversed(exceptions) if not any(_first_line(one, line) for one in others)), None)
+
+
 def _lines_with(pattern: str, text: str) -> Iterator[str]:
-    """Looks for the longest part as it stands first, which is a hundred times quicker than a regular expression."""
+    """Yield the lines that match a pattern and are not noise.
+
+    The longest part of the pattern is searched as plain text first, which is a hundred times faster than a regular
+    expression.
+    """
     parts = pattern.split("*")
     key = max(parts, key=len)
     whole = re.compile(".*?".join(map(re.escape, parts)))
@@ -124,18 +229,12 @@ def _lines_with(pattern: str, text: str) -> Iterator[str]:
     while place >= 0:
         begin, end = text.rfind("\n", 0, place) + 1, text.find("\n", place)
         line = text[begin : end if end >= 0 else len(text)]
-        if whole.search(line):
+        if whole.search(line) and not _NOISE.match(line):
             yield line.strip()
         place = text.find(key, begin + len(line))
 
 
 def _number(failure: KnownFailure, line: str) -> float:
-    """The number behind the pattern; 0 where there is none."""
+    """Return the number that follows the pattern, or 0 if there is none."""
     match = re.search(re.escape(failure.patterns[0]) + r"\W{1,4}(\d+\.?\d*([eE][+-]?\d+)?)", line)
     return float(match[1]) if match else 0.0
-
-
-def diagnosis_of(run: RunDir) -> tuple[RunStatus, list[Finding]]:
-    """A run's status, and why it failed where it has."""
-    status = status_of(run)
-    return status, findings(texts_of_run(run, status, FEW_FILES)) if status.state in FAILED else []

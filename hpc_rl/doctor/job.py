@@ -1,4 +1,4 @@
-"""The doctor's short job: submit or run it, wait, and read what its nodes wrote."""
+"""The doctor's short job: submit it or run it here, wait for it, and read the reports of its nodes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from hpc_rl.config.compose import compose
 from hpc_rl.config.job import JobConfig
-from hpc_rl.doctor.findings import Check, has_problem, problem
+from hpc_rl.doctor.checks import Check, has_problem, problem
 from hpc_rl.doctor.nodes import judge
 from hpc_rl.errors import UserError
 from hpc_rl.host.node_report import NodeReport
-from hpc_rl.images.preflight import container_checks
+from hpc_rl.images.run_options import image_preflight
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
 from hpc_rl.runs.status import current_job, status_of
@@ -31,11 +31,11 @@ from hpc_rl.submission.script import render
 KIND = "doctor"
 PATIENCE_S = 20
 SHORT = {"slurm.time": "10:00", "slurm.warning_s": 60, "slurm.requeue": False}
-"""Whatever a profile says of other jobs."""
+"""Settings of the doctor's job, which take precedence over those of a profile."""
 
 
 def doctor_config(overrides: Sequence[str], settings: Mapping[str, Any], site: str | None) -> JobConfig:
-    """What any job here would ask for."""
+    """Compose the options that any job would have here."""
     return compose(KIND, overrides, settings, load_profile(site).values)
 
 
@@ -48,14 +48,15 @@ def doctor_job(
     *,
     local: bool,
 ) -> Job:
-    """The job, with a run directory that nobody else has.
+    """Return the job, with a run directory of its own.
 
     Raises:
-        UserError: the options are wrong, the partition has no such nodes, or the directory is taken or cannot be made.
+        UserError: the options are wrong, the partition has no such nodes, or the directory is not empty or cannot be
+            created.
     """
     named = {text.partition("=")[0].lstrip("+") for text in overrides} | settings.keys()
     if "trainer.nnodes" in named:
-        raise UserError("give the number of nodes once: --on-nodes")
+        raise UserError("set the number of nodes with --on-nodes only")
     short = {key: value for key, value in SHORT.items() if key not in named}
     settings = {**short, **settings, "trainer.nnodes": nodes}
     request = Request(KIND, overrides, settings=settings, run_dir=run_dir, site=site, local=local)
@@ -63,25 +64,25 @@ def doctor_job(
     ask = None if local else ask_of(planned.config)
     if ask is not None:
         check_partition(ask)
-    for check in container_checks(planned.config.container):
+    for check in image_preflight(planned.config.container):
         check(planned.config.container)
     if local:
         check_local(planned)
     path = planned.run_dir.path
     if path.is_dir() and any(path.iterdir()):
-        raise UserError(f"{path} is not empty: the doctor wants a folder of its own, which it removes at the end")
+        raise UserError(f"{path} is not empty: the doctor needs an empty folder, which it removes at the end")
     check_run_dir(path)
     render(planned)
     return reserve(request, planned)
 
 
 def run_on_nodes(job: Job, local: bool, note: Callable[[str], None]) -> list[Check]:
-    """Run the job to its end; what its nodes found. Its directory stays where something is wrong, and goes otherwise.
+    """Run the job to its end and return the checks of its nodes. The run directory stays only if there is a problem.
 
-    Ctrl-C takes the job away.
+    Ctrl-C cancels the job.
 
     Args:
-        note: told how it goes.
+        note: called with messages about the progress.
     """
     run = job.run_dir
     try:
@@ -89,27 +90,27 @@ def run_on_nodes(job: Job, local: bool, note: Callable[[str], None]) -> list[Che
             run_local(job, render(job), lambda: None)
         else:
             job_id = queue.submit(job, render(job))
-            note(f"job {job_id} on {job.config.trainer.nnodes} nodes waits as any other does; Ctrl-C takes it away")
+            note(f"submitted job {job_id} on {job.config.trainer.nnodes} nodes; Ctrl-C cancels it")
             control.wait(run, Patience(run, note).poll)
     except KeyboardInterrupt:
         submitted = current_job(run)
         if submitted is not None and not local:
             commands.cancel(submitted)
-            wrote = f"what it wrote is in {run.path}" if run.attempts() else "it had not started"
-            note(f"cancelled job {submitted}; {wrote}")
+            left = f"its files are in {run.path}" if run.attempts() else "it had not started"
+            note(f"cancelled job {submitted}; {left}")
             if not run.attempts():
                 queue.remove(run.path)
         raise
     checks = read_reports(run)
     if has_problem(checks):
-        note(f"what the job left is in {run.path}")
+        note(f"the job's files are in {run.path}")
     else:
         queue.remove(run.path)
     return checks
 
 
 class Patience:
-    """Says once why the job still waits."""
+    """Report once why the job is still waiting."""
 
     def __init__(self, run: RunDir, note: Callable[[str], None]) -> None:
         self._run = run
@@ -121,27 +122,31 @@ class Patience:
             return
         now = status_of(self._run)
         if now.state == "PENDING":
-            self._note(f"job {now.job_id} still waits ({now.reason or 'no reason given'})")
+            self._note(f"job {now.job_id} is still waiting ({now.reason or 'no reason given'})")
         self._note = None
 
 
 def read_reports(run: RunDir) -> list[Check]:
-    """What the nodes of an ended job found."""
+    """Return the checks of an ended job's nodes.
+
+    Raises:
+        UserError: a report is not readable.
+    """
     attempts = run.attempts()
     files = sorted(attempts[-1].glob("node*.report.json")) if attempts else []
     try:
         reports = [NodeReport.read(file) for file in files]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise UserError(f"a report in {attempts[-1]} is broken ({error!r}): start the doctor again") from error
+        raise UserError(f"a report in {attempts[-1]} is not readable ({error!r}): run the doctor again") from error
     if reports:
         return judge(reports)
     ended = status_of(run)
     state = f"job {ended.job_id} is {ended.state}{f' ({ended.reason})' if ended.reason else ''}"
     log = Path(ended.log) if ended.log else None
     if log is None or not log.exists():
-        where = f"its nodes wrote nothing into {run.path}"
+        where = f"its nodes wrote nothing to {run.path}"
         return [
             problem("shared folder", f"{state}; {where}", "put runs on a file system that all nodes share (--run-dir)")
         ]
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return [problem("job", f"{state}: {lines[-1] if lines else 'it said nothing'}", f"its log is {log}")]
+    return [problem("job", f"{state}: {lines[-1] if lines else 'its log is empty'}", f"see its log {log}")]

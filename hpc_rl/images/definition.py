@@ -1,4 +1,4 @@
-"""What an image is made of and by which command. Pure, but for asking which files exist."""
+"""The source of an image, and the command that builds it. Pure, except that it checks which files exist."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from hpc_rl.errors import UserError
 _ARCHIVES = ("docker-archive", "oci-archive")
 _DIGEST = re.compile(r"@(sha256:[0-9a-f]{64})$")
 _ZSTD = "-comp zstd -Xcompression-level 3"
-"""Quicker to write and to read than gzip; every Linux that runs these jobs can read it."""
+"""Faster to write and to read than gzip; every Linux that runs these jobs can read it."""
 _UNPACKED = 4
-"""Bytes of a working folder for a byte of compressed image: unpacked, and packed again."""
+"""Bytes in the working folder per byte of a compressed image, which is unpacked and packed again."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What an image is made from."""
+    """The source that an image is built from."""
 
     bootstrap: str
-    """Agent of the runtime: docker, docker-daemon, docker-archive, oci-archive or localimage."""
+    """Bootstrap agent of Apptainer: docker, docker-daemon, docker-archive, oci-archive or localimage."""
     location: str
-    """Its argument: a name in a registry, or a path."""
+    """Argument of the agent: a name in a registry, or a path."""
 
     @property
     def uri(self) -> str:
-        """As `apptainer build` takes it without a definition file."""
+        """Return the source as `apptainer build` accepts it without a definition file."""
         if self.bootstrap == "localimage":
             return self.location
         return f"{self.bootstrap}:{'//' if self.bootstrap == 'docker' else ''}{self.location}"
 
     @property
     def file(self) -> Path | None:
-        """The file, or folder, that it is; None for what a registry or a daemon has."""
+        """Return the file or folder; None if the source is in a registry or a daemon."""
         if self.bootstrap in (*_ARCHIVES, "localimage"):
             # docker-archive:FILE[:TAG]
             return Path(self.location if Path(self.location).exists() else self.location.partition(":")[0])
@@ -43,23 +43,23 @@ class Source:
 
     @property
     def digest(self) -> str | None:
-        """The digest that a name in a registry is pinned to."""
+        """Return the digest that a name in a registry is pinned to."""
         found = _DIGEST.search(self.location)
         return found[1] if found else None
 
     @property
     def is_moving(self) -> bool:
-        """Whether the same words may mean another image tomorrow."""
+        """Return whether the same name may refer to another image later."""
         return self.bootstrap in ("docker", "docker-daemon") and self.digest is None
 
 
 @dataclass(frozen=True)
-class Runtime:
-    """The program that builds and runs images."""
+class Builder:
+    """The program that builds images, Apptainer or Singularity."""
 
     program: str
     version: str
-    """As it says itself: `apptainer version 1.4.5`."""
+    """Output of --version: `apptainer version 1.4.5`."""
 
     @property
     def is_apptainer(self) -> bool:
@@ -67,10 +67,10 @@ class Runtime:
 
 
 def parse_source(text: str) -> Source:
-    """`docker://...`, `docker-daemon:...`, `docker-archive:FILE`, `oci-archive:FILE`, a SIF file or an unpacked folder.
+    """Parse docker://NAME, docker-daemon:NAME, docker-archive:FILE, oci-archive:FILE, a SIF file or an unpacked folder.
 
     Raises:
-        UserError: none of these, a file that does not exist, or credentials in an address.
+        UserError: the text is none of these, the file does not exist, or an address contains credentials.
     """
     _refuse_credentials("--from", text)
     agent, colon, rest = text.partition(":")
@@ -94,14 +94,14 @@ def parse_source(text: str) -> Source:
 
 
 def build_argv(
-    runtime: Runtime,
+    builder: Builder,
     out: Path,
     spec: str,
     *,
     sandbox: bool = False,
     build_args: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """The command that writes one image.
+    """Return the command that writes one image.
 
     Args:
         spec: a source's URI, or a definition file.
@@ -109,15 +109,15 @@ def build_argv(
         build_args: values of the definition's variables.
     """
     arguments = [word for key, value in (build_args or {}).items() for word in ("--build-arg", f"{key}={value}")]
-    zstd = ["--mksquashfs-args", _ZSTD] if runtime.is_apptainer and not sandbox else []
-    return [runtime.program, "build", *(["--sandbox"] if sandbox else zstd), *arguments, str(out), spec]
+    zstd = ["--mksquashfs-args", _ZSTD] if builder.is_apptainer and not sandbox else []
+    return [builder.program, "build", *(["--sandbox"] if sandbox else zstd), *arguments, str(out), spec]
 
 
 def definition_args(source: Source, wheel: Path, digest: str | None, more: Sequence[str]) -> dict[str, str]:
-    """Variables of hpc-rl.def: where the image comes from, and what the user sets (KEY=VALUE each).
+    """Return the variables of hpc-rl.def: the source of the image, and what the user sets (KEY=VALUE each).
 
     Raises:
-        UserError: one of the user's is no KEY=VALUE, or has credentials in an address.
+        UserError: a text of the user is not KEY=VALUE, or contains credentials in an address.
     """
     found = {
         **{"bootstrap": source.bootstrap, "from": source.location, "wheel": str(wheel)},
@@ -133,23 +133,23 @@ def definition_args(source: Source, wheel: Path, digest: str | None, more: Seque
 
 
 def _refuse_credentials(option: str, text: str) -> None:
-    """An argument is seen by every user of the machine, and ends up in the image."""
+    """Raise UserError if an argument, which every user of the machine can see, contains credentials."""
     if re.search(r"//[^/@\s]+:[^/@\s]+@", text):
         raise UserError(
-            f"{option} has a password in an address: leave it out, and set APPTAINER_DOCKER_USERNAME and "
+            f"{option} contains a password in an address: remove it, and set APPTAINER_DOCKER_USERNAME and "
             "APPTAINER_DOCKER_PASSWORD, or log in once (apptainer registry login)"
         )
 
 
 def space_needed(source: Source) -> int | None:
-    """Bytes that building takes, as far as files tell; None where only the registry knows."""
+    """Return the bytes that a build needs; None if the size of the source is not known."""
     if source.file is None or source.file.is_dir():
         return None
     return source.file.stat().st_size * _UNPACKED
 
 
 def cause_of_failure(log: str, cache: Path) -> str:
-    """What a failed build's output means, and what to do; empty where it is nothing that is known."""
+    """Return the cause of a failed build and what to do, or an empty text if the output is not known."""
     for pattern, meaning in _CAUSES:
         if re.search(pattern, log, re.IGNORECASE):
             return meaning.format(cache=cache)
@@ -159,22 +159,22 @@ def cause_of_failure(log: str, cache: Path) -> str:
 _CAUSES = (
     (
         "no space left on device|disk quota exceeded",
-        "out of space: free some in {cache}, or set TMPDIR to a larger disk",
+        "out of space: remove files in {cache}, or set TMPDIR to a larger disk",
     ),
     (
         "unauthorized|authentication required|access denied|denied:",
-        "the registry wants credentials: set APPTAINER_DOCKER_USERNAME and APPTAINER_DOCKER_PASSWORD, or log in once "
-        "(apptainer registry login, podman login), which writes a file that only you can read",
+        "the registry requires credentials: set APPTAINER_DOCKER_USERNAME and APPTAINER_DOCKER_PASSWORD, or log in "
+        "once (apptainer registry login, podman login), which writes a file that only you can read",
     ),
-    ("manifest unknown|name unknown|repository .* not found", "there is no such name or tag"),
+    ("manifest unknown|name unknown|repository .* not found", "the registry has no such name or tag"),
     (
         "no such host|i/o timeout|connection refused|network is unreachable",
-        "no answer from the network: build where there is internet, or from docker-archive:FILE (docker save)",
+        "no network connection: build on a machine with internet, or from docker-archive:FILE (docker save)",
     ),
     (
         "user namespace|fakeroot|/etc/subuid",
-        "this machine may let users build no images: ask your site for user namespaces or fakeroot, or build elsewhere",
+        "this machine does not let users build images: ask its staff for user namespaces or fakeroot, or use another",
     ),
-    ("exec format error", "the image is for another architecture than this machine's"),
+    ("exec format error", "the image is for another architecture than this machine"),
 )
-"""Pattern in a failed build's output -> what it means, and what to do."""
+"""Pattern in the output of a failed build -> its cause, and what to do."""

@@ -1,4 +1,4 @@
-"""Looking into an image: whether it runs here, and what it has."""
+"""Inspect an image: whether it runs on this machine, and what it contains."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 from hpc_rl import __version__
 from hpc_rl.errors import UserError
 from hpc_rl.host.versions import __file__ as _VERSIONS_FILE
-from hpc_rl.images.build import find_runtime, sidecar
-from hpc_rl.images.definition import Runtime
+from hpc_rl.images.build import find_builder, sidecar
+from hpc_rl.images.definition import Builder
+from hpc_rl.images.runtimes import RUNTIMES
 from hpc_rl.images.sif import check_image
 
 TIMEOUT_S = 300
 LEAST_SHM = 1 << 30
-"""Bytes of /dev/shm under which Ray and data loaders run short."""
+"""Bytes of /dev/shm below which Ray and data loaders run out of shared memory."""
 _GPUS = {"nv": "/dev/nvidiactl", "rocm": "/dev/kfd"}
 
 
@@ -27,41 +28,42 @@ class ImageReport:
     image: str
     runtime: str
     origin: dict[str, Any]
-    """The sidecar's, if there is one."""
+    """Content of the sidecar, if there is one."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What hpc_rl.host.versions found inside."""
+    """Output of hpc_rl.host.versions inside the image."""
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
 def inspect_image(image: Path, python: str = "python3") -> ImageReport:
-    """Start the image and look around in it.
+    """Start the image and list what it contains.
 
     Raises:
-        UserError: it cannot be started by any machine: missing, cut off, or of another kind or architecture.
+        UserError: the image is missing, incomplete, not an image, or built for another architecture.
     """
     check_image(image)
-    runtime = find_runtime()
-    report = ImageReport(str(image), runtime.version, read_sidecar(image))
-    argv = probe_argv(runtime, image.absolute(), python, gpu_option())
+    builder = find_builder()
+    report = ImageReport(str(image), builder.version, read_sidecar(image))
+    argv = probe_argv(builder, image.absolute(), python, gpu_option())
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise UserError(f"image {image} did not start within {TIMEOUT_S} s") from error
     report.facts = _last_object(done.stdout)
     if not report.facts:
-        said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        _judge_silence(report, said, python)
+        reason = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        _judge_failure(report, reason, python)
     else:
         _judge(report)
     return report
 
 
-def probe_argv(runtime: Runtime, image: Path, python: str, gpu: str | None) -> list[str]:
-    """The command whose last line is what the image has; it asks nothing of the image but Python."""
-    options = ["--cleanenv", "--no-home", *([gpu] if gpu else [])]
-    # Not the file itself: only /dev, /proc and /sys of the host are certain to be seen inside.
-    return [runtime.program, "--silent", "exec", *options, str(image), python, "-c", Path(_VERSIONS_FILE).read_text()]
+def probe_argv(builder: Builder, image: Path, python: str, gpu: str | None) -> list[str]:
+    """Return the command whose last line lists what the image contains; the image needs only Python."""
+    runtime = RUNTIMES["auto"]
+    options = [*runtime.isolate, *([gpu] if gpu else [])]
+    # The text of the file instead of its path: only /dev, /proc and /sys of the host are certain to exist inside.
+    return [builder.program, *runtime.start, *options, str(image), python, "-c", Path(_VERSIONS_FILE).read_text()]
 
 
 def gpu_option() -> str | None:
@@ -82,22 +84,24 @@ def _judge(report: ImageReport) -> None:
         report.problems.append(f"{module} is installed, but cannot be imported: {error}")
     installed = packages.get("hpc-rl")
     if installed is None:
-        report.warnings.append("hpc-rl is not in it: jobs need it (hpc-rl image build --from THIS --out NEW.sif)")
+        report.warnings.append(
+            "jobs need hpc-rl, which is not installed in it (hpc-rl image build --from THIS --out NEW.sif)"
+        )
     elif installed != __version__:
-        report.warnings.append(f"it has hpc-rl {installed}, and jobs are submitted by {__version__}")
+        report.warnings.append(f"it has hpc-rl {installed}, but jobs are submitted by {__version__}")
     if "torch" not in packages:
-        report.warnings.append("torch is not in it: fine only where jobs bring their own Python (container.python)")
+        report.warnings.append("torch is not installed in it: jobs need another Python (container.python)")
     if gpu_option() and not report.facts.get("cuda", {}).get("devices"):
-        report.problems.append("this machine has GPUs, and torch in the image sees none")
+        report.problems.append("this machine has GPUs, but torch in the image sees none")
     if report.facts["shm_bytes"] < LEAST_SHM:
         report.warnings.append(f"/dev/shm has {report.facts['shm_bytes']:,} bytes free inside")
 
 
-def _judge_silence(report: ImageReport, said: str, python: str) -> None:
-    if "not found" in said or "no such file" in said.lower():
-        report.problems.append(f"it has no {python} on its PATH (--python names another one): {said}")
+def _judge_failure(report: ImageReport, reason: str, python: str) -> None:
+    if "not found" in reason or "no such file" in reason.lower():
+        report.problems.append(f"it has no {python} on its PATH (set --python to another one): {reason}")
     else:
-        report.problems.append(f"it does not run: {said}")
+        report.problems.append(f"it does not run: {reason}")
 
 
 def _last_object(stdout: str) -> dict[str, Any]:

@@ -1,13 +1,13 @@
-"""How a job's processes run inside an image: options of the runtime. Pure, but for asking which paths exist.
+"""What a job's image gets to see of the host: paths, environment variables, and whether it is unpacked first.
 
-srun and sbatch stay outside. Each node's task is `bash container.sh COMMAND`, and that script, rendered with the job
-and as editable, starts the runtime with the options that are made here.
+srun and sbatch stay outside of the image. The task of each node is `bash container.sh COMMAND`; this script is rendered
+with the job, can be edited like it, and starts the runtime with these options.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from hpc_rl.config.container import ContainerConfig
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.slurm import walltime_s
 from hpc_rl.errors import UserError
+from hpc_rl.images.runtimes import find_program, missing, runtime_of
 
 PASSED = (
     *("SLURM_*", "HPC_RL_*", "HF_*", "TRANSFORMERS_*", "WANDB_*", "RAY_*", "VLLM_*"),
@@ -23,80 +24,68 @@ PASSED = (
     *("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"),
     *("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY", "NETRC", "TOKENIZERS_PARALLELISM", "TZ"),
 )
-"""Environment variables that reach the inside, as patterns of bash. PATH, PYTHONPATH, LD_LIBRARY_PATH and their like
-are the image's own: a module loaded on the host would lead its Python astray."""
+"""Environment variables that are passed into the image, as patterns of bash. The image has its own PATH, PYTHONPATH and
+LD_LIBRARY_PATH, because a module that is loaded on the host would break its Python."""
 CACHES = (
     *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "TORCH_HOME"),
     *("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "NETRC"),
 )
-"""Variables whose folder or file is bound, where it exists on the node."""
+"""Variables whose folder or file is bound if it exists on the node."""
 LONG_S = 3600
-"""Walltime over which a job does not trust a FUSE mount."""
+"""Walltime above which a job runs from an unpacked image, since a FUSE mount may fail in a long job."""
+
+
+def image_preflight(container: ContainerConfig) -> tuple[Callable[[ContainerConfig], str | None], ...]:
+    """Return the checks of a job's image that are possible on the login node; none without an image.
+
+    Each returns a note for the user or None, and raises UserError if the image cannot be used.
+    """
+    if container.image is None:
+        return ()
+    return (check_image, check_binds, check_programs) if runtime_of(container).has_script else (check_image,)
+
+
+def check_image(container: ContainerConfig) -> str | None:
+    return runtime_of(container).check_image(str(container.image), container.arch)
+
+
+def check_binds(container: ContainerConfig) -> str | None:
+    sources = [bind.partition(":")[0] for bind in container.binds]
+    unseen = [source for source in sources if not Path(source).exists()]
+    return f"not on this machine, and needed on the nodes: {', '.join(unseen)} (container.binds)" if unseen else None
+
+
+def check_programs(container: ContainerConfig) -> str | None:
+    programs = runtime_of(container).programs
+    if find_program(programs):
+        return None
+    return f"{missing(programs)} here: whether the nodes have one shows when the job starts"
 
 
 def image_location(container: ContainerConfig) -> str:
-    """The image as the nodes find it: an absolute path; pyxis also knows names in registries."""
+    """Return the image as the nodes find it: an absolute path, or for a plug-in of srun also a name in a registry."""
     image = container.image or ""
-    return image if container.runtime == "pyxis" and not Path(image).exists() else str(Path(image).absolute())
+    is_path = runtime_of(container).has_script or Path(image).exists()
+    return str(Path(image).absolute()) if is_path else image
 
 
-def runs_inside(container: ContainerConfig) -> bool:
-    """Whether container.sh is the way in; pyxis is part of srun instead."""
-    return container.image is not None and container.runtime != "pyxis"
-
-
-def exec_options(config: JobConfig, pwd: Path, binds: Sequence[str]) -> list[list[str]]:
-    """Options of `apptainer exec`, or of singularity's: one name and its value each.
-
-    The image's environment is its own but for the file that container.sh adds, and the user's home stays outside:
-    packages in ~/.local would come before the image's.
-
-    Args:
-        pwd: working folder inside.
-        binds: SRC[:DST[:OPTIONS]].
-    """
-    container = config.container
-    gpu = [[f"--{container.gpu}"]] if config.trainer.uses_gpus else []
-    return [
-        ["--cleanenv"],
-        ["--no-home"],
-        *([option] for option in container.options),
-        *gpu,
-        ["--pwd", str(pwd)],
-        *(["--bind", bind] for bind in binds),
-    ]
-
-
-def pyxis_options(config: JobConfig, pwd: Path, binds: Sequence[str]) -> list[str]:
-    """Options of srun where the pyxis plugin is installed (its README, "Usage").
-
-    Pyxis passes the environment by itself, but the image's variables win: those that the user set are named.
-    """
-    container = config.container
-    mounts = ",".join(bind if ":" in bind else f"{bind}:{bind}" for bind in binds)
-    names = [*config.slurm.env, *(name for name in container.env if not name.endswith("*"))]
-    return [
-        f"--container-image={image_location(container)}",
-        *([f"--container-mounts={mounts}"] if mounts else []),
-        f"--container-workdir={pwd}",
-        "--no-container-mount-home",
-        *([f"--container-env={','.join(names)}"] if names else []),
-        *container.options,
-    ]
+def has_container_script(container: ContainerConfig) -> bool:
+    """Return whether container.sh starts the job's processes in an image."""
+    return container.image is not None and runtime_of(container).has_script
 
 
 def passed_names(config: JobConfig) -> list[str]:
-    """Patterns of the variables that are passed in."""
+    """Return patterns of the environment variables that are passed into the image."""
     return list(dict.fromkeys([*PASSED, *config.slurm.env, *config.container.env]))
 
 
 def job_binds(config: JobConfig, run_dir: Path, working_dir: Path, program: Sequence[str] = ()) -> list[str]:
-    """Run directory, working folder, every path that configuration and program name, and the user's own binds.
+    """Return the run directory, the working folder, every path in configuration and program, and the user's binds.
 
-    A path that is a link is bound at both of its places; one that lies in another is left out.
+    A symbolic link is bound at both of its places; a path that lies in another one is left out.
 
     Raises:
-        UserError: a path has a comma or a colon, which no bind can hold.
+        UserError: a path contains a comma or a colon, which a bind cannot contain.
     """
     texts = [*_texts(config.model_dump(exclude={"slurm", "container"})), *program]
     named = [str(working_dir / _path_in(text)) for text in texts]
@@ -108,26 +97,23 @@ def job_binds(config: JobConfig, run_dir: Path, working_dir: Path, program: Sequ
             kept.append(place)
     for place in kept:
         if set(place) & set(":,"):
-            raise UserError(f"{place} cannot be bound into an image: its path has a colon or a comma")
+            raise UserError(f"{place} cannot be bound into an image: its path contains a colon or a comma")
     return [*kept, *config.container.binds]
 
 
 def unpacks(config: JobConfig) -> bool:
-    """Whether container.sh tries to run from a copy on the node's own disk."""
+    """Return whether container.sh tries to run from a copy on the node's own disk."""
     container, time = config.container, config.slurm.time
+    if not runtime_of(container).unpack:
+        return False
     if container.unpack != "auto":
         return container.unpack == "always"
     seconds = None if time is None else walltime_s(time)
     return seconds is None or seconds > LONG_S
 
 
-def runtimes(container: ContainerConfig) -> list[str]:
-    """Programs that may run the image, the best first."""
-    return ["apptainer", "singularity"] if container.runtime == "auto" else [container.runtime]
-
-
 def _texts(tree: Any) -> Iterator[str]:
-    """Every text in a tree of values."""
+    """Yield every text in a tree of values."""
     if isinstance(tree, str):
         yield tree
     elif isinstance(tree, dict | list | tuple):
@@ -136,6 +122,6 @@ def _texts(tree: Any) -> Iterator[str]:
 
 
 def _path_in(text: str) -> str:
-    """The path that a value is, if it is one; of a reward function, path/file.py:name, the file's folder."""
+    """Return the path in a value; for a reward function, path/file.py:name, the folder of the file."""
     file, py, _ = text.rpartition(".py:")
     return str(Path(file).parent) if py else text

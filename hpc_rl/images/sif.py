@@ -1,7 +1,7 @@
-"""What an image file says of itself: the header of a SIF. Pure, but for reading the file.
+"""The header of a SIF file. Pure, except for reading the file.
 
 The layout is that of the Singularity Image Format, version 01: launch script 32 bytes, magic 10, version 3,
-architecture 3, id 16, then eight little-endian 64-bit numbers, of which the last two are the data's place and size.
+architecture 3, id 16, then eight little-endian 64-bit numbers; the last two are the offset and the size of the data.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class SifHeader:
     architecture: str
     """In Go's names: amd64, arm64, ..."""
     size: int
-    """Bytes that the file has to have."""
+    """Bytes of the complete file."""
 
 
 def read_header(content: bytes) -> SifHeader | None:
-    """The header of a SIF; None where this is no SIF."""
+    """Parse the header of a SIF file; None if the content is not a SIF file."""
     if len(content) < _HEADER.size:
         return None
     _, magic, _, code, _, *numbers = _HEADER.unpack_from(content)
@@ -42,17 +42,17 @@ def read_header(content: bytes) -> SifHeader | None:
 
 
 def check_image(image: Path, architecture: str | None = None) -> None:
-    """Find what is wrong with an image before it is started.
+    """Check an image before it is started.
 
     Args:
-        architecture: of the machines that will run it; this machine's where None.
+        architecture: architecture of the machines that will run the image; None for that of this machine.
 
     Raises:
-        UserError: it is missing, cut off, something else, or for other machines.
+        UserError: the image is missing, incomplete, not an image, or built for another architecture.
     """
     if image.is_dir():
         if not any((image / name).exists() for name in (".singularity.d", "bin", "usr")):
-            raise UserError(f"image {image} is a folder, but no unpacked image (it has neither bin nor usr)")
+            raise UserError(f"image {image} is a folder, but not an unpacked image (it has neither bin nor usr)")
         return
     try:
         with image.open("rb") as file:
@@ -62,18 +62,18 @@ def check_image(image: Path, architecture: str | None = None) -> None:
         raise UserError(f"image {image}: {(error.strerror or 'cannot be read').lower()}") from error
     if header is None:
         raise UserError(
-            f"image {image} is no SIF file ({found:,} bytes that do not begin like one): "
-            f"make one by hpc-rl image build --from SOURCE --out {image}"
+            f"image {image} is not a SIF file ({found:,} bytes without its header): "
+            f"build one with hpc-rl image build --from SOURCE --out {image}"
         )
     if found < header.size:
         raise UserError(
-            f"image {image} is cut off: it has {found:,} of {header.size:,} bytes; copy it or build it again"
+            f"image {image} is incomplete: it has {found:,} of {header.size:,} bytes; copy it or build it again"
         )
     wanted = architecture or this_architecture()
     if header.architecture != wanted:
         raise UserError(
-            f"image {image} is for {header.architecture}, and the nodes are {wanted}: build it on such a machine, or "
-            f"set container.arch={header.architecture} if only the login node is another one"
+            f"image {image} is for {header.architecture}, but the nodes are {wanted}: build it on such a machine, or "
+            f"set container.arch={header.architecture} if the compute nodes differ from the login node"
         )
 
 

@@ -1,4 +1,4 @@
-"""The installed project as a wheel again, so that an image gets the very code that submits its jobs."""
+"""Pack the installed project as a wheel, so that an image contains the same code that submits its jobs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _WHEEL = "Wheel-Version: 1.0\nGenerator: hpc-rl\nRoot-Is-Purelib: true\nTag: py3
 
 
 def pack_wheel(folder: Path) -> Path:
-    """Write the wheel of the running project (PEP 427), from a checkout and an installation alike.
+    """Write the wheel of the running project (PEP 427), from a checkout or an installation.
 
     Raises:
-        UserError: the project was never installed, so that nobody knows what it requires.
+        UserError: the project is not installed with pip, so its requirements are not known.
     """
     info = f"hpc_rl-{__version__}.dist-info"
     contents = {name: file.read_bytes() for name, file in _files()}
@@ -38,7 +38,7 @@ def pack_wheel(folder: Path) -> Path:
 
 
 def _files() -> Iterator[tuple[str, Path]]:
-    """(path in the wheel, file): the package, and the shipped folders at the place where an installation has them."""
+    """Yield (path in the wheel, file) of the package and of the shipped folders."""
     for file in sorted(_PACKAGE.rglob("*")):
         inside = file.relative_to(_PACKAGE)
         if file.is_file() and file.suffix != ".pyc" and inside.parts[0] != "shipped":
@@ -50,11 +50,11 @@ def _files() -> Iterator[tuple[str, Path]]:
 
 
 def _metadata() -> dict[str, bytes]:
-    """METADATA and entry points, as this environment has them."""
+    """Return METADATA and entry points of this environment's installation."""
     try:
         installed = metadata.distribution("hpc-rl")
     except metadata.PackageNotFoundError as error:
-        raise UserError("hpc-rl was never installed into this Python (pip install), which an image needs") from error
+        raise UserError("hpc-rl is not installed in this Python with pip, which building an image requires") from error
     texts = {name: installed.read_text(name) for name in ("METADATA", "entry_points.txt")}
     return {name: text.encode() for name, text in texts.items() if text}
 

@@ -1,4 +1,4 @@
-"""How fast the ranks of a job add up numbers: the doctor's trial of the network between the nodes.
+"""The doctor's test of the network between the nodes: how fast the ranks of a job add up numbers.
 
     torchrun ... -m hpc_rl.probes.all_reduce
 
@@ -40,7 +40,7 @@ def main() -> None:
         "bytes": size,
         "latency_s": latency_s,
         "seconds": seconds,
-        # What crosses each rank's link, as nccl-tests counts it (its PERFORMANCE.md), in 10^9 bytes per second.
+        # Bus bandwidth per rank as nccl-tests defines it (its PERFORMANCE.md), in 10^9 bytes per second.
         "bandwidth_gb_s": size / seconds * 2 * (ranks - 1) / ranks / 1e9,
     }
     folder = current_attempt_dir()
@@ -50,15 +50,21 @@ def main() -> None:
 
 
 def check_sum(device: torch.device, ranks: int) -> None:
-    """Raises RunError: the network changes numbers."""
+    """Check the sum of the ranks.
+
+    Raises:
+        RunError: the sum is wrong, so the network or a GPU corrupts data.
+    """
     numbers = torch.full((1000,), float(dist.get_rank()), device=device)
     dist.all_reduce(numbers)
     if numbers.ne(ranks * (ranks - 1) / 2).any():
-        raise RunError(f"the sum of 0 to {ranks - 1} came out as {numbers.unique().tolist()}")
+        raise RunError(
+            f"the sum of 0 to {ranks - 1} is {numbers.unique().tolist()}: the network or a GPU corrupts data"
+        )
 
 
 def seconds_each(tensor: torch.Tensor) -> float:
-    """Median time of one all-reduce, after one that does not count."""
+    """Return the median time of one all-reduce in seconds; the first one is not counted."""
     taken = []
     for _ in range(REPEATS + 1):
         dist.barrier()

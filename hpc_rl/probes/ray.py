@@ -1,4 +1,4 @@
-"""The driver of the doctor's trial of Ray: one task on every node.
+"""The driver of the doctor's test of Ray: one task on every node.
 
 Writes result.json into the attempt's folder.
 """

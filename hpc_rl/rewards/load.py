@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.installation import install_command
 from hpc_rl.rewards import signature
 from hpc_rl.rewards.check import FunctionLocation, check_function, locate
 
@@ -40,7 +41,7 @@ def _imported(spec: str, location: FunctionLocation) -> ModuleType:
     try:
         return importlib.import_module(location.module) if location.file is None else _from_file(location.file)
     except ModuleNotFoundError as error:
-        hint = ": pip install 'hpc-rl[rl]'" if location.module.startswith("hpc_rl.") else ""
+        hint = f": {install_command('rl')}" if location.module.startswith("hpc_rl.") else ""
         raise UserError(f"reward.function {spec} needs {error.name}, which is not installed{hint}") from error
     except Exception as error:  # the user's module may raise anything
         raise UserError(f"reward.function {spec}: importing it raised {type(error).__name__}: {error}") from error

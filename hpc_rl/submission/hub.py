@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpc_rl.config.job import JobConfig
 from hpc_rl.errors import UserError
+from hpc_rl.host.installation import install_command
 from hpc_rl.host.processes import die_with_parent, python_with, shell_code
 from hpc_rl.submission.environment import job_environment
 
@@ -71,7 +72,9 @@ def fetch(names: Sequence[str], config: JobConfig) -> int:
     """
     python = python_with("datasets", config.slurm.python)
     if python is None:
-        raise UserError(f"{sys.executable} has no datasets: pip install 'hpc-rl[train]', or set slurm.python")
+        raise UserError(
+            f"{sys.executable} has no datasets: {install_command('train', sys.executable)}, or set slurm.python"
+        )
     command = [python, "-P", "-m", "hpc_rl.data.fetch", *names]
     try:
         done = subprocess.run(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,8 @@ from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.host.files import write_atomically
 from hpc_rl.host.processes import adopt_orphans, end, end_descendants, shell_code, start
 from hpc_rl.host.scratch import image_folders, remove_scratch, scratch_dir
-from hpc_rl.images.run_options import runs_inside, runtimes
+from hpc_rl.images.run_options import has_container_script
+from hpc_rl.images.runtimes import find_program, missing, runtime_of
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR, ENV_RUN_DIR
 from hpc_rl.runs.status import STOPPED, job_log, process_start_time
 from hpc_rl.submission import queue
@@ -51,7 +51,7 @@ def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
         text = dump(job.config)
         write_atomically(job.run_dir.config, text)
         (attempt / job.run_dir.config.name).write_text(text)  # what this attempt ran with
-    if runs_inside(job.config.container):
+    if has_container_script(job.config.container):
         (attempt / _CONTAINER).write_text(render_container(job))
     _report(job, job_id, "RUNNING", None)
     code = 1
@@ -70,11 +70,13 @@ def check_local(job: Job) -> None:
     settings = job.config.container
     if settings.image is None:
         return
-    if not runs_inside(settings):
-        raise UserError("container.runtime=pyxis is a part of srun, so there is no --local with it: use apptainer")
-    programs = runtimes(settings)
-    if not any(map(shutil.which, programs)):
-        raise UserError(f"--local in an image: no {' and no '.join(programs)} on PATH; load its module")
+    if not has_container_script(settings):
+        raise UserError(
+            f"container.runtime={settings.runtime} is a plug-in of srun, so there is no --local with it: use apptainer"
+        )
+    programs = runtime_of(settings).programs
+    if find_program(programs) is None:
+        raise UserError(f"--local in an image: {missing(programs)}; load its module")
 
 
 def _lock(job: Job, job_id: str) -> IO[str]:
@@ -128,7 +130,7 @@ def node_environment(
 
 def node_command(job: Job, attempt: Path) -> list[str]:
     python = job_python(job.config)
-    inside = ["bash", str(attempt / _CONTAINER)] if runs_inside(job.config.container) else []
+    inside = ["bash", str(attempt / _CONTAINER)] if has_container_script(job.config.container) else []
     program = list(job.program)
     if job.row.trainer is not None:
         interpreter = [] if job.row.node_entry == "hpc_rl.node.torchrun" else [python]

@@ -17,6 +17,7 @@ from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.errors import UserError
 from hpc_rl.host.shipped import shipped
 from hpc_rl.images import run_options
+from hpc_rl.images.runtimes import runtime_of
 from hpc_rl.submission.environment import job_environment
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.resources import further_directives, resource_directives
@@ -39,8 +40,8 @@ def render_container(job: Job) -> str:
     binds = run_options.job_binds(config, job.run_dir.path, job.working_dir, job.program)
     values = {
         "image": run_options.image_location(settings),
-        "runtimes": run_options.runtimes(settings),
-        "options": run_options.exec_options(config, job.working_dir, binds),
+        "runtime": runtime_of(settings),
+        "options": runtime_of(settings).options(config, job.working_dir, binds),
         "caches": run_options.CACHES,
         "passed": run_options.passed_names(config),
         "unpacks": run_options.unpacks(config),
@@ -108,7 +109,7 @@ def _values(job: Job) -> dict[str, Any]:
     config = job.config
     config_text = dump(config).rstrip() if job.row.trainer else None
     has_image = config.container.image is not None
-    inside = run_options.runs_inside(config.container)
+    inside = run_options.has_container_script(config.container)
     container_text = render_container(job).rstrip() if inside else None
     return {
         "title": f"{job.name}: {job.kind} on {job.size}, rendered by hpc-rl {__version__}.",
@@ -119,7 +120,7 @@ def _values(job: Job) -> dict[str, Any]:
         "container": container_text,
         "container_end": _end_mark("CONTAINER", container_text),
         "inside": 'bash "$HPC_RL_ATTEMPT_DIR/container.sh" ' if inside else "",
-        "srun_options": _srun_options(job) if has_image and not inside else "",
+        "srun_options": _srun_options(job) if has_image else "",
         "working_dir": str(job.working_dir),
         "modules": config.slurm.modules,
         "setup": config.slurm.setup,
@@ -140,8 +141,11 @@ def job_python(config: JobConfig) -> str:
 
 
 def _srun_options(job: Job) -> str:
+    srun_options = runtime_of(job.config.container).srun_options
+    if srun_options is None:
+        return ""
     binds = run_options.job_binds(job.config, job.run_dir.path, job.working_dir, job.program)
-    options = run_options.pyxis_options(job.config, job.working_dir, binds)
+    options = srun_options(job.config, run_options.image_location(job.config.container), job.working_dir, binds)
     return "".join(f" \\\n  {bash_word(option)}" for option in options)
 
 

@@ -1,4 +1,4 @@
-"""Known failures by their messages: as the documentation shows them, and as programs here really say them."""
+"""Known failures by their messages: the examples of the table, and the messages that programs here really print."""
 
 import errno
 import json
@@ -12,8 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.doctor.diagnosis import HEAD_BYTES, TAIL_BYTES, Text, error_lines, explain_run, findings, read_ends
-from hpc_rl.doctor.known_failures import KNOWN_FAILURES
+from hpc_rl.doctor.diagnosis import (
+    HEAD_BYTES,
+    NOTHING,
+    TAIL_BYTES,
+    LogText,
+    error_lines,
+    explain_run,
+    findings,
+    last_message,
+    read_ends,
+)
+from hpc_rl.doctor.known_failures import ANY_EXCEPTION, KNOWN_FAILURES, page
 from hpc_rl.errors import UserError
 from hpc_rl.host.ray_version import check_ray
 from hpc_rl.node.meeting import Meeting
@@ -29,28 +39,52 @@ GUIDE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 HERE = Allocation("7", 0, ("a", "b"), 1, cpus=2)
 
 
-def sections() -> dict[str, str]:
-    """Title -> symptoms, of the known failures in the documentation."""
-    known = GUIDE.read_text().split("\n## Known failures\n")[1]
-    parts = re.findall(r"^### (.+?)\n\n```\n(.*?)\n```", known, re.MULTILINE | re.DOTALL)
-    assert len(parts) == known.count("\n### ")
-    return dict(parts)
-
-
 def titles(*texts: str) -> list[str]:
-    return [finding.failure.title for finding in findings(Text("log", text) for text in texts)]
+    return [finding.failure.title for finding in findings(LogText("log", text) for text in texts)]
 
 
-def test_the_documentation_has_every_failure_and_no_other_in_the_same_order() -> None:
-    assert list(sections()) == [failure.title for failure in KNOWN_FAILURES]
+EXAMPLES = [(failure.title, line) for failure in KNOWN_FAILURES for line in failure.messages.strip("\n").split("\n")]
+
+
+@pytest.mark.parametrize(("title", "line"), EXAMPLES)
+def test_every_example_of_the_table_is_known(title: str, line: str) -> None:
+    assert titles(f"before\n{line}\nafter")[0] == title, line
+
+
+def own_patterns() -> list[str]:
+    """Patterns of the project's own messages: those that match an example which starts with hpc-rl."""
+    found = []
+    for failure in KNOWN_FAILURES:
+        own = "\n".join(line for line in failure.messages.splitlines() if line.startswith("hpc-rl: "))
+        for pattern in failure.patterns:
+            if re.search(".*?".join(map(re.escape, pattern.split("*"))), own):
+                found.append(pattern)
+    return found
+
+
+@pytest.mark.parametrize("pattern", own_patterns())
+def test_the_projects_own_messages_are_in_its_source(pattern: str) -> None:
+    """A message that is reworded has to be reworded in the table too."""
+    root = Path(__file__).parents[2]
+    files = [*(root / "hpc_rl").rglob("*.py"), *(root / "slurm_templates").glob("*.j2")]
+    source = "\n".join(re.sub(r'"\s*\n\s*f?"', "", file.read_text()) for file in files)
+    for part in pattern.split("*"):
+        assert part in source, part
+
+
+def test_the_table_is_well_formed() -> None:
+    assert len({failure.title for failure in KNOWN_FAILURES}) == len({failure.anchor for failure in KNOWN_FAILURES})
     for failure in KNOWN_FAILURES:
         assert failure.anchor and " " not in failure.anchor
+        assert bool(failure.patterns) == (failure is not ANY_EXCEPTION)
+        for text in (failure.cause, failure.fix):
+            assert text.endswith(".") and (text[0].isupper() or text.startswith(("`", "torch"))), text
 
 
-@pytest.mark.parametrize("title", sections())
-def test_every_symptom_of_the_documentation_is_known(title: str) -> None:
-    for line in sections()[title].splitlines():
-        assert titles(f"before\n{line}\nafter")[0] == title, line
+def test_the_documentation_is_up_to_date() -> None:
+    assert GUIDE.read_text() == page(GUIDE.read_text()), (
+        "run: python -m hpc_rl.doctor.known_failures docs/troubleshooting.md"
+    )
 
 
 def test_causes_come_before_what_follows_from_them() -> None:
@@ -60,20 +94,114 @@ def test_causes_come_before_what_follows_from_them() -> None:
     assert titles(gone, f"{watchdog}\n{killed}") == [
         "Killed for lack of memory",
         "NCCL times out",
-        "A process of the job has gone",
+        "A process of the job has ended",
     ]
 
 
-def test_what_ray_complains_of_comes_after_all_others() -> None:
+def test_rays_own_logs_are_searched_for_causes_alone_and_come_after_the_others() -> None:
+    ray = LogText("raylet.out", "Disk quota exceeded\nValueError: no dashboard\nRaylet is terminated", role="ray")
+    own = LogText("rank.log", "CUDA out of memory\nRaylet is terminated")
+    assert [found.failure.title for found in findings([ray])] == ["Disk quota exceeded"]
+    assert [(found.failure.title, found.source) for found in findings([ray, own])] == [
+        ("CUDA out of memory", "rank.log"),
+        ("Disk quota exceeded", "raylet.out"),
+        ("A process of the job has ended", "rank.log"),
+    ]
+
+
+def test_what_ray_reports_of_slurm_comes_before_what_others_noticed() -> None:
     texts = [
-        Text("raylet.out", "Detected 1 oom-kill event", own=False),
-        Text("job.log", "Connection closed by peer"),
-        Text("raylet.out", "Connection closed by peer", own=False),
+        LogText("raylet.out", "Detected 1 oom-kill event", role="ray"),
+        LogText("job.log", "Connection closed by peer"),
+        LogText("raylet.out", "Connection closed by peer", role="ray"),
     ]
     assert [(found.failure.title, found.source) for found in findings(texts)] == [
-        ("A process of the job has gone", "job.log"),
         ("Killed for lack of memory", "raylet.out"),
+        ("A process of the job has ended", "job.log"),
     ]
+
+
+NOISE = """
+[2026-11-21 16:03:45,369 I 249 249] actor_manager.cc:236: state: DEAD, death context type=ActorDiedErrorContext
+\x1b[36m(Worker pid=3137, ip=10.0.0.2)\x1b[0m [2026-11-21 16:03:45,369 W 249 249] store.cc:366: Disk quota exceeded
+(raylet) [2026-11-21 16:03:45,369 D 249 249] store.cc:366: CUDA out of memory
+2026-11-21 16:03:17,535\tINFO worker.py:1 -- Address already in use
+2026-11-21 16:03:17,535\tWARNING worker.py:1 -- Address already in use
+[W1121 16:06:07.973195985 socket.cpp:138] [c10d] Address already in use
+[rank3]:[W1121 16:06:07.973195985 socket.cpp:138] [c10d] Address already in use
+"""
+
+
+@pytest.mark.parametrize("line", NOISE.strip().splitlines())
+def test_what_is_no_error_is_ignored(line: str) -> None:
+    assert titles(line) == []
+    error = re.sub(
+        r" [IWD] (?=\d)|INFO|WARNING|(?<=\[)W(?=\d)", lambda found: " E " if " " in found[0] else "ERROR", line
+    )
+    assert len(titles(error)) == 1, error
+
+
+@pytest.mark.parametrize(
+    ("line", "known"),
+    [
+        ("ValueError: no number", True),
+        ("[rank1]: ValueError: no number", True),
+        ("rank 1: torch.cuda.OddError: no number", True),
+        ("    my.module.StrangeException", True),
+        ("ray.exceptions.RayTaskError(OddError): ray::Actor.act()", True),
+        ("(Actor pid=7) KeyboardInterrupt", True),
+        ("UserWarning: take care", False),
+        ("the reward raised ValueError: no number", False),
+        ("    raise ValueError('no number')", False),
+        ("NoErrorHere: fine", False),
+    ],
+)
+def test_any_exception_is_a_failure(line: str, known: bool) -> None:
+    assert titles(f"Traceback (most recent call last):\n{line}\nbye") == [ANY_EXCEPTION.title] * known
+
+
+def test_the_last_exception_that_is_no_consequence_is_the_failure() -> None:
+    text = "ValueError: first\nKeyError: second\nray.exceptions.ActorDiedError: gone"
+    (first, second) = findings([LogText("log", text)])
+    assert (first.failure, first.line) == (ANY_EXCEPTION, "KeyError: second")
+    assert second.line == "ray.exceptions.ActorDiedError: gone"
+
+
+MESSAGE = [
+    "hpc-rl: rank 1 failed, and its log ends:",
+    *(f"    line {number}" for number in range(8)),
+    "hpc-rl: the end",
+]
+
+
+def test_the_last_message_is_what_the_job_printed_last() -> None:
+    log = "\n".join(["hpc-rl: Ray is up", "step 1", *MESSAGE, "SIGTERM received"])
+    assert last_message(log) == MESSAGE
+    assert last_message("hpc-rl: Ray is up\nstep 1") == ["hpc-rl: Ray is up"]
+    assert last_message("    indented\nhpc-rl: one\n    more\nend") == ["hpc-rl: one", "    more"]
+    assert last_message("step 1\n    indented") == []
+    assert last_message("hpc-rl: one\n    more\n\n    again\n\nend") == ["hpc-rl: one", "    more", "    again"]
+
+
+def test_of_a_long_message_the_last_lines_are_shown(tmp_path: Path) -> None:
+    run, status = failed_run(tmp_path, "\n".join(MESSAGE))
+    assert explain_run(run, status).verdict == [MESSAGE[0], *MESSAGE[4:]]
+
+
+def test_the_order_of_causes(tmp_path: Path) -> None:
+    """What Slurm did, the job's last message, other logs, and then what others noticed."""
+    message = "hpc-rl: rank 1 failed, and its log ends:\n    KeyError: 'answer'\n"
+    run, status = failed_run(tmp_path, "Connection reset by peer\nexit code 139\nAddress already in use\n" + message)
+    found = [one.failure.title for one in explain_run(run, status).findings]
+    assert found == [ANY_EXCEPTION.title, "A port is in use", "A process crashed", "A process of the job has ended"]
+    run.path.joinpath("job-7.log").write_text(f"srun: error: node1: task 0: Out Of Memory\n{message}")
+    assert [one.failure.title for one in explain_run(run, status).findings] == ["Killed for lack of memory"]
+
+
+@pytest.mark.parametrize("state", ["COMPLETED", "STOPPED"])
+def test_a_run_that_ended_well_needs_no_explanation(state: str, tmp_path: Path) -> None:
+    run, status = failed_run(tmp_path, "CUDA out of memory\n", state)
+    assert explain_run(run, status) == NOTHING
 
 
 @pytest.mark.parametrize(("value", "known"), [("0.004", False), ("0.031", True), ("3.1e-02", True), ("9e-3", False)])
@@ -109,17 +237,17 @@ REAL: dict[str, tuple[Callable[[Path], object], str]] = {
         "The nodes do not share the folder",
     ),
     "address": (lambda tmp: Meeting(tmp, ("a", "b"), 1).await_address(0), "Nodes did not start"),
-    "ports": (lambda _: occupied_block(), "A port is taken"),
-    "port": (lambda _: second_listener(), "A port is taken"),
-    "gpus": (lambda _: granted(HERE, {"SLURM_GPUS_ON_NODE": "2"}, gpus=4), "Fewer GPUs than asked for"),
+    "ports": (lambda _: occupied_block(), "A port is in use"),
+    "port": (lambda _: second_listener(), "A port is in use"),
+    "gpus": (lambda _: granted(HERE, {"SLURM_GPUS_ON_NODE": "2"}, gpus=4), "Fewer GPUs than requested"),
     "memory": (lambda _: granted(HERE, {"SLURM_MEM_PER_NODE": "100"}), "Shared memory too small"),
     "temporary folder": (
         lambda _: check_length(Path("/scratch/" + "x" * 60)),
         "The temporary folder's path is too long",
     ),
     "socket": (lambda _: long_socket(), "The temporary folder's path is too long"),
-    "old Ray": (lambda _: check_ray("2.40.0", "python"), "Ray refuses a token"),
-    "module": (lambda _: __import__("ray.no_such_thing"), "Python is missing on the nodes"),
+    "old Ray": (lambda _: check_ray("2.40.0", "python"), "Ray rejects a token"),
+    "module": (lambda _: __import__("ray.no_such_thing"), "Python or a package is missing on the nodes"),
 }
 
 
@@ -135,7 +263,7 @@ def test_real_errors_are_known(case: str, tmp_path: Path) -> None:
         (errno.EDQUOT, "Disk quota exceeded"),
         (errno.ENOSPC, "No space left on device"),
         (errno.EMFILE, "Too many open files"),
-        (errno.ENOTCONN, "The container's files have gone"),
+        (errno.ENOTCONN, "The container's files are no longer available"),
         (errno.EHOSTUNREACH, "Nodes cannot reach each other"),
     ],
 )
@@ -199,17 +327,18 @@ def test_a_run_is_explained_by_its_newest_start_alone(tmp_path: Path) -> None:
         "Permission\nRuntimeError: no kernel image is available " * 9
     )
     (run.path / "attempt-2" / "node0-rank4.log").write_text("an illegal memory access was encountered")
-    found, last = explain_run(run, status)
-    assert [(one.failure.title, Path(one.source).name) for one in found] == [
+    found = explain_run(run, status)
+    assert [(one.failure.title, Path(one.source).name) for one in found.findings] == [
         ("Illegal memory access in a rollout", "node0-rank4.log"),
-        ("Ray does not come up", "job-7.log"),
+        ("Ray does not start", "job-7.log"),
     ]
-    assert last == ["Ray is not up after 9 s"]
+    assert found.last_errors == ["Ray is not up after 9 s"]
+    assert explain_run(run, status, most_files=1).findings == found.findings[1:]
 
 
 def test_what_slurm_says_explains_a_run_without_a_log(tmp_path: Path) -> None:
     run, status = failed_run(tmp_path, "", "NODE_FAIL")
-    (one,) = explain_run(run, status)[0]
+    (one,) = explain_run(run, status).findings
     assert (one.failure.title, one.source) == ("A node failed", "Slurm")
 
 

@@ -1,4 +1,4 @@
-"""What the doctor makes of facts: of this machine's own, changed one at a time, and of what real Slurms say."""
+"""The doctor's checks of facts: those of this machine, changed one at a time, and those of real Slurm clusters."""
 
 import json
 import os
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.config.slurm import SlurmConfig
-from hpc_rl.doctor.findings import Check, as_text, has_problem, ok, problem, together
+from hpc_rl.doctor.checks import Check, as_text, has_problem, merged, ok, problem
 from hpc_rl.doctor.job import doctor_config, doctor_job
-from hpc_rl.doctor.login import container_checks, folder_checks, partition_checks, python_checks, quota_checks
+from hpc_rl.doctor.login import container_checks, folder_checks, limit_checks, python_checks, quota_checks
 from hpc_rl.doctor.nodes import judge
 from hpc_rl.doctor.packages import driver_check, package_checks, unmet
 from hpc_rl.errors import UserError
@@ -39,7 +39,7 @@ GOOD = NodeReport(
     all_reduce=Trial(9.0, 0, SUM, ""),
     ray=Trial(12.0, 0, {"hosts": ["node1", "node2"], "cpus": 64, "gpus": 16}, ""),
 )  # fmt: skip
-"""A node where all is well."""
+"""A node without problems."""
 
 
 def with_environ(report: NodeReport, **environ: str | None) -> NodeReport:
@@ -53,7 +53,7 @@ def judged(first: NodeReport) -> dict[str, Check]:
     return {check.name: check for check in judge([first, second]) if check.level != "ok"}
 
 
-def test_where_all_is_well_there_is_nothing_to_do() -> None:
+def test_a_node_without_problems_has_ok_checks_alone() -> None:
     assert judged(GOOD) == {}
     lines = as_text(judge([GOOD, replace(GOOD, node="node2", rank=1)])).splitlines()
     assert all(line.startswith("ok ") for line in lines)
@@ -62,15 +62,15 @@ def test_where_all_is_well_there_is_nothing_to_do() -> None:
 
 
 CASES: dict[str, tuple[Callable[[NodeReport], NodeReport], str, str, str]] = {
-    "no driver": (lambda r: replace(r, gpus=[], gpu_driver=""), "GPUs", "problem", "no driver on the node"),
+    "no driver": (lambda r: replace(r, gpus=[], gpu_driver=""), "GPUs", "problem", "the node has no driver"),
     "few GPUs": (
         lambda r: with_environ(replace(r, gpus=r.gpus[:4]), SLURM_GPUS_ON_NODE="4", CUDA_VISIBLE_DEVICES="0,1,2,3"),
-        "GPUs", "problem", "8 asked for",
+        "GPUs", "problem", "8 requested",
     ),
     "not told": (lambda r: with_environ(r, CUDA_VISIBLE_DEVICES=None), "visible GPUs", "warning", "whole nodes"),
     "told wrong": (lambda r: with_environ(r, CUDA_VISIBLE_DEVICES="0"), "visible GPUs", "problem", "Slurm grants 8"),
-    "few CPUs": (lambda r: replace(r, cpus=1), "CPUs", "problem", "1 granted, 32 asked for"),
-    "little memory": (lambda r: replace(r, memory=1 << 30), "memory", "problem", "1.0 GiB granted, 500.0 asked for"),
+    "few CPUs": (lambda r: replace(r, cpus=1), "CPUs", "problem", "1 granted, 32 requested"),
+    "little memory": (lambda r: replace(r, memory=1 << 30), "memory", "problem", "1.0 GiB granted, 500.0 requested"),
     "no shm": (lambda r: replace(r, shm_free=1 << 26), "/dev/shm", "problem", "Ray cannot start"),
     "small shm": (lambda r: replace(r, shm_free=1 << 30), "/dev/shm", "warning", "1.0 of 512.0 GiB"),
     "few files": (lambda r: replace(r, open_files=256), "open files", "problem", "at most 256"),
@@ -93,9 +93,9 @@ CASES: dict[str, tuple[Callable[[NodeReport], NodeReport], str, str, str]] = {
     ),
     "no Ray": (
         lambda r: replace(r, ray=None, python=replace(GOOD_PYTHON, versions={"torch": "2.13.0"})),
-        "Ray cluster", "warning", "not tried",
+        "Ray cluster", "warning", "not tested",
     ),
-    "cut off": (lambda r: replace(r, ray=None), "Ray cluster", "problem", "ended before it had been tried"),
+    "cut off": (lambda r: replace(r, ray=None), "Ray cluster", "problem", "ended before this test"),
     "CPU torch": (
         lambda r: replace(r, all_reduce=Trial(9.0, 0, {**SUM, "backend": "gloo"}, "")),
         "all-reduce", "problem", "torch sees no GPU",
@@ -105,12 +105,12 @@ CASES: dict[str, tuple[Callable[[NodeReport], NodeReport], str, str, str]] = {
         "all-reduce", "warning", "0.90 GB/s",
     ),
     "killed": (
-        lambda r: replace(r, all_reduce=Trial(4.0, 137, {}, "bye")), "all-reduce", "problem", "ask for more memory",
+        lambda r: replace(r, all_reduce=Trial(4.0, 137, {}, "bye")), "all-reduce", "problem", "Request more memory",
     ),
     "hung": (lambda r: replace(r, ray=Trial(180.0, 124, {}, "waiting")), "Ray cluster", "problem", "it took too long"),
     "wrong token": (
         lambda r: replace(r, ray=Trial(9.0, 1, {}, "RPC error: InvalidAuthToken")),
-        "Ray cluster", "problem", "RAY_AUTH_TOKEN_PATH alike",
+        "Ray cluster", "problem", "RAY_AUTH_TOKEN_PATH` to the same values",
     ),
 }  # fmt: skip
 
@@ -142,9 +142,9 @@ def test_offline_settings_make_missing_internet_fine() -> None:
 def test_the_same_of_several_nodes_is_one_line() -> None:
     checks = [replace(ok("CPUs", "4"), nodes=(f"n{i}",)) for i in range(6)]
     checks.append(replace(problem("CPUs", "1", "more"), nodes=("n9",)))
-    merged = together(checks)
-    assert [len(check.nodes) for check in merged] == [6, 1] and has_problem(merged)
-    assert as_text(merged).splitlines() == ["ok       CPUs  n0 and 5 others: 4", "problem  CPUs  n9: 1; more"]
+    found = merged(checks)
+    assert [len(check.nodes) for check in found] == [6, 1] and has_problem(found)
+    assert as_text(found).splitlines() == ["ok       CPUs  n0 and 5 others: 4", "problem  CPUs  n9: 1; more"]
 
 
 def test_packages_of_this_python_fit() -> None:
@@ -156,11 +156,11 @@ def test_packages_of_this_python_fit() -> None:
 def test_packages_that_do_not_fit() -> None:
     arm = replace(GOOD_PYTHON, machine="aarch64", versions={**GOOD_PYTHON.versions, "tensordict": "0.1.2"})
     (_, packages, _) = package_checks(arm)
-    assert packages.level == "problem" and "tensordict 0.1.2, where hpc-rl 0.4 wants >=0.8" in packages.found
+    assert packages.level == "problem" and "tensordict 0.1.2, but hpc-rl 0.4 requires >=0.8" in packages.found
     assert "aarch64 begin with 0.8" in packages.remedy
     pinned = {"vllm": ["torch==2.14.0; platform_machine == 'x86_64'", "torch==2.1.0; platform_machine == 's390x'"]}
     engine = replace(GOOD_PYTHON, versions={**GOOD_PYTHON.versions, "vllm": "0.33.0"}, requires=pinned)
-    assert unmet(engine) == ["torch 2.13.0, where vllm 0.33.0 wants ==2.14.0"]
+    assert unmet(engine) == ["torch 2.13.0, but vllm 0.33.0 requires ==2.14.0"]
     old = replace(GOOD_PYTHON, version="3.10.2", versions={**GOOD_PYTHON.versions, "ray": "2.40.0"})
     assert [check.level for check in package_checks(old)] == ["problem", "ok", "problem"]
 
@@ -201,7 +201,7 @@ PREEMPTS = {"PreemptType": "preempt/partition_prio"}
 def test_partitions(
     options: dict[str, str], partitions: list[Partition], config: dict[str, str], expected: list[str]
 ) -> None:
-    checks = list(partition_checks(SlurmConfig(**options), config, partitions))
+    checks = list(limit_checks(SlurmConfig(**options), config, partitions))
     assert [check.level for check in checks] == expected, as_text(checks)
 
 
@@ -285,8 +285,10 @@ def test_the_commands(tmp_path: Path) -> None:
     explained = command(tmp_path, "explain", "job.out").stdout
     assert explained.startswith("CUDA out of memory\n  job.out: CUDA out of memory. Tried") and "fix:" in explained
     (tmp_path / "odd.out").write_text("fine\nOddError: never seen\n")
-    assert "none of the known failures" in command(tmp_path, "explain", "odd.out").stdout
+    (tmp_path / "other.out").write_text("fine\nsome error: never seen\n")
+    assert "not one of the known failures" in command(tmp_path, "explain", "other.out").stdout
     found = json.loads(command(tmp_path, "explain", "odd.out", "--json").stdout)
-    assert found == {"state": None, "findings": [], "last_errors": ["OddError: never seen"]}
+    assert found["findings"][0]["title"] == "An exception in the program" and found["last_message"] == []
+    assert (found["state"], found["last_errors"]) == (None, ["OddError: never seen"])
     missing = command(tmp_path, "explain", "nothing")
     assert missing.returncode == 2 and "no run 'nothing'" in missing.stderr

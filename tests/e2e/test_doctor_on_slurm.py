@@ -43,13 +43,13 @@ def test_on_two_nodes_and_a_job_that_is_killed_for_lack_of_memory(workspace: Wor
     assert checks["shared folder"]["found"].startswith("2 nodes see each other's files")
     assert checks["all-reduce"]["found"].startswith("gloo, 2 ranks on 2 nodes: ")
     assert checks["Ray cluster"]["found"].startswith("up on 2 nodes with 2 CPUs and 0 GPUs, and down again")
-    assert (checks["CPUs"]["found"], len(checks["CPUs"]["nodes"])) == ("1 granted, 1 asked for", 2)
-    assert checks["memory"]["found"] == "2.0 GiB granted, 2.0 asked for"
+    assert (checks["CPUs"]["found"], len(checks["CPUs"]["nodes"])) == ("1 granted, 1 requested", 2)
+    assert checks["memory"]["found"] == "2.0 GiB granted, 2.0 requested"
     assert checks["interface"]["found"].startswith("eth0 of ")
     assert [path.name for path in (workspace.folder / "runs").iterdir()] == ["hungry"]
 
     workspace.wait_until(lambda: workspace.status("hungry")["state"] not in ("PENDING", "RUNNING"), "the end of hungry")
-    assert workspace.ok("status", "hungry").startswith("Killed for lack of memory\n")
+    assert "\nKilled for lack of memory\n" in "\n" + workspace.ok("status", "hungry")
     explained = workspace.ok("explain", "hungry")
     assert "oom-kill" in explained or "OUT_OF_MEMORY" in explained
-    assert "ask for more (--mem)" in explained
+    assert "Request more memory (`--mem 64G`" in explained

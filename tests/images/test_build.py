@@ -17,11 +17,11 @@ from hpc_rl import __version__
 from hpc_rl.errors import UserError
 from hpc_rl.images import build
 from hpc_rl.images.build import Order, file_sha256, make
-from hpc_rl.images.definition import Runtime, Source, build_argv, cause_of_failure, definition_args, parse_source
+from hpc_rl.images.definition import Builder, Source, build_argv, cause_of_failure, definition_args, parse_source
 from hpc_rl.images.wheel import pack_wheel
 from tests.fake_apptainer import FakeApptainer, sif_bytes
 
-APPTAINER = Runtime("/usr/bin/apptainer", "apptainer version 1.4.5")
+APPTAINER = Builder("/usr/bin/apptainer", "apptainer version 1.4.5")
 PINNED = "registry.example.org/group/image@sha256:" + "ab" * 32
 
 
@@ -56,7 +56,7 @@ def test_sources_that_are_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("docker://", "write docker://NAME:TAG"),
         ("docker-archive:none.tar", "no such file or folder"),
         ("none.sif", "no such file or folder"),
-        ("docker://me:secret@registry/x", "has a password in an address"),
+        ("docker://me:secret@registry/x", "contains a password in an address"),
     ],
 )
 def test_sources_that_cannot_be(text: str, said: str) -> None:
@@ -72,7 +72,7 @@ def test_the_command_is_this() -> None:
     assert built == ["/usr/bin/apptainer", "build", *zstd, *variables, "/o/x.sif", "/d/hpc-rl.def"]
     folder = build_argv(APPTAINER, Path("/o/box"), "/i/x.sif", sandbox=True)
     assert folder == ["/usr/bin/apptainer", "build", "--sandbox", "/o/box", "/i/x.sif"]
-    other = build_argv(Runtime("singularity", "singularity-ce version 4.1"), Path("/o/x.sif"), "docker://x")
+    other = build_argv(Builder("singularity", "singularity-ce version 4.1"), Path("/o/x.sif"), "docker://x")
     assert other == ["singularity", "build", "/o/x.sif", "docker://x"]
 
 
@@ -82,7 +82,7 @@ def test_variables_of_the_definition() -> None:
         **{"bootstrap": "docker", "from": "python:3.12", "wheel": "/w/x.whl"},
         **{"source": "docker://python:3.12", "digest": "unknown", "extras": "", "pip": "--index-url=a=b"},
     }
-    for word, said in (("extras", "write KEY=VALUE"), ("pip=--index-url=https://me:pw@host/", "has a password")):
+    for word, said in (("extras", "write KEY=VALUE"), ("pip=--index-url=https://me:pw@host/", "contains a password")):
         with pytest.raises(UserError, match=said):
             definition_args(Source("docker", "x"), Path("x.whl"), None, [word])
 
@@ -90,9 +90,9 @@ def test_variables_of_the_definition() -> None:
 @pytest.mark.parametrize(
     ("log", "meaning"),
     [
-        ("FATAL: write /tmp/x: no space left on device", "out of space: free some in /c"),
+        ("FATAL: write /tmp/x: no space left on device", "out of space: remove files in /c"),
         ("FATAL: GET https://x/v2: UNAUTHORIZED: authentication required", "APPTAINER_DOCKER_USERNAME"),
-        ("MANIFEST_UNKNOWN: manifest unknown; unknown tag=nope", "no such name or tag"),
+        ("MANIFEST_UNKNOWN: manifest unknown; unknown tag=nope", "the registry has no such name or tag"),
         ("dial tcp: lookup x: no such host", "docker-archive:FILE"),
         ("FATAL: something else", ""),
     ],
@@ -175,17 +175,17 @@ def test_an_unpacked_folder_replaces_another_only_by_force(bench: Bench) -> None
 
 def test_a_tag_without_a_digest_is_warned_of(bench: Bench) -> None:
     done = bench.run("pull", "docker://python:3.12", "--out", "images/x.sif")
-    assert done.returncode == 0 and "docker://python:3.12 may be another image tomorrow" in done.stderr
+    assert done.returncode == 0 and "docker://python:3.12 may refer to another image later" in done.stderr
     assert bench.fake.calls("build")[0]["argv"][-1] == "docker://python:3.12"
     pinned = bench.run("pull", f"docker://{PINNED}", "--out", "images/y.sif")
-    assert "tomorrow" not in pinned.stderr and f"digest {PINNED.partition('@')[2]}" in pinned.stdout
+    assert "later" not in pinned.stderr and f"digest {PINNED.partition('@')[2]}" in pinned.stdout
 
 
 @pytest.mark.parametrize("how", ["1", "255", "137"])
 def test_a_build_that_fails_half_way_leaves_nothing(bench: Bench, how: str) -> None:
     done = bench.run(*BUILD, FAKE_BUILD=how, FAKE_SAYS="write: no space left on device")
     assert done.returncode == 1, done.stderr
-    assert f"build failed with exit code {how}: out of space: free some in {bench.work}" in done.stderr
+    assert f"build failed with exit code {how}: out of space: remove files in {bench.work}" in done.stderr
     assert "Traceback" not in done.stderr and bench.left() == []
 
 
@@ -205,7 +205,9 @@ def test_an_interrupted_build_leaves_nothing_and_no_other_runs_beside_it(bench: 
         assert second.returncode == 2 and "another build of" in second.stderr
         slow.send_signal(number)
         _, said = slow.communicate(timeout=30)
-    assert slow.returncode == 130 and "interrupted: nothing is left" in said and "Traceback" not in said
+    assert (
+        slow.returncode == 130 and "interrupted: the incomplete image was removed" in said and "Traceback" not in said
+    )
     assert bench.left() == []
 
 
@@ -214,7 +216,7 @@ def test_what_cannot_be_built_is_refused_at_once(bench: Bench, monkeypatch: pyte
     assert "--definition none.def: no such file" in bench.run(*BUILD, "--definition", "none.def").stderr
     assert "no apptainer and no singularity on PATH" in bench.run(*BUILD, PATH="/nowhere").stderr
     (bench.tmp / "cut.sif").write_bytes(sif_bytes(size=1000)[:900])
-    assert "is cut off" in bench.run("unpack", "cut.sif", "box").stderr
+    assert "is incomplete" in bench.run("unpack", "cut.sif", "box").stderr
     assert bench.left() == []
     monkeypatch.setenv("PATH", bench.fake.environ["PATH"])
     monkeypatch.setenv("TMPDIR", str(bench.work))

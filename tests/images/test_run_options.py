@@ -12,7 +12,8 @@ import pytest
 
 from hpc_rl.config.compose import compose
 from hpc_rl.errors import UserError
-from hpc_rl.images.run_options import exec_options, job_binds, pyxis_options, unpacks
+from hpc_rl.images.run_options import job_binds, unpacks
+from hpc_rl.images.runtimes import RUNTIMES, ContainerRuntime, runtime_of
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.preflight import checks
@@ -28,23 +29,35 @@ def image_job(run_dir: Path, working_dir: Path = Path("/"), kind: str = "torchru
     return Job(kind, compose(kind, [], settings), RunDir(run_dir), working_dir, ("train.py",))
 
 
+def options_of(**settings: Any) -> list[list[str]]:
+    config = image_job(PWD, **settings).config
+    return runtime_of(config.container).options(config, PWD, [])
+
+
 def test_exec_options_are_these() -> None:
     settings = {"container.options": ["--nvccli"], "trainer.device": "cuda"}
     config = image_job(PWD, **settings).config
-    options = [word for words in exec_options(config, PWD, ["/home/me", "/data:/data:ro"]) for word in words]
+    options = [
+        word
+        for words in runtime_of(config.container).options(config, PWD, ["/home/me", "/data:/data:ro"])
+        for word in words
+    ]
     gpu = ["--nvccli", "--nv"]
-    binds = ["--bind", "/home/me", "--bind", "/data:/data:ro"]
-    assert options == ["--cleanenv", "--no-home", *gpu, "--pwd", "/home/me", *binds]
-    amd = exec_options(image_job(PWD, **{"container.gpu": "rocm"}).config, PWD, [])
+    bound = ["--bind", "/home/me", "--bind", "/data:/data:ro"]
+    assert options == ["--cleanenv", "--no-home", *gpu, "--pwd", "/home/me", *bound]
+    amd = options_of(**{"container.gpu": "rocm"})
     assert ["--rocm"] in amd and ["--nv"] not in amd
-    cpu = exec_options(image_job(PWD, **{"trainer.device": "cpu"}).config, PWD, [])
+    cpu = options_of(**{"trainer.device": "cpu"})
     assert cpu == [["--cleanenv"], ["--no-home"], ["--pwd", "/home/me"]]
 
 
 def test_pyxis_options_are_these() -> None:
     settings = {"container.runtime": "pyxis", "container.image": "registry.example.org#group/image:1"}
     settings |= {"slurm.env": {"MY": "1"}, "container.env": ["LAB", "OUR_*"]}
-    assert pyxis_options(image_job(PWD, **settings).config, PWD, ["/home/me", "/a:/b:ro"]) == [
+    pyxis_options = RUNTIMES["pyxis"].srun_options
+    assert pyxis_options is not None
+    image = settings["container.image"]
+    assert pyxis_options(image_job(PWD, **settings).config, image, PWD, ["/home/me", "/a:/b:ro"]) == [
         "--container-image=registry.example.org#group/image:1",
         "--container-mounts=/home/me:/home/me,/a:/b:ro",
         "--container-workdir=/home/me",
@@ -87,7 +100,7 @@ def test_what_the_job_needs_is_bound_once(tmp_path: Path) -> None:
     config = compose("ppo", [], values)
     found = job_binds(config, work / "runs" / "first", work, ("python", str(data)))
     assert found == [str(data), str(real), str(rewards), str(work), "/scratch"]
-    with pytest.raises(UserError, match="a,b cannot be bound into an image: its path has a colon or a comma"):
+    with pytest.raises(UserError, match="a,b cannot be bound into an image: its path contains a colon or a comma"):
         job_binds(config, work, tmp_path / "a,b")
 
 
@@ -113,12 +126,23 @@ def test_long_jobs_want_a_copy(time: str | None, unpack: str, wanted: bool) -> N
         ({"container.binds": ["/a,/b"]}, "no SRC"),
         ({"container.env": ["A B"]}, "no name of an environment variable"),
         ({"container.imgae": "x"}, r"did you mean container\.image\?"),
-        ({"container.runtime": "docker"}, "apptainer"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         compose("torchrun", [], settings)
+
+
+def test_a_runtime_that_is_not_in_the_table_is_refused() -> None:
+    with pytest.raises(UserError, match=r"'docker': choose one of auto, apptainer, singularity, pyxis$"):
+        checks.check(image_job(PWD, **{"container.runtime": "docker"}))
+
+
+@pytest.mark.parametrize(("name", "row"), RUNTIMES.items())
+def test_rows_of_the_table_are_complete(name: str, row: ContainerRuntime) -> None:
+    """A row is called either by container.sh or by srun."""
+    assert bool(row.programs) == row.has_script == bool(row.bind and row.workdir and row.env_file)
+    assert row.srun_options is not None or row.env_file.endswith((" ", "=")), name
 
 
 def test_the_login_node_looks_at_the_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +157,7 @@ def test_the_login_node_looks_at_the_image(tmp_path: Path, monkeypatch: pytest.M
     assert "needed on the nodes: /on/the/nodes" in notes[0]
     assert "no apptainer and no singularity on PATH here" in notes[1]
     other = {**good, "container.arch": "arm64"}
-    with pytest.raises(UserError, match="is for amd64, and the nodes are arm64"):
+    with pytest.raises(UserError, match="is for amd64, but the nodes are arm64"):
         checks.check(image_job(tmp_path / "run", tmp_path, **other))
 
 

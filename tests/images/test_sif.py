@@ -1,4 +1,4 @@
-"""What is wrong with an image is said before anything starts."""
+"""An image that cannot be used is refused before anything starts."""
 
 from pathlib import Path
 
@@ -20,10 +20,10 @@ def test_the_header_tells_architecture_and_size() -> None:
     ("content", "said"),
     [
         (None, r"x\.sif: no such file or directory"),
-        (b"", r"x\.sif is no SIF file \(0 bytes"),
-        (b"<html>404</html>" * 100, r"is no SIF file .* hpc-rl image build --from SOURCE --out"),
-        (sif_bytes(size=1000)[:900], r"is cut off: it has 900 of 1,000 bytes"),
-        (sif_bytes(b"04"), r"is for arm64, and the nodes are amd64: .* container\.arch=arm64"),
+        (b"", r"x\.sif is not a SIF file \(0 bytes"),
+        (b"<html>404</html>" * 100, r"is not a SIF file .* hpc-rl image build --from SOURCE --out"),
+        (sif_bytes(size=1000)[:900], r"is incomplete: it has 900 of 1,000 bytes"),
+        (sif_bytes(b"04"), r"is for arm64, but the nodes are amd64: .* container\.arch=arm64"),
     ],
 )
 def test_a_file_that_no_node_can_run_is_refused(tmp_path: Path, content: bytes | None, said: str) -> None:
@@ -40,5 +40,5 @@ def test_what_can_run_passes(tmp_path: Path) -> None:
     check_image(image, "arm64")
     (tmp_path / "box" / "usr").mkdir(parents=True)
     check_image(tmp_path / "box")
-    with pytest.raises(UserError, match="no unpacked image"):
+    with pytest.raises(UserError, match="not an unpacked image"):
         check_image(tmp_path / "box" / "usr")

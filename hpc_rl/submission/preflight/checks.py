@@ -13,7 +13,7 @@ from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.sft import SftConfig
 from hpc_rl.errors import UserError
 from hpc_rl.host.ray_version import check_ray, installed_ray
-from hpc_rl.images.preflight import container_checks
+from hpc_rl.images.run_options import image_preflight
 from hpc_rl.rewards.check import check_function, check_url
 from hpc_rl.submission.hub import hub_cache
 from hpc_rl.submission.job import Job
@@ -63,7 +63,7 @@ def run_directory(job: Job) -> Iterator[Question]:
 
 def image(job: Job) -> Iterator[Question]:
     """The container image is there, and something here can run it."""
-    for one in container_checks(job.config.container):
+    for one in image_preflight(job.config.container):
         yield Question(one, (job.config.container,))
 
 

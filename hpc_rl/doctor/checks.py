@@ -1,4 +1,4 @@
-"""What the doctor finds: one thing looked at, and what to do about it."""
+"""The doctor's checks: what each one found, and what to do about it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 MOST_NAMED = 4
-"""Nodes that a line names one by one."""
+"""Nodes that a line lists one by one."""
 Level = Literal["ok", "warning", "problem"]
 
 
@@ -17,9 +17,9 @@ class Check:
     level: Level
     found: str
     remedy: str = ""
-    """What to do; empty where all is well."""
+    """What to do; empty if nothing is wrong."""
     nodes: tuple[str, ...] = ()
-    """Nodes that it holds for; none for the login node, and for what nodes did together."""
+    """Nodes with this result; empty for the login node, and for what all nodes did together."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -37,14 +37,14 @@ def problem(name: str, found: str, remedy: str) -> Check:
     return Check(name, "problem", found, remedy)
 
 
-def together(checks: Sequence[Check]) -> list[Check]:
-    """The same of several nodes as one, in the order of the names' first appearance."""
+def merged(checks: Sequence[Check]) -> list[Check]:
+    """Merge equal results of several nodes into one, in the order in which the names first appear."""
     names = list(dict.fromkeys(check.name for check in checks))
-    merged: dict[Check, tuple[str, ...]] = {}
+    found: dict[Check, tuple[str, ...]] = {}
     for check in sorted(checks, key=lambda check: names.index(check.name)):
         alike = replace(check, nodes=())
-        merged[alike] = merged.get(alike, ()) + check.nodes
-    return [replace(check, nodes=tuple(dict.fromkeys(nodes))) for check, nodes in merged.items()]
+        found[alike] = found.get(alike, ()) + check.nodes
+    return [replace(check, nodes=tuple(dict.fromkeys(nodes))) for check, nodes in found.items()]
 
 
 def has_problem(checks: Sequence[Check]) -> bool:
@@ -52,7 +52,7 @@ def has_problem(checks: Sequence[Check]) -> bool:
 
 
 def as_text(checks: Sequence[Check]) -> str:
-    """A line for each."""
+    """Render one line for each check."""
     width = max((len(check.name) for check in checks), default=0)
     return "\n".join(f"{check.level:<7}  {check.name:<{width}}  {_sentence(check)}" for check in checks)
 
