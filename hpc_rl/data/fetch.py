@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_rl.data.hub import load_splits
-from hpc_rl.data.missing import install_command
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
+from hpc_rl.host.installation import install_command
 
 _OTHER_FORMATS = ["*.onnx*", "*.gguf", "*.h5", "*.msgpack", "*.ot", "*.pth", "*.pt", "original/*", "onnx/*"]
 _OTHER_WEIGHTS = ["*.bin", *_OTHER_FORMATS]
@@ -29,7 +29,10 @@ def main(names: Sequence[str]) -> int:
             print(f"hpc-rl: {error}", file=sys.stderr)
             return error.exit_code
         except ModuleNotFoundError as error:
-            print(f"hpc-rl: {sys.executable} has no {error.name}: {install_command('train')}", file=sys.stderr)
+            print(
+                f"hpc-rl: {sys.executable} has no {error.name}: {install_command('train', sys.executable)}",
+                file=sys.stderr,
+            )
             return EXIT_BAD_INPUT
     return 0
 

@@ -168,7 +168,7 @@ def _csv_rows(path: Path, delimiter: str = ",") -> Iterator[Row]:
                     continue
                 if len(fields) != len(header):
                     raise UserError(
-                        f"{path}, line {rows.line_num}: {len(fields)} fields, where the header has {len(header)}"
+                        f"{path}, line {rows.line_num}: values: {len(fields)}, columns in the header: {len(header)}"
                     )
                 yield dict(zip(header, fields, strict=True))
         except csv.Error as error:

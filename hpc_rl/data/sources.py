@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
 from hpc_rl.data.formats import CannotCheck, Row, is_file, read_rows
 from hpc_rl.data.hub import load_split
-from hpc_rl.data.missing import install_command
 from hpc_rl.errors import UserError
+from hpc_rl.host.installation import install_command
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ def all_rows(files: Sequence[str], split: str) -> Iterator[tuple[Row, str]]:
             for number, row in enumerate(rows, start=1):
                 yield row, f"{file}, row {number}"
         except CannotCheck as error:
-            raise UserError(f"{error}: {install_command('train')}") from error
+            raise UserError(f"{error}: {install_command('train', sys.executable)}") from error
         if not number:
             raise UserError(f"{file}: the data set is empty")
 
