@@ -47,7 +47,7 @@ def check_data(file: str, number: int, data: AnyData, model: ModelConfig, folder
 
     Args:
         number: the row to describe, from 1.
-        folder: where the tokenizer lies on this machine; None if it is only a name on the hub.
+        folder: folder of the tokenizer on this machine; None if it has only a name on the hub.
 
     Yields:
         lines of text.

@@ -130,7 +130,7 @@ def _skip_space(text: str, at: int) -> int:
 
 def _as_object(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
-        raise UserError(f"{where}: {kind_of(row)}, where an object with the row's columns is needed")
+        raise UserError(f"{where}: found {kind_of(row)}; an object with the row's columns is needed")
     return row
 
 

@@ -1,4 +1,4 @@
-"""Chat templates without transformers: where a model folder keeps them, whether Jinja accepts them, and their text.
+"""Chat templates without transformers: read them from a model folder, check them with Jinja, and render them.
 
 Tokenization renders templates with transformers (chat.py). A login node may not have transformers, so this module does
 the same with Jinja alone: https://huggingface.co/docs/transformers/chat_templating_writing

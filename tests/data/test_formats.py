@@ -77,10 +77,10 @@ def test_any_array_is_read_as_json_reads_it(tmp_path_factory: pytest.TempPathFac
     [
         ("a.jsonl", '{"a": 1', "line 1: not JSON (Expecting ',' delimiter); write one object per line, or an array"),
         ("a.jsonl", '{"a": 1}\n{"a": \n', "line 2: not JSON (Expecting value)"),
-        ("a.jsonl", '{"a": 1}\n3\n', "line 2: a number, where an object with the row's columns is needed"),
+        ("a.jsonl", '{"a": 1}\n3\n', "line 2: found a number; an object with the row's columns is needed"),
         ("a.jsonl", '{"a": 1}\n\n{"a": 1, "b": 2, "a": 3}\n', "line 3: the key 'a' appears twice"),
         ("a.jsonl", b'{"a": "\xff"}\n', "line 1: not UTF-8 text"),
-        ("a.json", '[\n {"a": 1},\n 2]', "line 3: a number, where an object"),
+        ("a.json", '[\n {"a": 1},\n 2]', "line 3: found a number; an object"),
         ("a.json", '[\n {"a": 1},\n {"a": }]', "line 3: not JSON (Expecting value)"),
         ("a.json", '[\n {"a": 1},\n {"a": 1, "a": 2}]', "line 3: the key 'a' appears twice"),
         ("a.json", '[{"a": 1}\n {"a": 2}]', "line 2: not JSON (the array is not closed, or a comma is missing)"),

@@ -136,13 +136,17 @@ def test_a_reward_model_scores_as_transformers_does(plain: Runs, tmp_path: Path)
 
 def test_another_vocabulary_is_refused(plain: Runs, tmp_path: Path) -> None:
     folder = make_reward_model(tmp_path / "reward", vocab=290)
-    with pytest.raises(UserError, match=r"reward\.model .* and model\.path .* have different vocabularies: .* tokens differ"):
+    with pytest.raises(
+        UserError, match=r"reward\.model .* and model\.path .* have different vocabularies: .* tokens differ"
+    ):
         plain(tmp_path / "run", f"reward.model={folder}")
 
 
 def test_a_model_without_a_trained_head_is_refused(plain: Runs, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "reward")
-    with pytest.raises(UserError, match=r"reward\.model .* has no trained head 'score': it is not a sequence classifier"):
+    with pytest.raises(
+        UserError, match=r"reward\.model .* has no trained head 'score': it is not a sequence classifier"
+    ):
         plain(tmp_path / "run", f"reward.model={folder}")
     shutil.rmtree(folder)
     with pytest.raises(UserError, match="no tokenizer could be loaded"):
