@@ -1,4 +1,4 @@
-"""What all benchmarks share: the table, the results file, and measuring in turns."""
+"""Shared by all benchmarks: the table, the results file, and measurements in turns."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def in_turns(variants: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Measure every variant once, then all again: what else the machine does meanwhile hits all alike.
+    """Measure every variant once, then all of them again, so that other load on the machine affects all alike.
 
-    Each variant returns its own measurement, so that it can leave its preparation out.
+    Each variant returns its own measurement, so that it can exclude its preparation.
     """
     measured: dict[str, list[float]] = {name: [] for name in variants}
     for repeat in range(repeats):
@@ -30,7 +30,7 @@ def in_turns(variants: Mapping[str, Callable[[], float]], repeats: int) -> dict[
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Wall time of one call."""
+    """Return the wall time of one call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
@@ -41,12 +41,12 @@ def median(values: Sequence[float]) -> float:
 
 
 def median_ratio(values: Sequence[float], base: Sequence[float]) -> float:
-    """Median of the ratios within each repeat, which what slows the machine for a while leaves alone."""
+    """Return the median of the ratios within each repeat, which temporary load on the machine does not change."""
     return statistics.median(value / other for value, other in zip(values, base, strict=True))
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown; every column but the first is aligned right."""
+    """Return a Markdown table; every column but the first is aligned right."""
     rule = ["---", *["---:"] * (len(headers) - 1)]
     return "\n".join("| " + " | ".join(row) + " |" for row in [headers, rule, *rows])
 
@@ -68,7 +68,7 @@ def publish(name: str, text: str, results: Mapping[str, Any], packages: Sequence
 
 
 def machine() -> str:
-    """Cores, processor, memory, and the GPU where there is one."""
+    """Describe cores, processor, memory and, if there is one, the GPU."""
     import torch
 
     info = Path("/proc/cpuinfo")

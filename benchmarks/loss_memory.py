@@ -2,8 +2,8 @@
 
 4,096 tokens, vocabulary 151,936, hidden size 896 (Qwen2.5-0.5B's). Each variant runs in a process of its own. On the
 CPU the figure is the process's largest resident size minus its size before the loss, when hidden states and weight are
-in memory already; on a GPU it is torch's count of allocated bytes, taken likewise. The gradients of hidden states and
-weight are in it: both ways have to hold them.
+already in memory; on a GPU it is torch's count of allocated bytes, measured in the same way. It includes the gradients
+of hidden states and weight, which both ways have to hold.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--variant", choices=list(VARIANTS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("benchmarks.loss_memory: torch finds no CUDA device")
+        sys.exit("benchmarks.loss_memory: torch does not find a CUDA device")
     if arguments.variant:
         print(json.dumps(measure(VARIANTS[arguments.variant], torch.device(arguments.device))))
         return
@@ -71,12 +71,12 @@ def in_own_process(name: str, device: str) -> dict[str, float]:
 
 
 def measure(loss: Loss, device: torch.device) -> dict[str, float]:
-    """Peak memory in GiB over what the inputs take, and wall time."""
+    """Return the peak memory in GiB beyond the inputs, and the wall time."""
     torch.manual_seed(0)
     hidden_NH = torch.randn(TOKENS, HIDDEN, device=device).requires_grad_()
     weight_VH = (torch.randn(VOCABULARY, HIDDEN, device=device) / HIDDEN**0.5).requires_grad_()
     targets_N = torch.randint(VOCABULARY, (TOKENS,), device=device)
-    loss(hidden_NH[:2], weight_VH[:64], targets_N[:2] % 64).backward()  # libraries load at first use
+    loss(hidden_NH[:2], weight_VH[:64], targets_N[:2] % 64).backward()  # libraries are loaded at first use
     hidden_NH.grad = weight_VH.grad = None
     before = memory_gib(device, reset=True)
     start = time.perf_counter()
@@ -87,7 +87,7 @@ def measure(loss: Loss, device: torch.device) -> dict[str, float]:
 
 
 def memory_gib(device: torch.device, reset: bool = False) -> float:
-    """The largest size so far; with reset, the size now, from which the largest is counted anew."""
+    """Return the largest size so far; with reset, start counting again from the present size."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         if reset:

@@ -1,15 +1,15 @@
-"""PPO and GRPO against TRL, and against what a step cannot do without: `python -m benchmarks.ppo`.
+"""PPO and GRPO compared with TRL, and with the unavoidable parts of a step: `python -m benchmarks.ppo`.
 
 Seconds per 1,000 generated tokens: whole training steps, one thread, float32. A step samples 32 responses of 64 tokens
 to prompts of GSM8K's lengths (4 prompts 8 times for GRPO, 32 prompts once for PPO), scores them and learns from them.
 The model is that of benchmarks/sft.py with a vocabulary of 4,096; PPO's critic and reward model have its shape, with
-random weights. Everyone does one epoch of one mini-batch with AdamW: PPO with a reference, whose KL is in the reward;
+random weights. All variants do one epoch of one mini-batch with AdamW: PPO with a reference, whose KL is in the reward;
 GRPO, as is TRL's default, with neither reference nor old log-probabilities.
 
-hpc-rl is `run_ppo`: Ray, the driver's process, one worker, the hand-over of weights and the writing of metrics
-included. TRL is 1.16.0 for GRPO and 1.12.0, which still has PPO, for PPO; pip installs the latter into a folder of its
-own. The limit is benchmarks/ppo_limit.py. Each runs in its own process, and they take turns. Wall time counts on an
-idle machine; processor time, of all processes together, still means something on a busy one.
+hpc-rl is `run_ppo`, including Ray, the driver's process, one worker, the transfer of weights and the writing of
+metrics. TRL is 1.16.0 for GRPO and, because later versions have no PPO, 1.12.0 for PPO; pip installs the latter into a
+folder of its own. The limit is benchmarks/ppo_limit.py. Each variant runs in its own process, and they take turns. Wall
+time counts on an idle machine; the processor time of all processes together remains meaningful on a busy one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REST = "between phases"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", choices=get_args(Algorithm), nargs="+", default=list(get_args(Algorithm)))
-    parser.add_argument("--epochs", type=int, default=1, help="passes over a step's responses, for everyone")
+    parser.add_argument("--epochs", type=int, default=1, help="passes over a step's responses, for all variants")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="training steps in each turn")
     parser.add_argument("--trl-ppo", type=Path, default=_cache() / f"trl-{TRL_PPO}", help="folder of TRL " + TRL_PPO)
@@ -111,10 +111,10 @@ def totals(turns: Mapping[str, Sequence[Turn]]) -> str:
 
 
 def phases(turns: Mapping[str, Sequence[Turn]]) -> str:
-    """Where a step of hpc-rl spends its time, beside the same work alone; medians of each line."""
+    """Return the time of each part of a step of hpc-rl, next to that of the same work alone, as medians."""
     ours = {name: per_phase(turns[OURS], name) for name in turns[OURS][0].phases if name != "step"}
     alone = {name: per_phase(turns[LIMIT], name) for name in turns[LIMIT][0].phases}
-    # Handing out the responses, metrics, and the wait for what has no phase of its own.
+    # The distribution of responses, metrics, and waits that have no phase of their own.
     ours[REST] = median([turn.wall_s - sum(turn.phases[name] for name in ours) for turn in turns[OURS]])
     rows = [
         [name, f"{seconds:.3f}", f"{alone[name]:.3f}" if name in alone else ""]

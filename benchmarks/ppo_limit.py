@@ -1,8 +1,8 @@
-"""The limit in benchmarks/ppo.py: what a step cannot do without, each part alone, without padding or another process.
+"""The limit in benchmarks/ppo.py: the unavoidable parts of a step, each alone, without padding or another process.
 
-Models are transformers' own; gradients are plain autograd's. Of each part there are several ways, of which the fastest
+Models are transformers' own; gradients are plain autograd's. Each part is computed in several ways, and the fastest one
 counts: samples of one length at a time, with transformers' attention, or packed rows of two sizes. Nothing is padded,
-and the LM head is computed only where the response is predicted. The samples are the same in every turn.
+and the LM head is computed only for the positions that predict the response. The samples are the same in every turn.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from hpc_rl.training.packed_batch import pack_samples
 WARM_UP = 2
 Part = Callable[[], None]
 SAME_LENGTH_TOKENS = 1024
-"""Most of one pass over samples of the same length: more is no faster."""
+"""Largest number of tokens in one pass over samples of the same length; more is not faster."""
 PACKED_TOKENS = (1024, 4096)
-"""Most of one packed row."""
+"""Largest number of tokens in one packed row."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What one pass computes."""
+    """The input of one pass."""
 
     inputs: dict[str, Any]
-    """Of the model's forward: ids [B, T], and what packed attention needs."""
+    """Arguments of the model's forward: ids [B, T], and what packed attention needs."""
     predicting_N: torch.Tensor
-    """Where, in all B * T positions, the next token is one of a response."""
+    """The positions, of all B * T, whose next token belongs to a response."""
     targets_N: torch.Tensor
 
 
@@ -69,7 +69,7 @@ def generate_packed(folder: Path, prompts: Sequence[NDArray[np.int32]]) -> Part:
 
 
 def generate_padded(folder: Path, prompts: Sequence[NDArray[np.int32]]) -> Part:
-    """transformers' own generation, which pads."""
+    """Return transformers' own generation, which pads."""
     hf = load(AutoModelForCausalLM, folder / POLICY, "sdpa").eval()
     config = GenerationConfig(max_new_tokens=RESPONSE_TOKENS, do_sample=True, top_k=0, pad_token_id=0)
     longest = max(map(len, prompts))
@@ -91,12 +91,12 @@ def hidden(model: Any, rows: Rows) -> torch.Tensor:
 
 
 def logprobs(model: Any, rows: Rows) -> torch.Tensor:
-    """[N], of all response tokens."""
+    """Return the log-probabilities of all response tokens, [N]."""
     return -cross_entropy(model.lm_head(hidden(model, rows)), rows.targets_N, reduction="none")
 
 
 def values(model: Any, rows: Rows) -> torch.Tensor:
-    """[N], of the state before each response token."""
+    """Return the values before each response token, [N]."""
     found: torch.Tensor = model.score(hidden(model, rows))[:, 0]
     return found
 
@@ -118,7 +118,7 @@ def update(
 
 
 def parts_of(folder: Path, algorithm: Algorithm, epochs: int) -> dict[str, Part]:
-    """What is measured, under the names of timing_s."""
+    """Return the measured parts by their names in timing_s."""
     rng = np.random.default_rng(0)
     distinct = [rng.integers(1, VOCABULARY, length, dtype=np.int32) for length in prompt_lengths(algorithm)]
     prompts = [prompt for prompt in distinct for _ in range(SAMPLES[algorithm])]
@@ -182,7 +182,7 @@ def packed(samples: Sequence[NDArray[np.int32]], tokens: int) -> list[Rows]:
 
 
 def fastest(*candidates: Part) -> Part:
-    """The one with the shortest second run."""
+    """Return the candidate with the shortest second run."""
     for candidate in candidates:
         candidate()
     return min(candidates, key=lambda candidate: timed(candidate))

@@ -1,4 +1,4 @@
-"""hpc-rl in benchmarks/ppo.py: `run_ppo` as anybody runs it, with a driver that waits for its turn between steps."""
+"""hpc-rl in benchmarks/ppo.py: an ordinary `run_ppo`, with a driver that waits for its turn between steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WARM_UP, MANY = 2, 10**6
 
 
 class PacedTracker:
-    """The run's tracker; a step is over when its metrics are written."""
+    """The tracker of the run; a step ends when its metrics are written."""
 
     def __init__(self, tracker: Tracker, run: RunDir) -> None:
         self._tracker = tracker

@@ -1,4 +1,7 @@
-"""TRL in benchmarks/ppo.py: its own trainers and settings, but float32 and no recomputation; waits between steps."""
+"""TRL in benchmarks/ppo.py: its own trainers and settings, except for float32 and no recomputation.
+
+It waits between steps.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from benchmarks.ppo_workload import (
 
 WARM_UP, MANY = 2, 10**6
 MICRO_BATCH = 8
-"""Responses per forward and backward pass: TRL's default, and no slower than more at a time."""
+"""Responses per forward and backward pass: TRL's default, which is not slower than a larger number."""
 
 
 class PacedCallback(TrainerCallback):
@@ -60,7 +63,7 @@ def common(output: str, lr: float) -> dict[str, Any]:
 
 
 def tokenizer(folder: Path) -> Any:
-    """TRL wants an end of sequence: one that no model here can say."""
+    """Load the tokenizer with the end of sequence that TRL needs: a token that no model here can generate."""
     loaded = AutoTokenizer.from_pretrained(folder / POLICY, padding_side="left")
     loaded.eos_token = f"<{VOCABULARY}>"
     loaded.add_tokens(loaded.eos_token, special_tokens=True)

@@ -1,7 +1,7 @@
-"""Processes that take turns: each stays alive with all that it has loaded, and works when it is told.
+"""Processes that take turns: each stays alive with everything that it has loaded, and works on request.
 
-A turn is one message with the number of steps to do, and one back with what the process has to say about them. Wall and
-processor seconds are measured from outside, and the latter of all descendants, since Ray spreads work over processes.
+A turn is one message with the number of steps to do, and one reply with the seconds of their parts. Wall and processor
+seconds are measured from outside; processor seconds are those of all descendants, since Ray uses several processes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Turn:
     wall_s: float
     processor_s: float
     phases: dict[str, float]
-    """Seconds of the parts of one step, by the process's own account."""
+    """Seconds of the parts of one step, as the process measures them."""
 
 
 class Contestant:
-    """One process, from the outside.
+    """One process, seen from outside.
 
     Args:
-        module: what `python -m` runs; it calls `connect` and then waits for turns.
+        module: the module for `python -m`; it calls `connect` and then waits for turns.
     """
 
     def __init__(self, module: str, arguments: Sequence[str], env: Mapping[str, str], log: Path) -> None:
@@ -73,7 +73,7 @@ class Contestant:
         return Turn(wall / steps, processor / steps, phases)
 
     def end(self) -> None:
-        """Tell it to end; kill it where it does not."""
+        """Ask the process to end, and kill it if it does not."""
         if self._connection is not None and self._process.poll() is None:
             self._connection.send(0)
         try:
@@ -111,7 +111,7 @@ def contestants(started: Sequence[Contestant]) -> Iterator[None]:
 
 @dataclass
 class Pace:
-    """The same process from the inside: call `step_done` after every step; it waits there for the next turn.
+    """The same process, seen from inside: call `step_done` after every step, which waits for the next turn.
 
     Args:
         warm_up: steps before the first turn.
@@ -127,12 +127,13 @@ class Pace:
         self.left = self.warm_up
 
     def step_done(self, phases: Mapping[str, float]) -> bool:
-        """
+        """Finish a step.
+
         Args:
             phases: seconds of the step's parts, by name.
 
         Returns:
-            whether there is another step to do.
+            whether another step follows.
         """
         self.steps += 1
         for name, seconds in phases.items():
@@ -151,7 +152,7 @@ def connect() -> Connection[Any, Any]:
 
 
 def tree_seconds(root: int) -> float:
-    """Processor time so far of a process and of all its living descendants; see proc(5)."""
+    """Return the processor time so far of a process and of all its living descendants, in seconds; see proc(5)."""
     parents, ticks = {}, {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

@@ -1,4 +1,4 @@
-"""What all that benchmarks/ppo.py compares are given: models, prompts, reward, and how much of what is a step."""
+"""The input of everything that benchmarks/ppo.py compares: models, prompts, reward, and the size of a step."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ Algorithm = Literal["grpo", "ppo"]
 VOCABULARY = 4096
 RESPONSES, RESPONSE_TOKENS = 32, 64
 TOKENS = RESPONSES * RESPONSE_TOKENS
-"""Generated in a step."""
+"""Tokens generated in a step."""
 PROMPTS: dict[Algorithm, int] = {"grpo": 4, "ppo": 32}
 """Distinct prompts of a step."""
 SAMPLES: dict[Algorithm, int] = {name: RESPONSES // prompts for name, prompts in PROMPTS.items()}
-"""Responses to each."""
+"""Responses to each prompt."""
 LR: dict[Algorithm, float] = {"grpo": 1e-6, "ppo": 3e-6}
 """TRL's defaults."""
 KL_COEF, CLIP_VALUE = 0.05, 0.2
-"""TRL's defaults for PPO, which has its KL in the reward. GRPO has none by default."""
+"""TRL's defaults for PPO, whose KL is in the reward. GRPO has no KL by default."""
 CLIP_GRAD: dict[Algorithm, float] = {"grpo": 1.0, "ppo": 0.0}
-"""As TRL does: its PPO clips no gradients."""
+"""TRL's settings: its PPO does not clip gradients."""
 
 POLICY, REWARD_MODEL, DATA = "policy", "reward_model", "prompts.jsonl"
 _LETTERS = list("BCDFGHJKLMNPQRSTVXZ")
-"""Each is one token wherever it stands: the tokenizer merges nothing."""
+"""Each letter is always one token, because the tokenizer has no merges."""
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def prompt_lengths(algorithm: Algorithm) -> list[int]:
-    """Tokens of each prompt of a step, the same in every step: evenly spaced quantiles of GSM8K's."""
+    """Return the tokens of each prompt of a step, the same in every step: evenly spaced quantiles of GSM8K's."""
     known = np.array([prompt for prompt, _ in GSM8K_LENGTHS])
     count = PROMPTS[algorithm]
     lengths: list[int] = np.quantile(known, (np.arange(count) + 0.5) / count, method="nearest").tolist()
@@ -45,7 +45,7 @@ def prompt_lengths(algorithm: Algorithm) -> list[int]:
 
 
 def write(folder: Path, algorithm: Algorithm) -> None:
-    """Policy, reward model (random, of the policy's shape) and prompts."""
+    """Write a policy, a reward model (random, of the policy's shape) and prompts."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils import logging
@@ -72,7 +72,7 @@ def read_prompts(folder: Path) -> list[str]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for every byte and names for the others, so that every response can be decoded; no end of sequence."""
+    """Make a tokenizer without an end of sequence that can decode every response: bytes, and names for other tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -89,10 +89,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _without_end(path: Path) -> None:
-    """transformers gives a tokenizer beside a Qwen2 model an end of sequence, unless it is told not to."""
+    """Remove the end of sequence, which transformers otherwise adds to the tokenizer of a Qwen2 model."""
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
 
 
 def score(response: str, answer: object) -> float:
-    """The cheap reward of GRPO: the share of digits."""
+    """Return the fraction of digits, a cheap reward for GRPO."""
     return sum(character.isdigit() for character in response) / max(1, len(response))

@@ -1,12 +1,12 @@
-"""From a Slurm step's start to a driver that is connected with all nodes alive: `python -m benchmarks.ray_up`.
+"""Time from the start of a Slurm step to a driver connected to all nodes: `python -m benchmarks.ray_up`.
 
-On the sandbox: a real Slurm whose nodes are namespaces of this one machine, so that all of them share its cores. Needs
-root, as the sandbox does. Variants, each as one srun step on N nodes:
+It runs on the sandbox: a real Slurm whose nodes are namespaces of this machine, so that all of them share its cores. It
+needs root, as the sandbox does. Variants, each as one srun step on N nodes:
 
 - hpc-rl: hpc_rl.node.ray_cluster.node, as a job script starts it.
-- bare starts: `ray start --head` on every node at the same time, until the last one is up; no cluster and no driver:
-  what so many nodes cost on this machine at least.
-- sleeping script: the head, 10 s, then a worker every 5 s, then the driver, as the scripts do that other projects ship.
+- bare starts: `ray start --head` on every node at the same time, until the last one is up, without a cluster and a
+  driver: the least that this number of nodes costs on this machine.
+- sleeping script: the head, 10 s, then a worker every 5 s, then the driver, as in the scripts of other projects.
 - symmetric-run: `ray symmetric-run`, which comes with Ray.
 """
 
@@ -48,7 +48,7 @@ OURS = (
 
 
 class Measurement:
-    """One variant on one number of nodes."""
+    """One variant with one number of nodes."""
 
     def __init__(self, cluster: Cluster, nodes: int, body: str, needs_driver: bool) -> None:
         self._cluster = cluster
@@ -58,7 +58,7 @@ class Measurement:
         self._numbers = itertools.count()
 
     def __call__(self) -> float:
-        """Seconds from the first task's start until the driver is connected, or the last bare start is done."""
+        """Return the seconds from the first task's start until the driver is connected, or the last bare start ends."""
         folder = self._cluster.shared / f"up-{self._nodes}-{abs(hash(self._body)) % 10**6}-{next(self._numbers)}"
         attempt = folder / "attempt-1"
         attempt.mkdir(parents=True)

@@ -1,7 +1,7 @@
-"""Two ranks against one, each with one thread: `python -m benchmarks.scaling`.
+"""Two ranks compared with one, each with one thread: `python -m benchmarks.scaling`.
 
 The same global batches of 64 samples of GSM8K's lengths, the same 4M-parameter model, processes on one machine that
-exchange gradients over gloo. One and two ranks are measured in turns, five times, for every way of sharding.
+exchange gradients over gloo. One and two ranks are measured in turns, five times, for each kind of sharding.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def main() -> None:
 
 
 def launch(ranks: int, sharding: str) -> float:
-    """Tokens per second of a group of fresh processes, in its fastest step.
+    """Return the tokens per second of a group of new processes, in its fastest step.
 
-    The fastest, since whatever else runs on two cores slows two ranks, which wait for each other, more than one.
+    The fastest step counts because other load on two cores slows two ranks, which wait for each other, more than one.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -64,11 +64,11 @@ def run_rank(sharding: str) -> None:
 
     from benchmarks.workload import qwen2_config, samples, sft_config, trainer_state
     from hpc_rl.config.sft import SftTrainerConfig
-    from hpc_rl.finetune.trainer import State, step
+    from hpc_rl.finetune.trainer import TrainerState, step
     from hpc_rl.training import distributed
     from hpc_rl.training.perf import Clock
 
-    def step_rate(state: State) -> float:
+    def step_rate(state: TrainerState) -> float:
         world.barrier()
         start, before = time.perf_counter(), state.total_tokens
         step(state, Clock())

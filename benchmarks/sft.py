@@ -1,14 +1,14 @@
-"""Supervised fine-tuning against TRL, a plain loop, and what the processor can do: `python -m benchmarks.sft`.
+"""Supervised fine-tuning compared with TRL, a plain loop, and the processor's limit: `python -m benchmarks.sft`.
 
 One thread, float32, the same model, GSM8K's lengths, the same tokens per optimizer step; all measured in turns. Seconds
-are processor seconds of the one thread, which are wall seconds on an idle machine and still mean something on a busy
-one. The last row is no training: the floating-point operations that a step needs, at the speed of a bare 1024 x 1024
-matrix product. Per step these are
+are processor seconds of the one thread, which equal wall seconds on an idle machine and remain meaningful on a busy
+one. The last row is not training: it is the number of floating-point operations that a step needs, at the speed of a
+bare 1024 x 1024 matrix product. Per step these are
 
     6 * body * tokens  +  6 * hidden * vocabulary * targets  +  6 * layers * hidden * sum(length ** 2)
 
-with `body` the weights outside of the embeddings: two operations per weight and token forward, four backward; the LM
-head where there is a target; attention for the pairs of a token and an earlier one.
+with `body` the weights outside of the embeddings: two operations per weight and token in the forward pass and four in
+the backward pass; the LM head for each target; attention for each pair of a token and an earlier one.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from benchmarks.common import in_turns, median, median_ratio, publish, table
 from benchmarks.workload import qwen2_config, random_model, samples, sft_config, trainer_state
 from hpc_rl.config.sft import SftTrainerConfig
 from hpc_rl.data.sft_dataset import Sample
-from hpc_rl.finetune.trainer import State, step
+from hpc_rl.finetune.trainer import TrainerState, step
 from hpc_rl.training.distributed import World
 from hpc_rl.training.perf import Clock
 
 WORK = {4096: (5, 3), 151_936: (3, 1)}
-"""Repeats, and optimizer steps in each, by vocabulary: a step takes seconds with one, up to a minute with the other."""
+"""Vocabulary -> repeats, and optimizer steps in each: a step takes seconds with the first, a minute with the second."""
 BATCH = 24  # samples per optimizer step: about 4,100 tokens, four of TRL's packed rows
 LR = 1e-5
 OURS, PLAIN, PRODUCT = "hpc-rl", "plain loop over single samples", "same operations as a bare product"
@@ -58,7 +58,7 @@ TRL: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": False,
     },
 }
-"""TRL's own settings but for float32; the third row also turns off activation checkpointing, its default."""
+"""TRL's own settings except for float32; the third row also turns off activation checkpointing, its default."""
 
 
 def main() -> None:
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def measure(vocabulary: int, all_targets: bool) -> dict[str, list[float]]:
-    """Target tokens per second of every variant."""
+    """Return the target tokens per second of every variant."""
     repeats, steps = WORK[vocabulary]
     data = samples(BATCH * steps, vocabulary, all_targets)
     config = qwen2_config(vocabulary)
@@ -89,7 +89,7 @@ def measure(vocabulary: int, all_targets: bool) -> dict[str, list[float]]:
         variants: dict[str, Callable[[], float]] = {OURS: lambda: ours(state, steps)}
         for name, options in TRL.items():
             if steps == 1 and name == TUNED:
-                continue  # no faster than the second row, and minutes long
+                continue  # not faster than the second row, and takes minutes
             variants[name] = partial(trl, shared, data, options, steps, folder)
         variants[PLAIN] = lambda: plain.rate(data)
         variants[PRODUCT] = lambda: bare_product() * count(data) / operations(data, shared)
@@ -98,7 +98,7 @@ def measure(vocabulary: int, all_targets: bool) -> dict[str, list[float]]:
         return in_turns(variants, repeats)
 
 
-def ours(state: State, steps: int) -> float:
+def ours(state: TrainerState, steps: int) -> float:
     start, targets = time.process_time(), 0.0
     for _ in range(steps):
         targets += step(state, Clock())["train/target_tokens"]
@@ -106,7 +106,7 @@ def ours(state: State, steps: int) -> float:
 
 
 class PlainLoop:
-    """What one would write without a library: sample by sample, gradients accumulated."""
+    """A loop without a library: sample by sample, with accumulated gradients."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.train()
@@ -129,7 +129,7 @@ class PlainLoop:
 
 
 class Stopwatch(TrainerCallback):
-    """From the first optimizer step's begin to the last one's end."""
+    """Measures from the start of the first optimizer step to the end of the last one."""
 
     def __init__(self) -> None:
         self.begins: list[float] = []
@@ -147,7 +147,7 @@ class Stopwatch(TrainerCallback):
 
 
 def trl(model: PreTrainedModel, data: Sequence[Sample], settings: Mapping[str, Any], steps: int, folder: str) -> float:
-    """Target tokens per second of optimizer steps; loading and packing the data set are left out."""
+    """Return the target tokens per second of optimizer steps, without loading and packing the data set."""
     columns = {
         "input_ids": [sample.input_ids.tolist() for sample in data],
         "labels": [
@@ -183,7 +183,7 @@ def trl(model: PreTrainedModel, data: Sequence[Sample], settings: Mapping[str, A
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """TRL wants one for its padding token; the samples are tokens already."""
+    """Make a tokenizer for the padding token that TRL needs; the samples are already tokens."""
     from tokenizers import Tokenizer, models
 
     return transformers.PreTrainedTokenizerFast(
@@ -192,7 +192,7 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def bare_product() -> float:
-    """Operations per second of a 1024 x 1024 float32 product, over about 0.5 s."""
+    """Return the operations per second of a 1024 x 1024 float32 product, over about 0.5 s."""
     left, right = torch.randn(1024, 1024), torch.randn(1024, 1024)
     out, done, start = left @ right, 0, time.process_time()
     while time.process_time() - start < 0.5:
@@ -211,7 +211,7 @@ def operations(data: Sequence[Sample], model: PreTrainedModel) -> float:
 
 
 def count(data: Sequence[Sample]) -> int:
-    """Target tokens."""
+    """Return the number of target tokens."""
     return sum(int(sample.loss_mask.sum()) for sample in data)
 
 

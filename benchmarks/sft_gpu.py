@@ -2,8 +2,8 @@
 
 The trainer's own optimizer steps on random weights of Qwen3's 0.6B and 4B shapes: bfloat16 arithmetic on float32
 weights, AdamW, micro-batches of 8k packed tokens of GSM8K's lengths, loss on every token, four micro-batches per step.
-Needs torch, transformers and what `pip install hpc-rl` brings; no data, no network. `--recompute` turns on activation
-checkpointing, for devices that cannot hold 64 GB of weights, gradients and optimizer state of 4B and its activations.
+It needs the `train` extra, but no data and no network. `--recompute` turns on activation checkpointing, for devices
+that cannot hold 64 GB of weights, gradients and optimizer state of the 4B model in addition to its activations.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("benchmarks.sft_gpu: torch finds no CUDA device")
+        sys.exit("benchmarks.sft_gpu: torch does not find a CUDA device")
     world = distributed.start("cuda", 60)
     results = {shape: measure(shape, world, arguments.recompute) for shape in arguments.shape}
     distributed.finish()
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def measure(shape: str, world: World, recompute: bool) -> dict[str, float]:
-    """Medians of the trainer's own metrics over STEPS optimizer steps."""
+    """Return the medians of the trainer's own metrics over STEPS optimizer steps."""
     config = Qwen3Config(
         vocab_size=151_936, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, **SHAPES[shape]
     )

@@ -1,12 +1,12 @@
-"""New weights for an engine in another process, against a plain copy: `python -m benchmarks.weight_sync`.
+"""New weights for an engine in another process, compared with a plain copy: `python -m benchmarks.weight_sync`.
 
 100M parameters, float32, one thread per process. Both processes are Ray actors; the engine's has the parameters of the
 `hf` engine. Variants:
 
 - copy: into tensors in the same process, parameter by parameter.
-- sync: HostSender as training on one rank uses it: the parameters themselves are in shared memory.
-- sync, gathered: as training on several ranks has it, without the time for gathering: a bucket is written, then read.
-- sync, other node: the way that buckets take to engines on other nodes (here without a network): Ray's object store.
+- sync: HostSender as in training on one rank, whose parameters are in shared memory.
+- sync, gathered: as in training on several ranks, without the time for gathering: a bucket is written, then read.
+- sync, other node: the path of buckets to engines on other nodes, Ray's object store (here without a network).
 - object store: one ray.put and one call per bucket, without any of the above.
 """
 
@@ -30,7 +30,7 @@ TIMEOUT_S = 300
 
 
 def make_model() -> torch.nn.Module:
-    """Llama's shapes: 100M parameters, embeddings tied."""
+    """Make a model of Llama's shapes with 100M parameters and tied embeddings."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -48,7 +48,7 @@ def make_model() -> torch.nn.Module:
 
 
 class Engine:
-    """An hf engine in its actor."""
+    """An hf engine in an actor."""
 
     def __init__(self) -> None:
         from hpc_rl.rl.rollout.hf import HfEngine
@@ -77,7 +77,7 @@ class Engine:
 
 
 class Trainer:
-    """A single training rank in its actor."""
+    """A single training rank in an actor."""
 
     def __init__(self, engine: Any, node: str, bucket_mb: int) -> None:
         import torch
@@ -171,7 +171,7 @@ def main() -> None:
         "sync, other node": lambda: of("sync", "sync, other node"),
         "object store": lambda: of("object_store"),
     }
-    first = {name: run() for name, run in variants.items()}  # page faults and connections, once per run of a training
+    first = {name: run() for name, run in variants.items()}  # page faults and connections, once per training run
     changed = of("change")
     of("sync", "sync")
     assert abs(ray.get(engine.checksum.remote(), timeout=TIMEOUT_S) - changed) < 1e-3 * abs(changed), "weights differ"

@@ -1,4 +1,4 @@
-"""The work that is measured: GSM8K's lengths, a small Qwen2-style model, and the trainer's own state around them."""
+"""The measured work: GSM8K's lengths, a small Qwen2-style model, and the state of the trainer for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from hpc_rl.config.sft import DataConfig, SftConfig, SftTrainerConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.data.order import Position, batches
 from hpc_rl.data.sft_dataset import Sample
-from hpc_rl.finetune.trainer import State
+from hpc_rl.finetune.objectives import OBJECTIVES
+from hpc_rl.finetune.trainer import TrainerState
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training import packed_attention, sharding
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # (prompt, response) tokens of GSM8K's training rows at 64 quantiles of their sum: ChatML template, byte-level BPE with
-# 4,096 entries trained on the same rows. Their mean is 173 tokens, as that of all 7,473 rows is.
+# 4,096 entries trained on the same rows. Their mean is 173 tokens, like the mean of all 7,473 rows.
 # fmt: off
 GSM8K_LENGTHS = [
     (32, 48), (45, 42), (50, 43), (43, 54), (44, 57), (56, 48), (56, 50), (67, 42), (42, 70), (57, 57), (60, 56),
@@ -42,10 +43,10 @@ GSM8K_LENGTHS = [
 
 
 def samples(count: int, vocabulary: int, all_targets: bool, seed: int = 0) -> list[Sample]:
-    """Random tokens of GSM8K's lengths.
+    """Make samples of random tokens with GSM8K's lengths.
 
     Args:
-        all_targets: the loss is on every token but the first; otherwise on the response alone.
+        all_targets: whether the loss is on every token but the first; otherwise it is only on the response.
     """
     rng = np.random.default_rng(seed)
     made = []
@@ -56,7 +57,7 @@ def samples(count: int, vocabulary: int, all_targets: bool, seed: int = 0) -> li
 
 
 def qwen2_config(vocabulary: int) -> Qwen2Config:
-    """4 layers of hidden size 256: 4.0M parameters with a vocabulary of 4,096, embeddings tied."""
+    """Return 4 layers of hidden size 256: 4.0M parameters with a vocabulary of 4,096 and tied embeddings."""
     return Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=256,
@@ -72,9 +73,9 @@ def qwen2_config(vocabulary: int) -> Qwen2Config:
 
 
 def random_model(config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    """Random weights, the same at each call."""
+    """Make a model with random weights, the same in each call."""
     torch.manual_seed(0)
-    own = copy.deepcopy(config)  # a model notes its attention there
+    own = copy.deepcopy(config)  # a model stores its attention there
     return cast(PreTrainedModel, AutoModelForCausalLM.from_config(own, attn_implementation=attention))
 
 
@@ -88,8 +89,8 @@ def sft_config(batch_size: int, trainer: SftTrainerConfig, recompute: bool = Fal
 
 def trainer_state(
     config: PretrainedConfig, data: Sequence[Sample], settings: SftConfig, world: World, folder: Path
-) -> State:
-    """What `hpc_rl.finetune.trainer.load` makes, with random weights and ready samples instead of files."""
+) -> TrainerState:
+    """Build what `hpc_rl.finetune.trainer.load` returns, from random weights and samples instead of files."""
     packed_attention.register()
     with world.device:
         hf = random_model(config, packed_attention.ATTENTION).train()
@@ -100,11 +101,12 @@ def trainer_state(
     model = sharding.shard(model, world, settings.trainer.sharding)
     batch_size = settings.data.train_batch_size
     run = RunDir(folder)
-    return State(
+    return TrainerState(
         config=settings,
+        objective=OBJECTIVES[type(settings)],
         run=run,
         world=world,
-        tokenizer=cast("PreTrainedTokenizerBase", None),  # only a checkpoint needs it
+        tokenizer=cast("PreTrainedTokenizerBase", None),  # needed only by checkpoints
         model=model,
         optimizer=build_optimizer(model, settings.optim),
         flops=flops,

@@ -44,7 +44,9 @@ def without_chat_template(folder: Path) -> None:
 BAD = {
     "missing data file": (["data.train_files=none.jsonl"], "none.jsonl: no such data file"),
     "missing folder": (["data.train_files=/no/such/folder"], "/no/such/folder: no such folder"),
-    "other kind of file": (["data.train_files=train.csv"], "train.csv: no such folder, and no .jsonl or .parquet file"),
+    "missing csv file": (["data.train_files=none.csv"], "none.csv: no such data file"),
+    "columns of text": (["data.train_files=pairs.csv"], "data.prompt_key=question data.response_key=answer"),
+    "other kind of file": (["data.train_files=notes.md"], "convert it to one of .jsonl, .json, .csv, .tsv, .parquet"),
     "no time to save": (["--time", "2"], "ask for more time or lower slurm.warning_s"),
     "broken recipe": (["--recipe-is-broken"], "sft.yaml, line 3"),
     "missing column": (["data.messages_key=chat"], "messages"),
@@ -66,6 +68,8 @@ BAD = {
 def test_bad_input_is_a_line_and_exit_code_2_and_starts_nothing(folder: Path, case: str) -> None:
     arguments, said = BAD[case]
     (folder / "empty.jsonl").write_text("")
+    (folder / "pairs.csv").write_text("question,answer\n1,2\n")
+    (folder / "notes.md").write_text("question: 1")
     (folder / "asked.jsonl").write_text(chat("user", "assistant") + chat("user"))
     without_chat_template(folder)
     if arguments == ["--recipe-is-broken"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -38,7 +39,9 @@ def export(
     try:
         from hpc_rl.training.export import export as export_model
     except ModuleNotFoundError as error:
-        raise UserError(f"export needs {error.name}: {install_command('train')}") from error
+        raise UserError(
+            f"export needs {error.name}, which is not installed: {install_command('train', sys.executable)}"
+        ) from error
     from transformers.utils import logging
 
     logging.disable_progress_bar()

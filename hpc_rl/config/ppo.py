@@ -17,7 +17,7 @@ Role = Literal["actor", "critic", "ref", "reward", "rollout"]
 
 class PromptDataConfig(Section):
     train_files: Files
-    """Training prompts: parquet or jsonl files, or one name of a `datasets` data set (its train split)."""
+    """Training prompts: jsonl, json, csv, tsv or parquet files, or a `datasets` data set by its name (train split)."""
     val_files: Files = []
     """Validation prompts, in the same forms (its test split); empty for none."""
     prompt_key: str = "messages"

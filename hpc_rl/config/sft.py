@@ -13,7 +13,7 @@ from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig
 
 class DataConfig(Section):
     train_files: Files
-    """Training data: parquet or jsonl files, or one name of a `datasets` data set (its train split)."""
+    """Training data: jsonl, json, csv, tsv or parquet files, or a `datasets` data set by its name (train split)."""
     val_files: Files = []
     """Validation data, in the same forms (its test split); empty for none."""
     messages_key: str = "messages"

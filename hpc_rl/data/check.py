@@ -47,7 +47,7 @@ def check_data(file: str, number: int, data: AnyData, model: ModelConfig, folder
 
     Args:
         number: the row to describe, from 1.
-        folder: where the tokenizer lies on this machine; None if it is only a name on the hub.
+        folder: folder of the tokenizer on this machine; None if it has only a name on the hub.
 
     Yields:
         lines of text.
@@ -66,12 +66,12 @@ def check_data(file: str, number: int, data: AnyData, model: ModelConfig, folder
         if folder is None:
             raise UserError(
                 f"model.path {model.path} is a name on the hub, and {sys.executable} has no {error.name} to load its "
-                f"tokenizer: give a folder, or run\n{install_command('train')}"
+                f"tokenizer: give a folder, or run\n{install_command('train', sys.executable)}"
             ) from error
         yield f"row {number} as text, rendered with the chat template:"
         yield from _layout(_text_parts(row, where, data, folder))
         yield f"The tokens are not shown, because {sys.executable} has no {error.name}. To install it:"
-        yield install_command("train")
+        yield install_command("train", sys.executable)
     else:
         yield from _describe_tokens(row, number, where, data, tokenizer)
     if isinstance(data, PromptDataConfig):
@@ -158,12 +158,17 @@ def _text_parts(row: Row, where: str, data: AnyData, folder: Path) -> list[Part]
 
     if isinstance(data, PromptDataConfig):
         return [Part(None, [text_of(to_prompt(row, data, where)[0], True)])]
-    chat = find_spans(text_of, to_messages(row, data, where), _all_special(folder, special), where)
+    messages = to_messages(row, data, where)
+    if template.marks_generation(source):
+        text, spans = template.render_marked(source, messages, where, special)
+    else:
+        chat = find_spans(text_of, messages, _all_special(folder, special), where)
+        text, spans = chat.text, chat.spans
     parts, at = [], 0
-    for start, end in chat.spans:
-        parts += [Part(False, [chat.text[at:start]]), Part(True, [chat.text[start:end]])]
+    for start, end in spans:
+        parts += [Part(False, [text[at:start]]), Part(True, [text[start:end]])]
         at = end
-    return [part for part in [*parts, Part(False, [chat.text[at:]])] if part.pieces != [""]]
+    return [part for part in [*parts, Part(False, [text[at:]])] if part.pieces != [""]]
 
 
 def _all_special(folder: Path, named: Mapping[str, str]) -> set[str]:

@@ -29,8 +29,10 @@ def main(names: Sequence[str]) -> int:
             print(f"hpc-rl: {error}", file=sys.stderr)
             return error.exit_code
         except ModuleNotFoundError as error:
-            remedy = install_command("train", sys.executable)
-            print(f"hpc-rl: {sys.executable} has no {error.name}: {remedy}", file=sys.stderr)
+            print(
+                f"hpc-rl: {sys.executable} has no {error.name}: {install_command('train', sys.executable)}",
+                file=sys.stderr,
+            )
             return EXIT_BAD_INPUT
     return 0
 

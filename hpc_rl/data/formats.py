@@ -130,7 +130,7 @@ def _skip_space(text: str, at: int) -> int:
 
 def _as_object(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
-        raise UserError(f"{where}: {kind_of(row)}, where an object with the row's columns is needed")
+        raise UserError(f"{where}: found {kind_of(row)}; an object with the row's columns is needed")
     return row
 
 
@@ -168,7 +168,7 @@ def _csv_rows(path: Path, delimiter: str = ",") -> Iterator[Row]:
                     continue
                 if len(fields) != len(header):
                     raise UserError(
-                        f"{path}, line {rows.line_num}: {len(fields)} fields, where the header has {len(header)}"
+                        f"{path}, line {rows.line_num}: values: {len(fields)}, columns in the header: {len(header)}"
                     )
                 yield dict(zip(header, fields, strict=True))
         except csv.Error as error:

@@ -44,7 +44,7 @@ def load_splits(name: str) -> DatasetDict:
     except ModuleNotFoundError as error:
         raise UserError(
             f"cannot load the data set {name!r}: {sys.executable} has no {error.name}; install it with\n"
-            f"{install_command('train')}\n"
+            f"{install_command('train', sys.executable)}\n"
             "or give a jsonl, csv or parquet file instead of the name"
         ) from error
 

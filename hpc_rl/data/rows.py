@@ -33,7 +33,7 @@ def to_messages(row: Row, data: DataConfig, where: str) -> list[Message]:
         prompt = _column(row, "prompt_key", data.prompt_key, where)
         response = _column(row, "response_key", data.response_key, where)
         if not isinstance(response, str):
-            raise UserError(f"{where}: column {data.response_key!r} has {kind_of(response)}, where text is needed")
+            raise UserError(f"{where}: column {data.response_key!r} has {kind_of(response)}; text is needed")
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return [*_chat(asked, data.prompt_key, where), {"role": "assistant", "content": response}]
     messages = _chat(
@@ -167,16 +167,16 @@ def _looks_like_chat(value: Any) -> bool:
 def _chat(value: Any, key: str, where: str) -> list[Message]:
     if isinstance(value, str):
         raise UserError(
-            f"{where}: column {key!r} has text, where a list of messages is needed; for columns of text (csv and tsv "
+            f"{where}: column {key!r} has text, but a list of messages is needed; for columns of text (csv and tsv "
             "have no others) set data.prompt_key and data.response_key"
         )
     if not isinstance(value, list) or not value:
-        raise UserError(f"{where}: column {key!r} has {kind_of(value)}, where a list of messages is needed")
+        raise UserError(f"{where}: column {key!r} has {kind_of(value)}; a list of messages is needed")
     messages = []
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UserError(f'{where}: message {number} of {key!r} is not of the form {{"role": ..., "content": ...}}')
-        # Columns of structs hold null where a message lacks a field; templates would print it.
+        # Columns of structs hold null for a field that a message lacks; templates would print it.
         message = {name: part for name, part in message.items() if part is not None}
         if not isinstance(message.get("content"), str) and "tool_calls" not in message:
             raise UserError(f"{where}: message {number} of {key!r} has no text in `content`")

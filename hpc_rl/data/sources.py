@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
@@ -31,7 +32,7 @@ def all_rows(files: Sequence[str], split: str) -> Iterator[tuple[Row, str]]:
             for number, row in enumerate(rows, start=1):
                 yield row, f"{file}, row {number}"
         except CannotCheck as error:
-            raise UserError(f"{error}: {install_command('train')}") from error
+            raise UserError(f"{error}: {install_command('train', sys.executable)}") from error
         if not number:
             raise UserError(f"{file}: the data set is empty")
 

@@ -1,4 +1,4 @@
-"""Chat templates without transformers: where a model folder keeps them, whether Jinja accepts them, and their text.
+"""Chat templates without transformers: read them from a model folder, check them with Jinja, and render them.
 
 Tokenization renders templates with transformers (chat.py). A login node may not have transformers, so this module does
 the same with Jinja alone: https://huggingface.co/docs/transformers/chat_templating_writing
@@ -21,6 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from hpc_rl.errors import UserError
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_START, _END = "\x02", "\x03"
+"""Control characters that mark the assistant's text while it is rendered."""
 
 
 class _Generation(Extension):
@@ -29,8 +31,10 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 - Jinja's attribute
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        start, end = (nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (_START, _END))
+        return [start, *body, end]
 
 
 def marks_generation(template: str) -> bool:
@@ -62,7 +66,7 @@ def render_plainly(
     special_tokens: Mapping[str, str] | None = None,
     generation_prompt: bool = False,
 ) -> str:
-    """Render a conversation with Jinja alone.
+    """Render a conversation with Jinja alone, without the marks of the assistant's text.
 
     Args:
         where: file and row number, for the error.
@@ -72,13 +76,43 @@ def render_plainly(
     Raises:
         UserError: Jinja rejects the template, or the template rejects the conversation.
     """
+    text = _render(template, messages, where, special_tokens, generation_prompt)
+    return text.replace(_START, "").replace(_END, "")
+
+
+def render_marked(
+    template: str, messages: Sequence[Mapping[str, Any]], where: str, special_tokens: Mapping[str, str] | None = None
+) -> tuple[str, list[tuple[int, int]]]:
+    """Render a conversation with a template that has generation marks.
+
+    Args:
+        where, special_tokens: see render_plainly.
+
+    Returns:
+        the text, and [start, end) of each marked part in it.
+
+    Raises:
+        UserError: see render_plainly.
+    """
+    text, spans = "", []
+    for number, part in enumerate(re.split(f"[{_START}{_END}]", _render(template, messages, where, special_tokens))):
+        if number % 2:
+            spans.append((len(text), len(text) + len(part)))
+        text += part
+    return text, spans
+
+
+def _render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    where: str,
+    special_tokens: Mapping[str, str] | None,
+    generation_prompt: bool = False,
+) -> str:
     check_template(template, where)
+    variables = {"messages": messages, "add_generation_prompt": generation_prompt, **(special_tokens or {})}
     try:
-        return (
-            _environment()
-            .from_string(template)
-            .render(messages=messages, add_generation_prompt=generation_prompt, **(special_tokens or {}))
-        )
+        return _environment().from_string(template).render(variables)
     except (TemplateError, TypeError) as error:
         raise UserError(f"{where}: the chat template rejects this conversation: {error}") from error
 

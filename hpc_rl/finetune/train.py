@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Train as the arguments say and return the exit code.
+    """Train with these arguments and return the exit code.
 
     Raises:
         UserError: the arguments, the data or the model are not valid, or training had to stop.

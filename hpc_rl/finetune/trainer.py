@@ -120,7 +120,7 @@ def load(config: SftConfig, run: RunDir, world: World) -> TrainerState:
     if progress is None:
         progress = Progress(samples=len(samples), dtype=config.model.dtype)
     else:
-        say(world, f"resuming after step {progress.step}, from {run.checkpoints}")
+        print_once(world, f"resuming after step {progress.step}, from {run.checkpoints}")
     checkpoint.refuse_other_data(run.checkpoints, progress, len(samples))
     position = Position(progress.epoch, progress.index)
     steps = config.trainer.total_epochs * steps_per_epoch(len(samples), data.train_batch_size)
@@ -244,19 +244,19 @@ def finish(state: TrainerState, finished_before: bool) -> int:
     """Export a finished run, close the tracker and print the result; return the exit code."""
     done = state.step >= state.total_steps
     if finished_before:
-        say(state.world, f"{state.run.path} has already finished after {state.step} steps; nothing to train")
+        print_once(state.world, f"{state.run.path} has already finished after {state.step} steps; nothing to train")
     if not done:
-        say(
+        print_once(
             state.world,
             f"stopped after step {state.step} of {state.total_steps}: checkpoint saved; submit again to resume",
         )
     elif state.config.trainer.export and state.world.is_main and not (finished_before and state.run.model.exists()):
         export(state.run.path, state.run.model, replace=True)
-        say(state.world, f"model: {state.run.model}")
+        print_once(state.world, f"model: {state.run.model}")
     code = 0 if done else EXIT_STOPPED
     state.tracker.finish(code)
     if state.world.is_main and state.run.metrics.exists():
-        say(state.world, report_end(state.run, code))
+        print_once(state.world, report_end(state.run, code))
     return code
 
 
@@ -272,7 +272,7 @@ def save_is_due(state: TrainerState, step: int) -> bool:
     return late or due(step, state.config.trainer.save_freq)
 
 
-def say(world: World, text: str) -> None:
+def print_once(world: World, text: str) -> None:
     """Print a line once per job."""
     if world.is_main:
         print(text, flush=True)

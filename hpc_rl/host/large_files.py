@@ -79,12 +79,14 @@ def check_safetensors(path: Path) -> None:
         raise UserError(f"{path} is damaged: it has {size:,} bytes and its header describes {expected:,}; {_AGAIN}")
 
 
-def _end_of_data(header: dict[str, Any]) -> int:
-    """Bytes of all tensors, from a safetensors header.
+def _end_of_data(header: Any) -> int:
+    """Return the number of bytes of all tensors, from a safetensors header.
 
     Raises:
         ValueError, TypeError, KeyError: the header does not have the form that the format prescribes.
     """
+    if not isinstance(header, dict):
+        raise ValueError("not an object")
     end = 0
     for name, entry in header.items():
         if name != "__metadata__":

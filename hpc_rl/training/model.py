@@ -165,7 +165,7 @@ class Flops:
 
 
 def count_flops(model: CausalLM) -> Flops:
-    """Count the operations of a model before sharding; an upper bound for mixtures of experts, which count all experts."""
+    """Count the operations of a model before sharding; an upper bound for a mixture of experts."""
     config = model.hf.config.get_text_config()
     embeddings = {id(model.hf.get_input_embeddings().weight), id(model.hf.get_output_embeddings().weight)}
     body = sum(p.numel() for p in model.parameters() if id(p) not in embeddings)

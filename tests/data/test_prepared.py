@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.data import arithmetic, gsm8k
-from hpc_rl.data.rows import check_file, read_rows
+from hpc_rl.data.formats import read_rows
+from hpc_rl.data.rows import check_file
 from hpc_rl.errors import UserError
 
 RAW = {"question": "Two boxes of 600 nails?", "answer": "2 * 600 = <<2*600=1200>>1200\n#### 1,200"}
@@ -32,7 +35,7 @@ def test_gsm8k_folder(tmp_path: Path, data: DataConfig) -> None:
 
 
 def test_gsm8k_from_a_datasets_folder(tmp_path: Path) -> None:
-    """The `datasets` path without a network: a folder that it builds a data set from."""
+    """Without a network, `datasets` builds a data set from a folder."""
     raw = raw_folder(tmp_path / "raw")
     for name in ("train", "test"):
         (raw / f"{name}.jsonl").rename(raw / f"{name}.json")
@@ -52,6 +55,19 @@ def test_gsm8k_bad_rows_leave_nothing_behind(tmp_path: Path, row: dict[str, str]
     with pytest.raises(UserError, match=message):
         gsm8k.prepare(str(tmp_path / "some.jsonl"), tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_without_datasets_the_error_names_a_command_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError) as caught:
+        gsm8k.prepare("openai/gsm8k:main", tmp_path / "out")
+    first, command, last = str(caught.value).splitlines()
+    assert first == f"cannot load the data set 'openai/gsm8k:main': {sys.executable} has no datasets; install it with"
+    program, *arguments, requirement = shlex.split(command)
+    assert (program, arguments[:3]) == (sys.executable, ["-m", "pip", "install"])
+    folder, extra = requirement.removesuffix("]").split("[")
+    assert (Path(folder) / "setup.cfg").is_file() and extra == "train"
+    assert "instead of the name" in last
 
 
 def test_gsm8k_never_overwrites_its_source(tmp_path: Path) -> None:
@@ -79,7 +95,7 @@ def test_arithmetic(tmp_path: Path, data: DataConfig) -> None:
         arithmetic.generate(tmp_path, 10, 10**6)
 
 
-def test_a_careless_teacher_forgets_to_carry_and_the_answer_is_right_all_the_same(tmp_path: Path) -> None:
+def test_careless_messages_forget_to_carry_and_answers_are_right(tmp_path: Path) -> None:
     arithmetic.generate(tmp_path, 2000, 50, careless=0.6)
     rows = {name: list(read_rows(tmp_path / f"{name}.jsonl")) for name in ("train", "val")}
     for row in rows["train"]:

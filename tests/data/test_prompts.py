@@ -9,8 +9,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from hpc_rl.config.ppo import PromptDataConfig
+from hpc_rl.data.formats import CannotCheck
 from hpc_rl.data.prompts import PromptCounts, load_prompts
-from hpc_rl.data.rows import CannotCheck, check_prompts
+from hpc_rl.data.rows import check_prompts
 from hpc_rl.errors import UserError
 
 DATA = PromptDataConfig(train_files=["unused.jsonl"])
@@ -81,7 +82,7 @@ def test_a_datasets_folder_takes_the_split(tokenizer: PreTrainedTokenizerFast, t
         ),
         ({"messages": "a", "answer": None}, DATA, ["'answer' has null", "data.answer_key=null"]),
         ({"messages": 3, "answer": "b"}, DATA, ["a number"]),
-        ({"messages": [{"role": "assistant", "content": "x"}], "answer": "b"}, DATA, ["nothing is asked"]),
+        ({"messages": [{"role": "assistant", "content": "x"}], "answer": "b"}, DATA, ["there is no prompt"]),
         ({"messages": [{"role": "user"}], "answer": "b"}, DATA, ["no text in `content`"]),
         ({"question": "a"}, config(prompt_key="question"), ["no column 'answer'"]),
     ],
@@ -111,7 +112,7 @@ def test_templates(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("{{ messages[-1].content }} =")
     ((prompt,), _) = load_prompts([file], config(chat_template=str(tmp_path / "own.jinja")), tokenizer, "train")
     assert prompt.text == "What is 7 + 5? ="
-    for template, message in (("{{ raise_exception('no') }}", "row 1: the chat template refuses"), (" ", "row 1")):
+    for template, message in (("{{ raise_exception('no') }}", "row 1: the chat template rejects"), (" ", "row 1")):
         tokenizer.chat_template = template if template.strip() else "{% if x %}x{% endif %}"
         with pytest.raises(UserError, match=message):
             load_prompts([file], DATA, tokenizer, "train")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from hpc_rl.config.ppo import PromptDataConfig
 from hpc_rl.config.sft import DataConfig
-from hpc_rl.data.rows import CannotCheck, check_file, read_rows, to_messages
+from hpc_rl.data.formats import CannotCheck, read_rows
+from hpc_rl.data.rows import check_batch_size, check_file, to_messages, to_prompt
 from hpc_rl.errors import UserError
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
@@ -30,10 +31,6 @@ def message_of(call: Any, *args: Any) -> str:
         call(*args)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def test_jsonl_rows_and_empty_lines(tmp_path: Path) -> None:
-    assert list(read_rows(written(tmp_path, {"a": 1}, "", {"a": "ü"}))) == [{"a": 1}, {"a": "ü"}]
 
 
 def test_parquet_rows_lose_the_nulls_of_struct_columns(tmp_path: Path, data: DataConfig) -> None:
@@ -54,7 +51,7 @@ def test_prompt_as_text_or_as_messages() -> None:
     [
         ({"mesages": CHAT, "id": 1}, ["'messages'", "id, mesages", "did you mean data.messages_key=mesages"]),
         ({"messages": CHAT[:1]}, ["row 2", "no assistant turn", "roles: user"]),
-        ({"messages": "text"}, ["has text", "list of messages"]),
+        ({"messages": "text"}, ["has text", "list of messages", "set data.prompt_key and data.response_key"]),
         ({"messages": []}, ["an empty list"]),
         ({"messages": None}, ["null"]),
         ({"messages": [{"from": "human", "value": "x"}]}, ["message 1", '"role"']),
@@ -66,44 +63,51 @@ def test_a_bad_row_is_named(tmp_path: Path, data: DataConfig, row: dict[str, Any
     assert all(part in text for part in [*parts, "rows.jsonl, row 2"]), text
 
 
+@pytest.mark.parametrize(
+    ("row", "suggestion"),
+    [
+        ({"question": "a", "response": "b"}, "set data.prompt_key=question data.response_key=response"),
+        ({"prompt": "a", "completion": "b"}, "set data.prompt_key=prompt data.response_key=completion"),
+        ({"instruction": "a", "input": "", "output": "b"}, "data.prompt_key=instruction data.response_key=output"),
+        ({"Question": "a", "Answer": "b"}, "set data.prompt_key=Question data.response_key=Answer"),
+        ({"dialog": CHAT, "question": "a", "answer": "b"}, "set data.messages_key=dialog"),
+        ({"text": "a"}, "columns: text; set data.messages_key"),
+        ({"question": "a", "text": "b"}, "columns: question, text; set data.messages_key"),
+    ],
+)
+def test_columns_with_common_names_are_suggested(data: DataConfig, row: dict[str, Any], suggestion: str) -> None:
+    text = message_of(to_messages, row, data, "f, row 1")
+    assert "no column 'messages' (data.messages_key)" in text and text.endswith(suggestion)
+
+
+def test_prompt_and_answer_columns_are_suggested() -> None:
+    prompts = PromptDataConfig(train_files=["x.jsonl"])
+    row = {"problem": "a", "solution": "b"}
+    assert message_of(to_prompt, row, prompts, "f, row 1").endswith("set data.prompt_key=problem")
+    asked = prompts.model_copy(update={"prompt_key": "problem"})
+    assert message_of(to_prompt, row, asked, "f, row 1").endswith("set data.answer_key=solution")
+
+
+def test_a_batch_is_at_most_the_data() -> None:
+    check_batch_size(64, 64)
+    assert "data.train_batch_size 64 is larger than the training data (63 rows)" in message_of(check_batch_size, 63, 64)
+
+
 def test_a_missing_prompt_column_names_its_option() -> None:
     text = message_of(to_messages, {"query": "a", "answer": "b"}, PAIRS, "f, row 1")
     assert "data.prompt_key" in text and "answer, query" in text
     assert "'answer' has null" in message_of(to_messages, {"question": "a", "answer": None}, PAIRS, "f, row 1")
 
 
-@pytest.mark.parametrize(
-    ("lines", "part"),
-    [
-        (['{"messages": 1', "{}"], "line 1: not JSON"),
-        (["[", "1]"], "write one object per line"),
-        (["{}", "3"], "line 2: a number"),
-        ([], "empty"),
-    ],
-)
-def test_a_bad_file_is_named(tmp_path: Path, lines: list[str], part: str) -> None:
-    def read(path: str) -> None:
-        if not list(read_rows(path)):
-            check_file(path, PAIRS)
-
-    assert part in message_of(read, written(tmp_path, *lines))
-
-
-def test_missing_files_and_other_kinds(tmp_path: Path, data: DataConfig) -> None:
+def test_missing_and_empty_files(tmp_path: Path, data: DataConfig) -> None:
     assert "no such data file" in message_of(check_file, str(tmp_path / "no.jsonl"), data)
-    assert "no such" in message_of(check_file, str(tmp_path / "folder"), data)
-    assert "not a .jsonl or .parquet" in message_of(list, read_rows("rows.csv"))
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
-    assert "not readable as parquet" in message_of(check_file, str(tmp_path / "bad.parquet"), data)
+    assert "no such file or folder" in message_of(check_file, str(tmp_path / "folder"), data)
+    assert "the data set is empty" in message_of(check_file, written(tmp_path), data)
 
 
-def test_what_only_the_job_can_check(tmp_path: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CannotCheck, match="datasets"):
+def test_only_the_job_can_load_a_data_set_by_its_name(data: DataConfig) -> None:
+    with pytest.raises(CannotCheck, match="is a `datasets` name"):
         check_file("openai/gsm8k:main", data)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    (tmp_path / "rows.parquet").touch()
-    with pytest.raises(CannotCheck, match="pyarrow"):
-        check_file(str(tmp_path / "rows.parquet"), data)
 
 
 def test_only_the_first_rows_are_checked(tmp_path: Path, data: DataConfig) -> None:

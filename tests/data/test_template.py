@@ -1,0 +1,133 @@
+"""Chat templates without transformers, compared with what transformers renders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from hpc_rl.data.template import (
+    check_template,
+    marks_generation,
+    read_template,
+    render_marked,
+    render_plainly,
+    special_tokens,
+    stored_template,
+)
+from hpc_rl.errors import UserError
+from tests.data.conftest import CHATML, MARKED
+
+MESSAGES = [
+    {"role": "user", "content": "a <b> é"},
+    {"role": "assistant", "content": "x", "tool_calls": [{"name": "f", "arguments": {"k": "é<"}}]},
+]
+TEMPLATES = {
+    "chatml": CHATML,
+    "marked": MARKED,
+    "dashes": "{%- for m in messages -%}\n {%- generation -%} {{ m.content }} {%- endgeneration -%}\n{%- endfor -%}",
+    "blocks are trimmed": "{% for m in messages %}\n  {% if true %}\n{{ m.role }}\n  {% endif %}\n{% endfor %}",
+    "loop controls": "{% for m in messages %}{{ m.content }}{% break %}{% endfor %}",
+    "json": "{{ messages[1].tool_calls | tojson }} {{ messages[1].tool_calls | tojson(indent=2) }}",
+    "special tokens": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}",
+    "generation prompt": "{% if add_generation_prompt %}{{ 'yes' }}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("generation_prompt", [False, True])
+def test_the_text_is_that_of_transformers(
+    tokenizer: PreTrainedTokenizerFast, name: str, generation_prompt: bool
+) -> None:
+    template = TEMPLATES[name]
+    check_template(template, "here")
+    special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    expected = tokenizer.apply_chat_template(
+        MESSAGES, chat_template=template, tokenize=False, add_generation_prompt=generation_prompt
+    )
+    assert render_plainly(template, MESSAGES, "here", special, generation_prompt) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages %}{{ m.content }}", "here: Jinja rejects the chat template in line 1: Unexpected end"),
+        ("line\n{{ messages[0].content }", "here: Jinja rejects the chat template in line 2: unexpected '}'"),
+        ("{% generation %}never closed", "here: Jinja rejects the chat template in line 1"),
+        ("{{ messages | no_such_filter }}", "here: Jinja rejects the chat template in line 1: No filter named"),
+        ("{% unknown_tag %}", "Encountered unknown tag 'unknown_tag'"),
+    ],
+)
+def test_templates_that_jinja_rejects(template: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_template(template, "here")
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no system') }}", "{{ messages[0].content + 1 }}", "{{ nothing.at_all }}"]
+)
+def test_conversations_that_a_template_rejects(template: str) -> None:
+    with pytest.raises(UserError, match=r"^file, row 1: the chat template rejects this conversation: "):
+        render_plainly(template, MESSAGES, "file, row 1")
+
+
+def test_a_template_cannot_change_the_machine() -> None:
+    with pytest.raises(UserError, match="rejects this conversation"):
+        render_plainly("{{ ''.__class__.__mro__[1].__subclasses__() }}", MESSAGES, "here")
+
+
+@pytest.mark.parametrize("name", ["marked", "dashes"])
+def test_the_marked_text_is_found(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    text, spans = render_marked(TEMPLATES[name], [*MESSAGES, *MESSAGES], "here")
+    assert text == tokenizer.apply_chat_template([*MESSAGES, *MESSAGES], chat_template=TEMPLATES[name], tokenize=False)
+    expected = {"marked": ["x<|im_end|>"] * 2, "dashes": ["a <b> é", "x"] * 2}[name]
+    assert [text[start:end] for start, end in spans] == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "marks"), [(CHATML, False), (MARKED, True), ("{%-generation-%}{%-endgeneration-%}", True)]
+)
+def test_marks(template: str, marks: bool) -> None:
+    assert marks_generation(template) is marks
+
+
+@pytest.mark.parametrize(
+    ("file", "contents"),
+    [
+        ("chat_template.jinja", "T"),
+        ("chat_template.json", {"chat_template": "T"}),
+        ("tokenizer_config.json", {"chat_template": "T"}),
+        (
+            "tokenizer_config.json",
+            {"chat_template": [{"name": "x", "template": "X"}, {"name": "default", "template": "T"}]},
+        ),
+    ],
+)
+def test_where_a_model_keeps_its_template(tmp_path: Path, file: str, contents: Any) -> None:
+    assert stored_template(tmp_path) is None
+    (tmp_path / file).write_text(contents if isinstance(contents, str) else json.dumps(contents))
+    assert stored_template(tmp_path) == "T"
+
+
+def test_the_file_wins_over_the_settings(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "old"}))
+    (tmp_path / "chat_template.jinja").write_text("new")
+    assert stored_template(tmp_path) == "new"
+
+
+def test_special_tokens(tmp_path: Path) -> None:
+    assert special_tokens(tmp_path) == {}
+    settings = {"bos_token": None, "eos_token": "<e>", "pad_token": {"content": "<p>"}, "add_bos_token": True, "x": "y"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert special_tokens(tmp_path) == {"eos_token": "<e>", "pad_token": "<p>"}
+
+
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_bytes(b"\xff\xfe")
+    for path in (tmp_path / "t.jinja", tmp_path / "none", tmp_path):
+        with pytest.raises(UserError, match=r"^data\.chat_template: cannot read "):
+            read_template(path, "data.chat_template")
