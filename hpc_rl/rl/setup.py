@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_rl.algorithms.kl import AdaptiveKl
-from hpc_rl.config.ppo import PpoConfig, engine_dtype, engine_spec, pool_of, pool_spec, roles_in_use
+from hpc_rl.config.ppo import PpoConfig, Role, engine_dtype, engine_spec, pool_of, pool_spec, roles_in_use
 from hpc_rl.data.chat import chat_template
 from hpc_rl.data.prompts import Prompt, load_prompts
 from hpc_rl.errors import UserError
@@ -128,7 +128,7 @@ def load_data(config: PpoConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[li
     return train, val
 
 
-def open_scoring(config: PpoConfig, of_role: Mapping[str, WorkerGroup], tokenizer: PreTrainedTokenizerBase) -> Scoring:
+def open_scoring(config: PpoConfig, of_role: Mapping[Role, WorkerGroup], tokenizer: PreTrainedTokenizerBase) -> Scoring:
     """Open the configured source of rewards. Raises UserError if the reward function cannot be loaded."""
     if config.reward.model is not None:
         return ModelScoring(of_role["reward"], config.reward)

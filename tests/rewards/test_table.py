@@ -5,6 +5,7 @@ import importlib
 import pytest
 
 from hpc_rl import rewards
+from hpc_rl.config.compose import documented_keys
 from hpc_rl.config.ppo import RewardConfig
 from hpc_rl.rewards.check import check_function
 from hpc_rl.rewards.scorer import InDriverScorer, ProcessScorer, open_scorer
@@ -16,6 +17,8 @@ from tests.rewards.conftest import prompts
 def test_every_row_is_a_function_that_the_docs_name(name: str) -> None:
     assert callable(importlib.import_module(REWARDS[name].module).score)
     assert rewards.__doc__ is not None and name in rewards.__doc__
+    (help_text,) = (text for key, *_, text in documented_keys(RewardConfig) if key == "function")
+    assert name in help_text
 
 
 def test_a_new_row_is_all_that_a_new_function_needs(monkeypatch: pytest.MonkeyPatch) -> None:
