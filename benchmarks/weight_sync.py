@@ -87,7 +87,7 @@ class Trainer:
         from hpc_rl.training.distributed import World
 
         class Gathered(WeightSource):
-            """As if the weights had just been gathered from several ranks."""
+            """Weights that behave as if they had just been gathered from several ranks."""
 
             def is_in_place(self) -> bool:
                 return False
