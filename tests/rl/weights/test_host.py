@@ -57,6 +57,12 @@ class Holder:
                 assert weight.dtype == parameters[name].dtype
                 parameters[name].copy_(weight)
 
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.received = init_info
+
+    def init_info(self) -> dict[str, Any]:
+        return self.received
+
     def start_weight_update(self) -> None:
         self.calls.append("start")
 
@@ -187,6 +193,19 @@ def test_what_an_engine_refuses_is_told(setting: Setting) -> None:
     ray.get(setting.engines[0].refuse.remote(), timeout=TIMEOUT_S)
     with pytest.raises(UserError, match="no such weights here"):
         setting.calls("send")
+
+
+def test_each_engine_joins_with_ranks_of_its_own(setting: Setting) -> None:
+    """vLLM gives the first engine's rank, and an engine has as many ranks as workers."""
+    nodes = [ray.get_runtime_context().get_node_id()] * 2
+    engines = EngineActors(setting.engines, ["first", "second"], nodes, TIMEOUT_S, workers_each=3)
+    engines.init_weight_transfer_engine({"rank_offset": 1, "master_port": 5})
+    assert setting.engine_calls("init_info") == [
+        {"rank_offset": 1, "master_port": 5},
+        {"rank_offset": 4, "master_port": 5},
+    ]
+    engines.init_weight_transfer_engine({})
+    assert setting.engine_calls("init_info") == [{}, {}]
 
 
 def test_an_engine_that_died_is_named(setting: Setting) -> None:
