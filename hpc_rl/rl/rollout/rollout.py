@@ -1,6 +1,6 @@
 """Generation as the driver sees it: all engines as one object.
 
-An engine runs in the policy's processes (`InProcessRollout`), or in processes of its own (`SeparateRollout`).
+An engine runs in the policy's processes (`InProcessRollout`), or in a separate process (`SeparateRollout`).
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class InProcessRollout:
 
 
 class SeparateRollout:
-    """Engines in processes of their own, one on each `tensor_parallel_size` slots of a pool.
+    """Engines in separate processes, one on each `tensor_parallel_size` slots of a pool.
 
     Args:
         share: share of its slot that an engine takes; the rest belongs to a worker.
