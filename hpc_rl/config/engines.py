@@ -24,20 +24,21 @@ class EngineSpec:
     dtypes: Mapping[str, str]
     """Devices that the engine supports, each with the type that `rollout.dtype=auto` selects there."""
     transfers: tuple[str, ...]
-    """Names in `hpc_rl.rl.weights.transfers.WEIGHT_TRANSFERS`, best first: how an engine in a process of its own
+    """Names in `hpc_rl.rl.weights.transfers.WEIGHT_TRANSFERS`, best first: how an engine in a separate process
     receives weights. The first one that fits the placement is used."""
     package: str | None = None
     """Package to import, if the engine needs one that training does not."""
     default_on: tuple[str, ...] = ()
     """Devices on which `rollout.name=auto` selects the engine."""
     in_process: bool = False
-    """Whether the engine runs in the policy's processes if both are in one pool. Otherwise it has its own processes."""
+    """Whether the engine runs in the policy's processes if both are in one pool. Otherwise it runs in separate
+    processes."""
     tensor_parallel: bool = False
     """Whether one engine can spread a model over several GPUs."""
     exact_on: tuple[str, ...] = ()
     """Devices on which the engine's float32 log-probabilities equal the trainer's up to rounding."""
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Per device, variables that a process of its own has before it imports anything."""
+    """Per device, variables of a separate process of the engine, set before it imports anything."""
 
     def process_environment(self, device: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Return the variables for a process of the engine; a variable that the user has exported keeps its value."""

@@ -29,9 +29,9 @@ class TaskRunner:
     def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
         """Set up the run, train, and return the exit code."""
         from hpc_rl.rl.cluster import driver_log
+        from hpc_rl.rl.process import log_to, quiet_libraries
         from hpc_rl.rl.setup import set_up
         from hpc_rl.rl.trainer import train
-        from hpc_rl.rl.workers.process import log_to, quiet_libraries
         from hpc_rl.tracking.report import failure_reported
 
         log_to(driver_log(logs))

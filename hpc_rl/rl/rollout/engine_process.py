@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.rl import process
 from hpc_rl.rl.rollout.engine import Completion, Placement, RolloutEngine, Sampling, load_engine
 from hpc_rl.rl.weights.base import WeightReceiver, receiver_of
-from hpc_rl.rl.workers import process
 from hpc_rl.training import guards
 
 

@@ -1,6 +1,6 @@
 """Generation as the driver sees it: all engines as one object.
 
-An engine runs in the policy's processes (`InProcessRollout`), or in processes of its own (`SeparateRollout`).
+An engine runs in the policy's processes (`InProcessRollout`), or in a separate process (`SeparateRollout`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,30 @@ from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
 from hpc_rl.rl.rollout.engine_process import EngineProcess
 from hpc_rl.rl.weights.base import EngineActors
 from hpc_rl.rl.weights.transfers import choose_transfer
-from hpc_rl.rl.workers.group import WorkerGroup, concatenate, split_requests
 
 CONTROL_TIMEOUT_S = 600
 """Longest time for `sleep` or `wake`, which move weights between GPU and host memory."""
 CLOSE_TIMEOUT_S = 30
 SYNC_TIMEOUT_S = 900
 """Longest time for a weight sync: if an engine dies during one, the sender waits for it."""
+
+
+class PolicyWorkers(Protocol):
+    """The training workers of a pool (`hpc_rl.rl.workers.group.WorkerGroup`), as far as generation needs them."""
+
+    def generate(
+        self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
+    ) -> Pending[list[Completion]]: ...
+
+    def sync_engine(self) -> Pending[None]: ...
+
+    def sleep_engine(self) -> Pending[None]: ...
+
+    def connect_engines(self, engines: EngineActors, transfer: str) -> Pending[None]: ...
+
+    def send_weights(self) -> Pending[None]: ...
+
+    def free_cache(self) -> Pending[None]: ...
 
 
 class Rollout(Protocol):
@@ -72,7 +89,7 @@ class InProcessRollout:
         frees_memory: whether `sleep` releases the engines' memory. On CPUs that costs more than it gains.
     """
 
-    def __init__(self, workers: WorkerGroup, frees_memory: bool) -> None:
+    def __init__(self, workers: PolicyWorkers, frees_memory: bool) -> None:
         self._workers = workers
         self._frees_memory = frees_memory
 
@@ -102,7 +119,7 @@ class InProcessRollout:
 
 
 class SeparateRollout:
-    """Engines in processes of their own, one on each `tensor_parallel_size` slots of a pool.
+    """Engines in separate processes, one on each `tensor_parallel_size` slots of a pool.
 
     Args:
         share: share of its slot that an engine takes; the rest belongs to a worker.
@@ -116,8 +133,8 @@ class SeparateRollout:
         config: PpoConfig,
         pool: Pool,
         share: float,
-        policy: WorkerGroup,
-        neighbours: WorkerGroup | None,
+        policy: PolicyWorkers,
+        neighbours: PolicyWorkers | None,
         logs: Path,
     ) -> None:
         self._policy = policy
@@ -127,7 +144,8 @@ class SeparateRollout:
         spec, parallel = engine_spec(config), config.rollout.tensor_parallel_size
         shared = pool_of(config, "rollout") == pool_of(config, "actor")
         self._transfer = choose_transfer(spec.transfers, device, shared)
-        runtime_env = {"env_vars": spec.process_environment(device)}
+        variables = spec.process_environment(device)
+        runtime = {"runtime_env": {"env_vars": variables}} if variables else {}
         remote = ray.remote(EngineProcess)
         actors, names, nodes = [], [], []
         for index, slots in enumerate(engine_slots(pool, parallel)):
@@ -135,9 +153,7 @@ class SeparateRollout:
             bundles = tuple(slot.bundle for slot in slots) if spread else ()
             placement = Placement(device, self._transfer, self._sleeps, bundles, share)
             options = slots[0].options(device, 0.0 if spread else share)
-            actors.append(
-                remote.options(**options, runtime_env=runtime_env).remote(config, pool.name, index, placement, logs)
-            )
+            actors.append(remote.options(**options, **runtime).remote(config, pool.name, index, placement, logs))
             names.append(f"rollout engine {index} on node {slots[0].node.name} (log in {logs})")
             nodes.append(slots[0].node.id)
         self._engines = EngineActors(actors, names, nodes, SYNC_TIMEOUT_S, parallel)
@@ -152,7 +168,7 @@ class SeparateRollout:
             ActorCall(actor.generate.remote(*part), name)
             for actor, part, name in zip(engines.actors, parts, engines.names, strict=True)
         ]
-        return Pending.of_calls(calls).then(concatenate)
+        return Pending.of_calls(calls).then(joined)
 
     def wait_before_workers(self, timeout_s: float) -> None:
         if self._sleeps:  # vLLM measures the free memory of the GPU, which has to stay constant meanwhile
@@ -188,3 +204,17 @@ def engine_slots(pool: Pool, parallel: int) -> Iterator[list[Slot]]:
     for _, slots in itertools.groupby(pool.slots, key=lambda slot: slot.group.id):
         entry = list(slots)
         yield from (entry[start : start + parallel] for start in range(0, len(entry), parallel))
+
+
+def split_requests(
+    prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling, engines: int
+) -> Iterator[tuple[Sequence[NDArray[np.int32]], Sequence[int], Sampling]]:
+    """Yield contiguous parts of about equal size. Equal prompts are adjacent, so that most of them share an engine."""
+    edges = np.linspace(0, len(prompts), engines + 1).round().astype(int)
+    for start, end in itertools.pairwise(edges):
+        yield prompts[start:end], seeds[start:end], sampling
+
+
+def joined(parts: list[list[Completion]]) -> list[Completion]:
+    """Join lists in their order."""
+    return [item for part in parts for item in part]

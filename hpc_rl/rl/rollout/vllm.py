@@ -1,7 +1,7 @@
 """The rollout engine `vllm` (https://docs.vllm.ai), on GPUs and on CPUs.
 
-It runs in a Ray actor of its own, whose environment (see `hpc_rl.config.engines`) is set before vllm is imported. With
-tensor parallelism an engine starts further processes: on CPUs as children, on GPUs as Ray actors in bundles of the
+It runs in a separate Ray actor, whose environment (see `hpc_rl.config.engines`) is set before vllm is imported. With
+tensor parallelism, an engine starts further processes: on CPUs as children, on GPUs as Ray actors in bundles of the
 engine's placement group, so that Ray's accounting stays correct and a trainer on the same GPUs keeps its share of each.
 """
 

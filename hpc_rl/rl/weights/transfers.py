@@ -1,4 +1,4 @@
-"""The weight transfers: the ways in which engines in processes of their own receive the policy's weights.
+"""The weight transfers: the ways in which engines in separate processes receive the policy's weights.
 
 To add a transfer, write a module with a function `open_sender` (see `Opener`), add a row to `WEIGHT_TRANSFERS`, and
 name it in the row of each engine that supports it (`hpc_rl.config.engines.ENGINES`). docs/extending.md has an example.

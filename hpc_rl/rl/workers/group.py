@@ -6,7 +6,6 @@ they return are joined in the order of the responses.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from hpc_rl.rl.calls import ActorCall, Pending
 from hpc_rl.rl.dealing import Deal, Shard, deal_step, shards
 from hpc_rl.rl.pools import Pool
 from hpc_rl.rl.rollout.engine import Completion, Sampling
+from hpc_rl.rl.rollout.rollout import joined, split_requests
 from hpc_rl.rl.weights.base import EngineActors
 from hpc_rl.rl.workers.learner import Sums
 from hpc_rl.rl.workers.worker import Worker
@@ -112,7 +112,7 @@ class WorkerGroup:
         self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
     ) -> Pending[list[Completion]]:
         """Generate with the engines in the workers' processes; each takes a contiguous part of the prompts."""
-        return self._each("generate", split_requests(prompts, seeds, sampling, self.size), concatenate)
+        return self._each("generate", split_requests(prompts, seeds, sampling, self.size), joined)
 
     def sync_engine(self) -> Pending[None]:
         """Give the engines in the workers' processes the policy's weights."""
@@ -180,20 +180,6 @@ class WorkerGroup:
             for worker, own, who in zip(self._workers, arguments, self._names, strict=True)
         ]
         return Pending.of_calls(calls).then(combine)
-
-
-def split_requests(
-    prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling, engines: int
-) -> Iterator[tuple[Sequence[NDArray[np.int32]], Sequence[int], Sampling]]:
-    """Yield contiguous parts of about equal size. Equal prompts are adjacent, so that most of them share an engine."""
-    edges = np.linspace(0, len(prompts), engines + 1).round().astype(int)
-    for start, end in itertools.pairwise(edges):
-        yield prompts[start:end], seeds[start:end], sampling
-
-
-def concatenate(parts: list[list[T]]) -> list[T]:
-    """Join lists in their order."""
-    return [item for part in parts for item in part]
 
 
 def _add_sums(parts: list[Sums]) -> Sums:

@@ -18,11 +18,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from hpc_rl.config.ppo import PpoConfig, engine_dtype
 from hpc_rl.data.chat import chat_template
+from hpc_rl.rl import process
 from hpc_rl.rl.dealing import Shard
 from hpc_rl.rl.rollout.engine import Completion, Placement, RolloutEngine, Sampling, load_engine
 from hpc_rl.rl.weights.base import EngineActors, WeightSender, WeightSource
 from hpc_rl.rl.weights.transfers import open_sender
-from hpc_rl.rl.workers import process
 from hpc_rl.rl.workers.actor import Actor
 from hpc_rl.rl.workers.critic import Critic
 from hpc_rl.rl.workers.held import Held, hold

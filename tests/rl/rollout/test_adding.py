@@ -1,4 +1,4 @@
-"""The examples of docs/_extending_rl.md, added to a copy of the package as the page describes, in a run."""
+"""The rollout engine and the weight transfer of docs/extending.md, added to a copy of the package and used in a run."""
 
 from __future__ import annotations
 
@@ -17,47 +17,44 @@ from hpc_rl.tracking.metrics import read_metrics
 from tests.helpers import make_tiny_model
 
 PACKAGE = Path(hpc_rl.__file__).parent
-PAGE = PACKAGE.parent / "docs" / "_extending_rl.md"
+PAGES = "".join(page.read_text() for page in sorted((PACKAGE.parent / "docs").glob("*extending*.md")))
+BLOCKS: dict[str, str] = dict(re.findall(r"^```python\n# (.*?)\n(.*?)^```$", PAGES, re.MULTILINE | re.DOTALL))
+"""Code by the comment on its first line: a file, or `row of TABLE in FILE`."""
 TIMEOUT_S = 240
 LEARNING_RATE = 1e-2
 """Large, so that an engine with old weights differs from the trainer."""
 
 
-def examples(section: str) -> list[tuple[str, str]]:
-    """The file that each block of code of a section belongs to, and the code."""
-    text = PAGE.read_text().partition(f"## {section}\n")[2].partition("\n## ")[0]
-    return re.findall(r"`(hpc_rl/[\w/]+\.py)`[^`]*```python\n((?s:.*?))```", text)
-
-
-def add(checkout: Path, section: str, table: str) -> None:
-    """Write the section's module, and insert its row at the beginning of the table."""
-    (module, code), (file, row) = examples(section)
+def add(checkout: Path, module: str, table: str) -> None:
+    """Write the module, and insert its row at the beginning of the table."""
     assert not (checkout / module).exists()
-    (checkout / module).write_text(code)
-    text = (checkout / file).read_text()
-    assert len(re.findall(rf"^{table}: .* = {{$", text, re.MULTILINE)) == 1
-    (checkout / file).write_text(re.sub(rf"^({table}: .* = {{\n)", lambda found: found[1] + row, text, flags=re.M))
+    (checkout / module).write_text(BLOCKS[module])
+    ((head, row),) = [(head, code) for head, code in BLOCKS.items() if head.startswith(f"row of {table} in ")]
+    file = checkout / head.rpartition(" ")[2]
+    text, count = re.subn(rf"^({table}: .* = {{\n)", lambda found: found[1] + row, file.read_text(), flags=re.M)
+    assert count == 1
+    file.write_text(text)
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout with an engine and a transfer more, which the engine uses."""
+    """Copy the package, and add an engine and a transfer, which the engine uses."""
     folder = tmp_path_factory.mktemp("checkout")
     shutil.copytree(PACKAGE, folder / "hpc_rl", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.cfg", "configs"):
         (folder / name).symlink_to(PACKAGE.parent / name)
-    add(folder, "Rollout engine", "ENGINES")
-    add(folder, "Weight transfer", "WEIGHT_TRANSFERS")
+    add(folder, "hpc_rl/rl/rollout/plain.py", "ENGINES")
+    add(folder, "hpc_rl/rl/weights/object_store.py", "WEIGHT_TRANSFERS")
     file = folder / "hpc_rl/config/engines.py"
     text = file.read_text()
-    before, after = 'transfers=("host",),\n    ),\n    "hf"', 'transfers=("object_store", "host"),\n    ),\n    "hf"'
-    assert before in text
+    before, after = 'transfers=("host",),\n),\n', 'transfers=("object_store", "host"),\n),\n'
+    assert text.count(before) == 1
     file.write_text(text.replace(before, after))
     return folder
 
 
 def python(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python with this checkout before the installed one, also in the processes that it starts."""
+    """Run Python on the copy, which also precedes the installed package in the processes that it starts."""
     unset = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN", "HPC_RL_RUN_DIR")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     environment |= {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -31,7 +31,7 @@ def prompts(lengths: Sequence[int] = LENGTHS) -> Prompts:
 
 
 def sharp_model(folder: Path, dtype: str = "float32", **settings: Any) -> CausalLM:
-    """A model whose distributions are far from uniform, so that wrong attention shows."""
+    """Load a model whose distributions are far from uniform, so that an error in attention is visible."""
     model = load_model(ModelConfig(path=str(make_tiny_model(folder, **settings)), dtype=dtype))
     with torch.no_grad():
         for parameter in model.hf.parameters():
@@ -53,7 +53,7 @@ def token_lists(completions: Sequence[Completion]) -> list[list[int]]:
 
 @torch.no_grad()
 def plain_greedy(hf: Any, prompt: NDArray[np.int32], steps: int) -> list[int]:
-    """The whole sequence through the model for every token, with transformers' own attention."""
+    """Compute the whole sequence for every token, with transformers' own attention."""
     ids = torch.from_numpy(prompt)[None].long()
     for _ in range(steps):
         ids = torch.cat([ids, hf(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
@@ -63,7 +63,7 @@ def plain_greedy(hf: Any, prompt: NDArray[np.int32], steps: int) -> list[int]:
 def forward_logprobs(
     model: CausalLM, given: Prompts, completions: Sequence[Completion], temperature: float = 1.0
 ) -> NDArray[np.float32]:
-    """Of all response tokens end to end, by a packed forward as training does it."""
+    """Return log-probabilities of all response tokens, concatenated, from a packed forward pass as in training."""
     samples = [np.concatenate([p, c.token_ids]) for p, c in zip(given, completions, strict=True)]
     targets = [np.arange(len(s)) >= len(p) for s, p in zip(samples, given, strict=True)]
     batch = pack_samples(samples, targets)
@@ -74,7 +74,7 @@ def forward_logprobs(
 
 @contextmanager
 def counted_tokens(model: CausalLM) -> Iterator[list[int]]:
-    """How many tokens enter the model, forward by forward."""
+    """Count the tokens that enter the model in each forward pass."""
     counts: list[int] = []
     embedding = model.hf.get_input_embeddings()
     handle = embedding.register_forward_pre_hook(lambda _, inputs: counts.append(inputs[0].numel()))
@@ -111,7 +111,7 @@ def test_greedy_equals_a_plain_loop(tmp_path: Path, kind: str, settings: dict[st
 
 
 @pytest.mark.parametrize("sampling", [Sampling(20, 0.7), Sampling(20, 1.3, top_p=0.8), Sampling(20, top_k=5)])
-def test_logprobs_are_those_of_training(tmp_path: Path, sampling: Sampling) -> None:
+def test_logprobs_equal_those_of_training(tmp_path: Path, sampling: Sampling) -> None:
     model = sharp_model(tmp_path)
     given = prompts()
     completions = generate(model, given, sampling)
@@ -122,7 +122,9 @@ def test_logprobs_are_those_of_training(tmp_path: Path, sampling: Sampling) -> N
     assert completions[0].token_ids.dtype == np.int32
 
 
-def test_a_response_depends_on_its_seed_and_not_on_its_company(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_response_depends_on_its_seed_and_not_on_other_responses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = sharp_model(tmp_path)
     given = prompts() * 2
     seeds = [10**12 + 7 * number for number in range(len(given))]
@@ -142,7 +144,7 @@ def test_a_response_depends_on_its_seed_and_not_on_its_company(tmp_path: Path, m
     assert together != token_lists(generate(model, given, sampling, [seed + 1 for seed in seeds], eos=eos))
 
 
-def test_tokens_come_as_often_as_the_model_says(tmp_path: Path) -> None:
+def test_tokens_are_as_frequent_as_the_models_probabilities(tmp_path: Path) -> None:
     model = sharp_model(tmp_path)
     prompt = prompts([8])[0]
     draws = 8_000
@@ -191,7 +193,7 @@ def test_equal_prompts_are_computed_once(tmp_path: Path) -> None:
     assert len({tuple(tokens) for tokens in token_lists(completions)}) == 8
 
 
-def test_one_that_enters_later_copies_its_prompt_from_one_that_is_there(tmp_path: Path) -> None:
+def test_a_later_sequence_copies_an_equal_prompt_from_the_cache(tmp_path: Path) -> None:
     model = sharp_model(tmp_path)
     given = prompts([20]) * 5
     eos = range(0, 300, 12)
@@ -218,13 +220,13 @@ def test_new_weights_take_effect(tmp_path: Path, tie: bool) -> None:
     assert before != after == token_lists(generate(other, given, GREEDY))
 
 
-def test_weights_that_do_not_belong_are_refused(tmp_path: Path) -> None:
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     engine = HfEngine(load_model(ModelConfig(path=str(make_tiny_model(tmp_path)))).hf, ())
     with pytest.raises(ValueError, match=r"no parameter model.norm.weight of shape \(1,\)"):
         engine.load_weights([("model.norm.weight", torch.ones(1))])
 
 
-def test_a_model_in_training_is_left_as_it_was(tmp_path: Path) -> None:
+def test_a_model_in_training_is_not_changed(tmp_path: Path) -> None:
     settings = {"attention_dropout": 0.5}
     model = sharp_model(tmp_path, **settings)
     model.hf.gradient_checkpointing_enable({"use_reentrant": False})
@@ -239,7 +241,7 @@ def test_a_model_in_training_is_left_as_it_was(tmp_path: Path) -> None:
     assert all(parameter.grad is not None for parameter in model.hf.parameters())
 
 
-def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
+def test_bfloat16_is_close_to_float32(tmp_path: Path) -> None:
     given = prompts()
     model = sharp_model(tmp_path / "a", "bfloat16", hidden=64)
     completions = generate(model, given, Sampling(10))
@@ -249,7 +251,7 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
     assert differences.mean() < 0.01
 
 
-def test_memory_given_back_is_taken_again(tmp_path: Path) -> None:
+def test_generation_works_after_sleep(tmp_path: Path) -> None:
     engine = HfEngine(sharp_model(tmp_path).hf, (), max_num_seqs=4)
     given = prompts()
     first = token_lists(engine.generate(given[:2], range(2), GREEDY))
@@ -268,12 +270,12 @@ def test_more_tokens_than_positions_are_refused(tmp_path: Path) -> None:
         generate(model, prompts([3, 29]), GREEDY)
 
 
-def test_a_model_that_keeps_arguments_from_attention_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_does_not_pass_arguments_to_attention_is_refused(tmp_path: Path) -> None:
     model = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, kind="nemotron"))))
     with pytest.raises(UserError, match="models of type nemotron do not tell attention where samples begin"):
         generate(model, prompts(), GREEDY)
 
 
-def test_micro_batches_keep_to_the_limit() -> None:
+def test_micro_batches_respect_the_limit() -> None:
     assert list(micro_batches([4, 5, 6, 7], [3, 9, 2, 3], 5)) == [[4], [5], [6, 7]]
     assert list(micro_batches([], [], 5)) == []

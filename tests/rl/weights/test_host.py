@@ -20,18 +20,18 @@ from hpc_rl.rl.weights.host import HostSender, assign_engines
 from hpc_rl.training import distributed
 from hpc_rl.training.distributed import World
 
-TIMEOUT_S = 60
+TIMEOUT_S = 240
 BUCKET_BYTES = 4 * 1000
-"""Small, so that the model below needs many buckets."""
+"""Small, so that the model needs many buckets."""
 
 
-def test_each_engine_has_one_rank_and_that_on_its_own_node() -> None:
+def test_each_engine_is_served_by_one_rank_on_its_node() -> None:
     assert assign_engines(["b", "a", "b", "c"], ["a", "a", "b"]) == [[1, 3], [], [0, 2]]
     assert assign_engines(["x"], ["a", "b"]) == [[0], []]
 
 
 def make_model() -> nn.Module:
-    """Layers of several sizes, one of them larger than a bucket."""
+    """Make layers of several sizes, one of them larger than a bucket."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(3000, 2), *(nn.Linear(20, 20) for _ in range(12)), nn.LayerNorm(7))
 
@@ -56,6 +56,12 @@ class Holder:
             for name, weight in weights:
                 assert weight.dtype == parameters[name].dtype
                 parameters[name].copy_(weight)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.received = init_info
+
+    def init_info(self) -> dict[str, Any]:
+        return self.received
 
     def start_weight_update(self) -> None:
         self.calls.append("start")
@@ -182,15 +188,28 @@ def test_whole_parameters_move_into_shared_memory_once(setting: Setting) -> None
     assert setting.calls("places")[0] == shared
 
 
-def test_what_an_engine_refuses_is_told(setting: Setting) -> None:
+def test_an_engines_error_reaches_the_trainer(setting: Setting) -> None:
     setting.build(1, torch.float32)
     ray.get(setting.engines[0].refuse.remote(), timeout=TIMEOUT_S)
     with pytest.raises(UserError, match="no such weights here"):
         setting.calls("send")
 
 
-def test_an_engine_that_died_is_named(setting: Setting) -> None:
-    """The last test with these engines."""
+def test_each_engine_has_different_ranks(setting: Setting) -> None:
+    """vLLM passes the rank of the first engine's first worker."""
+    nodes = [ray.get_runtime_context().get_node_id()] * 2
+    engines = EngineActors(setting.engines, ["first", "second"], nodes, TIMEOUT_S, workers_each=3)
+    engines.init_weight_transfer_engine({"rank_offset": 1, "master_port": 5})
+    assert setting.engine_calls("init_info") == [
+        {"rank_offset": 1, "master_port": 5},
+        {"rank_offset": 4, "master_port": 5},
+    ]
+    engines.init_weight_transfer_engine({})
+    assert setting.engine_calls("init_info") == [{}, {}]
+
+
+def test_a_dead_engine_is_named(setting: Setting) -> None:
+    """Has to be the last test that uses these engines."""
     setting.build(1, torch.float32)
     os.kill(ray.get(setting.engines[1].pid.remote(), timeout=TIMEOUT_S), signal.SIGKILL)
     with pytest.raises(RunError, match="RunError: second died"):

@@ -12,7 +12,7 @@ from hpc_rl.rl.weights.transfers import WEIGHT_TRANSFERS, Opener, choose_transfe
 
 
 @pytest.mark.parametrize("name", WEIGHT_TRANSFERS)
-def test_every_row_names_a_module_that_opens_senders(name: str) -> None:
+def test_every_row_names_a_module_with_an_opener(name: str) -> None:
     module = importlib.import_module(WEIGHT_TRANSFERS[name].module)
     expected = [*inspect.signature(Opener.__call__).parameters][1:]
     assert [*inspect.signature(module.open_sender).parameters] == expected

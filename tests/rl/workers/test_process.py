@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hpc_rl.rl.workers.process import local_rank, narrow_devices
+from hpc_rl.rl.process import local_rank, narrow_devices
 
 
 def test_where_ray_shows_a_worker_its_own_devices_alone_nothing_is_to_do() -> None:

@@ -1,0 +1,177 @@
+"""Placement of engines and the order of calls, with actors that only record what they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.rl.calls import ActorCall, Pending
+from hpc_rl.rl.pools import Node, Pool, Slot
+from hpc_rl.rl.rollout import rollout
+from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
+from hpc_rl.rl.rollout.rollout import InProcessRollout, SeparateRollout, engine_slots, joined, split_requests
+from tests.rl.ppo_config import ppo_config
+
+CUDA = ("trainer.device=cuda", "trainer.n_gpus_per_node=4", "rollout.name=vllm")
+TWO_POOLS = "pools={spec: {train: [2], engines: [2]}, roles: {rollout: engines}}"
+
+
+def completion(number: int) -> Completion:
+    return Completion(np.array([number], np.int32), np.zeros(1, np.float32), True)
+
+
+def pool(*sizes: int) -> Pool:
+    """Each entry is a placement group on a node of its own."""
+    slots: list[Slot] = []
+    for entry, size in enumerate(sizes):
+        node = Node(f"id{entry}", f"gpu{entry}", entry, size, size)
+        group: Any = SimpleNamespace(id=entry)
+        slots += [Slot(len(slots) + bundle, node, group, bundle) for bundle in range(size)]
+    return Pool("engines", slots)
+
+
+class Recorder:
+    """Stands for workers or an engine: any method is recorded, and returns a result at once."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self._name = name
+        self._log = log
+
+    def __getattr__(self, method: str) -> Any:
+        def called(*arguments: Any) -> Any:
+            self._log.append(f"{self._name}.{method}")
+            self.arguments = arguments
+            return Pending.known(None)
+
+        return called
+
+
+class Actors:
+    """Stands for Ray: the engines that were requested, with their options and arguments."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.requests: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+
+    def remote(self, _kind: type) -> Any:
+        return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *args: self._new(options, args)))
+
+    def _new(self, options: dict[str, Any], arguments: tuple[Any, ...]) -> Any:
+        number = len(self.requests)
+        self.requests.append((options, arguments))
+
+        def method(name: str) -> Any:
+            def remote(*given: Any) -> Any:
+                self.log.append(f"engine{number}.{name}")
+                return [completion(int(prompt[0])) for prompt in given[0]] if name == "generate" else None
+
+            return SimpleNamespace(remote=remote)
+
+        names = ("start", "generate", "sleep", "wake", "close")
+        return SimpleNamespace(**{name: method(name) for name in names})
+
+    @property
+    def placements(self) -> list[Placement]:
+        return [arguments[3] for _, arguments in self.requests]
+
+
+class Setting:
+    def __init__(self, config: PpoConfig, engines: Pool, share: float, actors: Actors) -> None:
+        self.log = actors.log
+        self.policy = Recorder("policy", self.log)
+        neighbours: Any = Recorder("neighbours", self.log) if share < 1 else None
+        policy: Any = self.policy
+        self.rollout = SeparateRollout(config, engines, share, policy, neighbours, Path("/logs"))
+
+
+@pytest.fixture
+def actors(monkeypatch: pytest.MonkeyPatch) -> Actors:
+    found = Actors([])
+    monkeypatch.setattr(rollout, "ray", found)
+    monkeypatch.setattr(Pending, "of_calls", staticmethod(known))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return found
+
+
+def known(calls: Sequence[ActorCall]) -> Pending[list[Any]]:
+    return Pending.known([call.ref for call in calls])
+
+
+def test_engines_take_neighbouring_slots_of_one_entry() -> None:
+    ranks = [[slot.rank for slot in slots] for slots in engine_slots(pool(4, 2), 2)]
+    assert ranks == [[0, 1], [2, 3], [4, 5]]
+    assert [[slot.rank for slot in slots] for slots in engine_slots(pool(1, 1), 1)] == [[0], [1]]
+
+
+def test_requests_are_split_into_contiguous_parts() -> None:
+    prompts = [np.array([number], np.int32) for number in range(7)]
+    parts = list(split_requests(prompts, range(7), Sampling(4), 3))
+    assert [list(seeds) for _, seeds, _ in parts] == [[0, 1], [2, 3, 4], [5, 6]]
+    assert [[int(prompt[0]) for prompt in given] for given, _, _ in parts] == [[0, 1], [2, 3, 4], [5, 6]]
+    assert joined([[completion(1)], [], [completion(2)]])[1].token_ids.tolist() == [2]
+
+
+def test_engines_on_the_policys_gpus_share_them_and_sleep(actors: Actors) -> None:
+    setting = Setting(ppo_config(*CUDA), pool(2), 0.5, actors)
+    assert actors.placements == [Placement("cuda", "ipc", sleeps=True, gpu_share=0.5)] * 2
+    assert [options["num_gpus"] for options, _ in actors.requests] == [0.5, 0.5]
+    variables = actors.requests[0][0]["runtime_env"]["env_vars"]
+    assert "VLLM_NO_USAGE_STATS" in variables and "OMP_NUM_THREADS" not in variables
+    setting.rollout.sync()
+    setting.rollout.wake()
+    setting.rollout.sleep()
+    assert setting.log[2:] == [
+        *("neighbours.free_cache", "policy.send_weights"),
+        *("neighbours.free_cache", "engine0.wake", "engine1.wake"),
+        *("engine0.sleep", "engine1.sleep"),
+    ]
+
+
+def test_engines_on_other_gpus_do_not_sleep(actors: Actors) -> None:
+    setting = Setting(ppo_config(*CUDA, TWO_POOLS), pool(2), 1.0, actors)
+    assert actors.placements == [Placement("cuda", "nccl")] * 2
+    setting.rollout.wait_until_ready(1.0)
+    assert setting.policy.arguments[1] == "nccl" and setting.policy.arguments[0].nodes == ["id0", "id0"]
+    setting.rollout.wake()
+    setting.rollout.sleep()
+    setting.rollout.sync()
+    setting.rollout.close()
+    assert setting.log[2:] == ["policy.connect_engines", "policy.send_weights", "engine0.close", "engine1.close"]
+
+
+def test_an_engine_over_several_gpus_leaves_them_to_its_processes(actors: Actors) -> None:
+    Setting(ppo_config(*CUDA, TWO_POOLS, "rollout.tensor_parallel_size=2"), pool(2, 2), 1.0, actors)
+    assert actors.placements == [Placement("cuda", "nccl", bundles=(0, 1))] * 2
+    assert [options["num_gpus"] for options, _ in actors.requests] == [0.0, 0.0]
+
+
+def test_engines_on_cpus_get_weights_through_host_memory(actors: Actors) -> None:
+    config = ppo_config("rollout.name=vllm", "trainer.n_gpus_per_node=2", "rollout.tensor_parallel_size=2")
+    Setting(config, pool(2), 0.5, actors)
+    assert actors.placements == [Placement("cpu", "host", gpu_share=0.5)]
+    assert actors.requests[0][0]["num_cpus"] == 0.5
+    assert actors.requests[0][0]["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "1"
+
+
+def test_completions_are_in_the_order_of_the_prompts(actors: Actors) -> None:
+    setting = Setting(ppo_config("trainer.n_gpus_per_node=4", TWO_POOLS), pool(2), 1.0, actors)
+    assert "runtime_env" not in actors.requests[0][0]
+    prompts = [np.array([number], np.int32) for number in range(5)]
+    found = setting.rollout.generate(prompts, range(5), Sampling(4)).wait()
+    assert [int(one.token_ids[0]) for one in found] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("frees_memory", [True, False])
+def test_engines_in_the_policys_processes(frees_memory: bool) -> None:
+    log: list[str] = []
+    workers: Any = Recorder("policy", log)
+    in_process = InProcessRollout(workers, frees_memory)
+    for method in (in_process.sync, in_process.sleep, in_process.wake, in_process.close):
+        method()
+    assert log == ["policy.sync_engine", *(["policy.sleep_engine"] if frees_memory else [])]
