@@ -38,10 +38,7 @@ def sandbox_cluster(name: str, **spec: Any) -> Iterator[Cluster]:
     """A cluster that ends with the fixture, or with this process however that ends. Its name is this run's own."""
     if lacking := missing(bool(spec.get("accounting"))):
         pytest.skip(lacking)
-    # Nodes with a /tmp of their own would not see a checkout or an environment below it.
-    homes = [Path(__file__).resolve(), Path(sys.prefix).resolve()]
-    own_tmp = not any(home.is_relative_to("/tmp") for home in homes)
-    with Cluster(name=f"{name}-{os.getpid()}", own_tmp=own_tmp, **spec) as cluster:
+    with Cluster(name=f"{name}-{os.getpid()}", **spec) as cluster:
         yield cluster
 
 

@@ -64,19 +64,29 @@ def test_a_look_inside(built_image: Path, hpc_rl: Any, tmp_path: Path) -> None:
 def test_an_interrupted_build_leaves_nothing(
     built_image: Path, apptainer_environ: dict[str, str], tmp_path: Path
 ) -> None:
+    # The last stage of a build waits here until the build is ended.
+    held, begun = tmp_path / "bin" / "mksquashfs", tmp_path / "bin" / "begun"
+    held.parent.mkdir()
+    held.write_text(f'#!/bin/sh\ntouch "{begun}"\nwhile kill -0 $PPID; do sleep 0.1; done\n')
+    held.chmod(0o755)
     (tmp_path / "local").mkdir()
     command = [sys.executable, "-m", "hpc_rl.cli", "image", "pull", f"docker-archive:{built_image.parent}/tiny.tar"]
-    environ = {**apptainer_environ, "TMPDIR": str(tmp_path / "local")}
+    environ = {
+        **apptainer_environ,
+        "TMPDIR": str(tmp_path / "local"),
+        "PATH": f"{held.parent}:{apptainer_environ['PATH']}",
+    }
     with subprocess.Popen(
         [*AS_USER, *command, "--out", "x.sif"], cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True
     ) as building:
-        assert building.stderr is not None
-        while "Fetching" not in (line := building.stderr.readline()):
-            assert line
+        deadline = time.monotonic() + 120
+        while not begun.exists():
+            assert building.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
         building.send_signal(signal.SIGTERM)
         building.communicate(timeout=60)
     assert building.returncode == 130
-    assert [path.name for path in tmp_path.iterdir()] == ["local"]
+    assert {path.name for path in tmp_path.iterdir()} == {"bin", "local"}
     assert [path.name for path in tmp_path.glob("local/*/*")] == ["cache"]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.e2e.hold import SITECUSTOMIZE
 from tests.helpers import make_tiny_model
 
 QUESTIONS = [
@@ -64,6 +65,21 @@ class Workspace:
         lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
         records = [json.loads(line) for line in lines]
         return {record["step"]: record["train/loss"] for record in records if "train/loss" in record}
+
+    def hold_at(self, step: int, *packages: str) -> list[str]:
+        """Return the options with which an SFT run waits after a step for `stop`, `go` or its end.
+
+        Args:
+            packages: further folders for PYTHONPATH.
+        """
+        folder = self.folder / "hold"
+        folder.mkdir(exist_ok=True)
+        (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+        return [f"slurm.env.PYTHONPATH={':'.join([str(folder), *packages])}", f"slurm.env.HOLD_AT_STEP={step}"]
+
+    def release(self, run: str) -> None:
+        """Let a run continue that `hold_at` holds, or that waits for `go` by itself."""
+        (self.folder / "runs" / run / "go").touch()
 
     def logs(self) -> str:
         return "".join(

@@ -199,6 +199,11 @@ class Cluster:
         wait_until(check, f"job {job_id} to {wanted}", timeout, lambda: self.run(show, timeout=20).stdout)
         return seen[-1]
 
+    def drain(self, drained: bool) -> None:
+        """Keep jobs that are queued from starting on any node, or let them start again. Running jobs continue."""
+        settings = ["State=DRAIN", "Reason=held by a test"] if drained else ["State=RESUME"]
+        self._update_node(",".join(self.nodes), *settings)
+
     def kill_node(self, node: str, notice: bool = True) -> None:
         """End a node as a power failure does: all its processes and its network, without a word to its peers.
 

@@ -20,7 +20,7 @@ def write_files(spec: Spec, subnet: str) -> None:
     base, hierarchies = spec.base, cgroups.hierarchies()
     if not hierarchies:
         print("sandbox: no cgroup v1 here, so Slurm will not confine jobs to their cores and memory")
-    for name in ("etc", "log", "run", "state", "spool"):
+    for name in ("etc", "log", "run", "state", "spool", "tmp"):
         (base / name).mkdir(mode=0o755)
     (base / "munge").mkdir(mode=0o700)
     (base / "munge/key").touch(mode=0o400)
@@ -66,8 +66,8 @@ def start(record: state.Record, machine: str) -> subprocess.Popen[str]:
     namespaces = [*NAMESPACES, *(["--cgroup"] if groups else [])]
     # The launcher joins the machine's cgroups itself, before the cgroup namespace takes them as its root.
     join = "".join(f"echo 0 >'{group}/cgroup.procs'; " for group in groups)
-    own_tmp = "yes" if spec.own_tmp else "no"
-    arguments = [machine, str(spec.base), spec.group, own_tmp, spec.tree, _daemons(spec, subnet, machine)]
+    shared_tmp = "\n".join(spec.shared_tmp)
+    arguments = [machine, str(spec.base), spec.group, shared_tmp, spec.tree, _daemons(spec, subnet, machine)]
     with (spec.base / "log" / f"{machine}.log").open("a") as log:
         launcher = subprocess.Popen(
             ["sh", "-ec", f'{join}exec "$@"', "sh", "unshare", *namespaces, SCRIPT, *arguments, *cgroups.hierarchies()],

@@ -1,11 +1,25 @@
 """What a sandbox cluster is, in Slurm's terms."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+TMP = Path("/tmp")
 PARTITIONS = {"debug": "Default=YES MaxTime=INFINITE", "short": "MaxTime=00:10:00 DefaultTime=00:01:00"}
+
+
+def project_folders_in_tmp(places: Iterable[str | Path] | None = None) -> tuple[str, ...]:
+    """Return the folders below /tmp that jobs need, without those inside another one.
+
+    Args:
+        places: by default this checkout, the Python environment and everything on `sys.path`.
+    """
+    if places is None:
+        places = [Path(__file__).parents[2], sys.prefix, sys.base_prefix, *sys.path]
+    folders = {folder for place in places if (folder := Path(place).resolve()).is_dir() and TMP in folder.parents}
+    return tuple(sorted(str(folder) for folder in folders if not folders & set(folder.parents)))
 
 
 @dataclass(frozen=True)
@@ -67,8 +81,8 @@ class Spec:
     """How long Slurm holds a requeued job back (120 on most clusters). A job started before that is requeued again."""
     slurmd_timeout_s: int = 20
     """Silence after which the controller takes a node for down."""
-    own_tmp: bool = True
-    """Whether each node has a /tmp of its own."""
+    shared_tmp: tuple[str, ...] = field(default_factory=lambda: project_folders_in_tmp())
+    """Folders below the host's /tmp that every node sees. The rest of a node's /tmp is its own."""
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
@@ -76,7 +90,7 @@ class Spec:
             Shape(**shape | {"gpus": tuple(Gpus(**gpus) for gpus in shape["gpus"])})
             for shape in fields.get("shapes", ())
         ]
-        return cls(**fields | {"shapes": tuple(shapes)})
+        return cls(**fields | {"shapes": tuple(shapes), "shared_tmp": tuple(fields.get("shared_tmp", ()))})
 
     @property
     def group(self) -> str:
