@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.files import write_atomically
 from hpc_rl.sites.proposal import Facts
 from hpc_rl.slurm import cluster, commands
 
@@ -61,14 +62,9 @@ def write(path: Path, text: str, force: bool) -> None:
         UserError: there is one already and `force` is not set, or it cannot be written.
     """
     check_writable(path, force)
-    partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            partial.write_text(text)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_atomically(path, text)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from error
 

@@ -96,7 +96,7 @@ def read_sinfo(text: str) -> list[NodeGroup]:
             nodes=count,
             cpus=_whole(cpus),
             memory_mb=_whole(memory),
-            gpus=read_gpus(gres),
+            gpus=parse_gpus(gres),
             is_default=name.endswith("*"),
             state=state,
             time_limit=limit,
@@ -107,7 +107,7 @@ def read_sinfo(text: str) -> list[NodeGroup]:
     ]
 
 
-def read_gpus(gres: str) -> dict[str, int]:
+def parse_gpus(gres: str) -> dict[str, int]:
     """GPUs of a node's generic resources: `gpu:a100:8(S:0-1),nvme:1` -> {"a100": 8}; `gpu:2` -> {"": 2}.
 
     The sockets in parentheses may have commas (`(S:0,2)`). MIG devices have types like any other (`gpu:a100_1g.5gb:7`).

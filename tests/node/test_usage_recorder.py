@@ -13,7 +13,7 @@ import pytest
 from hpc_rl.errors import UserError
 from hpc_rl.host.processes import descendants
 from hpc_rl.host.usage import Gpu, NodeUsage, read_usage
-from hpc_rl.node.gpus import parse_nvidia, read_gpus
+from hpc_rl.node.gpus import measure_gpus, parse_nvidia
 from hpc_rl.node.usage_recorder import INTERVAL_S, interval, recording_usage, used
 from hpc_rl.slurm.allocation import Allocation
 
@@ -127,14 +127,14 @@ def test_only_the_jobs_gpus_are_asked_for(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", path)
     for visible, count in ((None, 1), ("2,3", 1), ("", 0), ("NoDevFiles", 0), ("-1", 0)):
         environ = {"PATH": path} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-        assert len(read_gpus(environ)) == count
+        assert len(measure_gpus(environ)) == count
     assert "--id=2,3" in (tmp_path / "asked").read_text().splitlines()[1]
 
 
 @pytest.mark.parametrize("script", ["exit 9", "echo 'Failed to initialize NVML'", "kill -9 $$"])
 def test_a_driver_in_trouble_means_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setenv("PATH", fake_nvidia_smi(tmp_path, script))
-    assert read_gpus(os.environ) == ()
+    assert measure_gpus(os.environ) == ()
 
 
 def test_gpus_of_amd_by_their_kernel_module(tmp_path: Path) -> None:
@@ -144,8 +144,8 @@ def test_gpus_of_amd_by_their_kernel_module(tmp_path: Path) -> None:
         if busy is not None:
             for name, value in (("gpu_busy_percent", busy), ("mem_info_vram_used", 8e9), ("mem_info_vram_total", 64e9)):
                 (folder / name).write_text(f"{value:.0f}\n")
-    assert read_gpus({"PATH": ""}, tmp_path) == (Gpu(0.55, 8.0, 64.0), Gpu(0.03, 8.0, 64.0))
-    assert read_gpus({"PATH": "", "ROCR_VISIBLE_DEVICES": "1"}, tmp_path) == (Gpu(0.03, 8.0, 64.0),)
+    assert measure_gpus({"PATH": ""}, tmp_path) == (Gpu(0.55, 8.0, 64.0), Gpu(0.03, 8.0, 64.0))
+    assert measure_gpus({"PATH": "", "ROCR_VISIBLE_DEVICES": "1"}, tmp_path) == (Gpu(0.03, 8.0, 64.0),)
 
 
 def _is_sampler(pid: int) -> bool:

@@ -8,10 +8,10 @@ from hpc_rl.slurm.capacity import Need, describe, refusal, shapes
 from hpc_rl.slurm.cluster import (
     Association,
     chosen,
+    parse_gpus,
     read_associations,
     read_config,
     read_controllers,
-    read_gpus,
     read_interfaces,
     read_partitions,
     read_sinfo,
@@ -126,7 +126,7 @@ def test_interfaces(cluster: str) -> None:
     ],
 )
 def test_gpus_as_the_manual_page_has_them(gres: str, gpus: dict[str, int]) -> None:
-    assert read_gpus(gres) == gpus
+    assert parse_gpus(gres) == gpus
 
 
 def test_gpus_near_to_several_sockets() -> None:

@@ -11,10 +11,10 @@ import pytest
 from hpc_rl.errors import UserError
 from hpc_rl.host.ray_version import check_ray
 from hpc_rl.host.scratch import held_scratch, scratch_dir
-from hpc_rl.node.ports import free_block
+from hpc_rl.node.network import free_block
 from hpc_rl.node.ray_cluster.environment import driver_environment, ray_environment, shared_environment
 from hpc_rl.node.ray_cluster.layout import check_length, node_address
-from hpc_rl.node.ray_cluster.logs import FILE_BYTES, copy_logs
+from hpc_rl.node.ray_cluster.node import LOG_FILE_BYTES, copy_logs
 from hpc_rl.node.ray_cluster.ports import BLOCK, RayPorts, reserve
 from hpc_rl.slurm.allocation import Allocation
 
@@ -53,7 +53,7 @@ def test_a_block_with_a_taken_port_is_passed_over_or_refused() -> None:
             reserve("key", start, 0)
     with reserve("key", start - BLOCK, 1) as wanted:  # the second node on this machine
         assert wanted.first == start
-    with pytest.raises(UserError, match="the last port of all is 65535"):
+    with pytest.raises(UserError, match="the highest port is 65535"):
         reserve("key", 65000, 1)
 
 
@@ -123,7 +123,7 @@ def test_ends_of_text_logs_are_copied(tmp_path: Path) -> None:
     logs = tmp_path / "ray/session_2026-01-01_00-00-00_000000_1/logs"
     (logs / "old").mkdir(parents=True)
     (logs / "raylet.out").write_text("up\n")
-    (logs / "worker-1.err").write_text("x" * (FILE_BYTES + 7))
+    (logs / "worker-1.err").write_text("x" * (LOG_FILE_BYTES + 7))
     (logs / "empty.log").touch()
     (logs / "core.bin").write_bytes(b"\0")
     copy_logs(tmp_path / "ray", tmp_path / "copy")
