@@ -232,7 +232,7 @@ def test_an_odd_job_name_arrives_at_slurm(workspace: Workspace, slurm_cluster: C
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["submit", "sft", "--partition", "nope", *QUICK], "partition nope: Slurm shows none of this name"),
+        (["submit", "sft", "--partition", "nope", *QUICK], "partition nope does not exist"),
         (["submit", "sft", "--after", "999999", *QUICK], "--after 999999: Slurm does not know this job"),
         (["status", "999999"], "no job 999999"),
         (["cancel", "999999"], "no job 999999"),
