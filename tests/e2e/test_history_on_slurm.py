@@ -1,4 +1,4 @@
-"""A run's history on a Slurm with accounting: what nodes write down, and what sacct knows where they could not."""
+"""A run's history on a Slurm with accounting: what nodes record, and what sacct adds if they could not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ while time.monotonic() < deadline:
     time.sleep(0.1)
 sys.exit("nobody measured this job, or nobody ended it")
 """
-"""Runs until it is ended in the first attempt, and until both nodes have a sample in the second."""
+"""Runs until it is ended in the first attempt, and until both nodes have a sample in the second attempt."""
 
 
 def test_a_job_that_slurm_killed_and_queued_again(accounting_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_a_job_that_slurm_killed_and_queued_again(accounting_cluster: Cluster, m
     for name, value in accounting_cluster.env.items():
         monkeypatch.setenv(name, value)
     found, deadline = full_history(run), time.monotonic() + 30
-    while found.attempts[0].state == KILLED and time.monotonic() < deadline:  # slurmdbd is told a little later
+    while found.attempts[0].state == KILLED and time.monotonic() < deadline:  # slurmdbd is updated a little later
         found = full_history(run)
     killed, completed = found.attempts
     assert (killed.state, killed.job_id, killed.nodes) == ("REQUEUED", job_id, 2)

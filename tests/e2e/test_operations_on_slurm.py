@@ -26,7 +26,7 @@ while not (run / "go").exists():
         sys.exit(75)
     time.sleep(0.1)
 """
-"""A program that ends when it is told to, or asked to stop."""
+"""A program that ends when `go` or `stop` appears in its run directory."""
 WAITING = ["trainer.device=cpu", "--", "waits.py"]
 
 
@@ -236,7 +236,7 @@ def test_the_table_with_accounting_knows_exit_codes(accounting_cluster: Cluster)
     accounted.ok("submit", "torchrun", "--sbatch", "hold", "trainer.device=cpu", "--", "nothing.py")
     expected = [("codes_1", "COMPLETED", 0), ("codes_2", "FAILED", 3), ("torchrun-1", "PENDING", None)]
 
-    def is_known() -> bool:  # accounting learns of an end a little later than the controller
+    def is_known() -> bool:  # accounting is updated a little later than the controller
         return [(row["run"], row["state"], row["exit_code"]) for row in rows(accounted)] == expected
 
     accounted.wait_until(is_known, f"{expected}", 90)

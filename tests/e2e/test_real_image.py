@@ -1,4 +1,4 @@
-"""A real apptainer: built from an archive, looked into, and running commands as a job's tasks do."""
+"""Images with a real apptainer: built from an archive, inspected, and used to run commands like the tasks of a job."""
 
 import json
 import os
@@ -91,7 +91,7 @@ def test_an_interrupted_build_leaves_nothing(
 
 
 class Task:
-    """container.sh of a job, with the real runtime."""
+    """Runs container.sh of a job with the real runtime."""
 
     def __init__(self, image: Path, environ: dict[str, str], tmp: Path, **flags: Any) -> None:
         self.tmp, (self.data, self.local) = tmp, (tmp / "data", tmp / "local")
@@ -103,7 +103,9 @@ class Task:
         config = compose("torchrun", [], settings)
         self.script = tmp / "container.sh"
         self.script.write_text(render_container(Job("torchrun", config, RunDir(tmp / "run"), tmp)))
-        plain = {name: value for name, value in environ.items() if name not in CACHES}  # torch sets some when imported
+        plain = {
+            name: value for name, value in environ.items() if name not in CACHES
+        }  # torch sets some of them when it is imported
         self.environ = {**plain, "SLURM_JOB_ID": "7", "TMPDIR": str(self.local), "HF_HOME": str(tmp / "hf")}
 
     def start(self, *command: str, **environ: str) -> subprocess.Popen[str]:
@@ -138,7 +140,7 @@ def test_environment_folders_and_binds_are_the_jobs(task: Task) -> None:
     assert (environ["HOME"], environ["IMAGE_SAYS"], environ["SLURM_JOB_ID"]) == ("/tmp", "hello", "7")
     assert not {"SECRET", "PYTHONPATH", "TMPDIR"} & environ.keys()
     assert (folder, text) == (str(task.tmp), "seen")
-    # The working folder of this test may lie in /tmp, and is bound into the task's own.
+    # The working folder of this test may be in /tmp, and is bound into the task's own /tmp.
     assert "mine" in own_tmp and set(own_tmp) <= {"mine", task.tmp.parts[2]}
     assert (task.tmp / "hf").is_dir() and environ["HF_HOME"] == str(task.tmp / "hf")
 

@@ -1,4 +1,4 @@
-"""The supervised path on a real Slurm: two nodes, torchrun, FSDP over gloo, a Hugging Face folder at the end."""
+"""Supervised fine-tuning on a real Slurm: two nodes, torchrun, FSDP over gloo, and an exported Hugging Face folder."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def workspace(slurm_cluster: Cluster) -> Workspace:
 
 @pytest.fixture(scope="module")
 def uninterrupted(workspace: Workspace) -> dict[int, float]:
-    """Losses of a run on two nodes from beginning to end."""
+    """Losses of an uninterrupted run on two nodes."""
     workspace.ok("submit", "sft", "--nodes", "2", "--wait", "--job-name", "whole", *QUICK, STEPS, timeout=180)
     return workspace.losses("whole")
 

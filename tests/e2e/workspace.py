@@ -24,7 +24,7 @@ QUESTIONS = [
     for books in range(3, 9)
     for out in (1, 4)
 ]
-"""Rows in GSM8K's form, of our own making."""
+"""Rows in the format of GSM8K."""
 
 MODEL = ["model.path=model", "data.train_files=data/train.jsonl", "trainer.device=cpu", "data.max_length=512"]
 QUICK = [*MODEL, "data.train_batch_size=8", "trainer.micro_tokens=1024", "optim.lr=1e-3"]
@@ -35,7 +35,7 @@ class Workspace:
     folder: Path
     environ: Mapping[str, str]
     login: Sequence[str] = ()
-    """What stands before a command so that it runs on the login node: `Cluster.login`."""
+    """Prefix of a command that runs it on the login node: `Cluster.login`."""
 
     def hpc_rl(self, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         command = [*self.login, sys.executable, "-m", "hpc_rl.cli", *arguments]
@@ -61,7 +61,7 @@ class Workspace:
         return found
 
     def losses(self, run: str) -> dict[int, float]:
-        """Training loss of each step; of a step that was repeated after a resume, the last one."""
+        """Return the training loss of each step. If a step was repeated after resuming, the last one counts."""
         lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
         records = [json.loads(line) for line in lines]
         return {record["step"]: record["train/loss"] for record in records if "train/loss" in record}
@@ -98,7 +98,7 @@ class Workspace:
 
 
 def make_workspace(folder: Path, environ: Mapping[str, str]) -> Workspace:
-    """Model, raw data and prepared data in a new folder."""
+    """Create a new folder with a model, raw data and prepared data."""
     folder.mkdir(parents=True)
     workspace = Workspace(folder, {**environ, "OMP_NUM_THREADS": "1"})
     make_tiny_model(folder / "model", hidden=32, layers=2)

@@ -1,4 +1,4 @@
-"""The sandbox behaves as a cluster of separate nodes, and leaves nothing behind."""
+"""The sandbox behaves like a cluster of separate nodes, and removes everything that it created."""
 
 import json
 import os
@@ -270,7 +270,7 @@ def test_a_node_can_fail_and_come_back(slurm_cluster: Cluster) -> None:
 
 
 def traces(name: str) -> dict[str, str]:
-    """The lists of things on this machine which name something of a sandbox."""
+    """Return the lists of things on this machine that mention a sandbox."""
     listing = {
         "processes": "\n".join(path.read_text().replace("\0", " ") for path in command_lines()),
         "links": subprocess.run(["ip", "link"], capture_output=True, text=True, check=True, timeout=20).stdout,
@@ -294,7 +294,7 @@ def command_lines() -> Iterator[Path]:
 
 @pytest.fixture
 def own_name() -> Iterator[str]:
-    """Name of a sandbox that a test makes by the command line and that may be left by a failed test."""
+    """Name of a sandbox that a test starts with the command line. It is removed even if the test fails."""
     if lacking := missing():
         pytest.skip(lacking)
     name = f"own-{os.getpid()}"
@@ -342,7 +342,7 @@ def test_a_killed_launcher_takes_its_cluster_along(own_name: str, moment: str) -
     finally:
         launcher.send_signal(signal.SIGKILL)
         launcher.wait(20)
-    # The kernel ends the processes and the network without anybody's help; files and cgroups are left to the next up.
+    # The kernel ends the processes and the network. Files and cgroups remain until the next `up`.
     left = {"processes", "links"}
     wait_until(lambda: not left & traces(own_name).keys(), "its end", 20, lambda: str(list(traces(own_name))))
     assert "directories" in traces(own_name) and not state.in_use(own_name)

@@ -57,7 +57,7 @@ def calls(tmp_path: Path) -> list[str]:
 def test_detect_asks_each_program_once_and_never_replaces(login_node: Callable[[str], Command], tmp_path: Path) -> None:
     hpc_rl = login_node("typed-gres-22.05.8")
     done = hpc_rl("site", "detect")
-    assert (done.returncode, "--yes takes gpu" in done.stderr) == (2, True)
+    assert (done.returncode, "--yes uses gpu" in done.stderr) == (2, True)
     assert not list((tmp_path / "home").iterdir())
     (tmp_path / "calls").unlink()
     done = hpc_rl("site", "detect", "--yes")
