@@ -78,7 +78,7 @@ class Spec:
     kill_wait_s: int = 5
     """Seconds between SIGTERM and SIGKILL for a job that is cancelled or over its time limit."""
     requeue_hold_s: int = 5
-    """Seconds for which Slurm holds a requeued job (120 on most clusters). If it starts sooner, it is requeued again."""
+    """Seconds for which Slurm holds a requeued job (120 on most clusters). Started earlier, it is requeued again."""
     slurmd_timeout_s: int = 20
     """Seconds of silence after which the controller marks a node as down."""
     shared_tmp: tuple[str, ...] = field(default_factory=lambda: project_folders_in_tmp())
