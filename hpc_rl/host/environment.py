@@ -1,48 +1,31 @@
-"""Environment of training processes, and the tokens of Ray clusters. Standard library only."""
+"""Environment variables of libraries that run in every training process. A variable that the user exported wins.
+
+Each policy has one function here, so that torchrun jobs, Ray jobs and local runs agree.
+"""
 
 from __future__ import annotations
 
-import secrets
-from pathlib import Path
 
-TOKEN_BYTES = 32
-
-
-def threads_per_process(cpus: int, processes: int) -> int:
-    """Return the OpenMP threads of each process: the node's CPUs in equal parts, at least 1."""
-    return max(1, cpus // processes)
-
-
-def process_defaults(*, interface: str | None = None, threads: int | None = None) -> dict[str, str]:
-    """Return the variables of every training process. A variable that the user exported takes precedence.
+def nccl_defaults(interface: str | None = None) -> dict[str, str]:
+    """Return NCCL's variables (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
 
     Args:
-        interface: network interface between the nodes. If it is None, NCCL and Gloo choose one.
-        threads: OpenMP threads of each process. If it is None, OMP_NUM_THREADS is left as it is.
+        interface: network interface between the nodes; None if it is not known, or if there is one node.
     """
     defaults = {
         "NCCL_CUMEM_ENABLE": "0",  # saves memory if vLLM and a trainer share a GPU; verl and OpenRLHF set it too
         "NCCL_DEBUG": "WARN",
-        "TOKENIZERS_PARALLELISM": "true",
     }
-    if threads is not None:
-        defaults["OMP_NUM_THREADS"] = str(threads)
-    if interface is not None:
-        defaults["GLOO_SOCKET_IFNAME"] = interface
-    if interface not in (None, "lo"):  # NCCL does not accept the loopback, and a job on one node does not need it
-        defaults["NCCL_SOCKET_IFNAME"] = f"={interface}"  # without the equals sign it is a prefix
+    if interface not in (None, "lo"):  # NCCL rejects the loopback interface
+        defaults["NCCL_SOCKET_IFNAME"] = f"={interface}"  # without the sign, NCCL takes it as a prefix
     return defaults
 
 
-def ray_process_defaults(*, interface: str | None = None, threads: int | None = None) -> dict[str, str]:
-    """Return the variables of every process of a job on Ray: those above, and vLLM's log level."""
-    return {**process_defaults(interface=interface, threads=threads), "VLLM_LOGGING_LEVEL": "WARN"}
+def openmp_defaults(threads: int) -> dict[str, str]:
+    """Return OpenMP's variables for a process that may use `threads` CPUs."""
+    return {"OMP_NUM_THREADS": str(max(1, threads))}
 
 
-def write_token(path: Path) -> bytes:
-    """Write a new random token to a file that only this user can read, and return it."""
-    token = secrets.token_hex(TOKEN_BYTES).encode()
-    path.unlink(missing_ok=True)
-    path.touch(mode=0o600, exist_ok=False)
-    path.write_bytes(token)
-    return token
+def tokenizer_defaults() -> dict[str, str]:
+    """Let fast tokenizers use threads without a warning after a fork."""
+    return {"TOKENIZERS_PARALLELISM": "true"}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.environment import nccl_defaults, openmp_defaults, tokenizer_defaults
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR
 from hpc_rl.slurm.allocation import Allocation, read_allocation
 
@@ -45,6 +46,21 @@ def this_attempt_dir() -> Path:
             "or with hpc-rl submit --local"
         )
     return Path(os.environ[ENV_ATTEMPT_DIR])
+
+
+def worker_defaults(interface: str, threads: int) -> dict[str, str]:
+    """Return the environment of training processes. Variables that the user exported take precedence.
+
+    Args:
+        interface: network interface between the nodes.
+        threads: OpenMP threads of each process.
+    """
+    return {
+        "GLOO_SOCKET_IFNAME": interface,
+        **nccl_defaults(interface),
+        **openmp_defaults(threads),
+        **tokenizer_defaults(),
+    }
 
 
 def print_error(text: str) -> None:

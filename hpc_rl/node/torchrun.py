@@ -17,10 +17,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED, UserError
-from hpc_rl.host.environment import process_defaults, threads_per_process
 from hpc_rl.host.files import Follower, tail
 from hpc_rl.host.processes import end, forward_termination, shell_code, start
-from hpc_rl.node.entry import print_error, run_entry, this_allocation, this_attempt_dir
+from hpc_rl.node.entry import print_error, run_entry, this_allocation, this_attempt_dir, worker_defaults
 from hpc_rl.node.meeting import POLL_S, Meeting, named
 from hpc_rl.node.network import choose_address, free_port
 from hpc_rl.node.rank import RankExit, log_path, read_exits
@@ -67,8 +66,7 @@ def process_environment(
     environ: Mapping[str, str], allocation: Allocation, processes: int, interface: str
 ) -> dict[str, str]:
     """Return the environment of the ranks. Variables that the user exported take precedence."""
-    threads = threads_per_process(allocation.cpus, processes)
-    return {**process_defaults(interface=interface, threads=threads), **environ}
+    return {**worker_defaults(interface, allocation.threads(processes)), **environ}
 
 
 def torchrun_command(

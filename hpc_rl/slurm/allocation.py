@@ -30,6 +30,10 @@ class Allocation:
         """Whether this is node 0."""
         return self.node_rank == 0
 
+    def threads(self, processes: int) -> int:
+        """Return the threads of each of this node's processes, which share its CPUs equally; at least 1."""
+        return max(1, self.cpus // processes)
+
 
 def read_allocation(environ: Mapping[str, str], affinity: int) -> Allocation:
     """Return the allocation that the SLURM_* variables describe.

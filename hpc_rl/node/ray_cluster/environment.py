@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpc_rl.host.environment import ray_process_defaults
+from hpc_rl.node.entry import worker_defaults
 
 _PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy")
 _OTHER_CLUSTER = ("RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_AUTH_TOKEN")
@@ -31,7 +31,8 @@ def shared_environment(
         timeline: whether Ray records a timeline.
     """
     defaults = {
-        **ray_process_defaults(interface=interface, threads=threads),
+        **worker_defaults(interface, threads),
+        "VLLM_LOGGING_LEVEL": "WARN",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_enable_metrics_collection": "0",  # it would listen on every interface without a token
         **({"RAY_PROFILING": "1"} if timeline else {}),

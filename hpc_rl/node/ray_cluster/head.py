@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED
-from hpc_rl.host.environment import write_token
 from hpc_rl.host.files import Follower
 from hpc_rl.host.processes import end, shell_code, start
+from hpc_rl.host.ray_token import make_token
 from hpc_rl.node.entry import print_error
 from hpc_rl.node.ray_cluster.environment import driver_environment
 from hpc_rl.node.ray_cluster.layout import NodeLayout
@@ -50,7 +50,7 @@ class Head:
         self._start_timeout_s = start_timeout_s
         self._child: subprocess.Popen[bytes] | None = None
         self._shown = ShownLog(watch.meeting.attempt_dir / "node0-driver.log")
-        secret = write_token(layout.token)
+        secret = make_token(layout.token)
         self._roll = RollCall(layout.address, layout.ports.roll_call, len(watch.meeting.nodes), secret)
 
     def run(self) -> int:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.environment import threads_per_process
 from hpc_rl.host.ray_version import check_ray, installed_ray
 from hpc_rl.host.scratch import held_scratch, scratch_dir
 from hpc_rl.node.network import choose_address
@@ -70,7 +69,7 @@ class NodeLayout:
         return shared_environment(
             os.environ,
             interface=self.interface,
-            threads=threads_per_process(self.allocation.cpus, processes),
+            threads=self.allocation.threads(processes),
             token=self.token,
             scratch=self.scratch,
             temp_dir=self.temp_dir,

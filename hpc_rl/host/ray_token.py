@@ -1,0 +1,15 @@
+"""The token that protects a Ray cluster. Without one, anybody who reaches its ports runs code as this user."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+
+def make_token(path: Path) -> bytes:
+    """Write a new token to a file that only its owner can read, and return it."""
+    token = secrets.token_hex(32).encode()
+    path.unlink(missing_ok=True)
+    path.touch(mode=0o600, exist_ok=False)
+    path.write_bytes(token)
+    return token
