@@ -1,4 +1,4 @@
-"""The doctor's entry on nodes, in a Python that has nothing but the standard library."""
+"""The health check's node entry, in a Python with only the standard library."""
 
 import os
 import subprocess

@@ -8,7 +8,7 @@ from hpc_rl.node.gpus import measure_gpus, parse_nvidia
 
 
 def fake_nvidia_smi(folder: Path, script: str) -> str:
-    """PATH with an nvidia-smi that runs this; the programs are bash's own or Debian's."""
+    """Return a PATH whose nvidia-smi runs this script."""
     (folder / "nvidia-smi").write_text(f"#!/bin/bash\n{script}\n")
     (folder / "nvidia-smi").chmod(0o755)
     return f"{folder}:{os.environ['PATH']}"

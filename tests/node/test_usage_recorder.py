@@ -47,7 +47,7 @@ def test_a_node_is_sampled_while_it_runs_and_nothing_is_left(tmp_path: Path, mon
 
     until(lambda: sample() is not None)
     below = list(descendants(entry.pid))
-    entry.send_signal(signal.SIGKILL)  # however the entry goes, the sampler goes with it
+    entry.send_signal(signal.SIGKILL)  # the sampler ends with the entry, for any reason
     entry.wait()
     until(lambda: not any(map(_is_sampler, below)))
     os.killpg(entry.pid, signal.SIGKILL)  # the part's own program

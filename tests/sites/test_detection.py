@@ -1,4 +1,4 @@
-"""`site detect` and the check of a partition, as a user types them, where Slurm's programs give recorded answers."""
+"""`site detect` and the check of a partition on the command line. Slurm's programs print recorded output."""
 
 import os
 import pty
@@ -23,7 +23,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def login_node(tmp_path: Path) -> Callable[[str], Command]:
-    """A login node of a recorded cluster: its programs say what they said, and note that they were asked."""
+    """A login node of a recorded cluster: its programs print the recorded output and log their calls."""
 
     def of(cluster: str) -> Command:
         programs, home = tmp_path / "bin", tmp_path / "home"

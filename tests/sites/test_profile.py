@@ -1,4 +1,4 @@
-"""Layers of site profiles, and what is said of a wrong one."""
+"""Layers of site profiles, and the errors of invalid ones."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ SITES = Path(__file__).parents[2] / "configs" / "site"
 
 @pytest.fixture(autouse=True)
 def own_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that holds every layer, so that this machine's own profiles play no part."""
+    """A folder with all layers, so that this machine's own profiles have no effect."""
     (tmp_path / "project").mkdir()
     monkeypatch.chdir(tmp_path / "project")
     monkeypatch.setattr(profiles, "SYSTEM", tmp_path / "system.yaml")

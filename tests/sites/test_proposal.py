@@ -1,4 +1,4 @@
-"""Profiles proposed for clusters whose answers are recorded, and that they fit."""
+"""Profiles proposed for recorded clusters, and that they fit them."""
 
 import os
 from dataclasses import replace

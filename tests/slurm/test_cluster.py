@@ -1,4 +1,4 @@
-"""What is read out of the answers of real Slurms, recorded by tests/sandbox."""
+"""Parsing of output that tests/sandbox recorded from real Slurm clusters."""
 
 from pathlib import Path
 
