@@ -1,15 +1,18 @@
-"""What lies where in a run directory.
+"""The files of a run directory.
 
-The run directory is the run: every command and every process of a run finds its files through this class and through
-nothing else. Standard library only, since login node, node entry and trainer all import it.
+The run directory is the run: every command and every process of a run finds its files through this class. Standard
+library only, because login node, node entry and trainer all import it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from hpc_rl.host.files import write_atomically
 
 ENV_RUN_DIR = "HPC_RL_RUN_DIR"
 ENV_ATTEMPT_DIR = "HPC_RL_ATTEMPT_DIR"
@@ -32,7 +35,7 @@ class RunDir:
 
     @property
     def script(self) -> Path:
-        """The script as it was submitted."""
+        """The job script as it was submitted."""
         return self.path / "job.sbatch"
 
     @property
@@ -42,12 +45,12 @@ class RunDir:
 
     @property
     def status(self) -> Path:
-        """status.json: where the job script is, for clusters without accounting."""
+        """status.json: the state of the job, for clusters without accounting. See `write_status`."""
         return self.path / "status.json"
 
     @property
     def stop(self) -> Path:
-        """The stop file: while it exists, trainers save and leave at the next step. Its text is the reason."""
+        """The stop file: while it exists, trainers save and exit at the next step. Its text is the reason."""
         return self.path / "stop"
 
     @property
@@ -57,7 +60,7 @@ class RunDir:
 
     @property
     def samples(self) -> Path:
-        """samples.jsonl: validation responses as text."""
+        """samples.jsonl: responses to validation prompts as text."""
         return self.path / "samples.jsonl"
 
     @property
@@ -79,18 +82,28 @@ class RunDir:
         return self.path / "git.txt"
 
     def attempts(self) -> list[Path]:
-        """attempt-1, attempt-2, ...: one folder of logs for each start of the job, oldest first."""
+        """Return the folders attempt-1, attempt-2 and so on, one for each start of the job, oldest first."""
         found = [(int(m[1]), p) for p in self.path.glob("attempt-*") if (m := re.fullmatch(r"attempt-(\d+)", p.name))]
         return [path for _, path in sorted(found)]
 
+    def write_status(self, job_id: str | None, attempt: int, state: str, exit_code: int | None) -> None:
+        """Write status.json, in the format of the job script's `report` function.
+
+        Args:
+            attempt: number of the attempt; 0 if the job never started.
+            exit_code: None if the job runs, or never started.
+        """
+        status = {"job_id": job_id, "attempt": attempt, "state": state, "exit_code": exit_code}
+        write_atomically(self.status, json.dumps(status) + "\n")
+
 
 def current_run_dir() -> RunDir | None:
-    """The run directory that the job script exported, or None outside of a job."""
+    """Return the run directory that the job script exported, or None outside a job."""
     value = os.environ.get(ENV_RUN_DIR)
     return RunDir(Path(value)) if value else None
 
 
 def current_attempt_dir() -> Path | None:
-    """The attempt's log folder that the job script exported, or None outside of a job."""
+    """Return the attempt's folder that the job script exported, or None outside a job."""
     value = os.environ.get(ENV_ATTEMPT_DIR)
     return Path(value) if value else None

@@ -1,4 +1,4 @@
-"""Slurm clusters for tests: real ones, made on this machine by tests/sandbox, or a skip with the reason."""
+"""Slurm clusters for tests, which tests/sandbox starts on this machine. If it cannot, the tests are skipped."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from tests.docker_images import AS_USER, write_docker_archive
 from tests.sandbox.cluster import Cluster, missing
 from tests.sandbox.variants import LARGE
 
-# Without job control a shell starts background commands with SIGINT ignored, which their children would inherit.
+# Without job control a shell starts background commands with SIGINT ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -27,27 +27,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def slurm_tree(request: pytest.FixtureRequest) -> str:
-    """Root directory of a Debian with another Slurm; empty for the one of this machine."""
+    """Root directory of a Debian with another Slurm. Empty for this machine's Slurm."""
     tree: str = request.config.getoption("--slurm-tree")
     if tree and not Path(tree).is_dir():
-        pytest.skip(f"there is no {tree}: run .ci/install-slurm-new")
+        pytest.skip(f"{tree} does not exist: run .ci/install-slurm-new")
     return tree
 
 
 def sandbox_cluster(name: str, **spec: Any) -> Iterator[Cluster]:
-    """A cluster that ends with the fixture, or with this process however that ends. Its name is this run's own."""
+    """Start a cluster that ends with the fixture or with this process. Its name is unique to this session."""
     if lacking := missing(bool(spec.get("accounting"))):
         pytest.skip(lacking)
-    # Nodes with a /tmp of their own would not see a checkout or an environment below it.
-    homes = [Path(__file__).resolve(), Path(sys.prefix).resolve()]
-    own_tmp = not any(home.is_relative_to("/tmp") for home in homes)
-    with Cluster(name=f"{name}-{os.getpid()}", own_tmp=own_tmp, **spec) as cluster:
+    with Cluster(name=f"{name}-{os.getpid()}", **spec) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
 def slurm_cluster(slurm_tree: str) -> Iterator[Cluster]:
-    """Four nodes with 2 CPUs, 6000 MB and 2 fake GPUs each, without accounting. Leave it as you found it."""
+    """Four nodes with 2 CPUs, 6000 MB and 2 fake GPUs each, without accounting. Tests leave it as it was."""
     yield from sandbox_cluster("pytest", nodes=4, cpus=2, memory_mb=6000, gpus=2, tree=slurm_tree)
 
 
@@ -60,7 +57,7 @@ def accounting_cluster(slurm_tree: str) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def large_cluster(slurm_tree: str) -> Iterator[Cluster]:
-    """A thousand nodes without slurmd and a thousand jobs on hold, for commands that must not be slower there."""
+    """A thousand nodes without slurmd and a thousand held jobs, for commands that must not become slower."""
     for cluster in sandbox_cluster("pytest-large", **LARGE, tree=slurm_tree):
         hold = ["sbatch", "--hold", "--output=/dev/null", "--array=0-99", "--wrap=true"]
         for _ in range(10):
@@ -70,12 +67,12 @@ def large_cluster(slurm_tree: str) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def apptainer_environ() -> dict[str, str]:
-    """An environment with a real apptainer: the machine's, or the one that .ci/install-apptainer brought."""
+    """An environment with a real apptainer: this machine's, or the one that .ci/install-apptainer installed."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    brought = os.environ.get("HPC_RL_APPTAINER") or cache / "hpc-rl" / "apptainer"
-    environ = {**os.environ, "PATH": f"{os.environ['PATH']}:{brought}/usr/bin"}
+    installed = os.environ.get("HPC_RL_APPTAINER") or cache / "hpc-rl" / "apptainer"
+    environ = {**os.environ, "PATH": f"{os.environ['PATH']}:{installed}/usr/bin"}
     if not shutil.which("apptainer", path=environ["PATH"]):
-        pytest.skip("no apptainer on PATH, and .ci/install-apptainer brought none")
+        pytest.skip("no apptainer on PATH, and .ci/install-apptainer installed none")
     return environ
 
 

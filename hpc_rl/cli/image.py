@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpc_rl.cli.app import JsonOption, app, leave, note
+from hpc_rl.host.files import read_json
 
 if TYPE_CHECKING:
     from hpc_rl.images.build import Order
@@ -128,7 +129,7 @@ def _make(order: Order) -> None:
     except KeyboardInterrupt:
         note("interrupted: the incomplete image was removed")
         leave(130)
-    facts = json.loads(written.read_text())
+    facts = read_json(written)
     print(f"{order.out}: {facts['source']}, digest {facts['digest'] or 'unknown'}; origin in {written.name}")
 
 

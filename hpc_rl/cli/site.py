@@ -1,4 +1,4 @@
-"""`site`: the cluster's profile, and what holds of it here."""
+"""`hpc-rl site`: show and detect the profile of a cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpc_rl.slurm.cluster import Partition
 
 site_app = typer.Typer(
-    help="The cluster's profile: write one, and see which line comes from where.\n\nExample: hpc-rl site show",
+    help="Show the profile of the cluster, or write one.\n\nExample: hpc-rl site show",
     no_args_is_help=True,
 )
 app.add_typer(site_app, name="site")
@@ -27,7 +27,7 @@ app.add_typer(site_app, name="site")
 
 @site_app.command()
 def show(site: SiteOption = None, as_json: JsonOption = False) -> None:
-    """Show the profile that holds in this folder: each key, its value, and the line that it comes from.
+    """Show the profile that applies in this folder: each key, its value, and the file and line that set it.
 
     Example: hpc-rl site show
     """
@@ -39,13 +39,13 @@ def show(site: SiteOption = None, as_json: JsonOption = False) -> None:
 
 @site_app.command()
 def detect(
-    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing; take what is likely.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace a profile that is there.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask; use the most likely partition and account.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing profile.")] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to write; ~/.config/hpc-rl/site.yaml where not given.")
+        Path | None, typer.Option(metavar="FILE", help="File to write (default: ~/.config/hpc-rl/site.yaml).")
     ] = None,
 ) -> None:
-    """Look at the cluster from its login node, and write a commented profile for it.
+    """Detect the cluster from its login node and write a commented profile.
 
     Example: hpc-rl site detect --yes --out site.yaml
     """
@@ -58,20 +58,22 @@ def detect(
     facts = login_node.look()
     partitions = choose_partitions(facts)
     if not partitions:
-        raise UserError("Slurm has no partition that is up and that your accounts and groups may use")
+        raise UserError(
+            "Slurm has no partition that is up and open to your accounts and groups; ask the cluster's administrators"
+        )
     partition = partitions[0] if yes else _ask_partition(partitions)
     accounts = choose_accounts(facts, partition)
     account = _only(accounts, partition) if yes else _ask_account(accounts)
     _warn(facts, accounts)
     login_node.write(path, propose(facts, partition, account, date.today().isoformat()), force)
-    print(f"wrote {path}: partition {partition.name}, {f'account {account}' if account else 'no account named'}")
+    print(f"wrote {path}: partition {partition.name}, {f'account {account}' if account else 'default account'}")
     print("  hpc-rl site show\n  hpc-rl doctor")
 
 
 def _only(accounts: list[str], partition: Partition) -> str | None:
-    """The account to name without asking: one of those that the partition insists on, or the only one.
+    """Return the account to use without asking: the only one, or the first that the partition allows.
 
-    Where there are several, Slurm's default for this user is best.
+    If there are several and the partition does not restrict them, Slurm's default is best.
     """
     return accounts[0] if len(accounts) == 1 or (accounts and partition.accounts is not None) else None
 
@@ -91,17 +93,17 @@ def _ask_account(accounts: list[str]) -> str | None:
 
 def _ask(what: str, choices: list[str], likely: str) -> str:
     if not sys.stdin.isatty():
-        raise UserError(f"which {what}, {', '.join(choices)}? There is no terminal to ask: --yes takes {likely}")
+        raise UserError(f"choose a {what} ({', '.join(choices)}): there is no terminal to ask on; --yes uses {likely}")
     while True:
         answer: str = typer.prompt(f"{what} ({', '.join(choices)})", default=likely, err=True)
         if answer in choices:
             return answer
-        note(f"{answer!r} is none of them")
+        note(f"{answer!r} is not one of them")
 
 
 def _warn(facts: Facts, accounts: list[str]) -> None:
     if facts.needs_account and not accounts:
-        note("Slurm shows no account of yours, and takes no job without one: ask who administers the cluster")
+        note("Slurm lists no account of yours, and rejects jobs without one: ask the cluster's administrators")
 
 
 def _as_text(profile: Profile) -> str:

@@ -1,11 +1,12 @@
-"""Text files: follow, read the end, write whole or not at all."""
+"""Helpers for files: follow, read the end, read JSON, replace atomically."""
 
 from __future__ import annotations
 
 import codecs
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hpc_rl.errors import UserError
 
 
 class Follower:
-    """Reads what is new in a text file; the file may come later."""
+    """Reads the text that is appended to a file. The file may be created later."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
@@ -22,7 +23,7 @@ class Follower:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def new_text(self) -> str:
-        """What was appended since the last call."""
+        """Return what was appended since the last call."""
         try:
             with self.path.open("rb") as log:
                 log.seek(self._offset)
@@ -34,7 +35,7 @@ class Follower:
 
 
 def tail(path: Path, lines: int = 20) -> str:
-    """The last lines of a log, indented; of a large one only the end is read."""
+    """Return the last lines of a log, indented. Only the end of a large log is read."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - 200 * lines))
@@ -45,42 +46,51 @@ def tail(path: Path, lines: int = 20) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one where the file is missing or half-written."""
+    """Return the JSON object in a file, or an empty one if the file is missing, unreadable or incomplete."""
     try:
         found = json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file under a temporary name and rename it, so that no reader ever sees a part of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path in the same folder, and rename it to `path` if the block succeeds.
+
+    Readers see the old file or the new one, never a part of it. If the block fails, nothing is left. The temporary name
+    contains the host and the process, so that the nodes of a job do not share one.
+    """
+    partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        yield partial
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 
 
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file so that readers never see a part of it."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> int:
-    """Write one JSON object per line under a temporary name and rename it; returns the number of rows.
+    """Write one JSON object per line, atomically.
+
+    Returns:
+        the number of rows.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     count = 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("w", encoding="utf-8") as lines:
-                for row in rows:
-                    lines.write(json.dumps(row, ensure_ascii=False) + "\n")
-                    count += 1
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(path) as partial, partial.open("w", encoding="utf-8") as lines:
+            for row in rows:
+                lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+                count += 1
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
     return count

@@ -1,8 +1,8 @@
-"""Facts about this machine and this Python, for the doctor on the login node and on the nodes.
+"""Facts about this machine and this Python, for the health checks on the login node and on the nodes.
 
     python -P -m hpc_rl.host.machine
 
-prints those of a Python as JSON. Imports nothing of what it looks at.
+prints the facts about a Python as JSON. It does not import the packages that it reports.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ class PythonFacts:
     machine: str
     """x86_64, aarch64, ..."""
     versions: dict[str, str]
-    """Those of PACKAGES that are installed."""
+    """Versions of those PACKAGES that are installed."""
     requires: dict[str, list[str]]
-    """Package -> its requirements, in the form of PEP 508."""
+    """Package -> its requirements in the format of PEP 508."""
     torch_cuda: str | None
-    """CUDA version that torch was built for."""
+    """CUDA version that torch was built for, or None."""
 
     @classmethod
     def of_json(cls, facts: Mapping[str, Any]) -> PythonFacts:
+        """Build the facts from the JSON object that this module prints."""
         return cls(**facts)
 
 
 def python_facts() -> PythonFacts:
+    """Return the facts about the running Python."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -64,7 +66,7 @@ def python_facts() -> PythonFacts:
 
 
 def _torch_cuda() -> str | None:
-    """As torch/version.py says it: importing torch takes seconds, and on a login node may not work."""
+    """Read the CUDA version from torch/version.py: importing torch takes seconds and may fail on a login node."""
     found = importlib.util.find_spec("torch")
     if found is None or not found.submodule_search_locations:
         return None
@@ -74,7 +76,7 @@ def _torch_cuda() -> str | None:
 
 
 def internet_addresses(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a job may want from the internet, by name."""
+    """Return the internet services that a job may use, by name."""
     return {
         "Hugging Face": environ.get("HF_ENDPOINT") or "https://huggingface.co",
         "wandb": environ.get("WANDB_BASE_URL") or "https://api.wandb.ai",
@@ -82,13 +84,13 @@ def internet_addresses(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def reach(addresses: Mapping[str, str], timeout_s: float = REACH_TIMEOUT_S) -> dict[str, str]:
-    """Name -> what keeps this machine from that address, or nothing. Proxies are used as the environment sets them."""
+    """Return for each name why its address cannot be reached, or an empty text. Uses the proxies of the environment."""
     answers = dict.fromkeys(addresses, f"no answer within {timeout_s:.0f} s")
 
     def ask(name: str, address: str) -> None:
         answers[name] = _ask(address, timeout_s)
 
-    # Looking up a name has no timeout of its own, hence the threads.
+    # Name resolution has no timeout of its own, hence the threads.
     threads = [threading.Thread(target=ask, args=pair, daemon=True) for pair in addresses.items()]
     deadline = time.monotonic() + timeout_s
     for thread in threads:
@@ -103,16 +105,16 @@ def _ask(address: str, timeout_s: float) -> str:
         with urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=timeout_s):
             return ""
     except urllib.error.HTTPError:
-        return ""  # it has answered
+        return ""  # any answer shows that the address can be reached
     except (OSError, ValueError) as error:
         return str(getattr(error, "reason", error))
 
 
 def file_latency_s(folder: Path, times: int = 10) -> float:
-    """Median seconds to write a small file for good, rename it and remove it.
+    """Return the median time to write a small file to disk, rename it and remove it, in seconds.
 
     Raises:
-        OSError: the folder does not take files.
+        OSError: the folder cannot be written.
     """
     taken = []
     partial, final = (folder / f".latency-{os.uname().nodename}-{os.getpid()}{end}" for end in (".partial", ""))

@@ -1,4 +1,4 @@
-"""What the doctor finds out on a node of its job: written there, judged on the login node."""
+"""What `hpc-rl doctor --on-nodes` finds on a node. Nodes write the reports; the login node evaluates them."""
 
 from __future__ import annotations
 
@@ -8,79 +8,83 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.host.files import write_atomically
 from hpc_rl.host.machine import PythonFacts
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Something that was really done, by all nodes together."""
+    """The outcome of a test that all nodes ran together."""
 
     seconds: float
     exit_code: int
-    """124 where it took too long."""
+    """124 if the test took too long."""
     result: dict[str, Any]
-    """What it wrote down, on the first node; empty where it failed."""
+    """What the test wrote on the first node. Empty if it failed."""
     said: str
-    """Why it failed, in its own words."""
+    """The error message, if it failed."""
 
 
 @dataclass(frozen=True)
 class NodeReport:
+    """Facts about one node of the job."""
+
     node: str
     rank: int
     nodes: int
     """Nodes of the job."""
     missing: list[str]
-    """Nodes that the first one has waited for in vain."""
+    """Nodes that did not start in time. Only the first node fills this in."""
     device: str
-    """cuda or cpu: what the job is asked to compute on."""
+    """cuda or cpu: the device that the job is to use."""
     processes: int
-    """GPUs, or CPU processes, that it wants on a node."""
+    """GPUs, or CPU processes, that the job uses on each node."""
     environ: dict[str, str]
-    """Of the job's step: SLURM_*, CUDA_VISIBLE_DEVICES, offline settings and others that matter."""
+    """The relevant variables of the job's step, such as SLURM_*, CUDA_VISIBLE_DEVICES and offline settings."""
     python: PythonFacts
     round_trip_s: float | None
-    """First node: until every other has answered a file with a file. None elsewhere, and for one node."""
+    """On the first node: seconds until every other node has answered a file with a file. None on the others, and for a
+    single node."""
     file_latency_s: float
     gpu_driver: str
-    """Version, or nothing."""
+    """Version; empty without a driver."""
     gpus: list[str]
-    """Names of the GPUs that nvidia-smi or rocm-smi shows."""
+    """Names of the GPUs that nvidia-smi or the amdgpu driver lists."""
     cpus: int
     memory: int
-    """Bytes that cgroups and Slurm leave to the job here."""
+    """Bytes that cgroups and Slurm allow the job on this node."""
     shm_total: int
     shm_free: int
     """Bytes in /dev/shm."""
     open_files: int
-    """Hard limit; -1 for none, as with the next."""
+    """Hard limit; -1 for no limit."""
     locked_memory: int
-    """Soft limit, in bytes."""
+    """Soft limit in bytes; -1 for no limit."""
     interfaces: dict[str, str]
     """Name -> IPv4 address."""
     interface: str
-    """The one that a job would take, or nothing."""
+    """The interface that a job would use, or an empty text."""
     interface_problem: str
     ports_problem: str
-    """Nothing where there are as many free ones as Ray wants."""
+    """Why Ray would not get the ports that it needs, or an empty text."""
     scratch: str
     scratch_free: int
     runtimes: list[str]
     """Container runtimes on PATH."""
     internet: dict[str, str]
-    """As `hpc_rl.host.machine.reach` returns it."""
+    """The result of `hpc_rl.host.machine.reach`."""
     all_reduce: Trial | None = None
-    """None where torch is missing."""
+    """None if torch is missing."""
     ray: Trial | None = None
-    """None where Ray is missing or not to be trusted."""
+    """None if Ray is missing or has no token authentication."""
 
     def write(self, path: Path) -> None:
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        partial.replace(path)
+        """Write the report as JSON."""
+        write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> NodeReport:
+        """Read a report that `write` wrote."""
         facts: dict[str, Any] = json.loads(path.read_text())
         nested = {"python": PythonFacts.of_json(facts["python"])}
         trials = {name: _trial(facts[name]) for name in ("all_reduce", "ray")}
@@ -88,6 +92,7 @@ class NodeReport:
 
 
 def report_path(attempt_dir: Path, rank: int) -> Path:
+    """Return the path of a node's report."""
     return attempt_dir / f"node{rank}.report.json"
 
 

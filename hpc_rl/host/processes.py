@@ -1,4 +1,4 @@
-"""Child processes that never outlive their owner."""
+"""Child processes that never outlive their parent, and signals."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from types import FrameType
 from typing import IO
 
 GRACE_S = 15.0
-"""Between SIGTERM and SIGKILL: under Slurm's KillWait (30 s), so that the owner still gets to say what happened."""
+"""Between SIGTERM and SIGKILL. Shorter than Slurm's KillWait (30 s), so that the parent can still report the cause."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to end this process when its parent is gone, however it went (prctl(2), PR_SET_PDEATHSIG)."""
+    """Have the kernel end this process when its parent ends for any reason (prctl(2), PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends (prctl(2), PR_SET_CHILD_SUBREAPER)."""
+    """Become the parent of descendants whose parent ends (prctl(2), PR_SET_CHILD_SUBREAPER)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_descendants(timeout_s: float = 5.0) -> None:
-    """Kill every process below this one, once the children that it knows have ended."""
+    """Kill every process below this one. Call it after the known children have ended."""
     deadline = time.monotonic() + timeout_s
     while (found := list(descendants(os.getpid()))) and time.monotonic() < deadline:
         for pid in found:
@@ -46,11 +46,11 @@ def end_descendants(timeout_s: float = 5.0) -> None:
 
 
 def descendants(root: int) -> Iterator[int]:
-    """Ids of all processes below one, its children first."""
+    """Yield the ids of all processes below one, its children first."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # The program's name, in parentheses, may hold blanks; then come state and parent (proc(5)).
+            # The program's name, in parentheses, may contain spaces. State and parent follow it (proc(5)).
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(stat.parent.name))
     found = children.get(root, [])
@@ -62,10 +62,10 @@ def descendants(root: int) -> Iterator[int]:
 def start(
     argv: Sequence[str], environ: Mapping[str, str], output: IO[bytes], new_session: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start a child that writes to `output` and dies with this process.
+    """Start a child that writes to `output` and ends with this process.
 
     Args:
-        new_session: keep the terminal's Ctrl-C from the child, whose owner decides what it means.
+        new_session: shield the child from the terminal's Ctrl-C, so that the parent decides what to do.
     """
     return subprocess.Popen(
         argv,
@@ -79,44 +79,44 @@ def start(
 
 
 def forward_termination(child: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> threading.Event:
-    """Hand SIGTERM and SIGINT on to the child as SIGTERM, and as SIGKILL after `grace_s`.
+    """Forward SIGTERM and SIGINT to the child as SIGTERM, and as SIGKILL after `grace_s`.
 
     Returns:
-        set once such a signal came; this process ends when the child has.
+        an event that is set when such a signal arrives. This process ends after the child.
     """
     asked = threading.Event()
 
-    def hand_on(_number: int, _frame: FrameType | None) -> None:
+    def forward(_number: int, _frame: FrameType | None) -> None:
         child.terminate()
         if not asked.is_set():
             asked.set()
-            last_word = threading.Timer(grace_s, child.kill)
-            last_word.daemon = True
-            last_word.start()
+            kill_later = threading.Timer(grace_s, child.kill)
+            kill_later.daemon = True
+            kill_later.start()
 
-    signal.signal(signal.SIGTERM, hand_on)
-    signal.signal(signal.SIGINT, hand_on)
+    signal.signal(signal.SIGTERM, forward)
+    signal.signal(signal.SIGINT, forward)
     return asked
 
 
 @contextlib.contextmanager
 def held_interrupts() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C waits; whether it came."""
-    came = False
+    """Defer Ctrl-C. Yields a function that returns whether it was pressed."""
+    pressed = False
 
     def note(_number: int, _frame: FrameType | None) -> None:
-        nonlocal came
-        came = True
+        nonlocal pressed
+        pressed = True
 
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield lambda: came
+        yield lambda: pressed
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def end(child: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
-    """End the child: SIGTERM, then SIGKILL after `grace_s`."""
+    """End the child with SIGTERM, and with SIGKILL after `grace_s`."""
     child.terminate()
     try:
         child.wait(grace_s)
@@ -126,12 +126,12 @@ def end(child: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
 
 
 def python_with(package: str, other: str | None) -> str | None:
-    """A Python that has the package: this one, or else the other, which may have it; None where neither can."""
+    """Return this Python if it has the package, or else the other one, which may be None."""
     spec = importlib.util.find_spec(package)
-    has_it = spec is not None and spec.origin is not None  # a mere folder of that name has no origin
+    has_it = spec is not None and spec.origin is not None  # a plain folder of that name has no origin
     return sys.executable if has_it else other
 
 
 def shell_code(returncode: int) -> int:
-    """The exit code as a shell shows it: 128 + n for a death by signal n."""
+    """Return the exit code as a shell shows it: 128 + n if signal n ended the process."""
     return 128 - returncode if returncode < 0 else returncode

@@ -1,4 +1,4 @@
-"""Which versions of Ray a job can trust."""
+"""The versions of Ray that a job may use."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.installation import install_command
 
 FLOOR = (2, 52)
-"""The first with token authentication. Without it anybody on the network can run code as the user (CVE-2023-48022)."""
+"""The first version with token authentication. Without it, anyone on the network can run code as the user
+(CVE-2023-48022)."""
 
 
 def installed_ray() -> str | None:
-    """Version of this Python's Ray; imports nothing."""
+    """Return the version of this Python's Ray without importing it, or None."""
     try:
         return metadata.version("ray")
     except metadata.PackageNotFoundError:
@@ -21,11 +22,16 @@ def installed_ray() -> str | None:
 
 
 def token_authentication(version: str) -> bool:
+    """Return whether this version of Ray has token authentication."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2]) >= FLOOR
 
 
 def check_ray(version: str | None, python: str) -> None:
-    """Raises UserError: no Ray, or one without token authentication."""
+    """Check that Ray is installed and has token authentication.
+
+    Raises:
+        UserError: it is missing or too old.
+    """
     if version is None:
         raise UserError(f"{python} has no Ray: {install_command('rl', python)}")
     if not token_authentication(version):

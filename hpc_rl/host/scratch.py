@@ -1,4 +1,4 @@
-"""The folder on a node's own disk that holds everything a job leaves there while it runs."""
+"""The temporary folder of a job on a node's own disk."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from hpc_rl.errors import UserError
 
 REMOVE_TIMEOUT_S = 5
 _MARK = ".hpc-rl"
-"""Says that the folder is one of these; locked as long as its job lives."""
+"""Marks a folder as temporary. The file is locked while the job runs."""
 SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "ceph", "fuse.sshfs", "wekafs", "pvfs2")
-"""File systems on which a UNIX socket or a lock of one node confuses others."""
+"""Network file systems: UNIX sockets and locks on them may not be local to the node."""
 
 
 def scratch_dir(environ: Mapping[str, str], job_id: str, restart: int, place: int | None) -> Path:
-    """Where a job may write on this node: below TMPDIR, where a site or a user has set it, or else below /tmp.
+    """Return the path of the job's temporary folder on this node: below TMPDIR if it is set, or else below /tmp.
 
     Args:
-        place: the node's rank where several nodes of the job share this machine, else None.
+        place: the node's rank if several nodes of the job share this machine, or else None.
     """
     return local_folder(environ) / f"{os.getuid()}.{job_id}.{restart}{'' if place is None else f'.{place}'}"
 
 
 def local_folder(environ: Mapping[str, str]) -> Path:
-    """A folder on this machine's own disk: TMPDIR, unless it is missing or on a network's file system, or else /tmp."""
+    """Return a folder on this machine's own disk: TMPDIR, or /tmp if TMPDIR is missing or on a network file system."""
     folder = Path(environ.get("TMPDIR") or "/tmp")
     if not folder.is_dir() or file_system(folder, Path("/proc/self/mounts").read_text()) in SHARED:
         return Path("/tmp")
@@ -38,25 +38,25 @@ def local_folder(environ: Mapping[str, str]) -> Path:
 
 @contextlib.contextmanager
 def held_scratch(folder: Path) -> Iterator[None]:
-    """Make the folder, for its user alone, and remove it at the end.
+    """Create the folder, private to its user, and remove it at the end.
 
-    Also removes those of jobs of this user that were killed altogether. Their locks tell: the kernel drops them.
+    Also removes the folders of this user's killed jobs, which are recognised by their locks: the kernel releases them.
 
     Raises:
-        UserError: it cannot be made, or not be removed.
+        UserError: the folder cannot be created or removed.
     """
     for mark in folder.parent.glob(f"{os.getuid()}.*/{_MARK}"):
         with contextlib.suppress(OSError), mark.open("rb") as abandoned:
             fcntl.flock(abandoned, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(mark.parent, ignore_errors=True)
-    unlocked = folder.with_name(f".{folder.name}")  # so that nobody takes it for abandoned
+    unlocked = folder.with_name(f".{folder.name}")  # so that another job does not remove it before it is locked
     try:
         unlocked.mkdir(mode=0o700)
         lock = (unlocked / _MARK).open("wb")
         fcntl.flock(lock, fcntl.LOCK_EX)
         unlocked.rename(folder)
     except OSError as error:
-        raise UserError(f"temporary folder {folder} cannot be made: {error.strerror}") from error
+        raise UserError(f"temporary folder {folder} cannot be created: {error.strerror}") from error
     with lock:
         try:
             yield
@@ -67,7 +67,7 @@ def held_scratch(folder: Path) -> Iterator[None]:
 
 
 def remove_scratch(folder: Path) -> bool:
-    """Remove the folder; whether it is gone. What still writes into it is dying, so that a second look may be due."""
+    """Remove the folder and return whether it is gone. It retries while ending processes still write into it."""
     deadline = time.monotonic() + REMOVE_TIMEOUT_S
     while folder.exists() and time.monotonic() < deadline:
         remove_tree(folder)
@@ -77,7 +77,7 @@ def remove_scratch(folder: Path) -> bool:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder as far as that is possible, also one whose parts are read-only, as unpacked images have them."""
+    """Remove as much of a folder as possible, including read-only parts, which unpacked images contain."""
     for path, _, _ in os.walk(folder):
         with contextlib.suppress(OSError):
             Path(path).chmod(0o700)
@@ -85,12 +85,12 @@ def remove_tree(folder: Path) -> None:
 
 
 def image_folders(environ: Mapping[str, str], job_id: str) -> list[Path]:
-    """What container.sh makes for each task of a job on this machine; there still where it was killed."""
+    """Return the folders that container.sh created for a job's tasks on this machine and that are still there."""
     return list(local_folder(environ).glob(f"{os.getuid()}.{job_id}.image.*"))
 
 
 def file_system(path: Path, mounts: str) -> str:
-    """Type of the file system that holds a path; the longest mount point above it counts (proc(5), mounts)."""
+    """Return the type of the file system of a path: that of the longest mount point above it (proc(5), mounts)."""
     resolved = path.resolve()
     points = [line.split()[1:3] for line in mounts.splitlines()]
     above = [(point, kind) for point, kind in points if resolved.is_relative_to(point)]

@@ -1,13 +1,13 @@
-"""node0-usage.jsonl, node1-usage.jsonl, ...: what each node of an attempt used, one JSON object per line.
+"""Usage files (node0-usage.jsonl and so on): what each node of an attempt used, one JSON object per line.
 
-The first line says who the node is, those that follow are samples, and the last one says how the node's part ended:
+The first line describes the node, the next lines are samples, and the last line has the exit code:
 
     {"time": 1000.0, "node": "gpu01", "job_id": "123", "cpus": 32, "memory_gb": 256.0}
     {"time": 1002.0, "cpus": 12.3, "memory_gb": 41.2, "gpus": [[0.97, 61.2, 85.9]]}
     {"time": 4600.0, "exit_code": 0}
 
-Times are unix seconds, gigabytes are 10^9 bytes; a GPU is [busy (0 to 1), memory used, memory]. A node that was killed
-has no last line. Standard library only: nodes write, login nodes and trainers read.
+Times are Unix seconds, gigabytes are 10^9 bytes, and a GPU is [busy (0 to 1), memory used, memory]. A node that was
+killed has no last line. Nodes write these files; login nodes and trainers read them.
 """
 
 from __future__ import annotations
@@ -21,24 +21,28 @@ from pathlib import Path
 from typing import Any
 
 _END_BYTES = 4096
-"""More than the longest line: of many runs only the ends of the files are read."""
+"""More than the longest line. For tables of many runs only the ends of the files are read."""
 
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Gpu:
+    """A GPU at one time."""
+
     busy: float | None
-    """0 to 1; None where the driver does not say (MIG)."""
+    """0 to 1; None if the driver does not report it (MIG)."""
     memory_gb: float
     total_gb: float
 
 
 @dataclass(frozen=True)
-class Sample:
+class UsageSample:
+    """What a node used at one time."""
+
     time: float
     cpus: float
-    """Cores that were busy since the sample before."""
+    """Number of busy cores, averaged since the previous sample."""
     memory_gb: float
     gpus: tuple[Gpu, ...] = ()
 
@@ -51,31 +55,34 @@ class NodeUsage:
     node: str
     job_id: str
     cpus: int
-    """CPUs and memory that the job may use on this node."""
+    """CPUs that the job may use on this node; `memory_gb` is its memory."""
     memory_gb: float
     began: float
-    """Unix seconds of the first and of the last line."""
+    """Unix time of the first line; `ended` is that of the last line."""
     ended: float
     exit_code: int | None = None
-    """None while it runs, and where it was killed."""
-    samples: tuple[Sample, ...] = ()
+    """None while the node runs, and if it was killed."""
+    samples: tuple[UsageSample, ...] = ()
 
     @property
     def hours(self) -> float:
+        """Duration in hours."""
         return (self.ended - self.began) / 3600
 
 
 def usage_file(attempt_dir: Path, node_rank: int) -> Path:
+    """Return the path of a node's usage file."""
     return attempt_dir / f"node{node_rank}-usage.jsonl"
 
 
 def append_line(path: Path, line: Line) -> None:
-    """Add a line where that is possible: a full disk costs the line, and nothing else."""
+    """Append a line. If the disk is full the line is lost, and the job continues."""
     with contextlib.suppress(OSError), path.open("ab") as file:
         file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
 
 
-def sample_line(sample: Sample) -> Line:
+def sample_line(sample: UsageSample) -> Line:
+    """Return the line of a sample, rounded."""
     line: Line = {
         "time": round(sample.time, 1),
         "cpus": round(sample.cpus, 2),
@@ -87,17 +94,17 @@ def sample_line(sample: Sample) -> Line:
 
 
 def read_usage(attempt_dir: Path) -> list[NodeUsage]:
-    """The nodes of an attempt with all their samples, by rank."""
+    """Return the nodes of an attempt with all their samples, ordered by rank."""
     return _read_nodes(attempt_dir, ends_only=False)
 
 
 def read_spans(attempt_dir: Path) -> list[NodeUsage]:
-    """The nodes of an attempt with their last sample alone, by rank: when each began and ended, quickly."""
+    """Return the nodes of an attempt with their last sample only, ordered by rank. Fast for any length of run."""
     return _read_nodes(attempt_dir, ends_only=True)
 
 
 def parse_usage(rank: int, text: Iterable[str]) -> NodeUsage | None:
-    """A node's lines; None without a first one. What is no whole line is left out."""
+    """Parse a node's lines. Incomplete lines are skipped. Returns None if the first line is missing."""
     lines = [line for one in text if (line := _parse_line(one))]
     first = next((line for line in lines if "node" in line), None)
     if first is None:
@@ -132,7 +139,7 @@ def _read_lines(path: Path, ends_only: bool) -> list[str]:
             return file.read().decode(errors="replace").splitlines()
         first = file.readline(_END_BYTES)
         file.seek(max(file.tell(), path.stat().st_size - _END_BYTES))
-        # Seldom at the beginning of a line: a cut one is no JSON object, and is left out.
+        # The read may begin in the middle of a line, which is then not a JSON object and is skipped.
         return [part.decode(errors="replace") for part in (first, *file.read().splitlines()[-2:])]
     return []
 
@@ -145,6 +152,6 @@ def _parse_line(text: str) -> Line | None:
     return line if isinstance(line, dict) and isinstance(line.get("time"), int | float) else None
 
 
-def _sample(line: Line) -> Sample:
+def _sample(line: Line) -> UsageSample:
     gpus = tuple(Gpu(*gpu) for gpu in line.get("gpus", ()))
-    return Sample(float(line["time"]), float(line.get("cpus", 0)), float(line["memory_gb"]), gpus)
+    return UsageSample(float(line["time"]), float(line.get("cpus", 0)), float(line["memory_gb"]), gpus)

@@ -1,9 +1,9 @@
-"""What there is to run with: versions of packages, devices, shared memory. Prints one JSON object.
+"""Facts about the software environment: package versions, devices, shared memory. Prints one JSON object.
 
     python -m hpc_rl.host.versions [MODULE...]
 
-Fails where an installed package, or one of the modules named, cannot be imported. `hpc-rl image check` runs this text
-in images that lack hpc-rl, so that it needs the standard library alone, and Python 3.8.
+Exits with code 1 if an installed package or one of the given modules cannot be imported. `hpc-rl image check` runs this
+text in images without hpc-rl, so it uses only the standard library and works with Python 3.8.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 
 PACKAGES = ("hpc-rl", "torch", "transformers", "tensordict", "ray", "vllm", "datasets", "wandb", "flash-attn")
 IMPORTED = ("torch", "transformers", "ray")
-"""Those that need no GPU to be imported."""
+"""Packages that can be imported without a GPU."""
 _FABRIC = Path("/sys/class/infiniband")
 _SHM = Path("/dev/shm")
 
 
 def facts(modules: list[str]) -> dict[str, object]:
-    """Versions, devices and shared memory; `broken` has what cannot be imported, and why."""
+    """Return versions, devices and shared memory. `broken` has the modules that cannot be imported, with the error."""
     packages = {name: version for name in PACKAGES if (version := version_of(name))}
     broken: dict[str, str] = {}
     for module in [*modules, *(name for name in IMPORTED if name in packages)]:
@@ -41,6 +41,7 @@ def facts(modules: list[str]) -> dict[str, object]:
 
 
 def version_of(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -48,7 +49,7 @@ def version_of(package: str) -> str | None:
 
 
 def cuda() -> dict[str, object] | None:
-    """What torch was built for, and the GPUs that it sees; None without torch."""
+    """Return the platform that torch was built for and the number of visible GPUs, or None without torch."""
     torch = sys.modules.get("torch")
     if torch is None:
         return None
@@ -56,6 +57,7 @@ def cuda() -> dict[str, object] | None:
 
 
 def free_bytes(folder: Path) -> int:
+    """Return the free space of a folder's file system, in bytes."""
     found = os.statvfs(folder)
     return found.f_frsize * found.f_bavail
 

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from hpc_rl import __version__
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.host.files import Follower
+from hpc_rl.host.files import Follower, read_json, write_atomically
 from hpc_rl.host.processes import adopt_orphans, end, end_descendants, shell_code, start
 from hpc_rl.host.scratch import local_folder, remove_tree
 from hpc_rl.host.shipped import shipped
@@ -225,11 +225,8 @@ def _digest_of_file(source: Source) -> str | None:
 
 
 def _cached_manifests(cache: Path) -> list[str]:
-    """Return the digests of the images in the cache, oldest first (OCI image layout, index.json)."""
-    try:
-        index = json.loads((cache / "cache" / "blob" / "index.json").read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return []
+    """Digests of what the runtime fetched into its cache, oldest first (OCI image layout, index.json)."""
+    index = read_json(cache / "cache" / "blob" / "index.json")
     return [manifest["digest"] for manifest in index.get("manifests", [])]
 
 
@@ -246,9 +243,7 @@ def _write_sidecar(order: Order, out: Path, builder: Builder, digest: str | None
         "sha256": sha256,
     }
     path = sidecar(out)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(facts, indent=2) + "\n")
-    partial.replace(path)
+    write_atomically(path, json.dumps(facts, indent=2) + "\n")
     return path
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from hpc_rl import __version__
 from hpc_rl.errors import UserError
+from hpc_rl.host.files import read_json
 from hpc_rl.host.versions import __file__ as _VERSIONS_FILE
 from hpc_rl.images.build import find_builder, sidecar
 from hpc_rl.images.definition import Builder
@@ -71,11 +72,7 @@ def gpu_option() -> str | None:
 
 
 def read_sidecar(image: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(sidecar(image).read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return read_json(sidecar(image))
 
 
 def _judge(report: ImageReport) -> None:

@@ -1,1 +1,1 @@
-"""On an allocated node: from a Slurm task to the processes of the job. Standard library only."""
+"""Entries on an allocated node: they start the processes of the job from a Slurm task. Standard library only."""

@@ -1,8 +1,8 @@
-"""One node of the doctor's job: looks around, tries what training needs, and writes a report.
+"""One node of the health check: collects facts, tests what training needs, and writes a report.
 
     srun --ntasks-per-node=1 python -m hpc_rl.node.doctor --processes 8
 
-The job script starts this once on each node. It judges nothing: the login node reads the reports.
+The job script starts this once on each node. The login node evaluates the reports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.node_report import report_path
 from hpc_rl.node.doctor_facts import node_facts
 from hpc_rl.node.doctor_trials import FOLDERS, try_all_reduce, try_ray
-from hpc_rl.node.entry import run_entry, say, this_allocation, this_attempt_dir
+from hpc_rl.node.entry import print_error, run_entry, this_allocation, this_attempt_dir
 from hpc_rl.node.meeting import POLL_S, Meeting, named
 
 ANSWER_TIMEOUT_S = 60
@@ -26,16 +26,16 @@ ANSWER_TIMEOUT_S = 60
 
 def main(argv: Sequence[str] | None = None) -> int:
     options, ray_options = _parse(sys.argv[1:] if argv is None else argv)
-    # So that what runs below this process is ended on the way out.
+    # Exit normally, so that child processes are ended.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
     return run_entry(lambda: run_node(options, ray_options))
 
 
 def run_node(options: argparse.Namespace, ray_options: Sequence[str]) -> int:
-    """Look, try, report.
+    """Collect facts, run the tests and write the report. Returns the exit code.
 
     Raises:
-        UserError: the nodes do not see each other's files, so that there is no place for a report.
+        UserError: the nodes do not see each other's files, so there is no shared folder for a report.
     """
     allocation, attempt_dir = this_allocation(), this_attempt_dir()
     meeting = Meeting(attempt_dir, allocation.nodes, allocation.node_rank)
@@ -46,10 +46,10 @@ def run_node(options: argparse.Namespace, ray_options: Sequence[str]) -> int:
     meeting.arrive()
     missing = _await_all(meeting, options.start_timeout) if allocation.is_head else []
     if missing:
-        say(f"{named(missing)} did not start within {options.start_timeout} s")
+        print_error(f"{named(missing)} did not start within {options.start_timeout} s")
     round_trip_s = None if missing else _round_trip_s(meeting, options.start_timeout)
     report = replace(node_facts(allocation, attempt_dir, options), missing=missing, round_trip_s=round_trip_s)
-    # Written now too, in case that one of the trials takes this process with it.
+    # Written before the tests too, in case one of them ends this process.
     report.write(report_path(attempt_dir, allocation.node_rank))
     if not missing:
         report = replace(report, all_reduce=try_all_reduce(attempt_dir, options))
@@ -59,7 +59,7 @@ def run_node(options: argparse.Namespace, ray_options: Sequence[str]) -> int:
 
 
 def _await_all(meeting: Meeting, timeout_s: float) -> list[str]:
-    """Names of the nodes that have not come in time."""
+    """Wait for all nodes and return the names of those that did not start in time."""
     deadline = time.monotonic() + timeout_s
     while (missing := meeting.missing()) and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -67,15 +67,15 @@ def _await_all(meeting: Meeting, timeout_s: float) -> list[str]:
 
 
 def _round_trip_s(meeting: Meeting, start_timeout_s: float) -> float | None:
-    """On the first node: seconds until every other node has answered its file with one of theirs.
+    """Measure on the first node the seconds until every other node has answered a file with a file.
 
     Raises:
-        UserError: a file does not arrive.
+        UserError: a file does not arrive in time.
     """
     others = [f".answer{rank}" for rank in range(1, len(meeting.nodes))]
     began = time.monotonic()
     if meeting.node_rank > 0:
-        _await_files(meeting, [".question"], start_timeout_s + ANSWER_TIMEOUT_S)  # the first one may wait for another
+        _await_files(meeting, [".question"], start_timeout_s + ANSWER_TIMEOUT_S)  # the first may wait for others
         (meeting.attempt_dir / f".answer{meeting.node_rank}").touch()
         return None
     (meeting.attempt_dir / ".question").touch()
@@ -95,13 +95,13 @@ def _await_files(meeting: Meeting, names: Sequence[str], timeout_s: float) -> No
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This entry's own options, and further ones of `hpc_rl.node.ray_cluster.node`."""
+    """Return the options of this entry, and further ones for `hpc_rl.node.ray_cluster.node`."""
     parser = argparse.ArgumentParser(prog="python -m hpc_rl.node.doctor", description=__doc__)
     parser.add_argument("--processes", type=int, required=True, help="GPUs, or CPU processes, of this node")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--interface", help="network interface between the nodes (default: by the routing table)")
-    parser.add_argument("--first-port", type=int, help="first of the ports that Ray uses (default: by the job's id)")
-    parser.add_argument("--start-timeout", type=int, default=90, help="seconds in which all nodes must have met")
+    parser.add_argument("--interface", help="network interface between the nodes (default: from the routing table)")
+    parser.add_argument("--first-port", type=int, help="first port that Ray uses (default: derived from the job id)")
+    parser.add_argument("--start-timeout", type=int, default=90, help="seconds within which all nodes must start")
     return parser.parse_known_args(argv)
 
 

@@ -1,4 +1,4 @@
-"""What there is on a node, and what of it the job may use."""
+"""Facts about a node, and about what the job may use there."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.machine import file_latency_s, internet_addresses, python_facts, reach
 from hpc_rl.host.node_report import NodeReport
 from hpc_rl.host.scratch import scratch_dir
-from hpc_rl.node.network import interface_addresses
-from hpc_rl.node.ports import free_block, given_block
+from hpc_rl.node.network import free_block, given_block, interface_addresses
 from hpc_rl.node.ray_cluster.layout import node_address
 from hpc_rl.node.ray_cluster.limits import cpu_quotas, memory_limits, own_cgroups
 from hpc_rl.node.ray_cluster.ports import BLOCK, SETTING
@@ -22,7 +21,7 @@ from hpc_rl.slurm.allocation import Allocation
 
 RUNTIMES = ("apptainer", "singularity", "enroot", "podman")
 SMI_TIMEOUT_S = 30
-"""The first call on an idle node may load the driver."""
+"""The first call on an idle node may have to load the driver."""
 _NAMES = (
     "CUDA_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
@@ -37,7 +36,7 @@ _SLURM_NAMES = ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "SLURM_GPUS_ON_NODE
 
 
 def node_facts(allocation: Allocation, attempt_dir: Path, options: argparse.Namespace) -> NodeReport:
-    """A report without what takes all nodes together."""
+    """Return this node's report, without the tests that all nodes run together."""
     groups = list(own_cgroups(Path("/proc"), Path("/sys/fs/cgroup")))
     shm = shutil.disk_usage("/dev/shm")
     scratch = scratch_dir(os.environ, allocation.job_id, allocation.restart, None).parent
@@ -73,15 +72,15 @@ def node_facts(allocation: Allocation, attempt_dir: Path, options: argparse.Name
     )
 
 
-def _interface(allocation: Allocation, wanted: str | None) -> tuple[str, str]:
+def _interface(allocation: Allocation, configured: str | None) -> tuple[str, str]:
     try:
-        return node_address(allocation, wanted)[0], ""
+        return node_address(allocation, configured)[0], ""
     except UserError as error:
         return "", str(error)
 
 
 def _ports_problem(allocation: Allocation, first: int | None) -> str:
-    """Take the ports that Ray would get, and give them back at once."""
+    """Reserve the ports that Ray would use and release them at once. Returns the problem, if any."""
     key = f"{allocation.job_id}.{allocation.node_rank}"
     try:
         (free_block(key, BLOCK) if first is None else given_block(first, BLOCK, SETTING)).close()
@@ -91,23 +90,23 @@ def _ports_problem(allocation: Allocation, first: int | None) -> str:
 
 
 def _gpus() -> tuple[str, list[str]]:
-    """(driver's version, names) of the GPUs that this task can see."""
+    """Return (driver version, names) of the GPUs that this task can see."""
     try:
-        asked = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
+        query = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return read_kfd(Path("/sys"))
     return read_nvidia(done.stdout if done.returncode == 0 else "")
 
 
 def read_nvidia(text: str) -> tuple[str, list[str]]:
-    """Output of `nvidia-smi --query-gpu=driver_version,name --format=csv,noheader`: a line for each GPU."""
+    """Parse `nvidia-smi --query-gpu=driver_version,name --format=csv,noheader`: one line for each GPU."""
     pairs = [line.split(", ", 1) for line in text.splitlines() if ", " in line]
     return (pairs[0][0], [name for _, name in pairs]) if pairs else ("", [])
 
 
 def read_kfd(sys_folder: Path) -> tuple[str, list[str]]:
-    """AMD's GPUs as the kernel's amdgpu driver lists them (/sys/class/kfd/kfd/topology): nodes with SIMD units."""
+    """List AMD GPUs from the kernel's amdgpu driver: nodes with SIMD units in /sys/class/kfd/kfd/topology."""
     names = []
     for properties in sorted(sys_folder.glob("class/kfd/kfd/topology/nodes/*/properties")):
         fields = dict(line.split(" ", 1) for line in properties.read_text().splitlines() if " " in line)

@@ -1,4 +1,4 @@
-"""What every node entry starts with: its allocation, its attempt's folder, and errors as lines."""
+"""Common parts of the node entries: the allocation, the attempt's folder, and the report of errors."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from hpc_rl.slurm.allocation import Allocation, read_allocation
 
 
 def run_entry(entry: Callable[[], int]) -> int:
-    """Exit code of the entry; a mistake of the user's is a line."""
+    """Run the entry and return its exit code. A `UserError` is printed as one message."""
     try:
         return entry()
     except UserError as error:
-        say(str(error))
+        print_error(str(error))
         return error.exit_code
 
 
 def this_allocation() -> Allocation:
-    """Raises UserError where SLURM_* are missing or malformed."""
+    """Return the allocation of this task.
+
+    Raises:
+        UserError: SLURM_* variables are missing or malformed.
+    """
     try:
         return read_allocation(os.environ, len(os.sched_getaffinity(0)))
     except ValueError as error:
@@ -31,19 +35,25 @@ def this_allocation() -> Allocation:
 
 
 def this_attempt_dir() -> Path:
+    """Return the folder of the current attempt.
+
+    Raises:
+        UserError: the job script has not set it.
+    """
     if ENV_ATTEMPT_DIR not in os.environ:
         raise UserError(
-            f"{ENV_ATTEMPT_DIR} is not set: start this by a script that hpc-rl rendered, or by hpc-rl submit --local"
+            f"{ENV_ATTEMPT_DIR} is not set: start this module with a script that hpc-rl rendered, "
+            "or with hpc-rl submit --local"
         )
     return Path(os.environ[ENV_ATTEMPT_DIR])
 
 
 def worker_defaults(interface: str, threads: int) -> dict[str, str]:
-    """Environment that training processes want where the user exported nothing else.
+    """Return the environment of training processes. Variables that the user exported take precedence.
 
     Args:
-        interface: between the nodes.
-        threads: of OpenMP, for each process.
+        interface: network interface between the nodes.
+        threads: OpenMP threads of each process.
     """
     return {
         "GLOO_SOCKET_IFNAME": interface,
@@ -53,5 +63,6 @@ def worker_defaults(interface: str, threads: int) -> dict[str, str]:
     }
 
 
-def say(text: str) -> None:
+def print_error(text: str) -> None:
+    """Print a message to standard error, with the prefix of all messages of hpc-rl."""
     print(f"hpc-rl: {text}", file=sys.stderr, flush=True)

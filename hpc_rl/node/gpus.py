@@ -1,4 +1,4 @@
-"""How busy and how full this node's GPUs are, as far as their drivers tell."""
+"""Utilisation and memory of this node's GPUs, as their drivers report them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 from hpc_rl.host.usage import Gpu
 
 TIMEOUT_S = 20
-"""A driver that is in trouble answers late or never."""
+"""A faulty driver answers late or never."""
 _QUERY = ("--query-gpu=utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits")
 
 
-def read_gpus(environ: Mapping[str, str], drm: Path = Path("/sys/class/drm")) -> tuple[Gpu, ...]:
-    """The GPUs that the job may use; none where there are none, or where the driver does not answer.
+def measure_gpus(environ: Mapping[str, str], drm: Path = Path("/sys/class/drm")) -> tuple[Gpu, ...]:
+    """Measure the GPUs that the job may use. Returns none if the driver does not answer.
 
     Args:
-        environ: CUDA_VISIBLE_DEVICES and its like say which of the node's GPUs are the job's.
+        environ: CUDA_VISIBLE_DEVICES and similar variables list the GPUs of the job.
     """
     if shutil.which("nvidia-smi", path=environ.get("PATH")) is not None:
         return _nvidia(environ.get("CUDA_VISIBLE_DEVICES"))
@@ -29,7 +29,7 @@ def read_gpus(environ: Mapping[str, str], drm: Path = Path("/sys/class/drm")) ->
 
 
 def parse_nvidia(text: str) -> tuple[Gpu, ...]:
-    """Output of nvidia-smi with the query above: percent, MiB, MiB; [N/A] where a GPU does not tell (nvidia-smi(1))."""
+    """Parse the output of nvidia-smi: percent, MiB, MiB, or [N/A] for an unknown value (nvidia-smi(1))."""
     gpus = []
     for line in text.splitlines():
         values = [_number(word) for word in line.split(",")]
@@ -41,7 +41,7 @@ def parse_nvidia(text: str) -> tuple[Gpu, ...]:
 
 def _nvidia(visible: str | None) -> tuple[Gpu, ...]:
     if visible is not None and not all(name.isdigit() or name.startswith("GPU-") for name in visible.split(",")):
-        return ()  # none ("", "-1", "NoDevFiles"), or parts of GPUs (MIG), of which nvidia-smi tells nothing
+        return ()  # none ("", "-1", "NoDevFiles"), or MIG devices, which nvidia-smi does not measure
     chosen = [] if visible is None else [f"--id={visible}"]
     try:
         done = subprocess.run(
@@ -53,7 +53,7 @@ def _nvidia(visible: str | None) -> tuple[Gpu, ...]:
 
 
 def _amd(folder: Path) -> Gpu | None:
-    """A card by the files of its kernel module (https://docs.kernel.org/gpu/amdgpu/: percent, bytes)."""
+    """Measure a card by the files of its kernel module (https://docs.kernel.org/gpu/amdgpu/: percent, bytes)."""
     with contextlib.suppress(OSError, ValueError):
         used, total = (int((folder / f"mem_info_vram_{name}").read_text()) for name in ("used", "total"))
         return Gpu(int((folder / "gpu_busy_percent").read_text()) / 100, used / 1e9, total / 1e9)

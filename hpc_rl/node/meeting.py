@@ -1,6 +1,6 @@
-"""How the nodes of one attempt find each other: small files in the attempt's folder, each written by rename.
+"""How the nodes of an attempt find each other: small files in the attempt's folder, each written atomically.
 
-Node 0 publishes the rendezvous address; every node says that it is there, and one that fails says with which exit code.
+Node 0 publishes the rendezvous address. Every node records that it has started, and a node that fails its exit code.
 """
 
 from __future__ import annotations
@@ -13,33 +13,36 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.files import write_atomically
 
 POLL_S = 0.05
 SHARED_TIMEOUT_S = 20
-"""NFS clients look again when the folder above is listed (close-to-open, nfs(5)); this leaves them time for it."""
+"""NFS clients refresh their view if the folder above is listed (close-to-open, nfs(5)). This leaves time for it."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a node ended the job, for the exit codes of the others."""
+    """A node's failure, from which the other nodes take their exit code."""
 
     node_rank: int
     exit_code: int
     time: float
-    """Unix time in seconds: the first failure is the cause, later ones are its echoes."""
+    """Unix time in seconds. The first failure is the cause; later ones are its consequences."""
 
 
 @dataclass(frozen=True)
 class Meeting:
+    """One node's view of the files by which the nodes of an attempt meet."""
+
     attempt_dir: Path
     nodes: tuple[str, ...]
     node_rank: int
 
     def check_shared(self, timeout_s: float = SHARED_TIMEOUT_S) -> None:
-        """Node 0 made the attempt's folder; every other node has to see it.
+        """Check that this node sees the attempt's folder, which node 0 created.
 
         Raises:
-            UserError: this node does not, so the run directory is not on a shared file system.
+            UserError: it does not, so the run directory is not on a shared file system.
         """
         if not _wait(self.attempt_dir.is_dir, timeout_s, refresh=self.attempt_dir.parent):
             raise UserError(
@@ -48,20 +51,21 @@ class Meeting:
             )
 
     def publish(self, address: str) -> None:
+        """Publish node 0's `host:port`."""
         self._write("rendezvous", address)
 
     def address(self) -> str | None:
-        """`host:port` from node 0, once it is there."""
+        """Return node 0's `host:port`, or None if it is not published yet."""
         with contextlib.suppress(FileNotFoundError):
-            list(self.attempt_dir.iterdir())  # makes an NFS client look again
+            list(self.attempt_dir.iterdir())  # refreshes the view of an NFS client
             return (self.attempt_dir / ".rendezvous").read_text()
         return None
 
     def await_address(self, timeout_s: float) -> str:
-        """`host:port` from node 0.
+        """Wait for node 0's `host:port` and return it.
 
         Raises:
-            UserError: none came in time.
+            UserError: it was not published in time.
         """
         path = self.attempt_dir / ".rendezvous"
         if not _wait(path.exists, timeout_s, refresh=self.attempt_dir):
@@ -72,28 +76,27 @@ class Meeting:
         return path.read_text()
 
     def arrive(self) -> None:
+        """Record that this node has started."""
         self._write(f"node{self.node_rank}.here", "")
 
     def missing(self) -> list[str]:
-        """Names of the nodes that have not arrived yet."""
+        """Return the names of the nodes that have not started yet."""
         seen = {path.name for path in self.attempt_dir.iterdir()}
         return [name for rank, name in enumerate(self.nodes) if f".node{rank}.here" not in seen]
 
     def fail(self, exit_code: int) -> None:
-        """Tell the others, who may be ended by Slurm before they see what happened."""
+        """Record that this node has failed, for the other nodes."""
         failure = Failure(self.node_rank, exit_code, time.time())
         self._write(f"node{self.node_rank}.failed", json.dumps(failure.__dict__))
 
     def failures(self) -> list[Failure]:
-        """Nodes that failed, in the order in which they did."""
+        """Return the failures of all nodes, ordered by time."""
         files = self.attempt_dir.glob(".node*.failed")
         return sorted((Failure(**json.loads(file.read_text())) for file in files), key=lambda failure: failure.time)
 
     def _write(self, name: str, text: str) -> None:
-        partial = self.attempt_dir / f".{name}.partial{self.node_rank}"
         try:
-            partial.write_text(text)
-            partial.replace(self.attempt_dir / f".{name}")
+            write_atomically(self.attempt_dir / f".{name}", text)
         except OSError as error:
             raise UserError(
                 f"node {self.nodes[self.node_rank]} cannot write into {self.attempt_dir}: {error.strerror}"
@@ -101,6 +104,7 @@ class Meeting:
 
 
 def named(nodes: Sequence[str]) -> str:
+    """Return `node a` or `nodes a, b`."""
     return f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {', '.join(nodes)}"
 
 
@@ -111,5 +115,5 @@ def _wait(condition: Callable[[], bool], timeout_s: float, refresh: Path) -> boo
             return False
         time.sleep(POLL_S)
         with contextlib.suppress(FileNotFoundError):
-            list(refresh.iterdir())  # makes an NFS client look again
+            list(refresh.iterdir())  # refreshes the view of an NFS client
     return True

@@ -1,8 +1,8 @@
-"""One rank of a torchrun job: gives it a log of its own and keeps its exit code.
+"""One rank of a torchrun job: writes its own log and records its exit code.
 
     python -m hpc_rl.node.rank -- -m hpc_rl.finetune.train ...
 
-torchrun starts this in place of the program, since its own exit code is 1 whatever its ranks ended with.
+torchrun starts this instead of the program, because torchrun exits with code 1 whatever the exit codes of its ranks.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_STOPPED
+from hpc_rl.host.files import write_atomically
 from hpc_rl.host.processes import GRACE_S, die_with_parent, forward_termination, shell_code, start
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR
 
 SAVE_TIMEOUT_S = 1800
-"""How long a rank that has stopped waits for others that still save; the walltime usually ends it sooner."""
+"""How long a stopped rank waits for ranks that are still saving. The walltime usually ends it sooner."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,16 @@ class RankExit:
     node_rank: int
     exit_code: int
     time: float
-    """Unix time in seconds: the first failure is the cause, later ones are its echoes."""
+    """Unix time in seconds. The first failure is the cause; later ones are its consequences."""
 
 
 def log_path(attempt_dir: Path, node_rank: int, rank: int) -> Path:
+    """Return the path of a rank's log."""
     return attempt_dir / f"node{node_rank}-rank{rank}.log"
 
 
 def read_exits(attempt_dir: Path) -> list[RankExit]:
-    """The ranks of all nodes that have ended, in the order in which they did."""
+    """Return the ranks of all nodes that have ended, ordered by time."""
     files = attempt_dir.glob(".node*-rank*.exit")
     return sorted((RankExit(**json.loads(file.read_text())) for file in files), key=lambda ended: ended.time)
 
@@ -53,18 +55,15 @@ def main(argv: list[str]) -> int:
         child = start([sys.executable, "-u", *program], os.environ, log)
         asked_to_end = forward_termination(child, GRACE_S / 2)
         ended = RankExit(rank, node_rank, shell_code(child.wait()), time.time())
-    record = attempt_dir / f".node{node_rank}-rank{rank}.exit"
-    partial = record.with_suffix(".partial")
-    partial.write_text(json.dumps(ended.__dict__))
-    partial.replace(record)
+    write_atomically(attempt_dir / f".node{node_rank}-rank{rank}.exit", json.dumps(ended.__dict__))
     if ended.exit_code == EXIT_STOPPED:
-        # To torchrun this is a failure: it would end the other ranks, which may still be saving.
+        # torchrun treats this as a failure and would end the other ranks, which may still be saving.
         _await_all(attempt_dir, int(os.environ["WORLD_SIZE"]), asked_to_end)
     return ended.exit_code
 
 
 def _await_all(attempt_dir: Path, ranks: int, asked_to_end: threading.Event) -> None:
-    """Wait until every rank of the job has ended; a slow save may take its time."""
+    """Wait until every rank of the job has ended, or this one is asked to end."""
     deadline = time.monotonic() + SAVE_TIMEOUT_S
     while len(read_exits(attempt_dir)) < ranks and time.monotonic() < deadline:
         if asked_to_end.wait(0.2):

@@ -1,8 +1,8 @@
-"""One node of a torchrun job: from a Slurm task to torchrun and its ranks.
+"""One node of a torchrun job: starts torchrun and its ranks from a Slurm task.
 
     srun --ntasks-per-node=1 python -m hpc_rl.node.torchrun --processes 8 -- -m hpc_rl.finetune.train --config FILE
 
-The job script starts this once on each node. It exits with the code of the first rank of its node that failed.
+The job script starts this once on each node. It exits with the code of the first rank that failed on any node.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from tempfile import TemporaryDirectory
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED, UserError
 from hpc_rl.host.files import Follower, tail
 from hpc_rl.host.processes import end, forward_termination, shell_code, start
-from hpc_rl.node.entry import run_entry, say, this_allocation, this_attempt_dir, worker_defaults
+from hpc_rl.node.entry import print_error, run_entry, this_allocation, this_attempt_dir, worker_defaults
 from hpc_rl.node.meeting import POLL_S, Meeting, named
-from hpc_rl.node.network import choose_address
-from hpc_rl.node.ports import free_port
+from hpc_rl.node.network import choose_address, free_port
 from hpc_rl.node.rank import RankExit, log_path, read_exits
 from hpc_rl.node.usage_recorder import recording_usage
 from hpc_rl.slurm.allocation import Allocation
 
 LOG_POLL_S = 0.5
-"""Between two looks at rank 0's log, which lies on a shared file system."""
+"""Interval between reads of rank 0's log, which is on a shared file system."""
 _SIGTERM_CODE = 128 + 15
 
 
@@ -38,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_node(options: argparse.Namespace) -> int:
-    """Meet the other nodes, run torchrun, return the exit code for Slurm."""
+    """Meet the other nodes, run torchrun and return the exit code for Slurm."""
     allocation, attempt_dir = this_allocation(), this_attempt_dir()
     meeting = Meeting(attempt_dir, allocation.nodes, allocation.node_rank)
     meeting.check_shared()
@@ -66,19 +65,19 @@ def _take_part(allocation: Allocation, meeting: Meeting, options: argparse.Names
 def process_environment(
     environ: Mapping[str, str], allocation: Allocation, processes: int, interface: str
 ) -> dict[str, str]:
-    """The ranks' environment. What the user exported wins over every default here."""
-    return {**worker_defaults(interface, allocation.cpus // processes), **environ}
+    """Return the environment of the ranks. Variables that the user exported take precedence."""
+    return {**worker_defaults(interface, allocation.threads(processes)), **environ}
 
 
 def torchrun_command(
     allocation: Allocation, endpoint: str, processes: int, start_timeout: int, scratch: str, program: Sequence[str]
 ) -> list[str]:
-    """torchrun with the nodes in Slurm's order: the static rendezvous keeps it, where c10d would sort by host name.
+    """Return torchrun's command line. The static rendezvous keeps Slurm's order of nodes; c10d would sort them by name.
 
-    Restarts are Slurm's business, so torchrun has none of its own.
+    torchrun does not restart ranks: Slurm requeues the job.
 
     Args:
-        scratch: folder for torchrun's own files, which it would otherwise leave in /tmp.
+        scratch: folder for torchrun's own files, which it would otherwise create in /tmp.
     """
     host, port = endpoint.rsplit(":", 1)
     return [
@@ -102,14 +101,14 @@ def torchrun_command(
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hpc_rl.node.torchrun", description=__doc__)
     parser.add_argument("--processes", type=int, required=True, help="ranks on this node")
-    parser.add_argument("--interface", help="network interface between the nodes (default: by the routing table)")
-    parser.add_argument("--start-timeout", type=int, default=300, help="seconds in which all nodes must have met")
+    parser.add_argument("--interface", help="network interface between the nodes (default: from the routing table)")
+    parser.add_argument("--start-timeout", type=int, default=300, help="seconds within which all nodes must start")
     parser.add_argument("program", nargs="+", help="-- then SCRIPT or -m MODULE, and its arguments")
     return parser.parse_args(argv)
 
 
 def _rendezvous(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> tuple[str, str]:
-    """(interface of this node, address `host:port` of node 0's store)."""
+    """Return (interface of this node, `host:port` of node 0's store)."""
     others = [name for name in allocation.nodes if name != allocation.node]
     interface, address = choose_address(options.interface, others[0] if others else None)
     if allocation.is_head:
@@ -119,7 +118,7 @@ def _rendezvous(allocation: Allocation, meeting: Meeting, options: argparse.Name
 
 
 def _supervise(child: subprocess.Popen[bytes], meeting: Meeting, start_timeout: float) -> None:
-    """Until torchrun ends: show rank 0's output on the head, and give up on nodes that never come."""
+    """Wait until torchrun ends. The first node prints rank 0's output and checks that all nodes start."""
     if meeting.node_rank != 0:
         child.wait()
         return
@@ -139,16 +138,16 @@ def _supervise(child: subprocess.Popen[bytes], meeting: Meeting, start_timeout: 
 
 
 def _outcome(child: subprocess.Popen[bytes], allocation: Allocation, attempt_dir: Path) -> int:
-    """The exit code of the job's first rank that failed, the same on every node. Its node says how it failed."""
+    """Return the exit code of the job's first failed rank, the same on every node. Its node explains the failure."""
     if child.returncode == 0:
         return 0
     failed = [ended for ended in read_exits(attempt_dir) if ended.exit_code != 0]
-    # Ranks that were ended after the first failure are not the cause.
+    # Ranks that were terminated after the first failure are not the cause.
     causes = [ended for ended in failed if ended.exit_code != _SIGTERM_CODE] or failed
     if not causes:
         log = attempt_dir / f"node{allocation.node_rank}.log"
         code = shell_code(child.returncode)
-        say(f"torchrun on node {allocation.node} ended with exit code {code}; the end of {log}:\n{tail(log)}")
+        print_error(f"torchrun on node {allocation.node} ended with exit code {code}; the end of {log}:\n{tail(log)}")
         return code
     first = causes[0]
     if first.exit_code != EXIT_STOPPED and first.node_rank == allocation.node_rank:
@@ -157,17 +156,17 @@ def _outcome(child: subprocess.Popen[bytes], allocation: Allocation, attempt_dir
 
 
 def _explain(first: RankExit, node: str, attempt_dir: Path) -> None:
-    """Say how the first rank failed; the log of rank 0 has been shown while it ran."""
+    """Print how the first rank failed. Rank 0's log was printed while it ran."""
     log = log_path(attempt_dir, first.node_rank, first.rank)
     end_of_log = "" if first.rank == 0 else tail(log)
     if first.exit_code == EXIT_BAD_INPUT and not end_of_log:
-        return  # bad input is one line, and rank 0 has printed it
+        return  # rank 0 has printed the message
     meaning = (
         " (killed, usually for lack of memory: ask for more --mem, or let each process hold less)"
         if first.exit_code == 128 + 9
         else ""
     )
-    say(
+    print_error(
         f"rank {first.rank} on node {node} failed with exit code {first.exit_code}{meaning}; its log is {log}"
         + (f" and ends:\n{end_of_log}" if end_of_log else "")
     )

@@ -1,9 +1,9 @@
-"""What this node's part of the job uses, written down while it runs: a small process beside the node entry.
+"""Records what this node's part of the job uses, in a small process next to the node entry.
 
     python -m hpc_rl.node.usage_recorder FILE PID
 
-appends a line about process PID and all below it to FILE, until its parent ends. It is a process of its own so that a
-driver or a file system that hangs holds up nothing but itself.
+appends lines about process PID and its descendants to FILE until its parent ends. It is a separate process, so that a
+driver or a file system that hangs does not hold up the job.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from pathlib import Path
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.processes import descendants, start
-from hpc_rl.host.usage import Sample, append_line, sample_line, usage_file
-from hpc_rl.node.gpus import read_gpus
+from hpc_rl.host.usage import UsageSample, append_line, sample_line, usage_file
+from hpc_rl.node.gpus import measure_gpus
 from hpc_rl.node.ray_cluster.limits import memory_limit
 from hpc_rl.slurm.allocation import Allocation
 
 INTERVAL_S = (2.0, 60.0)
+"""Shortest and longest time between two samples."""
 MAX_BYTES = 16 << 20
-"""Of one file: months of a node with 8 GPUs."""
+"""Largest size of a file: months of a node with 8 GPUs."""
 END_TIMEOUT_S = 2.0
 
 
 def recording_usage(allocation: Allocation, attempt_dir: Path, part: Callable[[], int]) -> int:
-    """Do this node's part of the job, and write down meanwhile what it uses; what the part returns."""
+    """Run this node's part of the job, record what it uses, and return the part's exit code."""
     path = usage_file(attempt_dir, allocation.node_rank)
     append_line(
         path,
@@ -45,7 +46,7 @@ def recording_usage(allocation: Allocation, attempt_dir: Path, part: Callable[[]
     )
     command = [sys.executable, "-P", "-m", "hpc_rl.node.usage_recorder", str(path), str(os.getpid())]
     sampler = None
-    with contextlib.suppress(OSError):  # no room for one more process
+    with contextlib.suppress(OSError):  # the limit on processes is reached
         sampler = start(command, os.environ, sys.stderr.buffer)
     code = 1
     try:
@@ -63,41 +64,44 @@ def recording_usage(allocation: Allocation, attempt_dir: Path, part: Callable[[]
 
 
 def main(path: Path, root: int) -> None:
+    """Append samples of process `root` and its descendants, until the file is full or the parent ends this process."""
     began = time.monotonic()
     before, since = used(root), began
     while _size(path) < MAX_BYTES:
         time.sleep(interval(time.monotonic() - began))
         now, at = used(root), time.monotonic()
         cpus = max(0.0, now.cpu_s - before.cpu_s) / (at - since)
-        append_line(path, sample_line(Sample(time.time(), cpus, now.memory / 1e9, read_gpus(os.environ))))
+        append_line(path, sample_line(UsageSample(time.time(), cpus, now.memory / 1e9, measure_gpus(os.environ))))
         before, since = now, at
 
 
 def interval(elapsed_s: float) -> float:
-    """Seconds to the next sample: short runs are seen closely, long ones cheaply."""
+    """Return the seconds to the next sample, which grow with the length of the run."""
     least, most = INTERVAL_S
     return min(most, max(least, elapsed_s / 60))
 
 
 @dataclass(frozen=True)
 class Used:
+    """CPU time and memory of a group of processes."""
+
     cpu_s: float
-    """CPU time so far, also of processes that have ended."""
+    """CPU time so far in seconds, including that of ended processes."""
     memory: int
-    """Bytes that cannot be taken back: no file cache."""
+    """Bytes, without the file cache, which the kernel can reclaim."""
 
 
 def used(root: int, proc: Path = Path("/proc")) -> Used:
-    """Of a process and all below it.
+    """Measure a process and its descendants.
 
-    Memory is what each has for itself, and the most that one of them shares: Ray's processes map the same object store
-    (proc(5): status, RssAnon and RssShmem).
+    Memory is the private memory of all processes plus the largest shared memory of one of them, because Ray's processes
+    map the same object store (proc(5): status, RssAnon and RssShmem).
     """
     ticks, own, shared = 0, 0, 0
     for pid in {root, *descendants(root)} - {os.getpid()}:
         with contextlib.suppress(OSError):
             fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
-            ticks += sum(map(int, fields[11:15]))  # utime, stime, and the same of children that were waited for
+            ticks += sum(map(int, fields[11:15]))  # utime, stime, cutime, cstime
             lines = (proc / str(pid) / "status").read_text().splitlines()
             kilobytes = {
                 name: int(rest.split()[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -88,8 +87,7 @@ def note_cancelled(pending: RunStatus) -> None:
     of an array at once.
     """
     if pending.state == "PENDING":
-        facts = {"job_id": pending.job_id, "attempt": 0, "state": "CANCELLED", "exit_code": None}
-        write_atomically(RunDir(Path(pending.run_dir)).status, json.dumps(facts) + "\n")
+        RunDir(Path(pending.run_dir)).write_status(pending.job_id, 0, "CANCELLED", None)
 
 
 def _end_process(run: RunDir) -> None:

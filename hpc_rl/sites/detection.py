@@ -1,4 +1,4 @@
-"""Looks at the cluster from its login node: each of Slurm's programs is asked once, whatever the cluster's size."""
+"""Detection of a cluster from its login node. Each of Slurm's programs is called once, whatever the cluster's size."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.files import write_atomically
 from hpc_rl.sites.proposal import Facts
 from hpc_rl.slurm import cluster, commands
 
-_WANTED_MODULES = re.compile(r"(cuda|nvhpc|rocm|nccl|cudnn|gcc)$", re.IGNORECASE)
+_RELEVANT_MODULES = re.compile(r"(cuda|nvhpc|rocm|nccl|cudnn|gcc)$", re.IGNORECASE)
 _RUNTIMES = ("apptainer", "singularity", "enroot")
 
 
 def look(environ: Mapping[str, str] = os.environ) -> Facts:
-    """What the cluster and this login node are like.
+    """Collect facts about the cluster and this login node.
 
     Raises:
-        UserError: there is no Slurm here, or it does not answer.
+        UserError: Slurm is missing or does not answer.
     """
     if shutil.which("sinfo") is None:
-        raise UserError("no sinfo on PATH: a cluster is looked at from its login node, where Slurm's programs are")
+        raise UserError("there is no sinfo on PATH: run this on the cluster's login node, where Slurm's programs are")
     try:
         config, _ = commands.configuration()
         groups, partitions = commands.node_groups(), commands.partitions()
@@ -35,10 +36,10 @@ def look(environ: Mapping[str, str] = os.environ) -> Facts:
         raise UserError(f"Slurm does not answer: {error}") from error
     associations = []
     if cluster.has_accounting(config):
-        with contextlib.suppress(commands.NoAnswer):  # its database may be away, and its program missing
+        with contextlib.suppress(commands.NoAnswer):  # the database may be down, or the program missing
             associations = commands.associations(config.get("ClusterName", ""))
     if not groups or not partitions:
-        raise UserError("sinfo shows no nodes: this user sees no partition of the cluster")
+        raise UserError("sinfo lists no nodes: no partition is visible to this user; ask the cluster's administrators")
     return Facts(
         config=config,
         groups=groups,
@@ -55,26 +56,25 @@ def look(environ: Mapping[str, str] = os.environ) -> Facts:
 
 
 def write(path: Path, text: str, force: bool) -> None:
-    """Write a profile whole or not at all.
+    """Write a profile atomically.
 
     Raises:
-        UserError: there is one already and `force` is not set, or it cannot be written.
+        UserError: the file exists and `force` is not set, or it cannot be written.
     """
     check_writable(path, force)
-    partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            partial.write_text(text)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_atomically(path, text)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def check_writable(path: Path, force: bool) -> None:
-    """Raises UserError: there is a folder, or a profile that is not to be replaced."""
+    """Check that a profile can be written.
+
+    Raises:
+        UserError: the path is a folder, or a profile that must not be replaced.
+    """
     try:
         is_folder, is_there = path.is_dir(), path.exists()
     except OSError as error:
@@ -82,7 +82,7 @@ def check_writable(path: Path, force: bool) -> None:
     if is_folder:
         raise UserError(f"{path} is a folder: --out takes a file")
     if is_there and not force:
-        raise UserError(f"{path} is there already: --force replaces it, --out FILE writes elsewhere")
+        raise UserError(f"{path} exists already: --force replaces it, --out FILE writes to another file")
 
 
 def _group_names() -> list[str]:
@@ -91,11 +91,11 @@ def _group_names() -> list[str]:
 
 
 def _modules(path: str) -> list[str]:
-    """Modules that training may need, as far as the folders of MODULEPATH show: name/version."""
+    """Return the modules in the folders of MODULEPATH that training may need, as name/version."""
     found = []
     for folder in filter(None, path.split(":")):
         for name in sorted(Path(folder).glob("*")):
-            if _WANTED_MODULES.match(name.name) and name.is_dir():
+            if _RELEVANT_MODULES.match(name.name) and name.is_dir():
                 versions = sorted(file.stem if file.suffix == ".lua" else file.name for file in name.glob("[!.]*"))
                 found += [f"{name.name}/{version}" for version in versions]
     return found

@@ -1,8 +1,8 @@
-"""Site profiles: what holds for a whole cluster, in YAML files with the keys of a job's configuration.
+"""Site profiles: settings of a cluster, in YAML files with the keys of a job's configuration.
 
-Several layers may each say a part; the later one wins, key by key:
+Profiles are layered. Later layers take precedence, key by key:
 
-    system-wide   /etc/hpc-rl/site.yaml, or what $HPC_RL_SITE names
+    system-wide   /etc/hpc-rl/site.yaml, or the profile that $HPC_RL_SITE names
     user          ~/.config/hpc-rl/site.yaml
     project       ./site.yaml
     --site        a file, or the name of a shipped profile
@@ -37,17 +37,17 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     for name, field in JobConfig.model_fields.items()
     if isinstance(section := field.annotation, type) and issubclass(section, BaseModel)
 } | {"trainer": TrainingConfig, "ray": RayConfig}
-"""Sections of a profile -> what checks them."""
+"""Section of a profile -> its schema."""
 _PICKED = {
     "trainer": ("n_gpus_per_node", "device", "logger", "project_name", "wandb_mode", "wandb_proxy"),
     "ray": ("dashboard", "object_store_gb", "first_port"),
 }
-"""Sections of which a profile has only these keys: the rest is the job's."""
+"""Sections of which a profile may set only these keys. The other keys belong to a job."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The line that a value comes from."""
+    """The line that sets a value."""
 
     file: Path
     line: int
@@ -58,7 +58,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Layer:
-    """One place where a profile may be."""
+    """One location of a profile."""
 
     name: str
     """system-wide, user, project or --site."""
@@ -68,23 +68,23 @@ class Layer:
 
 @dataclass(frozen=True)
 class Profile:
-    """All layers together."""
+    """The merged layers."""
 
     values: Mapping[str, Any]
     """Dotted key -> value."""
     origins: Mapping[str, Origin]
-    """Dotted key -> where its value comes from."""
+    """Dotted key -> the line that sets it."""
     layers: tuple[Layer, ...]
 
 
 def load_profile(site: str | None = None, environ: Mapping[str, str] = os.environ) -> Profile:
-    """The profile that holds here.
+    """Load and merge the profiles that apply in this folder.
 
     Args:
-        site: file or shipped name, from `--site`.
+        site: file or name of a profile, from `--site`.
 
     Raises:
-        UserError: every unknown key and every value that does not fit, with file and line; or there is no such profile.
+        UserError: the profile does not exist, or has unknown keys or invalid values. All are listed, with their lines.
     """
     layers = tuple(_layers(site, environ))
     values: dict[str, Any] = {}
@@ -109,10 +109,10 @@ def load_profile(site: str | None = None, environ: Mapping[str, str] = os.enviro
 
 
 def find(site: str) -> Path:
-    """The file that a user means by a name or a path; a name is looked up in ./configs/site first.
+    """Return the file of a profile, given its path or name. A name is first looked up in ./configs/site.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such file.
     """
     try:
         path = Path(site).expanduser()
@@ -120,29 +120,30 @@ def find(site: str) -> Path:
         raise UserError(f"site profile {site}: there is no such user") from error
     if "/" in site or path.suffix in (".yaml", ".yml"):
         if not path.is_file():
-            raise UserError(f"site profile {site}: no such file")
+            raise UserError(f"site profile {site}: there is no such file")
         return path
     for folder in (Path("configs"), shipped("configs")):
         if (named := folder / "site" / f"{site}.yaml").is_file():
             return named
-    raise UserError(f"site profile {site}: there is none of this name; there are {', '.join(shipped_names())}")
+    raise UserError(f"site profile {site} does not exist; the shipped profiles are {', '.join(shipped_names())}")
 
 
 def short(path: Path) -> str:
-    """A path as a user would write it."""
+    """Return a path with the home folder written as `~`."""
     home = Path.home()
     return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
 
 
 def shipped_names() -> list[str]:
+    """Return the names of the shipped profiles."""
     return sorted(path.stem for path in (shipped("configs") / "site").glob("*.yaml"))
 
 
 def read(path: Path) -> list[tuple[str, Any, int]]:
-    """(dotted key, value, line) of a profile's file, in its order.
+    """Return (dotted key, value, line) for each entry of a profile, in the order of the file.
 
     Raises:
-        UserError: it cannot be read, is no YAML, or says a key twice.
+        UserError: the file cannot be read, is not YAML, or sets a key twice.
     """
     import yaml
 
@@ -157,12 +158,12 @@ def read(path: Path) -> list[tuple[str, Any, int]]:
     except OSError as error:
         raise UserError(f"site profile {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"site profile {path} is no text: {error}") from error
+        raise UserError(f"site profile {path} is not a text file: {error}") from error
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise UserError(f"{path}, line {line}: no YAML: {error.problem}") from error
+        raise UserError(f"{path}, line {line}: not valid YAML: {error.problem}") from error
     except yaml.YAMLError as error:
-        raise UserError(f"{path} is no YAML: {error}") from error
+        raise UserError(f"{path} is not valid YAML: {error}") from error
 
 
 def _layers(site: str | None, environ: Mapping[str, str]) -> Iterator[Layer]:
@@ -179,41 +180,45 @@ def _layers(site: str | None, environ: Mapping[str, str]) -> Iterator[Layer]:
         yield Layer("--site", find(site), True)
 
 
-def _flat(mapping: Any, prefix: str, path: Path, loader: Any) -> Iterator[tuple[str, Any, int]]:
+def _flat(
+    mapping: Any, prefix: str, path: Path, loader: Any, above: tuple[Any, ...] = ()
+) -> Iterator[tuple[str, Any, int]]:
     import yaml
 
     lines: dict[str, int] = {}
     for key_node, value_node in mapping.value:
         key, line = f"{prefix}{key_node.value}", key_node.start_mark.line + 1
         if key in lines:
-            raise UserError(f"{path}, line {line}: {key} has been given in line {lines[key]} already")
+            raise UserError(f"{path}, line {line}: {key} is already set in line {lines[key]}")
         lines[key] = line
+        if any(value_node is one for one in (*above, mapping)):
+            raise UserError(f"{path}, line {line}: {key} contains itself; remove the alias")
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
-            yield from _flat(value_node, f"{key}.", path, loader)
+            yield from _flat(value_node, f"{key}.", path, loader, (*above, mapping))
         else:
             try:
                 value = loader.construct_object(value_node, deep=True)
-            except ValueError as error:  # a day that there is not
-                raise UserError(f"{path}, line {line}: {key}: {error}; quote a text") from error
+            except ValueError as error:  # an impossible date
+                raise UserError(f"{path}, line {line}: {key}: {error}; put text in quotes") from error
             yield key, value, line
 
 
 def _unknown(key: str) -> str | None:
-    """What is wrong with a key, if anything."""
+    """Return what is wrong with a key, or None."""
     section, _, rest = key.partition(".")
     model = _SECTIONS.get(section)
     picked = _PICKED.get(section)
     if model is not None and not rest:
-        return f"a section with keys below it, such as {section}.{next(iter(picked or model.model_fields))}"
+        return f"a section, which needs keys below it, such as {section}.{next(iter(picked or model.model_fields))}"
     if model is not None and find_annotation(model, rest) and (picked is None or rest in picked):
         return None
     if any(find_annotation(kind.schema, key) for kind in KINDS.values()):
-        return "belongs to a job, not to a cluster: write it into configs/JOB.yaml, or on the command line"
+        return "belongs to a job, not to a cluster: set it in configs/JOB.yaml or on the command line"
     return f"unknown key{nearest(key, [*profile_keys(), *_SECTIONS])}"
 
 
 def profile_keys() -> Iterator[str]:
-    """Every key that a profile may have."""
+    """Yield every key that a profile may set."""
     for section, model in _SECTIONS.items():
         for name, *_ in documented_keys(model):
             if section not in _PICKED or name in _PICKED[section]:
@@ -221,7 +226,7 @@ def profile_keys() -> Iterator[str]:
 
 
 def _wrong_values(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> list[tuple[Origin, str]]:
-    """Values that do not fit. What several keys together make wrong is left to the whole configuration."""
+    """Return the invalid values. Combinations of keys are checked with the whole configuration later."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         put(tree, key, value)
@@ -238,7 +243,7 @@ def _wrong_values(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> l
 
 
 def _origin_of(key: str, origins: Mapping[str, Origin]) -> Origin:
-    """Where a key, or the nearest one above or below it, was written."""
+    """Return the line that sets a key, or the nearest key above or below it."""
     above = key
     while above not in origins and "." in above:
         below = next((known for known in origins if _is_above(above, known)), None)

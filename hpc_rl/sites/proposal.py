@@ -1,4 +1,4 @@
-"""From what a cluster is like to a profile that fits it. Pure."""
+"""Proposal of a site profile from facts about a cluster. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from hpc_rl.slurm.capacity import describe, shapes
 from hpc_rl.slurm.cluster import Association, NodeGroup, Partition
 
 LONGEST_S = 24 * 3600
-"""A walltime that most queues start soon; a longer run goes on in the next job."""
+"""Walltime that most queues start soon, in seconds. A longer run resumes in the next job."""
 _SHORTEST_S = 600
 _LISTED = 12
 _PART_OF_A_GPU = re.compile(r"\d+g\.\d+gb")
-"""How NVIDIA names MIG devices: slices, then memory."""
+"""NVIDIA's names of MIG devices: slices, then memory."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found out about a cluster and its login node."""
+    """Facts about a cluster and its login node."""
 
     config: Mapping[str, str]
     """`scontrol show config`."""
     groups: Sequence[NodeGroup]
     partitions: Sequence[Partition]
     associations: Sequence[Association]
-    """The user's; empty without accounting."""
+    """Those of the user. Empty without accounting."""
     unix_groups: frozenset[str]
     interfaces: Mapping[str, str]
-    """The login node's: name -> IPv4 address."""
+    """Those of the login node: name -> IPv4 address."""
     has_modules: bool
     modules: Sequence[str]
-    """Some that training may need."""
+    """Modules that training may need."""
     runtimes: Sequence[str]
     """Container runtimes on the login node."""
     proxy: str | None
@@ -42,11 +42,12 @@ class Facts:
 
     @property
     def needs_account(self) -> bool:
+        """Whether Slurm rejects jobs without an account."""
         return "associations" in self.config.get("AccountingStorageEnforce", "").split(",")
 
 
 def choose_partitions(facts: Facts) -> list[Partition]:
-    """Partitions that the user may use, the most likely one first: with GPUs, the default one, the larger one."""
+    """Return the partitions that the user may use: first those with GPUs, then the default one, then larger ones."""
     accounts = {one.account for one in facts.associations}
 
     def usable(one: Partition) -> bool:
@@ -62,17 +63,18 @@ def choose_partitions(facts: Facts) -> list[Partition]:
 
 
 def choose_accounts(facts: Facts, partition: Partition) -> list[str]:
-    """Accounts that the user may charge in a partition."""
+    """Return the accounts that the user may use in a partition."""
     found = [one.account for one in facts.associations if one.partition in ("", partition.name)]
     return sorted({one for one in found if partition.accounts is None or one in partition.accounts})
 
 
 def groups_of(facts: Facts, partition: Partition) -> list[NodeGroup]:
+    """Return the node groups of a partition."""
     return [group for group in facts.groups if group.partition == partition.name]
 
 
 def count_gpus(facts: Facts, partition: Partition) -> Counter[str]:
-    """GPUs of a partition by type."""
+    """Count the GPUs of a partition by type."""
     found: Counter[str] = Counter()
     for group in groups_of(facts, partition):
         found.update({kind: count * group.nodes for kind, count in group.gpus.items()})
@@ -80,17 +82,17 @@ def count_gpus(facts: Facts, partition: Partition) -> Counter[str]:
 
 
 def propose(facts: Facts, partition: Partition, account: str | None, date: str) -> str:
-    """The profile, as YAML with comments; what is a guess stands in a comment.
+    """Return the profile as YAML with comments. Guesses are commented out.
 
     Args:
-        account: None to leave it to Slurm.
+        account: None for Slurm's default.
     """
     kinds = count_gpus(facts, partition)
     kind = max(kinds, key=lambda name: (not _PART_OF_A_GPU.search(name), kinds[name]), default=None)
     lines = [
         f"# Cluster {facts.config.get('ClusterName', '?')}, Slurm {facts.config.get('SLURM_VERSION', '?')}; written by "
-        f"`hpc-rl site detect` on {date}, and yours to edit.",
-        "# `hpc-rl site show` says what holds; `hpc-rl config sft --help` explains every key.",
+        f"`hpc-rl site detect` on {date}. You can edit it.",
+        "# `hpc-rl site show` prints the settings in effect; `hpc-rl config sft --help` explains every key.",
         "slurm:",
         *_indented(_queue(facts, partition, account)),
         *_indented(_gpus(facts, kinds, kind)),
@@ -109,10 +111,10 @@ def _queue(facts: Facts, partition: Partition, account: str | None) -> Iterator[
     yield f"partition: {_yaml(partition.name)}"
     accounts = choose_accounts(facts, partition)
     if accounts:
-        yield f"# Your accounts: {', '.join(accounts)}. Slurm charges your default one where none is named."
+        yield f"# Your accounts: {', '.join(accounts)}. Without `account`, Slurm charges your default account."
         yield f"account: {_yaml(account)}" if account else f"# account: {_yaml(accounts[0])}"
     elif facts.needs_account:
-        yield "# Slurm shows no account of yours, and takes no job without one: ask who administers the cluster."
+        yield "# Slurm lists no account of yours, and rejects jobs without one: ask the cluster's administrators."
         yield "# account: my-project"
     qos = sorted({name for one in facts.associations for name in one.qos})
     if qos:
@@ -129,7 +131,7 @@ def _time(facts: Facts, partition: Partition) -> Iterator[str]:
     seconds = walltime_s(shortest)
     time = "24:00:00" if seconds is None or seconds > LONGEST_S else shortest
     if (walltime_s(time) or 0) >= _SHORTEST_S:
-        yield "# Before its end a run saves and queues itself again. Quoted: YAML makes a number of 24:00:00."
+        yield "# Before the walltime ends, a run saves and requeues itself. In quotes: YAML reads 24:00:00 as a number."
         yield f'time: "{time}"'
 
 
@@ -140,7 +142,7 @@ def _gpus(facts: Facts, kinds: Mapping[str, int], kind: str | None) -> Iterator[
     if select == "select/cons_tres":
         yield "gpu_option: gpus-per-node"
     else:
-        yield f"# {select} knows no other option for GPUs."
+        yield f"# {select} supports no other option for GPUs."
         yield "gpu_option: gres"
     if kind:
         others = [f"{name} ({count})" for name, count in kinds.items() if name != kind]
@@ -148,35 +150,35 @@ def _gpus(facts: Facts, kinds: Mapping[str, int], kind: str | None) -> Iterator[
 
 
 def _shape(facts: Facts, partition: Partition, kind: str | None) -> Iterator[str]:
-    """The node that jobs are scaled by, and what follows from how the cluster shares nodes and memory."""
+    """Yield the node size that requests are scaled by, and settings for how the cluster shares nodes and memory."""
     if partition.exclusive:
-        yield "# Jobs get whole nodes here: all CPUs and all memory."
+        yield "# Jobs get whole nodes: all CPUs and all memory."
         yield "exclusive: true"
     defaults = partition.job_defaults
     gives_memory = "MEMORY" in facts.config.get("SelectTypeParameters", "")
     if not gives_memory:
-        yield "# Slurm does not share out memory here."
+        yield "# Slurm does not allocate memory on this cluster."
         yield "mem_option: none"
     elif "DefMemPerGPU" in defaults:
-        yield f"# The partition gives {defaults['DefMemPerGPU']} MB with each GPU by itself."
+        yield f"# The partition allocates {defaults['DefMemPerGPU']} MB with each GPU."
         yield "mem_option: none"
     if "DefCpuPerGPU" in defaults:
-        yield f"cpus_per_gpu: {defaults['DefCpuPerGPU']}    # the partition's own rule"
+        yield f"cpus_per_gpu: {defaults['DefCpuPerGPU']}    # the partition's default"
     groups = groups_of(facts, partition)
     node = shapes([group for group in groups if kind is None or kind in group.gpus])[0]
     cpus = _cpus(partition, node, alone=len(shapes(groups)) == 1)
     memory = _memory(partition, node, cpus)
     shape = {"gpus": node.gpus.get(kind) if kind is not None else None, "cpus": cpus}
     shape["mem_mb"] = memory if gives_memory and memory > 1 else None
-    share = "" if partition.exclusive else " A job with half of the GPUs asks for half of the rest."
-    yield f"# The shape of its nodes.{share}"
+    share = "" if partition.exclusive else " A job with half of the GPUs requests half of the CPUs and memory."
+    yield f"# The size of its nodes.{share}"
     if len(shapes(groups)) > 1:
-        yield "# They are not all alike (see above); this is the commonest."
+        yield "# There are several sizes (see above); this is the most common one."
     yield f"node: {{{', '.join(f'{key}: {value}' for key, value in shape.items() if value)}}}"
 
 
 def _cpus(partition: Partition, node: NodeGroup, alone: bool) -> int:
-    """CPUs of a node for jobs; where its nodes are all alike, the partition's sum leaves out the system's own."""
+    """Return the CPUs of a node that jobs can use, without those reserved for the system if all nodes are alike."""
     cpus = partition.cpus // partition.nodes if alone and partition.nodes else node.cpus
     return min(cpus, partition.max_cpus_per_node or cpus)
 
@@ -191,25 +193,25 @@ def _surroundings(facts: Facts) -> Iterator[str]:
     if len(facts.interfaces) > 1:
         fast = next((name for name in facts.interfaces if re.match("ib|hsn", name)), None)
         here = ", ".join(f"{name} ({address})" for name, address in facts.interfaces.items())
-        yield f"# Interfaces here: {here}. Compute nodes may have others: hpc-rl doctor --on-nodes 2."
-        yield f"# interface: {fast or next(iter(facts.interfaces))}    # the default route's where none is named"
+        yield f"# Interfaces here: {here}. Compute nodes may differ: run hpc-rl doctor --on-nodes 2."
+        yield f"# interface: {fast or next(iter(facts.interfaces))}    # default: the interface of the default route"
     if facts.has_modules:
         found = f"    # here: {', '.join(facts.modules)}" if facts.modules else ""
         yield f"# modules: [{facts.modules[-1] if facts.modules else 'cuda'}]{found}"
     if facts.proxy:
-        yield f"# proxy: {_yaml(facts.proxy)}    # this login node's; compute nodes may need it too"
-    yield '# setup: ["export TMPDIR=/local/$SLURM_JOB_ID"]    # lines before the run; `epilogue` for lines after it'
+        yield f"# proxy: {_yaml(facts.proxy)}    # the login node's; compute nodes may need it too"
+    yield '# setup: ["export TMPDIR=/local/$SLURM_JOB_ID"]    # commands before the run; `epilogue` for those after it'
 
 
 def _elsewhere(facts: Facts, kind: str | None) -> Iterator[str]:
-    """Sections besides slurm."""
+    """Yield the other sections."""
     if kind is None:
         yield "trainer:"
-        yield "  device: cpu    # no GPUs in this partition"
+        yield "  device: cpu    # this partition has no GPUs"
     folder = f", hf_home: {_yaml(facts.hf_home)}" if facts.hf_home else ""
-    yield f"# cache: {{offline: true{folder}}}    # where compute nodes have no internet"
+    yield f"# cache: {{offline: true{folder}}}    # if compute nodes have no internet"
     if facts.runtimes:
-        yield f"# container: {{image: /path/to/image.sif}}    # runtimes here: {', '.join(facts.runtimes)}"
+        yield f"# container: {{image: /path/to/image.sif}}    # installed: {', '.join(facts.runtimes)}"
 
 
 def _indented(lines: Iterator[str]) -> Iterator[str]:
@@ -217,7 +219,7 @@ def _indented(lines: Iterator[str]) -> Iterator[str]:
 
 
 def _yaml(text: str) -> str:
-    """A text as YAML reads it back: 0123 and on would not be texts without quotes."""
+    """Return a text in YAML, with quotes if it would be read as another type (0123, on)."""
     import yaml
 
     written: str = yaml.safe_dump(text, width=1000)

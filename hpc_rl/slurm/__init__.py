@@ -1,1 +1,1 @@
-"""What Slurm says: parsing as pure functions on text, and the only subprocess calls to Slurm."""
+"""What Slurm reports: pure functions that parse its output, and the only subprocess calls to Slurm."""

@@ -1,4 +1,4 @@
-"""What Slurm's accounting keeps of each start of a job. Pure functions on sacct's text."""
+"""The starts of a job as Slurm's accounting records them. Pure functions that parse the output of sacct."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ COLUMNS = "JobIDRaw,State,ExitCode,Start,End,NNodes"
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a job, from its first node to its last."""
+    """One start of a job."""
 
     job_id: str
     state: str
     exit_code: int | None
     began: float
-    """Unix seconds."""
+    """Unix time in seconds, like `ended`."""
     ended: float | None
-    """None while it runs."""
+    """None while the job runs."""
     nodes: int
 
     @property
     def seconds(self) -> float:
+        """Duration in seconds."""
         return (self.ended or self.began) - self.began
 
 
 def read_starts(text: str) -> list[Start]:
-    """Output of `sacct -X -n -P --duplicates -o` with the columns above, oldest first; what never started is left out.
+    """Parse the output of `sacct -X -n -P --duplicates -o COLUMNS`. Returns the starts, oldest first.
 
-    Times are in this machine's zone (sacct's manual page, SLURM_TIME_FORMAT).
+    Jobs that never started are left out. Times are in this machine's time zone (sacct(1), SLURM_TIME_FORMAT).
     """
     starts = []
     for line in text.splitlines():
@@ -52,7 +53,7 @@ def read_starts(text: str) -> list[Start]:
 
 
 def _time(text: str) -> float | None:
-    """`2025-01-31T12:00:00`; Unknown or None where it has not come to that."""
+    """Parse `2025-01-31T12:00:00`. Returns None for the words Unknown and None."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:

@@ -1,4 +1,4 @@
-"""What Slurm granted to this task: SLURM_* -> Allocation."""
+"""The allocation of this task, from the SLURM_* variables."""
 
 from __future__ import annotations
 
@@ -13,31 +13,37 @@ class Allocation:
 
     job_id: str
     restart: int
-    """How often Slurm queued the job again."""
+    """How often Slurm has requeued the job."""
     nodes: tuple[str, ...]
-    """Node names in Slurm's order; node 0 hosts the rendezvous."""
+    """Node names in Slurm's order. Node 0 hosts the rendezvous."""
     node_rank: int
     cpus: int
     """CPUs on this node that the job may use."""
 
     @property
     def node(self) -> str:
+        """Name of this node."""
         return self.nodes[self.node_rank]
 
     @property
     def is_head(self) -> bool:
+        """Whether this is node 0."""
         return self.node_rank == 0
+
+    def threads(self, processes: int) -> int:
+        """Return the threads of each of this node's processes, which share its CPUs equally; at least 1."""
+        return max(1, self.cpus // processes)
 
 
 def read_allocation(environ: Mapping[str, str], affinity: int) -> Allocation:
-    """The allocation that SLURM_* describe.
+    """Return the allocation that the SLURM_* variables describe.
 
     Args:
-        affinity: CPUs in this process's affinity mask. Inside a step SLURM_CPUS_PER_TASK can be stale, so the smaller
-            of the mask and SLURM_CPUS_ON_NODE is what the task really has.
+        affinity: number of CPUs in this process's affinity mask. Inside a step SLURM_CPUS_PER_TASK can be outdated, so
+            the smaller of the mask and SLURM_CPUS_ON_NODE is used.
 
     Raises:
-        ValueError: a variable is missing or malformed, named in the message.
+        ValueError: a variable is missing or malformed. The message names it.
     """
     nodes = expand_hostlist(_required(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
     rank = int(_required(environ, "SLURM_NODEID"))
@@ -54,15 +60,15 @@ def read_allocation(environ: Mapping[str, str], affinity: int) -> Allocation:
 
 
 def expand_hostlist(text: str) -> tuple[str, ...]:
-    """Node names of Slurm's hostlist form: `gpu[01-03,7],login` -> gpu01 gpu02 gpu03 gpu7 login.
+    """Expand a hostlist of Slurm: `gpu[01-03,7],login` -> gpu01 gpu02 gpu03 gpu7 login.
 
-    Several bracket groups in one name multiply (`r[1-2]n[1-2]`), the last one fastest.
+    Several bracket groups in one name are combined (`r[1-2]n[1-2]`); the last one varies fastest.
 
     Raises:
-        ValueError: unbalanced brackets or an empty list.
+        ValueError: the brackets are unbalanced or the list is empty.
     """
     if text.count("[") != text.count("]") or re.search(r"\[[^\]]*\[", text):
-        raise ValueError(f"{text!r} is no hostlist: brackets do not match")
+        raise ValueError(f"{text!r} is not a hostlist: its brackets do not match")
     names = [name for part in _split_outside_brackets(text) for name in _expand_one(part)]
     if not names:
         raise ValueError("the hostlist is empty")
@@ -73,7 +79,7 @@ def _required(environ: Mapping[str, str], *names: str) -> str:
     for name in names:
         if environ.get(name):
             return environ[name]
-    raise ValueError(f"{names[-1]} is not set: this runs inside a Slurm step (srun), or by `hpc-rl submit --local`")
+    raise ValueError(f"{names[-1]} is not set: start this in a Slurm step (srun), or with `hpc-rl submit --local`")
 
 
 def _split_outside_brackets(text: str) -> list[str]:
@@ -94,7 +100,7 @@ def _expand_ranges(text: str) -> list[str]:
     for item in text.split(","):
         bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", item.strip())
         if not bounds:
-            raise ValueError(f"{item!r} is no range of a hostlist")
+            raise ValueError(f"{item!r} is not a range of a hostlist")
         first, last = bounds[1], bounds[2] or bounds[1]
         indices += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
     return indices

@@ -1,4 +1,4 @@
-"""Whether a partition can ever give what a job asks for. Pure functions on what sinfo says."""
+"""Whether a partition can provide what a job requests. Pure functions of the node groups that sinfo reports."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ _FLAGS = "--nodes, --gpus-per-node, --cpus-per-task, --mem"
 
 @dataclass(frozen=True)
 class Need:
-    """What a job asks of each of its nodes."""
+    """What a job requests on each of its nodes."""
 
     nodes: int
     gpus: int
     gpu_type: str | None
-    """None: any."""
+    """None for any type."""
     cpus: int
     memory_mb: int
-    """0: whatever there is."""
+    """0 for no request."""
 
 
 def refusal(groups: Sequence[NodeGroup], partition: str | None, need: Need) -> str | None:
-    """Why the partition can never start the job, with what it has, or None where it may.
+    """Return why the partition can never start the job, or None if it can.
 
     Args:
-        partition: one, or several with commas, of which Slurm takes any; None: the default one.
+        partition: one or several, separated by commas, of which Slurm takes any. None for the default partition.
     """
     names = partition.split(",") if partition else [group.partition for group in groups if group.is_default][:1]
     known = {group.partition for group in groups}
     if not known or not names:
         return None
     if unknown := [name for name in names if name not in known]:
-        return f"partition {unknown[0]}: Slurm shows none of this name; there are {', '.join(sorted(known))}"
-    if any(_gives(groups, name, need) for name in names):
+        return f"partition {unknown[0]} does not exist; Slurm has {', '.join(sorted(known))}"
+    if any(_provides(groups, name, need) for name in names):
         return None
     has = " and ".join(map(describe, shapes([group for group in groups if group.partition in names])))
-    others = sorted(name for name in known - set(names) if _gives(groups, name, need))
-    advice = f"partition {' or '.join(others)} has such nodes" if others else f"ask for less ({_FLAGS})"
-    return f"partition {','.join(names)} cannot give {_words(need)}: it has {has}; {advice}"
+    others = sorted(name for name in known - set(names) if _provides(groups, name, need))
+    advice = f"partition {' or '.join(others)} has such nodes" if others else f"request less ({_FLAGS})"
+    return f"partition {','.join(names)} cannot provide {_words(need)}: it has {has}; {advice}"
 
 
 def shapes(groups: Sequence[NodeGroup]) -> list[NodeGroup]:
-    """Groups that differ in partition or features alone, as one; those with most nodes first."""
+    """Merge groups that differ only in partition or features. The largest groups come first."""
     merged: dict[tuple[object, ...], NodeGroup] = {}
     for group in groups:
         key = (group.cpus, group.memory_mb, *group.gpus.items())
@@ -54,13 +54,13 @@ def shapes(groups: Sequence[NodeGroup]) -> list[NodeGroup]:
 
 
 def describe(group: NodeGroup) -> str:
-    """`2 nodes with 8 a100 (128 CPUs, 500000 MB)`."""
+    """Return a description such as `2 nodes with 8 a100 (128 CPUs, 500000 MB)`."""
     gpus = " and ".join(f"{count} {kind or 'GPUs'}" for kind, count in group.gpus.items()) or "no GPUs"
     memory = f", {group.memory_mb} MB" if group.memory_mb > 1 else ""
     return f"{group.nodes} {'node' if group.nodes == 1 else 'nodes'} with {gpus} ({group.cpus} CPUs{memory})"
 
 
-def _gives(groups: Sequence[NodeGroup], partition: str, need: Need) -> bool:
+def _provides(groups: Sequence[NodeGroup], partition: str, need: Need) -> bool:
     nodes = sum(group.nodes for group in groups if group.partition == partition and _fits(group, need))
     return nodes >= need.nodes
 

@@ -1,4 +1,4 @@
-"""What a cluster is like, out of the text of sinfo, scontrol, sacctmgr and ip. Pure functions."""
+"""Facts about a cluster. Pure functions that parse the output of sinfo, scontrol, sacctmgr and ip."""
 
 from __future__ import annotations
 
@@ -8,82 +8,83 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 SINFO_FORMAT = "%P|%a|%l|%L|%D|%c|%m|%G|%f|%h|%T"
-"""Columns of sinfo that say what nodes are like, and none that names one: with -e, nodes that are alike share a line,
-and a thousand nodes are a handful of lines."""
+"""Columns of sinfo that describe nodes without naming them: with -e, identical nodes share a line, so a thousand nodes
+are a few lines."""
 ASSOCIATION_COLUMNS = "Cluster,Account,User,Partition,QOS,DefaultQOS,MaxWall,MaxTRES"
 
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Nodes of one partition that are alike."""
+    """Identical nodes of one partition."""
 
     partition: str
     nodes: int
     cpus: int
-    """CPUs of each, as Slurm counts: hardware threads where it has them."""
+    """CPUs of each node as Slurm counts them: hardware threads if there are any."""
     memory_mb: int
-    """Memory of each; 1 where the cluster's administrator has not said."""
+    """Memory of each node; 1 if the administrator has not configured it."""
     gpus: Mapping[str, int]
-    """GPUs of each: type -> how many; a GPU without a type has the type ''."""
+    """GPUs of each node: type -> number. The type is empty for GPUs without one."""
     is_default: bool = False
     state: str = "up"
-    """The partition's: up, down, drain or inactive (sinfo(1), AVAIL)."""
+    """State of the partition: up, down, drain or inactive (sinfo(1), AVAIL)."""
     time_limit: str = "infinite"
     features: tuple[str, ...] = ()
 
     @property
     def all_gpus(self) -> int:
+        """GPUs of each node, of all types."""
         return sum(self.gpus.values())
 
 
 @dataclass(frozen=True)
 class Partition:
-    """What `scontrol show partition` says beyond sinfo."""
+    """A partition as `scontrol show partition` reports it."""
 
     name: str
     is_default: bool
     state: str
     """UP, DOWN, DRAIN or INACTIVE."""
     accounts: frozenset[str] | None
-    """Accounts that may use it; None: all."""
+    """Accounts that may use it, or None for all."""
     groups: frozenset[str] | None
-    """UNIX groups that may use it; None: all."""
+    """UNIX groups that may use it, or None for all."""
     is_hidden: bool
-    """From those who do not ask for it by name."""
+    """Whether Slurm lists it only if it is asked for by name."""
     max_time: str
-    """In Slurm's form, or UNLIMITED."""
+    """In Slurm's format, or UNLIMITED."""
     default_time: str
-    """What a job without --time gets; NONE for the maximum."""
+    """Time limit of a job without --time; NONE for the maximum."""
     preempt_mode: str
-    """OFF, REQUEUE, SUSPEND, ...: what happens to its jobs when others preempt them."""
+    """What happens to a preempted job: OFF, REQUEUE, SUSPEND and so on."""
     grace_s: int
-    """Between a preemption's SIGTERM and its SIGKILL."""
+    """Seconds between SIGTERM and SIGKILL for a preempted job."""
     exclusive: bool
-    """Jobs get whole nodes, asked for or not."""
+    """Whether jobs always get whole nodes."""
     nodes: int
     cpus: int
-    """CPUs of all nodes for jobs, without those that Slurm keeps for the system."""
+    """CPUs of all nodes that jobs can use, without those reserved for the system."""
     max_cpus_per_node: int | None
     max_mem_per_node_mb: int | None
     max_mem_per_cpu_mb: int | None
     job_defaults: Mapping[str, str] = field(default_factory=dict)
-    """DefCpuPerGPU and DefMemPerGPU, where set."""
+    """DefCpuPerGPU and DefMemPerGPU, if they are set."""
 
 
 @dataclass(frozen=True)
 class Association:
-    """An account that the user may charge."""
+    """An account that the user may use."""
 
     account: str
     partition: str
-    """The one that it is for; empty: any."""
+    """The partition that it is restricted to, or an empty text."""
     qos: tuple[str, ...]
     max_time: str
-    """In Slurm's form; empty: no limit of its own."""
+    """Its time limit in Slurm's format, or an empty text for none."""
 
 
 def read_sinfo(text: str) -> list[NodeGroup]:
-    """Output of `sinfo -h -e -o SINFO_FORMAT`; lines that differ in their nodes' state alone become one."""
+    """Parse `sinfo -h -e -o SINFO_FORMAT`. Lines that differ only in the state of their nodes are merged."""
     nodes: Counter[tuple[str, ...]] = Counter()
     for line in text.splitlines():
         columns = line.split("|")
@@ -96,7 +97,7 @@ def read_sinfo(text: str) -> list[NodeGroup]:
             nodes=count,
             cpus=_whole(cpus),
             memory_mb=_whole(memory),
-            gpus=read_gpus(gres),
+            gpus=parse_gpus(gres),
             is_default=name.endswith("*"),
             state=state,
             time_limit=limit,
@@ -107,10 +108,10 @@ def read_sinfo(text: str) -> list[NodeGroup]:
     ]
 
 
-def read_gpus(gres: str) -> dict[str, int]:
-    """GPUs of a node's generic resources: `gpu:a100:8(S:0-1),nvme:1` -> {"a100": 8}; `gpu:2` -> {"": 2}.
+def parse_gpus(gres: str) -> dict[str, int]:
+    """Parse the GPUs among generic resources: `gpu:a100:8(S:0-1),nvme:1` -> {"a100": 8}; `gpu:2` -> {"": 2}.
 
-    The sockets in parentheses may have commas (`(S:0,2)`). MIG devices have types like any other (`gpu:a100_1g.5gb:7`).
+    The sockets in parentheses may contain commas (`(S:0,2)`). MIG devices have types too (`gpu:a100_1g.5gb:7`).
     """
     found: dict[str, int] = {}
     for part in re.sub(r"\([^)]*\)", "", gres).split(","):
@@ -123,27 +124,28 @@ def read_gpus(gres: str) -> dict[str, int]:
 
 
 def read_partitions(text: str) -> list[Partition]:
-    """Output of `scontrol show partition -o`."""
+    """Parse `scontrol show partition -o`."""
     return [_partition(fields) for fields in map(_fields, text.splitlines()) if "PartitionName" in fields]
 
 
 def read_config(text: str) -> dict[str, str]:
-    """Output of `scontrol show config`; what is not set ((null)) is left out."""
+    """Parse `scontrol show config`. Settings without a value ((null)) are left out."""
     pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
     return {key.strip(): value.strip() for key, _, value in pairs if value.strip() not in ("", "(null)")}
 
 
 def has_accounting(config: Mapping[str, str]) -> bool:
+    """Return whether the cluster has an accounting database."""
     return not config.get("AccountingStorageType", "accounting_storage/none").endswith("/none")
 
 
 def read_controllers(text: str) -> dict[str, bool]:
-    """The last lines of the same output: host of a controller -> whether it is up."""
+    """Parse the last lines of `scontrol show config`: host of a controller -> whether it is up."""
     return {host: state == "UP" for host, state in re.findall(r"^Slurmctld\([^)]*\) at (\S+) is (\w+)", text, re.M)}
 
 
 def read_associations(text: str, cluster: str) -> list[Association]:
-    """Output of `sacctmgr -nP show assoc user=NAME format=ASSOCIATION_COLUMNS`, for one cluster."""
+    """Parse `sacctmgr -nP show assoc user=NAME format=ASSOCIATION_COLUMNS`, for one cluster."""
     rows = (line.split("|") for line in text.splitlines())
     return [
         Association(row[1], row[3], tuple(filter(None, row[4].split(","))), row[6])
@@ -153,14 +155,14 @@ def read_associations(text: str, cluster: str) -> list[Association]:
 
 
 def chosen(partitions: Sequence[Partition], name: str | None) -> Partition | None:
-    """The partition that a job would go to; of several with commas the first that there is."""
+    """Return the partition of a job, which is the default one for None, and the first existing one of a list."""
     if name is None:
         return next((one for one in partitions if one.is_default), None)
     return next((one for wanted in name.split(",") for one in partitions if one.name == wanted), None)
 
 
 def read_interfaces(text: str) -> dict[str, str]:
-    """Output of `ip -o -4 addr`: interface -> IPv4 address, without the loopback."""
+    """Parse `ip -o -4 addr`: interface -> IPv4 address, without the loopback."""
     found = re.findall(r"^\d+: (\S+)\s+inet ([\d.]+)", text, re.MULTILINE)
     return {name: address for name, address in found if not address.startswith("127.")}
 
@@ -211,6 +213,6 @@ def _limit(text: str) -> int | None:
 
 
 def _whole(text: str) -> int:
-    """A number, of which sinfo may say that there are more than that (`64+`)."""
+    """Parse a number, which sinfo may write as a lower bound (`64+`)."""
     match = re.match(r"\d+", text)
     return int(match[0]) if match else 0

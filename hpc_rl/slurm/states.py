@@ -1,4 +1,4 @@
-"""Job states out of the text of sacct, squeue and scontrol. Pure functions."""
+"""Job states. Pure functions that parse the output of sacct, squeue and scontrol."""
 
 from __future__ import annotations
 
@@ -23,36 +23,37 @@ ENDED = frozenset(
         "TIMEOUT",
     }
 )
-"""States that a job does not leave by itself (squeue's manual page, JOB STATE CODES)."""
+"""Final states (squeue's manual page, JOB STATE CODES)."""
 
 
 @dataclass(frozen=True)
 class JobState:
-    """What Slurm knows of one job."""
+    """The state of one job as Slurm reports it."""
 
     state: str
-    """Long name in capitals: PENDING, RUNNING, COMPLETED, ... or UNKNOWN."""
+    """Long name in capitals, such as PENDING, RUNNING or COMPLETED; or UNKNOWN."""
     nodes: str = ""
-    """Hostlist; empty while pending."""
+    """Hostlist; empty while the job is pending."""
     reason: str = ""
-    """Why it waits, or why it failed, in Slurm's words."""
+    """Slurm's reason why the job waits or has failed."""
     exit_code: int | None = None
-    """As a shell would see it: 128 + n for a death by signal n. None before the end."""
+    """As a shell shows it: 128 + n if signal n ended the job. None before the end."""
     stdout: str = ""
-    """Path of the job's log, where Slurm tells it."""
+    """Path of the job's log, if Slurm reports it."""
 
     @property
     def ended(self) -> bool:
+        """Whether the state is final."""
         return self.state in ENDED
 
 
 def read_sacct(text: str, job_id: str) -> JobState | None:
-    """Output of `sacct -X -n -P --duplicates -o JobID,State,ExitCode,NodeList,Reason`; the job's last line counts."""
+    """Parse `sacct -X -n -P --duplicates -o JobID,State,ExitCode,NodeList,Reason`. The job's last line counts."""
     return sacct_states(text).get(job_id)
 
 
 def sacct_states(text: str) -> dict[str, JobState]:
-    """The same for every job in it. Tasks of an array that have not started share a line, `12_[3-6%2]`."""
+    """Parse the same output for all jobs. Tasks of an array that have not started share a line, `12_[3-6%2]`."""
     found: dict[str, JobState] = {}
     for line in text.splitlines():
         fields = line.split("|")
@@ -65,15 +66,15 @@ def sacct_states(text: str) -> dict[str, JobState]:
 
 
 def read_squeue(text: str, job_id: str) -> JobState | None:
-    """Output of `squeue -h -t all -O JobArrayID:|,State:|,NodeList:|,Reason:|`.
+    """Parse `squeue -h -t all -O JobArrayID:|,State:|,NodeList:|,Reason:|`.
 
-    squeue does not tell an exit code, so an ended job is left to `scontrol`, whose answer has one.
+    squeue does not report exit codes; `scontrol` does.
     """
     return squeue_states(text).get(job_id)
 
 
 def squeue_states(text: str) -> dict[str, JobState]:
-    """The same for every job in it; with -r each task of an array has a line."""
+    """Parse the same output for all jobs. With -r each task of an array has its own line."""
     found = {}
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|")]
@@ -83,14 +84,14 @@ def squeue_states(text: str) -> dict[str, JobState]:
 
 
 def newer(recorded: JobState | None, queued: JobState | None) -> JobState | None:
-    """What accounting and the controller say of one job: accounting lags behind, but knows how it ended."""
+    """Combine the states of accounting and the controller. Accounting lags behind, but has the exit code."""
     if recorded and recorded.ended and (queued is None or queued.ended):
         return recorded
     return queued or recorded
 
 
 def read_scontrol(text: str) -> JobState | None:
-    """Output of `scontrol show job -o ID`, which Slurm keeps for MinJobAge (300 s) after the end."""
+    """Parse `scontrol show job -o ID`, which Slurm keeps for MinJobAge (300 s) after the end."""
     fields = dict(re.findall(r"(?:^|\s)(JobState|NodeList|Reason|ExitCode|StdOut)=(.*?)(?=\s+[A-Za-z/:]+=|\s*$)", text))
     if "JobState" not in fields:
         return None
@@ -106,10 +107,10 @@ def read_scontrol(text: str) -> JobState | None:
 
 
 def run_dir_of_script(text: str, variable: str, environ: Mapping[str, str]) -> str | None:
-    """Value of `export VARIABLE=...` in a job script, as bash would read it; None without such a line.
+    """Return the value of `export VARIABLE=...` in a job script as bash would read it, or None without such a line.
 
     Raises:
-        ValueError: only bash could tell the value (a command substitution, or a variable that is not set here).
+        ValueError: only bash could determine the value (a command substitution, or a variable that is not set here).
     """
     for line in text.splitlines():
         match = re.match(rf"\s*(?:export\s+)?{variable}=(\S.*)", line)
@@ -130,7 +131,7 @@ def run_dir_of_script(text: str, variable: str, environ: Mapping[str, str]) -> s
 
 
 def plain_state(state: str) -> str:
-    """`CANCELLED by 1000` and `RUNNING+` are the state and something about it."""
+    """Remove details from a state: `CANCELLED by 1000` -> CANCELLED, `RUNNING+` -> RUNNING."""
     words = state.split()
     return words[0].rstrip("+") if words else "UNKNOWN"
 
@@ -150,7 +151,7 @@ def _reason(text: str) -> str:
 
 
 def exit_code_of(text: str) -> int | None:
-    """Slurm's `code:signal`."""
+    """Parse Slurm's `code:signal`."""
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if not match:
         return None

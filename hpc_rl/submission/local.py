@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import signal
 import subprocess
@@ -194,8 +193,4 @@ def count_interrupts(job: Job) -> Callable[[], int]:
 
 
 def _report(job: Job, job_id: str, state: str, exit_code: int | None) -> None:
-    attempt = len(job.run_dir.attempts())
-    text = json.dumps({"job_id": job_id, "attempt": attempt, "state": state, "exit_code": exit_code})
-    partial = job.run_dir.path / ".status.partial"
-    partial.write_text(text + "\n")
-    partial.replace(job.run_dir.status)
+    job.run_dir.write_status(job_id, len(job.run_dir.attempts()), state, exit_code)

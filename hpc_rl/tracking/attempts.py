@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import EXIT_STOPPED
+from hpc_rl.host.files import read_json
 from hpc_rl.host.usage import NodeUsage, read_spans
 from hpc_rl.run_dir import RunDir
 
@@ -61,7 +61,7 @@ def read_history(run: RunDir) -> History:
     """Quick for any run: the first and last line of each node's usage file, and status.json."""
     folders = run.attempts()
     spans = [read_spans(folder) for folder in folders]
-    status = _status(run.status)
+    status = read_json(run.status)
     job_ids = [nodes[0].job_id if nodes else "" for nodes in spans]
     attempts = []
     for index, (folder, nodes) in enumerate(zip(folders, spans, strict=True)):
@@ -109,11 +109,3 @@ def _span(folder: Path, nodes: Sequence[NodeUsage]) -> tuple[float | None, float
     logs = [(int(match[1]), path) for path in folder.iterdir() if (match := _OWN_LOGS.match(path.name))]
     times = [path.stat().st_mtime for _, path in logs]
     return min(times, default=None), max(times, default=None), len({rank for rank, _ in logs})
-
-
-def _status(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from hpc_rl.host.usage import NodeUsage, Sample
+from hpc_rl.host.usage import NodeUsage, UsageSample
 from hpc_rl.tracking.plot import Point, Series, line_plot, stacked_plot
 from hpc_rl.tracking.recorded import Recorded
 
@@ -164,7 +164,7 @@ def phase_series(run: Recorded) -> list[Series]:
 
 def node_figures(usage: Sequence[Sequence[NodeUsage]]) -> list[Figure]:
     """What each node used, over the time that the run was running: attempts follow each other without a gap."""
-    measures: list[tuple[str, str, Callable[[Sample], float | None]]] = [
+    measures: list[tuple[str, str, Callable[[UsageSample], float | None]]] = [
         ("Memory of a node", "GB", lambda sample: sample.memory_gb),
         ("CPUs of a node", "cores busy", lambda sample: sample.cpus),
         ("GPUs of a node", "% busy, mean", _gpus_busy),
@@ -186,7 +186,7 @@ def node_figures(usage: Sequence[Sequence[NodeUsage]]) -> list[Figure]:
 
 
 def _by_node(
-    usage: Sequence[Sequence[NodeUsage]], measure: Callable[[Sample], float | None], size: float
+    usage: Sequence[Sequence[NodeUsage]], measure: Callable[[UsageSample], float | None], size: float
 ) -> list[Series]:
     points: dict[int, list[Point]] = {}
     names: dict[int, str] = {}
@@ -236,6 +236,6 @@ def _seconds(nodes: Sequence[NodeUsage]) -> float:
     return max((node.ended for node in nodes), default=0.0) - min((node.began for node in nodes), default=0.0)
 
 
-def _gpus_busy(sample: Sample) -> float | None:
+def _gpus_busy(sample: UsageSample) -> float | None:
     busy = [gpu.busy for gpu in sample.gpus if gpu.busy is not None]
     return 100 * sum(busy) / len(busy) if busy else None

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hpc_rl.host.usage import NodeUsage, Sample
+from hpc_rl.host.usage import NodeUsage, UsageSample
 from hpc_rl.tracking.formatting import number, rates
 from hpc_rl.tracking.metrics import Record
 
@@ -131,14 +131,14 @@ def _nodes(nodes: Sequence[NodeUsage], hidden: int, width: int) -> Table:
     return table
 
 
-def _use(node: NodeUsage, last: Sample, bar: int) -> list[Text]:
+def _use(node: NodeUsage, last: UsageSample, bar: int) -> list[Text]:
     return [
         _meter(last.cpus, node.cpus, bar, f"{last.cpus:.1f} of {node.cpus}"),
         _meter(last.memory_gb, node.memory_gb, bar, f"{number(last.memory_gb)} of {node.memory_gb:.0f}"),
     ]
 
 
-def _gpu_cells(last: Sample, bar: int) -> list[Text]:
+def _gpu_cells(last: UsageSample, bar: int) -> list[Text]:
     """One block for each GPU's work, and the memory of the fullest."""
     if not last.gpus:
         return []

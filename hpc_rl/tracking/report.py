@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.files import replacing
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.attempts import ended_with
 from hpc_rl.tracking.charts import Section, compared, phase_medians, sections
@@ -63,13 +63,11 @@ def write_page(runs: Sequence[Recorded], path: Path) -> Path:
         if not run.records and not run.history.attempts:
             raise UserError(f"run {run.name} has nothing to report yet: it has not started")
     page = render_page(runs)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        # Half a character of a broken text is no reason to have no report.
-        temporary.write_bytes(page.encode("utf-8", "replace"))
-        temporary.replace(path)
+        with replacing(path) as partial:
+            # Half a character of a broken text is no reason to have no report.
+            partial.write_bytes(page.encode("utf-8", "replace"))
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise UserError(f"{path} cannot be written: {error.strerror}") from error
     return path
 

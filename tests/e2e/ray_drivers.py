@@ -1,4 +1,4 @@
-"""Drivers for jobs in tests, and somebody who should not get in, as the text of programs."""
+"""Drivers for jobs in tests, and an intruder, as the text of programs."""
 
 LOOK = """
 import json, os, pathlib, sys, ray
@@ -15,7 +15,7 @@ pathlib.Path("seen.json").write_text(json.dumps(seen))
 print("the driver is done")
 sys.exit(3)
 """
-"""Writes down what it sees, and leaves with exit code 3."""
+"""Records what it sees and exits with code 3."""
 
 WAIT = """
 import os, pathlib, sys, time, ray
@@ -31,7 +31,7 @@ while not mark.with_suffix(".end").exists():
     time.sleep(0.1)
 print("nodes at the end:", len([node for node in ray.nodes() if node["Alive"]]))
 """
-"""Keeps a task running, writes its address into a file, and waits until a file asks it to end."""
+"""Keeps a task running, writes its address to a file, and waits for a file that asks it to end."""
 
 COUNT = """
 import ray
@@ -79,4 +79,7 @@ for what, process in running.items():
 subprocess.run(["rm", "-rf", home])
 print(json.dumps(found))
 """
-"""Arguments: the address of a cluster, the port of its dashboard, and paths to read. Prints what came of it."""
+"""Tries to enter a cluster as another user.
+
+Arguments: the address of a cluster, the port of its dashboard, and paths to read. Prints the outcomes.
+"""

@@ -1,4 +1,4 @@
-"""The doctor and `explain` on a real Slurm."""
+"""`hpc-rl doctor` and `explain` on a real Slurm."""
 
 import json
 import uuid
@@ -10,7 +10,7 @@ from tests.sandbox.cluster import Cluster
 
 pytestmark = pytest.mark.sandbox
 HUNGRY = "held = [bytearray(b'x' * (1 << 20)) for _ in range(4000)]\n"
-"""Takes 4 GB, a megabyte at a time."""
+"""Allocates 4 GB, a megabyte at a time."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Training inside a real image on a real Slurm: saved by a stop, gone on with, and exported; and Ray."""
+"""Training inside a real image on a real Slurm: stopped, resumed and exported; and Ray."""
 
 import shutil
 import sys
@@ -15,9 +15,10 @@ pytestmark = [pytest.mark.sandbox, pytest.mark.slow]
 
 PACKAGES = next(path for path in sys.path if path.endswith("-packages"))
 INSIDE = [
-    *("--nodes", "2", "--image", "hpc-rl.sif", f"container.binds=[{PACKAGES}]", f"slurm.env.PYTHONPATH={PACKAGES}"),
+    *("--nodes", "2", "--image", "hpc-rl.sif", f"container.binds=[{PACKAGES}]"),
     f"container.options=[{','.join(OPTIONS)}]",
 ]
+PYTHONPATH = f"slurm.env.PYTHONPATH={PACKAGES}"
 SUMS = [
     *("model.path=model", "data.train_files=sums/train.jsonl", "trainer.device=cpu", "trainer.micro_tokens=1024"),
     *("data.max_prompt_length=64", "data.max_response_length=4", "reward.function=exact"),
@@ -33,16 +34,16 @@ def workspace(slurm_cluster: Cluster, built_image: Path, apptainer_environ: dict
     return workspace
 
 
-def test_a_run_in_an_image_is_stopped_and_goes_on(workspace: Workspace) -> None:
+def test_a_run_in_an_image_is_stopped_and_resumed(workspace: Workspace) -> None:
     job = ["submit", "sft", "--job-name", "inside", *INSIDE, *QUICK, "trainer.total_training_steps=12"]
-    workspace.ok(*job)
+    workspace.ok(*job, *workspace.hold_at(2, PACKAGES))
     workspace.wait_for_step("inside", 2)
     workspace.ok("stop", "inside")
     assert workspace.hpc_rl("logs", "-f", "inside").returncode == 75, workspace.logs()
     run = workspace.folder / "runs" / "inside"
     assert list((run / "checkpoints").glob("step-*"))
     assert workspace.status("inside")["state"] == "STOPPED"
-    workspace.ok(*job, "--wait")
+    workspace.ok(*job, PYTHONPATH, "--wait")
     assert (workspace.status("inside")["state"], sorted(workspace.losses("inside"))) == ("COMPLETED", [*range(1, 13)])
     assert (run / "model" / "config.json").is_file()
     script = (run / "attempt-1" / "container.sh").read_text()
@@ -52,7 +53,7 @@ def test_a_run_in_an_image_is_stopped_and_goes_on(workspace: Workspace) -> None:
 
 def test_ray_and_ppo_in_an_image(workspace: Workspace) -> None:
     workspace.ok("data", "arithmetic", "--out", "sums", "--train", "64", "--val", "8")
-    job = ["submit", "ppo", "--job-name", "ray", *INSIDE, *SUMS, "trainer.total_training_steps=2"]
+    job = ["submit", "ppo", "--job-name", "ray", *INSIDE, PYTHONPATH, *SUMS, "trainer.total_training_steps=2"]
     workspace.ok(*job, "--wait", timeout=280)
     status = workspace.status("ray")
     assert (status["state"], status["step"]) == ("COMPLETED", 2)

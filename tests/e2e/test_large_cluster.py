@@ -1,4 +1,4 @@
-"""A thousand nodes and a thousand jobs cost a command no more questions to Slurm than a few do."""
+"""With a thousand nodes and jobs, commands call Slurm as often as with a few."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.sandbox
 
 
 def copy_run(run: Path, count: int) -> None:
-    """Further runs whose jobs are those that the cluster holds: tasks of ten arrays of a hundred."""
+    """Create further runs, whose jobs are the cluster's held ones: tasks of ten arrays of a hundred."""
     for number in range(count):
         copy = run.with_name(f"copy-{number}")
         shutil.copytree(run, copy, dirs_exist_ok=True)

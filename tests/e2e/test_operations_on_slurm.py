@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ while not (run / "go").exists():
         sys.exit(75)
     time.sleep(0.1)
 """
-"""A program that ends when it is told to, or asked to stop."""
+"""A program that ends when `go` or `stop` appears in its run directory."""
 WAITING = ["trainer.device=cpu", "--", "waits.py"]
 
 
@@ -60,7 +59,7 @@ def wait_for_line(workspace: Workspace, run: Path, text: str) -> None:
 
 
 def test_a_sweep_trains_and_its_table_shows_what_failed(workspace: Workspace, slurm_cluster: Cluster) -> None:
-    swept = [*SETUPS, "optim.lr=1e-3,3e-3", "--max-parallel", "2"]
+    swept = [*SETUPS, "optim.lr=1e-3,3e-3", "--max-parallel", "2", *workspace.hold_at(1)]
     arguments = ["sweep", *(word for word in SFT if not word.startswith("optim.lr=")), *swept]
     scripts = workspace.ok(*arguments, "--dry-run")
     assert not (workspace.folder / "runs").exists()
@@ -72,6 +71,8 @@ def test_a_sweep_trains_and_its_table_shows_what_failed(workspace: Workspace, sl
         lambda: [row["reason"] for row in rows(workspace, "sft-sweep-1")][2:] == ["JobArrayTaskLimit"] * 2,
         "two at a time",
     )
+    for number in (1, 2):
+        workspace.release(f"sft-sweep-1/sft-sweep-1_{number}")
     wait_for_states(workspace, "sft-sweep-1", "COMPLETED", "COMPLETED", "FAILED", "FAILED")
     found = rows(workspace, "sft-sweep-1")
     assert [row["values"]["optim.lr"] for row in found] == ["1e-3", "3e-3"] * 2
@@ -149,15 +150,17 @@ def test_a_chain_that_breaks_leaves_nothing_waiting(workspace: Workspace) -> Non
     assert "hpc-rl requeue broken starts it again" in refused.stderr
 
 
-def test_a_running_job_saves_and_is_queued_again(workspace: Workspace) -> None:
+def test_a_running_job_saves_and_is_queued_again(workspace: Workspace, slurm_cluster: Cluster) -> None:
     workspace.ok("submit", "torchrun", "--job-name", "again", "slurm.env.N=1", *WAITING)
     run = workspace.folder / "runs" / "again"
     wait_for_line(workspace, run, "attempt 1")
     job_id = workspace.status("again")["job_id"]
+    slurm_cluster.drain(True)  # the job stays in the queue until the test has looked at it there
     assert "will save at its next step and be queued again" in workspace.ok("requeue", "again")
     workspace.wait_until(lambda: workspace.status("again")["state"] == "PENDING", "queued again")
     assert "is waiting in the queue already" in workspace.ok("requeue", "again")
-    (run / "go").touch()
+    slurm_cluster.drain(False)
+    workspace.release("again")
     workspace.ok(
         "submit", "torchrun", "--after", "again", "--wait", "trainer.device=cpu", "--", "nothing.py", timeout=90
     )
@@ -217,13 +220,10 @@ def test_a_thousand_jobs_are_listed_by_two_questions(workspace: Workspace, slurm
         (counted / program).write_text(f'#!/bin/sh\necho {program} >> {many}/calls\nexec /usr/bin/{program} "$@"\n')
         (counted / program).chmod(0o755)
     environ = {**workspace.environ, "PATH": f"{counted}:{os.environ['PATH']}"}
-    began = time.monotonic()
     found = rows(Workspace(many, environ))
-    took = time.monotonic() - began
     slurm_cluster.run(["scancel", array], check=True)
     assert [row["state"] for row in found] == ["PENDING"] * 1000
     assert (many / "calls").read_text().split() == ["sacct", "squeue"]
-    assert took < 5, f"{took:.1f} s; 0.9 s on a machine that does nothing else"
 
 
 def test_the_table_with_accounting_knows_exit_codes(accounting_cluster: Cluster) -> None:
@@ -236,7 +236,7 @@ def test_the_table_with_accounting_knows_exit_codes(accounting_cluster: Cluster)
     accounted.ok("submit", "torchrun", "--sbatch", "hold", "trainer.device=cpu", "--", "nothing.py")
     expected = [("codes_1", "COMPLETED", 0), ("codes_2", "FAILED", 3), ("torchrun-1", "PENDING", None)]
 
-    def is_known() -> bool:  # accounting learns of an end a little later than the controller
+    def is_known() -> bool:  # accounting is updated a little later than the controller
         return [(row["run"], row["state"], row["exit_code"]) for row in rows(accounted)] == expected
 
     accounted.wait_until(is_known, f"{expected}", 90)

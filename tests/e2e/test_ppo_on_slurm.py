@@ -80,7 +80,7 @@ def test_vllm_generates_on_a_node_of_its_own(workspace: Workspace) -> None:
     assert all(record["training/rollout_probs_diff_mean"] < 1e-4 for record in found)
 
 
-def test_a_stopped_run_goes_on(workspace: Workspace) -> None:
+def test_a_stopped_run_is_resumed(workspace: Workspace) -> None:
     command = ["submit", "ppo", "--nodes", "2", "--job-name", "stopped", *PPO, "trainer.total_training_steps=1000"]
     workspace.ok(*command)
     metrics = workspace.folder / "runs" / "stopped" / "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""Ray inside a job on a real Slurm: what a driver sees, how jobs end, and who cannot get in."""
+"""Ray inside a job on a real Slurm: what a driver sees, how jobs end, and who has no access."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,14 +21,14 @@ from tests.sandbox.cluster import Cluster
 
 pytestmark = pytest.mark.sandbox
 LOOK_FOR = (
-    "pgrep -fa 'gcs_server|raylet|ray::|hpc_rl[.]node|_driver.py' | grep -v pgrep; find /tmp /dev/shm -mindepth 1"
+    "pgrep -fa 'gcs_server|raylet|ray::|hpc_rl[.]node|_driver.py' | grep -v pgrep; find /tmp /dev/shm -xdev -mindepth 1"
 )
-"""Ray's processes, and files on a node's own disk."""
+"""Ray's processes, and files on a node's own disk. Folders that a node shares with others are not entered."""
 OTHER = 65534
 """Another user's id."""
 TWO_NODES = ["--nodes", "2", "--cpus-per-task", "1", "--mem", "2G", "trainer.device=cpu"]
 START_S = 150
-"""Ray starts in 5 to 15 s; the machine that runs the tests may be busy."""
+"""Deadline of a start in seconds. Ray takes 5 to 15 s on an idle machine."""
 
 
 def make_workspace(folder: Path, environ: dict[str, str]) -> Workspace:
@@ -47,12 +46,12 @@ def workspace(slurm_cluster: Cluster) -> Workspace:
 
 @pytest.fixture(scope="module")
 def patient_cluster() -> Iterator[Cluster]:
-    """A cluster that, as real ones, takes minutes to find a node lost."""
+    """A cluster that takes minutes to notice a lost node, as real ones do."""
     yield from sandbox_cluster("patient", nodes=2, cpus=2, memory_mb=6000, slurmd_timeout_s=300)
 
 
 def traces(cluster: Cluster) -> dict[str, str]:
-    """Ray's processes, and files on the nodes' own disks, by node."""
+    """Return Ray's processes and the files on the nodes' own disks, by node."""
     return {node: cluster.exec_on(node, ["sh", "-c", LOOK_FOR]).stdout for node in cluster.nodes}
 
 
@@ -60,14 +59,14 @@ def traces(cluster: Cluster) -> dict[str, str]:
 def nothing_left(slurm_cluster: Cluster) -> Iterator[None]:
     before = traces(slurm_cluster)
     yield
-    for job in slurm_cluster.run(["squeue", "--noheader", "--format=%i"]).stdout.split():  # of a test that has failed
+    for job in slurm_cluster.run(["squeue", "--noheader", "--format=%i"]).stdout.split():  # of a failed test
         slurm_cluster.run(["scancel", job])
     slurm_cluster.wait_idle(60)
     assert traces(slurm_cluster) == before
 
 
 def start_waiting(workspace: Workspace, name: str, *options: str) -> Path:
-    """Submit a job that is up when this returns; its driver's mark, with pid and address."""
+    """Submit a job, wait until its driver runs, and return the driver's mark, which contains its address."""
     mark = workspace.folder / f"{name}.mark"
     arguments = [*TWO_NODES, "--job-name", name, *options, "--", "python", "wait_driver.py", str(mark)]
     workspace.ok("submit", "ray", *arguments)
@@ -133,7 +132,7 @@ BREAKS = {
     ),
     "entry": ("node2", ["-f", "^[^ ]*python[^ ]* -P -m hpc_rl.node.ray_cluster.node"], "node node2 is lost", 137),
 }
-"""What is killed, on which node and how; what the log says, and the job's exit code."""
+"""What is killed -> on which node, how, the message in the log, and the job's exit code."""
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -145,7 +144,7 @@ def test_what_dies_ends_the_job_on_all_nodes(workspace: Workspace, slurm_cluster
     assert slurm_cluster.wait_job(job_id(workspace, what), timeout=60) == "FAILED"
     log = log_of(workspace, what)
     assert workspace.status(what)["exit_code"] == code, log
-    if what == "entry":  # srun says it too, and either may be first
+    if what == "entry":  # srun reports it too, and either may be first
         assert reason in log
     else:
         check_reason_comes_first(log, reason)
@@ -162,21 +161,21 @@ def test_a_cancelled_job_leaves_nothing(workspace: Workspace, slurm_cluster: Clu
 
 def test_a_node_that_is_cut_off_ends_the_job_on_both_sides_before_slurm_knows(patient_cluster: Cluster) -> None:
     workspace = make_workspace(patient_cluster.shared / "lost", patient_cluster.env)
+    before = traces(patient_cluster)
     start_waiting(workspace, "lost")
-    began = time.monotonic()
     network.unplug(state.machines(patient_cluster.name)["ctl"].pid, 2, second="")
     patient_cluster.exec_on("node2", ["pkill", "-KILL", "-x", "slurmd"], check=True)
     status = workspace.folder / "runs" / "lost" / "status.json"
-    workspace.wait_until(lambda: "FAILED" in status.read_text(), "the job to end", 60)
-    workspace.wait_until(lambda: not any(traces(patient_cluster).values()), "both nodes to be empty", 60)
-    assert time.monotonic() - began < 60
+    workspace.wait_until(lambda: "FAILED" in status.read_text(), "the job to end", 120)
+    workspace.wait_until(lambda: traces(patient_cluster) == before, "both nodes to be empty", 120)
+    assert not patient_cluster.node_states()["node2"].startswith("down")
     assert json.loads(status.read_text())["exit_code"] == 1
     check_reason_comes_first(log_of(workspace, "lost"), "hpc-rl: node node2 is lost: it has not answered for")
 
 
 @pytest.mark.usefixtures("nothing_left")
 def test_others_share_the_nodes_and_do_not_get_in(workspace: Workspace, slurm_cluster: Cluster) -> None:
-    """A job runs; another of the same user and one of another user run beside it; then that user tries to get in."""
+    """Two jobs of one user and one of another share the nodes. Then the other user tries to enter the first job."""
     python = python_of_others()
     address = start_waiting(workspace, "first", "ray.dashboard=true").read_text()
     count = ["--nodes", "1", "--job-name", "second", "--follow", "--", "python", "count_driver.py"]
@@ -209,7 +208,7 @@ def test_others_share_the_nodes_and_do_not_get_in(workspace: Workspace, slurm_cl
 
 
 def python_of_others() -> str:
-    """A Python that another user can run, with this environment's packages."""
+    """Return a Python that another user can run with this environment's packages."""
     found = shutil.which(f"python3.{sys.version_info.minor}", path="/usr/bin:/usr/local/bin") or sys.executable
     try:
         probe = [found, "-c", "import ray"]
@@ -225,7 +224,7 @@ def environment_of_others() -> dict[str, str]:
 
 
 def run_as_other(cluster: Cluster, python: str) -> str:
-    """Another user's job on one node; its output."""
+    """Run a job of another user on one node and return its output."""
     folder = cluster.shared / f"other-{uuid.uuid4().hex[:8]}"
     folder.mkdir()
     (folder / "count_driver.py").write_text(COUNT)

@@ -1,4 +1,4 @@
-"""A real apptainer: built from an archive, looked into, and running commands as a job's tasks do."""
+"""Images with a real apptainer: built from an archive, inspected, and used to run commands like the tasks of a job."""
 
 import json
 import os
@@ -65,24 +65,34 @@ def test_a_look_inside(built_image: Path, hpc_rl: Any, tmp_path: Path) -> None:
 def test_an_interrupted_build_leaves_nothing(
     built_image: Path, apptainer_environ: dict[str, str], tmp_path: Path
 ) -> None:
+    # The last stage of a build waits here until the build is ended.
+    held, begun = tmp_path / "bin" / "mksquashfs", tmp_path / "bin" / "begun"
+    held.parent.mkdir()
+    held.write_text(f'#!/bin/sh\ntouch "{begun}"\nwhile kill -0 $PPID; do sleep 0.1; done\n')
+    held.chmod(0o755)
     (tmp_path / "local").mkdir()
     command = [sys.executable, "-m", "hpc_rl.cli", "image", "pull", f"docker-archive:{built_image.parent}/tiny.tar"]
-    environ = {**apptainer_environ, "TMPDIR": str(tmp_path / "local")}
+    environ = {
+        **apptainer_environ,
+        "TMPDIR": str(tmp_path / "local"),
+        "PATH": f"{held.parent}:{apptainer_environ['PATH']}",
+    }
     with subprocess.Popen(
         [*AS_USER, *command, "--out", "x.sif"], cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True
     ) as building:
-        assert building.stderr is not None
-        while "Fetching" not in (line := building.stderr.readline()):
-            assert line
+        deadline = time.monotonic() + 120
+        while not begun.exists():
+            assert building.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
         building.send_signal(signal.SIGTERM)
         building.communicate(timeout=60)
     assert building.returncode == 130
-    assert [path.name for path in tmp_path.iterdir()] == ["local"]
+    assert {path.name for path in tmp_path.iterdir()} == {"bin", "local"}
     assert [path.name for path in tmp_path.glob("local/*/*")] == ["cache"]
 
 
 class Task:
-    """container.sh of a job, with the real runtime."""
+    """Runs container.sh of a job with the real runtime."""
 
     def __init__(self, image: Path, environ: dict[str, str], tmp: Path, **flags: Any) -> None:
         self.tmp, (self.data, self.local) = tmp, (tmp / "data", tmp / "local")
@@ -94,7 +104,9 @@ class Task:
         config = compose("torchrun", [], settings)
         self.script = tmp / "container.sh"
         self.script.write_text(render_container(Job("torchrun", config, RunDir(tmp / "run"), tmp)))
-        plain = {name: value for name, value in environ.items() if name not in CACHES}  # torch sets some when imported
+        plain = {
+            name: value for name, value in environ.items() if name not in CACHES
+        }  # torch sets some of them when it is imported
         self.environ = {**plain, "SLURM_JOB_ID": "7", "TMPDIR": str(self.local), "HF_HOME": str(tmp / "hf")}
 
     def start(self, *command: str, **environ: str) -> subprocess.Popen[str]:
@@ -129,7 +141,7 @@ def test_environment_folders_and_binds_are_the_jobs(task: Task) -> None:
     assert (environ["HOME"], environ["IMAGE_SAYS"], environ["SLURM_JOB_ID"]) == ("/tmp", "hello", "7")
     assert not {"SECRET", "PYTHONPATH", "TMPDIR"} & environ.keys()
     assert (folder, text) == (str(task.tmp), "seen")
-    # The working folder of this test may lie in /tmp, and is bound into the task's own.
+    # The working folder of this test may be in /tmp, and is bound into the task's own /tmp.
     assert "mine" in own_tmp and set(own_tmp) <= {"mine", task.tmp.parts[2]}
     assert (task.tmp / "hf").is_dir() and environ["HF_HOME"] == str(task.tmp / "hf")
 

@@ -1,4 +1,4 @@
-"""The supervised path on a real Slurm: two nodes, torchrun, FSDP over gloo, a Hugging Face folder at the end."""
+"""Supervised fine-tuning on a real Slurm: two nodes, torchrun, FSDP over gloo, and an exported Hugging Face folder."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def workspace(slurm_cluster: Cluster) -> Workspace:
 
 @pytest.fixture(scope="module")
 def uninterrupted(workspace: Workspace) -> dict[int, float]:
-    """Losses of a run on two nodes from beginning to end."""
+    """Losses of an uninterrupted run on two nodes."""
     workspace.ok("submit", "sft", "--nodes", "2", "--wait", "--job-name", "whole", *QUICK, STEPS, timeout=180)
     return workspace.losses("whole")
 
@@ -89,9 +89,9 @@ def test_an_edited_script_goes_through_submit_too(workspace: Workspace) -> None:
     assert sorted(workspace.losses("by-script")) == [1, 2]
 
 
-def test_a_stopped_run_goes_on_on_one_node(workspace: Workspace, uninterrupted: dict[int, float]) -> None:
+def test_a_stopped_run_is_resumed_on_one_node(workspace: Workspace, uninterrupted: dict[int, float]) -> None:
     arguments = ["sft", "--job-name", "stopped", *QUICK, STEPS]
-    workspace.ok("submit", *arguments, "--nodes", "2")
+    workspace.ok("submit", *arguments, "--nodes", "2", *workspace.hold_at(3))
     workspace.wait_for_step("stopped", 3)
     refused = workspace.hpc_rl("submit", *arguments, "--nodes", "1")
     assert refused.returncode == 2 and "run stopped is RUNNING" in refused.stderr
@@ -110,7 +110,7 @@ def test_a_stopped_run_goes_on_on_one_node(workspace: Workspace, uninterrupted: 
 def test_the_walltime_warning_saves_and_queues_again(
     workspace: Workspace, slurm_cluster: Cluster, uninterrupted: dict[int, float]
 ) -> None:
-    workspace.ok("submit", "sft", "--nodes", "2", "--job-name", "walltime", *QUICK, STEPS)
+    workspace.ok("submit", "sft", "--nodes", "2", "--job-name", "walltime", *QUICK, STEPS, *workspace.hold_at(3))
     workspace.wait_for_step("walltime", 3)
     job_id = str(workspace.status("walltime")["job_id"])
     # The signal that --signal=B:USR2@N has Slurm send, to the batch shell alone.
@@ -136,9 +136,9 @@ def test_slurm_warns_before_the_walltime_by_itself(workspace: Workspace) -> None
     assert "saved before the walltime; job" in workspace.ok("logs", "warned")
 
 
-def test_a_cancelled_run_goes_on_when_submitted_again(workspace: Workspace, uninterrupted: dict[int, float]) -> None:
+def test_a_cancelled_run_is_resumed_when_submitted_again(workspace: Workspace, uninterrupted: dict[int, float]) -> None:
     arguments = ["sft", "--nodes", "2", "--job-name", "cancelled", *QUICK, STEPS, "trainer.save_freq=2"]
-    workspace.ok("submit", *arguments)
+    workspace.ok("submit", *arguments, *workspace.hold_at(5))
     workspace.wait_for_step("cancelled", 5)
     workspace.ok("cancel", "cancelled")
     followed = workspace.hpc_rl("logs", "-f", "cancelled")
@@ -151,7 +151,7 @@ def test_a_cancelled_run_goes_on_when_submitted_again(workspace: Workspace, unin
 
 
 def test_a_dead_rank_ends_the_job_and_is_named(workspace: Workspace, slurm_cluster: Cluster) -> None:
-    workspace.ok("submit", "sft", "--nodes", "2", "--job-name", "dead", *QUICK, "trainer.total_training_steps=5000")
+    workspace.ok("submit", "sft", "--nodes", "2", "--job-name", "dead", *QUICK, *workspace.hold_at(2))
     workspace.wait_for_step("dead", 2)
     slurm_cluster.exec_on(
         "node2", ["pkill", "-KILL", "-f", "^[^ ]*python[^ ]* -u -P -m hpc_rl.finetune.train"], check=True
@@ -232,7 +232,7 @@ def test_an_odd_job_name_arrives_at_slurm(workspace: Workspace, slurm_cluster: C
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["submit", "sft", "--partition", "nope", *QUICK], "partition nope: Slurm shows none of this name"),
+        (["submit", "sft", "--partition", "nope", *QUICK], "partition nope does not exist"),
         (["submit", "sft", "--after", "999999", *QUICK], "--after 999999: Slurm does not know this job"),
         (["status", "999999"], "no job 999999"),
         (["cancel", "999999"], "no job 999999"),
@@ -265,10 +265,10 @@ def test_states_with_accounting(accounted: Workspace) -> None:
     assert accounted.status("torchrun-1")["state"] == "FAILED"
 
 
-def test_waiting_can_be_interrupted_and_the_job_goes_on(workspace: Workspace) -> None:
+def test_waiting_can_be_interrupted_and_the_job_continues(workspace: Workspace) -> None:
     command = [sys.executable, "-m", "hpc_rl.cli", "submit", "sft", "--follow", "--job-name", "left", *QUICK]
     with subprocess.Popen(
-        [*command, "trainer.total_training_steps=5000"],
+        [*command, *workspace.hold_at(1)],
         cwd=workspace.folder, env=dict(workspace.environ), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
     ) as waiting:  # fmt: skip
         workspace.wait_for_step("left", 1)

@@ -1,4 +1,4 @@
-"""From `site detect` to trained models on clusters set up in different ways, without a hand edit."""
+"""From `site detect` to trained models on different kinds of clusters, without editing the profile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PPO = [
 
 @pytest.fixture(scope="module")
 def materials(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model and data, made once for all clusters."""
+    """A small model and data, created once for all clusters."""
     folder = tmp_path_factory.mktemp("materials")
     make_tiny_model(folder / "model", hidden=32, layers=1)
     Workspace(folder, os.environ).ok("data", "arithmetic", "--out", "sums", "--train", "64", "--val", "8")
@@ -43,7 +43,7 @@ def cluster(request: pytest.FixtureRequest, slurm_tree: str) -> Iterator[Cluster
 
 @pytest.fixture(scope="module")
 def workspace(cluster: Cluster, materials: Path) -> Workspace:
-    """A folder with the profile that was detected."""
+    """A folder with the detected profile."""
     folder = cluster.shared / "project"
     shutil.copytree(materials, folder)
     workspace = Workspace(folder, {**cluster.env, "OMP_NUM_THREADS": "1"}, cluster.login(folder))

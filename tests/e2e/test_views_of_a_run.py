@@ -1,4 +1,4 @@
-"""`hpc-rl watch` and `hpc-rl report` on a run of this machine, as a user sees them."""
+"""`hpc-rl watch` and `hpc-rl report` on a run on this machine, as a user sees them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def hpc_rl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 class Terminal:
-    """A command on a terminal of its own."""
+    """A command on its own terminal."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.text = ""
@@ -54,7 +54,7 @@ class Terminal:
             assert time.monotonic() < deadline, self.text
         while self._read():
             continue
-        assert termios.tcgetattr(self.theirs) == self.before  # the user's terminal is as it was
+        assert termios.tcgetattr(self.theirs) == self.before  # the user's terminal is restored
         return self.process.returncode
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A run of two nodes that goes on until it is told to stop."""
+    """A run on two nodes that continues until it is asked to stop."""
     options = ["model.path=model", "data.train_files=train.jsonl", "trainer.device=cpu", "data.train_batch_size=4"]
     options += ["trainer.total_training_steps=1000000", "trainer.total_epochs=1000000", "trainer.export=false"]
     command = [*HPC_RL, "submit", "sft", "--local", "--nodes", "2", "--job-name", "r", *options]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.e2e.hold import SITECUSTOMIZE
 from tests.helpers import make_tiny_model
 
 QUESTIONS = [
@@ -23,7 +24,7 @@ QUESTIONS = [
     for books in range(3, 9)
     for out in (1, 4)
 ]
-"""Rows in GSM8K's form, of our own making."""
+"""Rows in the format of GSM8K."""
 
 MODEL = ["model.path=model", "data.train_files=data/train.jsonl", "trainer.device=cpu", "data.max_length=512"]
 QUICK = [*MODEL, "data.train_batch_size=8", "trainer.micro_tokens=1024", "optim.lr=1e-3"]
@@ -34,7 +35,7 @@ class Workspace:
     folder: Path
     environ: Mapping[str, str]
     login: Sequence[str] = ()
-    """What stands before a command so that it runs on the login node: `Cluster.login`."""
+    """Prefix of a command that runs it on the login node: `Cluster.login`."""
 
     def hpc_rl(self, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         command = [*self.login, sys.executable, "-m", "hpc_rl.cli", *arguments]
@@ -60,10 +61,25 @@ class Workspace:
         return found
 
     def losses(self, run: str) -> dict[int, float]:
-        """Training loss of each step; of a step that was repeated after a resume, the last one."""
+        """Return the training loss of each step. If a step was repeated after resuming, the last one counts."""
         lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
         records = [json.loads(line) for line in lines]
         return {record["step"]: record["train/loss"] for record in records if "train/loss" in record}
+
+    def hold_at(self, step: int, *packages: str) -> list[str]:
+        """Return the options with which an SFT run waits after a step for `stop`, `go` or its end.
+
+        Args:
+            packages: further folders for PYTHONPATH.
+        """
+        folder = self.folder / "hold"
+        folder.mkdir(exist_ok=True)
+        (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+        return [f"slurm.env.PYTHONPATH={':'.join([str(folder), *packages])}", f"slurm.env.HOLD_AT_STEP={step}"]
+
+    def release(self, run: str) -> None:
+        """Let a run continue that `hold_at` holds, or that waits for `go` by itself."""
+        (self.folder / "runs" / run / "go").touch()
 
     def logs(self) -> str:
         return "".join(
@@ -82,7 +98,7 @@ class Workspace:
 
 
 def make_workspace(folder: Path, environ: Mapping[str, str]) -> Workspace:
-    """Model, raw data and prepared data in a new folder."""
+    """Create a new folder with a model, raw data and prepared data."""
     folder.mkdir(parents=True)
     workspace = Workspace(folder, {**environ, "OMP_NUM_THREADS": "1"})
     make_tiny_model(folder / "model", hidden=32, layers=2)

@@ -6,7 +6,16 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.host.usage import Gpu, Sample, append_line, parse_usage, read_spans, read_usage, sample_line, usage_file
+from hpc_rl.host.usage import (
+    Gpu,
+    UsageSample,
+    append_line,
+    parse_usage,
+    read_spans,
+    read_usage,
+    sample_line,
+    usage_file,
+)
 
 FIRST = {"time": 1000.0, "node": "gpu01", "job_id": "7", "cpus": 32, "memory_gb": 256.0}
 
@@ -15,7 +24,7 @@ def write(folder: Path, rank: int, samples: int, exit_code: int | None) -> None:
     path = usage_file(folder, rank)
     append_line(path, FIRST | {"node": f"gpu0{rank}"})
     for number in range(samples):
-        sample = Sample(1002.0 + number, 1.5, 20.0 + number, (Gpu(0.5, 60.123456, 85.9), Gpu(None, 1.0, 85.9)))
+        sample = UsageSample(1002.0 + number, 1.5, 20.0 + number, (Gpu(0.5, 60.123456, 85.9), Gpu(None, 1.0, 85.9)))
         append_line(path, sample_line(sample))
     if exit_code is not None:
         append_line(path, {"time": 4600.0, "exit_code": exit_code})
@@ -29,7 +38,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert (killed.rank, killed.node, killed.job_id, killed.cpus) == (2, "gpu02", "7", 32)
     assert len(killed.samples) == 500 and killed.exit_code is None and killed.ended == 1501.0
     assert (ended.rank, ended.exit_code, ended.hours) == (10, 75, 1.0)
-    assert ended.samples[0] == Sample(1002.0, 1.5, 20.0, (Gpu(0.5, 60.12, 85.9), Gpu(None, 1.0, 85.9)))
+    assert ended.samples[0] == UsageSample(1002.0, 1.5, 20.0, (Gpu(0.5, 60.12, 85.9), Gpu(None, 1.0, 85.9)))
 
 
 def test_ends_alone_tell_the_same_of_begin_and_end(tmp_path: Path) -> None:

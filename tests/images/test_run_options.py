@@ -269,6 +269,6 @@ def test_no_copy_is_made_where_the_kernel_mounts_images(tmp_path: Path) -> None:
 def test_a_copy_that_fails_does_not_cost_the_job(tmp_path: Path) -> None:
     inside = Inside(tmp_path, **{"container.unpack": "always"})
     done = inside.run(FAKE_BUILD="255")
-    assert done.returncode == 0 and "could not unpack the image, and runs from the file" in done.stderr
+    assert done.returncode == 0 and "could not unpack the image and uses the file" in done.stderr
     assert str(tmp_path / "x.sif") in inside.fake.calls("exec")[0]["argv"]
     assert json.loads(inside.fake.log.read_text().splitlines()[0])["argv"][0] == "build"

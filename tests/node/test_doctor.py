@@ -1,4 +1,4 @@
-"""The doctor's entry on nodes, in a Python that has nothing but the standard library."""
+"""The health check's node entry, in a Python with only the standard library."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ def test_two_nodes_report_though_their_python_has_no_torch_and_no_ray(tmp_path: 
         _, said = entry.communicate(timeout=60)
         assert entry.returncode == 0, said
     first, second = (NodeReport.read(report_path(tmp_path, rank)) for rank in range(2))
-    assert first.round_trip_s is not None and first.round_trip_s < 30 and second.round_trip_s is None
+    assert first.round_trip_s is not None and first.round_trip_s > 0 and second.round_trip_s is None
     assert (first.node, second.rank, first.missing) == (host, 1, [])
     assert first.memory <= 3000 << 20 and first.environ["SLURM_MEM_PER_NODE"] == "3000"
     assert "torch" not in first.python.versions and first.all_reduce is None and first.ray is None
@@ -88,7 +88,7 @@ def test_gpus_as_the_drivers_list_them(tmp_path: Path) -> None:
             "torchrun ended with exit code 1",
         ),
         ("something\nelse\n", "else"),
-        ("", "it said nothing"),
+        ("", "no output"),
     ],
 )
 def test_the_last_words_of_a_trial(tmp_path: Path, log: str, words: str) -> None:

@@ -72,7 +72,7 @@ class Entry:
         return process.returncode, out, err
 
     def await_marks(self) -> list[Path]:
-        """Files with the process ids of both ranks, written by the program."""
+        """Wait for the files with the process ids of both ranks, which the program writes."""
         deadline = time.monotonic() + 60
         marks = [self.folder / f"program.py.{rank}" for rank in range(2)]
         while not all(mark.exists() and mark.read_text() for mark in marks):

@@ -13,12 +13,12 @@ import pytest
 from hpc_rl.errors import UserError
 from hpc_rl.host.processes import descendants
 from hpc_rl.host.usage import Gpu, NodeUsage, read_usage
-from hpc_rl.node.gpus import parse_nvidia, read_gpus
 from hpc_rl.node.usage_recorder import INTERVAL_S, interval, recording_usage, used
 from hpc_rl.slurm.allocation import Allocation
+from tests.node.test_gpus import fake_nvidia_smi
 
 HERE = Allocation(job_id="7", restart=0, nodes=("gpu01", "gpu02"), node_rank=1, cpus=2)
-PART = "import sys; from tests.node.test_usage_recorder import *; sleep_as_an_entry(sys.argv[1])"
+PART = "import sys; from tests.node.test_usage_recorder import sleep_as_an_entry; sleep_as_an_entry(sys.argv[1])"
 
 
 def until(true: Callable[[], bool], timeout_s: float = 30) -> None:
@@ -26,13 +26,6 @@ def until(true: Callable[[], bool], timeout_s: float = 30) -> None:
     while not true():
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.05)
-
-
-def fake_nvidia_smi(folder: Path, script: str) -> str:
-    """PATH with an nvidia-smi that runs this; the programs are bash's own or Debian's."""
-    (folder / "nvidia-smi").write_text(f"#!/bin/bash\n{script}\n")
-    (folder / "nvidia-smi").chmod(0o755)
-    return f"{folder}:{os.environ['PATH']}"
 
 
 def sleep_as_an_entry(attempt_dir: str) -> None:
@@ -54,7 +47,7 @@ def test_a_node_is_sampled_while_it_runs_and_nothing_is_left(tmp_path: Path, mon
 
     until(lambda: sample() is not None)
     below = list(descendants(entry.pid))
-    entry.send_signal(signal.SIGKILL)  # however the entry goes, the sampler goes with it
+    entry.send_signal(signal.SIGKILL)  # the sampler ends with the entry, for any reason
     entry.wait()
     until(lambda: not any(map(_is_sampler, below)))
     os.killpg(entry.pid, signal.SIGKILL)  # the part's own program
@@ -111,41 +104,6 @@ def test_memory_counts_what_is_shared_once() -> None:
             os.kill(pid, signal.SIGKILL)
         program.kill()
         program.wait()
-
-
-def test_gpus_of_nvidia() -> None:
-    assert parse_nvidia("0, 11, 81559\n100, 81000, 81559\n") == (
-        Gpu(0.0, 11 * 2**20 / 1e9, 81559 * 2**20 / 1e9),
-        Gpu(1.0, 81000 * 2**20 / 1e9, 81559 * 2**20 / 1e9),
-    )
-    assert parse_nvidia("[N/A], 100, 4864\n")[0].busy is None
-    assert parse_nvidia("No devices were found\n") == ()
-
-
-def test_only_the_jobs_gpus_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = fake_nvidia_smi(tmp_path, f'echo "$*" >> {tmp_path}/asked; echo "1, 1, 1"')
-    monkeypatch.setenv("PATH", path)
-    for visible, count in ((None, 1), ("2,3", 1), ("", 0), ("NoDevFiles", 0), ("-1", 0)):
-        environ = {"PATH": path} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-        assert len(read_gpus(environ)) == count
-    assert "--id=2,3" in (tmp_path / "asked").read_text().splitlines()[1]
-
-
-@pytest.mark.parametrize("script", ["exit 9", "echo 'Failed to initialize NVML'", "kill -9 $$"])
-def test_a_driver_in_trouble_means_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    monkeypatch.setenv("PATH", fake_nvidia_smi(tmp_path, script))
-    assert read_gpus(os.environ) == ()
-
-
-def test_gpus_of_amd_by_their_kernel_module(tmp_path: Path) -> None:
-    for card, busy in (("card0", None), ("card1", 55), ("card2", 3)):
-        folder = tmp_path / card / "device"
-        folder.mkdir(parents=True)
-        if busy is not None:
-            for name, value in (("gpu_busy_percent", busy), ("mem_info_vram_used", 8e9), ("mem_info_vram_total", 64e9)):
-                (folder / name).write_text(f"{value:.0f}\n")
-    assert read_gpus({"PATH": ""}, tmp_path) == (Gpu(0.55, 8.0, 64.0), Gpu(0.03, 8.0, 64.0))
-    assert read_gpus({"PATH": "", "ROCR_VISIBLE_DEVICES": "1"}, tmp_path) == (Gpu(0.03, 8.0, 64.0),)
 
 
 def _is_sampler(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""`python -m tests.sandbox up|down|status|exec`: a Slurm cluster to try things on, without a cluster."""
+"""`python -m tests.sandbox up|down|status|exec`: starts a Slurm cluster on this machine, for tests and experiments."""
 
 import argparse
 import shlex
@@ -23,12 +23,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     up.add_argument("--gpus", type=int, default=default.gpus, help="fake GPUs per node")
     up.add_argument("--memory", type=int, default=default.memory_mb, metavar="MB", help="per node")
     up.add_argument("--accounting", action="store_true", help="with slurmdbd, so that sacct works")
-    up.add_argument("--variant", choices=VARIANTS, help="set up like one of these sites, instead of the options above")
+    up.add_argument("--variant", choices=VARIANTS, help="configuration of a site, instead of the options above")
     up.add_argument("--tree", default=default.tree, help="root directory of another Debian whose Slurm is used")
-    down = commands.add_parser("down", help="end a cluster and remove all that belongs to it, its shared directory too")
+    down = commands.add_parser(
+        "down", help="end a cluster and remove everything that belongs to it, including its shared directory"
+    )
     down.add_argument("--all", action="store_true", help="every cluster")
     commands.add_parser("status", help="list the clusters and their nodes")
-    run = commands.add_parser("exec", help="run a command on a node, past Slurm")
+    run = commands.add_parser("exec", help="run a command on a node without Slurm")
     for command in (up, down, run):
         command.add_argument("--name", default=default.name)
     run.add_argument("node")
@@ -48,7 +50,7 @@ def up(options: argparse.Namespace) -> None:
         print(f"  {sys.executable} -m tests.sandbox exec{name} ctl -- bash  # a shell on the login node")
     print(f"  export SLURM_CONF={shlex.quote(cluster.env['SLURM_CONF'])}")
     print("  sinfo; srun --nodes=2 hostname")
-    print(f"All nodes see {cluster.shared}; each has a /tmp of its own. To end it: python -m tests.sandbox down{name}")
+    print(f"All nodes see {cluster.shared}; each has its own /tmp. To end it: python -m tests.sandbox down{name}")
 
 
 def down(options: argparse.Namespace) -> None:
@@ -61,7 +63,7 @@ def down(options: argparse.Namespace) -> None:
 def status() -> None:
     for name in state.names():
         if not state.in_use(name):
-            print(f"{name}: remains of a sandbox that was killed; the next up removes them")
+            print(f"{name}: remains of a killed sandbox; the next `up` removes them")
             continue
         cluster = Cluster.attach(name)
         nodes = ", ".join(f"{node} {found}" for node, found in cluster.node_states().items())
@@ -75,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     if lacking := missing(getattr(options, "accounting", False)):
         print(lacking, file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit in order, which removes a cluster half made
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit normally, which removes an incomplete cluster
     try:
         if options.command == "up":
             up(options)

@@ -26,8 +26,8 @@ def slurmdbd_conf(spec: Spec, subnet: str) -> str:
 
 
 def daemon_commands(spec: Spec, subnet: str) -> list[str]:
-    """Shell commands for the controller, before slurmctld. The launcher's deadline covers the loops."""
-    # No grant tables: their making is most of the time that a database takes, and it holds nothing else.
+    """Return the shell commands that the controller runs before slurmctld. The launcher's deadline covers the loops."""
+    # No grant tables: creating them would take most of the start-up time, and the database holds nothing else.
     options = (
         f"--no-defaults --user=root --datadir={DATABASE} --skip-grant-tables --innodb-log-file-size=8M"
         " --innodb-buffer-pool-size=32M --innodb-flush-log-at-trx-commit=0 --performance-schema=OFF"
@@ -36,7 +36,7 @@ def daemon_commands(spec: Spec, subnet: str) -> list[str]:
     log = f">>{spec.base}/log/mariadbd.log 2>&1"
     return [
         f"mkdir -p {DATABASE}/mysql",
-        # slurmdbd looks associations up by a stored procedure, which needs the system tables.
+        # slurmdbd reads associations with a stored procedure, which needs the system tables.
         f"(echo 'USE mysql;'; cat {SYSTEM_TABLES}) | mariadbd {options} --bootstrap {log}",
         f"mariadbd {options} {network} {log} &",
         "until (: </dev/tcp/127.0.0.1/3306) 2>/dev/null; do sleep 0.1; done",

@@ -1,4 +1,4 @@
-"""Counts calls to Slurm's commands, by wrappers that stand first on PATH."""
+"""Counts calls to Slurm's commands with wrappers at the front of PATH."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ COMMANDS = ("sinfo", "squeue", "scontrol", "sacct", "sacctmgr", "sbatch", "srun"
 
 
 class SlurmCalls:
-    """`environ` is for processes whose calls are to be counted."""
+    """Counts the calls of processes that run with `environ`."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
         self._log = folder / "slurm-calls.log"
@@ -23,7 +23,7 @@ class SlurmCalls:
         self.environ = {**environ, "PATH": f"{wrappers}{os.pathsep}{environ['PATH']}"}
 
     def take(self) -> list[str]:
-        """The calls since the last time, each a command line."""
+        """Return the command lines since the last call."""
         found = self._log.read_text().splitlines() if self._log.exists() else []
         self._log.unlink(missing_ok=True)
         return found

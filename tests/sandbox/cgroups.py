@@ -1,4 +1,4 @@
-"""Gives every machine a part of the cgroup v1 hierarchies that it sees as the whole, as separate nodes would."""
+"""Gives every machine its own part of the cgroup v1 hierarchies, which the machine sees as the root."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ NEEDED = {"cpuset", "memory", "freezer"}
 
 
 def hierarchies(mounts: str | None = None) -> list[Path]:
-    """Mount points of the cgroup v1 hierarchies, or none if Slurm could not confine jobs with them."""
+    """Return the mount points of the cgroup v1 hierarchies, or none if Slurm cannot confine jobs with them."""
     found: set[str] = set()
     points: dict[Path, None] = {}
     for line in (Path("/proc/self/mounts").read_text() if mounts is None else mounts).splitlines():
@@ -23,12 +23,15 @@ def hierarchies(mounts: str | None = None) -> list[Path]:
 
 
 def create(group: str, machine: str) -> list[Path]:
-    """Make GROUP/MACHINE in each hierarchy."""
+    """Create GROUP/MACHINE in each hierarchy and return the folders."""
     made = []
     for point in hierarchies():
         for path in (point / group, point / group / machine):
             path.mkdir(exist_ok=True)
-            for inherited in ("cpuset.cpus", "cpuset.mems"):  # these start empty, and an empty set takes no process
+            for inherited in (
+                "cpuset.cpus",
+                "cpuset.mems",
+            ):  # these are empty at first, and an empty set accepts no process
                 if (path / inherited).exists():
                     (path / inherited).write_text((path.parent / inherited).read_text())
         made.append(point / group / machine)
@@ -36,7 +39,7 @@ def create(group: str, machine: str) -> list[Path]:
 
 
 def remove(group: str, machine: str = "", timeout: float = 10) -> None:
-    """Remove GROUP, or one MACHINE in it; their processes are dead or dying."""
+    """Remove GROUP, or one MACHINE in it, after their processes were killed."""
     tops = [point / group / machine for point in hierarchies()]
     wait_until(
         lambda: all([_remove_tree(top) for top in tops]), f"cgroups {group} to go", timeout, lambda: _tasks(tops)
@@ -46,11 +49,11 @@ def remove(group: str, machine: str = "", timeout: float = 10) -> None:
 def _remove_tree(top: Path) -> bool:
     if not top.exists():
         return True
-    # A cgroup directory is removed by rmdir alone, though it shows files; deepest first.
+    # rmdir removes a cgroup directory although it contains files. The deepest one goes first.
     for directory in sorted((path for path in [top, *top.rglob("*")] if path.is_dir()), reverse=True):
         try:
             directory.rmdir()
-        except OSError:  # a process in it is not gone yet, or a directory below is left for that reason
+        except OSError:  # a process in it, or in a directory below, has not ended yet
             return False
     return True
 

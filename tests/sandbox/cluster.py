@@ -22,14 +22,14 @@ ACCOUNTING_COMMANDS = ("slurmdbd", "mariadbd")
 
 
 def missing(accounting: bool = False) -> str | None:
-    """One line on what a sandbox lacks here, or None."""
+    """Return one line on what the sandbox needs and this machine lacks, or None."""
     if os.geteuid() != 0:
         return "the Slurm sandbox needs root (network namespaces, cgroups)"
     wanted = COMMANDS + (ACCOUNTING_COMMANDS if accounting else ())
     lacking = [command for command in wanted if not shutil.which(command, path=machines.PATH)]
     if lacking:
         return f"the Slurm sandbox lacks {', '.join(lacking)}: run .ci/install-slurm"
-    # Root in a container may be refused what a sandbox is made of.
+    # In a container, root may not be allowed to create namespaces.
     probe = ["unshare", *machines.NAMESPACES, "sh", "-ec", "ip link add type veth; ip link add type bridge"]
     tried = subprocess.run(probe, capture_output=True, text=True, timeout=20, env={"PATH": machines.PATH})
     if tried.returncode != 0:
@@ -40,7 +40,7 @@ def missing(accounting: bool = False) -> str | None:
 class Cluster:
     """`with Cluster(nodes=3) as cluster: cluster.run(["sbatch", ...])`. Parameters: the fields of `Spec`.
 
-    It ends with this process, however that ends, unless `detach` is called.
+    It ends when this process ends for any reason, unless `detach` is called.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Cluster:
         self.name = name
         self.base = self.spec.base
         self.shared: Path = self.base / "shared"
-        """A directory that all nodes see under the same path; their /tmp is their own."""
+        """A directory that all nodes see under the same path. Each node has its own /tmp."""
         self.nodes = self.spec.node_names
         self.env = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH"))}
         self.env |= {"SLURM_CONF": str(self.base / "etc/slurm.conf"), "PATH": machines.PATH}
@@ -64,7 +64,7 @@ class Cluster:
 
     @classmethod
     def attach(cls, name: str = "default") -> Self:
-        """A sandbox that another process made."""
+        """Return a sandbox that another process has started."""
         return cls(**vars(state.read(name).spec))
 
     def __enter__(self) -> Self:
@@ -93,7 +93,7 @@ class Cluster:
             raise
 
     def down(self) -> None:
-        """Remove everything, the shared directory too, unless the name has passed to another process meanwhile."""
+        """Remove everything, including the shared directory, unless another process now owns the name."""
         with state.lock():
             if not state.in_use(self.name) or state.read(self.name).owner in (None, Process.of(os.getpid())):
                 state.remove(self.name)
@@ -114,12 +114,12 @@ class Cluster:
         state.write(state.read(self.name)._replace(owner=None))
         atexit.unregister(self._down_at_exit)
 
-    # What tests do with it
+    # For tests
 
     def login(self, folder: Path | str = "/") -> list[str]:
-        """What stands before a command so that it runs as on a login node, in `folder`.
+        """Return the prefix of a command that runs it as on a login node, in `folder`.
 
-        That is this machine, or the controller where Slurm is in a tree of its own or a second network ends there.
+        The login node is this machine, or the controller if Slurm is in another tree or there is a second network.
         """
         inside = self.spec.tree or self.spec.second_network
         return [*self._enter("ctl"), "env", f"--chdir={folder}"] if inside else []
@@ -147,7 +147,7 @@ class Cluster:
     def exec_on(
         self, node: str, argv: Sequence[str | Path], timeout: float | None = 60, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a node (or `ctl`) behind Slurm's back, in the node's namespaces, from directory /."""
+        """Run a command on a node (or `ctl`) without Slurm, in the node's namespaces and in directory /."""
         return self._run([*self._enter(node), *argv], timeout, **options)
 
     def _enter(self, node: str) -> list[str]:
@@ -155,11 +155,11 @@ class Cluster:
         if not process or not process.is_alive():
             raise SandboxError(f"sandbox {self.name}: {node} is not up")
         spaces = ["--net", "--uts", "--ipc", "--mount", "--pid", *(["--cgroup"] if cgroups.hierarchies() else [])]
-        # The command is nsenter's child on the node, and ends with nsenter when the timeout ends that.
+        # The command is nsenter's child on the node, and ends with nsenter if the timeout expires.
         return ["nsenter", f"--target={process.pid}", *spaces, "--", "setpriv", "--pdeathsig=KILL", "--"]
 
     def node_states(self) -> dict[str, str]:
-        """Node -> state in small letters with Slurm's flags, like `idle`, `mixed`, `down*`; empty if nobody answers."""
+        """Return node -> state in lower case with Slurm's flags, such as `down*`. Empty if Slurm does not answer."""
         try:
             answer = self.run(["sinfo", "--noheader", "--Node", "--format=%N %T"], timeout=20)
         except (subprocess.TimeoutExpired, SandboxError):
@@ -168,7 +168,7 @@ class Cluster:
         return {node: found[node] for node in self.nodes if node in found}
 
     def wait_idle(self, timeout: float = 60) -> None:
-        """Wait until every node is up and runs no job."""
+        """Wait until every node is up and idle."""
         idle = dict.fromkeys(self.nodes, "idle")
         subnet = state.read(self.name).subnet
 
@@ -179,7 +179,7 @@ class Cluster:
         wait_until(check, f"all nodes of sandbox {self.name} to be idle", timeout, self.diagnosis)
 
     def job_state(self, job_id: int | str) -> str:
-        """Slurm's JobState, like PENDING. It is known until MinJobAge (300 s) after the job's end."""
+        """Return Slurm's JobState, such as PENDING. Slurm keeps it until MinJobAge (300 s) after the job's end."""
         answer = self.run(["scontrol", "show", "job", "--oneliner", str(job_id)], timeout=20)
         found = re.search(r"\bJobState=(\S+)", answer.stdout)
         if not found:
@@ -187,7 +187,7 @@ class Cluster:
         return found[1]
 
     def wait_job(self, job_id: int | str, timeout: float = 60, states: Collection[str] = FINAL_STATES) -> str:
-        """Wait until the job is in one of `states`, and return which."""
+        """Wait until the job is in one of `states`, and return that state."""
         seen: list[str] = []
 
         def check() -> bool:
@@ -199,10 +199,15 @@ class Cluster:
         wait_until(check, f"job {job_id} to {wanted}", timeout, lambda: self.run(show, timeout=20).stdout)
         return seen[-1]
 
-    def kill_node(self, node: str, notice: bool = True) -> None:
-        """End a node as a power failure does: all its processes and its network, without a word to its peers.
+    def drain(self, drained: bool) -> None:
+        """Keep jobs that are queued from starting on any node, or let them start again. Running jobs continue."""
+        settings = ["State=DRAIN", "Reason=held by a test"] if drained else ["State=RESUME"]
+        self._update_node(",".join(self.nodes), *settings)
 
-        With `notice` the controller is told at once; otherwise it finds out after SlurmdTimeout.
+    def kill_node(self, node: str, notice: bool = True) -> None:
+        """End a node as a power failure does: all its processes and its network, without notifying its peers.
+
+        With `notice` the controller is told at once; otherwise it notices after SlurmdTimeout.
         """
         controller = state.machines(self.name)["ctl"].pid
         network.unplug(controller, self.nodes.index(node) + 1, self.spec.second_network)
@@ -213,7 +218,7 @@ class Cluster:
             self._update_node(node, "State=DOWN", "Reason=power failure")
 
     def restore_node(self, node: str, timeout: float = 60) -> None:
-        """Start a killed node again, empty, and wait until jobs can run there."""
+        """Restart a killed node, empty, and wait until jobs can run there."""
         self._start_machine(node)
         owner = state.read(self.name).owner
         if not owner or owner.pid != os.getpid():  # then the node must outlive this process
@@ -230,7 +235,7 @@ class Cluster:
         return self._log(f"slurmd.{node}.log")
 
     def diagnosis(self) -> str:
-        """What to look at when something did not come about: node states and the ends of all logs."""
+        """Return node states and the ends of all logs, for error messages."""
         parts = [f"node states: {self.node_states()}"]
         for path in sorted((self.base / "log").glob("*.log")):
             parts.append(f"--- {path.name}\n" + "\n".join(self._log(path.name).splitlines()[-12:]))
@@ -245,7 +250,7 @@ class Cluster:
         if ended:
             raise SandboxError(f"sandbox {self.name}: {', '.join(ended)} ended\n{self.diagnosis()}")
 
-    # How it is made
+    # Implementation
 
     def _start_machine(self, machine: str) -> None:
         self._launchers[machine] = machines.start(state.read(self.name), machine)

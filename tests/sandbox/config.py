@@ -14,7 +14,12 @@ def hosts_file(spec: Spec, subnet: str) -> str:
 
 
 def slurm_conf(spec: Spec, subnet: str, confined: bool, cores: bool) -> str:
-    """`confined`: with cgroups. `cores`: bind jobs to cores, which a node must have, not just pose as having."""
+    """Return slurm.conf.
+
+    Args:
+        confined: confine jobs with cgroups.
+        cores: bind jobs to cores, which the machine must really have.
+    """
     task_plugins = ["task/affinity"] * cores + ["task/cgroup"] * confined
     base, controller = spec.base, f"{subnet}.{CONTROLLER}"
     lines = [
@@ -23,7 +28,7 @@ def slurm_conf(spec: Spec, subnet: str, confined: bool, cores: bool) -> str:
         f"SlurmctldPort={SLURMCTLD_PORT}",
         "SlurmUser=root",
         "AuthType=auth/munge",
-        # A requeued job is held until credentials of its last run have expired.
+        # A requeued job is held until the credentials of its previous start have expired.
         f"AuthInfo=socket={base}/run/munge.socket,cred_expire={spec.requeue_hold_s}",
         "MpiDefault=none",
         "MailProg=/bin/true",
@@ -37,14 +42,14 @@ def slurm_conf(spec: Spec, subnet: str, confined: bool, cores: bool) -> str:
         "SelectTypeParameters=" + ("CR_Core_Memory" if spec.memory_allocated else "CR_Core"),
         f"TaskPlugin={','.join(task_plugins) or 'task/none'}",
         "ProctrackType=" + ("proctrack/cgroup" if confined else "proctrack/linuxproc"),
-        # Let a small machine pose as larger nodes, and take a node back however it was lost.
+        # Let nodes claim more CPUs than the machine has, and accept a node again after any loss.
         "SlurmdParameters=config_overrides",
         "ReturnToService=2",
         f"SlurmdTimeout={spec.slurmd_timeout_s}",
         "JobRequeue=1",
         f"KillWait={spec.kill_wait_s}",
         "MinJobAge=300",
-        # Schedule at once, rather than in the batches that suit a large cluster.
+        # Schedule at once, not in batches as on a large cluster.
         "SchedulerType=sched/backfill",
         "SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1",
     ]
@@ -72,7 +77,7 @@ def _node_lines(spec: Spec, subnet: str) -> list[str]:
     lines = []
     for shape, names in spec.named_shapes():
         first = spec.node_names.index(names[0]) + 1 if shape.runs else 0
-        # A node that is only listed has an address where nobody listens.
+        # A node without a machine gets an address at which nothing listens.
         address = f"{subnet}.{_range(first, shape.count)}" if shape.runs else "127.0.0.1"
         number = int(names[0].removeprefix(shape.prefix))
         options = {
@@ -95,7 +100,7 @@ def _range(first: int, count: int) -> str:
 
 
 def cgroup_conf(confined: bool, cores: bool, devices: bool) -> str:
-    """Names the plugin for v1 even where nothing uses it: the one for v2 may demand systemd or stop slurmd."""
+    """Return cgroup.conf. It always names the plugin for v1: the plugin for v2 may need systemd or stop slurmd."""
     constrain = {"RAMSpace": confined, "Cores": confined and cores, "Devices": confined and devices}
     settings = [f"Constrain{what}={'yes' if wanted else 'no'}" for what, wanted in constrain.items()]
     return "\n".join(["CgroupPlugin=cgroup/v1", "CgroupMountpoint=/sys/fs/cgroup", *settings, ""])
@@ -116,14 +121,14 @@ def gres_conf(spec: Spec) -> str:
 
 
 def _device_files(gpus: Gpus, first: int) -> list[tuple[str, str]]:
-    """Numbers of device files, with the cores near to them: cores "0-7,8-15" are shared out in equal parts."""
+    """Return ranges of device files with their local cores: cores "0-7,8-15" are divided in equal parts."""
     parts = gpus.cores.split(",")
     each = gpus.count // len(parts)
     return [(_range(first + each * number, each), cores) for number, cores in enumerate(parts)]
 
 
 def munged_command(spec: Spec) -> str:
-    """Authentication of its own: the host's munged, if any, has another key."""
+    """Return the command of the sandbox's own munged: the host's munged, if any, has another key."""
     base = spec.base
     return (
         f"munged --force --key-file={base}/munge/key --socket={base}/run/munge.socket"

@@ -1,4 +1,4 @@
-"""Makes a sandbox's files and starts its machines: `ctl` with the controller, then the nodes."""
+"""Creates the files of a sandbox and starts its machines: first `ctl` with the controller, then the nodes."""
 
 import os
 import secrets
@@ -10,17 +10,17 @@ from tests.sandbox import accounting, cgroups, config, network, state
 from tests.sandbox.processes import SandboxError
 from tests.sandbox.spec import Spec
 
-PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"  # daemons are in no ordinary user's PATH
+PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"  # where daemons are
 SCRIPT = Path(__file__).with_name("machine.sh")
 NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid", "--fork")
-DEVICE_MAJOR = 60  # set aside for local use: no driver claims it, so to deny such a device denies nothing real
+DEVICE_MAJOR = 60  # reserved for local use, so no driver uses these devices
 
 
 def write_files(spec: Spec, subnet: str) -> None:
     base, hierarchies = spec.base, cgroups.hierarchies()
     if not hierarchies:
         print("sandbox: no cgroup v1 here, so Slurm will not confine jobs to their cores and memory")
-    for name in ("etc", "log", "run", "state", "spool"):
+    for name in ("etc", "log", "run", "state", "spool", "tmp"):
         (base / name).mkdir(mode=0o755)
     (base / "munge").mkdir(mode=0o700)
     (base / "munge/key").touch(mode=0o400)
@@ -28,7 +28,7 @@ def write_files(spec: Spec, subnet: str) -> None:
     (base / "shared").mkdir()
     (base / "shared").chmod(0o1777)
     devices = _make_gpus(spec) and (cgroups.ROOT / "devices").exists()
-    # A job cannot be bound to a core that the machine only poses as having.
+    # A job cannot be bound to a core that the machine does not have.
     cores = spec.all_shapes[0].cpus <= (os.cpu_count() or 1)
     files = {
         "hosts": config.hosts_file(spec, subnet),
@@ -44,7 +44,7 @@ def write_files(spec: Spec, subnet: str) -> None:
 
 
 def _make_gpus(spec: Spec) -> bool:
-    """Stand-ins for /dev/nvidia*: device files without a driver, or plain files where none can be made (then False)."""
+    """Create fake GPUs: device files without a driver, or (then it returns False) plain files."""
     (spec.base / "gpus").mkdir()
     made_devices = True
     most = max(sum(gpus.count for gpus in shape.gpus) for shape in spec.all_shapes)
@@ -60,14 +60,14 @@ def _make_gpus(spec: Spec) -> bool:
 
 
 def start(record: state.Record, machine: str) -> subprocess.Popen[str]:
-    """Start one machine and leave it to its own start-up; the returned launcher is the machine's parent process."""
+    """Start one machine and return its launcher, the machine's parent process. Its daemons may still be starting."""
     spec, subnet, _ = record
     groups = cgroups.create(spec.group, machine)
     namespaces = [*NAMESPACES, *(["--cgroup"] if groups else [])]
     # The launcher joins the machine's cgroups itself, before the cgroup namespace takes them as its root.
     join = "".join(f"echo 0 >'{group}/cgroup.procs'; " for group in groups)
-    own_tmp = "yes" if spec.own_tmp else "no"
-    arguments = [machine, str(spec.base), spec.group, own_tmp, spec.tree, _daemons(spec, subnet, machine)]
+    shared_tmp = "\n".join(spec.shared_tmp)
+    arguments = [machine, str(spec.base), spec.group, shared_tmp, spec.tree, _daemons(spec, subnet, machine)]
     with (spec.base / "log" / f"{machine}.log").open("a") as log:
         launcher = subprocess.Popen(
             ["sh", "-ec", f'{join}exec "$@"', "sh", "unshare", *namespaces, SCRIPT, *arguments, *cgroups.hierarchies()],
@@ -77,7 +77,7 @@ def start(record: state.Record, machine: str) -> subprocess.Popen[str]:
             stderr=log,
             text=True,
             cwd="/",
-            start_new_session=True,  # keeps a terminal's Ctrl-C from the machine: the launcher's owner ends it in order
+            start_new_session=True,  # shields the machine from the terminal's Ctrl-C: the owner of the launcher ends it
         )
     pid = _first_pid(launcher, spec, machine)
     state.note_machine(spec.name, machine, pid)
@@ -98,7 +98,7 @@ def _daemons(spec: Spec, subnet: str, machine: str) -> str:
 
 
 def _first_pid(launcher: subprocess.Popen[str], spec: Spec, machine: str) -> int:
-    """The pid that the machine's first process prints. Without this process's answer it ends by itself."""
+    """Return the pid that the machine's first process prints. Without an answer from here, that process ends."""
     assert launcher.stdout
     ready, _, _ = select.select([launcher.stdout], [], [], 20)
     answer = launcher.stdout.readline() if ready else ""
@@ -123,7 +123,7 @@ def detach(launcher: subprocess.Popen[str]) -> None:
 
 
 def reap(launcher: subprocess.Popen[str]) -> None:
-    """Wait for the launcher of a machine that was ended."""
+    """Wait for the launcher of an ended machine."""
     assert launcher.stdin
     launcher.stdin.close()
     launcher.wait(20)

@@ -1,7 +1,7 @@
 """The sandbox's network: a switch inside the controller's network namespace, with a cable to the host and each node.
 
-Nothing but one end of a cable is visible on the host, and the kernel removes everything when the machines' processes
-end. Being in a namespace, the switch is out of reach of the host's firewall rules for bridges.
+Only one end of a cable is visible on the host, and the kernel removes everything when the machines' processes end.
+Because the switch is in a namespace, the host's firewall rules for bridges do not apply to it.
 """
 
 import socket
@@ -11,11 +11,11 @@ from collections.abc import Collection
 
 from tests.sandbox.processes import SandboxError
 
-HOST, CONTROLLER = 253, 254  # last number of the addresses; node1 has 1
+HOST, CONTROLLER = 253, 254  # last number of their addresses; node1 has 1
 
 
 def host_link(name: str) -> str:
-    """Name of the host's end of its cable. Interface names end at 15 characters, sandbox names do not: hence a hash."""
+    """Return the name of the host's end of its cable: a hash, because interface names have at most 15 characters."""
     return f"hpcrl{zlib.crc32(name.encode()):08x}"
 
 
@@ -29,7 +29,7 @@ def ip(*commands: str, pid: int | None = None) -> None:
 
 
 def free_subnet(name: str, taken: Collection[str]) -> str:
-    """First three numbers of a subnet that is not in use here; it follows from the name, so that it tends to stay."""
+    """Return the first three numbers of a free subnet, derived from the name, so that it usually stays the same."""
     routes = subprocess.run(["ip", "-4", "route"], text=True, check=True, capture_output=True, timeout=20).stdout
     first = zlib.crc32(name.encode())
     for number in ((first + step) % 250 for step in range(250)):
@@ -39,12 +39,12 @@ def free_subnet(name: str, taken: Collection[str]) -> str:
 
 
 def _mac(subnet: str, number: int) -> str:
-    """Fixed addresses, so that neighbours' tables stay right when a machine is replaced."""
+    """Return a fixed address, so that the ARP tables stay valid if a machine is replaced."""
     return "02:00:" + ":".join(f"{int(part):02x}" for part in [*subnet.split("."), number])
 
 
 def _second(subnet: str) -> str:
-    """First three numbers of the addresses on the second network. The host has none there."""
+    """Return the first three numbers of the addresses on the second network. The host has no address there."""
     return subnet.replace("10.77.", "10.78.")
 
 
@@ -53,13 +53,13 @@ def _configure(subnet: str, number: int, interface: str) -> list[str]:
 
 
 def _bridge(subnet: str, interface: str) -> list[str]:
-    """A switch, which is an interface of the controller as well."""
+    """Return the commands for a switch, which is also an interface of the controller."""
     make = f"link add {interface} address {_mac(subnet, CONTROLLER)} type bridge"
     return [make, *_configure(subnet, CONTROLLER, interface)]
 
 
 def make_switch(controller: int, name: str, subnet: str, second: str) -> None:
-    """Make the switch, and one for the `second` network if that has a name. `controller` is a pid."""
+    """Create the switch, and one for the `second` network if that has a name. `controller` is a pid."""
     ip("link set lo up", *_bridge(subnet, "eth0"), pid=controller)
     if second:
         ip(*_bridge(_second(subnet), second), pid=controller)
@@ -88,20 +88,20 @@ def _port(number: int, interface: str) -> str:
 
 
 def unplug(controller: int, number: int, second: str) -> None:
-    """Cut a node off in the middle of whatever it says."""
+    """Disconnect a node without any notice to its peers."""
     for interface in ["eth0", *([second] if second else [])]:
         ip(f"link delete {_port(number, interface)}", pid=controller)
 
 
 def unplug_host(name: str) -> None:
-    """Remove the cable to the host at once; the kernel would do it some time after the controller's end."""
+    """Remove the cable to the host at once. The kernel would remove it some time after the controller's end."""
     show = ["ip", "link", "show", host_link(name)]
     if subprocess.run(show, capture_output=True, timeout=20).returncode == 0:
         subprocess.run(["ip", "link", "delete", host_link(name)], capture_output=True, timeout=20)
 
 
 def answers(subnet: str, port: int) -> bool:
-    """Whether the controller accepts connections; Slurm's commands take long to find out that it does not."""
+    """Return whether the controller accepts connections. If it does not, Slurm's commands would block."""
     try:
         socket.create_connection((f"{subnet}.{CONTROLLER}", port), timeout=1).close()
     except OSError:

@@ -1,4 +1,4 @@
-"""Processes that are told apart by pid and start time, and waits that have a deadline."""
+"""Processes identified by pid and start time, and waits with a deadline."""
 
 import os
 import signal
@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 
 class SandboxError(RuntimeError):
-    """Something in the sandbox did not happen; the message says what was awaited and what was found."""
+    """Something in the sandbox did not happen. The message has what was expected and what was found."""
 
 
 class Process(NamedTuple):
-    """A pid alone may be reused; a pid with its start time (in clock ticks since boot) names one process for ever."""
+    """A pid with its start time (in clock ticks since boot), because a pid alone may be reused."""
 
     pid: int
     start: int
@@ -37,13 +37,17 @@ class Process(NamedTuple):
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """State and start time. The command's name is skipped from its right end, since it may hold spaces and brackets."""
+    """Return state and start time. The program's name is skipped from the right, because it may contain brackets."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[19])
 
 
 def wait_until(check: Callable[[], bool], what: str, timeout: float, found: Callable[[], str] | None = None) -> None:
-    """Poll `check`. The error names `what` was awaited and what was `found` instead."""
+    """Poll `check` until it holds.
+
+    Raises:
+        SandboxError: the timeout expired. The message has `what` was expected and what was `found`.
+    """
     deadline = time.monotonic() + timeout
     while not check():
         if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
-"""`python -m tests.sandbox.record [--tree TREE]`: writes down what a real Slurm says, for tests of what reads it.
+"""`python -m tests.sandbox.record [--tree TREE]`: records the output of a real Slurm, for the tests of its parsers.
 
-Each file of tests/slurm/recorded/VARIANT-VERSION/ has the command in its first line, then its exit code if that is not
-0, then everything that was printed.
+Each file of tests/slurm/recorded/VARIANT-VERSION/ contains the command, then its exit code if that is not 0, then the
+output.
 """
 
 import argparse
@@ -53,7 +53,7 @@ ON_NODE = {"ip": "ip -o -4 addr", "ip-route": "ip -4 route"}
 
 
 def record(variant: str, tree: str = "") -> Path:
-    """Everything from one cluster. Returns the folder."""
+    """Record everything from one cluster and return the folder."""
     with Cluster(name=f"record-{variant}", tree=tree, **VARIANTS[variant]) as cluster:
         version = cluster.run(["sinfo", "--version"], check=True).stdout.split()[-1]
         folder = FOLDER / f"{variant}-{version}"
@@ -73,7 +73,7 @@ def record(variant: str, tree: str = "") -> Path:
 
 
 def jobs(cluster: Cluster, partition: str) -> Mapping[str, str]:
-    """Jobs by what became of them; the command line of each is in its `show-job`."""
+    """Submit a job for each state and return state -> job id. The command line of each is in its `show-job`."""
     options = ["--parsable", "--output=/dev/null", "--partition", partition]
     submitted = {
         "completed": ["--wrap", "true"],

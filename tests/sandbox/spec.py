@@ -1,47 +1,61 @@
-"""What a sandbox cluster is, in Slurm's terms."""
+"""The specification of a sandbox cluster, in Slurm's terms."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+TMP = Path("/tmp")
 PARTITIONS = {"debug": "Default=YES MaxTime=INFINITE", "short": "MaxTime=00:10:00 DefaultTime=00:01:00"}
+
+
+def project_folders_in_tmp(places: Iterable[str | Path] | None = None) -> tuple[str, ...]:
+    """Return the folders below /tmp that jobs need, without those inside another one.
+
+    Args:
+        places: by default this checkout, the Python environment and everything on `sys.path`.
+    """
+    if places is None:
+        places = [Path(__file__).parents[2], sys.prefix, sys.base_prefix, *sys.path]
+    folders = {folder for place in places if (folder := Path(place).resolve()).is_dir() and TMP in folder.parents}
+    return tuple(sorted(str(folder) for folder in folders if not folders & set(folder.parents)))
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """Fake GPUs of one type on a node. Several types make a node like one with some GPUs split by MIG."""
+    """Fake GPUs of one type on a node. A node may have several types, as if some of its GPUs were split by MIG."""
 
     count: int
     type: str = ""
     cores: str = ""
-    """Cores near to them, as gres.conf takes it; Slurm then writes the socket behind the count: gpu:a100:8(S:0-1)."""
+    """Their local cores, as in gres.conf. Slurm then appends the sockets to the count: gpu:a100:8(S:0-1)."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Nodes that are alike."""
+    """Identical nodes."""
 
     count: int
     cpus: int
     memory_mb: int
-    """0 where the cluster's configuration does not state it: Slurm then takes it for 1 MB."""
+    """0 if it is not configured: Slurm then assumes 1 MB."""
     gpus: tuple[Gpus, ...] = ()
     sockets: int = 1
     features: str = ""
     prefix: str = "node"
     runs: bool = True
-    """Whether there is a machine, with slurmd. Otherwise the controller only lists the node."""
+    """Whether there is a machine with slurmd. Otherwise the controller only lists the node."""
 
     @property
     def gres(self) -> str:
-        """As slurm.conf takes it, like gpu:a100:4,gpu:a100_1g.5gb:7."""
+        """Generic resources as in slurm.conf, such as gpu:a100:4,gpu:a100_1g.5gb:7."""
         return ",".join(f"gpu:{gpus.type}:{gpus.count}".replace("::", ":") for gpus in self.gpus)
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A cluster. Nodes are all alike, unless there are `shapes`."""
+    """A cluster. All nodes are identical, unless there are `shapes`."""
 
     name: str
     nodes: int = 3
@@ -49,26 +63,26 @@ class Spec:
     memory_mb: int = 6000
     gpus: int = 0
     shapes: tuple[Shape, ...] = ()
-    """Nodes of several kinds, instead of the four fields above."""
+    """Nodes of several kinds. They replace the four fields above."""
     accounting: bool = False
     accounts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """User -> accounts, the default one first; with accounting, jobs under other accounts are then refused."""
+    """User -> accounts, the default one first. With accounting, jobs under other accounts are rejected."""
     partitions: Mapping[str, str] = field(default_factory=lambda: dict(PARTITIONS))
-    """Partition name -> options after `PartitionName=...`; without `Nodes=` it has all nodes."""
+    """Partition name -> options after `PartitionName=...`. Without `Nodes=` it contains all nodes."""
     memory_allocated: bool = True
-    """Whether memory is a resource that jobs are given, or one that nobody counts."""
+    """Whether Slurm allocates memory to jobs."""
     second_network: str = ""
-    """Name of a second interface on every node, like ib0, on a subnet of its own."""
+    """Name of a second interface on every node, such as ib0, on its own subnet."""
     tree: str = ""
-    """Root directory of another Debian, whose Slurm is used; the machine's own where empty."""
+    """Root directory of another Debian whose Slurm is used. Empty for that of this machine."""
     kill_wait_s: int = 5
-    """Between SIGTERM and SIGKILL to a job that is cancelled or over its time limit."""
+    """Seconds between SIGTERM and SIGKILL for a job that is cancelled or over its time limit."""
     requeue_hold_s: int = 5
-    """How long Slurm holds a requeued job back (120 on most clusters). A job started before that is requeued again."""
+    """Seconds for which Slurm holds a requeued job (120 on most clusters). Started earlier, it is requeued again."""
     slurmd_timeout_s: int = 20
-    """Silence after which the controller takes a node for down."""
-    own_tmp: bool = True
-    """Whether each node has a /tmp of its own."""
+    """Seconds of silence after which the controller marks a node as down."""
+    shared_tmp: tuple[str, ...] = field(default_factory=lambda: project_folders_in_tmp())
+    """Folders below the host's /tmp that every node sees. The rest of a node's /tmp is its own."""
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
@@ -76,7 +90,7 @@ class Spec:
             Shape(**shape | {"gpus": tuple(Gpus(**gpus) for gpus in shape["gpus"])})
             for shape in fields.get("shapes", ())
         ]
-        return cls(**fields | {"shapes": tuple(shapes)})
+        return cls(**fields | {"shapes": tuple(shapes), "shared_tmp": tuple(fields.get("shared_tmp", ()))})
 
     @property
     def group(self) -> str:
@@ -93,11 +107,11 @@ class Spec:
 
     @property
     def node_names(self) -> list[str]:
-        """Of the nodes that run, the first of them node1."""
+        """Names of the running nodes, beginning with node1."""
         return [name for shape, names in self.named_shapes() if shape.runs for name in names]
 
     def named_shapes(self) -> list[tuple[Shape, list[str]]]:
-        """Every shape with its nodes' names. Numbers go on from one shape to the next."""
+        """Return every shape with its nodes' names. The numbering continues from one shape to the next."""
         found: list[tuple[Shape, list[str]]] = []
         number = 1
         for shape in self.all_shapes:

@@ -1,4 +1,4 @@
-"""What a sandbox has made on this machine, on disk: enough to remove it after its launcher was killed at any point."""
+"""The state of a sandbox on disk: enough to remove the sandbox after its launcher was killed at any point."""
 
 import fcntl
 import json
@@ -21,12 +21,12 @@ class Record(NamedTuple):
     spec: Spec
     subnet: str
     owner: Process | None
-    """The process that the sandbox ends with; None once it is left running until `down`."""
+    """The process with which the sandbox ends, or None if it runs until `down`."""
 
 
 @contextmanager
 def lock() -> Iterator[None]:
-    """One sandbox at a time claims names and addresses. The lock is on a directory, which leaves no file behind."""
+    """Lock names and addresses. The lock is on a directory, so that no file is left."""
     descriptor = os.open(PARENT, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -40,16 +40,16 @@ def names() -> list[str]:
 
 
 def claim(spec: Spec) -> str:
-    """Take the name, after removing this sandbox's remains and those of every other one whose launcher was killed.
+    """Claim the name, after removing the remains of all sandboxes whose launcher was killed.
 
-    Returns the subnet that goes with it.
+    Returns the subnet of the sandbox.
     """
     with lock():
         for name in {spec.name, *names()}:
             if not in_use(name):
                 remove(name)
             elif name == spec.name:
-                raise SandboxError(f"sandbox {name} is up already: use it, or take it down first, or give another name")
+                raise SandboxError(f"sandbox {name} is up already: use it, take it down first, or choose another name")
         subnet = network.free_subnet(spec.name, taken={read(name).subnet for name in names()})
         spec.base.mkdir(mode=0o755)
         write(Record(spec, subnet, Process.of(os.getpid())))
@@ -85,13 +85,13 @@ def note_machine(name: str, machine: str, pid: int) -> None:
 
 
 def machines(name: str) -> dict[str, Process]:
-    """Machine name -> its first process, alive or not."""
+    """Return machine name -> its first process, which may have ended."""
     paths = sorted((Spec(name).base / "machines").glob("[!.]*"))
     return {path.name: Process(*map(int, path.read_text().split())) for path in paths}
 
 
 def end_machine(name: str, machine: str) -> None:
-    """End all its processes, its network and its mounts, as a power failure would; the kernel does it."""
+    """End a machine as a power failure does: the kernel ends its processes, its network and its mounts."""
     if process := machines(name).get(machine):
         process.kill()
         wait_until(lambda: not process.is_alive(), f"{machine} of sandbox {name} (pid {process.pid}) to end", 20)
@@ -99,7 +99,7 @@ def end_machine(name: str, machine: str) -> None:
 
 
 def remove(name: str) -> None:
-    """Remove all that a sandbox of this name can have left; nothing is there to remove most of the time."""
+    """Remove everything that a sandbox of this name may have left."""
     for machine in machines(name):
         end_machine(name, machine)
     network.unplug_host(name)

@@ -1,11 +1,13 @@
-"""The sandbox behaves as a cluster of separate nodes, and leaves nothing behind."""
+"""The sandbox behaves like a cluster of separate nodes, and removes everything that it created."""
 
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +19,7 @@ from tests.sandbox.__main__ import main
 from tests.sandbox.cluster import Cluster, missing
 from tests.sandbox.processes import Process, SandboxError, wait_until
 from tests.sandbox.record import CLUSTER, FOLDER
-from tests.sandbox.spec import Spec
+from tests.sandbox.spec import Spec, project_folders_in_tmp
 from tests.sandbox.variants import LARGE, VARIANTS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -90,6 +92,17 @@ def test_without_cgroup_v1_nothing_asks_for_confinement() -> None:
     assert not cgroups.hierarchies("cgroup2 /sys/fs/cgroup cgroup2 rw,nosuid 0 0\n")
 
 
+def test_of_the_projects_folders_those_in_tmp_are_shared_once() -> None:
+    top = Path(tempfile.mkdtemp(prefix="hpc-rl-shared-", dir="/tmp"))
+    try:
+        (top / "environment").mkdir()
+        places = ["/", "/tmp", "/usr", top / "environment", top / "missing", top]
+        assert project_folders_in_tmp(places) == (str(top),)
+        assert project_folders_in_tmp([top / "environment"]) == (str(top / "environment"),)
+    finally:
+        shutil.rmtree(top)
+
+
 def test_interface_names_fit_the_kernel() -> None:
     names = [network.host_link(f"{'long-name-' * 3}{number}") for number in range(50)]
     assert len(set(names)) == 50 and all(len(name) <= 15 for name in names)
@@ -153,6 +166,24 @@ def test_nodes_are_separate_machines(slurm_cluster: Cluster) -> None:
     assert not list(Path("/tmp").glob(f"mark-{job}")) and not list(Path("/dev/shm").glob(f"mark-{job}"))
     assert (slurm_cluster.shared / f"{job}.out").read_text().count("UP") == 2
     assert slurm_cluster.exec_on("node3", ["hostname"]).stdout == "node3\n"
+
+
+@sandbox
+def test_nodes_share_the_folders_of_tmp_that_they_are_given(slurm_tree: str) -> None:
+    if lacking := missing():
+        pytest.skip(lacking)
+    shared = Path(tempfile.mkdtemp(prefix="hpc-rl-shared-", dir="/tmp"))
+    try:
+        (shared / "file").write_text("seen")
+        with Cluster(2, name=f"tmp-{os.getpid()}", shared_tmp=(str(shared),), tree=slurm_tree) as cluster:
+            for node in ("node1", "node2"):
+                assert cluster.exec_on(node, ["cat", str(shared / "file")], check=True).stdout == "seen"
+                assert cluster.exec_on(node, ["ls", "/tmp"], check=True).stdout.split() == [shared.name]
+            cluster.exec_on("node1", ["touch", str(shared / "new"), "/tmp/own"], check=True)
+            assert (shared / "new").exists() and not Path("/tmp/own").exists()
+            assert cluster.exec_on("node2", ["ls", "/tmp"], check=True).stdout.split() == [shared.name]
+    finally:
+        shutil.rmtree(shared)
 
 
 @sandbox
@@ -239,7 +270,7 @@ def test_a_node_can_fail_and_come_back(slurm_cluster: Cluster) -> None:
 
 
 def traces(name: str) -> dict[str, str]:
-    """The lists of things on this machine which name something of a sandbox."""
+    """Return the lists of things on this machine that mention a sandbox."""
     listing = {
         "processes": "\n".join(path.read_text().replace("\0", " ") for path in command_lines()),
         "links": subprocess.run(["ip", "link"], capture_output=True, text=True, check=True, timeout=20).stdout,
@@ -263,7 +294,7 @@ def command_lines() -> Iterator[Path]:
 
 @pytest.fixture
 def own_name() -> Iterator[str]:
-    """Name of a sandbox that a test makes by the command line and that may be left by a failed test."""
+    """Name of a sandbox that a test starts with the command line. It is removed even if the test fails."""
     if lacking := missing():
         pytest.skip(lacking)
     name = f"own-{os.getpid()}"
@@ -311,7 +342,7 @@ def test_a_killed_launcher_takes_its_cluster_along(own_name: str, moment: str) -
     finally:
         launcher.send_signal(signal.SIGKILL)
         launcher.wait(20)
-    # The kernel ends the processes and the network without anybody's help; files and cgroups are left to the next up.
+    # The kernel ends the processes and the network. Files and cgroups remain until the next `up`.
     left = {"processes", "links"}
     wait_until(lambda: not left & traces(own_name).keys(), "its end", 20, lambda: str(list(traces(own_name))))
     assert "directories" in traces(own_name) and not state.in_use(own_name)

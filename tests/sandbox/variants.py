@@ -1,6 +1,6 @@
-"""Clusters as sites set them up, which differ in what a job has to ask for. Parameters of `Cluster`.
+"""Clusters of different sites, which differ in what a job has to request. Parameters of `Cluster`.
 
-Jobs run on the nodes with 2 CPUs; larger ones are there to be listed.
+Jobs run on the nodes with 2 CPUs. Larger nodes exist only to be listed.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ TYPED_GRES: dict[str, Any] = {
     "accounting": True,
     "accounts": {"root": ("mlgroup", "teaching"), "nobody": ("mlgroup",), "daemon": ("other",)},
 }
-"""GPUs with types, asked for by --gres=gpu:TYPE:N, some split by MIG; nodes of several shapes; accounts in slurmdbd."""
+"""Typed GPUs, requested by --gres=gpu:TYPE:N, some split by MIG; nodes of several shapes; accounts in slurmdbd."""
 
 WHOLE_NODES: dict[str, Any] = {
     "shapes": (
@@ -39,8 +39,8 @@ WHOLE_NODES: dict[str, Any] = {
     },
     "memory_allocated": False,
 }
-"""GPUs without types on whole nodes. Slurm does not know their memory and refuses --mem. No accounting; the default
-partition has no GPUs."""
+"""GPUs without types on whole nodes. Slurm has no information on their memory and rejects --mem. No accounting. The
+default partition has no GPUs."""
 
 SHARED_NODES: dict[str, Any] = {
     "shapes": (Shape(2, cpus=2, memory_mb=8000, gpus=(Gpus(2, "rtx6000"),)),),
@@ -50,7 +50,7 @@ SHARED_NODES: dict[str, Any] = {
     },
     "second_network": "ib0",
 }
-"""Jobs share nodes and are held to their cores and memory; a second network beside eth0."""
+"""Jobs share nodes and are confined to their cores and memory. There is a second network besides eth0."""
 
 VARIANTS = {"typed-gres": TYPED_GRES, "whole-nodes": WHOLE_NODES, "shared-nodes": SHARED_NODES}
 
@@ -65,6 +65,6 @@ LARGE: dict[str, Any] = {
         "cpu": "Nodes=cpu[802-1001] MaxTime=4-00:00:00",
         "all": "MaxTime=04:00:00",
     },
-    "slurmd_timeout_s": 0,  # nobody takes the nodes without slurmd for down
+    "slurmd_timeout_s": 0,  # nodes without slurmd are not marked as down
 }
-"""A thousand nodes that the controller lists, and one that runs, since a controller wants one to be up."""
+"""A thousand nodes that the controller lists, and one that runs, because a controller needs one."""

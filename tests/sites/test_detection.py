@@ -1,4 +1,4 @@
-"""`site detect` and the check of a partition, as a user types them, where Slurm's programs give recorded answers."""
+"""`site detect` and the check of a partition on the command line. Slurm's programs print recorded output."""
 
 import os
 import pty
@@ -23,7 +23,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def login_node(tmp_path: Path) -> Callable[[str], Command]:
-    """A login node of a recorded cluster: its programs say what they said, and note that they were asked."""
+    """A login node of a recorded cluster: its programs print the recorded output and log their calls."""
 
     def of(cluster: str) -> Command:
         programs, home = tmp_path / "bin", tmp_path / "home"
@@ -57,17 +57,17 @@ def calls(tmp_path: Path) -> list[str]:
 def test_detect_asks_each_program_once_and_never_replaces(login_node: Callable[[str], Command], tmp_path: Path) -> None:
     hpc_rl = login_node("typed-gres-22.05.8")
     done = hpc_rl("site", "detect")
-    assert (done.returncode, "--yes takes gpu" in done.stderr) == (2, True)
+    assert (done.returncode, "--yes uses gpu" in done.stderr) == (2, True)
     assert not list((tmp_path / "home").iterdir())
     (tmp_path / "calls").unlink()
     done = hpc_rl("site", "detect", "--yes")
-    assert done.returncode == 0 and "partition gpu, no account named" in done.stdout, done.stderr
+    assert done.returncode == 0 and "partition gpu, default account" in done.stdout, done.stderr
     asked = [line.split()[0] + (" " + line.split()[2] if "scontrol" in line else "") for line in calls(tmp_path)]
     assert asked == ["ip", "sacctmgr", "scontrol config", "scontrol partition", "sinfo", "srun"]
     profile = tmp_path / "home/.config/hpc-rl/site.yaml"
     profile.write_text("slurm: {partition: mine}\n")
     refused = hpc_rl("site", "detect", "--yes")
-    assert refused.returncode == 2 and "is there already: --force replaces it" in refused.stderr
+    assert refused.returncode == 2 and "exists already: --force replaces it" in refused.stderr
     assert profile.read_text() == "slurm: {partition: mine}\n"
     assert hpc_rl("site", "detect", "--yes", "--force").returncode == 0
     shown = hpc_rl("site", "show").stdout
@@ -84,7 +84,7 @@ def test_detect_asks_for_partition_and_account(login_node: Callable[[str], Comma
     ours, theirs = pty.openpty()
     os.write(ours, b"nowhere\nmixed\nteaching\n")
     done = hpc_rl("site", "detect", "--out", "site.yaml", stdin=theirs)
-    assert "partition (gpu, mixed, devel, cpu) [gpu]" in done.stderr and "'nowhere' is none of them" in done.stderr
+    assert "partition (gpu, mixed, devel, cpu) [gpu]" in done.stderr and "'nowhere' is not one of them" in done.stderr
     assert "partition mixed, account teaching" in done.stdout
     assert "  account: teaching\n" in (tmp_path / "site.yaml").read_text()
 
@@ -97,10 +97,10 @@ def test_a_partition_that_cannot_give_says_what_it_can(login_node: Callable[[str
     for arguments, said in (
         (
             ["--gpus-per-node", "8"],
-            "partition gpu cannot give 1 node with 8 a100 and 2 CPUs: it has 2 nodes with 2 a100",
+            "partition gpu cannot provide 1 node with 8 a100 and 2 CPUs: it has 2 nodes with 2 a100",
         ),
         (["--time", "3-00:00:00"], "partition gpu ends jobs after 2-00:00:00, and 3-00:00:00 is asked for"),
-        (["--partition", "gpuu"], "partition gpuu: Slurm shows none of this name"),
+        (["--partition", "gpuu"], "partition gpuu does not exist"),
     ):
         done = hpc_rl(*dry, *arguments, "--", "train.py")
         assert (done.returncode, done.stdout) == (2, "") and said in done.stderr
@@ -116,7 +116,7 @@ def test_without_slurm_detection_is_a_line(tmp_path: Path) -> None:
     environ = {**os.environ, "PATH": "/nonexistent", "HOME": str(tmp_path)}
     command = [sys.executable, "-m", "hpc_rl.cli", "site", "detect", "--yes"]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("hpc-rl: no sinfo on PATH")
+    assert done.returncode == 2 and done.stderr.startswith("hpc-rl: there is no sinfo on PATH")
     assert len(done.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""Layers of site profiles, and what is said of a wrong one."""
+"""Layers of site profiles, and the errors of invalid ones."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ SITES = Path(__file__).parents[2] / "configs" / "site"
 
 @pytest.fixture(autouse=True)
 def own_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that holds every layer, so that this machine's own profiles play no part."""
+    """A folder with all layers, so that this machine's own profiles have no effect."""
     (tmp_path / "project").mkdir()
     monkeypatch.chdir(tmp_path / "project")
     monkeypatch.setattr(profiles, "SYSTEM", tmp_path / "system.yaml")
@@ -78,7 +78,7 @@ def test_the_environment_names_the_system_wide_layer(own_layers: Path) -> None:
         "slurm.qos": "other"
     }
     assert profiles.load_profile(environ={"HPC_RL_SITE": "typed-gres"}).values["slurm.gpu_option"] == "gres"
-    with pytest.raises(UserError, match=r"\$HPC_RL_SITE: site profile /no/file: no such file"):
+    with pytest.raises(UserError, match=r"\$HPC_RL_SITE: site profile /no/file: there is no such file"):
         profiles.load_profile(environ={"HPC_RL_SITE": "/no/file"})
 
 
@@ -87,7 +87,7 @@ def test_a_name_is_looked_up_in_the_working_folder_first() -> None:
     Path("configs/site").mkdir(parents=True)
     Path("configs/site/whole-nodes.yaml").write_text("")
     assert profiles.find("whole-nodes") == Path("configs/site/whole-nodes.yaml")
-    with pytest.raises(UserError, match=r"there is none of this name; there are .*typed-gres"):
+    with pytest.raises(UserError, match=r"does not exist; the shipped profiles are .*typed-gres"):
         profiles.find("nowhere")
     with pytest.raises(UserError, match="no such user"):
         profiles.find("~nobody-of-this-name/site.yaml")
@@ -130,7 +130,7 @@ ray:
         "optim.lr: belongs to a job",
         "trainer.total_epochs: belongs to a job",
         "slurmm.partition: unknown key; did you mean slurm.partition?",
-        "ray: a section with keys below it",
+        "ray: a section, which needs keys below it",
     ]
     found = error_of(text)
     assert len(found) == len(said)
@@ -141,10 +141,11 @@ ray:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("slurm: [", "site.yaml, line 1: no YAML"),
-        ("slurm:\n  qos: a\n  qos: b\n", "site.yaml, line 3: slurm.qos has been given in line 2 already"),
+        ("slurm: [", "site.yaml, line 1: not valid YAML"),
+        ("slurm:\n  qos: a\n  qos: b\n", "site.yaml, line 3: slurm.qos is already set in line 2"),
+        ("slurm: &a\n  node: *a\n", "site.yaml, line 2: slurm.node contains itself"),
         ("- slurm\n", "a profile has sections with keys"),
-        ("slurm: gpu\n", "site.yaml, line 1: slurm: a section with keys below it, such as slurm.job_name"),
+        ("slurm: gpu\n", "site.yaml, line 1: slurm: a section, which needs keys below it, such as slurm.job_name"),
         ("slurm:\n  time: 2026-13-01\n", "site.yaml, line 2: slurm.time: month must be in 1..12"),
         ("slurm: {sbatch: {exclusive: true}}", "line 1: slurm.sbatch: exclusive is true: write null"),
     ],

@@ -1,4 +1,4 @@
-"""Profiles proposed for clusters whose answers are recorded, and that they fit."""
+"""Profiles proposed for recorded clusters, and that they fit them."""
 
 import os
 from dataclasses import replace
@@ -76,7 +76,7 @@ def test_who_may_use_what(cluster: str, tmp_path: Path) -> None:
     assert "theirs" in [one.name for one in choose_partitions(theirs)]
     nobody = replace(found, associations=[])
     assert "slurm.account" not in proposed(nobody, tmp_path).values
-    assert "takes no job without one" in (tmp_path / "site.yaml").read_text()
+    assert "rejects jobs without one" in (tmp_path / "site.yaml").read_text()
     short = replace(found, associations=[replace(found.associations[0], max_time="04:00:00")])
     assert proposed(short, tmp_path).values["slurm.time"] == "04:00:00"
 

@@ -1,4 +1,4 @@
-"""What a profile brings into the job script, as the script runs."""
+"""The effect of a profile on the job script, which is run."""
 
 import json
 import os

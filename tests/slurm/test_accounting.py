@@ -31,8 +31,8 @@ def test_every_start_of_a_job() -> None:
     assert read_starts("".join(reversed(RECORDED.splitlines(keepends=True)))) == [first, second]
 
 
-def test_a_start_that_goes_on_and_one_that_never_came() -> None:
-    """Unknown stands for what has not happened (sacct's manual page)."""
+def test_a_start_that_still_runs_and_one_that_never_came() -> None:
+    """Unknown stands for an event that has not happened (sacct's manual page)."""
     running, *others = read_starts("7|RUNNING|0:0|2026-11-21T10:33:20|Unknown|2\n8|PENDING|0:0|Unknown|Unknown|2\n")
     assert (running.ended, running.seconds) == (None, 0.0) and others == []
     (cancelled,) = read_starts("7|CANCELLED by 0|0:15|2026-11-21T10:33:20|2026-11-21T10:33:21|1\n")

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.slurm.allocation import expand_hostlist, read_allocation
+from hpc_rl.slurm.allocation import Allocation, expand_hostlist, read_allocation
 
 ENVIRON = {
     "SLURM_JOB_ID": "42",
@@ -64,3 +64,8 @@ def test_a_step_on_some_of_the_nodes_counts_its_own() -> None:
 def test_what_is_missing_is_named(change: dict[str, str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         read_allocation({**ENVIRON, **change}, affinity=1)
+
+
+@pytest.mark.parametrize(("cpus", "processes", "threads"), [(8, 4, 2), (9, 4, 2), (3, 4, 1), (1, 1, 1)])
+def test_a_nodes_cpus_are_shared_among_its_processes(cpus: int, processes: int, threads: int) -> None:
+    assert Allocation("7", 0, ("a",), 0, cpus).threads(processes) == threads

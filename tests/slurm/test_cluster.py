@@ -1,4 +1,4 @@
-"""What is read out of the answers of real Slurms, recorded by tests/sandbox."""
+"""Parsing of output that tests/sandbox recorded from real Slurm clusters."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ from hpc_rl.slurm.capacity import Need, describe, refusal, shapes
 from hpc_rl.slurm.cluster import (
     Association,
     chosen,
+    parse_gpus,
     read_associations,
     read_config,
     read_controllers,
-    read_gpus,
     read_interfaces,
     read_partitions,
     read_sinfo,
@@ -126,7 +126,7 @@ def test_interfaces(cluster: str) -> None:
     ],
 )
 def test_gpus_as_the_manual_page_has_them(gres: str, gpus: dict[str, int]) -> None:
-    assert read_gpus(gres) == gpus
+    assert parse_gpus(gres) == gpus
 
 
 def test_gpus_near_to_several_sockets() -> None:
@@ -148,11 +148,11 @@ def test_gpus_near_to_several_sockets() -> None:
             Need(1, 8, "a100", 16, 0),
             "(2 CPUs, 8000 MB); partition mixed or theirs has",
         ),
-        ("gpu", Need(3, 2, None, 2, 0), "partition gpu cannot give 3 nodes with 2 GPUs and 2 CPUs each"),
+        ("gpu", Need(3, 2, None, 2, 0), "partition gpu cannot provide 3 nodes with 2 GPUs and 2 CPUs each"),
         ("mixed", Need(1, 4, "v100", 8, 64000), "4 v100, 8 CPUs and 64000 MB: it has 2 nodes with 2 a100"),
-        ("mixed", Need(1, 1, "h100", 1, 0), "ask for less"),
-        ("gpuu", Need(1, 1, None, 1, 0), "there are cpu, devel, gpu, mixed, old, theirs"),
-        ("old", Need(1, 4, None, 8, 0), "partition old cannot give"),
+        ("mixed", Need(1, 1, "h100", 1, 0), "request less"),
+        ("gpuu", Need(1, 1, None, 1, 0), "does not exist; Slurm has cpu, devel, gpu, mixed, old, theirs"),
+        ("old", Need(1, 4, None, 8, 0), "partition old cannot provide"),
     ],
 )
 def test_what_a_partition_can_give(cluster: str, partition: str | None, need: Need, said: str | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.host.usage import Gpu, Sample, append_line, sample_line, usage_file
+from hpc_rl.host.usage import Gpu, UsageSample, append_line, sample_line, usage_file
 from hpc_rl.run_dir import RunDir
 
 BEGAN = 1_700_000_000.0
@@ -72,6 +72,6 @@ def write_usage(attempt: Path, rank: int, began: float, exit_code: int | None, *
     append_line(path, who | first)
     for minute in range(1, 61):
         gpus = tuple(Gpu(0.9, 60.0 + gpu, 85.9) for gpu in range(2))
-        append_line(path, sample_line(Sample(began + 60 * minute, 12.0 + rank, 100.0 + minute, gpus)))
+        append_line(path, sample_line(UsageSample(began + 60 * minute, 12.0 + rank, 100.0 + minute, gpus)))
     if exit_code is not None:
         append_line(path, {"time": began + 3600, "exit_code": exit_code})

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from hpc_rl.host.usage import Gpu, NodeUsage, Sample
+from hpc_rl.host.usage import Gpu, NodeUsage, UsageSample
 from hpc_rl.tracking.dashboard import BLOCKS, Snapshot, printable, screen, sparkline
 
 RECORDS = [
@@ -17,7 +17,7 @@ RECORDS = [
 
 
 def node(rank: int, gpus: int = 8) -> NodeUsage:
-    sample = Sample(0, 31.5, 200.0, tuple(Gpu(gpu / 7, 40.0 + gpu, 80.0) for gpu in range(gpus)))
+    sample = UsageSample(0, 31.5, 200.0, tuple(Gpu(gpu / 7, 40.0 + gpu, 80.0) for gpu in range(gpus)))
     return NodeUsage(rank, f"gpu{rank:02}", "7", 64, 512.0, 0, 60, samples=(sample,) if rank != 1 else ())
 
 

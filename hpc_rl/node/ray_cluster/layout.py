@@ -1,4 +1,4 @@
-"""Where on its node a job's Ray is, and what it may use there."""
+"""The layout of Ray on one node: address, ports, temporary folder, and the resources that it may use."""
 
 from __future__ import annotations
 
@@ -17,36 +17,38 @@ from hpc_rl.node.network import choose_address
 from hpc_rl.node.ray_cluster.environment import shared_environment
 from hpc_rl.node.ray_cluster.limits import Grant, granted
 from hpc_rl.node.ray_cluster.ports import RayPorts, reserve
-from hpc_rl.node.ray_cluster.start import Orders
+from hpc_rl.node.ray_cluster.start import StartOptions
 from hpc_rl.slurm.allocation import Allocation
 
 SOCKET_BYTES = 107
 """Longest path of a UNIX socket (unix(7))."""
 SESSION_BYTES = 64
-"""Ray's part of it: `/session_2026-01-02_03-04-05_678901_1234567/sockets/plasma_store` and a number."""
+"""Ray's part of that path: `/session_2026-01-02_03-04-05_678901_1234567/sockets/plasma_store` and a number."""
 _TOKEN = ".ray-token"
 
 
 @dataclass(frozen=True)
-class Site:
+class NodeLayout:
+    """What Ray's processes on this node are started with."""
+
     allocation: Allocation
     interface: str
     address: str
     ports: RayPorts
     grant: Grant
     scratch: Path
-    """For everything that the job writes on this node's own disk; nobody else can enter it."""
+    """Private folder for everything that the job writes on this node's own disk."""
     token: Path
-    """The file, in the attempt's folder, which nobody else can enter."""
+    """File in the attempt's folder, which is private."""
 
     @property
     def temp_dir(self) -> Path:
-        """Ray's own: it lets everybody into it, so it lies inside a folder that does not."""
+        """Ray's own folder. Ray makes it accessible to everyone, so it is inside a private one."""
         return _temp_dir(self.scratch)
 
-    def orders(self, gcs_address: str, dashboard: bool) -> Orders:
-        """What the Ray processes of this node need to know."""
-        return Orders(
+    def start_options(self, gcs_address: str, dashboard: bool) -> StartOptions:
+        """Return the options of this node's Ray processes."""
+        return StartOptions(
             head=self.allocation.is_head,
             gcs_address=gcs_address,
             address=self.address,
@@ -63,11 +65,11 @@ class Site:
         )
 
     def environment(self, processes: int, timeline: bool) -> dict[str, str]:
-        """What Ray's processes and the driver have in common."""
+        """Return the variables that Ray's processes and the driver share."""
         return shared_environment(
             os.environ,
             interface=self.interface,
-            threads=self.allocation.cpus // processes,
+            threads=self.allocation.threads(processes),
             token=self.token,
             scratch=self.scratch,
             temp_dir=self.temp_dir,
@@ -76,17 +78,16 @@ class Site:
 
 
 @contextmanager
-def prepared_site(allocation: Allocation, attempt_dir: Path, options: argparse.Namespace) -> Iterator[Site]:
-    """Ports and a temporary folder of this job's own, until the end.
+def prepared_layout(allocation: Allocation, attempt_dir: Path, options: argparse.Namespace) -> Iterator[NodeLayout]:
+    """Reserve ports and create a temporary folder for this job, until the end.
 
     Raises:
-        UserError: something that Ray needs is missing or taken.
+        UserError: something that Ray needs is missing or occupied.
     """
     check_ray(installed_ray(), sys.executable)
     rank, neighbours = allocation.node_rank, allocation.nodes.count(allocation.node)
     interface, address = node_address(allocation, options.interface)
-    place = rank if neighbours > 1 else None
-    scratch = scratch_dir(os.environ, allocation.job_id, allocation.restart, place)
+    scratch = scratch_dir(os.environ, allocation.job_id, allocation.restart, rank if neighbours > 1 else None)
     check_length(scratch)
     grant = granted(
         allocation,
@@ -97,24 +98,28 @@ def prepared_site(allocation: Allocation, attempt_dir: Path, options: argparse.N
     )
     before = allocation.nodes[:rank].count(allocation.node)
     with reserve(f"{allocation.job_id}.{rank}", options.first_port, before) as block, held_scratch(scratch):
-        yield Site(allocation, interface, address, RayPorts(block.first), grant, scratch, attempt_dir / _TOKEN)
+        yield NodeLayout(allocation, interface, address, RayPorts(block.first), grant, scratch, attempt_dir / _TOKEN)
 
 
-def node_address(allocation: Allocation, wanted: str | None) -> tuple[str, str]:
-    """(interface, address) of this node.
+def node_address(allocation: Allocation, configured: str | None) -> tuple[str, str]:
+    """Return (interface, address) of this node.
 
-    A job on one machine has the loopback, with an address for each node, and none of them 127.0.0.1: Ray's drivers
-    would take another of the machine's addresses instead.
+    A job on one machine uses the loopback, with one address for each node. None of them is 127.0.0.1, because Ray's
+    drivers would replace it by another address of the machine.
     """
     others = [name for name in allocation.nodes if name != allocation.node]
-    interface, address = choose_address(wanted, others[0] if others else None)
+    interface, address = choose_address(configured, others[0] if others else None)
     if address == "127.0.0.1":
         address = f"127.0.{allocation.node_rank // 250}.{allocation.node_rank % 250 + 2}"
     return interface, address
 
 
 def check_length(scratch: Path) -> None:
-    """Raises UserError where the paths of Ray's sockets below it would be too long."""
+    """Check that the paths of Ray's sockets below a folder are short enough.
+
+    Raises:
+        UserError: they are too long.
+    """
     length = len(os.fsencode(_temp_dir(scratch)))
     too_long = length + SESSION_BYTES - SOCKET_BYTES
     if too_long > 0:

@@ -1,6 +1,6 @@
-"""What this node's part of the job may use: the smallest of what cgroups, Slurm and the kernel allow.
+"""The resources that the job may use on this node: the smallest of the limits of cgroups, Slurm and the kernel.
 
-Ray itself looks at the machine (its root cgroup), and would fill a shared node.
+Ray itself would read the limits of the whole machine (the root cgroup) and fill a shared node.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from hpc_rl.slurm.allocation import Allocation
 
 OBJECT_STORE_SHARE = 0.3
 OBJECT_STORE_LEAST = 80_000_000
-"""Ray refuses less than 75 MiB."""
+"""Ray rejects less than 75 MiB."""
 MAX_FILES = 65535
 
 _UNLIMITED = 1 << 60
-"""cgroup v1 writes a number near 2^63 for "no limit"."""
+"""cgroup v1 reports a number near 2^63 for no limit."""
 
 
 @dataclass(frozen=True)
 class Grant:
-    """What Ray is told that this node has."""
+    """The resources of this node as Ray is told."""
 
     cpus: int
     gpus: int
     memory: int
     """Bytes for tasks and actors, without the object store."""
     object_store: int
-    """Bytes of shared memory, which count against the job's memory."""
+    """Bytes of shared memory, which count towards the job's memory."""
 
 
 def granted(
@@ -47,15 +47,15 @@ def granted(
     proc: Path = Path("/proc"),
     shm: Path = Path("/dev/shm"),
 ) -> Grant:
-    """The grant of this node, or its part where several nodes of the job share one machine (--local).
+    """Return the resources of this node, or its share if several nodes of the job run on one machine (--local).
 
     Args:
-        most_cpus: ray_kwargs.ray_init.num_cpus, which may lower the number of CPUs.
-        gpus: GPUs that the job wants on each node, at least; 0 for none at all.
-        object_store: bytes; a share of the memory where None. /dev/shm's free space is the bound of both.
+        most_cpus: ray_kwargs.ray_init.num_cpus, an upper limit.
+        gpus: smallest number of GPUs that the job needs on each node; 0 to give Ray none.
+        object_store: bytes, or None for a share of the memory. In both cases /dev/shm's free space is the limit.
 
     Raises:
-        UserError: fewer GPUs than the job wants, or no room for an object store.
+        UserError: there are fewer GPUs than the job needs, or there is no room for an object store.
     """
     sharing = allocation.nodes.count(allocation.node)
     groups = list(own_cgroups(proc, cgroups))
@@ -79,15 +79,15 @@ def memory_limit(
     cgroups: Path = Path("/sys/fs/cgroup"),
     proc: Path = Path("/proc"),
 ) -> int:
-    """Bytes that the job may use on this node, object store included."""
+    """Return the bytes that the job may use on this node, including the object store."""
     groups = list(own_cgroups(proc, cgroups))
     return min(memory_limits(groups, environ, allocation.cpus, proc)) // allocation.nodes.count(allocation.node)
 
 
 def own_cgroups(proc: Path, cgroups: Path) -> Iterator[Path]:
-    """Folders of this process's cgroups and of those around them: each may set a limit (cgroups(7)).
+    """Yield the folders of this process's cgroups and their parents, each of which may set a limit (cgroups(7)).
 
-    Inside a container the path that /proc shows may not exist; then what is above it counts.
+    Inside a container the path that /proc shows may not exist. Then the existing parents count.
     """
     for line in (proc / "self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -99,7 +99,7 @@ def own_cgroups(proc: Path, cgroups: Path) -> Iterator[Path]:
 
 
 def raise_file_limit() -> None:
-    """Ray opens a file for each connection between its processes."""
+    """Raise the limit on open files: Ray opens one for each connection between its processes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -107,7 +107,7 @@ def raise_file_limit() -> None:
 
 
 def cpu_quotas(groups: list[Path]) -> Iterator[int]:
-    """CPUs by bandwidth control: cpu.max (v2), or cpu.cfs_quota_us over cpu.cfs_period_us (v1)."""
+    """Yield CPU limits by bandwidth control: cpu.max (v2), or cpu.cfs_quota_us / cpu.cfs_period_us (v1)."""
     for group in groups:
         both = _words(group / "cpu.max") or [
             *_words(group / "cpu.cfs_quota_us"),
@@ -118,13 +118,13 @@ def cpu_quotas(groups: list[Path]) -> Iterator[int]:
 
 
 def memory_limits(groups: list[Path], environ: Mapping[str, str], cpus: int, proc: Path) -> Iterator[int]:
-    """Bytes, from each source that sets a limit."""
+    """Yield the memory limit of each source that sets one, in bytes."""
     for group in groups:
         for name in ("memory.max", "memory.limit_in_bytes"):
             for word in _words(group / name):
                 if word.isdigit() and int(word) < _UNLIMITED:
                     yield int(word)
-    # In megabytes; 0 is all of the node's (sbatch's manual page, --mem).
+    # In megabytes; 0 stands for all memory of the node (sbatch's manual page, --mem).
     if per_node := int(environ.get("SLURM_MEM_PER_NODE") or 0):
         yield per_node << 20
     elif per_cpu := int(environ.get("SLURM_MEM_PER_CPU") or 0):
@@ -134,7 +134,7 @@ def memory_limits(groups: list[Path], environ: Mapping[str, str], cpus: int, pro
 
 
 def _gpus(allocation: Allocation, environ: Mapping[str, str], wanted: int) -> int:
-    """What Slurm and the environment say that there is; as many as wanted where they say nothing."""
+    """Return the number of GPUs according to Slurm and the environment, or `wanted` if neither sets one."""
     if wanted == 0:
         return 0
     visible = [environ[name] for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if environ.get(name)]

@@ -1,34 +1,41 @@
-"""One node of a Ray job: from a Slurm task to a Ray node, and on the first one to the driver.
+"""One node of a Ray job: starts Ray from a Slurm task, and the driver on the first node.
 
     srun --ntasks-per-node=1 python -m hpc_rl.node.ray_cluster.node --processes 8 -- python my_driver.py ...
 
-The job script starts this once on each node. Node 0 starts the head, waits for the others, and runs the driver, whose
-exit code is the job's; the others join and stay until the end. Whatever breaks ends the job on all nodes.
+The job script starts this once on each node. Node 0 starts the head, waits for the other nodes and runs the driver,
+whose exit code is that of the job. The other nodes join and stay until the end. Any failure ends the job on all nodes.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.processes import adopt_orphans, end_descendants
-from hpc_rl.node.entry import run_entry, say, this_allocation, this_attempt_dir
+from hpc_rl.node.entry import print_error, run_entry, this_allocation, this_attempt_dir
 from hpc_rl.node.meeting import Meeting
 from hpc_rl.node.ray_cluster.environment import ray_environment
 from hpc_rl.node.ray_cluster.head import Driver, Head
-from hpc_rl.node.ray_cluster.layout import Site, prepared_site
+from hpc_rl.node.ray_cluster.layout import NodeLayout, prepared_layout
 from hpc_rl.node.ray_cluster.limits import raise_file_limit
-from hpc_rl.node.ray_cluster.logs import copy_logs
 from hpc_rl.node.ray_cluster.member import Member
 from hpc_rl.node.ray_cluster.processes import RayProcess
 from hpc_rl.node.ray_cluster.watch import JobEnd, Watch, catch_termination
 from hpc_rl.node.usage_recorder import recording_usage
 from hpc_rl.slurm.allocation import Allocation
+
+MAX_LOG_FILES = 400
+LOG_FILE_BYTES = 1_000_000
+"""Longest log that is copied whole. Of a longer one the end is kept."""
+_LOG_SUFFIXES = (".log", ".out", ".err", ".txt")
+_NODE_LOGS = ("raylet", "gcs_server", "ray_process", "dashboard", "runtime_env", "log_monitor", "monitor")
+"""Logs of Ray's own processes, which are copied first. Workers' logs follow, the newest first."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,75 +44,104 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_node(options: argparse.Namespace) -> int:
-    """Be one node of the job, and leave nothing behind; the exit code for Slurm."""
+    """Run one node of the job, clean up everything, and return the exit code for Slurm."""
     allocation, attempt_dir = this_allocation(), this_attempt_dir()
     meeting = Meeting(attempt_dir, allocation.nodes, allocation.node_rank)
     meeting.check_shared()
     meeting.arrive()
-    return recording_usage(allocation, attempt_dir, lambda: _from_begin_to_end(allocation, meeting, options))
+    return recording_usage(allocation, attempt_dir, lambda: _run_and_clean_up(allocation, meeting, options))
 
 
-def _from_begin_to_end(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> int:
+def _run_and_clean_up(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> int:
     asked_to_end = catch_termination()
     adopt_orphans()
     raise_file_limit()
     try:
-        with prepared_site(allocation, meeting.attempt_dir, options) as site:
-            part, code = _take_part(site, meeting, asked_to_end, options)
+        with prepared_layout(allocation, meeting.attempt_dir, options) as layout:
+            part, code = _take_part(layout, meeting, asked_to_end, options)
         part.leave()
     except UserError as error:
         meeting.fail(error.exit_code)
         raise
     finally:
-        # Slurm ends all tasks when the first has failed, and that must not replace this one's exit code.
+        # Slurm terminates all tasks after the first failure. That must not replace this task's exit code.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return code
 
 
 def _take_part(
-    site: Site, meeting: Meeting, asked_to_end: threading.Event, options: argparse.Namespace
+    layout: NodeLayout, meeting: Meeting, asked_to_end: threading.Event, options: argparse.Namespace
 ) -> tuple[Head | Member, int]:
-    """Run this node's Ray from beginning to end; this node's part in the job, and the job's exit code."""
-    environ = site.environment(options.processes, timeline=options.timeline is not None)
+    """Run this node's Ray to the end. Returns this node's part in the job and the job's exit code."""
+    environ = layout.environment(options.processes, timeline=options.timeline is not None)
     rank, attempt_dir = meeting.node_rank, meeting.attempt_dir
     with (attempt_dir / f"node{rank}.log").open("ab") as log:
         ray = RayProcess(ray_environment(environ), log)
         try:
             watch = Watch(meeting, ray, asked_to_end)
-            if site.allocation.is_head:
+            if layout.allocation.is_head:
                 driver = Driver(options.program, environ, options.timeline, options.dashboard)
-                part: Head | Member = Head(watch, site, driver, options.start_timeout)
+                part: Head | Member = Head(watch, layout, driver, options.start_timeout)
             else:
-                part = Member(watch, site, options.dashboard, options.start_timeout)
+                part = Member(watch, layout, options.dashboard, options.start_timeout)
             code = _outcome(part, meeting)
             part.dismiss(code)
         finally:
             ray.end()
             end_descendants()
-            copy_logs(site.temp_dir, attempt_dir / "ray" / f"node{rank}")
+            copy_logs(layout.temp_dir, attempt_dir / "ray" / f"node{rank}")
     return part, code
 
 
 def _outcome(part: Head | Member, meeting: Meeting) -> int:
-    """The job's exit code. What broke is told before anything that follows from it."""
+    """Run the part and return the job's exit code. The cause of a failure is reported before its consequences."""
     try:
         return part.run()
     except JobEnd as ended:
         if str(ended):
-            say(str(ended))
+            print_error(str(ended))
             meeting.fail(ended.exit_code)
         return ended.exit_code
 
 
+def copy_logs(temp_dir: Path, target: Path) -> None:
+    """Copy the text of Ray's session logs, which are on the node's own disk and are removed with it."""
+    for log in list(_ordered_logs(temp_dir))[:MAX_LOG_FILES]:
+        target.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _copy_end(log, target / log.name)
+
+
+def _ordered_logs(temp_dir: Path) -> Iterator[Path]:
+    logs = [
+        (path, path.stat())
+        for path in temp_dir.glob("session_2*/logs/*")
+        if path.suffix in _LOG_SUFFIXES and path.is_file() and not path.is_symlink()
+    ]
+    full = [(path, stat.st_mtime) for path, stat in logs if stat.st_size]
+    first = [path for path, _ in full if path.name.startswith(_NODE_LOGS)]
+    others = sorted((mtime, path) for path, mtime in full if not path.name.startswith(_NODE_LOGS))
+    yield from sorted(first)
+    yield from (path for _, path in reversed(others))
+
+
+def _copy_end(source: Path, target: Path) -> None:
+    with source.open("rb") as log, target.open("wb") as copy:
+        skipped = source.stat().st_size - LOG_FILE_BYTES
+        if skipped > 0:
+            log.seek(skipped)
+            copy.write(f"[the first {skipped} bytes are left out]\n".encode())
+        shutil.copyfileobj(log, copy)
+
+
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hpc_rl.node.ray_cluster.node", description=__doc__)
-    parser.add_argument("--processes", type=int, required=True, help="training processes of this node, or its GPUs")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: Ray gets no GPUs")
-    parser.add_argument("--interface", help="network interface between the nodes (default: by the routing table)")
-    parser.add_argument("--start-timeout", type=int, default=300, help="seconds in which all nodes must have joined")
-    parser.add_argument("--num-cpus", type=int, help="most CPUs that Ray may use on a node")
-    parser.add_argument("--object-store-bytes", type=int, help="of shared memory on a node (default: 30 %% of memory)")
-    parser.add_argument("--first-port", type=int, help="first port of the block (default: by the job's id)")
+    parser.add_argument("--processes", type=int, required=True, help="training processes, or GPUs, of this node")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="with cpu, Ray gets no GPUs")
+    parser.add_argument("--interface", help="network interface between the nodes (default: from the routing table)")
+    parser.add_argument("--start-timeout", type=int, default=300, help="seconds within which all nodes must join")
+    parser.add_argument("--num-cpus", type=int, help="largest number of CPUs that Ray may use on a node")
+    parser.add_argument("--object-store-bytes", type=int, help="object store of a node (default: 30 %% of its memory)")
+    parser.add_argument("--first-port", type=int, help="first port that Ray uses (default: derived from the job id)")
     parser.add_argument("--dashboard", action="store_true", help="start Ray's dashboard on node 0's loopback")
     parser.add_argument("--timeline", type=Path, help="file for Ray's timeline, written at the end")
     parser.add_argument("program", nargs="+", help="-- then the driver's command and its arguments")

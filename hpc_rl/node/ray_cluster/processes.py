@@ -1,4 +1,4 @@
-"""The Ray processes of this node, as the entry sees them."""
+"""The Ray processes of this node, as the node entry controls them."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from typing import IO
 
 from hpc_rl.host.processes import die_with_parent, shell_code
 from hpc_rl.node.ray_cluster import start
-from hpc_rl.node.ray_cluster.start import Orders
+from hpc_rl.node.ray_cluster.start import StartOptions
 
 TRIES = 3
 END_GRACE_S = 4.0
 _NAMES = {"gcs_server": "GCS server", "log_monitor": "log monitor"}
-"""Ray's names of its processes, where people say it otherwise."""
+"""Ray's name of a process -> its name in messages."""
 
 
 class RayProcess:
-    """Starts at once and imports Ray; becomes a Ray node when it gets its orders.
+    """A process that imports Ray at once, and becomes a Ray node when it receives its options.
 
-    A start that fails is tried again: a raylet gives up when its agents take over 15 s, as they may where Python comes
-    from a slow file system or cores are scarce, and the second time they are in memory.
+    A failed start is repeated: a raylet gives up if its agents take longer than 15 s, for example because Python is on
+    a slow file system. The second time Python's files are in memory.
     """
 
     def __init__(self, environ: Mapping[str, str], log: IO[bytes]) -> None:
         self._environ = dict(environ)
         self._log = log
-        self._line: bytes | None = None
+        self._options: bytes | None = None
         self._tries = 0
         self._spawn()
 
-    def begin(self, orders: Orders) -> None:
-        self._line = orders.as_line().encode()
-        self._order(self._line)
+    def begin(self, options: StartOptions) -> None:
+        """Start the Ray node."""
+        self._options = options.as_line().encode()
+        self._send(self._options)
 
     def _spawn(self) -> None:
         self._child = subprocess.Popen(
@@ -48,47 +49,48 @@ class RayProcess:
             preexec_fn=die_with_parent,
         )
         assert self._child.stdin and self._child.stdout
-        self._orders, self._answers = self._child.stdin, self._child.stdout
-        os.set_blocking(self._answers.fileno(), False)
-        self._half_line = b""
-        self._said: dict[str, str] = {}
+        self._commands, self._output = self._child.stdin, self._child.stdout
+        os.set_blocking(self._output.fileno(), False)
+        self._incomplete = b""
+        self._answers: dict[str, str] = {}
         self._tries += 1
 
     def is_up(self) -> bool:
-        """Whether the cluster knows this node."""
+        """Return whether this node has joined the cluster."""
         self._read()
-        return start.UP in self._said
+        return start.UP in self._answers
 
     def failure(self) -> str | None:
-        """Why the node is no more, or None while it is."""
+        """Return why the node has ended, or None while it runs."""
         self._read()
         code = self._child.poll()
-        if ended := self._said.get(start.ENDED):
+        if ended := self._answers.get(start.ENDED):
             name, _, status = ended.partition(" ")
             reason = f"Ray's {_NAMES.get(name, name)} {_how(int(status))}"
         elif code is not None:
             reason = f"the process that runs Ray {_how(code)}"
         else:
             return None
-        if self._line and start.UP not in self._said and self._tries < TRIES:
+        if self._options and start.UP not in self._answers and self._tries < TRIES:
             self._log.write(f"hpc-rl: {reason} before Ray was up; trying again\n".encode())
             self._log.flush()
             self.end()
             self._spawn()
-            self._order(self._line)
+            self._send(self._options)
             return None
         return reason
 
     def ask_timeline(self, path: Path) -> None:
-        self._order(f"{start.TIMELINE} {path}\n".encode())
+        """Have the timeline of the job written to a file."""
+        self._send(f"{start.TIMELINE} {path}\n".encode())
 
     def timeline_answer(self) -> str | None:
-        """What went wrong with the timeline ("" for nothing), or None as long as it is being written."""
+        """Return the error of the timeline, an empty text for success, or None while it is being written."""
         self._read()
-        return self._said.get(start.TIMELINE)
+        return self._answers.get(start.TIMELINE)
 
     def end(self) -> None:
-        """End it and its processes."""
+        """End the process and its children."""
         self._child.terminate()
         try:
             self._child.wait(END_GRACE_S)
@@ -96,23 +98,23 @@ class RayProcess:
             self._child.kill()
             self._child.wait()
         with contextlib.suppress(BrokenPipeError):
-            self._orders.close()
-        self._answers.close()
+            self._commands.close()
+        self._output.close()
 
-    def _order(self, line: bytes) -> None:
+    def _send(self, line: bytes) -> None:
         try:
-            self._orders.write(line)
-            self._orders.flush()
-        except BrokenPipeError:  # it has ended, which failure() tells
+            self._commands.write(line)
+            self._commands.flush()
+        except BrokenPipeError:  # it has ended, which failure() reports
             return
 
     def _read(self) -> None:
         try:
-            while new := os.read(self._answers.fileno(), 4096):
-                *lines, self._half_line = (self._half_line + new).split(b"\n")
+            while new := os.read(self._output.fileno(), 4096):
+                *lines, self._incomplete = (self._incomplete + new).split(b"\n")
                 for line in lines:
                     word, _, rest = line.decode().partition(" ")
-                    self._said.setdefault(word, rest)
+                    self._answers.setdefault(word, rest)
         except BlockingIOError:
             return
 

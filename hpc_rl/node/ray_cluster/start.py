@@ -1,9 +1,10 @@
-"""The Ray processes of one node: what `ray start --block` does, without what a job has no use for.
+"""Starts the Ray processes of one node, like `ray start --block`, without the services that a job does not use.
 
-`ray start --head` also starts an autoscaler, a client server and a dashboard, and waits for the last: half of its time,
-and three more doors. This leaves them out. It is a process of its own, so that the entry that watches it needs no Ray.
+`ray start --head` also starts an autoscaler, a client server and a dashboard, and waits for the dashboard. They would
+take half of the start-up time and open three more ports. This is a separate process, so that the node entry that
+supervises it does not import Ray.
 
-Orders come as lines on standard input, answers go as lines to standard output; the rest of the output is the log's.
+Commands are lines on standard input, answers are lines on standard output. All other output goes to the log.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ TIMELINE = "timeline"
 
 
 @dataclass(frozen=True)
-class Orders:
-    """One Ray node. Also the first order, as JSON."""
+class StartOptions:
+    """Options of one Ray node. Their JSON is the first command."""
 
     head: bool
     gcs_address: str
-    """`host:port`; on the head where it shall listen."""
+    """`host:port` of the global control store, which the head starts."""
     address: str
     """IPv4 address of this node."""
     name: str
@@ -46,39 +47,41 @@ class Orders:
     """Ports of the node's services."""
     worker_ports: tuple[int, int]
     dashboard: bool
-    """Whether the job has a dashboard, to which every node contributes."""
+    """Whether the job has a dashboard. Every node reports to it."""
     dashboard_port: int
-    """On the loopback of the head."""
+    """Port on the loopback of the head."""
 
     def as_line(self) -> str:
+        """Return the options as one line of JSON."""
         return json.dumps(asdict(self)) + "\n"
 
 
 def main() -> int:
+    """Import Ray, read the options, start the node and serve commands until the end."""
     die_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     signal.signal(signal.SIGTERM, _leave)
-    # Before the orders, which come when node 0 is up: importing Ray takes as long as starting it.
+    # Before the options arrive, which is when node 0 is up: importing Ray takes as long as starting it.
     import ray._private.node  # noqa: F401
 
     line = sys.stdin.readline()
     if not line:
         return 1
-    node = start_node(Orders(**json.loads(line)), answers)
+    node = start_node(StartOptions(**json.loads(line)), answers)
     try:
         answers.write(f"{UP}\n")
         return _serve(node, answers)
     finally:
-        # A second signal must not end this half-way.
+        # A second signal must not interrupt this.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         node.kill_all_processes(check_alive=False, allow_graceful=True)
 
 
-def start_node(orders: Orders, answers: TextIO) -> Any:
-    """Start the processes and wait until the cluster knows them."""
-    if not orders.dashboard:
-        # Without this module Ray starts its agents as after a plain `pip install ray`: quicker, and with no open ports.
+def start_node(options: StartOptions, answers: TextIO) -> Any:
+    """Start the processes and wait until they have joined the cluster."""
+    if not options.dashboard:
+        # Without this module Ray starts its agents as after a plain `pip install ray`: faster, and without open ports.
         sys.modules["ray.dashboard.optional_deps"] = None  # type: ignore[assignment]
     from ray._private.node import Node
     from ray._private.parameter import RayParams
@@ -88,41 +91,41 @@ def start_node(orders: Orders, answers: TextIO) -> Any:
             super().start_ray_processes()
             threading.Thread(target=_give_up_early, args=(self, up, answers), daemon=True).start()
 
-        def start_api_server(self, **options: Any) -> None:
-            if orders.dashboard:
-                super().start_api_server(**options)
+        def start_api_server(self, **settings: Any) -> None:
+            if options.dashboard:
+                super().start_api_server(**settings)
 
-    first, last = orders.worker_ports
+    first, last = options.worker_ports
     parameters = RayParams(
-        gcs_address=None if orders.head else orders.gcs_address,
-        gcs_server_port=int(orders.gcs_address.rpartition(":")[2]) if orders.head else None,
-        node_ip_address=orders.address,
-        node_name=orders.name,
-        temp_dir=orders.temp_dir,
-        num_cpus=orders.num_cpus,
-        num_gpus=orders.num_gpus,
-        memory=orders.memory,
-        object_store_memory=orders.object_store_memory,
+        gcs_address=None if options.head else options.gcs_address,
+        gcs_server_port=int(options.gcs_address.rpartition(":")[2]) if options.head else None,
+        node_ip_address=options.address,
+        node_name=options.name,
+        temp_dir=options.temp_dir,
+        num_cpus=options.num_cpus,
+        num_gpus=options.num_gpus,
+        memory=options.memory,
+        object_store_memory=options.object_store_memory,
         resources={},
         labels={},
         min_worker_port=first,
         max_worker_port=last,
-        include_dashboard=orders.dashboard,
+        include_dashboard=options.dashboard,
         dashboard_host="127.0.0.1",
-        dashboard_port=orders.dashboard_port,
+        dashboard_port=options.dashboard_port,
         no_monitor=True,
         include_log_monitor=True,
-        **orders.services,
+        **options.services,
     )
     up = threading.Event()
-    # Every process dies with this one; nothing is left to a reaper.
-    node = JobNode(parameters, head=orders.head, shutdown_at_exit=False, spawn_reaper=True)
+    # Every process ends with this one.
+    node = JobNode(parameters, head=options.head, shutdown_at_exit=False, spawn_reaper=True)
     up.set()
     return node
 
 
 def _give_up_early(node: Any, up: threading.Event, answers: TextIO) -> None:
-    """Ray waits 30 s for a raylet that has died while it started; this does not."""
+    """Report a raylet that died during start-up at once. Ray itself would wait for 30 s."""
     while not up.wait(POLL_S):
         if dead := node.dead_processes():
             kind, process = dead[0]
@@ -131,25 +134,25 @@ def _give_up_early(node: Any, up: threading.Event, answers: TextIO) -> None:
 
 
 def write_timeline(gcs_address: str, path: Path) -> None:
-    """Tasks of the whole job in the form of chrome://tracing and Perfetto."""
+    """Write the tasks of the whole job in the format of chrome://tracing and Perfetto."""
     from ray._private.state import GlobalState
     from ray._raylet import GcsClientOptions
 
     state = GlobalState()
-    options = GcsClientOptions.create(gcs_address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=True)
-    state._initialize_global_state(options)
+    client = GcsClientOptions.create(gcs_address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=True)
+    state._initialize_global_state(client)
     path.parent.mkdir(parents=True, exist_ok=True)
     state.chrome_tracing_dump(str(path))
 
 
 def _serve(node: Any, answers: TextIO) -> int:
-    """Until the parent is gone or one of the processes is."""
+    """Serve commands until the parent or one of Ray's processes has ended. Returns the exit code."""
     while True:
         if select.select([sys.stdin], [], [], POLL_S)[0]:
-            order, _, argument = sys.stdin.readline().rstrip("\n").partition(" ")
-            if not order:
+            command, _, argument = sys.stdin.readline().rstrip("\n").partition(" ")
+            if not command:
                 return 0
-            if order == TIMELINE:
+            if command == TIMELINE:
                 answers.write(f"{TIMELINE} {_timeline_answer(node, Path(argument))}\n")
         for kind, process in node.dead_processes():
             answers.write(f"{ENDED} {kind} {process.returncode}\n")
@@ -157,7 +160,7 @@ def _serve(node: Any, answers: TextIO) -> int:
 
 
 def _timeline_answer(node: Any, path: Path) -> str:
-    """What went wrong, or nothing."""
+    """Write the timeline and return the error, or an empty text."""
     try:
         write_timeline(node.gcs_address, path)
     except OSError as error:

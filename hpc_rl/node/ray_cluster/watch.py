@@ -1,4 +1,4 @@
-"""Waiting for something, while watching all that can end the job meanwhile."""
+"""Waiting for a condition while watching for everything that can end the job."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hpc_rl.node.ray_cluster.roll_call import Loss
 
 POLL_S = 0.05
 CAUSE_S = 1.0
-"""How long an end waits for its cause: the node that failed first may be about to say so."""
+"""How long a node waits for another node to report the cause of a failure."""
 _SIGTERM_CODE = 128 + signal.SIGTERM
 
 
 class JobEnd(Exception):
-    """The job ends. The text says why, and is empty where another node has said it."""
+    """The job ends. The text is the reason, and is empty if another node has reported it."""
 
     def __init__(self, exit_code: int, reason: str = "") -> None:
         super().__init__(reason)
@@ -30,7 +30,7 @@ class JobEnd(Exception):
 
 
 def catch_termination() -> threading.Event:
-    """Set once Slurm, or the user, has asked this process to end."""
+    """Return an event that is set when Slurm or the user asks this process to end."""
     asked = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _number, _frame: asked.set())
@@ -39,17 +39,21 @@ def catch_termination() -> threading.Event:
 
 @dataclass(frozen=True)
 class Watch:
-    """What both the first node and the others look at all the time."""
+    """What every node watches all the time."""
 
     meeting: Meeting
     ray: RayProcess
     asked_to_end: threading.Event
 
     def check(self) -> None:
-        """Raises JobEnd when this node has to end."""
+        """Check this node.
+
+        Raises:
+            JobEnd: it has to end.
+        """
         failure = self.ray.failure()
-        if self.asked_to_end.is_set():  # looked at last: Slurm's signal reaches Ray's processes too
-            raise self.echo(_SIGTERM_CODE, "")
+        if self.asked_to_end.is_set():  # read after the failure: Slurm's signal reaches Ray's processes too
+            raise self.follow(_SIGTERM_CODE, "")
         if failure:
             raise JobEnd(1, f"{failure} on node {self.node}{self.last_lines(self.meeting.node_rank)}")
 
@@ -60,15 +64,15 @@ class Watch:
         deadline: float = math.inf,
         late: Callable[[], str] = str,
     ) -> None:
-        """Wait for a condition.
+        """Wait until a condition holds.
 
         Args:
             check: raises JobEnd; called several times a second.
             deadline: of time.monotonic().
-            late: what is missing, for the error.
+            late: returns the error message for the deadline.
 
         Raises:
-            JobEnd: the time is over, or the check says so.
+            JobEnd: the deadline has passed, or `check` raised it.
         """
         while not condition():
             check()
@@ -77,13 +81,13 @@ class Watch:
             time.sleep(POLL_S)
 
     def lost(self, rank: int, loss: Loss) -> JobEnd:
-        """The end for want of another node."""
+        """Return the end of the job because another node is lost."""
         reason = f"node {self.meeting.nodes[rank]} is lost: {loss.how}; its log is {self.log(rank)}"
-        # Whoever is cut off may say the same of this node.
-        return self.echo(1, reason) if loss.machine_answers else JobEnd(1, reason)
+        # A node that is cut off from the network may report the same of this node.
+        return self.follow(1, reason) if loss.machine_answers else JobEnd(1, reason)
 
-    def echo(self, exit_code: int, reason: str) -> JobEnd:
-        """The end as another node explains it; where none does within CAUSE_S, the end as given."""
+    def follow(self, exit_code: int, reason: str) -> JobEnd:
+        """Return the end as another node reports its cause, or as given if none does within CAUSE_S."""
         deadline = time.monotonic() + CAUSE_S
         while time.monotonic() < deadline:
             for failure in self.meeting.failures():
@@ -94,12 +98,14 @@ class Watch:
 
     @property
     def node(self) -> str:
+        """Name of this node."""
         return self.meeting.nodes[self.meeting.node_rank]
 
     def log(self, rank: int) -> Path:
+        """Return the path of a node's log."""
         return self.meeting.attempt_dir / f"node{rank}.log"
 
     def last_lines(self, rank: int) -> str:
-        """The end of a node's log, to be put behind a sentence."""
+        """Return the end of a node's log, as the continuation of a message."""
         lines = tail(self.log(rank))
         return f"; the end of {self.log(rank)}:\n{lines}" if lines else f"; its log is {self.log(rank)}"

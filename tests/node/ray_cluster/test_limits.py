@@ -12,7 +12,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
-    """A machine with 64 GiB, and a job in a cgroup v1 hierarchy as Slurm makes them."""
+    """A machine with 64 GiB, and a job in a cgroup v1 hierarchy like those of Slurm."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal:       67108864 kB\nMemFree:  1 kB\n")
     (tmp_path / "proc/self/cgroup").write_text("4:memory:/slurm/job_7/step_0\n3:cpu,cpuacct:/slurm/job_7\n0::/\n")

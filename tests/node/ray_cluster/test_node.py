@@ -1,4 +1,4 @@
-"""A Ray job on this machine, from the command to the end: real Ray, no Slurm."""
+"""A Ray job on this machine, from the command to its end: real Ray, no Slurm."""
 
 import json
 import os
@@ -16,11 +16,11 @@ import pytest
 from tests.e2e.ray_drivers import COUNT, WAIT
 
 START_S = 120
-"""Ray starts in 5 to 15 s; the machine that runs the tests may be busy."""
+"""Deadline of a start in seconds. Ray takes 5 to 15 s on an idle machine."""
 
 
 class Jobs:
-    """Runs `hpc-rl submit ray --local`, and ends what is left."""
+    """Runs `hpc-rl submit ray --local`, and ends the jobs that still run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -48,7 +48,7 @@ class Jobs:
         return self.folder / "runs" / name / "attempt-1"
 
     def left(self) -> list[str]:
-        """Processes that belong to a job here, by the folder that all of them have in common, and files."""
+        """Return the processes of these jobs, identified by their common folder, and the files that they left."""
         marks = [str(self.folder).encode()]
         found = [str(path) for path in (self.folder / "tmp").iterdir()]
         for environ in Path("/proc").glob("[0-9]*/environ"):
@@ -160,7 +160,7 @@ def test_nodes_that_do_not_come_are_named(tmp_path: Path) -> None:
 
 
 def run_entry(attempt: Path, nodes: list[str], options: list[str], environ: dict[str, str]) -> tuple[int, str]:
-    """The entry of the first node, as Slurm would start it."""
+    """Run the entry of the first node as Slurm would start it."""
     slurm = {"SLURM_JOB_ID": f"t{os.getpid()}", "SLURM_JOB_NODELIST": ",".join(nodes), "SLURM_NODEID": "0"}
     command = [sys.executable, "-m", "hpc_rl.node.ray_cluster.node", "--processes", "2", "--device", "cpu", *options]
     done = subprocess.run(

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hpc_rl.node.ports import free_port
-from hpc_rl.node.ray_cluster.roll_call import Place, RollCall, signature
+from hpc_rl.node.network import free_port
+from hpc_rl.node.ray_cluster.roll_call import Caller, RollCall, signature
 
 SECRET = b"of this job"
 
@@ -22,7 +22,7 @@ def roll() -> Iterator[tuple[RollCall, int]]:
 
 
 def until(condition: Callable[[], bool], roll: RollCall) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
         roll.poll()
@@ -31,9 +31,9 @@ def until(condition: Callable[[], bool], roll: RollCall) -> None:
 
 def test_nodes_call_come_up_and_are_dismissed(roll: tuple[RollCall, int]) -> None:
     head, port = roll
-    first, second = (Place("127.0.0.1", port, rank, SECRET, timeout_s=5) for rank in (1, 2))
+    first, second = (Caller("127.0.0.1", port, rank, SECRET, timeout_s=5) for rank in (1, 2))
     until(lambda: head.seen == {0, 1, 2}, head)
-    second.say_up()
+    second.report_up()
     until(lambda: head.up == {0, 2}, head)
     assert first.dismissed() is None and not head.all_left
     head.dismiss(75)
@@ -45,7 +45,9 @@ def test_nodes_call_come_up_and_are_dismissed(roll: tuple[RollCall, int]) -> Non
 
 def test_a_killed_process_is_told_at_once(roll: tuple[RollCall, int]) -> None:
     head, port = roll
-    code = f"from hpc_rl.node.ray_cluster.roll_call import *; p = Place('127.0.0.1', {port}, 1, {SECRET!r}, 5); input()"
+    code = (
+        f"from hpc_rl.node.ray_cluster.roll_call import *; c = Caller('127.0.0.1', {port}, 1, {SECRET!r}, 5); input()"
+    )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as child:
         until(lambda: 1 in head.seen, head)
         child.send_signal(signal.SIGKILL)
@@ -55,13 +57,13 @@ def test_a_killed_process_is_told_at_once(roll: tuple[RollCall, int]) -> None:
 
 def test_a_head_that_ends_is_told(roll: tuple[RollCall, int]) -> None:
     head, port = roll
-    place = Place("127.0.0.1", port, 1, SECRET, timeout_s=5)
+    caller = Caller("127.0.0.1", port, 1, SECRET, timeout_s=5)
     until(lambda: 1 in head.seen, head)
     head.close()
-    deadline = time.monotonic() + 10
-    while place.lost is None:
-        assert place.dismissed() is None and time.monotonic() < deadline
-    assert place.lost.machine_answers
+    deadline = time.monotonic() + 30
+    while caller.lost is None:
+        assert caller.dismissed() is None and time.monotonic() < deadline
+    assert caller.lost.machine_answers
 
 
 def sent_away(stranger: socket.socket, roll: RollCall) -> bool:
@@ -85,9 +87,9 @@ def test_strangers_are_sent_away_and_do_not_take_a_place(roll: tuple[RollCall, i
     for _ in range(100):
         silent.append(socket.create_connection(("127.0.0.1", port), timeout=5))
         head.poll()
-    own = Place("127.0.0.1", port, 1, SECRET, timeout_s=5)
+    own = Caller("127.0.0.1", port, 1, SECRET, timeout_s=5)
     until(lambda: 1 in head.seen, head)
-    again = Place("127.0.0.1", port, 1, SECRET, timeout_s=5)  # one node, one place
+    again = Caller("127.0.0.1", port, 1, SECRET, timeout_s=5)  # one connection per node
     until(lambda: again.dismissed() is None and again.lost is not None, head)
     assert head.seen == {0, 1} and not head.lost
     for stranger in silent:

@@ -4,9 +4,8 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.errors import UserError
-from hpc_rl.node import network, ports
-from hpc_rl.node.network import choose_address, interface_addresses
-from hpc_rl.node.ports import free_port
+from hpc_rl.node import network
+from hpc_rl.node.network import choose_address, free_port, interface_addresses
 
 
 def test_a_job_on_one_node_stays_on_the_loopback() -> None:
@@ -43,7 +42,7 @@ def test_a_taken_port_is_passed_over() -> None:
 
 def test_no_free_port_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "range").write_text("32768 60999\n")
-    monkeypatch.setattr(ports, "_EPHEMERAL", tmp_path / "range")
-    monkeypatch.setattr(ports, "_candidates", lambda *_: iter([]))
+    monkeypatch.setattr(network, "_EPHEMERAL_RANGE", tmp_path / "range")
+    monkeypatch.setattr(network, "_candidates", lambda *_: iter([]))
     with pytest.raises(UserError, match="no free TCP port between 12000 and 32767"):
         free_port("job", "127.0.0.1")

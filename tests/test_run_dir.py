@@ -1,0 +1,31 @@
+"""The run directory: the order of attempts, and status.json, which the job script and Python both write."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.run_dir import RunDir
+
+GOLDEN = Path(__file__).parent / "golden" / "sft.sbatch"
+
+
+def test_attempts_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for name in ("attempt-10", "attempt-2", "attempt-x", "attempt-2.old"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in RunDir(tmp_path).attempts()] == ["attempt-2", "attempt-10"]
+
+
+@pytest.mark.parametrize(("state", "code"), [("RUNNING", None), ("COMPLETED", 0), ("STOPPED", 75)])
+def test_the_job_script_writes_the_same_status(tmp_path: Path, state: str, code: int | None) -> None:
+    run = RunDir(tmp_path)
+    run.write_status("12_3", 2, state, code)
+    by_python = run.status.read_text()
+    run.status.unlink()
+    function = re.search(r"^report\(\) \{\n.*?^\}\n", GOLDEN.read_text(), re.DOTALL | re.MULTILINE)
+    assert function
+    given = "null" if code is None else code
+    script = f"HPC_RL_RUN_DIR={tmp_path} job=12_3 attempt=2\n{function[0]}report {state} {given}"
+    subprocess.run(["bash", "-euc", script], check=True, timeout=60)
+    assert run.status.read_text() == by_python
