@@ -19,10 +19,10 @@ from hpc_rl.host.files import Follower
 from hpc_rl.host.usage import read_spans
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
-from hpc_rl.runs.history import history
 from hpc_rl.runs.status import status_of
 from hpc_rl.tracking.dashboard import Snapshot, screen
 from hpc_rl.tracking.formatting import duration, hours
+from hpc_rl.tracking.history import read_history
 from hpc_rl.tracking.metrics import Record, parse_line, read_metrics
 
 REFRESH_S = 1.0
@@ -107,7 +107,7 @@ class Watched:
     def _ask(self) -> None:
         attempts = self._run.attempts()
         self.status = status_of(self._run)
-        self._history = history(self._run)
+        self._history = read_history(self._run)
         self._nodes = read_spans(attempts[-1]) if attempts else []
         self._asked = time.monotonic()
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import RunDir
-from hpc_rl.runs.history import history
 from hpc_rl.runs.status import RunStatus, below_root, is_run, statuses_of
 from hpc_rl.runs.sweeps import SweepDir
+from hpc_rl.tracking.history import read_history
 
 _TELLING = ("val/score", "critic/score/mean", "val/loss", "train/loss")
 """Metrics of which the first that a run has last measured stands in the table."""
@@ -61,7 +61,7 @@ def _rows(found: Sequence[RunDir]) -> list[Row]:
         kind, submitted = str(job.get("kind", "")), str(job.get("submitted", ""))
         sweep = run.path.parent.name if points else None
         values = points[_number(run.path) - 1] if points else {}
-        rows.append(Row(status, kind, submitted, history(run).node_hours, sweep, values))
+        rows.append(Row(status, kind, submitted, read_history(run).node_hours, sweep, values))
     return rows
 
 
