@@ -180,7 +180,8 @@
   }
 
   function zoom(group, from, to) {
-    group.range = from < to ? [from, to] : group.extent;
+    const whole = from <= group.extent[0] && to >= group.extent[1];
+    group.range = whole || !(from < to) ? group.extent : [from, to];
     for (const plot of group.members) {
       plot.u.setScale("x", { min: group.range[0], max: group.range[1] });
       plot.u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
