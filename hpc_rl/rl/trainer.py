@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import EXIT_STOPPED
 from hpc_rl.rl import checkpoints, shaping
-from hpc_rl.rl.batches import Batch
+from hpc_rl.rl.batches import Batch, training_samples
 from hpc_rl.rl.metrics import (
     actor_metrics,
     critic_metrics,
@@ -22,6 +22,7 @@ from hpc_rl.rl.scoring import refuse_no_scores
 from hpc_rl.rl.state import State
 from hpc_rl.rl.validation import validate
 from hpc_rl.tracking.report import report_end
+from hpc_rl.tracking.samples import TRAIN, VAL, records_training_samples
 from hpc_rl.training.perf import Clock
 
 
@@ -78,6 +79,8 @@ def step(state: State, clock: Clock) -> dict[str, float]:
         metrics["actor/kl_coef"] = kl_coef
     if kl_mean is not None:
         metrics["actor/reward_kl_penalty"] = kl_mean
+    if records_training_samples(state.step, state.total_steps):
+        state.tracker.log_samples(state.step, training_samples(batch, state.tokenizer), TRAIN)
     if warning := probs_diff_warning(metrics):
         print(warning, flush=True)
     return metrics
@@ -160,7 +163,7 @@ def test(state: State) -> dict[str, float]:
     state.rollout.wake()
     found = validate(state.val, state.rollout, state.scoring, state.tokenizer, state.config)
     state.rollout.sleep()
-    state.tracker.log_samples(state.step, found.samples)
+    state.tracker.log_samples(state.step, found.samples, VAL)
     return found.metrics
 
 

@@ -108,14 +108,21 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.log(step, metrics)
 
-    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Record texts: rows with the same columns, appended to samples.jsonl and shown as a table in wandb."""
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]], split: str) -> None:
+        """Record prompts and responses: append them to samples.jsonl, and to a table in wandb; see samples.py.
+
+        Args:
+            samples: rows with the same columns.
+            split: "train" or "val".
+        """
         if self._file is None or not samples:
             return
         with self._samples.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"step": step, **row}, ensure_ascii=False) + "\n" for row in samples)
+            file.writelines(
+                json.dumps({"step": step, "split": split, **row}, ensure_ascii=False) + "\n" for row in samples
+            )
         if self._wandb is not None:
-            self._wandb.log_table(step, "val/generations", samples)
+            self._wandb.log_table(step, f"{split}/generations", samples)
 
     def finish(self, exit_code: int = 0) -> None:
         """Close the files and end the wandb run; prints how to upload an offline one."""

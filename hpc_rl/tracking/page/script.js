@@ -96,7 +96,19 @@
     return { ...own, stroke: () => colour(style), width: 1.8, dash: dash(style), points };
   }
 
-  function axes(plot) {
+  // Positions of labels on a log axis: whole decades, or less if few of them are in the range.
+  function logSplits(_u, _axis, min, max) {
+    const decades = Math.log10(max / min);
+    if (decades < 0.5) {
+      const step = [1, 2, 5, 10].map((n) => n * 10 ** Math.floor(Math.log10((max - min) / 4))).find((size) => size >= (max - min) / 4);
+      return [...Array(12).keys()].map((i) => (Math.ceil(min / step) + i) * step).filter((value) => value <= max);
+    }
+    const steps = decades > 3 ? [1] : decades > 1.5 ? [1, 3] : [1, 2, 5];
+    const powers = [...Array(Math.ceil(decades) + 2).keys()].map((i) => 10 ** (Math.floor(Math.log10(min)) + i));
+    return powers.flatMap((power) => steps.map((n) => n * power)).filter((value) => value >= min && value <= max);
+  }
+
+  function axes(plot, isLog) {
     const own = { stroke: () => css("--soft"), grid: { stroke: () => css("--line"), width: 1 }, ticks: { show: false }, font: "11.5px system-ui, sans-serif" };
     const x = { ...own, grid: { show: false }, size: 26, gap: 4, space: 48 };
     if (plot.categories.length) {
@@ -112,6 +124,7 @@
       if (plot.x === "step") x.incrs = [...Array(10).keys()].flatMap((power) => [1, 2, 5].map((n) => n * 10 ** power));
     }
     const y = { ...own, gap: 6, values: (_, splits) => splits.map((value) => (value === null ? "" : short(value))) };
+    if (isLog) Object.assign(y, { splits: logSplits, filter: (_, splits) => splits });
     y.size = (_, values) => Math.max(34, 14 + 7 * Math.max(0, ...(values ?? []).map((text) => text.length)));
     return [x, y];
   }
@@ -119,7 +132,10 @@
   function valueRange(plot, isLog) {
     return (_, min, max) => {
       if (min === null || max === null) return isLog ? [0.1, 1] : [0, 1];
-      if (isLog) return uPlot.rangeLog(min, max, 10, false);
+      if (isLog) {
+        const room = Math.max((max / min) ** 0.06, 1.02);
+        return [min / room, max * room];
+      }
       if (plot.zero && min >= 0) return [0, max > 0 ? max * 1.06 : 1];
       const room = (max - min) * 0.06 || Math.abs(max) / 2 || 1;
       return [min - room, max + room];
@@ -213,7 +229,7 @@
         },
         series: [{}, ...drawn.map(line)],
         bands: bands(drawn),
-        axes: axes(plot),
+        axes: axes(plot, isLog),
         cursor: {
           y: false,
           points: { size: (_, i) => (plot.drawn[i - 1]?.line ? 7 : 0) },
