@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from hpc_rl.cli.app import RunArgument, app, leave
-from hpc_rl.cli.text import short_path
+from hpc_rl.cli.text import findings_text, short_path
 from hpc_rl.errors import UserError
+from hpc_rl.run_dir import RunDir
 
 
 @app.command()
@@ -23,14 +24,19 @@ def watch(
 
     Example: hpc-rl watch sft-1
     """
+    from hpc_rl.doctor import diagnosis
     from hpc_rl.runs import live
     from hpc_rl.runs.status import find_run
 
+    def explain(failed: RunDir) -> list[str]:
+        _, reasons = diagnosis.diagnosis_of(failed)
+        return findings_text(reasons[:1]).splitlines() if reasons else []
+
     found = find_run(run)
     if once:
-        live.print_once(found)
+        live.print_once(found, explain)
         return
-    leave(live.watch(found))
+    leave(live.watch(found, explain))
 
 
 @app.command()

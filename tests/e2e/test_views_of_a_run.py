@@ -138,4 +138,4 @@ def test_bad_input(tmp_path: Path) -> None:
         done = hpc_rl(tmp_path, *arguments)
         assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
     once = hpc_rl(tmp_path, "watch", "new", "--once")
-    assert once.returncode == 0 and "NOT SUBMITTED" in once.stdout and "waiting for the first step" in once.stdout
+    assert once.returncode == 0 and "NOT SUBMITTED" in once.stdout and "no step completed" in once.stdout
