@@ -33,7 +33,7 @@ def select(targets: Sequence[str]) -> list[Selected]:
     """Find the runs that a user names, each by itself or as a part of a sweep.
 
     Raises:
-        UserError: there is no such run or sweep.
+        UserError: a run or sweep does not exist.
     """
     found: list[Selected] = []
     for target in targets:
@@ -46,7 +46,7 @@ def select(targets: Sequence[str]) -> list[Selected]:
 
 
 def default_path(targets: Sequence[str], selected: Sequence[Selected]) -> Path:
-    """Return where the page goes by default: beside the run or the sweep, or in the current directory for several."""
+    """Return the default path of the page: in the directory of the run or sweep, or here for several targets."""
     if len(targets) > 1:
         return Path("report.html")
     run = selected[0].run
@@ -54,9 +54,7 @@ def default_path(targets: Sequence[str], selected: Sequence[Selected]) -> Path:
 
 
 def write_report(selected: Sequence[Selected], path: Path, refresh: bool = False) -> bool:
-    """Write one page about these runs.
-
-    Runs of a sweep that have not started are left out.
+    """Write one page about these runs, without the runs of a sweep that have not started.
 
     Args:
         refresh: let the page reload itself while a run is active.

@@ -77,7 +77,7 @@ def find_rows(target: str | None) -> list[RunRow]:
     """Return the runs of a directory or of a sweep; without a target, those below ./runs. The newest is last.
 
     Raises:
-        UserError: there is no such directory or sweep.
+        UserError: the target is a single run, or does not exist.
     """
     if target is None:
         return all_runs(ROOT)

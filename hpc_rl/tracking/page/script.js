@@ -41,7 +41,7 @@
     });
   }
 
-  // Every column of a plot, as uPlot takes them: x, then the columns of the series, with null where one has no value.
+  // All columns of a plot in the order that uPlot expects: x, then the series, with null for a missing value.
   function columns(plot, isLog) {
     const skip = plot.byRun ? hidden() : new Set();
     const shown = plot.series.filter((series) => !skip.has(series.style));
