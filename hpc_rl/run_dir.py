@@ -57,7 +57,7 @@ class RunDir:
 
     @property
     def samples(self) -> Path:
-        """samples.jsonl: validation responses as text."""
+        """samples.jsonl: prompts, responses and scores of training and validation."""
         return self.path / "samples.jsonl"
 
     @property
