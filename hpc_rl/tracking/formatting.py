@@ -66,7 +66,7 @@ def learning(record: Record) -> list[str]:
 
 
 def step_line(record: Record) -> str:
-    """Return one line for a log file: step 12/117 | loss 1.234 | lr 9.8e-06 | grad 0.87 | 12.3k tok/s | ... | ETA 1:02"""
+    """Return a line for a log: step 12/117 | loss 1.234 | lr 9.8e-06 | grad 0.87 | 12.3k tok/s | ... | ETA 1:02"""
     total = record["total_steps"]
     return " | ".join([f"step {record['step']:>{len(str(total))}}/{total}", *learning(record), *rates(record)])
 

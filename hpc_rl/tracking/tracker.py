@@ -88,7 +88,7 @@ class Tracker:
 
     @property
     def wandb_id(self) -> str | None:
-        """Return the id of the wandb run, to be saved in checkpoints; None without wandb, and on other ranks of a new run."""
+        """Return the id of the wandb run, to be saved in checkpoints; None without wandb and on other ranks."""
         return self._wandb_id
 
     def log(self, step: int, metrics: Mapping[str, float], total_steps: int) -> None:
@@ -132,7 +132,7 @@ class Tracker:
             self._wandb.finish(exit_code)
 
     def _eta_s(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> float | None:
-        """Return the remaining seconds at the mean speed since this process first logged, including saving and validation."""
+        """Return the remaining seconds at the mean speed of this process so far, including saving and validation."""
         now = time.monotonic()
         if self._first is None:
             self._first = (step, now)

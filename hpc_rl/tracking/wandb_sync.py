@@ -56,7 +56,7 @@ def sync(run: RunDir) -> None:
             _check_cut_off(run, words)
             _mark(file).touch()
         shown = file.parent.relative_to(run.path)
-        print(f"uploaded {shown}" + ("" if whole else ", which is incomplete: the attempt was killed or is still running"))
+        print(f"uploaded {shown}" + ("" if whole else ", which is incomplete: the attempt was killed or still runs"))
     for page in sorted(pages):
         print(f"  {page}")
 
@@ -79,7 +79,7 @@ def _mark(file: Path) -> Path:
 
 
 def sync_environment(environ: Mapping[str, str], run: RunDir, proxy: str | None) -> dict[str, str]:
-    """Return the environment of `wandb sync`: the user's, which may have the key, with the proxy of trainer.wandb_proxy."""
+    """Return the environment of `wandb sync`: the user's, which may have the key, with trainer.wandb_proxy."""
     proxies = {"WANDB_HTTP_PROXY": proxy, "WANDB_HTTPS_PROXY": proxy} if proxy else {}
     return {**_RETRIES, **environ, **proxies, "WANDB_DIR": str(run.path)}
 
