@@ -60,7 +60,7 @@ class RunDir:
 
     @property
     def samples(self) -> Path:
-        """samples.jsonl: responses to validation prompts as text."""
+        """samples.jsonl: prompts, responses and scores of training and validation."""
         return self.path / "samples.jsonl"
 
     @property

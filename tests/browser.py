@@ -69,15 +69,16 @@ class Browser:
                 result: dict[str, Any] = answer["result"]
                 return result
 
-    def show(self, page: Path, width: int = 1200, height: int = 900, dark: bool = False) -> None:
+    def show(self, page: Path, width: int = 1200, height: int = 900, dark: bool = False, fragment: str = "") -> None:
         """Load a file, and wait until it is there."""
         self.complaints, self.asked = [], []
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=page.absolute().as_uri())
+        self.call("Page.navigate", url="about:blank")  # a change of the fragment alone would load nothing
+        self.call("Page.navigate", url=page.absolute().as_uri() + fragment)
         deadline = time.monotonic() + TIMEOUT_S
-        while self.value("document.readyState + location.href") != f"complete{page.absolute().as_uri()}":
+        while self.value("document.readyState + location.href.split('#')[0]") != f"complete{page.absolute().as_uri()}":
             assert time.monotonic() < deadline, f"{page} does not load"
 
     def value(self, script: str) -> Any:

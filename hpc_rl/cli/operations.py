@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -115,29 +116,53 @@ def chain(
 
 @app.command()
 def runs(
-    sweep: Annotated[
-        str | None, typer.Argument(metavar="SWEEP", help="Only the runs of this sweep.", show_default=False)
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="DIR_OR_SWEEP", help="Directory of runs, or name of a sweep. Default: ./runs.", show_default=False
+        ),
+    ] = None,
+    sort: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COLUMN",
+            help="Sort by run, job, state, step, metric, hours, submitted, kind, a metric (val/loss) or an option "
+            "(optim.lr). Default: by submission, the newest last.",
+            show_default=False,
+        ),
+    ] = None,
+    reverse: Annotated[bool, typer.Option("-r", "--reverse", help="Reverse the order.")] = False,
+    conditions: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--filter",
+            metavar="STATE_OR_KEY=VALUE",
+            help="Show only runs in this state, or with this value of a column or an option. Repeat to combine.",
+            show_default=False,
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List runs with state, step, last metric and node hours: all below ./runs, or those of a sweep.
+    """List runs with state, step, last metric and node hours.
 
-    Example: hpc-rl runs
+    Example: hpc-rl runs --filter FAILED --filter optim.lr=1e-5 --sort val/loss
     """
     from hpc_rl.runs import table
-    from hpc_rl.runs.status import ROOT
-    from hpc_rl.runs.sweeps import find_sweep
 
-    found = find_sweep(sweep) if sweep is not None else None
-    if sweep is not None and found is None:
-        raise UserError(f"no sweep {sweep!r} in {ROOT.absolute()}; one run is shown by hpc-rl status {sweep}")
-    rows = table.runs_of(found) if found else table.all_runs()
+    found = table.find_rows(target)
+    rows = table.filtered(found, conditions or ())
+    if sort is not None:
+        rows = table.ordered(rows, sort, reverse)
+    elif reverse:
+        rows = rows[::-1]
     if as_json:
         print(json.dumps([row.as_dict() for row in rows]))
     elif rows:
         print(runs_table(rows))
+    elif found:
+        note(f"none of {len(found)} runs meets the filter")
     else:
-        note(f"no runs in {ROOT.absolute()}")
+        note(f"no runs in {Path(target or 'runs').absolute()}")
 
 
 @app.command()

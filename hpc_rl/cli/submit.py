@@ -215,11 +215,11 @@ def request_of(
 
 
 def _queued(job: Job, job_id: str, wait: bool, follow: bool) -> None:
-    from hpc_rl.slurm import commands
+    from hpc_rl.runs.status import status_of
 
     print(submitted_text(job, job_id))
-    if expected := commands.expected_start(job_id):
-        print(f"  expected start: {expected}")
+    if expected := status_of(job.run_dir).expected_start:
+        print(f"  expected start {expected.replace('T', ' ')}")
     if wait or follow:
         leave(_wait(job, job_id, follow))
     print(f"  hpc-rl status {job.run_dir.name}\n  hpc-rl logs -f {job.run_dir.name}")

@@ -11,7 +11,7 @@ from hpc_rl.tracking.formatting import duration
 if TYPE_CHECKING:
     from hpc_rl.doctor.diagnosis import Explanation
     from hpc_rl.runs.status import RunStatus
-    from hpc_rl.runs.table import Row
+    from hpc_rl.runs.table import RunRow
     from hpc_rl.submission.job import Job
 
 GUIDE = "docs/troubleshooting.md"
@@ -25,6 +25,8 @@ def status_text(found: RunStatus) -> str:
         ("job", found.job_id or "none"),
         ("state", found.state + (f" ({found.reason})" if found.reason else "")),
     ]
+    if found.expected_start:
+        rows.append(("expected start", found.expected_start.replace("T", " ")))
     if found.exit_code is not None:
         rows.append(("exit code", found.exit_code))
     if found.nodes:
@@ -82,8 +84,8 @@ def _jobs(job_ids: tuple[str, ...]) -> str:
     return f"job {job_ids[0]}" if len(job_ids) == 1 else f"{len(job_ids)} jobs"
 
 
-def runs_table(rows: Sequence[Row]) -> str:
-    """A line for each run; the values of a sweep's runs have columns of their own where all runs are of one sweep."""
+def runs_table(rows: Sequence[RunRow]) -> str:
+    """Return a line for each run; if all runs are of one sweep, the swept keys have columns of their own."""
     keys = list(rows[0].values) if rows and all(row.sweep == rows[0].sweep for row in rows) else []
     table = [["run", *keys, "job", "state", "step", "last metric", "node hours"]]
     for row in rows:

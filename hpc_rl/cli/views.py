@@ -1,4 +1,4 @@
-"""Commands that show a run: on the terminal while it runs, and as a page."""
+"""Commands that show runs: live on the terminal, and as an HTML page."""
 
 from __future__ import annotations
 
@@ -8,57 +8,68 @@ from typing import Annotated
 import typer
 
 from hpc_rl.cli.app import RunArgument, app, leave
-from hpc_rl.cli.text import short_path
+from hpc_rl.cli.text import findings_text, short_path
 from hpc_rl.errors import UserError
+from hpc_rl.run_dir import RunDir
 
 
 @app.command()
 def watch(
     run: RunArgument,
-    once: Annotated[bool, typer.Option("--once", help="Print what there is to see now, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the present state once and exit.")] = False,
 ) -> None:
-    """Watch a run on the terminal: progress, curves, nodes and log, until it ends or you press q.
+    """Watch a run on the terminal: progress, curves, nodes and log.
 
-    Leaving does not touch the run; when the run ends first, the exit code is its own.
+    Press q to leave; the run continues. If the run ends first, the exit code is that of the run.
 
     Example: hpc-rl watch sft-1
     """
+    from hpc_rl.doctor import diagnosis
     from hpc_rl.runs import live
     from hpc_rl.runs.status import find_run
 
+    def explain(failed: RunDir) -> list[str]:
+        _, reasons = diagnosis.diagnosis_of(failed)
+        return findings_text(reasons[:1]).splitlines() if reasons else []
+
     found = find_run(run)
     if once:
-        live.print_once(found)
+        live.print_once(found, explain)
         return
-    leave(live.watch(found))
+    leave(live.watch(found, explain))
 
 
 @app.command()
 def report(
-    names: Annotated[list[str], typer.Argument(metavar="RUN", help="Run directories, names of runs, or job ids.")],
+    targets: Annotated[
+        list[str], typer.Argument(metavar="RUN_OR_SWEEP", help="Run directories, names of runs or sweeps, or job ids.")
+    ],
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The file to write (default: report.html in the run directory; of several runs, in this folder).",
+            help="File to write. Default: report.html in the directory of the run or sweep; for several, in the "
+            "current directory.",
             show_default=False,
         ),
     ] = None,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Rewrite the page every 30 s until all runs have ended.")
+    ] = False,
 ) -> None:
-    """Write one HTML file on a run, or on several side by side; no network is needed to read it.
+    """Write an HTML page about one run, or one that compares several runs or the runs of a sweep.
+
+    The page is a single file and needs no network.
 
     Example: hpc-rl report sft-1 sft-2 --out comparison.html
     """
-    from hpc_rl.runs.history import full_history
-    from hpc_rl.runs.status import find_run
-    from hpc_rl.tracking.recorded import read_run
-    from hpc_rl.tracking.report import MOST_RUNS, write_page
+    from hpc_rl.runs import reporting
 
-    found = [find_run(name) for name in names]
-    if len(found) > MOST_RUNS:
-        raise UserError(f"{len(found)} runs were asked for, and a report compares {MOST_RUNS} at most")
-    if out is None:
-        out = found[0].report if len(found) == 1 else Path("report.html")
-    if out.is_dir() or not out.absolute().parent.is_dir():
+    selected = reporting.select(targets)
+    out = (out or reporting.default_path(targets, selected)).absolute()
+    if out.is_dir() or not out.parent.is_dir():
         raise UserError(f"--out {out} is {'a folder' if out.is_dir() else 'in a folder that does not exist'}")
-    recorded = [read_run(run).with_history(full_history(run)) for run in found]
-    print(short_path(write_page(recorded, out.absolute())))
+    print(short_path(out), flush=True)
+    if follow:
+        reporting.follow_report(selected, out)
+    else:
+        reporting.write_report(selected, out)

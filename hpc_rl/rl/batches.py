@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,11 @@ from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.experience import new_experience
 from hpc_rl.rl.rollout.engine import Completion, Sampling
 from hpc_rl.rl.rollout.rollout import Rollout
-from hpc_rl.rl.scoring import Scoring, refuse_no_scores
+from hpc_rl.rl.scoring import Scoring, refuse_no_scores, response_texts
+from hpc_rl.tracking.samples import chosen_responses
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,18 @@ class _Kept:
             [response.completion for response in kept],
             Pending.known(Scores(values, self._errors, [response.components for response in kept])),
         )
+
+
+def training_samples(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Return the rows of samples.jsonl for a step: the best and the worst response to its first prompts."""
+    scores = batch.scored.wait().values.tolist()
+    chosen = chosen_responses(batch.groups, scores)
+    texts = response_texts(tokenizer, [batch.completions[index] for index in chosen])
+    return [
+        {"prompt": prompt.text, "response": text, "answer": prompt.answer, "score": scores[index]}
+        for index, text in zip(chosen, texts, strict=True)
+        for prompt in [batch.prompts[index]]
+    ]
 
 
 def full_batches(config: PpoConfig, prompts: int, start: Position) -> Iterator[tuple[NDArray[np.int64], Position]]:

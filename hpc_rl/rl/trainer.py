@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import EXIT_STOPPED
 from hpc_rl.rl import checkpoints
-from hpc_rl.rl.batches import Batch
+from hpc_rl.rl.batches import Batch, training_samples
 from hpc_rl.rl.experience import (
     add_advantages,
     add_rewards,
@@ -32,6 +32,7 @@ from hpc_rl.rl.scoring import refuse_no_scores
 from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.validation import validate
 from hpc_rl.tracking.report import report_end
+from hpc_rl.tracking.samples import TRAIN, VAL, records_training_samples
 from hpc_rl.training.perf import Clock
 
 
@@ -92,6 +93,8 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
     for warning in (no_signal_warning(state.steps_without_signal, metrics), probs_diff_warning(metrics)):
         if warning is not None:
             print(warning, flush=True)
+    if records_training_samples(state.step, state.total_steps):
+        state.tracker.log_samples(state.step, training_samples(batch, state.tokenizer), TRAIN)
     return metrics
 
 
@@ -172,7 +175,7 @@ def test(state: PpoState) -> dict[str, float]:
     state.rollout.wake()
     found = validate(state.val, state.rollout, state.scoring, state.tokenizer, state.config)
     state.rollout.sleep()
-    state.tracker.log_samples(state.step, found.samples)
+    state.tracker.log_samples(state.step, found.samples, VAL)
     return found.metrics
 
 

@@ -1,4 +1,4 @@
-"""A run on the terminal, looked at again every second until it ends or the user has seen enough."""
+"""A live view of a run on the terminal, redrawn every second until the run ends or the user leaves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -19,41 +19,48 @@ from hpc_rl.host.files import Follower
 from hpc_rl.host.usage import read_spans
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
-from hpc_rl.runs.history import history
-from hpc_rl.runs.status import status_of
+from hpc_rl.runs.status import RunStatus, status_of
 from hpc_rl.tracking.dashboard import Snapshot, screen
 from hpc_rl.tracking.formatting import duration, hours
+from hpc_rl.tracking.history import read_history
 from hpc_rl.tracking.metrics import Record, parse_line, read_metrics
 
 REFRESH_S = 1.0
 ONCE_SIZE = (100, 36)
-"""Columns and lines where the output is no terminal."""
+"""Columns and lines if the output is not a terminal."""
 _LOG_BYTES = 32768
 _MOST_LINES = 200
 
 
-def print_once(run: RunDir) -> None:
-    """Print what there is to see now; on no terminal, as plain text."""
+Explain = Callable[[RunDir], Sequence[str]]
+"""Returns the lines that explain why a run failed; empty if it has not."""
+
+
+def print_once(run: RunDir, explain: Explain) -> None:
+    """Print the present state; as plain text if the output is not a terminal."""
     console = Console(highlight=False)
     width, height = console.size if console.is_terminal else ONCE_SIZE
     if not console.is_terminal:
         console = Console(highlight=False, width=width)
-    console.print(screen(Watched(run).look(), width, height))
+    console.print(screen(Watched(run, explain).look(), width, height))
 
 
-def watch(run: RunDir) -> int:
-    """Show the run until it ends, or until q or Ctrl-C; the run's exit code, or 0 where the user left.
+def watch(run: RunDir, explain: Explain) -> int:
+    """Show the run until it ends, or until q or Ctrl-C.
+
+    Returns:
+        the run's exit code, or 0 if the user left.
 
     Raises:
-        UserError: there is no terminal to show it on.
+        UserError: the output is not a terminal.
     """
     console = Console(highlight=False)
     if not console.is_terminal or not sys.stdin.isatty():
         raise UserError(
-            f"watch needs a terminal: hpc-rl watch {run.name} --once prints one picture, "
-            f"hpc-rl logs -f {run.name} follows the log"
+            f"watch needs a terminal: use hpc-rl watch {run.name} --once for the present state, or "
+            f"hpc-rl logs -f {run.name} for the log"
         )
-    watched = Watched(run)
+    watched = Watched(run, explain)
     code = 0
 
     def drawn() -> RenderableType:
@@ -75,11 +82,14 @@ def watch(run: RunDir) -> int:
 
 
 class Watched:
-    """What is known of a run. Log and metrics are read again at each look; Slurm is asked, and every node's file read,
-    less and less often."""
+    """The state of a run, read again and again.
 
-    def __init__(self, run: RunDir) -> None:
+    Log and metrics are read at each look. Slurm is asked, and all nodes' files are read, at growing intervals.
+    """
+
+    def __init__(self, run: RunDir, explain: Explain) -> None:
         self._run = run
+        self._explain = explain
         self._records: list[Record] = read_metrics(run.metrics)
         self._metrics = Follower(run.metrics, _size(run.metrics))
         self._rest = ""
@@ -102,18 +112,22 @@ class Watched:
             records=self._records,
             nodes=self._nodes,
             log=_last_lines(Path(self.status.log)) if self.status.log else (),
+            phase=start_phase(self.status, self._run.attempts()),
+            explanation=self._explanation,
         )
 
     def _ask(self) -> None:
         attempts = self._run.attempts()
         self.status = status_of(self._run)
-        self._history = history(self._run)
+        self._history = read_history(self._run)
         self._nodes = read_spans(attempts[-1]) if attempts else []
+        self._explanation = () if self.status.active else self._explain(self._run)
         self._asked = time.monotonic()
 
     def _facts(self) -> list[str]:
         now, attempts = self.status, self._history.attempts
         facts = [now.reason] if now.reason else []
+        facts += [f"expected start {now.expected_start.replace('T', ' ')}"] if now.expected_start else []
         facts += [f"job {now.job_id}"] if now.job_id else []
         facts += [now.nodes] if now.nodes else []
         facts += [f"exit code {now.exit_code}"] if now.exit_code else []
@@ -124,7 +138,7 @@ class Watched:
         return facts
 
     def _read_metrics(self) -> None:
-        """New lines; one of an earlier step takes back all from there on, as in read_metrics."""
+        """Add new lines; a line of an earlier step discards all later steps, as in read_metrics."""
         *lines, self._rest = (self._rest + self._metrics.new_text()).split("\n")
         for record in filter(None, map(parse_line, lines)):
             while self._records and self._records[-1]["step"] > record["step"]:
@@ -136,7 +150,7 @@ class Watched:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Keys one by one, as they are pressed; the terminal is as before at the end (termios(3), cbreak)."""
+    """Yield a function that waits for a pressed key; restore the terminal at the end (termios(3), cbreak)."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
 
@@ -151,8 +165,22 @@ def _keys() -> Iterator[Callable[[float], str]]:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
+def start_phase(now: RunStatus, attempts: Sequence[Path]) -> str:
+    """Describe what a run does before its first step, by the files that its attempt has so far."""
+    if not now.active:
+        return ""
+    if now.state == "PENDING":
+        return "waiting in the queue"
+    names = {path.name for path in attempts[-1].iterdir()} if attempts else set()
+    if not any(name.startswith("node") for name in names):
+        return "starting: the job script prepares the nodes"
+    if "node0-driver.log" in names or any("-rank" in name and name.startswith("node") for name in names):
+        return "starting: the program loads model and data; waiting for the first step"
+    return "starting: the nodes connect to each other"
+
+
 def _last_lines(path: Path) -> list[str]:
-    """The end of a log; of a large one no more is read."""
+    """Read the last lines of a log, however long it is."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - _LOG_BYTES))

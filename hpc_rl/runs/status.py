@@ -39,6 +39,8 @@ class RunStatus:
     state: str
     reason: str = ""
     nodes: str = ""
+    expected_start: str = ""
+    """Slurm's estimate for a pending job, ISO 8601; empty if there is none."""
     exit_code: int | None = None
     attempt: int = 0
     step: int | None = None
@@ -77,7 +79,7 @@ def find_run(target: str) -> RunDir:
         return _run_of_job(target)
     if Path(target).is_dir():
         raise UserError(f"{target} is a folder, but no run directory (no job.sbatch, no config.yaml)")
-    names = sorted(path.name for path in below_root())
+    names = sorted(path.name for path in runs_below(ROOT))
     close = difflib.get_close_matches(target, names, n=1, cutoff=0.4)
     raise UserError(
         f"no run {target!r} in {ROOT.absolute()}: "
@@ -189,11 +191,12 @@ def _job_fields(run: RunDir, job_id: str | None, ask: Callable[[str], JobState |
     if slurm.ended and own.get("state") == STOPPED:
         return {**own_fields, "nodes": slurm.nodes}
     exit_code = own.get("exit_code") if slurm.ended and slurm.exit_code is None else slurm.exit_code
-    return {"state": slurm.state, "reason": slurm.reason, "nodes": slurm.nodes, "exit_code": exit_code}
+    fields = {"state": slurm.state, "reason": slurm.reason, "nodes": slurm.nodes}
+    return {**fields, "expected_start": slurm.expected_start, "exit_code": exit_code}
 
 
 def _run_of_job(job_id: str) -> RunDir:
-    for path in below_root():
+    for path in runs_below(ROOT):
         run = RunDir(path.absolute())
         ids = [str(read_json(mark).get("job_id")) for mark in (run.job, run.status)]
         if job_id in ids:
@@ -215,9 +218,9 @@ def _names_a_sweep(target: str, path: Path) -> UserError:
     return UserError(f"{target} is a sweep: name one of its runs, such as {path.name}_1 (hpc-rl runs {target})")
 
 
-def below_root() -> Iterator[Path]:
-    """Every folder below ./runs that may be a run, those of sweeps included."""
-    for path in ROOT.iterdir() if ROOT.is_dir() else ():
+def runs_below(root: Path) -> Iterator[Path]:
+    """Yield every folder below a directory that may be a run, including those of its sweeps."""
+    for path in root.iterdir() if root.is_dir() else ():
         if is_sweep(path):
             yield from (point for point in path.iterdir() if point.is_dir())
         elif path.is_dir():

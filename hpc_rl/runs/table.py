@@ -1,58 +1,155 @@
-"""All runs at a glance, by a constant number of questions to Slurm."""
+"""All runs of a directory as a table, with a constant number of calls to Slurm; sorted and filtered."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import RunDir
-from hpc_rl.runs.history import history
-from hpc_rl.runs.status import RunStatus, below_root, is_run, statuses_of
-from hpc_rl.runs.sweeps import SweepDir
+from hpc_rl.runs.status import ROOT, RunStatus, is_run, runs_below, statuses_of
+from hpc_rl.runs.sweeps import SweepDir, find_sweep
+from hpc_rl.tracking.history import read_history
+from hpc_rl.tracking.recorded import flat
 
-_TELLING = ("val/score", "critic/score/mean", "val/loss", "train/loss")
-"""Metrics of which the first that a run has last measured stands in the table."""
+_SHOWN = ("val/score", "critic/score/mean", "val/loss", "train/loss")
+"""The table shows the first of these metrics in a run's last record."""
+COLUMNS = ("run", "job", "state", "step", "metric", "hours", "submitted", "kind", "sweep")
+"""Columns to sort by, besides metrics (val/loss) and swept keys (optim.lr)."""
 
 
 @dataclass(frozen=True)
-class Row:
+class RunRow:
     """One run."""
 
     status: RunStatus
     kind: str
     submitted: str
-    """ISO 8601; empty for what was never submitted by us."""
+    """ISO 8601; empty for a run that hpc-rl has not submitted."""
     node_hours: float
     sweep: str | None
     values: dict[str, str]
-    """What the sweep set: dotted key -> value."""
+    """The values that the sweep set: dotted key -> value."""
 
     @property
     def metric(self) -> tuple[str, float] | None:
-        """The last measurement that says most about the run, and its name."""
+        """The name and the last value of the metric that the table shows."""
         measured = self.status.metrics
-        return next(((key, measured[key]) for key in _TELLING if measured.get(key) is not None), None)
+        return next(((key, measured[key]) for key in _SHOWN if measured.get(key) is not None), None)
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """The run's configuration as dotted keys; empty if it cannot be read."""
+        try:
+            return flat(yaml.safe_load(RunDir(Path(self.status.run_dir)).config.read_text()) or {})
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+
+    def cell(self, column: str) -> Any:
+        """Return the value of a column, a metric, a swept key or an option; None if the run has none."""
+        own = {
+            "run": self.status.run,
+            "job": self.status.job_id,
+            "state": self.status.state,
+            "step": self.status.step,
+            "metric": self.metric[1] if self.metric else None,
+            "hours": self.node_hours,
+            "submitted": self.submitted,
+            "kind": self.kind,
+            "sweep": self.sweep,
+        }
+        if column in own:
+            return own[column]
+        return self.status.metrics.get(column, self.values.get(column, self.options.get(column)))
 
     def as_dict(self) -> dict[str, Any]:
         own = {"kind": self.kind, "submitted": self.submitted, "node_hours": round(self.node_hours, 4)}
         return {**asdict(self.status), **own, "sweep": self.sweep, "values": self.values}
 
 
-def all_runs() -> list[Row]:
-    """Every run below ./runs, the newest last."""
-    found = [RunDir(path.absolute()) for path in below_root() if is_run(path)]
+def find_rows(target: str | None) -> list[RunRow]:
+    """Return the runs of a directory or of a sweep; without a target, those below ./runs. The newest is last.
+
+    Raises:
+        UserError: the target is a single run, or does not exist.
+    """
+    if target is None:
+        return all_runs(ROOT)
+    if sweep := find_sweep(target):
+        return runs_of(sweep)
+    folder = Path(target)
+    if is_run(folder) or is_run(ROOT / target):
+        raise UserError(f"{target} is a single run: hpc-rl status {target} shows it")
+    if not folder.is_dir():
+        raise UserError(f"no directory {target!r}, and no sweep of that name in {ROOT.absolute()}")
+    return all_runs(folder)
+
+
+def all_runs(root: Path) -> list[RunRow]:
+    """Return every run below a directory, including those of its sweeps; the newest is last."""
+    found = [RunDir(path.absolute()) for path in runs_below(root) if is_run(path)]
     return sorted(_rows(found), key=lambda row: (row.submitted, row.status.run))
 
 
-def runs_of(sweep: SweepDir) -> list[Row]:
-    """The runs of a sweep, in order."""
+def runs_of(sweep: SweepDir) -> list[RunRow]:
+    """Return the runs of a sweep, in order."""
     return _rows(sweep.runs())
 
 
-def _rows(found: Sequence[RunDir]) -> list[Row]:
+def filtered(rows: Sequence[RunRow], conditions: Sequence[str]) -> list[RunRow]:
+    """Return the rows that meet every condition: a state, or KEY=VALUE with a column, a swept key or an option.
+
+    Raises:
+        UserError: no run has that key.
+    """
+    kept = list(rows)
+    for condition in conditions:
+        key, equals, value = condition.partition("=")
+        if not equals:
+            key, value = "state", condition
+        if rows and all(row.cell(key) is None for row in rows):
+            raise UserError(f"--filter {condition}: no run has {key!r}; give a state, or KEY=VALUE with {_keys()}")
+        kept = [row for row in kept if _is(row.cell(key), value)]
+    return kept
+
+
+def ordered(rows: Sequence[RunRow], column: str, reverse: bool = False) -> list[RunRow]:
+    """Sort rows by a column, a metric, a swept key or an option: numbers by size, rows without a value last.
+
+    Raises:
+        UserError: no run has that column.
+    """
+    if rows and all(row.cell(column) is None for row in rows):
+        raise UserError(f"--sort {column}: no run has {column!r}; give {_keys()}")
+    valued = [row for row in rows if row.cell(column) is not None]
+    rest = [row for row in rows if row.cell(column) is None]
+    return sorted(valued, key=lambda row: _order(row.cell(column)), reverse=reverse) + rest
+
+
+def _keys() -> str:
+    return f"one of {', '.join(COLUMNS)}, a metric (val/loss) or an option (optim.lr)"
+
+
+def _is(found: Any, value: str) -> bool:
+    if found is None:
+        return False
+    return str(found).casefold() == value.casefold() or _order(found) == _order(value)
+
+
+def _order(value: Any) -> tuple[int, float, str]:
+    try:
+        return (0, float(value), "")
+    except (TypeError, ValueError):
+        return (1, 0.0, str(value).casefold())
+
+
+def _rows(found: Sequence[RunDir]) -> list[RunRow]:
     sweeps = {folder: SweepDir(folder).values() for folder in {run.path.parent for run in found}}
     rows = []
     for run, status in zip(found, statuses_of(found), strict=True):
@@ -61,7 +158,7 @@ def _rows(found: Sequence[RunDir]) -> list[Row]:
         kind, submitted = str(job.get("kind", "")), str(job.get("submitted", ""))
         sweep = run.path.parent.name if points else None
         values = points[_number(run.path) - 1] if points else {}
-        rows.append(Row(status, kind, submitted, history(run).node_hours, sweep, values))
+        rows.append(RunRow(status, kind, submitted, read_history(run).node_hours, sweep, values))
     return rows
 
 

@@ -178,7 +178,16 @@ def has_pyxis() -> bool:
 
 
 _SACCT = ["sacct", "-X", "-n", "-P", "--duplicates", "-o", "JobID,State,ExitCode,NodeList,Reason", "-j"]
-_SQUEUE = ["squeue", "-h", "-t", "all", "-r", "-O", "JobArrayID:40|,State:30|,NodeList:400|,Reason:100|", "-j"]
+_SQUEUE = [
+    "squeue",
+    "-h",
+    "-t",
+    "all",
+    "-r",
+    "-O",
+    "JobArrayID:40|,State:30|,NodeList:400|,Reason:100|,StartTime:30|",
+    "-j",
+]
 
 
 def _scontrol(job_id: str) -> JobState | None:

@@ -40,6 +40,8 @@ class JobState:
     """As a shell shows it: 128 + n if signal n ended the job. None before the end."""
     stdout: str = ""
     """Path of the job's log, if Slurm reports it."""
+    expected_start: str = ""
+    """Slurm's estimate for a pending job, ISO 8601 in the controller's time zone; empty if it has none."""
 
     @property
     def ended(self) -> bool:
@@ -66,7 +68,7 @@ def sacct_states(text: str) -> dict[str, JobState]:
 
 
 def read_squeue(text: str, job_id: str) -> JobState | None:
-    """Parse `squeue -h -t all -O JobArrayID:|,State:|,NodeList:|,Reason:|`.
+    """Parse `squeue -h -t all -O JobArrayID:|,State:|,NodeList:|,Reason:|,StartTime:|`.
 
     squeue does not report exit codes; `scontrol` does.
     """
@@ -79,7 +81,9 @@ def squeue_states(text: str) -> dict[str, JobState]:
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|")]
         if len(fields) >= 4:
-            found[fields[0]] = JobState(plain_state(fields[1]), _nodes(fields[2]), _reason(fields[3]))
+            state = plain_state(fields[1])
+            start = _time(fields[4]) if state == "PENDING" and len(fields) > 4 else ""
+            found[fields[0]] = JobState(state, _nodes(fields[2]), _reason(fields[3]), expected_start=start)
     return found
 
 
@@ -144,6 +148,10 @@ def _array_tasks(job_id: str) -> tuple[str, ...]:
 
 def _nodes(text: str) -> str:
     return "" if text in ("(null)", "None assigned", "None") else text
+
+
+def _time(text: str) -> str:
+    return text if re.match(r"\d{4}-\d\d-\d\dT", text) else ""
 
 
 def _reason(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Which plots a report has: of one run, or of several on top of each other."""
+"""Which plots a report has: those of one run, or of several runs in the same axes."""
 
 from __future__ import annotations
 
@@ -7,64 +7,84 @@ from dataclasses import dataclass
 from statistics import median
 
 from hpc_rl.host.usage import NodeUsage, UsageSample
-from hpc_rl.tracking.plot import Point, Series, line_plot, stacked_plot
+from hpc_rl.tracking.plot import Plot, Point, Series
 from hpc_rl.tracking.recorded import Recorded
 
-_MOST_PHASES = 7  # the rest is summed up: more colours than that cannot be told apart
+_MOST_PHASES = 7
+"""Shorter phases are summed up: more colours than that cannot be told apart."""
 _MOST_NODES = 6
 """More nodes than that are shown as the highest, the mean and the lowest of them."""
+_MOST_KEYS = 8
+"""A plot with more lines has no legend; the table of runs shows their colours."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """An entry of a plot's legend."""
+
+    style: int
+    name: str
+    index: int
+    """Which of the plot's series."""
 
 
 @dataclass(frozen=True)
 class Figure:
+    """A plot with its title."""
+
     title: str
     unit: str
-    keys: list[tuple[int, str]]
-    """(style, name) of what the plot shows, where it is more than one thing."""
-    svg: str
-    areas: bool = False
-    """Whether it shows areas rather than lines."""
+    plot: Plot
+
+    @property
+    def keys(self) -> list[Key]:
+        """The legend; empty if the plot has too many lines for one."""
+        series = self.plot.series
+        found = [Key(style, one.name, i) for i, (one, style) in enumerate(zip(series, self.plot.styles(), strict=True))]
+        return found if len(found) <= _MOST_KEYS else []
 
 
 @dataclass(frozen=True)
-class Section:
+class PlotGroup:
+    """Figures below a common heading."""
+
     title: str
     figures: list[Figure]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A plot of metrics over the step."""
+    """A plot of metrics against the step."""
 
     title: str
     unit: str
     metrics: tuple[tuple[str, str], ...]
-    """(key in metrics.jsonl, what it is called in this plot)."""
+    """(key in metrics.jsonl, its name in this plot)."""
     from_zero: bool = False
 
 
 LEARNING = (
     Chart("Loss", "per target token", (("train/loss", "training"), ("val/loss", "validation"))),
-    Chart("Reward", "score, mean of responses", (("critic/score/mean", "training"), ("val/score", "validation"))),
+    Chart("Reward", "mean score of responses", (("critic/score/mean", "training"), ("val/score", "validation"))),
     Chart(
         "Response length",
-        "tokens, mean",
+        "mean, tokens",
         (("response_length/mean", "training"), ("val/response_length", "validation")),
         True,
     ),
     Chart("Entropy", "nats per token", (("actor/entropy", "policy"),), True),
     Chart("KL to the reference", "per token, in the loss", (("actor/kl_loss", "policy"),)),
     Chart("KL to the reference", "per response, in the reward", (("actor/reward_kl_penalty", "policy"),)),
-    Chart("KL of a step", "old to new policy, per token", (("actor/ppo_kl", "policy"),)),
+    Chart("KL per step", "old to new policy, per token", (("actor/ppo_kl", "policy"),)),
 )
 UPDATES = (
     Chart("Policy loss", "", (("actor/pg_loss", "policy"),)),
     Chart("Critic loss", "", (("critic/vf_loss", "critic"),), True),
     Chart("Critic", "explained variance", (("critic/vf_explained_var", "critic"),)),
-    Chart("Clipped", "part of the tokens", (("actor/pg_clipfrac", "policy"), ("critic/vf_clipfrac", "critic")), True),
+    Chart("Clipped", "fraction of tokens", (("actor/pg_clipfrac", "policy"), ("critic/vf_clipfrac", "critic")), True),
     Chart(
-        "Cut off",
-        "part of the responses at the longest length",
+        "Truncated",
+        "fraction of responses at the maximum length",
         (("response_length/clip_ratio", "training"), ("val/unfinished", "validation")),
         True,
     ),
@@ -77,53 +97,54 @@ UPDATES = (
     Chart("Learning rate", "", (("train/lr", "model"), ("actor/lr", "policy"), ("critic/lr", "critic")), True),
     Chart(
         "Engine and trainer",
-        "difference of their probabilities",
+        "difference of probabilities",
         (("training/rollout_probs_diff_mean", "mean"), ("training/rollout_probs_diff_max", "largest")),
         True,
     ),
 )
 SPEED = (
     Chart("Throughput", "tokens/s", (("perf/tokens_per_s", "all ranks"),), True),
-    Chart("MFU", "part of the GPUs' peak", (("perf/mfu", "all"), ("perf/mfu/actor", "policy's updates")), True),
-    Chart("Peak memory", "GB of one process", (("perf/max_memory_gb", "process"),), True),
+    Chart("MFU", "fraction of the GPUs' peak", (("perf/mfu", "training"), ("perf/mfu/actor", "policy updates")), True),
+    Chart("Peak memory", "GB per process", (("perf/max_memory_gb", "process"),), True),
 )
 
 
-def sections(run: Recorded) -> list[Section]:
-    """All plots of one run for which there is data."""
+def plots_of_run(run: Recorded) -> list[PlotGroup]:
+    """Return all plots of one run for which there is data."""
     marks = restarts(run)
     speed = _figures(run, SPEED, marks)
     if phases := phase_series(run):
-        svg = stacked_plot(phases, title="Time per step")
-        speed.insert(1, Figure("Time per step", "seconds", _keys(phases), svg, areas=True))
+        speed.insert(1, Figure("Time per step", "seconds", Plot(phases, from_zero=True, stacked=True)))
     learning, updates = _figures(run, LEARNING, marks), _figures(run, UPDATES, marks)
-    found = [
-        *([Section("Learning", learning), Section("Updates", updates)] if len(learning) > 1 else []),
-        *([Section("Learning", learning + updates)] if len(learning) <= 1 else []),
-        Section("Speed and memory", speed),
-        Section("Nodes", node_figures(run.usage)),
+    if len(learning) <= 1:  # a heading for one plot would be a row for one plot
+        learning, updates = learning + updates, []
+    groups = [
+        PlotGroup("Learning", learning),
+        PlotGroup("Updates", updates),
+        PlotGroup("Speed and memory", speed),
+        PlotGroup("Nodes", node_figures(run.usage)),
     ]
-    return [section for section in found if section.figures]
+    return [group for group in groups if group.figures]
 
 
-def compared(runs: Sequence[Recorded]) -> list[Section]:
-    """One plot for each metric, one line for each run."""
-    found = []
+def plots_of_runs(runs: Sequence[Recorded]) -> list[PlotGroup]:
+    """Return one plot per metric with one line per run."""
+    groups = []
     for title, charts in (("Learning", LEARNING), ("Updates", UPDATES), ("Speed and memory", SPEED)):
         figures = []
         for chart in charts:
             for key, name in chart.metrics:
                 lines = [Series(run.name, run.points(key), style) for style, run in enumerate(runs)]
-                if any(line.points for line in lines):
+                lines = [line for line in lines if line.points]
+                if lines:
                     full = chart.title if len(chart.metrics) == 1 else f"{chart.title}, {name}"
-                    svg = line_plot(lines, title=full, from_zero=chart.from_zero)
-                    figures.append(Figure(full, chart.unit, _keys(lines), svg))
-        found.append(Section(title, figures))
-    return [section for section in found if section.figures]
+                    figures.append(Figure(full, chart.unit, Plot(lines, from_zero=chart.from_zero)))
+        groups.append(PlotGroup(title, figures))
+    return [group for group in groups if group.figures]
 
 
 def phase_medians(runs: Sequence[Recorded]) -> list[tuple[str, list[float | None]]]:
-    """(phase, median seconds of a step in each run that has it), the longest first; the whole step at the end."""
+    """Return (phase, median seconds of a step in each run), the longest phase first and the whole step last."""
     keys = {key for run in runs for record in run.records for key in record if key.startswith("timing_s/")}
     rows = []
     for key in keys:
@@ -134,7 +155,7 @@ def phase_medians(runs: Sequence[Recorded]) -> list[tuple[str, list[float | None
 
 
 def restarts(run: Recorded) -> list[float]:
-    """The steps after which a new attempt went on."""
+    """Return the steps after which a new attempt resumed."""
     began = [attempt.began for attempt in run.history.attempts[1:] if attempt.began is not None]
     steps = []
     for time in began:
@@ -145,7 +166,10 @@ def restarts(run: Recorded) -> list[float]:
 
 
 def phase_series(run: Recorded) -> list[Series]:
-    """timing_s/<phase> of every step as series that add up, the longest first; timing_s/step only gives the rest."""
+    """Return timing_s/<phase> of every step as series that add up, the longest phase first.
+
+    What timing_s/step has beyond the phases is called "other".
+    """
     timed = [record for record in run.records if any(key.startswith("timing_s/") for key in record)]
     keys = {key for record in timed for key in record if key.startswith("timing_s/")} - {"timing_s/step"}
     totals = {key: sum(record.get(key) or 0.0 for record in timed) for key in keys}
@@ -163,12 +187,12 @@ def phase_series(run: Recorded) -> list[Series]:
 
 
 def node_figures(usage: Sequence[Sequence[NodeUsage]]) -> list[Figure]:
-    """What each node used, over the time that the run was running: attempts follow each other without a gap."""
+    """Plot what each node used against the time that the run was running; gaps between attempts are left out."""
     measures: list[tuple[str, str, Callable[[UsageSample], float | None]]] = [
-        ("Memory of a node", "GB", lambda sample: sample.memory_gb),
-        ("CPUs of a node", "cores busy", lambda sample: sample.cpus),
-        ("GPUs of a node", "% busy, mean", _gpus_busy),
-        ("GPU memory of a node", "GB, fullest GPU", lambda s: max((gpu.memory_gb for gpu in s.gpus), default=None)),
+        ("Memory per node", "GB", lambda sample: sample.memory_gb),
+        ("CPUs per node", "busy cores", lambda sample: sample.cpus),
+        ("GPUs per node", "mean % busy", _gpus_busy),
+        ("GPU memory per node", "GB, fullest GPU", lambda s: max((gpu.memory_gb for gpu in s.gpus), default=None)),
     ]
     total = sum(_seconds(nodes) for nodes in usage)
     size, unit = next(
@@ -180,8 +204,7 @@ def node_figures(usage: Sequence[Sequence[NodeUsage]]) -> list[Figure]:
     for title, what, measure in measures:
         series = _few(_by_node(usage, measure, size))
         if series:
-            svg = line_plot(series, title=title, from_zero=True, x=unit)
-            figures.append(Figure(title, what, _keys(series), svg))
+            figures.append(Figure(title, what, Plot(series, x=unit, from_zero=True)))
     return figures
 
 
@@ -204,7 +227,7 @@ def _by_node(
 
 
 def _few(series: list[Series]) -> list[Series]:
-    """Many nodes by their extremes; they sample at about the same times."""
+    """Summarize many nodes by their extremes; nodes sample at about the same times."""
     if len(series) <= _MOST_NODES:
         return series
     rows = list(zip(*(line.points for line in series), strict=False))
@@ -222,14 +245,8 @@ def _figures(run: Recorded, charts: Sequence[Chart], marks: Sequence[float]) -> 
         lines = [Series(name, run.points(key)) for key, name in chart.metrics]
         lines = [line for line in lines if line.points]
         if lines:
-            svg = line_plot(lines, title=chart.title, from_zero=chart.from_zero, marks=marks)
-            figures.append(Figure(chart.title, chart.unit, _keys(lines), svg))
+            figures.append(Figure(chart.title, chart.unit, Plot(lines, from_zero=chart.from_zero, marks=marks)))
     return figures
-
-
-def _keys(series: Sequence[Series]) -> list[tuple[int, str]]:
-    keys = [(i if s.style is None else s.style, s.name) for i, s in enumerate(series) if s.points]
-    return keys if len(keys) > 1 or any(s.style is not None for s in series) else []
 
 
 def _seconds(nodes: Sequence[NodeUsage]) -> float:

@@ -1,4 +1,4 @@
-"""A run as one screen of text: progress, curves, nodes, end of the log. Pure: from a Snapshot to rich's parts."""
+"""One screen of text about a run: progress, curves, nodes, log. Pure functions from a Snapshot to rich renderables."""
 
 from __future__ import annotations
 
@@ -18,42 +18,59 @@ from hpc_rl.tracking.metrics import Record
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVES = (
-    ("train/loss", "loss"),
-    ("val/loss", "validation loss"),
-    ("critic/score/mean", "reward"),
-    ("val/score", "validation reward"),
-    ("response_length/mean", "response length"),
-    ("actor/entropy", "entropy"),
-    ("actor/ppo_kl", "KL of a step"),
-    ("perf/tokens_per_s", "tokens/s"),
+    ("train/loss", "loss", "per token"),
+    ("val/loss", "validation loss", "per token"),
+    ("critic/score/mean", "reward", ""),
+    ("val/score", "validation reward", ""),
+    ("response_length/mean", "response length", "tokens"),
+    ("actor/entropy", "entropy", "nats/token"),
+    ("actor/ppo_kl", "KL per step", "nats/token"),
+    ("train/grad_norm", "gradient norm", ""),
+    ("actor/grad_norm", "gradient norm", ""),
+    ("train/lr", "learning rate", ""),
+    ("actor/lr", "learning rate", ""),
+    ("perf/tokens_per_s", "throughput", "tokens/s"),
 )
+"""(metric, name, unit), the most telling first."""
+_FEWEST_CURVES = 2
+_LINES_BESIDES = 12
+"""Lines of a small screen that curves leave to the other parts."""
 _MOST_NODES = 16
 _STYLES = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "yellow", "STOPPED": "yellow", "REQUEUED": "yellow"}
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What there is to see of a run at one moment."""
+    """The visible state of a run at one moment."""
 
     name: str
     state: str
     facts: Sequence[str]
-    """Job, nodes, attempt, ...: shown beside the state."""
+    """Job, nodes and attempt, shown beside the state."""
     records: Sequence[Record]
     nodes: Sequence[NodeUsage] = ()
     """Of the newest attempt."""
     log: Sequence[str] = field(default_factory=tuple)
-    """Its last lines."""
+    """The last lines."""
+    phase: str = ""
+    """What the run does before its first step."""
+    explanation: Sequence[str] = ()
+    """Why the run failed; empty for a run that has not."""
 
 
 def screen(now: Snapshot, width: int, height: int) -> RenderableType:
-    """All of it, in so many columns and lines; the log gets what is left."""
+    """Lay a snapshot out in so many columns and lines; the log takes the remaining lines."""
     head = Text.assemble((now.name, "bold"), "  ", (now.state, f"bold {_STYLES.get(now.state, 'red')}"))
     head.append("  " + " · ".join(now.facts), style="dim")
     head.truncate(width, overflow="ellipsis")
-    parts: list[RenderableType] = [head, _progress(now.records, width)]
+    parts: list[RenderableType] = [head, _progress(now, width)]
     used = 2
-    curves = [(name, points) for key, name in CURVES if (points := _values(now.records, key))]
+    if now.explanation:
+        text = Text("\n".join(printable(line) for line in now.explanation), overflow="ellipsis", no_wrap=True)
+        parts.append(Panel(text, title="why it failed", title_align="left", border_style="red", padding=(0, 1)))
+        used += 2 + len(now.explanation)
+    curves = [(name, points, unit) for key, name, unit in CURVES if (points := _values(now.records, key))]
+    curves = curves[: max(_FEWEST_CURVES, height - used - _LINES_BESIDES)]
     if curves:
         parts += [Text(), _curves(curves, width)]
         used += 1 + len(curves)
@@ -69,7 +86,7 @@ def screen(now: Snapshot, width: int, height: int) -> RenderableType:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The course of values in at most so many blocks; each is the mean of an equal run of them."""
+    """Draw values as at most so many blocks; each is the mean of an equal share of them."""
     count = min(width, len(values))
     if count == 0:
         return ""
@@ -82,15 +99,15 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def printable(text: str) -> str:
-    """The last of what a line shows, without control sequences: a log may hold anything."""
+    """Return what a terminal would show of a line at its end, without control sequences: a log may contain anything."""
     plain = Text.from_ansi(text.rpartition("\r")[2] or text.strip("\r")).plain
     return "".join(c if c.isprintable() else " " for c in plain.expandtabs())
 
 
-def _progress(records: Sequence[Record], width: int) -> RenderableType:
-    if not records:
-        return Text("waiting for the first step", style="yellow")
-    last = records[-1]
+def _progress(now: Snapshot, width: int) -> RenderableType:
+    if not now.records:
+        return Text(now.phase or "no step completed", style="yellow")
+    last = now.records[-1]
     grid = Table.grid(padding=(0, 2))
     steps = f"step {last['step']:,} of {last['total_steps']:,}"
     pace = " · ".join(rates(last))
@@ -100,15 +117,16 @@ def _progress(records: Sequence[Record], width: int) -> RenderableType:
     return grid
 
 
-def _curves(curves: Sequence[tuple[str, Sequence[float]]], width: int) -> Table:
+def _curves(curves: Sequence[tuple[str, Sequence[float], str]], width: int) -> Table:
     grid = Table.grid(padding=(0, 2))
-    for name, values in curves:
+    for name, values, unit in curves:
         low, high = min(values), max(values)
         span = f"{number(low)} … {number(high)}" if low != high else ""
         grid.add_row(
             Text(name, style="dim"),
             Text(number(values[-1]), style="bold", justify="right"),
-            Text(sparkline(values, max(10, min(60, width - 52))), style="cyan"),
+            Text(unit, style="dim"),
+            Text(sparkline(values, max(10, min(60, width - 64))), style="cyan"),
             Text(span, style="dim"),
         )
     return grid
@@ -118,7 +136,7 @@ def _nodes(nodes: Sequence[NodeUsage], hidden: int, width: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     gpus = any(node.samples and node.samples[-1].gpus for node in nodes)
     bar = max(6, min(14, (width - 60) // 3))
-    columns = ["node", "CPUs", "memory, GB", *(["GPUs busy", "fullest GPU, GB"] if gpus else [])]
+    columns = ["node", "CPUs, busy cores", "memory, GB", *(["GPUs, busy", "fullest GPU, GB"] if gpus else [])]
     for name in columns:
         table.add_column(name, no_wrap=True)
     for node in nodes:
@@ -139,7 +157,7 @@ def _use(node: NodeUsage, last: UsageSample, bar: int) -> list[Text]:
 
 
 def _gpu_cells(last: UsageSample, bar: int) -> list[Text]:
-    """One block for each GPU's work, and the memory of the fullest."""
+    """Return one block for each GPU's load, and the memory of the fullest GPU."""
     if not last.gpus:
         return []
     busy = [gpu.busy for gpu in last.gpus if gpu.busy is not None]
@@ -151,7 +169,7 @@ def _gpu_cells(last: UsageSample, bar: int) -> list[Text]:
 
 
 def _meter(value: float, full: float, width: int, words: str) -> Text:
-    """A bar and what it says; red where there is hardly any left."""
+    """Draw a bar with its value; red above 95 %."""
     share = min(1.0, value / full) if full > 0 else 0.0
     filled = round(share * width)
     return Text.assemble(

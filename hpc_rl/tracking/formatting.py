@@ -8,7 +8,7 @@ from hpc_rl.tracking.metrics import Record
 
 
 def number(value: float) -> str:
-    """Four digits at most: 0.8312, 12.3k, 4.56M, 1.2e-05."""
+    """Format with at most four digits: 0.8312, 12.3k, 4.56M, 1.2e-05."""
     size = abs(value)
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
@@ -19,7 +19,7 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """0:42, 12:05, 3:04:05, 2-03:04:05 (days first, as Slurm writes it)."""
+    """Format seconds as 0:42, 12:05, 3:04:05 or 2-03:04:05 (days first, as in Slurm)."""
     minutes, second = divmod(max(0, round(seconds)), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
@@ -29,12 +29,12 @@ def duration(seconds: float) -> str:
 
 
 def hours(amount: float) -> str:
-    """Node hours: 0.054, 0.31, 12.5"""
+    """Format node hours: 0.054, 0.31, 12.5."""
     return f"{amount:.1f}" if amount >= 10 else f"{amount:.2f}" if amount >= 0.1 else f"{amount:.3f}"
 
 
 def rates(record: Record) -> list[str]:
-    """Speed, memory and remaining time, as far as the record has them."""
+    """Return speed, memory and remaining time, as far as the record has them."""
     texts: dict[str, Callable[[float], str]] = {
         "perf/tokens_per_s": lambda v: f"{number(v)} tok/s",
         "perf/throughput": lambda v: f"{number(v)} tok/s/GPU",
@@ -61,12 +61,12 @@ _LEARNING = {
 
 
 def learning(record: Record) -> list[str]:
-    """How learning goes, as far as the record has it; null (NaN, Inf) is shown as nan."""
+    """Return losses, rewards and gradient norms, as far as the record has them; null (NaN, Inf) is shown as nan."""
     return [f"{name} {_or_nan(record[key], name)}" for key, name in _LEARNING.items() if key in record]
 
 
 def step_line(record: Record) -> str:
-    """One line for a log file: step 12/117 | loss 1.234 | lr 9.8e-06 | grad 0.87 | 12.3k tok/s | ... | ETA 1:02"""
+    """Return a line for a log: step 12/117 | loss 1.234 | lr 9.8e-06 | grad 0.87 | 12.3k tok/s | ... | ETA 1:02"""
     total = record["total_steps"]
     return " | ".join([f"step {record['step']:>{len(str(total))}}/{total}", *learning(record), *rates(record)])
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl: what a run measured, one JSON object per line, written at each step and readable at any time.
+"""metrics.jsonl: the measurements of a run, one JSON object per line, written at each step and readable at any time.
 
 Keys of a line: `step`, `total_steps`, `time` (unix seconds), and metrics by group:
 
@@ -6,10 +6,10 @@ Keys of a line: `step`, `total_steps`, `time` (unix seconds), and metrics by gro
     val/loss
     perf/tokens_per_s (all ranks)  perf/throughput (one rank)  perf/mfu (0 to 1)  perf/max_memory_gb  perf/eta_s
     critic/score/mean  actor/entropy  val/score  response_length/mean  ... (docs/rl.md)
-    timing_s/step, and the phases that a step is made of: timing_s/<phase>
+    timing_s/step, and the phases of a step: timing_s/<phase>
 
-Several lines may belong to one step (training, then validation). A resumed run goes on in the same file: a line takes
-back all lines of later steps before it.
+Several lines may belong to one step (training, then validation). A resumed run appends to the same file: a line
+discards all lines of later steps before it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Record = dict[str, Any]
 
 
 class MetricsFile:
-    """Appends to metrics.jsonl; each line is on disk when `write` returns."""
+    """Appends to metrics.jsonl; a line is in the file when `write` returns."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """One record per step, in order; empty where there is no file. Half-written lines are left out."""
+    """Return one record per step, in order; empty if there is no file. Half-written lines are left out."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
@@ -57,14 +57,14 @@ def read_metrics(path: Path) -> list[Record]:
         if record is None:
             continue
         step = record["step"]
-        while records and next(reversed(records)) > step:  # steps are in order, so the later ones are last
+        while records and next(reversed(records)) > step:  # steps are in order: later ones are at the end
             records.popitem()
         records[step] = {**records.get(step, {}), **record}
     return list(records.values())
 
 
 def parse_line(line: bytes | str) -> Record | None:
-    """The record of one line, or None for what is not a whole one."""
+    """Return the record of one line, or None if the line is not a complete record."""
     try:
         record = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A live progress bar of a run on the login node's terminal."""
+"""A live progress bar for a run, on the terminal of the login node."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hpc_rl.tracking.metrics import Record
 
 
 class ProgressView:
-    """A bar with the step, and the latest numbers under it, below the log lines that are printed meanwhile.
+    """A bar with the step and the latest numbers, below the log lines that are printed at the same time.
 
-    A context manager. Does nothing where standard output is no terminal.
+    A context manager. Does nothing if standard output is not a terminal.
 
         with ProgressView() as view:
             view.update(record)  # a record of metrics.jsonl

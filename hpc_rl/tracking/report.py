@@ -1,4 +1,4 @@
-"""report.html: a run, or several side by side, on one page that any browser shows without a network."""
+"""report.html: one run, or several side by side, on one page that any browser shows without a network."""
 
 from __future__ import annotations
 
@@ -7,44 +7,50 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jinja2 import Environment
 from markupsafe import Markup
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import replacing
 from hpc_rl.run_dir import RunDir
-from hpc_rl.tracking.attempts import ended_with
-from hpc_rl.tracking.charts import Section, compared, phase_medians, sections
+from hpc_rl.tracking.charts import PlotGroup, phase_medians, plots_of_run, plots_of_runs
 from hpc_rl.tracking.formatting import number
+from hpc_rl.tracking.history import ended_with
+from hpc_rl.tracking.plot import as_script_data, is_binned, plot_data
 from hpc_rl.tracking.recorded import Recorded, differences, read_run
-from hpc_rl.tracking.samples import samples_of_one, samples_of_several
+from hpc_rl.tracking.samples import excerpts_of_run, excerpts_of_runs
 from hpc_rl.tracking.summary import run_summary
+from hpc_rl.tracking.sweep_charts import best_first, sweep_plots, swept_keys
 
-MOST_RUNS = 8
-"""More colours than that cannot be told apart."""
+UPLOT = "uplot-1.6.32.min"
+"""The plotting library as it was published: file name of its script and its style sheet."""
 _PAGE = Path(__file__).parent / "page"
+_OPEN_DIFFERENCES = 12
+"""A longer list of differing options is folded."""
 
 
 def report_end(run: RunDir, exit_code: int) -> str:
     """Write the report of a run that is about to end with this exit code, in the process that trained it.
 
     Returns:
-        a line that says where it is, or why there is none: how the run ends does not depend on it.
+        a line with its path, or with the reason why there is none: a missing report does not change how the run ends.
     """
     recorded = read_run(run)
-    ended = recorded.with_history(ended_with(recorded.history, exit_code, time.time()))
+    ended = replace(recorded, history=ended_with(recorded.history, exit_code, time.time()))
     try:
         return f"report: {write_page([ended], run.report)}"
     except UserError as error:
-        return f"warning: there is no report: {error}"
+        return f"warning: no report was written: {error}"
 
 
 @contextmanager
 def failure_reported(run: RunDir) -> Iterator[None]:
-    """Of a run that fails after its first step there is a report too."""
+    """Write a report too if the run fails after its first step."""
     try:
         yield
     except Exception as error:
@@ -53,16 +59,19 @@ def failure_reported(run: RunDir) -> Iterator[None]:
         raise
 
 
-def write_page(runs: Sequence[Recorded], path: Path) -> Path:
-    """Write a page on these runs, whole or not at all; its path.
+def write_page(runs: Sequence[Recorded], path: Path, refresh_s: float | None = None) -> Path:
+    """Write a page about these runs, whole or not at all; return its path.
+
+    Args:
+        refresh_s: let the page reload itself at this interval; None: it is complete.
 
     Raises:
-        UserError: there is nothing to show of a run, or the file cannot be written.
+        UserError: a run has nothing to show, or the file cannot be written.
     """
     for run in runs:
-        if not run.records and not run.history.attempts:
+        if not run.has_started:
             raise UserError(f"run {run.name} has nothing to report yet: it has not started")
-    page = render_page(runs)
+    page = render_page(runs, refresh_s)
     try:
         with replacing(path) as partial:
             # Half a character of a broken text is no reason to have no report.
@@ -72,48 +81,75 @@ def write_page(runs: Sequence[Recorded], path: Path) -> Path:
     return path
 
 
-def render_page(runs: Sequence[Recorded]) -> str:
-    """The page as text. Whatever comes from a run is escaped, and no script but the page's own may run in it."""
-    several = len(runs) > 1
-    script = (_PAGE / "script.js").read_text()
+def render_page(runs: Sequence[Recorded], refresh_s: float | None = None) -> str:
+    """Render the page. Text of a run is escaped, and the page's policy lets no script run but its own."""
+    several, swept = len(runs) > 1, swept_keys(runs)
+    runs = best_first(runs) if swept else runs
+    groups = plots_of_runs(runs) if several else plots_of_run(runs[0])
+    sweep_groups = sweep_plots(runs) if several else []
+    plots = [figure.plot for group in [*sweep_groups, *groups] for figure in group.figures]
+    data = plot_data(plots)
+    scripts = [(_PAGE / name).read_text() for name in (f"{UPLOT}.js", "script.js")]
+    options = [run.options() for run in runs]
     summaries = [run_summary(run) for run in runs]
-    shown = compared(runs) if several else sections(runs[0])
-    labels = list(dict.fromkeys(label for summary in summaries for label in summary.by_label))
     template = Environment(autoescape=True, trim_blocks=True).from_string((_PAGE / "page.html.j2").read_text())
     return template.render(
-        title=" · ".join(run.name for run in runs),
+        title=_title(runs),
         written=time.strftime("%Y-%m-%d %H:%M"),
+        refresh_s=None if refresh_s is None else round(refresh_s),
         runs=summaries,
-        labels=labels,
-        differences=[(key, [_shown(value) for value in values]) for key, values in _differences(runs)],
-        sections=shown,
-        notes=_notes(shown),
-        phases=[
-            (name, [_seconds(value) for value in values]) for name, values in (phase_medians(runs) if several else [])
-        ],
-        samples=samples_of_several(runs) if several else samples_of_one(runs[0]),
-        style=Markup((_PAGE / "style.css").read_text()),
-        script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        labels=list(dict.fromkeys(label for summary in summaries for label in summary.by_label)),
+        swept_keys=swept,
+        swept=[[run.swept.get(key, "–") for key in swept] for run in runs],
+        differences=[(key, [_shown(value) for value in values]) for key, values in differences(options)],
+        most_open=_OPEN_DIFFERENCES,
+        shared_config=_shared(options) if several else "",
+        groups=groups,
+        sweep_groups=sweep_groups,
+        notes=_notes(groups, is_binned(plots, data)),
+        phases=_phase_table(runs) if several else None,
+        samples=excerpts_of_runs([(r.name, r.samples) for r in runs]) if several else excerpts_of_run(runs[0].samples),
+        style=Markup((_PAGE / f"{UPLOT}.css").read_text() + (_PAGE / "style.css").read_text()),
+        data=Markup(as_script_data(data)),
+        licence=Markup((_PAGE / "uplot-LICENSE.txt").read_text()),
+        scripts=[Markup(script) for script in scripts],
+        script_hashes=[base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts],
     )
 
 
-def _differences(runs: Sequence[Recorded]) -> list[tuple[str, list[Any]]]:
-    return differences([run.options() for run in runs]) if len(runs) > 1 else []
+def _title(runs: Sequence[Recorded]) -> str:
+    names = [run.name for run in runs]
+    sweeps = {name.rpartition("_")[0] for name in names}
+    if len(sweeps) == 1 and all(run.swept for run in runs):
+        return f"sweep {sweeps.pop()}"
+    return " · ".join(names) if len(names) <= 4 else f"{names[0]} and {len(names) - 1} other runs"
 
 
-def _notes(shown: Sequence[Section]) -> list[str]:
-    """What the plots' extra signs mean, where there are any."""
-    drawn = "".join(figure.svg for section in shown for figure in section.figures)
-    signs = {
-        'class="mark"': "Upright lines: a new attempt went on from there.",
-        'class="band': "Long runs: each point is the mean of some steps, and its band goes from the least to the most.",
+def _shared(options: Sequence[dict[str, Any]]) -> str:
+    """The options that all runs have in common, as YAML with dotted keys."""
+    differing = {key for key, _ in differences(options)}
+    shared = {key: value for key, value in options[0].items() if key not in differing}
+    return yaml.safe_dump(shared, sort_keys=False) if shared else ""
+
+
+def _phase_table(runs: Sequence[Recorded]) -> dict[str, Any] | None:
+    """Phases as columns, runs as rows: median seconds per step."""
+    medians = phase_medians(runs)
+    if not medians:
+        return None
+    rows = [["–" if values[i] is None else number(values[i] or 0.0) for _, values in medians] for i in range(len(runs))]
+    return {"names": [name for name, _ in medians], "rows": rows}
+
+
+def _notes(groups: Sequence[PlotGroup], binned: bool) -> list[str]:
+    """Explain the signs in the plots, if there are any."""
+    marked = any(figure.plot.marks for group in groups for figure in group.figures)
+    notes = {
+        "Upright dashed lines: a new attempt resumed the run there.": marked,
+        "Long runs: each point is the mean of several steps; the band, if there is one, spans their lowest and highest "
+        "value.": binned,
     }
-    return [note for sign, note in signs.items() if sign in drawn]
-
-
-def _seconds(value: float | None) -> str:
-    return "–" if value is None else number(value)
+    return [note for note, applies in notes.items() if applies]
 
 
 def _shown(value: Any) -> str:

@@ -1,69 +1,171 @@
-"""Which sample texts a report shows: a few prompts, how the responses to them changed, or how those of runs differ."""
+"""samples.jsonl: prompts, responses and scores of training and validation; and the excerpt that a report shows.
+
+Keys of a line: `step`, `split` ("train" or "val"), `prompt`, `response`, `answer` (the reference answer) and `score`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 from hpc_rl.tracking.formatting import number
-from hpc_rl.tracking.recorded import Recorded, TextSample
 
+TRAIN, VAL = "train", "val"
+_RECORDED_STEPS = 50
+"""Training samples are recorded at about so many steps of a run, whatever its length."""
+_RECORDED_PROMPTS = 2
+"""Prompts of a training step that are recorded."""
 _MOST_PROMPTS = 6
 _MOST_STEPS = 6
 _MOST_CHARACTERS = 1500
-"""Of one text; the whole is in samples.jsonl."""
+"""Of one text in a report; samples.jsonl has all of it."""
 
 
 @dataclass(frozen=True)
-class ShownSample:
-    """A prompt, and responses to it."""
+class TextSample:
+    """A response to a prompt, as samples.jsonl has it."""
+
+    step: int
+    split: str
+    prompt: str
+    response: str
+    answer: str
+    score: float | None
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """A prompt and responses to it, as the report shows them."""
 
     prompt: str
     answer: str
-    what: str
-    """What tells the responses apart."""
+    column: str
+    """Heading of the column that distinguishes the responses."""
     rows: list[tuple[str, str, str]]
     """(step or run, response, score)."""
 
 
-def samples_of_one(run: Recorded) -> list[ShownSample]:
-    """The first prompts, each with its responses at the first step, at the last, and at some between."""
-    steps = spread(sorted({sample.step for sample in run.samples}), _MOST_STEPS)
-    by_prompt = _by_prompt([sample for sample in run.samples if sample.step in steps])
-    return [
-        ShownSample(cut(prompt), cut(found[-1].answer), "Step", _over_time(found))
+@dataclass(frozen=True)
+class ExcerptGroup:
+    """Excerpts below a common heading."""
+
+    title: str
+    excerpts: list[Excerpt]
+
+
+def records_training_samples(step: int, total_steps: int) -> bool:
+    """Whether training samples of this step are recorded: the first, the last, and evenly between."""
+    every = max(1, total_steps // _RECORDED_STEPS)
+    return step in (1, total_steps) or step % every == 0
+
+
+def chosen_responses(groups: Sequence[int], scores: Sequence[float]) -> list[int]:
+    """Choose the responses of a training step that are recorded: the best and the worst of the first prompts.
+
+    Args:
+        groups: for each response, which prompt of the step it answers; responses to one prompt are adjacent.
+        scores: of each response.
+
+    Returns:
+        indices of responses; one for a prompt whose responses score alike.
+    """
+    chosen: list[int] = []
+    for _, indices in list(_grouped(groups))[:_RECORDED_PROMPTS]:
+        best = max(indices, key=lambda index: scores[index])
+        worst = min(indices, key=lambda index: scores[index])
+        chosen += [best] if scores[best] == scores[worst] else [best, worst]
+    return chosen
+
+
+def read_samples(path: Path) -> list[TextSample]:
+    """Read samples.jsonl in order of steps.
+
+    A resumed run repeats steps: a line discards all lines of later steps before it, and replaces the line of the same
+    step and prompt (in training, where a prompt has several, of the same response). Half-written lines are left out.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    samples: dict[tuple[int, str, str, str], TextSample] = {}
+    for sample in filter(None, map(_parse_sample, lines)):
+        while samples and next(reversed(samples))[0] > sample.step:
+            samples.popitem()
+        response = sample.response if sample.split == TRAIN else ""
+        samples[sample.step, sample.split, sample.prompt, response] = sample
+    return list(samples.values())
+
+
+def excerpts_of_run(samples: Sequence[TextSample]) -> list[ExcerptGroup]:
+    """Select what the report of one run shows.
+
+    Validation: the first prompts, each with its responses at the first step, at the last, and at some between.
+    Training, whose prompts differ from step to step: the responses at the first step, at the last, and at some between.
+    """
+    val = [sample for sample in samples if sample.split == VAL]
+    train = [sample for sample in samples if sample.split == TRAIN]
+    steps = spread(sorted({sample.step for sample in val}), _MOST_STEPS)
+    by_prompt = _by_prompt([sample for sample in val if sample.step in steps])
+    validation = [
+        Excerpt(cut(prompt), cut(found[-1].answer), "Step", _over_time(found))
         for prompt, found in list(by_prompt.items())[:_MOST_PROMPTS]
     ]
+    groups = [
+        ExcerptGroup("Responses to validation prompts", validation),
+        ExcerptGroup("Responses in training, best and worst", _training_excerpts(train)),
+    ]
+    return [group for group in groups if group.excerpts]
 
 
-def samples_of_several(runs: Sequence[Recorded]) -> list[ShownSample]:
-    """Prompts that at least two runs have answered, each with the runs' last responses."""
-    last = [{sample.prompt: sample for sample in run.samples} for run in runs]
+def excerpts_of_runs(named: Sequence[tuple[str, Sequence[TextSample]]]) -> list[ExcerptGroup]:
+    """Select validation prompts that at least two runs have answered, each with the runs' last responses."""
+    last = [{sample.prompt: sample for sample in samples if sample.split == VAL} for _, samples in named]
     shared = [prompt for each in last for prompt in each if sum(prompt in other for other in last) > 1]
-    shown = []
+    excerpts = []
     for prompt in list(dict.fromkeys(shared))[:_MOST_PROMPTS]:
-        found = [(run.name, each[prompt]) for run, each in zip(runs, last, strict=True) if prompt in each]
+        found = [(name, each[prompt]) for (name, _), each in zip(named, last, strict=True) if prompt in each]
         rows = [_row(f"{name}, step {sample.step:,}", sample) for name, sample in found]
-        shown.append(ShownSample(cut(prompt), cut(found[0][1].answer), "Run", rows))
-    return shown
+        excerpts.append(Excerpt(cut(prompt), cut(found[0][1].answer), "Run", rows))
+    return [ExcerptGroup("Responses to validation prompts", excerpts)] if excerpts else []
 
 
 def spread(steps: Sequence[int], most: int) -> set[int]:
-    """At most so many of them, the first and the last among them, evenly by their place."""
+    """Choose at most so many steps, evenly by position, the first and the last among them."""
     if len(steps) <= most:
         return set(steps)
     return {steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)}
 
 
 def cut(text: str) -> str:
+    """Shorten a long text, and tell by how much."""
     if len(text) <= _MOST_CHARACTERS:
         return text
     return f"{text[:_MOST_CHARACTERS]}… ({len(text) - _MOST_CHARACTERS:,} more characters)"
 
 
+def _training_excerpts(samples: Sequence[TextSample]) -> list[Excerpt]:
+    """One prompt for each of some steps, with its recorded responses."""
+    steps = spread(sorted({sample.step for sample in samples}), _MOST_STEPS)
+    excerpts = []
+    for step, found in groupby((s for s in samples if s.step in steps), key=lambda sample: sample.step):
+        prompt, same = next(iter(_by_prompt(list(found)).items()))
+        rows = [_row(f"{step:,}", sample) for sample in same]
+        excerpts.append(Excerpt(cut(prompt), cut(same[0].answer), "Step", rows))
+    return excerpts
+
+
+def _grouped(groups: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    for group, indices in groupby(range(len(groups)), key=lambda index: groups[index]):
+        yield group, list(indices)
+
+
 def _over_time(samples: Sequence[TextSample]) -> list[tuple[str, str, str]]:
-    """A row for each response that is not the one before."""
+    """A row for each response that differs from the one before."""
     rows = []
     for _, same in groupby(samples, key=lambda sample: (sample.response, sample.score)):
         first, *others = same
@@ -81,3 +183,21 @@ def _by_prompt(samples: Sequence[TextSample]) -> dict[str, list[TextSample]]:
 
 def _row(label: str, sample: TextSample) -> tuple[str, str, str]:
     return label, cut(sample.response), "–" if sample.score is None else number(sample.score)
+
+
+def _parse_sample(line: bytes) -> TextSample | None:
+    try:
+        row: Any = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return None
+    score = row.get("score")
+    return TextSample(
+        step=row["step"],
+        split=str(row.get("split", VAL)),
+        prompt=str(row.get("prompt", "")),
+        response=str(row.get("response", "")),
+        answer="" if row.get("answer") is None else str(row["answer"]),
+        score=float(score) if isinstance(score, int | float) and math.isfinite(score) else None,
+    )

@@ -1,13 +1,15 @@
-"""A run in a few words and numbers, for the head of its report and for its history."""
+"""A run in a few words and numbers: the head of its report, and its history."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpc_rl.tracking.attempts import KILLED, Attempt, History
 from hpc_rl.tracking.formatting import duration, hours, number
+from hpc_rl.tracking.history import KILLED, Attempt, History
+from hpc_rl.tracking.plot import Point
 from hpc_rl.tracking.recorded import Recorded
 
 _TONES = {"COMPLETED": "done", "RUNNING": "", "STOPPED": "", "REQUEUED": ""}
@@ -15,7 +17,7 @@ _TONES = {"COMPLETED": "done", "RUNNING": "", "STOPPED": "", "REQUEUED": ""}
 
 @dataclass(frozen=True)
 class Bar:
-    """An attempt on the line of time, in percent of its length."""
+    """An attempt on the time line, in percent of its length."""
 
     left: float
     width: float
@@ -23,8 +25,8 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Row:
-    """An attempt as a row of a table."""
+class AttemptRow:
+    """An attempt as a row of the history table."""
 
     number: int
     job_id: str
@@ -37,16 +39,18 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
+    """Everything that the page shows of a run besides its plots and samples."""
+
     name: str
     state: str
     tone: str
-    """`done`, `failed`, or nothing: what colour the state has, beside its words."""
+    """`done`, `failed` or empty: the colour of the state."""
     percent: float
     facts: list[str]
     numbers: list[tuple[str, str]]
     config: str
-    attempts: list[Row]
+    attempts: list[AttemptRow]
     track: list[Bar]
     history_total: str
     node_hours: str
@@ -56,13 +60,31 @@ class Summary:
         return dict(self.numbers)
 
 
-def run_summary(run: Recorded) -> Summary:
+def first_mean(points: Sequence[Point]) -> float | None:
+    """Return the mean of the first tenth of the values, at least one; None without values."""
+    return _mean(points[: _tenth(points)])
+
+
+def last_mean(points: Sequence[Point]) -> float | None:
+    """Return the mean of the last tenth of the values, at least one; None without values."""
+    return _mean(points[-_tenth(points) :])
+
+
+def _tenth(points: Sequence[Point]) -> int:
+    return max(1, len(points) // 10)
+
+
+def _mean(points: Sequence[Point]) -> float | None:
+    return math.fsum(value for _, value in points) / len(points) if points else None
+
+
+def run_summary(run: Recorded) -> RunSummary:
     history = run.history
     last = run.records[-1] if run.records else {"step": 0, "total_steps": 0}
     state, tone = _state(run)
     attempts = "1 attempt" if len(history.attempts) == 1 else f"{len(history.attempts)} attempts"
     requeued = f", {history.requeues} by requeue" if history.requeues else ""
-    return Summary(
+    return RunSummary(
         name=run.name,
         state=state,
         tone=tone,
@@ -78,7 +100,7 @@ def run_summary(run: Recorded) -> Summary:
 
 
 def _state(run: Recorded) -> tuple[str, str]:
-    """(how it is, in what colour)."""
+    """Return the run's state in words, and its tone."""
     last_attempt = run.history.attempts[-1] if run.history.attempts else None
     word = _word(last_attempt) if last_attempt else ""
     tone = _TONES.get(last_attempt.state, "failed") if last_attempt else ""
@@ -109,7 +131,10 @@ def _job_facts(history: History) -> list[str]:
 
 
 def _numbers(run: Recorded) -> list[tuple[str, str]]:
-    """The run in a row: where losses ended, how fast it was (median, since first steps and saves are slow)."""
+    """Return the run's results: losses and rewards as means of the first and last tenth, speeds as medians.
+
+    The median leaves out first steps and saves, which are slow.
+    """
     numbers = []
     for label, key in (
         ("Training loss", "train/loss"),
@@ -118,25 +143,25 @@ def _numbers(run: Recorded) -> list[tuple[str, str]]:
         ("Validation reward", "val/score"),
     ):
         if values := run.points(key):
-            first, end = values[0][1], values[-1][1]
-            numbers.append((label, f"{end:.4f}" if len(values) == 1 else f"{first:.3f} → {end:.3f}"))
+            first, last = first_mean(values), last_mean(values)
+            numbers.append((label, f"{last:.4f}" if len(values) == 1 else f"{first:.3f} → {last:.3f}"))
     for label, key, unit in (
         ("Tokens/s", "perf/tokens_per_s", ""),
         ("Tokens/s/GPU", "perf/throughput", ""),
         ("MFU", "perf/mfu", "%"),
-        ("MFU of the policy's updates", "perf/mfu/actor", "%"),
+        ("MFU, policy updates", "perf/mfu/actor", "%"),
     ):
         if values := run.points(key):
             median = sorted(value for _, value in values)[len(values) // 2]
             numbers.append((label, f"{100 * median:.1f} %" if unit else number(median)))
     if values := run.points("perf/max_memory_gb"):
-        numbers.append(("Memory, peak", f"{max(value for _, value in values):.1f} GB"))
+        numbers.append(("Peak memory", f"{max(value for _, value in values):.1f} GB"))
     return numbers
 
 
-def _row(attempt: Attempt) -> Row:
+def _row(attempt: Attempt) -> AttemptRow:
     took = duration(attempt.seconds) if attempt.began is not None else "–"
-    return Row(
+    return AttemptRow(
         number=attempt.number,
         job_id=attempt.job_id or "–",
         began="–" if attempt.began is None else _clock(attempt.began),
@@ -149,7 +174,7 @@ def _row(attempt: Attempt) -> Row:
 
 
 def _word(attempt: Attempt) -> str:
-    words = {KILLED: "killed", "REQUEUED": "queued again", "OUT_OF_MEMORY": "out of memory"}
+    words = {KILLED: "killed", "REQUEUED": "requeued", "OUT_OF_MEMORY": "out of memory"}
     return words.get(attempt.state, attempt.state.lower().replace("_", " "))
 
 

@@ -1,4 +1,4 @@
-"""Where a trainer's numbers go: metrics.jsonl always, console lines and wandb as configured."""
+"""Records a trainer's metrics: always in metrics.jsonl, and on the console and in wandb as configured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpc_rl.tracking.metrics import MetricsFile
 from hpc_rl.tracking.wandb_run import WandbRun
 
 _CONSOLE_EVERY_S = 1.0
-"""Steps that follow each other faster than this share a console line; metrics.jsonl has them all."""
+"""At most one console line is printed in this time; metrics.jsonl has all steps."""
 
 
 class TrainingJob(Protocol):
@@ -29,7 +29,7 @@ class TrainingJob(Protocol):
 
 
 def open_tracker(config: TrainingJob, run: RunDir, wandb_id: str | None, is_main: bool) -> Tracker:
-    """The tracker that a run's configuration asks for; see Tracker."""
+    """Open the tracker that a run's configuration selects; see Tracker."""
     trainer = config.trainer
     return Tracker(
         run,
@@ -45,19 +45,19 @@ def open_tracker(config: TrainingJob, run: RunDir, wandb_id: str | None, is_main
 
 
 class Tracker:
-    """The metrics of one run, written by its main process; on the others every method does nothing.
+    """The metrics of one run, written by its main process; in other processes every method does nothing.
 
     Args:
         config: the resolved configuration, shown in wandb.
         loggers: "console" and "wandb", either, both or none.
         name: the run's name in wandb.
         wandb_mode: "online" or "offline".
-        wandb_proxy: HTTP proxy for wandb alone.
-        wandb_id: the id of the run that is resumed, None for a new one.
-        is_main: whether this process is the one that writes.
+        wandb_proxy: HTTP proxy that only wandb uses.
+        wandb_id: id of the wandb run to resume; None for a new one.
+        is_main: whether this process writes.
 
     Raises:
-        UserError: wandb is asked for and not installed.
+        UserError: wandb is selected but not installed.
     """
 
     def __init__(
@@ -88,44 +88,51 @@ class Tracker:
 
     @property
     def wandb_id(self) -> str | None:
-        """Id of the wandb run, to be saved in checkpoints; None without wandb, and before the first on other ranks."""
+        """Return the id of the wandb run, to be saved in checkpoints; None without wandb and on other ranks."""
         return self._wandb_id
 
     def log(self, step: int, metrics: Mapping[str, float], total_steps: int) -> None:
-        """Record the metrics of one step; see metrics.py for their names. Adds perf/eta_s.
+        """Record the metrics of one step, and add perf/eta_s; see metrics.py for the names.
 
-        May be called again for the same step (validation after training).
+        May be called several times for one step (training, then validation).
         """
         if self._file is None:
             return
         eta_s = self._eta_s(step, total_steps, metrics)
         metrics = metrics if eta_s is None else {**metrics, "perf/eta_s": eta_s}
         record = self._file.write(step, total_steps, metrics)
-        telling = step == total_steps or any(key.startswith("val/") for key in metrics)
-        if self._console and (telling or time.monotonic() - self._last_line >= _CONSOLE_EVERY_S):
+        prints = step == total_steps or any(key.startswith("val/") for key in metrics)
+        if self._console and (prints or time.monotonic() - self._last_line >= _CONSOLE_EVERY_S):
             self._last_line = time.monotonic()
             print(step_line(record), flush=True)
         if self._wandb is not None:
             self._wandb.log(step, metrics)
 
-    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Record texts: rows with the same columns, appended to samples.jsonl and shown as a table in wandb."""
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]], split: str) -> None:
+        """Record prompts and responses: append them to samples.jsonl, and to a table in wandb; see samples.py.
+
+        Args:
+            samples: rows with the same columns.
+            split: "train" or "val".
+        """
         if self._file is None or not samples:
             return
         with self._samples.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"step": step, **row}, ensure_ascii=False) + "\n" for row in samples)
+            file.writelines(
+                json.dumps({"step": step, "split": split, **row}, ensure_ascii=False) + "\n" for row in samples
+            )
         if self._wandb is not None:
-            self._wandb.log_table(step, "val/generations", samples)
+            self._wandb.log_table(step, f"{split}/generations", samples)
 
     def finish(self, exit_code: int = 0) -> None:
-        """Close the files and end the wandb run; prints how to upload an offline one."""
+        """Close the files and end the wandb run; print how to upload an offline one."""
         if self._file is not None:
             self._file.close()
         if self._wandb is not None:
             self._wandb.finish(exit_code)
 
     def _eta_s(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> float | None:
-        """Seconds left at the mean speed since this process logged first: saving and validation are in it."""
+        """Return the remaining seconds at the mean speed of this process so far, including saving and validation."""
         now = time.monotonic()
         if self._first is None:
             self._first = (step, now)

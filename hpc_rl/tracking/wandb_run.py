@@ -1,4 +1,4 @@
-"""A run in Weights & Biases that can fail without harm: training goes on, and nothing is lost."""
+"""A run in Weights & Biases. If wandb fails, training continues and metrics.jsonl has everything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FINISH_TIMEOUT_S = 120
 
 
 class WandbRun:
-    """One wandb run, online or offline; where the server cannot be reached, it falls back to offline with a warning.
+    """One wandb run, online or offline. If the server cannot be reached, it falls back to offline with a warning.
 
     Raises:
         UserError: wandb is not installed.
@@ -38,15 +38,15 @@ class WandbRun:
         try:
             import wandb
         except ImportError as error:
-            raise UserError("trainer.logger has wandb, which is not installed: pip install wandb") from error
+            raise UserError("trainer.logger includes wandb, but wandb is not installed: pip install wandb") from error
         settings = wandb.Settings(
-            # As settings they reach wandb's own process only; as variables they would reach gRPC and NCCL too.
+            # Settings reach wandb's own process only; environment variables would also reach gRPC and NCCL.
             http_proxy=proxy,
             https_proxy=proxy,
             init_timeout=_INIT_TIMEOUT_S,
             finish_timeout=_FINISH_TIMEOUT_S,
             finish_timeout_raises=True,
-            console="off",  # the run directory has the logs already
+            console="off",  # the run directory already has the logs
             silent=True,
         )
 
@@ -58,7 +58,7 @@ class WandbRun:
                 name=name,
                 mode="offline" if mode == "offline" else "online",
                 id=run_id,
-                # Offline too: `wandb sync` else writes each attempt over the one before it.
+                # Offline too: otherwise `wandb sync` overwrites each attempt with the next one.
                 resume="allow" if run_id else None,
                 settings=settings,
             )
@@ -68,11 +68,11 @@ class WandbRun:
         try:
             self._run = start(mode)
         except wandb.Error as error:
-            _warn(f"wandb cannot be used online, so it writes into {run_dir.path} instead: {_first_line(error)}")
+            _warn(f"wandb cannot be used online and writes to {run_dir.path} instead: {_first_line(error)}")
             self._run = start("offline")
             mode = "offline"
         self._offline = mode == "offline"
-        # Steps as a metric of their own: wandb's step counter refuses what a resumed run logs again.
+        # A metric of its own for the step: wandb's step counter rejects steps that a resumed run logs again.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         self._works = True
@@ -91,10 +91,10 @@ class WandbRun:
 
     def _stop_logging(self, error: Exception) -> None:
         self._works = False
-        _warn(f"wandb stopped working, training goes on without it: {_first_line(error)}")
+        _warn(f"wandb failed; training continues without it: {_first_line(error)}")
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A table with one row for each of `rows`, whose columns are those of the first."""
+        """Log a table with the columns of the first row."""
         import wandb
 
         if not self._works:
@@ -107,19 +107,19 @@ class WandbRun:
             self._stop_logging(error)
 
     def finish(self, exit_code: int) -> None:
-        """Upload what is left, for two minutes at most; prints how to upload what is still left then."""
+        """Upload the rest within two minutes, and print how to upload anything that remains."""
         folder = self._run.settings.sync_dir
         try:
             self._run.finish(exit_code=exit_code)
         except (self._error, TimeoutError) as error:
             _warn(f"wandb could not finish: {_first_line(error)}")
             if not self._offline:
-                _say_upload(f"wandb sync --include-online {shlex.quote(str(folder))}")
+                _print_upload_command(f"wandb sync --include-online {shlex.quote(str(folder))}")
         if self._offline:
-            _say_upload(f"hpc-rl wandb sync {shlex.quote(str(self._run_dir))}")
+            _print_upload_command(f"hpc-rl wandb sync {shlex.quote(str(self._run_dir))}")
 
 
-def _say_upload(command: str) -> None:
+def _print_upload_command(command: str) -> None:
     print(f"To upload the metrics: {command}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Upload of offline wandb runs, from a login node, by wandb's own `wandb sync`."""
+"""Upload of offline wandb runs from a login node, with `wandb sync`."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _RETRIES = {
     "WANDB__GRAPHQL_RETRY_WAIT_MAX_SECONDS": "5",
     "WANDB_HTTP_TIMEOUT": "20",
 }
-"""wandb's settings: two minutes at most for a server that does not answer, instead of twenty."""
+"""Settings of wandb: give up after two minutes if the server does not answer, instead of twenty."""
 _CUT_OFF = "incomplete record"
-"""What wandb says of a file without an end, after it has uploaded all that is there."""
+"""The message of wandb about a file without an end, whose content it has uploaded."""
 _EMPTY_BYTES = 7
-"""A file that wandb has opened and not yet written to."""
+"""Size of a file that wandb has opened but not yet written to."""
 _NO_WANDB = "wandb is not installed here: pip install wandb"
 
 
 def sync(run: RunDir) -> None:
-    """Upload a run's offline runs that are new since the last time, oldest first; prints what was uploaded.
+    """Upload a run's offline wandb runs that are not uploaded yet, oldest first, and print each.
 
     Raises:
-        UserError: there are none, wandb is not installed, or it has no login.
-        RunError: the upload failed; wandb's own words are in the message.
+        UserError: there are none, wandb is not installed, or there is no login.
+        RunError: the upload failed; the message has wandb's reason.
     """
     found = offline_runs(run)
     if not found:
         raise UserError(
-            f"run {run.name} has no offline wandb runs in {run.path}/wandb: they come from "
-            "trainer.logger=[console,wandb] with trainer.wandb_mode=offline"
+            f"run {run.name} has no offline wandb runs in {run.path}/wandb: they are written with "
+            "trainer.logger=[console,wandb] and trainer.wandb_mode=offline"
         )
     new = [file for file in found if not is_uploaded(file)]
     if not new:
-        print(f"run {run.name}: everything is uploaded already ({len(found)} offline)")
+        print(f"run {run.name}: all {len(found)} offline wandb runs are already uploaded")
         return
     other, proxy = _job_settings(run)
     python = python_with("wandb", other)
@@ -48,7 +48,7 @@ def sync(run: RunDir) -> None:
     environ = sync_environment(os.environ, run, proxy)
     pages = set()
     for file in new:
-        # One at a time: after the file of an attempt that was killed, wandb gives up the others of the same run.
+        # One at a time: after the file of a killed attempt, wandb skips the other files of the same run.
         words = _run([python, "-P", "-m", "wandb", "sync", "--include-synced", str(file.parent)], environ)
         pages |= {line.rpartition(" at ")[2] for line in words if "View run" in line}
         whole = is_uploaded(file)
@@ -56,38 +56,38 @@ def sync(run: RunDir) -> None:
             _check_cut_off(run, words)
             _mark(file).touch()
         shown = file.parent.relative_to(run.path)
-        print(f"uploaded {shown}" + ("" if whole else ", which ends early: the attempt was killed, or still runs"))
+        print(f"uploaded {shown}" + ("" if whole else ", which is incomplete: the attempt was killed or still runs"))
     for page in sorted(pages):
         print(f"  {page}")
 
 
 def offline_runs(run: RunDir) -> list[Path]:
-    """The files of offline runs, oldest first: one for each attempt (wandb puts the time into the folder's name)."""
+    """Return the files of offline runs, oldest first: one per attempt (the folder's name contains the time)."""
     files = sorted(run.path.glob("wandb/offline-run-*/*.wandb"))
     return [file for file in files if file.stat().st_size > _EMPTY_BYTES]
 
 
 def is_uploaded(file: Path) -> bool:
-    """Whether wandb has marked the file as uploaded, and nothing was written after that."""
+    """Whether wandb has marked the file as uploaded and nothing was written since."""
     mark = _mark(file)
     return mark.exists() and mark.stat().st_mtime >= file.stat().st_mtime
 
 
 def _mark(file: Path) -> Path:
-    """The file by which wandb knows what it has uploaded."""
+    """Return the file that marks an upload for wandb."""
     return file.with_name(file.name + ".synced")
 
 
 def sync_environment(environ: Mapping[str, str], run: RunDir, proxy: str | None) -> dict[str, str]:
-    """The environment of `wandb sync`: the user's own, which may have the key, and the proxy of trainer.wandb_proxy."""
+    """Return the environment of `wandb sync`: the user's, which may have the key, with trainer.wandb_proxy."""
     proxies = {"WANDB_HTTP_PROXY": proxy, "WANDB_HTTPS_PROXY": proxy} if proxy else {}
     return {**_RETRIES, **environ, **proxies, "WANDB_DIR": str(run.path)}
 
 
 def _job_settings(run: RunDir) -> tuple[str | None, str | None]:
-    """Python of the job and proxy for wandb, as the run was configured.
+    """Return the Python of the job and the proxy for wandb, as the run was configured.
 
-    Read as they stand: a run of an older version may have other options, and is uploaded all the same.
+    The file is not validated: a run of an older version may have other options and is uploaded as well.
     """
     import yaml
 
@@ -96,12 +96,12 @@ def _job_settings(run: RunDir) -> tuple[str | None, str | None]:
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """What wandb printed."""
+    """Run a command and return the lines that it printed."""
     try:
         done = subprocess.run(
             command,
             env=dict(environ),
-            stdin=subprocess.DEVNULL,  # it would ask for a key
+            stdin=subprocess.DEVNULL,  # otherwise it asks for a key
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -114,15 +114,15 @@ def _run(command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
 
 
 def _check_cut_off(run: RunDir, words: Sequence[str]) -> None:
-    """Whether all but the end of a file was uploaded; anything else is an error."""
+    """Raise an error unless the file was uploaded except for its end."""
     text = "\n".join(words)
     if "No module named wandb" in text:
         raise UserError(_NO_WANDB)
     if "No API key" in text:
-        raise UserError("wandb has no login on this machine: `wandb login`, or WANDB_API_KEY in the environment")
+        raise UserError("wandb has no login on this machine: run `wandb login`, or set WANDB_API_KEY")
     if _CUT_OFF not in text:
         log = run.path / "wandb" / "sync.log"
         log.write_text(text + "\n")
         errors = [line.partition("ERROR")[2].strip() for line in words if "ERROR" in line]
-        reason = next(iter([*errors, *words[-1:]]), "it said nothing")
-        raise RunError(f"run {run.name}: wandb could not upload: {reason} (all that it said: {log})")
+        reason = next(iter([*errors, *words[-1:]]), "no message")
+        raise RunError(f"run {run.name}: wandb could not upload: {reason} (full output: {log})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scores
-from hpc_rl.rl.batches import BatchSource
+from hpc_rl.rl.batches import BatchSource, training_samples
 from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.rollout.engine import Completion, Sampling
 from hpc_rl.rl.trainer import greedy_scores
@@ -139,3 +140,21 @@ def test_other_estimators_have_no_greedy_scores() -> None:
     drawing, engine = source(ppo_config(), by_token)
     assert greedy_scores(drawing.draw(0)) is None
     assert len(engine.asked) == 1
+
+
+class Words:
+    """A tokenizer whose text is the token's number."""
+
+    def batch_decode(self, token_ids: Sequence[NDArray[np.int32]], skip_special_tokens: bool) -> list[str]:
+        assert skip_special_tokens
+        return [str(int(ids[0])) for ids in token_ids]
+
+
+def test_samples_of_a_step_are_the_best_and_the_worst_response() -> None:
+    rising = count()
+    drawing, _ = source(ppo_config("data.shuffle=false"), lambda prompt, completion: float(next(rising)))
+    batch = drawing.draw(0)
+    rows = training_samples(batch, Words())  # type: ignore[arg-type]
+    assert [row["score"] for row in rows] == [1.0, 0.0, 3.0, 2.0]
+    assert [row["response"] for row in rows] == [str(token(batch.completions[index])) for index in (1, 0, 3, 2)]
+    assert [row["answer"] for row in rows] == ["0", "0", "1", "1"] and rows[0]["prompt"] == "prompt 0"

@@ -47,7 +47,7 @@ def test_all_runs_the_newest_last(root: Path) -> None:
     make_sweep(root / "lr")
     make_run(root / "rendered", "", None)
     (root / "no run").mkdir()
-    rows = table.all_runs()
+    rows = table.all_runs(Path("runs"))
     assert [row.status.run for row in rows] == ["rendered", "first", "lr_1", "lr_2", "later"]
     assert [row.sweep for row in rows] == [None, None, "lr", "lr", None]
     lines = runs_table(rows).splitlines()
@@ -77,3 +77,49 @@ def test_points_are_runs_and_a_sweep_is_none(root: Path) -> None:
     with pytest.raises(UserError, match="did you mean lr_2"):
         find_run("lr_22")
     assert find_sweep("lr_2") is None and find_sweep("nothing") is None
+
+
+def names(rows: list[table.RunRow]) -> list[str]:
+    return [row.status.run for row in rows]
+
+
+def test_any_directory(root: Path, tmp_path: Path) -> None:
+    make_run(tmp_path / "other" / "a", "2025-01-01T00:00:00", "COMPLETED")
+    make_sweep(tmp_path / "other" / "lr")
+    assert names(table.find_rows("other")) == ["a", "lr_1", "lr_2"]
+    assert names(table.find_rows("other/lr")) == ["lr_1", "lr_2"]
+    assert table.find_rows(None) == []
+    with pytest.raises(UserError, match="other/a is a single run: hpc-rl status other/a shows it"):
+        table.find_rows("other/a")
+    with pytest.raises(UserError, match="no directory 'gone', and no sweep of that name in"):
+        table.find_rows("gone")
+
+
+def test_sort_by_any_column(root: Path) -> None:
+    for name, loss in (("b", 0.5), ("a", 10.0), ("c", 2.0)):
+        make_run(root / name, "2025-01-01T00:00:00", "COMPLETED", {"train/loss": loss})
+        (root / name / "config.yaml").write_text(f"optim: {{lr: {loss}e-5}}\n")
+    make_run(root / "none", "2025-01-02T00:00:00", "STOPPED")
+    rows = table.find_rows(None)
+    assert names(table.ordered(rows, "run")) == ["a", "b", "c", "none"]
+    assert names(table.ordered(rows, "run", reverse=True)) == ["none", "c", "b", "a"]
+    for column in ("train/loss", "metric", "optim.lr"):
+        assert names(table.ordered(rows, column)) == ["b", "c", "a", "none"]
+        assert names(table.ordered(rows, column, reverse=True)) == ["a", "c", "b", "none"]
+    with pytest.raises(UserError, match="--sort val/loss: no run has 'val/loss'; give one of run, job, state"):
+        table.ordered(rows, "val/loss")
+
+
+def test_filter_by_state_and_value(root: Path) -> None:
+    make_sweep(root / "lr")
+    make_run(root / "plain", "2025-01-01T00:00:00", "FAILED")
+    (root / "plain" / "config.yaml").write_text("optim: {lr: 1.0e-05}\nmodel: {path: Qwen}\n")
+    rows = table.find_rows(None)
+    assert names(table.filtered(rows, ["failed"])) == ["plain", "lr_2"]
+    assert names(table.filtered(rows, ["state=COMPLETED"])) == ["lr_1"]
+    assert names(table.filtered(rows, ["optim.lr=0.00001"])) == ["plain", "lr_1"]
+    assert names(table.filtered(rows, ["optim.lr=1e-5", "FAILED"])) == ["plain"]
+    assert names(table.filtered(rows, ["model.path=qwen"])) == ["plain"]
+    assert table.filtered(rows, ["RUNNING"]) == []
+    with pytest.raises(UserError, match=r"--filter optim.lrr=1: no run has 'optim.lrr'; give a state, or KEY=VALUE"):
+        table.filtered(rows, ["optim.lrr=1"])

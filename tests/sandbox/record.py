@@ -15,7 +15,7 @@ from tests.sandbox.variants import VARIANTS
 FOLDER = Path(__file__).parents[1] / "slurm" / "recorded"
 
 SINFO = "sinfo -h -e"
-QUEUED = '-O "JobArrayID:40|,State:30|,NodeList:400|,Reason:100|"'
+QUEUED = '-O "JobArrayID:40|,State:30|,NodeList:400|,Reason:100|,StartTime:30|"'
 RECORDED = "-o JobID,State,ExitCode,NodeList,Reason"
 FIELDS = [
     *("Partition:60|", "Available:10|", "Time:20|", "DefaultTime:20|", "Nodes:10|", "NodeList:60|", "CPUs:10|"),

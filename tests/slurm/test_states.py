@@ -40,6 +40,19 @@ def test_tasks_of_an_array_that_never_started_share_a_line() -> None:
     assert found["1_5"] == JobState("CANCELLED", "", "JobArrayTaskLimit", 0)
 
 
+@pytest.mark.parametrize(
+    ("state", "start", "expected"),
+    [
+        ("PENDING", "2030-01-02T03:04:05", "2030-01-02T03:04:05"),
+        ("PENDING", "N/A", ""),
+        ("RUNNING", "2030-01-02T03:04:05", ""),
+    ],
+)
+def test_squeue_estimates_the_start_of_a_pending_job(state: str, start: str, expected: str) -> None:
+    found = read_squeue(f"7 |{state} |  |Priority |{start} |\n", "7")
+    assert found is not None and found.expected_start == expected
+
+
 def test_squeue_tells_of_many_jobs() -> None:
     text = "1_2 |PENDING |  |JobArrayTaskLimit |\n1_1 |RUNNING |node1 |None |\n"
     found = squeue_states(text)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from hypothesis import given
@@ -53,8 +54,30 @@ def test_it_fits(width: int, height: int) -> None:
 
 
 def test_a_run_that_waits() -> None:
-    text = shown(Snapshot("sft-1", "PENDING", ["Resources"], []))
-    assert text[0] == "sft-1  PENDING  Resources" and "waiting for the first step" in text[1]
+    text = shown(Snapshot("sft-1", "PENDING", ["Resources"], [], phase="waiting in the queue"))
+    assert text[0] == "sft-1  PENDING  Resources" and text[1] == "waiting in the queue"
+    assert shown(Snapshot("sft-1", "FAILED", [], []))[1] == "no step completed"
+
+
+def test_supervised_training_shows_gradient_norm_and_learning_rate_with_units() -> None:
+    records = [{**record, "train/grad_norm": 0.5, "train/lr": 1e-5} for record in RECORDS]
+    text = "\n".join(shown(Snapshot("sft-1", "RUNNING", [], records)))
+    for name, value in (("loss", r"0\.2 +per token"), ("throughput", r"50k +tokens/s")):
+        assert re.search(rf"{name} +{value} +[▁▂▃▄▅▆▇█]", text), name
+    assert re.search(r"gradient norm +0\.5 ", text) and re.search(r"learning rate +1e-05 ", text)
+
+
+def test_a_small_screen_has_fewer_curves() -> None:
+    records = [{**record, "train/grad_norm": 0.5, "train/lr": 1e-5} for record in RECORDS]
+    text = "\n".join(shown(Snapshot("sft-1", "RUNNING", [], records), height=17))
+    assert "loss" in text and "gradient norm" in text and "learning rate" in text and "throughput" not in text
+    assert "learning rate" not in "\n".join(shown(Snapshot("sft-1", "RUNNING", [], records), height=10))
+
+
+def test_a_failed_run_is_explained() -> None:
+    text = shown(Snapshot("sft-1", "FAILED", [], RECORDS, explanation=["Out of memory", "  fix: less"], log=["end"]))
+    at = next(index for index, line in enumerate(text) if "why it failed" in line)
+    assert "Out of memory" in text[at + 1] and "fix: less" in text[at + 2]
 
 
 def test_a_node_without_gpus() -> None:

@@ -1,20 +1,25 @@
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
-from hpc_rl.tracking.recorded import differences, flat, read_run, read_samples
-from hpc_rl.tracking.report import failure_reported, render_page, report_end, write_page
-from hpc_rl.tracking.samples import samples_of_one, spread
+from hpc_rl.tracking.plot import MOST_BINS
+from hpc_rl.tracking.recorded import differences, flat, read_run
+from hpc_rl.tracking.report import UPLOT, failure_reported, render_page, report_end, write_page
 from tests.tracking.runs import HOSTILE, PPO, make_run
 
-STYLE = Path(__file__).parents[2] / "hpc_rl" / "tracking" / "page" / "style.css"
+PAGE = Path(__file__).parents[2] / "hpc_rl" / "tracking" / "page"
+STYLE = PAGE / "style.css"
 
 
 class Parsed(HTMLParser):
@@ -23,6 +28,7 @@ class Parsed(HTMLParser):
         self.tags: list[str] = []
         self.links: list[str] = []
         self.text = ""
+        self.scripts: list[str] = []
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -30,7 +36,15 @@ class Parsed(HTMLParser):
         self.links += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
 
     def handle_data(self, data: str) -> None:
-        self.text += data
+        if self.tags and self.tags[-1] == "script":
+            self.scripts.append(data)
+        else:
+            self.text += data
+
+    @property
+    def plots(self) -> list[dict[str, Any]]:
+        """The data that the page's script draws."""
+        return list(json.loads(self.scripts[0])["plots"])
 
 
 def page_of(*runs: RunDir) -> Parsed:
@@ -40,11 +54,11 @@ def page_of(*runs: RunDir) -> Parsed:
 def test_one_run(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path, attempts=2))
     # Learning 5, updates 2, speed 3, nodes 4.
-    assert page.tags.count("figure") == 14 and page.links == [] and page.tags.count("script") == 1
+    assert page.tags.count("figure") == len(page.plots) == 14 and page.links == [] and page.tags.count("script") == 3
     assert render_page([read_run(RunDir(tmp_path / "ppo-1"))]).startswith("<!doctype html>")
-    for said in ("finished", "20 steps", "4.00 node hours", "0.227 → 0.418", "update actor", "other", "2 + 2?"):
-        assert said in page.text, said
-    assert "2 attempts, 1 by requeue" in page.text and "queued again (exit code 75)" in page.text
+    for text in ("finished", "20 steps", "4.00 node hours", "0.233 → 0.406", "update actor", "other", "2 + 2?"):
+        assert text in page.text, text
+    assert "2 attempts, 1 by requeue" in page.text and "requeued (exit code 75)" in page.text
     assert "0: gpu00" in page.text and "actor:\n  optim: {lr: 1.0e-06}" in page.text
 
 
@@ -57,7 +71,7 @@ def test_several_runs(tmp_path: Path) -> None:
     assert re.search(r"actor\.optim\.lr\s*1e-06\s*1e-05", page.text.replace("\n", " "))
     assert re.search(r"trainer\.nnodes\s*2\s*–", page.text)
     assert "slow, step 20" in page.text and "fast, step 20" in page.text and page.text.count("1 attempt") == 2
-    assert re.search(r"gen\s*4\.\d+\s*3\.\d+", page.text)
+    assert re.search(r"slow\s*4\.\d+", page.text.partition("Time per step")[2])
 
 
 def test_a_run_that_failed_before_its_first_step(tmp_path: Path) -> None:
@@ -75,7 +89,7 @@ def test_a_run_that_has_not_started(tmp_path: Path) -> None:
 def test_a_report_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.report.mkdir()
-    assert report_end(run, 0).startswith("warning: there is no report: ")
+    assert report_end(run, 0).startswith("warning: no report was written: ")
     run.report.rmdir()
     assert report_end(run, 0) == f"report: {run.report}"
     assert sorted(path.name for path in run.path.iterdir() if path.name.startswith(".")) == []
@@ -92,7 +106,7 @@ def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
     run = make_run(tmp_path, "<b>&amp;", config=f"model: {{path: {json.dumps(HOSTILE)}}}\n", text=HOSTILE)
     path = write_page([read_run(run)], tmp_path / "page.html")
     page = Parsed(path.read_text())
-    assert "img" not in page.tags and page.tags.count("script") == 1
+    assert "img" not in page.tags and page.tags.count("script") == 3
     assert "<b>&amp;" in page.text and "{{ 1 + 1 }}" in page.text and 'onerror="alert(1)"' in page.text
 
 
@@ -105,17 +119,65 @@ def test_a_hundred_thousand_steps_are_a_small_file(tmp_path: Path) -> None:
             file.write(json.dumps(row) + "\n")
     path = write_page([read_run(run)], run.report)
     assert path.stat().st_size < 200_000
+    loaded = json.loads(Parsed(path.read_text()).scripts[0])
+    (reward,) = [plot for plot in loaded["plots"] if plot["series"][0]["name"] == "training"][:1]
+    line = reward["series"][0]
+    assert len(line["mean"]) == len(line["low"]) == len(line["high"]) == MOST_BINS
+    assert "each point is the mean of several steps" in path.read_text()
 
 
-def test_samples_are_spread_over_time_and_said_once(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    rows = [{"step": s, "prompt": "p", "response": "a" if s < 50 else "b", "score": 1} for s in range(0, 101, 5)]
-    rows += [{"step": 90, "prompt": "p", "response": "again", "score": 1}]  # a resumed run takes back what came after
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 95, "pro')
-    run = read_run(make_run(tmp_path))
-    shown = samples_of_one(type(run)(run.name, [], read_samples(path), run.history, [], ""))
-    assert shown[0].rows == [("0 to 35", "a", "1"), ("55 to 70", "b", "1"), ("90", "again", "1")]
-    assert spread(range(100), 5) == {0, 25, 50, 74, 99}
+def test_any_number_of_runs_is_a_small_file(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path, steps=1000, total=1000))
+    path = write_page([replace(run, name=f"run-{number}") for number in range(100)], tmp_path / "page.html")
+    page = Parsed(path.read_text())
+    assert path.stat().st_size < 1_000_000
+    assert len(page.plots[0]["series"]) == 100 and page.tags.count("input") == 2 + 100
+    assert page.text.startswith("\n") and "run-0 and 99 other runs" in page.text
+
+
+def test_a_long_list_of_differences_is_folded(tmp_path: Path) -> None:
+    for options, is_open in ((12, True), (13, False)):
+        pair = [
+            replace(
+                read_run(make_run(tmp_path / f"{options}", name)),
+                config="".join(f"k{i}: {name}\n" for i in range(options)),
+            )
+            for name in ("a", "b")
+        ]
+        page = render_page(pair)
+        assert f"{options} options that differ" in page and ("<details open>" in page) == is_open
+
+
+def test_options_that_all_runs_share_are_shown_once(tmp_path: Path) -> None:
+    one, two = (replace(read_run(make_run(tmp_path, n)), config=f"a: 1\nb: {{c: {n}}}\n") for n in ("x", "y"))
+    page = Parsed(render_page([one, two]))
+    assert "Options that all runs share" in page.text and "a: 1" in page.text and "x: all options" not in page.text
+
+
+def test_an_active_run_s_page_reloads_itself(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path, steps=7, exit_code=None))
+    live, done = render_page([run], refresh_s=30.0), render_page([run])
+    assert 'data-refresh="30"' in live and "reloads every 30 s" in live
+    assert "data-refresh=" not in done.partition("<script")[0] and "reloads every" not in done
+
+
+def test_the_plotting_library_is_the_published_one() -> None:
+    """SHA-256 of dist/uPlot.iife.min.js and dist/uPlot.min.css of uPlot 1.6.32."""
+    published = {
+        f"{UPLOT}.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+        f"{UPLOT}.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    }
+    assert {name: hashlib.sha256((PAGE / name).read_bytes()).hexdigest() for name in published} == published
+    assert "v1.6.32" in (PAGE / f"{UPLOT}.js").read_text()[:60]
+
+
+def test_a_page_carries_the_licence_of_the_library_and_the_hash_of_each_script(tmp_path: Path) -> None:
+    page = render_page([read_run(make_run(tmp_path))])
+    assert "Copyright (c) 2022 Leon Sorokin" in page and "uPlot 1.6.32" in page
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert len(scripts) == 2
+    for script in scripts:
+        assert f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in page
 
 
 def test_differences_of_configurations() -> None:

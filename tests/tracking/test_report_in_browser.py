@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hpc_rl.tracking.recorded import read_run
 from hpc_rl.tracking.report import write_page
-from tests.browser import Browser, missing
+from tests.browser import TIMEOUT_S, Browser, missing
 from tests.tracking.runs import HOSTILE, make_run
 
 
@@ -34,43 +36,197 @@ def comparison(tmp_path: Path) -> Path:
     return write_page([read_run(run) for run in runs], tmp_path / "several.html")
 
 
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    runs = [make_run(tmp_path, f"lr_{n}") for n in range(6)]
+    points = [{"optim.lr": lr, "model.path": path} for lr in ("1e-5", "3e-5", "1e-4") for path in ("x" * 80, "y")]
+    recorded = [replace(read_run(run), swept=point) for run, point in zip(runs, points, strict=True)]
+    return write_page(recorded, tmp_path / "sweep.html")
+
+
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [360, 1280])
-def test_it_renders(browser: Browser, page: Path, comparison: Path, width: int, dark: bool) -> None:
-    for path, figures in ((page, 14), (comparison, 9)):
+def test_it_renders(browser: Browser, page: Path, comparison: Path, sweep: Path, width: int, dark: bool) -> None:
+    for path, figures in ((page, 14), (comparison, 10), (sweep, 14)):
         browser.show(path, width, dark=dark)
         assert browser.complaints == [] and browser.asked == [path.as_uri()]
-        # Every plot has lines or areas that can be seen, in a colour of its own.
-        drawn = "[...document.querySelectorAll('figure > svg')].filter(svg => [...svg.querySelectorAll('[data-name]')]"
-        visible = ".every(shape => shape.getBBox().width > 100 && getComputedStyle(shape).display != 'none')).length"
-        assert browser.value(drawn + visible) == browser.value("document.querySelectorAll('figure').length") >= figures
+        assert browser.value("document.querySelectorAll('figure').length") == figures
+        # Every plot has a canvas as wide as its card, with something drawn on it.
+        drawn = browser.value(
+            "[...document.querySelectorAll('figure')].map((figure) => {"
+            "  const canvas = figure.querySelector('canvas');"
+            "  const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;"
+            "  const colours = new Set();"
+            "  for (let i = 0; i < pixels.length; i += 4) if (pixels[i + 3] > 200) colours.add(pixels[i]);"
+            "  return [canvas.clientWidth / figure.clientWidth, colours.size];"
+            "})"
+        )
+        assert all(0.8 < share <= 1 and colours > 2 for share, colours in drawn), drawn
         assert browser.value("document.documentElement.scrollWidth") <= width
         background = browser.value("getComputedStyle(document.body).backgroundColor")
         assert background == ("rgb(16, 21, 27)" if dark else "rgb(245, 246, 248)")
         assert browser.picture().startswith(b"\x89PNG")
 
 
-def shown_at_the_last_step(browser: Browser, title: str) -> list[str]:
-    """Lines of the tip when the pointer is near the right end of a plot."""
-    figure = f"[...document.querySelectorAll('figure')].find(f => f.textContent.includes('{title}'))"
-    box = f"{figure}.querySelector(':scope > svg').getBoundingClientRect()"
-    x, y, width = browser.value(f"(() => {{ const b = {box}; return [b.x, b.y, b.width] }})()")
-    browser.point_at(x + width - 14, y + 60)
-    text: str = browser.value("document.querySelector('.tip').textContent")
+def figure_of(title: str) -> str:
+    return f"[...document.querySelectorAll('figure')].find(f => f.textContent.includes('{title}'))"
+
+
+def box_of(browser: Browser, title: str) -> tuple[float, float, float]:
+    """Left, middle and width of the plotting area, on the screen."""
+    browser.value(f"{figure_of(title)}.scrollIntoView({{block: 'center'}})")
+    box = f"{figure_of(title)}.querySelector('.u-over').getBoundingClientRect()"
+    x, y, width = browser.value(f"(() => {{ const b = {box}; return [b.x, b.y + b.height / 2, b.width] }})()")
+    return x, y, width
+
+
+def tip(browser: Browser) -> list[str]:
+    text: str = browser.value("document.querySelector('.tip:not([hidden])')?.textContent ?? ''")
     return text.splitlines()
 
 
-def test_values_under_the_pointer(browser: Browser, page: Path) -> None:
-    wave = 2 + 0.1 * math.sin(20)  # as tests/tracking/runs.py has it at step 20
-    browser.show(page, 1280, 3000)
+def shown_at_the_last_step(browser: Browser, title: str) -> list[str]:
+    """Lines of the tip if the pointer is at the right end of a plot."""
+    x, y, width = box_of(browser, title)
+    browser.point_at(x + width - 3, y)
+    return tip(browser)
+
+
+def shown_values(browser: Browser, title: str) -> list[str]:
+    """The values in a plot's legend."""
+    texts: list[str] = browser.value(f"[...{figure_of(title)}.querySelectorAll('output')].map(o => o.textContent)")
+    return texts
+
+
+def picture_of(browser: Browser, title: str) -> str:
+    """What a plot draws, as a picture: it changes if and only if the plot does."""
+    text: str = browser.value(f"{figure_of(title)}.querySelector('canvas').toDataURL()")
+    return text
+
+
+def settle(browser: Browser) -> None:
+    """Let the page draw what was asked for before."""
+    browser.call(
+        "Runtime.evaluate",
+        expression="new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))",
+        awaitPromise=True,
+    )
+
+
+def drag(browser: Browser, y: float, start: float, end: float) -> None:
+    mouse = {"button": "left", "clickCount": 1, "y": y}
+    browser.point_at(start, y)
+    browser.call("Input.dispatchMouseEvent", type="mousePressed", x=start, **mouse)
+    for part in (0.5, 1.0):
+        x = start + part * (end - start)
+        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, **{**mouse, "buttons": 1})
+    browser.call("Input.dispatchMouseEvent", type="mouseReleased", x=end, **mouse)
+    settle(browser)
+
+
+WAVE = 2 + 0.1 * math.sin(20)
+"""As tests/tracking/runs.py has it at step 20, the last one."""
+
+
+def test_values_at_the_cursor_are_shown_in_every_plot(browser: Browser, page: Path) -> None:
+    browser.show(page, 1280, 900)
     step, training, _ = shown_at_the_last_step(browser, "Reward")
     assert step == "step 20"
-    assert float(training.removeprefix("training: ")) == pytest.approx(0.2 * wave, abs=1e-3)
+    assert float(training.removeprefix("training: ")) == pytest.approx(0.2 * WAVE, rel=1e-3)
+    assert float(shown_values(browser, "Entropy")[0]) == pytest.approx(1.1 * WAVE, rel=1e-3)
+    assert float(shown_values(browser, "Peak memory")[0]) == pytest.approx(61 * WAVE, rel=5e-3)
+    assert shown_values(browser, "Memory per node") == ["", ""]  # another x axis
     _, *areas = shown_at_the_last_step(browser, "Time per step")
     values = {name: float(value) for name, value in (line.split(": ") for line in areas)}
-    assert values == pytest.approx({"gen": 3 * wave, "update actor": 1.5 * wave, "other": 0.5 * wave}, abs=0.02)
+    assert values == pytest.approx({"gen": 3 * WAVE, "update actor": 1.5 * WAVE, "other": 0.5 * WAVE}, rel=1e-2)
     browser.point_at(5, 5)
-    assert browser.value("document.querySelector('.tip')") is None
+    assert tip(browser) == [] and shown_values(browser, "Entropy") == [""]
+
+
+def test_zoom_is_shared_and_kept_in_the_address(browser: Browser, page: Path) -> None:
+    browser.show(page, 1280, 900)
+    before = picture_of(browser, "Entropy")
+    x, y, width = box_of(browser, "Reward")
+    drag(browser, y, x + 0.25 * width, x + 0.5 * width)
+    zoom = browser.value("decodeURIComponent(location.hash)")
+    unit, start, end = zoom.removeprefix("#zoom=").split(":")
+    assert unit == "step" and float(start) == pytest.approx(1 + 19 / 4, abs=0.2)
+    assert float(end) == pytest.approx(1 + 19 / 2, abs=0.2)
+    assert picture_of(browser, "Entropy") != before
+    assert shown_at_the_last_step(browser, "Entropy")[0] == "step 10"
+    browser.value("document.getElementById('reset').click()")
+    settle(browser)
+    browser.point_at(5, 5)
+    assert picture_of(browser, "Entropy") == before and browser.value("location.hash") == ""
+
+
+def test_smoothing(browser: Browser, page: Path) -> None:
+    browser.show(page, 1280, 900)
+    browser.value("(s => { s.value = 0.9; s.dispatchEvent(new Event('input')) })(document.getElementById('smoothing'))")
+    settle(browser)
+    values, weight = [0.2 * (1 + 0.1 * math.sin(step) + step / 20) for step in range(1, 21)], 0.9
+    total = sum(weight ** (20 - step) * value for step, value in enumerate(values, 1))
+    expected = total / sum(weight ** (20 - step) for step in range(1, 21))
+    _, training, _ = shown_at_the_last_step(browser, "Reward")
+    assert float(training.removeprefix("training: ")) == pytest.approx(expected, rel=1e-3)
+    assert "smooth=0.9" in browser.value("location.hash")
+
+
+def test_log_axis(browser: Browser, tmp_path: Path) -> None:
+    metrics = {"train/loss": 1.0, "train/grad_norm": 1.0, "critic/score/mean": -1.0}
+    run = make_run(tmp_path, metrics=metrics)
+    path = write_page([read_run(run)], tmp_path / "page.html")
+    browser.show(path, 1280, 900)
+    before = picture_of(browser, "Loss"), picture_of(browser, "Reward")
+    browser.value("document.getElementById('log').click()")
+    settle(browser)
+    after = picture_of(browser, "Loss"), picture_of(browser, "Reward")
+    assert after[0] != before[0] and after[1] == before[1]
+    linear = f"{figure_of('Reward')}.querySelector('.linear').hidden"
+    assert browser.value(linear) is False and browser.value(linear.replace("Reward", "Loss")) is True
+    assert browser.complaints == []
+
+
+def test_the_view_survives_a_reload(browser: Browser, comparison: Path) -> None:
+    browser.show(comparison, 1280, 900)
+    browser.value("document.querySelector('input[data-run=\"2\"]').click(); document.getElementById('log').click()")
+    settle(browser)
+    assert browser.value("location.hash") == "#log=1&hide=2"
+    assert not any(line.startswith("run-with-a-long-name-2") for line in shown_at_the_last_step(browser, "Entropy"))
+    before = picture_of(browser, "Throughput")
+    browser.show(comparison, 1280, 900, fragment="#log=1&hide=2")
+    browser.point_at(5, 5)
+    assert picture_of(browser, "Throughput") == before
+
+
+def test_a_swept_value_under_the_pointer(browser: Browser, sweep: Path) -> None:
+    browser.show(sweep, 1280, 900)
+    x, y, width = box_of(browser, "Validation reward")
+    browser.point_at(x + width / 2, y)
+    where, *values = tip(browser)
+    assert where == "optim.lr=3e-5" and len(values) == 2 and values[1].startswith("path=y: ")
+
+
+def test_labels_do_not_overlap(browser: Browser, comparison: Path, sweep: Path) -> None:
+    for path in (comparison, sweep):
+        browser.show(path, 360)
+        overlaps = browser.value(
+            "[...document.querySelectorAll('figure')].filter((figure) => {"
+            "  const caption = figure.querySelector('figcaption').getBoundingClientRect();"
+            "  return caption.bottom > figure.querySelector('.u-wrap').getBoundingClientRect().top + 1;"
+            "}).length"
+        )
+        assert overlaps == 0
+
+
+def test_an_active_run_s_page_reloads(browser: Browser, tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path, steps=7, exit_code=None))
+    path = write_page([run], tmp_path / "page.html", refresh_s=1)
+    browser.show(path)
+    write_page([replace(run, name="later")], path)
+    deadline = time.monotonic() + TIMEOUT_S
+    while browser.value("document.title") != "later · hpc-rl":
+        assert time.monotonic() < deadline, "the page does not reload"
 
 
 def test_hostile_text_runs_nothing(browser: Browser, tmp_path: Path) -> None:

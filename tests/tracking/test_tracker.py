@@ -105,7 +105,7 @@ def test_wandb_without_a_network_warns_and_goes_on(
     made.finish()
     assert time.monotonic() - started < 12
     printed = capsys.readouterr()
-    assert printed.err.count("warning: wandb cannot be used online") == 1 and "wandb sync" in printed.out
+    assert printed.err.count("warning: wandb cannot be used online and writes to") == 1 and "wandb sync" in printed.out
     assert asked and asked[0].startswith(b"CONNECT")
     assert not any(proxy in value for value in os.environ.values())
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1

@@ -101,9 +101,9 @@ def test_a_run_in_three_attempts_is_one_run_there(run: Path, server: WandbServer
     assert list(server.history) == [wandb_id] and steps[:4] == [1, 2, 3, 4] and steps[-2:] == [401, 402]
     assert steps == sorted(steps) and len(steps) > 50, "the killed attempt's lines are there, up to the last ones"
     lines = done.stdout.splitlines()
-    assert ["which ends early: the attempt was killed" in line for line in lines] == [False, True, False, False]
+    assert ["which is incomplete: the attempt was killed" in line for line in lines] == [False, True, False, False]
     assert lines[3] == f"  {server.url}/me/p/runs/{wandb_id}"
-    assert "everything is uploaded already (3 offline)" in sync(run, WANDB_BASE_URL=server.url).stdout
+    assert "all 3 offline wandb runs are already uploaded" in sync(run, WANDB_BASE_URL=server.url).stdout
     assert all(key and key.startswith("Basic ") for path, key in server.requests if path == "/graphql")
     written = "".join(file.read_text(errors="replace") for file in run.rglob("*") if file.is_file())
     assert KEY not in done.stdout + done.stderr + written
@@ -129,7 +129,7 @@ def test_mistakes_are_a_line_and_the_proxy_of_the_run_is_used(run: Path, server:
     assert none.returncode == 2 and "run mine has no offline wandb runs" in none.stderr
     attempt(run, "", 1, 2)
     no_login = sync(run, WANDB_API_KEY="", WANDB_BASE_URL=server.url)
-    assert no_login.returncode == 2 and "wandb has no login on this machine: `wandb login`" in no_login.stderr
+    assert no_login.returncode == 2 and "wandb has no login on this machine: run `wandb login`" in no_login.stderr
     without = sync(run, PYTHONPATH=f"{without_wandb(run.parent)}:{os.environ.get('PYTHONPATH', '')}")
     assert without.returncode == 2 and "wandb is not installed here" in without.stderr
     server.status = 401

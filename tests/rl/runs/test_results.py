@@ -28,8 +28,11 @@ def test_validation_samples_and_the_model(run: Runs, tmp_path: Path) -> None:
     assert (tmp_path / "report.html").exists()
 
     rows = samples(tmp_path)
+    assert all(row.keys() == {"step", "split", "prompt", "response", "answer", "score"} for row in rows)
+    training = [row["step"] for row in rows if row["split"] == "train"]
+    assert set(training) == {1, 2, 3} and all(2 <= training.count(step) <= 4 for step in (1, 2, 3))
+    rows = [row for row in rows if row["split"] == "val"]
     assert [row["step"] for row in rows] == [0, 0, 2, 2, 3, 3]
-    assert all(row.keys() == {"step", "prompt", "response", "answer", "score"} for row in rows)
     assert "<|im_start|>user\nWhat is" in rows[0]["prompt"]
     check_export(tmp_path / "model", rows[-1])
 

@@ -1,4 +1,7 @@
-"""A run's history, out of its directory alone: its attempts, how they ended, and the node hours that they took."""
+"""A run's history: its attempts, how they ended, and their node hours.
+
+The run directory is enough for all of it. Slurm's accounting, if there is any, completes the attempts that were killed.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,12 @@ from hpc_rl.errors import EXIT_STOPPED
 from hpc_rl.host.files import read_json
 from hpc_rl.host.usage import NodeUsage, read_spans
 from hpc_rl.run_dir import RunDir
+from hpc_rl.slurm.accounting import Start
 
 KILLED = "KILLED"
-"""It was ended from outside: cancelled, queued again by hand, out of time, or its node was lost."""
+"""Ended from outside: cancelled, requeued by hand, out of time, or on a lost node."""
 _TERMINATED = 128 + signal.SIGTERM
-"""Of a node that was told to end: the cause lies elsewhere."""
+"""Exit code of a node that was told to end: the cause is on another node."""
 _OWN_LOGS = re.compile(r"node(\d+)[.-]")
 
 
@@ -29,14 +33,19 @@ class Attempt:
     number: int
     job_id: str
     state: str
-    """RUNNING, COMPLETED, STOPPED, REQUEUED, FAILED, KILLED, or what Slurm calls it."""
+    """RUNNING, COMPLETED, STOPPED, REQUEUED, FAILED, KILLED, or a state of Slurm."""
     exit_code: int | None
     began: float | None
     """Unix seconds; None for a start that never reached a node."""
     ended: float | None
-    """Of its last sign of life."""
+    """Unix seconds of the last line that it wrote."""
     nodes: int
     node_hours: float
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the run directory does not tell how the attempt ended."""
+        return self.state in (KILLED, "RUNNING")
 
     @property
     def seconds(self) -> float:
@@ -45,11 +54,13 @@ class Attempt:
 
 @dataclass(frozen=True)
 class History:
+    """All attempts of a run, oldest first."""
+
     attempts: tuple[Attempt, ...]
 
     @property
     def requeues(self) -> int:
-        """How often Slurm started the same job again."""
+        """Return how often Slurm started the same job again."""
         return sum(before.job_id == after.job_id != "" for before, after in pairwise(self.attempts))
 
     @property
@@ -58,7 +69,7 @@ class History:
 
 
 def read_history(run: RunDir) -> History:
-    """Quick for any run: the first and last line of each node's usage file, and status.json."""
+    """Read a run's history from its directory: status.json, and the first and last line of each node's usage file."""
     folders = run.attempts()
     spans = [read_spans(folder) for folder in folders]
     status = read_json(run.status)
@@ -66,10 +77,10 @@ def read_history(run: RunDir) -> History:
     attempts = []
     for index, (folder, nodes) in enumerate(zip(folders, spans, strict=True)):
         number = int(folder.name.rpartition("-")[2])
-        said = status if status.get("attempt") == number else {}
-        job_id = job_ids[index] or str(said.get("job_id", ""))
+        own = status if status.get("attempt") == number else {}
+        job_id = job_ids[index] or str(own.get("job_id", ""))
         again = index + 1 < len(folders) and job_ids[index + 1] == job_id != ""
-        exit_code, state = _ending(nodes, said, again)
+        exit_code, state = _ending(nodes, own, again)
         began, ended, count = _span(folder, nodes)
         hours = sum(node.hours for node in nodes) if nodes else count * ((ended or 0) - (began or 0)) / 3600
         attempts.append(Attempt(number, job_id, state, exit_code, began, ended, count, hours))
@@ -77,7 +88,7 @@ def read_history(run: RunDir) -> History:
 
 
 def ended_with(found: History, exit_code: int, time: float) -> History:
-    """The history of a run whose last attempt is about to end like this."""
+    """Return the history with its last attempt ended at `time` with `exit_code`."""
     if not found.attempts:
         return found
     *before, last = found.attempts
@@ -87,10 +98,36 @@ def ended_with(found: History, exit_code: int, time: float) -> History:
     return History((*before, last))
 
 
-def _ending(nodes: Sequence[NodeUsage], said: dict[str, Any], again: bool) -> tuple[int | None, str]:
-    """(exit code, state): what the job script said of it, else what its nodes said."""
-    if said.get("state"):
-        return said.get("exit_code"), str(said["state"])
+def with_accounting(found: History, starts: Sequence[Start]) -> History:
+    """Complete open attempts by Slurm's accounting.
+
+    An attempt is the last start of its job that began before the attempt did. Slurm counts the whole allocation, but
+    not the seconds in which a requeued job still ends.
+    """
+    return History(tuple(_accounted(attempt, starts) if attempt.is_open else attempt for attempt in found.attempts))
+
+
+def _accounted(attempt: Attempt, starts: Sequence[Start]) -> Attempt:
+    # One second of tolerance between the clocks of nodes and controller.
+    mine = [s for s in starts if s.job_id == attempt.job_id and s.began <= (attempt.began or s.began) + 1]
+    if not mine or mine[-1].ended is None:
+        return attempt
+    start = mine[-1]
+    return replace(
+        attempt,
+        state=start.state,
+        exit_code=start.exit_code,
+        began=attempt.began or start.began,
+        ended=max(start.ended or 0.0, attempt.ended or 0.0),
+        nodes=start.nodes,
+        node_hours=max(start.nodes * start.seconds / 3600, attempt.node_hours),
+    )
+
+
+def _ending(nodes: Sequence[NodeUsage], own: dict[str, Any], again: bool) -> tuple[int | None, str]:
+    """Return (exit code, state) as the job script wrote them, otherwise as the nodes did."""
+    if own.get("state"):
+        return own.get("exit_code"), str(own["state"])
     codes = [node.exit_code for node in nodes if node.exit_code is not None]
     failed = [code for code in codes if code not in (0, EXIT_STOPPED, _TERMINATED)]
     if failed:
@@ -103,7 +140,7 @@ def _ending(nodes: Sequence[NodeUsage], said: dict[str, Any], again: bool) -> tu
 
 
 def _span(folder: Path, nodes: Sequence[NodeUsage]) -> tuple[float | None, float | None, int]:
-    """(begin, end, nodes); by the times of its logs where nobody wrote down what the nodes used."""
+    """Return (begin, end, number of nodes); without usage files, from the times of the logs."""
     if nodes:
         return min(node.began for node in nodes), max(node.ended for node in nodes), len(nodes)
     logs = [(int(match[1]), path) for path in folder.iterdir() if (match := _OWN_LOGS.match(path.name))]

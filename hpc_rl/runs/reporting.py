@@ -1,0 +1,105 @@
+"""Reports of existing runs and sweeps, with the state and the accounting that Slurm has of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpc_rl.errors import UserError
+from hpc_rl.run_dir import RunDir
+from hpc_rl.runs.status import RunStatus, find_run, is_local, statuses_of
+from hpc_rl.runs.sweeps import find_sweep
+from hpc_rl.slurm import commands
+from hpc_rl.tracking.history import History, read_history, with_accounting
+from hpc_rl.tracking.recorded import read_run
+from hpc_rl.tracking.report import write_page
+
+REFRESH_S = 30.0
+"""Interval between two versions of the page of an active run, and between two reloads of the page."""
+
+
+@dataclass(frozen=True)
+class Selected:
+    """A run of a report."""
+
+    run: RunDir
+    swept: dict[str, str]
+    """The values that its sweep set: dotted key -> value; empty outside a sweep."""
+
+
+def select(targets: Sequence[str]) -> list[Selected]:
+    """Find the runs that a user names, each by itself or as a part of a sweep.
+
+    Raises:
+        UserError: a run or sweep does not exist.
+    """
+    found: list[Selected] = []
+    for target in targets:
+        sweep = find_sweep(target)
+        if sweep is None:
+            found.append(Selected(find_run(target), {}))
+        else:
+            found += [Selected(run, point) for run, point in zip(sweep.runs(), sweep.values(), strict=True)]
+    return found
+
+
+def default_path(targets: Sequence[str], selected: Sequence[Selected]) -> Path:
+    """Return the default path of the page: in the directory of the run or sweep, or here for several targets."""
+    if len(targets) > 1:
+        return Path("report.html")
+    run = selected[0].run
+    return run.path.parent / "report.html" if selected[0].swept else run.report
+
+
+def write_report(selected: Sequence[Selected], path: Path, refresh: bool = False) -> bool:
+    """Write one page about these runs, without the runs of a sweep that have not started.
+
+    Args:
+        refresh: let the page reload itself while a run is active.
+
+    Returns:
+        whether a run is active.
+
+    Raises:
+        UserError: there is nothing to report, or the page cannot be written.
+    """
+    statuses = statuses_of([one.run for one in selected])
+    histories = accounted_histories([one.run for one in selected], statuses)
+    active = any(status.active for status in statuses)
+    recorded = [
+        replace(read_run(one.run), history=history, swept=one.swept)
+        for one, history in zip(selected, histories, strict=True)
+    ]
+    shown = [run for run in recorded if run.has_started or not run.swept]
+    if not shown:
+        raise UserError("no run of the sweep has started: `hpc-rl runs SWEEP` lists their states")
+    write_page(shown, path, refresh_s=REFRESH_S if refresh and active else None)
+    return active
+
+
+def follow_report(selected: Sequence[Selected], path: Path, pause: Callable[[float], None] = time.sleep) -> None:
+    """Write the page again every REFRESH_S until all runs have ended, or until Ctrl-C."""
+    try:
+        while write_report(selected, path, refresh=True):
+            pause(REFRESH_S)
+    except KeyboardInterrupt:
+        write_report(selected, path)
+
+
+def accounted_histories(runs: Sequence[RunDir], statuses: Sequence[RunStatus]) -> list[History]:
+    """Read the histories of runs; Slurm's accounting, asked once, completes the attempts that were killed."""
+    found = [read_history(run) for run in runs]
+    open_jobs = {attempt.job_id for history in found for attempt in history.attempts if attempt.is_open}
+    jobs = sorted(job_id for job_id in open_jobs if job_id and not is_local(job_id))
+    starts = commands.job_starts(jobs) if jobs else []
+    return [_current(with_accounting(history, starts), now) for history, now in zip(found, statuses, strict=True)]
+
+
+def _current(found: History, now: RunStatus) -> History:
+    """The history with the present state of an attempt that is running."""
+    if not found.attempts or found.attempts[-1].state != "RUNNING":
+        return found
+    last = replace(found.attempts[-1], state=now.state, exit_code=now.exit_code)
+    return History((*found.attempts[:-1], last))
