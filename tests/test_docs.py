@@ -187,7 +187,7 @@ def test_the_keys_that_others_become_exist(name: str) -> None:
 def test_templates_page_lists_what_a_template_knows() -> None:
     job = Job("sft", compose("torchrun"), RunDir(Path("/runs/mine")), Path("/home/me"))
     page = (ROOT / "docs" / "templates.md").read_text()
-    table = page[page.index("A template knows") :]
+    table = page[page.index("These variables are available in a template") :]
     listed = {word for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for word in re.findall(r"`(\w+)`", row)}
     assert listed == set(_values(job))
 

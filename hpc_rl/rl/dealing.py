@@ -32,7 +32,7 @@ class Layout:
     """A step's responses on the ranks."""
 
     plans: list[list[list[Bin]]]
-    """plans[rank][mini_batch][micro_batch] = responses."""
+    """`plans[rank][mini_batch][micro_batch]` holds responses."""
     orders: list[NDArray[np.int64]]
     """Responses of each rank, in the order in which it holds them."""
     token_rows: list[NDArray[np.int64]]
