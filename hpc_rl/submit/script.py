@@ -48,13 +48,7 @@ class Job:
 
 TRAINERS = {"sft": "hpc_rl.finetune.train", "ppo": "hpc_rl.rl.main_ppo"}
 """Job kind -> the module that trains; named by string, so that the login node never imports it."""
-NODE_ENTRIES = {
-    "sft": "torchrun",
-    "torchrun": "torchrun",
-    "ppo": "ray_cluster.node",
-    "ray": "ray_cluster.node",
-    "doctor": "doctor",
-}
+NODE_ENTRIES = {"sft": "torchrun", "torchrun": "torchrun", "ppo": "ray_cluster.node", "ray": "ray_cluster.node", "doctor": "doctor"}
 """Job kind -> the module of hpc_rl.node that runs on each node."""
 _TEMPLATES = {"torchrun": "torchrun.sbatch.j2", "ray_cluster.node": "ray.sbatch.j2", "doctor": "doctor.sbatch.j2"}
 """Node entry -> the script that starts it."""
