@@ -49,8 +49,8 @@ NO_KEYS = {"container.sh", "container.sh.j2", "ray.init", "ray.put", "data.rows"
 """Dotted words in code that look like keys of the configuration and are something else."""
 TO_BE_WRITTEN = {"configs/recipe/mine.yaml"}
 """Files of the reader's own project."""
-_SUBMISSION = ("preflight", "request", "resources", "script")
-MOVED = {f"hpc_rl/submission/{name}.py": f"hpc_rl/submit/{name}.py" for name in _SUBMISSION}
+MOVED = {f"hpc_rl/submission/{name}.py": f"hpc_rl/submit/{name}.py" for name in ("request", "resources", "script")}
+MOVED |= {f"hpc_rl/submission/preflight/{name}": "hpc_rl/submit/preflight.py" for name in ("", "__init__.py")}
 MOVED |= {"hpc_rl/config/kinds.py": "hpc_rl/submit/script.py"}
 """Paths that pages name already, and the files that they come from."""
 OTHERS = {"from-verl.md", "from-openrlhf.md"}
