@@ -57,6 +57,6 @@ def understand(line: str) -> None:
         compose(found["kind"], found["arguments"] or [], flags.settings())
         assert bool(program) == (found["kind"] in ("torchrun", "ray")), "only torchrun and ray have a program"
     elif path == ("config",):
-        compose_partly(found["kind"], found["overrides"] or [])
+        compose_partly(found["kind"], [word for word in found["words"] or [] if "=" in word])
     elif path == ("fetch",):
         compose("torchrun", [word for word in found["names"] if "=" in word])

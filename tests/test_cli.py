@@ -161,7 +161,7 @@ def test_configuration_is_shown_and_documented(folder: Path) -> None:
 def test_a_script_of_somebody_else_is_refused(folder: Path) -> None:
     (folder / "other.sbatch").write_text("#!/bin/bash\ntrue\n")
     done = run(folder, "submit", "sft", "--script", "other.sbatch")
-    assert done.returncode == 2 and "was not rendered by hpc-rl" in done.stderr
+    assert done.returncode == 2 and "hpc-rl did not render it" in done.stderr
     assert "takes no other options" in run(folder, "submit", "sft", "--script", "other.sbatch", "--nodes", "2").stderr
 
 
@@ -202,7 +202,7 @@ def test_after_needs_a_job(folder: Path) -> None:
     done = run(folder, "submit", *SFT[1:2], *SFT[3:], "--dry-run", "--after", "rendered")
     assert done.returncode == 2 and "run rendered has no Slurm job" in done.stderr
     done = run(folder, "render", *SFT[1:2], *SFT[3:], "--after", "rendered")
-    assert done.returncode == 2 and "--after is said at submission" in done.stderr
+    assert done.returncode == 2 and "--after belongs to the submission" in done.stderr
 
 
 def test_a_program_may_have_an_equals_sign(folder: Path) -> None:

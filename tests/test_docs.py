@@ -36,9 +36,12 @@ import typer
 import yaml
 
 from hpc_rl.cli import app
-from hpc_rl.config.compose import SCHEMAS, compose, documented_keys
+from hpc_rl.config.compose import compose
+from hpc_rl.config.keys import documented_keys
+from hpc_rl.config.kinds import KINDS
 from hpc_rl.run_dir import RunDir
-from hpc_rl.submit.script import Job, _values
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.script import _values
 from tests.commands import understand
 from tests.helpers import chats, make_tiny_model
 
@@ -204,7 +207,7 @@ def code_words(text: str) -> set[str]:
 
 
 def options() -> list[tuple[str, str]]:
-    return [(key, kind) for schema in SCHEMAS.values() for key, kind, *_ in documented_keys(schema)]
+    return [(key, kind) for row in KINDS.values() for key, kind, *_ in documented_keys(row.schema)]
 
 
 def unknown_keys(words: set[str]) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
-from hpc_rl.cli import submit, runs, operations, views, doctor, site, config, models, data, hub, image  # noqa: F401 # isort: skip - in order
+from hpc_rl.cli import init, submit, runs, clean, operations, views, doctor, site, config, models, data, hub, image  # noqa: F401 # isort: skip - in order
 from hpc_rl.cli.app import app
 from hpc_rl.errors import UserError
 

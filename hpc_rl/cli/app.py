@@ -7,8 +7,10 @@ from enum import StrEnum
 from typing import Annotated, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from hpc_rl.cli.completion import run_names
+from hpc_rl.config.kinds import offered
 
 app = typer.Typer(
     name="hpc-rl",
@@ -22,20 +24,13 @@ app = typer.Typer(
 )
 
 
-class Kind(StrEnum):
-    sft = "sft"
-    ppo = "ppo"
-    torchrun = "torchrun"
-    ray = "ray"
-
-
-KindArgument = Annotated[
-    Kind,
-    typer.Argument(
-        metavar="KIND",
-        help="sft: supervised fine-tuning; ppo: reinforcement learning; torchrun, ray: your own program of that kind.",
-    ),
-]
+_KINDS = {kind.name: kind.meaning for kind in offered()}
+Kind = StrEnum("Kind", {name: name for name in _KINDS})  # type: ignore[misc]
+_KIND = typer.Argument(
+    metavar="KIND", help="; ".join(f"{name}: {meaning}" for name, meaning in _KINDS.items()) + ".", show_default=False
+)
+KindArgument = Annotated[Kind, _KIND]
+OptionalKindArgument = Annotated[Kind | None, _KIND]
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="Run directory, name of a run, or job id.", autocompletion=run_names)
 ]
@@ -47,6 +42,24 @@ RunOrSweepArgument = Annotated[
     str, typer.Argument(metavar="RUN_OR_SWEEP", help="Run directory, name of a run or sweep, or job id.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+
+_PROGRAM = "hpc_rl.program"
+
+
+class CommandWithProgram(TyperCommand):
+    """A command whose line may end with `-- PROGRAM ARGUMENTS`, which are kept as they are typed."""
+
+    def parse_args(self, context: typer.Context, words: list[str]) -> list[str]:
+        own, program = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+        context.meta[_PROGRAM] = tuple(program)
+        return super().parse_args(context, own)
+
+
+def program_of(context: typer.Context) -> tuple[str, ...]:
+    """The user's own program and its arguments, from the command line of a CommandWithProgram."""
+    found: tuple[str, ...] = context.meta.get(_PROGRAM, ())
+    return found
 
 
 def note(text: str) -> None:

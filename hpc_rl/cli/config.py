@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-import sys
+import json
+from collections.abc import Sequence
 from textwrap import fill, indent
 from typing import Annotated
 
 import typer
 
-from hpc_rl.cli.app import JsonOption, KindArgument, SiteOption, app, note
-
-
-def _print_keys(context: typer.Context, value: bool) -> None:
-    """The --help of `config`: its own, and every documented key of the job kind."""
-    if not value or context.resilient_parsing:
-        return
-    from rich.console import Console
-    from rich.markup import escape
-
-    from hpc_rl.config.compose import SCHEMAS, documented_keys
-
-    print(context.get_help())
-    kinds = [word for word in sys.argv[1:] if word in SCHEMAS]
-    console = Console(highlight=False)
-    for kind in kinds:
-        for key, type_name, default, meaning in documented_keys(SCHEMAS[kind]):
-            console.print(
-                f"[bold]{key}[/bold] = {escape(default)}  [dim]({escape(type_name)})[/dim]", soft_wrap=True, markup=True
-            )
-            console.print(indent(fill(meaning, console.width - 5), "    "), markup=False)
-    raise typer.Exit()
+from hpc_rl.cli.app import JsonOption, OptionalKindArgument, SiteOption, app, note
+from hpc_rl.errors import UserError
 
 
 @app.command(context_settings={"help_option_names": []})
 def config(
-    kind: KindArgument,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options, as for submit.", show_default=False)
+    context: typer.Context,
+    kind: OptionalKindArgument = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE | SECTION]",
+            help="Options, as for submit; or sections and keys to show alone, such as optim or trainer.device.",
+            show_default=False,
+        ),
     ] = None,
     site: SiteOption = None,
     as_json: JsonOption = False,
-    _help: Annotated[
-        bool, typer.Option("-h", "--help", help="Also lists every key.", is_eager=True, callback=_print_keys)
+    show_help: Annotated[
+        bool, typer.Option("-h", "--help", help="Also list every key, or those that contain a word: --help rollout.")
     ] = False,
 ) -> None:
     """Print the resolved configuration; with --help, every key with type, default and meaning.
@@ -49,9 +36,38 @@ def config(
     Example: hpc-rl config sft optim.lr=1e-4
     """
     from hpc_rl.config.compose import compose_partly, dump
+    from hpc_rl.config.keys import select
     from hpc_rl.sites.profile import load_profile
 
-    found, missing = compose_partly(kind.value, overrides or [], load_profile(site).values)
-    print(found.model_dump_json(indent=2) if as_json else dump(found), end="\n" if as_json else "")
+    if show_help or kind is None:
+        print(context.get_help())
+        if kind:
+            _print_keys(kind, words or [])
+        return
+    overrides = [word for word in words or [] if "=" in word]
+    wanted = [word for word in words or [] if "=" not in word]
+    found, missing = compose_partly(kind, overrides, load_profile(site).values)
+    values = found.model_dump(mode="json")
+    shown = select(values, wanted) if wanted else values
+    print(json.dumps(shown, indent=2) if as_json else dump(shown), end="\n" if as_json else "")
     if missing:
         note(f"still to be given: {', '.join(missing)}")
+
+
+def _print_keys(kind: str, words: Sequence[str]) -> None:
+    """Every documented key of a job kind, or those that contain one of the words."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    from hpc_rl.config.keys import documented_keys
+    from hpc_rl.config.kinds import KINDS
+
+    rows = [row for row in documented_keys(KINDS[kind].schema) if not words or any(word in row[0] for word in words)]
+    if not rows:
+        raise UserError(f"config {kind} --help {' '.join(words)}: no key contains this")
+    console = Console(highlight=False)
+    for key, type_name, default, meaning in rows:
+        console.print(
+            f"[bold]{key}[/bold] = {escape(default)}  [dim]({escape(type_name)})[/dim]", soft_wrap=True, markup=True
+        )
+        console.print(indent(fill(meaning, console.width - 5), "    "), markup=False)

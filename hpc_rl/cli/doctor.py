@@ -39,8 +39,8 @@ def doctor(
     from hpc_rl.doctor import findings as found
     from hpc_rl.doctor.job import doctor_config, doctor_job, run_on_nodes
     from hpc_rl.doctor.login import container_checks, folder_checks, internet_checks, python_checks, slurm_checks
-    from hpc_rl.submit import queue
-    from hpc_rl.submit.environment import job_environment
+    from hpc_rl.submission import queue
+    from hpc_rl.submission.environment import job_environment
 
     if flags.job_name or flags.after:
         raise UserError("the doctor's job has a name of its own and waits for nobody: leave out --job-name and --after")

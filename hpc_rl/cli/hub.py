@@ -30,7 +30,7 @@ def fetch(
     """
     from hpc_rl.config.compose import compose
     from hpc_rl.sites.profile import load_profile
-    from hpc_rl.submit.hub import fetch as fetch_names
+    from hpc_rl.submission.hub import fetch as fetch_names
 
     overrides = [word for word in names if "=" in word]
     wanted = [word for word in names if "=" not in word]

@@ -6,11 +6,20 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpc_rl.cli.app import JsonOption, Kind, KindArgument, RunArgument, RunOrSweepArgument, app, leave, note
+from hpc_rl.cli.app import (
+    CommandWithProgram,
+    JsonOption,
+    KindArgument,
+    RunArgument,
+    RunOrSweepArgument,
+    app,
+    leave,
+    note,
+)
 from hpc_rl.cli.submit import (
     DryRunOption,
     LocalOption,
@@ -22,17 +31,19 @@ from hpc_rl.cli.submit import (
     with_slurm_flags,
 )
 from hpc_rl.cli.text import runs_table, short_path, submitted_text
+from hpc_rl.config.kinds import KINDS
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import ENV_RUN_DIR
 
 if TYPE_CHECKING:
-    from hpc_rl.submit.request import Request
-    from hpc_rl.submit.script import Job
+    from hpc_rl.submission.job import Job
+    from hpc_rl.submission.request import Request
 
 
-@app.command()
+@app.command(cls=CommandWithProgram)
 @with_slurm_flags
 def sweep(
+    context: typer.Context,
     kind: KindArgument,
     arguments: OverridesArgument = None,
     *,
@@ -47,17 +58,12 @@ def sweep(
 
     Example: hpc-rl sweep sft model.path=model data.train_files=train.jsonl optim.lr=1e-5,3e-5 --max-parallel 2
     """
-    from dataclasses import replace
+    from hpc_rl.submission import queue
+    from hpc_rl.submission import sweep as sweeps
 
-    from hpc_rl.submit import queue
-    from hpc_rl.submit import sweep as sweeps
-    from hpc_rl.submit.grid import grid
-
-    request = request_of(kind, arguments, flags, run_dir)
-    points = grid(request.overrides)
     if not dry_run:
         queue.require_slurm()
-    planned = sweeps.plan(replace(request, overrides=()), points, max_parallel)
+    planned = sweeps.plan(request_of(context, kind, arguments, flags, run_dir), max_parallel)
     for unchecked in planned.notes:
         note(unchecked)
     if dry_run:
@@ -65,7 +71,7 @@ def sweep(
         return
     job_id = sweeps.submit(planned)
     name = planned.sweep.name
-    print(f"submitted job {job_id}: {len(points)} runs of sweep {name} in {short_path(planned.sweep.path)}")
+    print(f"submitted job {job_id}: {len(planned.points)} runs of sweep {name} in {short_path(planned.sweep.path)}")
     print(f"  hpc-rl runs {name}\n  hpc-rl logs -f {name}_1")
 
 
@@ -84,10 +90,10 @@ def chain(
 
     Example: hpc-rl chain sft model.path=model data.train_files=train.jsonl -- ppo --nodes 2 recipe=gsm8k-2nodes
     """
-    from hpc_rl.submit import chain as chains
-    from hpc_rl.submit import queue
+    from hpc_rl.submission import chain as chains
+    from hpc_rl.submission import queue
 
-    requests = [_stage(words) for words in _split_stages(stages)]
+    requests = [_stage(words, local) for words in _split_stages(stages)]
     if not dry_run and not local:
         queue.require_slurm()
     planned, notes = chains.plan(requests, local)
@@ -103,7 +109,7 @@ def chain(
             if code:
                 leave(code)
         return
-    for job, job_id in chains.submit(requests):
+    for job, job_id in chains.submit(planned):
         print(submitted_text(job, job_id))
 
 
@@ -144,7 +150,7 @@ def requeue(run: RunOrSweepArgument) -> None:
     """
     from hpc_rl.runs.status import find_run
     from hpc_rl.runs.sweeps import find_sweep
-    from hpc_rl.submit import requeue as again
+    from hpc_rl.submission import requeue as again
 
     found = find_sweep(run)
     print(again.requeue_sweep(found) if found else again.requeue(find_run(run)))
@@ -184,7 +190,7 @@ def attach(
 
 def _split_stages(words: list[str]) -> list[list[str]]:
     """`sft a=1 -- ppo b=2`, or `sft ppo` where neither has options."""
-    if len(words) > 1 and all(word in set(Kind) for word in words):
+    if len(words) > 1 and all(word in KINDS for word in words):
         return [[word] for word in words]
     stages: list[list[str]] = [[]]
     for word in words:
@@ -197,21 +203,17 @@ def _split_stages(words: list[str]) -> list[list[str]]:
     return stages
 
 
-def _stage(words: list[str]) -> Request:
-    """One stage's words, read as `submit` reads them."""
-    for option in ("--dry-run", "--local"):
-        if option in words:
-            raise UserError(f"{option} is for the whole chain: write hpc-rl chain {option} sft ... -- ppo ...")
-    parser = typer.Typer(add_completion=False)
-    parser.command()(with_slurm_flags(_stage_request))
-    request: Request = typer.main.get_command(parser).main(words, "hpc-rl chain", standalone_mode=False)
-    return request
-
-
-def _stage_request(
-    kind: KindArgument, arguments: OverridesArgument = None, *, flags: SlurmFlags, run_dir: RunDirOption = None
-) -> Any:
-    return request_of(kind, arguments, flags, run_dir)
+def _stage(words: list[str], local: bool) -> Request:
+    """One stage's words, read by the parser of `submit`."""
+    submit = typer.main.get_command(app).commands["submit"]  # type: ignore[attr-defined]
+    context = submit.make_context("hpc-rl chain", list(words))
+    given = {name: value for name, value in context.params.items() if value not in (None, False, [])}
+    flags = SlurmFlags(**{name: given.pop(name) for name in SlurmFlags.__dataclass_fields__ if name in given})
+    kind, arguments, run_dir = (given.pop(name, None) for name in ("kind", "arguments", "run_dir"))
+    if given:
+        option = f"--{next(iter(given)).replace('_', '-')}"
+        raise UserError(f"{option} is not an option of a stage; --dry-run and --local come before the first stage")
+    return request_of(context, str(kind), arguments, flags, run_dir, local=local)
 
 
 def _names(jobs: Sequence[Job]) -> list[str]:

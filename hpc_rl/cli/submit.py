@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpc_rl.cli.app import Kind, KindArgument, SiteOption, app, leave, note
+from hpc_rl.cli.app import CommandWithProgram, KindArgument, SiteOption, app, leave, note, program_of
 from hpc_rl.cli.text import findings_text, short_path, status_text, submitted_text
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
-    from hpc_rl.submit.request import Request
-    from hpc_rl.submit.script import Job
+    from hpc_rl.submission.job import Job
+    from hpc_rl.submission.request import Request
 
 
 OverridesArgument = Annotated[
@@ -95,9 +95,10 @@ def with_slurm_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-@app.command()
+@app.command(cls=CommandWithProgram)
 @with_slurm_flags
 def submit(
+    context: typer.Context,
     kind: KindArgument,
     arguments: OverridesArgument = None,
     *,
@@ -107,8 +108,11 @@ def submit(
         Path | None,
         typer.Option(help="Submit this script (from `render`, edited by hand) instead.", show_default=False),
     ] = None,
+    test: Annotated[
+        bool, typer.Option("--test", help="A short trial first: two steps, 10 minutes, slurm.test_partition if set.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the exact script; submit nothing.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Block; the exit code is the job's.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the job; the exit code is the job's.")] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Like --wait, and show log and progress.")] = False,
     local: LocalOption = False,
     in_allocation: Annotated[
@@ -117,109 +121,108 @@ def submit(
 ) -> None:
     """Submit a job: check it, write its run directory, queue it.
 
-    A run that was stopped or cancelled goes on from its last checkpoint when it is submitted again by its name.
+    A run that was stopped or cancelled resumes from its last checkpoint if it is submitted again by its name.
 
     Example: hpc-rl submit sft --nodes 2 --gpus-per-node 4 model=qwen2.5-0.5b data.train_files=train.jsonl
     """
-    from hpc_rl.submit import queue
-    from hpc_rl.submit.local import check_local
-    from hpc_rl.submit.request import job_of_script
-    from hpc_rl.submit.script import render as render_script
+    from hpc_rl.submission import launch, queue
+    from hpc_rl.submission.request import job_of_script
 
     here = local or in_allocation
-    if script is not None and (arguments or flags != SlurmFlags() or run_dir or here):
-        raise UserError("--script takes no other options: what the job does is written in the script")
+    if script is not None and (arguments or flags != SlurmFlags() or run_dir or here or test):
+        raise UserError("--script takes no other options: the script itself says what the job does")
     if here and (flags.after or (local and in_allocation)):
         raise UserError("--local and --in-allocation run at once: give one of them, and no --after")
-    if local:
-        check_local(request_of(kind, arguments, flags, run_dir).job())
-    if dry_run and script is not None:
-        print(job_of_script(kind.value, script)[1], end="")
-        return
+    if script is not None:
+        job, text = job_of_script(str(kind), script, tuple(sys.argv))
+        if dry_run:
+            print(text, end="")
+            return
+        queue.require_slurm()
+        queue.check_free(job.run_dir)
+        return _queued(job, queue.submit(job, text), wait, follow)
+    request = request_of(context, kind, arguments, flags, run_dir, local=local)
+    request = launch.as_test(request) if test else request
     if dry_run:
-        job = _checked(request_of(kind, arguments, flags, run_dir), here)
-        print(render_script(job), end="")
+        job, text = launch.prepare(request, note)
+        print(text, end="")
         _note_options(job)
         return
-    if not local:
-        queue.require_slurm()
-    if in_allocation:
-        _check_allocation(request_of(kind, arguments, flags, run_dir))
-    if script is not None:
-        job, text = job_of_script(kind.value, script)
-        queue.check_free(job.run_dir)
-    else:
-        job, text = _reserved(request_of(kind, arguments, flags, run_dir), here)
     if here:
-        leave(run_here(job, text, in_allocation))
-    job_id = queue.submit(job, text)
-    print(submitted_text(job, job_id))
-    if wait or follow:
-        leave(_wait(job, job_id, follow))
-    print(f"  hpc-rl status {job.run_dir.name}\n  hpc-rl logs -f {job.run_dir.name}")
+        leave(_run_here(request, in_allocation))
+    _queued(*launch.submit(request, note), wait, follow)
 
 
-@app.command()
+@app.command(cls=CommandWithProgram)
 @with_slurm_flags
 def render(
-    kind: KindArgument, arguments: OverridesArgument = None, *, flags: SlurmFlags, run_dir: RunDirOption = None
+    context: typer.Context,
+    kind: KindArgument,
+    arguments: OverridesArgument = None,
+    *,
+    flags: SlurmFlags,
+    run_dir: RunDirOption = None,
 ) -> None:
     """Print the job script, and make the run directory that it needs: for editing, and plain `sbatch`.
 
     Example: hpc-rl render sft --job-name mine model=qwen2.5-0.5b data.train_files=train.jsonl
     """
-    from hpc_rl.submit import queue
+    from hpc_rl.submission import launch, queue
 
     if flags.after is not None:
         raise UserError(
-            "--after is said at submission: hpc-rl submit --after RUN, or sbatch --dependency=afterok:ID FILE"
+            "--after belongs to the submission: hpc-rl submit --after RUN, or sbatch --dependency=afterok:ID FILE"
         )
-    job, text = _reserved(request_of(kind, arguments, flags, run_dir))
+    request = request_of(context, kind, arguments, flags, run_dir)
+    job, text = launch.make_run_dir(request, *launch.prepare(request, note))
     queue.prepare(job, text, None)
     print(text, end="")
-    note(f"made {short_path(job.run_dir.path)}; submit by `sbatch FILE` or `hpc-rl submit {kind.value} --script FILE`")
+    note(f"made {short_path(job.run_dir.path)}; submit by `sbatch FILE` or `hpc-rl submit {kind} --script FILE`")
 
 
-def request_of(kind: Kind, arguments: list[str] | None, flags: SlurmFlags, run_dir: Path | None) -> Request:
-    from hpc_rl.submit.request import Request
+def request_of(
+    context: typer.Context,
+    kind: str,
+    arguments: list[str] | None,
+    flags: SlurmFlags,
+    run_dir: Path | None,
+    *,
+    local: bool = False,
+) -> Request:
+    """The request that a parsed command line stands for.
 
-    overrides, program = _split_program(kind, arguments or [])
-    return Request(kind.value, overrides, program, flags.settings(), flags.after, run_dir, flags.site)
+    Raises:
+        UserError: a program was given to a kind of job that takes none.
+    """
+    from hpc_rl.config.kinds import KINDS
+    from hpc_rl.submission.request import Request
 
-
-def _checked(request: Request, local: bool = False) -> Job:
-    """The job, after every check; prints what could not be checked here."""
-    from hpc_rl.submit import preflight
-
-    job = request.job()
-    for unchecked in preflight.check(job, local=local):
-        note(unchecked)
-    return job
-
-
-def _reserved(request: Request, local: bool = False) -> tuple[Job, str]:
-    """The job and its script, after every check, with a run directory of its own."""
-    from hpc_rl.submit import queue
-    from hpc_rl.submit.script import render as render_script
-
-    queue.check_free(request.job().run_dir)
-    render_script(_checked(request, local))  # a broken template shows before anything is made
-    job = request.reserve()
-    return job, render_script(job)
-
-
-def _split_program(kind: Kind, arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Overrides and the user's own program: what follows `--`, which the parser of the command line has removed."""
-    if kind not in (Kind.torchrun, Kind.ray) or "--" not in sys.argv:
-        return arguments, ()
-    count = len(sys.argv) - sys.argv.index("--") - 1
-    return arguments[: len(arguments) - count], tuple(arguments[len(arguments) - count :])
+    program = program_of(context)
+    if program and not KINDS[kind].takes_program:
+        takers = " and ".join(row.name for row in KINDS.values() if row.takes_program)
+        raise UserError(f"-- {program[0]}: {kind} runs a program of hpc-rl's own; {takers} take one after --")
+    return Request(
+        kind=str(kind),
+        overrides=tuple(arguments or ()),
+        program=program,
+        settings=flags.settings(),
+        after=flags.after,
+        run_dir=run_dir,
+        site=flags.site,
+        local=local,
+        command=tuple(sys.argv),
+    )
 
 
-def _check_allocation(request: Request) -> None:
-    from hpc_rl.submit.in_allocation import step_environment
+def _queued(job: Job, job_id: str, wait: bool, follow: bool) -> None:
+    from hpc_rl.slurm import commands
 
-    step_environment(os.environ, request.config().trainer.nnodes)
+    print(submitted_text(job, job_id))
+    if expected := commands.expected_start(job_id):
+        print(f"  expected start: {expected}")
+    if wait or follow:
+        leave(_wait(job, job_id, follow))
+    print(f"  hpc-rl status {job.run_dir.name}\n  hpc-rl logs -f {job.run_dir.name}")
 
 
 def _note_options(job: Job) -> None:
@@ -228,11 +231,24 @@ def _note_options(job: Job) -> None:
         note(f"submitted by sbatch {' '.join(job.after.sbatch_options)} FILE")
 
 
+def _run_here(request: Request, in_allocation: bool) -> int:
+    """Check a job and run it on this machine, or in the allocation around it; the exit code."""
+    from hpc_rl.submission import launch, queue
+    from hpc_rl.submission.in_allocation import step_environment
+
+    if in_allocation:
+        queue.require_slurm()
+    job, script = launch.prepare(request, note)
+    if in_allocation:
+        step_environment(os.environ, job.config.trainer.nnodes)
+    return run_here(*launch.make_run_dir(request, job, script), in_allocation)
+
+
 def run_here(job: Job, script: str, in_allocation: bool = False) -> int:
     """Run a job on this machine, or in the allocation around it, and show its log; the exit code."""
     from hpc_rl.runs.follow import RunView
-    from hpc_rl.submit.in_allocation import run_in_allocation
-    from hpc_rl.submit.local import run_local
+    from hpc_rl.submission.in_allocation import run_in_allocation
+    from hpc_rl.submission.local import run_local
 
     print(f"run {job.run_dir.name} in {short_path(job.run_dir.path)}", flush=True)
     with RunView(job.run_dir) as view:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hpc_rl.doctor.diagnosis import Finding
     from hpc_rl.runs.status import RunStatus
     from hpc_rl.runs.table import Row
-    from hpc_rl.submit.script import Job
+    from hpc_rl.submission.job import Job
 
 GUIDE = "docs/troubleshooting.md"
 MOST_SHOWN = 300
@@ -61,7 +61,10 @@ def findings_text(found: Sequence[Finding]) -> str:
 
 def submitted_text(job: Job, job_id: str) -> str:
     waits = f" after {_jobs(job.after.job_ids)}" if job.after and job.after.job_ids else ""
-    return f"submitted job {job_id}{waits}: run {job.run_dir.name} in {short_path(job.run_dir.path)}"
+    slurm = job.config.slurm
+    place = f"partition {slurm.partition}" if slurm.partition else "the default partition"
+    asked = ", ".join([job.size, slurm.time or "the partition's default time", place])
+    return f"submitted job {job_id}{waits}: run {job.run_dir.name} in {short_path(job.run_dir.path)}\n  {asked}"
 
 
 def _jobs(job_ids: tuple[str, ...]) -> str:
@@ -79,15 +82,32 @@ def runs_table(rows: Sequence[Row]) -> str:
         values = [row.values.get(key, "") for key in keys]
         measured = f"{row.metric[0]} {row.metric[1]:.4g}" if row.metric else ""
         table.append([now.run, *values, now.job_id or "", now.state + failed, step, measured, f"{row.node_hours:.2f}"])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    right = {table[0].index("step"), table[0].index("node hours")}
+    return aligned(table, right={table[0].index("step"), table[0].index("node hours")})
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Set[int] = frozenset()) -> str:
+    """Rows of text in columns.
+
+    Args:
+        right: numbers of the columns that are aligned to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
             text.rjust(width) if place in right else text.ljust(width)
-            for place, (text, width) in enumerate(zip(line, widths, strict=True))
+            for place, (text, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
-        for line in table
+        for row in rows
     )
+
+
+def size_text(size: float) -> str:
+    """Bytes as `1.2 GB`, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
 
 
 def short_path(path: Path) -> str:

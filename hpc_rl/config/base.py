@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
@@ -13,6 +13,15 @@ class Section(BaseModel):
     """A group of options. Unknown keys are errors, and a value is never converted behind the user's back."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True)
+
+    def __hash__(self) -> int:
+        """A section is a value: equal ones have equal hashes, lists and tables in them included."""
+        return hash(self.model_dump_json())
+
+    def updated(self, key: str, value: Any) -> Self:
+        """A copy with another value of one dotted key. The value is not checked."""
+        name, _, rest = key.partition(".")
+        return self.model_copy(update={name: getattr(self, name).updated(rest, value) if rest else value})
 
 
 def _one_or_many(value: Any) -> Any:

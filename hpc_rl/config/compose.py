@@ -7,27 +7,21 @@ All errors are reported at once, each with its dotted key.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from hpc_rl.config.job import JobConfig
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.config.ray import RayJobConfig
-from hpc_rl.config.sft import SftConfig
+from hpc_rl.config.keys import documented_keys, find_annotation, leaf_types, nearest, put
+from hpc_rl.config.kinds import KINDS
 from hpc_rl.errors import UserError
 from hpc_rl.host.shipped import shipped
 
-SCHEMAS: dict[str, type[JobConfig]] = {
-    "sft": SftConfig,
-    "ppo": PpoConfig,
-    "torchrun": JobConfig,
-    "ray": RayJobConfig,
-    "doctor": RayJobConfig,
-}
+FillIn = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""From nested tables without the schema's defaults to dotted key -> value of what they leave open."""
 
 
 def compose(
@@ -35,31 +29,67 @@ def compose(
     overrides: Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
     site: Mapping[str, Any] | None = None,
+    fill_in: FillIn | None = None,
 ) -> JobConfig:
-    """The configuration of one job kind: schema defaults < profile < recipe < overrides < settings.
+    """Compose the configuration of one job: schema defaults < profile < recipe < overrides < settings.
 
-    The recipe is `configs/<job>.yaml`, in the working folder if there is one, else the shipped one.
+    The recipe is `configs/<job>.yaml`: the one in the working folder if there is one, else the shipped one.
 
     Args:
-        overrides: `key=value` or `group=name`, as typed on the command line. Where the schema wants text, the value is
-            taken as it stands; elsewhere Hydra's grammar reads it (numbers, lists, tables).
+        job: name of a row of KINDS.
+        overrides: `key=value` or `group=name`, as typed on the command line. If the schema asks for text, the value is
+            taken as it is; otherwise Hydra's grammar reads it (numbers, lists, tables).
         settings: dotted key -> value that needs no parsing (command-line flags).
         site: dotted key -> value of the cluster's profile (`Profile.values`); keys that this kind of job does not have
             are left out.
+        fill_in: decides what depends on the machine, once everything else is known.
 
     Raises:
         UserError: unknown keys, values that do not fit, or an override that cannot be read.
     """
-    return validate(job, _tree(job, overrides, settings or {}, site))
+    return compose_each(job, overrides, [()], settings, site, fill_in)[0]
+
+
+def compose_each(
+    job: str,
+    overrides: Sequence[str],
+    points: Sequence[Sequence[str]],
+    settings: Mapping[str, Any] | None = None,
+    site: Mapping[str, Any] | None = None,
+    fill_in: FillIn | None = None,
+) -> list[JobConfig]:
+    """Compose one configuration for each point of a sweep. Hydra runs once, unless a point names a group.
+
+    Args:
+        overrides: those of all points.
+        points: each point's own overrides, which come after those of all.
+
+    Raises:
+        UserError: as `compose`.
+    """
+    schema, groups = KINDS[job].schema, _groups()
+    found, base = [], None
+    for own in points:
+        if any(_needs_hydra(word, groups) for word in own):
+            tree = _tree(job, [*overrides, *own], site)
+        else:
+            base = base or _tree(job, overrides, site)
+            tree = _with_values(schema, copy.deepcopy(base), own)
+        for key, value in (settings or {}).items():
+            put(tree, key, value)
+        for key, value in (fill_in(tree) if fill_in else {}).items():
+            put(tree, key, value)
+        found.append(validate(job, tree))
+    return found
 
 
 def compose_partly(
     job: str, overrides: Sequence[str] = (), site: Mapping[str, Any] | None = None
 ) -> tuple[JobConfig, list[str]]:
-    """Like `compose`, for looking at: required keys that were not given stand as `???` and are returned by name."""
-    tree = _tree(job, overrides, {}, site)
+    """Like `compose`, for looking at: required keys that were not given are `???`, and are returned by name."""
+    tree = _tree(job, overrides, site)
     try:
-        SCHEMAS[job].model_validate(tree)
+        KINDS[job].schema.model_validate(tree)
     except ValidationError as error:
         missing = [".".join(map(str, e["loc"])) for e in error.errors() if e["type"] == "missing"]
     else:
@@ -70,10 +100,19 @@ def compose_partly(
 
 
 def load_config(job: str, path: Path) -> JobConfig:
-    """A configuration that `dump` wrote.
+    """Read a configuration that `dump` wrote.
 
     Raises:
-        UserError: the file is missing, no YAML, or does not fit the schema.
+        UserError: the file is missing, is not YAML, or does not fit the schema.
+    """
+    return validate(job, load_tree(path))
+
+
+def load_tree(path: Path) -> dict[str, Any]:
+    """The nested tables of a YAML file, unchecked.
+
+    Raises:
+        UserError: the file is missing, or is not a table in YAML.
     """
     from omegaconf import OmegaConf
     from yaml import YAMLError
@@ -83,13 +122,15 @@ def load_config(job: str, path: Path) -> JobConfig:
     except FileNotFoundError as error:
         raise UserError(f"no configuration at {path}") from error
     except YAMLError as error:
-        raise UserError(f"{path} is no YAML: {error}") from error
-    return validate(job, tree)
+        raise UserError(f"{path} is not YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} is not a table of options")
+    return tree  # type: ignore[return-value]
 
 
 def validate(job: str, tree: Any) -> JobConfig:
     """Check a nested dict against the job's schema; every problem is named in one error."""
-    schema = SCHEMAS[job]
+    schema = KINDS[job].schema
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
@@ -97,35 +138,29 @@ def validate(job: str, tree: Any) -> JobConfig:
         raise UserError("\n".join(problems)) from None
 
 
-def dump(config: BaseModel) -> str:
-    """YAML of every key, readable by `load_config`."""
+def dump(config: BaseModel | Mapping[str, Any]) -> str:
+    """YAML of a configuration, or of a part of one; that of a whole one is readable by `load_config`."""
     import yaml
 
+    values = config.model_dump(mode="json") if isinstance(config, BaseModel) else dict(config)
+
     # ASCII only: PyYAML writes some Unicode line breaks as they are and reads them back as spaces.
-    text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120)
+    text: str = yaml.safe_dump(values, sort_keys=False, width=120)
     return text
 
 
-def documented_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """(dotted key, type, default, meaning) of every option, in the schema's order."""
-    for name, field in schema.model_fields.items():
-        annotation = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            yield from documented_keys(annotation, f"{prefix}{name}.")
-            continue
-        default = "required" if field.is_required() else _yaml_value(field.default)
-        yield f"{prefix}{name}", _type_name(annotation), default, " ".join((field.description or "").split())
-
-
-def _tree(
-    job: str, overrides: Sequence[str], settings: Mapping[str, Any], site: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    schema = SCHEMAS[job]
+def _tree(job: str, overrides: Sequence[str], site: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The configuration as nested tables, without the schema's defaults."""
+    schema = KINDS[job].schema
     texts, rest = _split_overrides(schema, overrides)
     tree = _hydra_tree(job, rest)
-    for name, field in schema.model_fields.items():
+    for name, section in schema.model_fields.items():
         # A section that nobody mentioned is there all the same, so that its required keys are named one by one.
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) and tree.get(name) is None:
+        if (
+            isinstance(section.annotation, type)
+            and issubclass(section.annotation, BaseModel)
+            and tree.get(name) is None
+        ):
             tree[name] = {}
     if site:
         below: dict[str, Any] = {}
@@ -133,9 +168,36 @@ def _tree(
             if find_annotation(schema, key):
                 put(below, key, value)
         tree = _merged(below, tree)
-    for key, value in {**texts, **settings}.items():
-        put(tree, key, value)
+    for key, text in texts.items():
+        put(tree, key, text)
     return tree
+
+
+def _with_values(schema: type[BaseModel], tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The tree with plain values put in, read as Hydra reads them but without composing again."""
+    texts, rest = _split_overrides(schema, overrides)
+    for word in rest:
+        put(tree, word.partition("=")[0].lstrip("+"), _parsed(word))
+    for key, text in texts.items():
+        put(tree, key, text)
+    return tree
+
+
+def _needs_hydra(override: str, groups: set[str]) -> bool:
+    """Whether an override chooses a file of a group, or refers to another key."""
+    return override.partition("=")[0].lstrip("+") in groups or "${" in override or override.startswith("~")
+
+
+def _parsed(override: str) -> Any:
+    """The value of one `key=value` in Hydra's grammar."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        (found,) = OverridesParser.create().parse_overrides(["++" + override.lstrip("+")])
+    except HydraException as error:
+        raise UserError(_first_sentence(error, [override])) from error
+    return found.value()
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -153,10 +215,9 @@ def _hydra_tree(job: str, overrides: Sequence[str]) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    own = Path.cwd() / "configs"
-    folders = [own, shipped("configs")] if own.is_dir() and own != shipped("configs") else [shipped("configs")]
+    folders = _folders()
     recipes = next(folder for folder in [*folders, shipped("configs")] if (folder / f"{job}.yaml").is_file())
-    groups = {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
+    groups = _groups()
     search = ",".join(f"'file://{folder}'" for folder in folders)
     arguments = [f"hydra.searchpath=[{search}]", *(_for_hydra(text, groups) for text in overrides)]
     try:
@@ -166,6 +227,17 @@ def _hydra_tree(job: str, overrides: Sequence[str]) -> dict[str, Any]:
         raise UserError(_first_sentence(error, overrides)) from error
     assert isinstance(tree, dict)
     return tree  # type: ignore[return-value]
+
+
+def _folders() -> list[Path]:
+    """Folders with recipes and groups: the user's own first."""
+    own = Path.cwd() / "configs"
+    return [own, shipped("configs")] if own.is_dir() and own != shipped("configs") else [shipped("configs")]
+
+
+def _groups() -> set[str]:
+    """Names of the groups: recipe, model, algorithm, and any of the user's own."""
+    return {path.name for folder in _folders() for path in folder.iterdir() if path.is_dir()}
 
 
 def _split_overrides(schema: type[BaseModel], overrides: Sequence[str]) -> tuple[dict[str, str | None], list[str]]:
@@ -190,33 +262,7 @@ def _split_overrides(schema: type[BaseModel], overrides: Sequence[str]) -> tuple
 
 def _wants_text(schema: type[BaseModel], key: str) -> bool:
     """Whether the value of a dotted key is a string (alone, or one of the types it may have)."""
-    return str in _leaf_types(find_annotation(schema, key))
-
-
-def find_annotation(schema: type[BaseModel], key: str) -> Any:
-    """The type of a dotted key, or None where the schema has no such key."""
-    annotation: Any = schema
-    for part in key.split("."):
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            field = annotation.model_fields.get(part)
-            if field is None:
-                return None
-            annotation = field.annotation
-        elif get_origin(annotation) is dict:
-            annotation = get_args(annotation)[1]
-        else:
-            return None
-    return annotation
-
-
-def _leaf_types(annotation: Any) -> set[Any]:
-    """The plain types inside unions, lists and annotations; a Literal counts as the types of its values."""
-    if get_origin(annotation) is Literal:
-        return {type(value) for value in get_args(annotation)}
-    if get_origin(annotation) in (dict, tuple):
-        return set()
-    parts = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
-    return set().union(*map(_leaf_types, parts)) if parts else {annotation}
+    return str in leaf_types(find_annotation(schema, key))
 
 
 def _unquoted(raw: str) -> str:
@@ -227,17 +273,6 @@ def _for_hydra(override: str, groups: set[str]) -> str:
     """`++key=value` sets a key whether or not the recipe names it; the schema says later whether it exists."""
     key = override.partition("=")[0].lstrip("+")
     return override if key in groups else "++" + override.lstrip("+")
-
-
-def put(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in nested tables."""
-    *parents, last = key.split(".")
-    for parent in parents:
-        child = tree.get(parent)
-        if not isinstance(child, dict):
-            child = tree[parent] = {}
-        tree = child
-    tree[last] = value
 
 
 def _first_sentence(error: Exception, overrides: Sequence[str]) -> str:
@@ -267,33 +302,3 @@ def problem_text(details: Any) -> str:
     if details["type"] == "string_type" and isinstance(found, int | float):
         return f"{message}, found {found!r}: quote it"  # YAML makes numbers of 0123 and 1_000
     return message if details["type"] == "value_error" else f"{message}, found {found!r}"
-
-
-def nearest(key: str, known: Sequence[str]) -> str:
-    """The known key that was probably meant: by its whole name, or by its last part."""
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if not close:
-        by_leaf = {name.rpartition(".")[2]: name for name in reversed(known)}
-        close = [by_leaf[leaf] for leaf in difflib.get_close_matches(key.rpartition(".")[2], by_leaf, n=1)]
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _type_name(annotation: Any) -> str:
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return _type_name(get_args(annotation)[0])
-    if origin is Literal:
-        return " | ".join(map(str, get_args(annotation)))
-    if origin in (list, dict, tuple):
-        return f"{origin.__name__}[{', '.join(map(_type_name, get_args(annotation)))}]"
-    if origin is not None:
-        return " | ".join(map(_type_name, get_args(annotation)))
-    return "null" if annotation is type(None) else annotation.__name__
-
-
-def _yaml_value(value: Any) -> str:
-    import yaml
-
-    value = list(value) if isinstance(value, tuple) else value
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=1000)
-    return text.removesuffix("...\n").strip()

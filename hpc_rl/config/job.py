@@ -15,9 +15,15 @@ class TrainerConfig(Section):
     nnodes: int = Field(1, ge=1)
     """Nodes of the job (--nodes)."""
     n_gpus_per_node: int = Field(1, ge=1)
-    """Processes per node, one for each GPU; with device=cpu one for each CPU process (--gpus-per-node)."""
-    device: Literal["cuda", "cpu"] = "cuda"
-    """What the processes compute on; cpu asks Slurm for no GPUs."""
+    """Processes per node: one for each GPU, or CPU processes (--gpus-per-node). If not given: all GPUs of a node, if
+    the site profile or the partition says how many there are."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """What the processes compute on. auto: GPUs if the nodes have them, else CPUs. cpu: no GPUs are requested."""
+
+    @property
+    def uses_gpus(self) -> bool:
+        """Whether the job requests GPUs. An open `auto` counts as a request for them."""
+        return self.device != "cpu"
 
 
 class CacheConfig(Section):

@@ -223,7 +223,7 @@ def engine_name(config: PpoConfig) -> Literal["hf", "vllm"]:
     """The rollout engine that `auto` stands for."""
     if config.rollout.name != "auto":
         return config.rollout.name
-    return "vllm" if config.trainer.device == "cuda" else "hf"
+    return "vllm" if config.trainer.uses_gpus else "hf"
 
 
 def engine_dtype(rollout: RolloutConfig, device: str) -> str:
@@ -269,7 +269,7 @@ def _batch_problems(config: PpoConfig) -> list[str]:
 def _pool_problems(config: PpoConfig) -> list[str]:
     found = []
     spec, trainer = pool_spec(config), config.trainer
-    unit = "GPUs" if trainer.device == "cuda" else "CPU slots"
+    unit = "GPUs" if trainer.uses_gpus else "CPU slots"
     for role, pool in config.pools.roles.items():
         if pool not in spec:
             found.append(f"pools.roles.{role} is {pool}, and the pools are {', '.join(spec)}")

@@ -37,6 +37,11 @@ class SlurmConfig(Section):
     """Job name; the run directory's name where null."""
     partition: Line | None = None
     """Partition (queue); Slurm's default where null."""
+    group: Line | None = None
+    """UNIX group that may read the run directory, its metrics and its exported model; null: you alone. Logs of attempts
+    stay private."""
+    test_partition: Line | None = None
+    """Partition for short trials (`submit --test`), usually called debug or test; the job's own partition if null."""
     account: Line | None = None
     """Account that is charged."""
     qos: Line | None = None

@@ -14,18 +14,19 @@ from hpc_rl.doctor.findings import Check, has_problem, problem
 from hpc_rl.doctor.nodes import judge
 from hpc_rl.errors import UserError
 from hpc_rl.host.node_report import NodeReport
-from hpc_rl.images.preflight import image_checks
+from hpc_rl.images.preflight import container_checks
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
 from hpc_rl.runs.status import current_job, status_of
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.slurm import commands
-from hpc_rl.submit import queue
-from hpc_rl.submit.local import check_local, run_local
-from hpc_rl.submit.partition import partition_checks
-from hpc_rl.submit.preflight import check_run_dir
-from hpc_rl.submit.request import Request
-from hpc_rl.submit.script import Job, render
+from hpc_rl.submission import queue
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.local import check_local, run_local
+from hpc_rl.submission.preflight.checks import check_run_dir
+from hpc_rl.submission.preflight.partition import ask_of, check_partition
+from hpc_rl.submission.request import Request, plan, reserve
+from hpc_rl.submission.script import render
 
 KIND = "doctor"
 PATIENCE_S = 20
@@ -56,10 +57,14 @@ def doctor_job(
     if "trainer.nnodes" in named:
         raise UserError("give the number of nodes once: --on-nodes")
     short = {key: value for key, value in SHORT.items() if key not in named}
-    request = Request(KIND, overrides, (), {**short, **settings, "trainer.nnodes": nodes}, None, run_dir, site)
-    planned = request.job()
-    for check in [*([] if local else partition_checks(planned.config)), *image_checks(planned.config)]:
-        check()
+    settings = {**short, **settings, "trainer.nnodes": nodes}
+    request = Request(KIND, overrides, settings=settings, run_dir=run_dir, site=site, local=local)
+    planned = plan(request)
+    ask = None if local else ask_of(planned.config)
+    if ask is not None:
+        check_partition(ask)
+    for check in container_checks(planned.config.container):
+        check(planned.config.container)
     if local:
         check_local(planned)
     path = planned.run_dir.path
@@ -67,7 +72,7 @@ def doctor_job(
         raise UserError(f"{path} is not empty: the doctor wants a folder of its own, which it removes at the end")
     check_run_dir(path)
     render(planned)
-    return request.reserve()
+    return reserve(request, planned)
 
 
 def run_on_nodes(job: Job, local: bool, note: Callable[[str], None]) -> list[Check]:

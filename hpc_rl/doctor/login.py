@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from hpc_rl.config.job import JobConfig
@@ -18,7 +19,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.machine import PythonFacts, file_latency_s, internet_addresses, python_facts, reach
 from hpc_rl.host.processes import GRACE_S
 from hpc_rl.host.scratch import SHARED, file_system
-from hpc_rl.images.preflight import image_checks
+from hpc_rl.images import preflight as image_preflight
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.cluster import Partition, chosen, has_accounting
 
@@ -213,7 +214,7 @@ def python_checks(python: str | None) -> list[Check]:
 
 def container_checks(config: JobConfig) -> list[Check]:
     """The image of the jobs, in place of this machine's Python."""
-    found = [_image_check(one) for one in image_checks(config)]
+    found = [_image_check(partial(one, config.container)) for one in image_preflight.container_checks(config.container)]
     asked = f"jobs run in {config.container.image}, whose Python is not looked at here"
     return [*filter(None, found), ok("Python", f"{asked}: `hpc-rl image check`, or --on-nodes 1")]
 

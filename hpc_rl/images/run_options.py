@@ -56,7 +56,7 @@ def exec_options(config: JobConfig, pwd: Path, binds: Sequence[str]) -> list[lis
         binds: SRC[:DST[:OPTIONS]].
     """
     container = config.container
-    gpu = [[f"--{container.gpu}"]] if config.trainer.device == "cuda" else []
+    gpu = [[f"--{container.gpu}"]] if config.trainer.uses_gpus else []
     return [
         ["--cleanenv"],
         ["--no-home"],

@@ -55,9 +55,14 @@ def cancel(run: RunDir) -> str:
     else:
         commands.cancel(now.job_id)
         note_cancelled(now)
-    saved = max((path.name for path in run.checkpoints.glob("step-*") if not path.suffix), default=None)
-    left = f"submitting it again goes on from {saved}" if saved else "it had saved no checkpoint yet"
+    saved = newest_checkpoint(run)
+    left = f"submit it again to resume from {saved}" if saved else "it had saved no checkpoint yet"
     return f"cancelled job {now.job_id} of run {run.name}; {left}"
+
+
+def newest_checkpoint(run: RunDir) -> str | None:
+    """Name of the newest complete checkpoint, such as step-00000040."""
+    return max((path.name for path in run.checkpoints.glob("step-*") if not path.suffix), default=None)
 
 
 def stop(run: RunDir) -> str:

@@ -18,8 +18,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from hpc_rl.config.compose import SCHEMAS, documented_keys, find_annotation, nearest, problem_text, put
+from hpc_rl.config.compose import problem_text
 from hpc_rl.config.job import JobConfig
+from hpc_rl.config.keys import documented_keys, find_annotation, nearest, put
+from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.ray import RayConfig
 from hpc_rl.config.training import TrainingConfig
 from hpc_rl.errors import UserError
@@ -205,7 +207,7 @@ def _unknown(key: str) -> str | None:
         return f"a section with keys below it, such as {section}.{next(iter(picked or model.model_fields))}"
     if model is not None and find_annotation(model, rest) and (picked is None or rest in picked):
         return None
-    if any(find_annotation(schema, key) for schema in SCHEMAS.values()):
+    if any(find_annotation(kind.schema, key) for kind in KINDS.values()):
         return "belongs to a job, not to a cluster: write it into configs/JOB.yaml, or on the command line"
     return f"unknown key{nearest(key, [*profile_keys(), *_SECTIONS])}"
 

@@ -141,6 +141,24 @@ def configuration() -> tuple[dict[str, str], dict[str, bool]]:
     return cluster.read_config(text), cluster.read_controllers(text)
 
 
+def expected_start(job_id: str) -> str | None:
+    """When Slurm expects a pending job to start (squeue(1), --start); None if it has no estimate."""
+    try:
+        said = _said(["squeue", "--noheader", "--start", f"--jobs={job_id}", "--format=%S"]).split()
+    except NoAnswer:
+        return None
+    return said[0].replace("T", " ") if said and said[0][:1].isdigit() else None
+
+
+def max_array_size() -> int:
+    """Most tasks that an array may have on this cluster; Slurm's default if it cannot be asked (slurm.conf(5))."""
+    try:
+        config, _ = configuration() if available() else ({}, {})
+    except NoAnswer:
+        config = {}
+    return int(config.get("MaxArraySize", 1001)) - 1
+
+
 def associations(name: str) -> list[cluster.Association]:
     """This user's accounts on a cluster."""
     user = f"user={pwd.getpwuid(os.getuid()).pw_name}"

@@ -5,7 +5,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_rl.config.compose import SCHEMAS, compose, compose_partly, documented_keys, dump, load_config
+from hpc_rl.config.compose import compose, compose_partly, dump, load_config
+from hpc_rl.config.keys import documented_keys
+from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.sft import SftConfig
 from hpc_rl.errors import UserError
 
@@ -148,9 +150,9 @@ def test_looking_at_a_configuration_needs_no_required_keys() -> None:
     assert isinstance(config, SftConfig) and config.model.path == "???"
 
 
-@pytest.mark.parametrize("job", sorted(SCHEMAS))
+@pytest.mark.parametrize("job", sorted(KINDS))
 def test_every_key_is_documented_with_a_default_that_yaml_reads_back(job: str) -> None:
-    for key, type_name, default, meaning in documented_keys(SCHEMAS[job]):
+    for key, type_name, default, meaning in documented_keys(KINDS[job].schema):
         assert meaning.endswith("."), f"{key} has no sentence about it"
         assert type_name
         if default != "required":

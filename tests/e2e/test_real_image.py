@@ -16,9 +16,10 @@ from hpc_rl.config.compose import compose
 from hpc_rl.images.build import file_sha256
 from hpc_rl.images.run_options import CACHES
 from hpc_rl.run_dir import RunDir
-from hpc_rl.submit.script import Job, render_container
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.script import render_container
 from tests.docker_images import AS_USER, write_docker_archive
-from tests.submit.test_script import NASTY
+from tests.submission.test_script import NASTY
 
 OPTIONS = ["--userns"] if os.getuid() == 0 else []
 

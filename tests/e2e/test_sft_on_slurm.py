@@ -322,7 +322,7 @@ def test_a_controller_that_does_not_answer_ends_nothing(workspace: Workspace, sl
 def test_submitit_sees_the_state_without_accounting(
     workspace: Workspace, slurm_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hpc_rl.submit.executor import ScriptExecutor
+    from hpc_rl.submission.executor import ScriptExecutor
 
     for name, value in slurm_cluster.env.items():
         monkeypatch.setenv(name, value)

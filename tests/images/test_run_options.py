@@ -14,10 +14,11 @@ from hpc_rl.config.compose import compose
 from hpc_rl.errors import UserError
 from hpc_rl.images.run_options import exec_options, job_binds, pyxis_options, unpacks
 from hpc_rl.run_dir import RunDir
-from hpc_rl.submit import preflight
-from hpc_rl.submit.script import Job, render, render_container
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.preflight import checks
+from hpc_rl.submission.script import render, render_container
 from tests.fake_apptainer import FakeApptainer, sif_bytes
-from tests.submit.test_script import GOLDEN, NASTY, check_shell
+from tests.submission.test_script import GOLDEN, NASTY, check_shell
 
 PWD = Path("/home/me")
 
@@ -64,7 +65,7 @@ def test_pyxis_options_are_these() -> None:
     ],
 )
 def test_golden(name: str, kind: str, more: dict[str, Any]) -> None:
-    settings = {"slurm.time": "24:00:00", "trainer.nnodes": 2, "trainer.n_gpus_per_node": 4}
+    settings = {"slurm.time": "24:00:00", "trainer.nnodes": 2, "trainer.n_gpus_per_node": 4, "trainer.device": "cuda"}
     settings |= {"container.binds": ["/scratch/my data:/data:ro"], "container.env": ["LAB_*"], "slurm.env": {"MY": "1"}}
     script = render(image_job(Path("/shared/me/runs/first"), PWD, kind, **settings, **more))
     golden = GOLDEN / f"{name}.sbatch"
@@ -125,15 +126,15 @@ def test_the_login_node_looks_at_the_image(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "train.py").write_text("")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match=r"image /images/x\.sif: no such file"):
-        preflight.check(image_job(tmp_path / "run", tmp_path))
+        checks.check(image_job(tmp_path / "run", tmp_path))
     (tmp_path / "x.sif").write_bytes(sif_bytes())
     good = {"container.image": "x.sif", "container.arch": "amd64", "container.binds": ["/on/the/nodes"]}
-    notes = preflight.check(image_job(tmp_path / "run", tmp_path, **good))
+    notes = checks.check(image_job(tmp_path / "run", tmp_path, **good))
     assert "needed on the nodes: /on/the/nodes" in notes[0]
     assert "no apptainer and no singularity on PATH here" in notes[1]
     other = {**good, "container.arch": "arm64"}
     with pytest.raises(UserError, match="is for amd64, and the nodes are arm64"):
-        preflight.check(image_job(tmp_path / "run", tmp_path, **other))
+        checks.check(image_job(tmp_path / "run", tmp_path, **other))
 
 
 class Inside:

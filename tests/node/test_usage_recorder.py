@@ -18,9 +18,7 @@ from hpc_rl.node.usage_recorder import INTERVAL_S, interval, recording_usage, us
 from hpc_rl.slurm.allocation import Allocation
 
 HERE = Allocation(job_id="7", restart=0, nodes=("gpu01", "gpu02"), node_rank=1, cpus=2)
-PART = (
-    "import sys, time; from pathlib import Path; from tests.node.test_usage_recorder import *; sleep_as_an_entry(sys.argv[1])"
-)
+PART = "import sys; from tests.node.test_usage_recorder import *; sleep_as_an_entry(sys.argv[1])"
 
 
 def until(true: Callable[[], bool], timeout_s: float = 30) -> None:

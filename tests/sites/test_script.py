@@ -9,8 +9,9 @@ import pytest
 from hpc_rl.config.compose import compose
 from hpc_rl.run_dir import RunDir
 from hpc_rl.sites.profile import load_profile, shipped_names
-from hpc_rl.submit.script import Job, render
-from tests.submit.test_script import check_shell, run_script, torchrun_job
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.script import render
+from tests.submission.test_script import check_shell, run_script, torchrun_job
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "site"
 SHIPPED = shipped_names()
@@ -36,7 +37,7 @@ def test_modules_are_loaded_before_the_setup_and_a_missing_one_ends_the_job(
     init.write_text('module() { echo "module $*"; [ "$2" != missing ]; }\n')
     job = torchrun_job(tmp_path / "run", **{"slurm.modules": ["cuda/12.4", "a b"], "slurm.setup": ["echo setup"]})
     with_home = f"export MODULESHOME={tmp_path}/modules\n"
-    monkeypatch.setattr("tests.submit.test_script.render", lambda job: with_home + render(job))
+    monkeypatch.setattr("tests.submission.test_script.render", lambda job: with_home + render(job))
     done, seen = run_script(job, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:3] == ["module load cuda/12.4", "module load a b", "setup"]

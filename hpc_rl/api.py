@@ -1,0 +1,186 @@
+"""The commands as Python functions, for notebooks and scripts on a login node. Needs no torch.
+
+    import hpc_rl
+
+    run = hpc_rl.submit("sft", nodes=2, overrides=["model=qwen2.5-0.5b", "data.train_files=train.jsonl"])
+    run.wait()
+    pandas.DataFrame(run.metrics()).plot(x="step", y="train/loss")
+    hpc_rl.submit("ppo", nodes=4, overrides=["recipe=gsm8k-4nodes", f"model.path={run.model}"])
+
+A mistake raises `hpc_rl.UserError`, whose text is what the command line prints.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpc_rl.errors import UserError
+from hpc_rl.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from hpc_rl.runs.status import RunStatus
+    from hpc_rl.submission.request import Request
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run: its directory, and what can be asked of it."""
+
+    path: Path
+    """The run directory, absolute."""
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def status(self) -> RunStatus:
+        """State, job, step and last metrics, as `hpc-rl status` shows them."""
+        from hpc_rl.runs.status import status_of
+
+        return status_of(self._dir)
+
+    def wait(self, timeout_s: float | None = None) -> RunStatus:
+        """Wait until the run's job has ended. A job that is queued again after its walltime has not ended.
+
+        Args:
+            timeout_s: most seconds to wait; None: as long as it takes.
+
+        Raises:
+            TimeoutError: the job is still queued or running; it continues.
+        """
+        from hpc_rl.runs.control import wait
+
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def check() -> None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"run {self.name} has not ended after {timeout_s:g} s; its job continues")
+
+        wait(self._dir, check)
+        return self.status()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One row per step, as in metrics.jsonl: `step`, `time`, and metrics such as `train/loss`."""
+        from hpc_rl.tracking.metrics import read_metrics
+
+        return read_metrics(self._dir.metrics)
+
+    def logs(self, node: int | None = None) -> str:
+        """The job's log; or all logs of one node (0, 1, ...), one after the other."""
+        from hpc_rl.runs.follow import log_files
+
+        files = log_files(self._dir, node)
+        return "".join(file.read_text(errors="replace") for file in files)
+
+    def stop(self) -> str:
+        """Ask the run to save at its next step and leave; returns what was done."""
+        from hpc_rl.runs.control import stop
+
+        return stop(self._dir)
+
+    def cancel(self) -> str:
+        """End the run's job now; what it saved stays. Returns what was done."""
+        from hpc_rl.runs.control import cancel
+
+        return cancel(self._dir)
+
+    @property
+    def model(self) -> Path:
+        """Folder of the exported model, in Hugging Face's format.
+
+        Raises:
+            UserError: there is none yet.
+        """
+        if not self._dir.model.is_dir():
+            raise UserError(f"run {self.name} has exported no model to {self._dir.model}: its state is {self._state()}")
+        return self._dir.model
+
+    @property
+    def _dir(self) -> RunDir:
+        return RunDir(self.path)
+
+    def _state(self) -> str:
+        return self.status().state
+
+
+def submit(
+    kind: str,
+    overrides: Sequence[str] = (),
+    *,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    time: str | None = None,
+    partition: str | None = None,
+    account: str | None = None,
+    job_name: str | None = None,
+    program: Sequence[str] = (),
+    after: Run | str | None = None,
+    run_dir: Path | str | None = None,
+    site: str | None = None,
+    test: bool = False,
+    note: Callable[[str], None] = lambda text: print(f"hpc-rl: {text}", file=sys.stderr),
+) -> Run:
+    """Check a job and queue it, as `hpc-rl submit` does.
+
+    Args:
+        kind: sft, ppo, torchrun or ray.
+        overrides: `key=value` and `group=name`, as on the command line.
+        time: walltime, such as "24:00:00".
+        program: your own program and its arguments, if the kind takes one.
+        after: a run, or a job id, that has to complete first.
+        site: file or name of a site profile.
+        test: a short trial of two steps instead (`submit --test`).
+        note: is told what was chosen, and what could not be checked.
+
+    Raises:
+        UserError: something is wrong, or sbatch refused the job; then nothing is left behind.
+    """
+    from hpc_rl.config.kinds import KINDS
+    from hpc_rl.submission.launch import as_test
+    from hpc_rl.submission.request import Request
+
+    if kind not in KINDS:
+        raise UserError(f"job kind {kind!r}: choose one of {', '.join(KINDS)}")
+    flags = {
+        "trainer.nnodes": nodes,
+        "trainer.n_gpus_per_node": gpus_per_node,
+        "slurm.time": time,
+        "slurm.partition": partition,
+        "slurm.account": account,
+        "slurm.job_name": job_name,
+    }
+    request = Request(
+        kind=kind,
+        overrides=tuple(overrides),
+        program=tuple(program),
+        settings={key: value for key, value in flags.items() if value is not None},
+        after=str(after.path) if isinstance(after, Run) else after,
+        run_dir=None if run_dir is None else Path(run_dir),
+        site=site,
+        command=("hpc_rl.submit", kind, *overrides),
+    )
+    return start(as_test(request) if test else request, note)
+
+
+def start(request: Request, note: Callable[[str], None]) -> Run:
+    """Check and queue what a request asks for; the command line's `submit` ends here too."""
+    from hpc_rl.submission import launch
+
+    job, _ = launch.submit(request, note)
+    return Run(job.run_dir.path)
+
+
+def find_run(target: str) -> Run:
+    """The run that a path, a name below ./runs or a job id stands for.
+
+    Raises:
+        UserError: there is none.
+    """
+    from hpc_rl.runs.status import find_run as find
+
+    return Run(find(target).path)

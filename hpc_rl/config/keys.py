@@ -1,0 +1,125 @@
+"""Dotted keys: the options of a schema by name, and values in nested tables."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+
+from hpc_rl.errors import UserError
+
+
+def documented_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """(dotted key, type, default, meaning) of every option, in the schema's order."""
+    for name, field in schema.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from documented_keys(annotation, f"{prefix}{name}.")
+            continue
+        default = "required" if field.is_required() else _yaml_value(field.default)
+        yield f"{prefix}{name}", _type_name(annotation), default, " ".join((field.description or "").split())
+
+
+def find_annotation(schema: type[BaseModel], key: str) -> Any:
+    """The type of a dotted key, or None where the schema has no such key."""
+    annotation: Any = schema
+    for part in key.split("."):
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            field = annotation.model_fields.get(part)
+            if field is None:
+                return None
+            annotation = field.annotation
+        elif get_origin(annotation) is dict:
+            annotation = get_args(annotation)[1]
+        else:
+            return None
+    return annotation
+
+
+def put(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in nested tables."""
+    *parents, last = key.split(".")
+    for parent in parents:
+        child = tree.get(parent)
+        if not isinstance(child, dict):
+            child = tree[parent] = {}
+        tree = child
+    tree[last] = value
+
+
+def nearest(key: str, known: Sequence[str]) -> str:
+    """The known key that was probably meant: by its whole name, or by its last part."""
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if not close:
+        by_leaf = {name.rpartition(".")[2]: name for name in reversed(known)}
+        close = [by_leaf[leaf] for leaf in difflib.get_close_matches(key.rpartition(".")[2], by_leaf, n=1)]
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def leaf_types(annotation: Any) -> set[Any]:
+    """The plain types inside unions, lists and annotations; a Literal counts as the types of its values."""
+    if get_origin(annotation) is Literal:
+        return {type(value) for value in get_args(annotation)}
+    if get_origin(annotation) in (dict, tuple):
+        return set()
+    parts = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
+    return set().union(*map(leaf_types, parts)) if parts else {annotation}
+
+
+def _type_name(annotation: Any) -> str:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _type_name(get_args(annotation)[0])
+    if origin is Literal:
+        return " | ".join(map(str, get_args(annotation)))
+    if origin in (list, dict, tuple):
+        return f"{origin.__name__}[{', '.join(map(_type_name, get_args(annotation)))}]"
+    if origin is not None:
+        return " | ".join(map(_type_name, get_args(annotation)))
+    return "null" if annotation is type(None) else annotation.__name__
+
+
+def _yaml_value(value: Any) -> str:
+    import yaml
+
+    value = list(value) if isinstance(value, tuple) else value
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=1000)
+    return text.removesuffix("...\n").strip()
+
+
+def select(tables: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The parts of nested tables that these sections and dotted keys name.
+
+    Raises:
+        UserError: there is no such section or key; the nearest one is named.
+    """
+    found: dict[str, Any] = {}
+    for name in names:
+        value: Any = tables
+        for part in name.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                known = list(_dotted(tables))
+                raise UserError(f"{name}: no section or key has this name{nearest(name, known)}")
+            value = value[part]
+        put(found, name, value)
+    return found
+
+
+def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value for nested tables; an empty table is a value."""
+    found: dict[str, Any] = {}
+    for key, value in tables.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def _dotted(tables: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tables.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{key}.")

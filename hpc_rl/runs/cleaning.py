@@ -1,0 +1,112 @@
+"""What runs take up on disk, and how to remove what nobody needs: old checkpoints, or whole runs."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_rl.errors import UserError
+from hpc_rl.run_dir import RunDir
+from hpc_rl.runs.status import RunStatus
+
+DAY_S = 86_400
+
+
+@dataclass(frozen=True)
+class Usage:
+    """One run on disk. Sizes in bytes."""
+
+    run: RunDir
+    state: str
+    active: bool
+    checkpoints: int
+    model: int
+    total: int
+    age_s: float
+    """Seconds since anything in the run directory changed."""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """A folder to remove, and its size in bytes."""
+
+    path: Path
+    size: int
+
+
+def usage_of(run: RunDir, status: RunStatus, now: float | None = None) -> Usage:
+    """Measure a run directory. Files that vanish meanwhile do not count."""
+    changed, total = _measure(run.path)
+    return Usage(
+        run=run,
+        state=status.state,
+        active=status.active,
+        checkpoints=_measure(run.checkpoints)[1],
+        model=_measure(run.model)[1],
+        total=total,
+        age_s=(time.time() if now is None else now) - changed,
+    )
+
+
+def old_checkpoints(found: Iterable[Usage], keep: int) -> list[Removal]:
+    """The checkpoints of ended runs but the newest `keep` of each."""
+    removals = []
+    for usage in found:
+        if usage.active:
+            continue
+        saved = sorted(
+            (path for path in usage.run.checkpoints.glob("step-*") if path.is_dir()), key=lambda path: _step(path.name)
+        )
+        removals += [Removal(path, _measure(path)[1]) for path in (saved[:-keep] if keep else saved)]
+    return removals
+
+
+def whole_runs(found: Iterable[Usage]) -> list[Removal]:
+    """The directories of ended runs."""
+    return [Removal(usage.run.path, usage.total) for usage in found if not usage.active]
+
+
+def older_than(found: Iterable[Usage], days: float) -> list[Usage]:
+    """Runs in which nothing has changed for so many days."""
+    return [usage for usage in found if usage.age_s > days * DAY_S]
+
+
+def remove(removals: Sequence[Removal]) -> int:
+    """Remove folders; the bytes that became free. A folder is renamed first, so that no half of it is ever read.
+
+    Raises:
+        UserError: a folder cannot be removed; those before it are gone.
+    """
+    freed = 0
+    for removal in removals:
+        doomed = removal.path.with_name(f".{removal.path.name}.removed")
+        try:
+            removal.path.rename(doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            raise UserError(f"cannot remove {removal.path}: {error.strerror or error}") from error
+        freed += removal.size
+    return freed
+
+
+def _measure(folder: Path) -> tuple[float, int]:
+    """When a folder's newest part changed (unix seconds), and the sum of its files' sizes; hard links count once."""
+    changed, total, seen = 0.0, 0, set()
+    for path in (folder, *folder.rglob("*")):
+        try:
+            facts = path.lstat()
+        except OSError:
+            continue
+        changed = max(changed, facts.st_mtime)
+        if path.is_file() and not path.is_symlink() and (facts.st_dev, facts.st_ino) not in seen:
+            seen.add((facts.st_dev, facts.st_ino))
+            total += facts.st_size
+    return changed, total
+
+
+def _step(name: str) -> int:
+    digits = name.removeprefix("step-")
+    return int(digits) if digits.isdigit() else -1

@@ -1,0 +1,113 @@
+"""A chain: stages that train one after the other, each on the model that the stage before it exports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hpc_rl.config.kinds import KINDS, trained
+from hpc_rl.config.training import TrainingConfig
+from hpc_rl.errors import UserError
+from hpc_rl.run_dir import RunDir
+from hpc_rl.slurm import commands
+from hpc_rl.submission import queue
+from hpc_rl.submission.after import After
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.local import check_local
+from hpc_rl.submission.preflight.checks import check
+from hpc_rl.submission.request import Request, reserve
+from hpc_rl.submission.request import plan as plan_job
+from hpc_rl.submission.script import render
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A job of the chain, checked and rendered."""
+
+    request: Request
+    job: Job
+    script: str
+
+
+def plan(requests: Sequence[Request], local: bool = False) -> tuple[list[Stage], list[str]]:
+    """The stages, all of them checked, and notes on what could not be checked. Changes nothing.
+
+    Raises:
+        UserError: a stage is wrong, or does not fit to the stage before it.
+    """
+    if len(requests) < 2:
+        raise UserError("a chain has two stages or more: hpc-rl chain sft KEY=VALUE ... -- ppo KEY=VALUE ...")
+    jobs: list[Job] = []
+    for number, request in enumerate(requests, 1):
+        _check_stage(number, request)
+        jobs.append(_planned(request, jobs))
+    if len({job.run_dir for job in jobs}) < len(jobs):
+        raise UserError("two stages have the same run directory: give each a --job-name of its own")
+    for number, job in enumerate(jobs[:-1], 1):
+        trainer = job.config.trainer
+        if not (isinstance(trainer, TrainingConfig) and trainer.export):
+            raise UserError(f"stage {number} ({job.kind}) exports no model: leave out trainer.export=false")
+    for job in jobs:
+        queue.check_free(job.run_dir)
+        if local:
+            check_local(job)
+    notes = check(*jobs, local=local)
+    return [Stage(request, job, render(job)) for request, job in zip(requests, jobs, strict=True)], notes
+
+
+def submit(stages: Sequence[Stage]) -> list[tuple[Job, str]]:
+    """Queue every stage, to start when the stage before it has completed; jobs and their ids.
+
+    Raises:
+        UserError: sbatch refused one; then those before it are cancelled, and nothing is left behind.
+    """
+    made = []
+    submitted: list[tuple[Job, str]] = []
+    try:
+        for stage in stages:
+            is_new = not stage.job.run_dir.path.exists()
+            job = reserve(stage.request, stage.job)
+            if is_new or job.run_dir != stage.job.run_dir:
+                made.append(job.run_dir.path)
+            if submitted:
+                before, job_id = submitted[-1]
+                job = _on_model_of(job, before.run_dir, (job_id,))
+            submitted.append((job, queue.submit(job, render(job))))
+    finally:
+        if len(submitted) < len(stages):
+            if submitted:
+                commands.cancel(*(job_id for _, job_id in submitted))
+            for path in made:
+                if path.exists():
+                    queue.remove(path)
+    return submitted
+
+
+def _planned(request: Request, before: Sequence[Job]) -> Job:
+    """The job of a stage, which trains the model of the stage before it."""
+    if not before:
+        return plan_job(request)
+    model = before[-1].run_dir.model
+    request = replace(request, settings={**request.settings, "model.path": str(model)})
+    job = plan_job(request, frozenset(job.run_dir.name for job in before))
+    return _on_model_of(job, before[-1].run_dir, ())
+
+
+def _on_model_of(job: Job, before: RunDir, job_ids: tuple[str, ...]) -> Job:
+    """The job, after the stage whose run directory this is, and on its model."""
+    config = job.config.updated("model.path", str(before.model))
+    return replace(job, config=config, after=After(str(before.path), job_ids, before.model))
+
+
+def _check_stage(number: int, request: Request) -> None:
+    if KINDS[request.kind].trainer is None:
+        raise UserError(
+            f"stage {number} is {request.kind}: a chain is made of {' and '.join(trained())}; "
+            "a program of your own starts after a run by hpc-rl submit --after RUN"
+        )
+    if number == 1:
+        return
+    if request.after is not None:
+        raise UserError(f"stage {number} ({request.kind}) starts after stage {number - 1}: leave out --after")
+    if any(word.lstrip("+").startswith("model.path=") for word in request.overrides):
+        raise UserError(f"stage {number} ({request.kind}) trains the model of stage {number - 1}: leave out model.path")

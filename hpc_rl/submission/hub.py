@@ -1,0 +1,92 @@
+"""The Hugging Face cache that jobs read: what it holds, and downloads into it on the login node."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_rl.config.job import JobConfig
+from hpc_rl.errors import UserError
+from hpc_rl.host.processes import die_with_parent, python_with, shell_code
+from hpc_rl.submission.environment import job_environment
+
+
+@dataclass(frozen=True)
+class HubCache:
+    """The cache that a job will read."""
+
+    models: Path
+    datasets: Path
+    offline: bool
+    """Whether the cache is all that the job has."""
+
+    def model_folder(self, name: str) -> Path | None:
+        """The snapshot that the name stands for (its branch main); None where it was never downloaded."""
+        repository = self.models / f"models--{name.replace('/', '--')}"
+        try:
+            commit = (repository / "refs" / "main").read_text().strip()
+        except OSError:
+            return None
+        snapshot = repository / "snapshots" / commit
+        return snapshot if snapshot.is_dir() else None
+
+    def has_dataset(self, name: str) -> bool:
+        """Whether `datasets` has prepared it: a name, or name:configuration."""
+        path, _, configuration = name.partition(":")
+        *owner, last = path.split("/")
+        folder = self.datasets / "___".join([*owner, _snake_case(last)])
+        return any(folder.glob(f"{configuration or '*'}/*/*/dataset_info.json"))
+
+
+def hub_cache(config: JobConfig, environ: Mapping[str, str] = os.environ) -> HubCache:
+    """The cache of a job that is submitted from this environment."""
+    found = {**environ, **job_environment(config)}
+    user = found.get("XDG_CACHE_HOME", "~/.cache")
+    home = found.get("HF_HOME", f"{user}/huggingface")
+    models = found.get("HF_HUB_CACHE", found.get("HUGGINGFACE_HUB_CACHE", f"{home}/hub"))
+    datasets = found.get("HF_DATASETS_CACHE", f"{home}/datasets")
+    return HubCache(_path(models), _path(datasets), offline=config.cache.offline)
+
+
+def _path(text: str) -> Path:
+    return Path(os.path.expandvars(text)).expanduser()
+
+
+def _snake_case(name: str) -> str:
+    """GSM8kHard -> gsm8k_hard, as `datasets` names its folders."""
+    name = re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", name)
+    return re.sub(r"([a-z\d])([A-Z])", r"\1_\2", name).lower()
+
+
+def fetch(names: Sequence[str], config: JobConfig) -> int:
+    """Download models and data sets into the cache that jobs will read; prints what and where. The exit code.
+
+    Raises:
+        UserError: there is no Python that can, or it cannot be started.
+    """
+    python = python_with("datasets", config.slurm.python)
+    if python is None:
+        raise UserError(f"{sys.executable} has no datasets: pip install 'hpc-rl[train]', or set slurm.python")
+    command = [python, "-P", "-m", "hpc_rl.data.fetch", *names]
+    try:
+        done = subprocess.run(
+            command, env=fetch_environment(config, os.environ), preexec_fn=die_with_parent, check=False
+        )
+    except OSError as error:
+        raise UserError(f"cannot start {python} (slurm.python): {error.strerror}") from error
+    return shell_code(done.returncode)
+
+
+def fetch_environment(config: JobConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of jobs, but online, and with the login to the hub that the user has already."""
+    found = {**environ, **job_environment(config)}
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        found.pop(name, None)
+    home = environ.get("HF_HOME", environ.get("XDG_CACHE_HOME", "~/.cache") + "/huggingface")
+    found.setdefault("HF_TOKEN_PATH", str(Path(home, "token").expanduser()))
+    return found

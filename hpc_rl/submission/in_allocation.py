@@ -1,0 +1,83 @@
+"""A job inside an allocation that there is already (salloc): its script runs here and now, by bash."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from hpc_rl.errors import UserError
+from hpc_rl.host.processes import GRACE_S, adopt_orphans, end_descendants, shell_code, start
+from hpc_rl.runs.status import job_log, process_start_time
+from hpc_rl.submission import queue
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.local import POLL_S, count_interrupts
+
+_SIZES = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES", "SLURM_CPUS_PER_TASK")
+"""What salloc was asked for; srun would take it for the step's size (srun's manual page, INPUT ENVIRONMENT)."""
+
+
+def step_environment(environ: Mapping[str, str], nodes: int) -> dict[str, str]:
+    """The environment that sbatch would give the script, for one task on each node with all the CPUs that it has there.
+
+    Raises:
+        UserError: there is no allocation around, or it has fewer nodes.
+    """
+    job_id = environ.get("SLURM_JOB_ID")
+    if not job_id:
+        raise UserError("--in-allocation: there is no allocation here (SLURM_JOB_ID is not set); make one with salloc")
+    granted = int(environ.get("SLURM_JOB_NUM_NODES") or 1)
+    if nodes > granted:
+        raise UserError(
+            f"--in-allocation: the job asks for {nodes} nodes, and allocation {job_id} has {granted}: lower --nodes"
+        )
+    found = {name: value for name, value in environ.items() if name not in _SIZES}
+    cpus = [int(count) for count in re.findall(r"(?:^|,)(\d+)", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))]
+    sizes = {"SLURM_JOB_NUM_NODES": str(nodes)} | ({"SLURM_CPUS_PER_TASK": str(min(cpus))} if cpus else {})
+    return {**found, **sizes}
+
+
+def run_in_allocation(job: Job, script: str, on_poll: Callable[[], None]) -> int:
+    """Run the job to its end; the exit code.
+
+    Ctrl-C asks it to save and leave; a second one ends it at once. Slurm warns of the allocation's end only what it
+    started itself, so the job does not save by itself before that.
+    """
+    environ = step_environment(os.environ, job.config.trainer.nnodes)
+    job_id = environ["SLURM_JOB_ID"]
+    job.run_dir.stop.unlink(missing_ok=True)
+    queue.prepare(job, script, None)
+    owner = {"host": os.uname().nodename, "pid": os.getpid(), "start_time": process_start_time(os.getpid())}
+    queue.record(job, job_id, **owner, nodes=environ.get("SLURM_JOB_NODELIST", ""))
+    adopt_orphans()
+    interrupts = count_interrupts(job)
+    with job_log(job.run_dir, job_id).open("ab") as log:
+        shell = start(["bash", str(job.run_dir.script)], environ, log, new_session=True)
+    try:
+        while shell.poll() is None and interrupts() < 2:
+            on_poll()
+            time.sleep(POLL_S)
+    finally:
+        _end(shell)
+        on_poll()
+    return shell_code(shell.returncode)
+
+
+def _end(shell: subprocess.Popen[bytes]) -> None:
+    """End the script and its srun, which ends the step on the nodes."""
+    deadline = time.monotonic() + GRACE_S
+    if shell.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            shell.wait(GRACE_S)
+    with suppress(ChildProcessError):  # no more of them: an srun that the script has left is a child of ours by now
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(POLL_S)
+    end_descendants()
+    shell.wait()

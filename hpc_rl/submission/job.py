@@ -1,0 +1,52 @@
+"""One job before it is queued: everything that its script depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpc_rl.config.job import JobConfig
+from hpc_rl.config.kinds import KINDS, JobKind
+from hpc_rl.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from hpc_rl.submission.after import After
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that can be checked, rendered and queued."""
+
+    kind: str
+    """Name of a row of KINDS."""
+    config: JobConfig
+    run_dir: RunDir
+    working_dir: Path
+    """Where relative paths start, on the nodes too."""
+    program: tuple[str, ...] = ()
+    """The user's own program and its arguments, if the kind takes one."""
+    after: After | None = None
+    """Jobs that have to complete first. sbatch is told on its command line, so that the script can be used again."""
+    command: tuple[str, ...] = ()
+    """The command that asked for the job, for job.json."""
+    note: str = ""
+    """What was chosen for the user when the job was planned, in a sentence."""
+
+    @property
+    def name(self) -> str:
+        return self.config.slurm.job_name or self.run_dir.name
+
+    @property
+    def size(self) -> str:
+        """`2 nodes x 4 GPUs`."""
+        trainer = self.config.trainer
+        nodes = "1 node" if trainer.nnodes == 1 else f"{trainer.nnodes} nodes"
+        unit = "GPU" if trainer.uses_gpus else "CPU process"
+        plural = "" if trainer.n_gpus_per_node == 1 else ("s" if unit == "GPU" else "es")
+        return f"{nodes} x {trainer.n_gpus_per_node} {unit}{plural}"
+
+    @property
+    def row(self) -> JobKind:
+        """The job's kind."""
+        return KINDS[self.kind]

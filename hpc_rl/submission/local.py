@@ -1,0 +1,199 @@
+"""A job on this machine: the same node entries as under Slurm, as local processes with an allocation of our making."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from hpc_rl.config.compose import dump
+from hpc_rl.errors import EXIT_STOPPED, UserError
+from hpc_rl.host.files import write_atomically
+from hpc_rl.host.processes import adopt_orphans, end, end_descendants, shell_code, start
+from hpc_rl.host.scratch import image_folders, remove_scratch, scratch_dir
+from hpc_rl.images.run_options import runs_inside, runtimes
+from hpc_rl.run_dir import ENV_ATTEMPT_DIR, ENV_RUN_DIR
+from hpc_rl.runs.status import STOPPED, job_log, process_start_time
+from hpc_rl.submission import queue
+from hpc_rl.submission.environment import job_environment
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.resources import cpus_per_node
+from hpc_rl.submission.script import job_python, node_options, render_container
+
+POLL_S = 0.1
+_CANCELLED = 128 + signal.SIGTERM
+_CONTAINER = "container.sh"
+
+
+def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
+    """Run the job here, to its end; the exit code.
+
+    Ctrl-C asks it to save and leave; a second one ends it at once.
+    """
+    job_id = f"local-{os.getpid()}"
+    queue.prepare(job, script, None)
+    lock = _lock(job, job_id)
+    host, began = os.uname().nodename, process_start_time(os.getpid())
+    queue.record(job, job_id, host=host, pid=os.getpid(), start_time=began)
+    attempt = job.run_dir.path / f"attempt-{len(job.run_dir.attempts()) + 1}"
+    attempt.mkdir(mode=0o700)
+    job.run_dir.stop.unlink(missing_ok=True)
+    if job.row.trainer is not None:
+        text = dump(job.config)
+        write_atomically(job.run_dir.config, text)
+        (attempt / job.run_dir.config.name).write_text(text)  # what this attempt ran with
+    if runs_inside(job.config.container):
+        (attempt / _CONTAINER).write_text(render_container(job))
+    _report(job, job_id, "RUNNING", None)
+    code = 1
+    try:
+        code = _run_nodes(job, job_id, attempt, on_poll)
+    finally:
+        states = {0: "COMPLETED", EXIT_STOPPED: STOPPED, _CANCELLED: "CANCELLED"}
+        _report(job, job_id, states.get(code, "FAILED"), code)
+        job.run_dir.stop.unlink(missing_ok=True)
+        lock.close()
+    return code
+
+
+def check_local(job: Job) -> None:
+    """Raises UserError where the job cannot run without Slurm."""
+    settings = job.config.container
+    if settings.image is None:
+        return
+    if not runs_inside(settings):
+        raise UserError("container.runtime=pyxis is a part of srun, so there is no --local with it: use apptainer")
+    programs = runtimes(settings)
+    if not any(map(shutil.which, programs)):
+        raise UserError(f"--local in an image: no {' and no '.join(programs)} on PATH; load its module")
+
+
+def _lock(job: Job, job_id: str) -> IO[str]:
+    """One job at a time in a run directory, as the job script has it; held until closed."""
+    lock = (job.run_dir.path / ".lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        owner = lock.read().split()[-1:]
+        lock.close()
+        raise UserError(f"job {' '.join(owner)} is running in {job.run_dir.path}: choose another --job-name") from None
+    except OSError as error:  # a file system without locks; submission has looked for a running job already
+        print(f"hpc-rl: no file lock in {job.run_dir.path}: {error.strerror}", file=sys.stderr)
+    lock.write(job_id + "\n")
+    lock.flush()
+    return lock
+
+
+def node_environment(
+    job: Job, job_id: str, attempt: Path, node_rank: int, environ: Mapping[str, str], cpus: int
+) -> dict[str, str]:
+    """The environment of one node's entry: what Slurm would set, for as many nodes of the same name as asked for.
+
+    Args:
+        cpus: CPUs of this machine, shared by the nodes. A node gets no fewer than it would ask Slurm for, so that what
+            runs on a cluster runs here too, if slower.
+    """
+    trainer = job.config.trainer
+    asked = cpus_per_node(job.config)
+    outside = {name: value for name, value in environ.items() if not name.startswith("SLURM_")}
+    host = os.uname().nodename
+    gpus = {}
+    if trainer.uses_gpus:
+        visible = outside.get("CUDA_VISIBLE_DEVICES")
+        every = visible.split(",") if visible else list(map(str, range(trainer.nnodes * trainer.n_gpus_per_node)))
+        first = node_rank * trainer.n_gpus_per_node
+        gpus["CUDA_VISIBLE_DEVICES"] = ",".join(every[first : first + trainer.n_gpus_per_node])
+    return {
+        **outside,
+        **job_environment(job.config),
+        **gpus,
+        ENV_RUN_DIR: str(job.run_dir.path),
+        ENV_ATTEMPT_DIR: str(attempt),
+        "SLURM_JOB_ID": job_id,
+        "SLURM_JOB_NODELIST": ",".join([host] * trainer.nnodes),
+        "SLURM_NODEID": str(node_rank),
+        "SLURM_CPUS_ON_NODE": str(max(asked, cpus // trainer.nnodes)),
+    }
+
+
+def node_command(job: Job, attempt: Path) -> list[str]:
+    python = job_python(job.config)
+    inside = ["bash", str(attempt / _CONTAINER)] if runs_inside(job.config.container) else []
+    program = list(job.program)
+    if job.row.trainer is not None:
+        interpreter = [] if job.row.node_entry == "hpc_rl.node.torchrun" else [python]
+        program = [*interpreter, "-P", "-m", job.row.trainer, "--config", str(job.run_dir.config)]
+    options = node_options(job.config, local=True)
+    return [*inside, python, "-P", "-m", job.row.node_entry, *options, *(["--", *program] if program else [])]
+
+
+def _run_nodes(job: Job, job_id: str, attempt: Path, on_poll: Callable[[], None]) -> int:
+    cpus = len(os.sched_getaffinity(0))
+    nodes: list[subprocess.Popen[bytes]] = []
+    environs = [
+        node_environment(job, job_id, attempt, rank, os.environ, cpus) for rank in range(job.config.trainer.nnodes)
+    ]
+    adopt_orphans()
+    interrupts = count_interrupts(job)
+    try:
+        with job_log(job.run_dir, job_id).open("ab") as log:
+            for environ in environs:
+                nodes.append(start(node_command(job, attempt), environ, log, new_session=True))
+        while True:
+            on_poll()
+            codes = [node.poll() for node in nodes]
+            failed = [shell_code(code) for code in codes if code]
+            if failed:
+                return failed[0]
+            if all(code == 0 for code in codes):
+                return 0
+            if interrupts() > 1:
+                return _CANCELLED
+            time.sleep(POLL_S)
+    finally:
+        # As srun --kill-on-bad-exit does; all are asked before the first is waited for.
+        for node in nodes:
+            node.terminate()
+        for node in nodes:
+            end(node)
+        # What an entry that was killed has left.
+        end_descendants()
+        for rank, environ in enumerate(environs):
+            remove_scratch(scratch_dir(environ, job_id, 0, rank if len(environs) > 1 else None))
+        for folder in image_folders(environs[0], job_id):
+            remove_scratch(folder)
+        on_poll()
+
+
+def count_interrupts(job: Job) -> Callable[[], int]:
+    """How often the user has asked to end: the first Ctrl-C writes the stop file; SIGTERM counts as two."""
+    count = 0
+
+    def interrupted(number: int, _frame: FrameType | None) -> None:
+        nonlocal count
+        count += 2 if number == signal.SIGTERM else 1
+        if count == 1:
+            job.run_dir.stop.write_text("user\n")
+            print("\nhpc-rl: saving and leaving at the next step; Ctrl-C again to end at once", file=sys.stderr)
+
+    signal.signal(signal.SIGINT, interrupted)
+    signal.signal(signal.SIGTERM, interrupted)
+    return lambda: count
+
+
+def _report(job: Job, job_id: str, state: str, exit_code: int | None) -> None:
+    attempt = len(job.run_dir.attempts())
+    text = json.dumps({"job_id": job_id, "attempt": attempt, "state": state, "exit_code": exit_code})
+    partial = job.run_dir.path / ".status.partial"
+    partial.write_text(text + "\n")
+    partial.replace(job.run_dir.status)

@@ -1,0 +1,159 @@
+"""Everything that the login node can find wrong with a job before it is queued. CHECKS lists what is looked at."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from hpc_rl.config.ppo import PpoConfig, RewardConfig, engine_name
+from hpc_rl.config.ray import RayJobConfig
+from hpc_rl.config.sft import SftConfig
+from hpc_rl.errors import UserError
+from hpc_rl.host.ray_version import check_ray, installed_ray
+from hpc_rl.images.preflight import container_checks
+from hpc_rl.rewards.check import check_function, check_url
+from hpc_rl.submission.hub import hub_cache
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.preflight.data import check_data
+from hpc_rl.submission.preflight.model import check_chat_template, check_model, check_model_path
+from hpc_rl.submission.preflight.partition import ask_of, check_partition
+from hpc_rl.submission.preflight.program import check_packages, check_ray_program, check_torchrun_program
+
+
+class Question(NamedTuple):
+    """A function to call, and what it is called with. Equal questions of several jobs are asked once."""
+
+    check: Callable[..., str | None]
+    """Returns what it could not check, and raises UserError for what is wrong."""
+    arguments: tuple[Hashable, ...]
+
+
+def check(*jobs: Job, local: bool = False) -> list[str]:
+    """Check everything that jobs need.
+
+    Args:
+        local: the jobs run on this machine, so that Slurm plays no part.
+
+    Returns:
+        What could not be checked here, and will be when the job starts.
+
+    Raises:
+        UserError: all problems, a line each.
+    """
+    checks = CHECKS if local else (*CHECKS, partition)
+    problems, notes = [], []
+    for question in dict.fromkeys(question for job in jobs for look in checks for question in look(job)):
+        try:
+            if note := question.check(*question.arguments):
+                notes += note.splitlines()
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(problems))
+    return notes
+
+
+def run_directory(job: Job) -> Iterator[Question]:
+    """The run directory can be written."""
+    yield Question(check_run_dir, (job.run_dir.path,))
+
+
+def image(job: Job) -> Iterator[Question]:
+    """The container image is there, and something here can run it."""
+    for one in container_checks(job.config.container):
+        yield Question(one, (job.config.container,))
+
+
+def packages(job: Job) -> Iterator[Question]:
+    """The job's Python has the packages of its kind, and of the rollout engine. An image has a Python of its own."""
+    config, slurm = job.config, job.config.slurm
+    if config.container.image is not None or slurm.modules or slurm.setup:
+        return
+    yield Question(check_packages, (slurm.python, job.row.needs, job.kind))
+    if slurm.python is None and isinstance(config, RayJobConfig):
+        yield Question(check_ray, (installed_ray(), sys.executable))
+    if isinstance(config, PpoConfig) and engine_name(config) == "vllm":
+        yield Question(check_packages, (slurm.python, ("vllm",), f"rollout.name={config.rollout.name}"))
+
+
+def model(job: Job) -> Iterator[Question]:
+    """Every model of the job can be loaded."""
+    config = job.config
+    if not isinstance(config, SftConfig | PpoConfig):
+        return
+    coming = job.after.model if job.after else None
+    cache = hub_cache(config)
+    yield Question(check_model, (config.model, coming, cache))
+    yield Question(check_chat_template, (config.model, config.data, cache))
+    if isinstance(config, PpoConfig):
+        for key, path in {"reward.model": config.reward.model, "critic.path": config.critic.path}.items():
+            if path is not None:
+                yield Question(check_model_path, (key, path, cache))
+
+
+def data(job: Job) -> Iterator[Question]:
+    """Every data file can be read."""
+    if isinstance(job.config, SftConfig | PpoConfig):
+        found = job.config.data
+        for file in [*found.train_files, *found.val_files]:
+            yield Question(check_data, (file, found, hub_cache(job.config)))
+
+
+def reward(job: Job) -> Iterator[Question]:
+    """The reward function can be called, or the reward server be reached."""
+    config = job.config
+    if not isinstance(config, PpoConfig):
+        return
+    same_python = config.slurm.python is None and config.container.image is None
+    if config.reward.function is not None:
+        yield Question(_check_reward, (config.reward, same_python))
+    if config.reward.url is not None:
+        yield Question(check_url, (config.reward.url,))
+
+
+def program(job: Job) -> Iterator[Question]:
+    """The user's own program can start."""
+    if job.row.takes_program:
+        yield Question(PROGRAMS[job.row.node_entry], (job.program,))
+
+
+def partition(job: Job) -> Iterator[Question]:
+    """The partition can ever start the job."""
+    if ask := ask_of(job.config):
+        yield Question(check_partition, (ask,))
+
+
+CHECKS: tuple[Callable[[Job], Iterator[Question]], ...] = (
+    run_directory,
+    image,
+    packages,
+    model,
+    data,
+    reward,
+    program,
+)
+"""What is checked of every job; `partition` follows for those that are queued."""
+PROGRAMS: dict[str, Callable[[tuple[str, ...]], str | None]] = {
+    "hpc_rl.node.torchrun": check_torchrun_program,
+    "hpc_rl.node.ray_cluster.node": check_ray_program,
+}
+"""Node entry -> the check of a program that it can start."""
+
+
+def check_run_dir(path: Path) -> None:
+    """It is empty or a run of ours, and writable; where it does not exist, the nearest folder above it is."""
+    existing = next(folder for folder in [path, *path.parents] if folder.exists())
+    if not existing.is_dir():
+        raise UserError(f"run directory {path}: {existing} is a file")
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise UserError(f"run directory {path} is not writable: {existing}: {error.strerror}") from error
+
+
+def _check_reward(reward: RewardConfig, same_python: bool) -> str | None:
+    assert reward.function is not None
+    return check_function(reward.function, reward.kwargs, same_python=same_python)

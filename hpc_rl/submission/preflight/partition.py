@@ -1,0 +1,76 @@
+"""Whether the partition can ever start the job: what would otherwise wait in the queue for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpc_rl.config.job import JobConfig
+from hpc_rl.config.slurm import memory_mb, walltime_s
+from hpc_rl.errors import UserError
+from hpc_rl.slurm import commands
+from hpc_rl.slurm.capacity import Need, refusal
+from hpc_rl.slurm.cluster import NodeGroup
+from hpc_rl.submission.resources import asks_for_gpus, cpus_per_node, memory_per_node
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What decides whether a partition can start a job, the same for all runs of a sweep."""
+
+    partition: str | None
+    need: Need
+    time: str | None
+    """Walltime; None where nothing here can say whether it is too long."""
+
+
+def ask_of(config: JobConfig) -> Ask | None:
+    """What a job asks of its partition; None if another cluster or a reservation gives it the nodes."""
+    slurm = config.slurm
+    if slurm.sbatch.keys() & {"clusters", "reservation"}:
+        return None
+    time = None if slurm.qos is not None else slurm.time  # a quality of service may have a limit of its own
+    return Ask(slurm.partition, _need(config), time)
+
+
+def check_partition(ask: Ask) -> str | None:
+    """One look at sinfo, where there is a Slurm.
+
+    Returns:
+        Why it could not be checked.
+
+    Raises:
+        UserError: the partition has no such nodes, or ends jobs earlier; it says what there is.
+    """
+    if not commands.available():
+        return None
+    try:
+        groups = commands.node_groups()
+    except commands.NoAnswer as error:
+        return f"partition {ask.partition or '(default)'} is not checked: {error}"
+    if problem := refusal(groups, ask.partition, ask.need) or _too_long(groups, ask):
+        raise UserError(problem)
+    return None
+
+
+def _need(config: JobConfig) -> Need:
+    return Need(
+        nodes=config.trainer.nnodes,
+        gpus=config.trainer.n_gpus_per_node if config.trainer.uses_gpus else 0,
+        gpu_type=config.slurm.gpu_type if asks_for_gpus(config) else None,
+        cpus=cpus_per_node(config),
+        memory_mb=memory_mb(memory_per_node(config) or "0") or 0,
+    )
+
+
+def _too_long(groups: Sequence[NodeGroup], ask: Ask) -> str | None:
+    if ask.time is None:
+        return None
+    names = ask.partition.split(",") if ask.partition else [group.partition for group in groups if group.is_default]
+    limits = {group.partition: group.time_limit for group in groups if group.partition in names}
+    seconds = [walltime_s(limit) for limit in limits.values()]
+    asked = walltime_s(ask.time)
+    if not limits or any(limit is None or (asked is not None and asked <= limit) for limit in seconds):
+        return None
+    said = " and ".join(f"partition {name} ends jobs after {limit}" for name, limit in limits.items())
+    return f"{said}, and {ask.time} is asked for: lower --time; a run goes on by itself in the next job"

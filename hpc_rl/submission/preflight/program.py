@@ -1,0 +1,86 @@
+"""Whether the job's Python has what the job needs, and whether the user's own program can start."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpc_rl.errors import UserError
+
+PYTHON_TIMEOUT_S = 60
+_MISSING = "import importlib.util, sys; print(*[n for n in sys.argv[1:] if importlib.util.find_spec(n) is None])"
+
+
+def check_packages(python: str | None, needs: Sequence[str], purpose: str) -> str | None:
+    """Check that a Python has packages, without importing them.
+
+    Args:
+        python: slurm.python; None: this one.
+        purpose: what needs the packages, for the message.
+
+    Returns:
+        Why it could not be checked.
+
+    Raises:
+        UserError: packages are missing.
+    """
+    if python is None:
+        missing = [name for name in needs if importlib.util.find_spec(name) is None]
+    elif not Path(python).exists():
+        return f"slurm.python {python} is not on this machine: it is checked when the job starts"
+    else:
+        try:
+            asked = subprocess.run(
+                [python, "-P", "-c", _MISSING, *needs], capture_output=True, text=True, timeout=PYTHON_TIMEOUT_S
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise UserError(f"slurm.python {python} cannot be started: {error}") from error
+        if asked.returncode != 0:
+            return f"slurm.python {python} does not start on this machine: it is checked when the job starts"
+        missing = asked.stdout.split()
+    if missing:
+        raise UserError(
+            f"{purpose} needs {', '.join(missing)}, and {python or sys.executable} does not have it: install it there, "
+            "or set slurm.python to the Python of an environment that has it"
+        )
+    return None
+
+
+def check_torchrun_program(program: tuple[str, ...]) -> None:
+    """What `submit torchrun -- ...` was given: a script, or -m and a module."""
+    if not program:
+        raise UserError("no program given: hpc-rl submit torchrun --nodes 2 -- train.py --lr 1e-4")
+    if program[0] == "-m":
+        if len(program) < 2:
+            raise UserError("-m needs the name of a module: hpc-rl submit torchrun -- -m my.module")
+        return
+    if re.fullmatch(r"(.*/)?(python[\d.]*|torchrun|accelerate)", program[0]):
+        raise UserError(f"leave out {program[0]}: the job starts torchrun itself; write -- train.py --lr 1e-4")
+    if not Path(program[0]).is_file():
+        raise UserError(f"program {program[0]}: no such file in {Path.cwd()}")
+
+
+def check_ray_program(program: tuple[str, ...]) -> str | None:
+    """What `submit ray -- ...` was given: any command, such as python and a script."""
+    if not program:
+        raise UserError("no program given: hpc-rl submit ray --nodes 2 -- python my_driver.py")
+    command = Path(program[0])
+    if program[0].endswith(".py") and not os.access(command, os.X_OK):
+        raise UserError(f"program {program[0]} cannot be started by itself: write -- python {shlex.join(program)}")
+    if re.fullmatch(r"(.*/)?python[\d.]*", program[0]):
+        script = next((word for word in program[1:] if not word.startswith("-")), None)
+        if script == program[1] and not Path(script).exists():
+            raise UserError(f"program {script}: no such file in {Path.cwd()}")
+        return None
+    if "/" in program[0] and not command.is_file():
+        raise UserError(f"program {program[0]}: no such file")
+    if "/" not in program[0] and shutil.which(program[0]) is None:
+        return f"program {program[0]} is looked up when the job starts: it is not on PATH here"
+    return None

@@ -1,0 +1,169 @@
+"""Put a job into the queue: reserve its run directory, fill it, and call sbatch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from hpc_rl.errors import UserError
+from hpc_rl.host.files import read_json, write_atomically
+from hpc_rl.host.processes import held_interrupts
+from hpc_rl.run_dir import RunDir
+from hpc_rl.runs.status import ROOT, is_run, status_of
+from hpc_rl.slurm import commands
+from hpc_rl.submission.job import Job
+
+GIT_MAX_BYTES = 1_000_000
+GIT_TIMEOUT_S = 20
+
+
+def check_free(run: RunDir) -> None:
+    """A run directory holds one job at a time.
+
+    Raises:
+        UserError: its job is queued or running, or the folder holds something else.
+    """
+    if not run.path.exists():
+        return
+    if not is_run(run.path) and any(run.path.iterdir()):
+        raise UserError(f"{run.path} is not empty and no run directory; choose another --run-dir or --job-name")
+    now = status_of(run)
+    if now.active:
+        raise UserError(
+            f"run {run.name} is {now.state} as job {now.job_id} in {run.path}: "
+            f"wait for it, end it (hpc-rl stop {run.name}), or choose another --job-name"
+        )
+
+
+def reserve(path: Path) -> bool:
+    """Make a run's or sweep's folder; False where somebody else was faster, so that two submissions never share one."""
+    try:
+        path.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        return False
+    return True
+
+
+def prepare(job: Job, script: str, job_id: str | None) -> None:
+    """Fill the run directory: script, snapshot of the code, and job.json once there is a job."""
+    job.run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if job.config.slurm.group is not None:
+        share(job.run_dir.path, job.config.slurm.group)
+    write_atomically(job.run_dir.script, script)
+    write_atomically(job.run_dir.git, git_snapshot(job.working_dir))
+    if job_id is not None:
+        record(job, job_id)
+
+
+def share(folder: Path, group: str) -> None:
+    """Let a UNIX group read a folder; what is made in it belongs to the group too (setgid).
+
+    Raises:
+        UserError: there is no such group, or the user is not a member.
+    """
+    try:
+        shutil.chown(folder, group=group)
+        folder.chmod(0o2750)
+    except (LookupError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no such group"
+        raise UserError(f"slurm.group {group}: {reason}; choose a group that `id` lists for you") from error
+
+
+def record(job: Job, job_id: str, **more: object) -> None:
+    """Write job.json."""
+    facts = {
+        "job_id": job_id,
+        "kind": job.kind,
+        "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": list(job.command),
+        "working_dir": str(job.working_dir),
+        **more,
+    }
+    write_atomically(job.run_dir.job, json.dumps(facts, indent=2) + "\n")
+
+
+def record_again(run: RunDir, job_id: str) -> None:
+    """Write job.json, and what code there is now, for a run that was submitted again as it was."""
+    before = read_json(run.job)
+    folder = Path(str(before.get("working_dir", Path.cwd())))
+    write_atomically(run.git, git_snapshot(folder))
+    now = {"job_id": job_id, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    write_atomically(run.job, json.dumps({**before, **now}, indent=2) + "\n")
+
+
+def require_slurm() -> None:
+    if not commands.available():
+        raise UserError("no sbatch on PATH: run this on a login node of a Slurm cluster, or here with --local")
+
+
+def submit(job: Job, script: str) -> str:
+    """Queue the script; the job id.
+
+    Raises:
+        UserError: sbatch refused; then, and after Ctrl-C, nothing is left behind.
+    """
+    made = not job.run_dir.path.exists() or not any(job.run_dir.path.iterdir())
+    job.run_dir.stop.unlink(missing_ok=True)  # an earlier job's
+    job_id = None
+    try:
+        prepare(job, script, None)
+        job_id = queue(script, job.after.sbatch_options if job.after else [])
+    finally:
+        if job_id is None and made and job.run_dir.path.exists():
+            remove(job.run_dir.path)
+    record(job, job_id, **({"after": job.after.target} if job.after else {}))
+    return job_id
+
+
+def queue(script: str, options: Sequence[str] = ()) -> str:
+    """Hand a script to sbatch; the job id.
+
+    Ctrl-C waits for sbatch's answer, which has a deadline: a submission that is cut off may have gone through.
+
+    Raises:
+        UserError: sbatch refused.
+        KeyboardInterrupt: the user wants no job any more, and it is cancelled.
+    """
+    from hpc_rl.submission.executor import ScriptExecutor
+
+    with held_interrupts() as interrupted, tempfile.TemporaryDirectory() as folder:
+        job_id = ScriptExecutor(Path(folder), script, options).submit_script().job_id
+    if interrupted():
+        commands.cancel(job_id)
+        raise KeyboardInterrupt
+    return job_id
+
+
+def remove(folder: Path) -> None:
+    """Take away a run's or sweep's folder that was made for nothing, and an empty ./runs."""
+    shutil.rmtree(folder)
+    if folder.parent == ROOT.absolute() and not any(folder.parent.iterdir()):
+        folder.parent.rmdir()
+
+
+@cache  # once for all runs of a sweep
+def git_snapshot(folder: Path) -> str:
+    """Commit, branch and uncommitted changes of the repository around a folder; one line where there is none."""
+    head = _git(folder, "log", "-1", "--format=commit %H%ndate %cI%nsubject %s")
+    if head is None:
+        return f"{folder} is in no git repository\n"
+    branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD") or ""
+    changes = (_git(folder, "status", "--porcelain") or "") + (_git(folder, "diff", "HEAD") or "")
+    if len(changes) > GIT_MAX_BYTES:
+        changes = changes[:GIT_MAX_BYTES] + "\n[cut]\n"
+    return f"{head}branch {branch}\n{changes or 'no uncommitted changes'}".rstrip() + "\n"
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=GIT_TIMEOUT_S, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace") if done.returncode == 0 else None

@@ -1,0 +1,102 @@
+"""What a job asks of each node, in the words of its cluster. Pure functions of the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from hpc_rl.config.job import JobConfig
+from hpc_rl.config.slurm import SlurmConfig, memory_mb
+
+Directive = tuple[str, str | int | None]
+_GPU_OPTIONS = {"gpus", "gpus-per-node", "gpus-per-task"}
+_MEMORY_OPTIONS = {"mem-per-cpu", "mem-per-gpu"}
+
+
+def resource_directives(config: JobConfig) -> Iterator[Directive]:
+    """sbatch's options for CPUs, GPUs, memory and whole nodes."""
+    slurm, trainer = config.slurm, config.trainer
+    if slurm.cpus_per_task or "cpus-per-gpu" not in slurm.sbatch:
+        yield "cpus-per-task", cpus_per_node(config)
+    if asks_for_gpus(config):
+        if slurm.gpu_option == "gpus-per-task":
+            yield "ntasks", trainer.nnodes  # this option wants the number of tasks in so many words (sbatch(1))
+        yield slurm.gpu_option, _gpu_value(slurm, trainer.n_gpus_per_node)
+    yield from _memory(config)
+    if slurm.exclusive and "exclusive" not in slurm.sbatch:
+        yield "exclusive", None
+
+
+def further_directives(slurm: SlurmConfig) -> Iterator[Directive]:
+    """The user's own sbatch options; a gres without GPUs has become a part of ours where that is one too."""
+    for option, value in slurm.sbatch.items():
+        if option != "gres" or _names_gpus(value) or slurm.gpu_option != "gres":
+            yield option, value
+
+
+def asks_for_gpus(config: JobConfig) -> bool:
+    """Whether the GPUs are asked for here: on CPUs there are none, and a user may have their own words for them."""
+    own = config.slurm.sbatch
+    return config.trainer.uses_gpus and not own.keys() & _GPU_OPTIONS and not _names_gpus(own.get("gres"))
+
+
+def cpus_per_node(config: JobConfig) -> int:
+    """CPUs that the job asks for on each node."""
+    slurm, count = config.slurm, config.trainer.n_gpus_per_node
+    if slurm.cpus_per_task:
+        return slurm.cpus_per_task
+    if not config.trainer.uses_gpus:
+        return slurm.node.cpus if slurm.exclusive and slurm.node.cpus else count
+    if slurm.cpus_per_gpu and not (slurm.exclusive and slurm.node.cpus):
+        return slurm.cpus_per_gpu * count
+    if slurm.node.cpus and (slurm.exclusive or slurm.node.gpus):
+        return max(1, int(slurm.node.cpus * _share(config)))
+    return count
+
+
+def memory_per_node(config: JobConfig) -> str | None:
+    """Memory that the job asks for on each node, as sbatch's --mem takes it; None to leave it to Slurm."""
+    slurm = config.slurm
+    if slurm.mem is not None or slurm.mem_option == "none":
+        return slurm.mem
+    share = _share(config)
+    if share >= 1:
+        return "0"  # all that jobs may have, whatever the system keeps for itself (sbatch(1), --mem)
+    return f"{int(slurm.node.mem_mb * share)}M" if slurm.node.mem_mb and share else None
+
+
+def _memory(config: JobConfig) -> Iterator[Directive]:
+    slurm = config.slurm
+    asked = memory_per_node(config)
+    if asked is None or _MEMORY_OPTIONS & slurm.sbatch.keys():
+        return
+    if slurm.mem_option == "mem-per-gpu" and asks_for_gpus(config):
+        total = slurm.node.mem_mb if asked == "0" else memory_mb(asked)
+        if total:
+            yield "mem-per-gpu", f"{total // config.trainer.n_gpus_per_node}M"
+    else:
+        yield "mem", asked
+
+
+def _share(config: JobConfig) -> Fraction:
+    """The part of a node that the job is to have; 0 where the node's shape is not known."""
+    slurm, trainer = config.slurm, config.trainer
+    if slurm.exclusive:
+        return Fraction(1)
+    if trainer.uses_gpus:
+        wanted, there = trainer.n_gpus_per_node, slurm.node.gpus
+    else:
+        wanted, there = cpus_per_node(config), slurm.node.cpus
+    return Fraction(min(wanted, there), there) if there else Fraction(0)
+
+
+def _gpu_value(slurm: SlurmConfig, count: int) -> str | int:
+    typed = f"{slurm.gpu_type}:{count}" if slurm.gpu_type else count
+    if slurm.gpu_option != "gres":
+        return typed
+    other = slurm.sbatch.get("gres")
+    return f"gpu:{typed}" + (f",{other}" if other else "")
+
+
+def _names_gpus(gres: str | int | None) -> bool:
+    return any(part.split(":")[0] == "gpu" for part in str(gres or "").split(","))

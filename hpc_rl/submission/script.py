@@ -1,0 +1,225 @@
+"""From a configuration to the text of a job script. Pure, but for reading the template."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hpc_rl import __version__
+from hpc_rl.config.compose import dump
+from hpc_rl.config.job import JobConfig
+from hpc_rl.config.ray import RayJobConfig
+from hpc_rl.errors import UserError
+from hpc_rl.host.shipped import shipped
+from hpc_rl.images import run_options
+from hpc_rl.submission.environment import job_environment
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.resources import further_directives, resource_directives
+
+
+def render(job: Job) -> str:
+    """The sbatch script of a job.
+
+    A template of the same name in `./slurm_templates/` or `~/.config/hpc-rl/slurm_templates/` wins over ours.
+
+    Raises:
+        UserError: the template is broken (file and line named), or a path cannot stand in a script.
+    """
+    return fill(job.row.template, _values(job))
+
+
+def render_container(job: Job) -> str:
+    """container.sh: how a command runs inside the job's image; part of the job script. Errors as `render` has them."""
+    config, settings = job.config, job.config.container
+    binds = run_options.job_binds(config, job.run_dir.path, job.working_dir, job.program)
+    values = {
+        "image": run_options.image_location(settings),
+        "runtimes": run_options.runtimes(settings),
+        "options": run_options.exec_options(config, job.working_dir, binds),
+        "caches": run_options.CACHES,
+        "passed": run_options.passed_names(config),
+        "unpacks": run_options.unpacks(config),
+        "always_unpacks": settings.unpack == "always",
+    }
+    return fill("container.sh.j2", values)
+
+
+def fill(template: str, values: dict[str, Any]) -> str:
+    """The text of a template with these values.
+
+    Raises:
+        UserError: the template is broken; file and line are named.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateSyntaxError
+
+    folders = [Path("slurm_templates"), Path("~/.config/hpc-rl/slurm_templates").expanduser()]
+    environment = Environment(
+        loader=FileSystemLoader([*folders, shipped("slurm_templates")]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters.update(bash=bash_word, directive=directive_word, comment=_printable)
+    try:
+        return environment.get_template(template).render(values)
+    except TemplateSyntaxError as error:
+        raise UserError(f"template {error.filename or template}, line {error.lineno}: {error.message}") from error
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"template {_template_line(error, template)}: {error}") from error
+
+
+def bash_word(text: str) -> str:
+    """One word of bash with exactly this value, on one line (bash's manual page, QUOTING)."""
+    if _RESERVED.fullmatch(text):
+        return f"'{text}'"
+    if not _CONTROL.search(text):
+        return shlex.quote(text)
+    escapes = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+    return "$'" + "".join(escapes.get(c) or (f"\\{ord(c):03o}" if _CONTROL.match(c) else c) for c in text) + "'"
+
+
+def directive_word(value: str | int) -> str:
+    """A value of an #SBATCH line: sbatch knows double quotes, and backslashes before a quote or a backslash.
+
+    Raises:
+        UserError: it has a line break or another control character, which no directive can hold.
+    """
+    text = str(value)
+    if _CONTROL.search(text):
+        raise UserError(f"{text!r} has a line break or control character, which no #SBATCH line can hold")
+    if re.fullmatch(r"[A-Za-z0-9_@%+=:,./&|*-]+", text):
+        return text
+    return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_RESERVED = re.compile("if|then|else|elif|fi|case|esac|for|select|while|until|do|done|in|function|time|coproc")
+
+
+def _values(job: Job) -> dict[str, Any]:
+    config = job.config
+    config_text = dump(config).rstrip() if job.row.trainer else None
+    has_image = config.container.image is not None
+    inside = run_options.runs_inside(config.container)
+    container_text = render_container(job).rstrip() if inside else None
+    return {
+        "title": f"{job.name}: {job.kind} on {job.size}, rendered by hpc-rl {__version__}.",
+        "directives": [found for found in _directives(job) if found[0] not in config.slurm.leave_out],
+        "run_dir": str(job.run_dir.path),
+        "python": job_python(config),
+        "image": run_options.image_location(config.container) if has_image else None,
+        "container": container_text,
+        "container_end": _end_mark("CONTAINER", container_text),
+        "inside": 'bash "$HPC_RL_ATTEMPT_DIR/container.sh" ' if inside else "",
+        "srun_options": _srun_options(job) if has_image and not inside else "",
+        "working_dir": str(job.working_dir),
+        "modules": config.slurm.modules,
+        "setup": config.slurm.setup,
+        "env": sorted(job_environment(config).items()),
+        "epilogue": config.slurm.epilogue,
+        "config": config_text,
+        "config_end": _end_mark("CONFIG", config_text),
+        "warning_s": config.slurm.warning_s,
+        "requeue": config.slurm.requeue,
+        "node_options": " ".join(map(bash_word, node_options(config))),
+        "program": program_text(job),
+    }
+
+
+def job_python(config: JobConfig) -> str:
+    """Python of the job: inside the image if there is one."""
+    return config.container.python if config.container.image else config.slurm.python or sys.executable
+
+
+def _srun_options(job: Job) -> str:
+    binds = run_options.job_binds(job.config, job.run_dir.path, job.working_dir, job.program)
+    options = run_options.pyxis_options(job.config, job.working_dir, binds)
+    return "".join(f" \\\n  {bash_word(option)}" for option in options)
+
+
+def _end_mark(what: str, text: str | None) -> str:
+    """A line that ends a here-document and is not in it."""
+    return f"END_OF_{what}_{hashlib.sha256((text or '').encode()).hexdigest()[:8]}"
+
+
+def node_options(config: JobConfig, local: bool = False) -> list[str]:
+    """Arguments of the node entry.
+
+    Args:
+        local: all nodes are this machine, which need not have the cluster's network.
+    """
+    timeout = config.ray.start_timeout_s if isinstance(config, RayJobConfig) else config.slurm.start_timeout_s
+    options = ["--processes", str(config.trainer.n_gpus_per_node), "--start-timeout", str(timeout)]
+    if config.slurm.interface and not local:
+        options += ["--interface", config.slurm.interface]
+    return options + (_ray_options(config) if isinstance(config, RayJobConfig) else [])
+
+
+def _ray_options(config: RayJobConfig) -> list[str]:
+    values = {
+        "--device": config.trainer.device,
+        "--num-cpus": config.ray_kwargs.num_cpus,
+        "--object-store-bytes": config.ray.object_store_bytes,
+        "--first-port": config.ray.first_port,
+        "--timeline": config.ray_kwargs.timeline_json_file,
+    }
+    options = [word for name, value in values.items() if value is not None for word in (name, str(value))]
+    return options + (["--dashboard"] if config.ray.dashboard else [])
+
+
+def program_text(job: Job) -> str:
+    if job.row.trainer is not None:
+        python = "" if job.row.node_entry == "hpc_rl.node.torchrun" else '"$python" '  # torchrun adds its own
+        # -P: a datasets.py in the user's folder must not stand in for the library of that name.
+        return f'{python}-P -m {job.row.trainer} --config "$HPC_RL_RUN_DIR/config.yaml"'
+    return " ".join(map(bash_word, job.program))
+
+
+def _directives(job: Job) -> Iterator[tuple[str, str | int | None]]:
+    slurm, trainer = job.config.slurm, job.config.trainer
+    yield "job-name", job.name
+    yield "nodes", trainer.nnodes
+    yield "ntasks-per-node", 1
+    yield from resource_directives(job.config)
+    for option in ("time", "partition", "account", "qos", "constraint"):
+        value = getattr(slurm, option)
+        if value is not None:
+            yield option, value
+    yield from further_directives(slurm)
+    yield "output", f"{log_folder(job.run_dir.path)}/job-%j.log"
+    yield "open-mode", "append"
+    yield "signal", f"B:USR2@{slurm.warning_s}"
+    yield ("requeue" if slurm.requeue else "no-requeue"), None
+
+
+def log_folder(path: Path) -> str:
+    """As part of a filename pattern: %% is a percent sign, and a backslash would switch patterns off (sbatch(1))."""
+    if "\\" in str(path):
+        raise UserError(
+            f"run directory {path}: sbatch takes no backslash in the path of a log; choose another --run-dir"
+        )
+    return str(path).replace("%", "%%")
+
+
+def _printable(text: str) -> str:
+    return _CONTROL.sub("?", text)
+
+
+def _template_line(error: Exception, template: str) -> str:
+    """File and line in the template: the innermost frame that Jinja2 mapped back to one."""
+    place = template
+    trace = error.__traceback__
+    while trace:
+        filename = trace.tb_frame.f_code.co_filename
+        if filename.endswith(".j2"):
+            place = f"{filename}, line {trace.tb_lineno}"
+        trace = trace.tb_next
+    return place

@@ -1,0 +1,154 @@
+"""A sweep: one Slurm array, one run directory for each combination of values."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hpc_rl import __version__
+from hpc_rl.config.compose import compose_each
+from hpc_rl.errors import UserError
+from hpc_rl.runs.status import ROOT
+from hpc_rl.runs.sweeps import SweepDir
+from hpc_rl.sites.profile import load_profile
+from hpc_rl.slurm import commands
+from hpc_rl.submission import queue
+from hpc_rl.submission.devices import Devices
+from hpc_rl.submission.grid import Point, grid
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.preflight.checks import check
+from hpc_rl.submission.request import Request, free_name, job_of
+from hpc_rl.submission.script import directive_word, fill, log_folder, render
+
+_OWN_OPTIONS = ("job-name", "output")
+"""Directives in which the points of a sweep may differ: the array has its own."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sweep to be: everything is known and checked, and nothing made."""
+
+    sweep: SweepDir
+    points: Sequence[Point]
+    jobs: Sequence[Job]
+    scripts: Sequence[str]
+    """Of the points, in order."""
+    script: str
+    """Of the array."""
+    notes: Sequence[str]
+    """What could not be checked here."""
+
+
+def plan(request: Request, max_parallel: int | None) -> Plan:
+    """Check every point and render its script. Changes nothing.
+
+    Args:
+        request: the sweep as it was typed; keys with several values are swept.
+        max_parallel: most points that run at a time; None: as many as fit.
+
+    Raises:
+        UserError: a point's configuration is wrong, or the points ask Slurm for different resources.
+    """
+    common, points = grid(request.overrides, commands.max_array_size)
+    devices = Devices()
+    site = load_profile(request.site).values
+    swept = [point.overrides for point in points]
+    configs = compose_each(request.kind, common, swept, request.settings, site, devices.fill_in)
+    stem = free_name(f"{request.kind}-sweep")
+    first = job_of(request, configs[0], note=devices.note)
+    sweep = SweepDir((request.run_dir or ROOT / (configs[0].slurm.job_name or stem)).absolute())
+    if sweep.path.exists():
+        raise UserError(
+            f"{sweep.path} exists: choose another --job-name, or resume it with hpc-rl requeue {sweep.name}"
+        )
+    found = []
+    for number, config in enumerate(configs, 1):
+        run_dir = sweep.run(number)
+        found.append(replace(first, config=config.updated("slurm.job_name", run_dir.name), run_dir=run_dir))
+    notes = check(*found)
+    scripts = [render(job) for job in found]
+    _check_same_resources(points, scripts)
+    script = array_script(sweep, request.kind, scripts, max_parallel)
+    return Plan(sweep, points, found, scripts, script, notes)
+
+
+def array_script(sweep: SweepDir, kind: str, scripts: Sequence[str], max_parallel: int | None) -> str:
+    """The array's script: the directives of its points, and a line that runs the task's own script."""
+    tasks = f"1-{len(scripts)}" + (f"%{max_parallel}" if max_parallel else "")
+    log = f"{log_folder(sweep.path / sweep.name)}_%a/job-%A_%a.log"
+    asked = directives(scripts[0])
+    has_name = any(_option(line) == "job-name" for line in asked)  # unless slurm.leave_out has it
+    return fill(
+        "sweep.sbatch.j2",
+        {
+            "title": f"{sweep.name}: a sweep of {len(scripts)} {kind} runs, rendered by hpc-rl {__version__}.",
+            "name": sweep.name,
+            "directives": [
+                *([f"#SBATCH --job-name={directive_word(sweep.name)}"] if has_name else []),
+                f"#SBATCH --array={tasks}",
+                *(line for line in asked if _option(line) not in _OWN_OPTIONS),
+                f"#SBATCH --output={directive_word(log)}",
+            ],
+            "runs": f"{sweep.path / sweep.name}_",
+        },
+    )
+
+
+def submit(planned: Plan) -> str:
+    """Make every run directory and queue the array; its job id. Where sbatch refuses, nothing is left behind.
+
+    Raises:
+        UserError: sbatch refused, or somebody made a sweep of this name just now.
+    """
+    sweep, after, job_id = planned.sweep, planned.jobs[0].after, None
+    if not queue.reserve(sweep.path):
+        raise UserError(f"{sweep.path} was made just now by somebody else: choose another --job-name")
+    try:
+        for job, script in zip(planned.jobs, planned.scripts, strict=True):
+            queue.prepare(job, script, None)
+        sweep.script.write_text(planned.script)
+        record = {
+            "kind": planned.jobs[0].kind,
+            "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "command": list(planned.jobs[0].command),
+            "points": [point.values for point in planned.points],
+        }
+        sweep.record.write_text(json.dumps(record, indent=2) + "\n")
+        job_id = queue.queue(planned.script, after.sbatch_options if after else [])
+    finally:
+        if job_id is None:
+            queue.remove(sweep.path)
+    for number, job in enumerate(planned.jobs, 1):
+        queue.record(job, f"{job_id}_{number}", **({"after": after.target} if after else {}))
+    return job_id
+
+
+def directives(script: str) -> list[str]:
+    """The #SBATCH lines that sbatch reads: those above the first command."""
+    head = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), script.splitlines())
+    return [line for line in head if line.startswith("#SBATCH")]
+
+
+def _option(directive: str) -> str:
+    match = re.match(r"#SBATCH\s+--([\w-]+)", directive)
+    return match[1] if match else directive
+
+
+def _check_same_resources(points: Sequence[Point], scripts: Sequence[str]) -> None:
+    asked = [[line for line in directives(script) if _option(line) not in _OWN_OPTIONS] for script in scripts]
+    for point, lines in zip(points, asked, strict=True):
+        if lines != asked[0]:
+            mine, first = (sorted(set(a) - set(b)) for a, b in ((lines, asked[0]), (asked[0], lines)))
+            shown = " ".join(f"{key}={value}" for key, value in point.values.items())
+            raise UserError(
+                f"{shown} asks Slurm for {_said(mine)}, the first run for {_said(first)}: "
+                "an array asks the same for all its runs, so make a sweep of each"
+            )
+
+
+def _said(lines: Sequence[str]) -> str:
+    return " ".join(line.removeprefix("#SBATCH ") for line in lines) or "nothing of the kind"

@@ -1,0 +1,79 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.cli.text import size_text
+from hpc_rl.errors import UserError
+from hpc_rl.run_dir import RunDir
+from hpc_rl.runs.cleaning import DAY_S, Usage, old_checkpoints, older_than, remove, usage_of, whole_runs
+from hpc_rl.runs.status import RunStatus, status_of
+
+
+def make_run(folder: Path, name: str, state: str = "COMPLETED", steps: tuple[int, ...] = (10, 20, 9)) -> RunDir:
+    run = RunDir(folder / "runs" / name)
+    for step in steps:
+        (run.checkpoints / f"step-{step:08d}").mkdir(parents=True)
+        (run.checkpoints / f"step-{step:08d}" / "weights").write_bytes(b"x" * 1000 * step)
+    run.model.mkdir(parents=True, exist_ok=True)
+    (run.model / "model.safetensors").write_bytes(b"x" * 500)
+    run.script.write_text("echo\n")
+    run.job.write_text(json.dumps({"job_id": "local-1", "kind": "sft", "host": "x", "pid": 1, "start_time": 1}))
+    run.status.write_text(json.dumps({"job_id": "local-1", "attempt": 1, "state": state, "exit_code": 0}))
+    return run
+
+
+def usage(run: RunDir, *, active: bool = False, age_s: float = 0) -> Usage:
+    return Usage(run, "RUNNING" if active else "COMPLETED", active, 0, 0, 77, age_s)
+
+
+def test_sizes_of_a_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "a")
+    os.link(run.model / "model.safetensors", run.model / "same")  # counts once
+    (run.path / "elsewhere").symlink_to(run.checkpoints)
+    changed = max(path.lstat().st_mtime for path in (run.path, *run.path.rglob("*")))
+    found = usage_of(run, status_of(run), now=changed + 5)
+    assert (found.checkpoints, found.model, found.age_s) == (39_000, 500, pytest.approx(5))
+    texts = sum(file.stat().st_size for file in (run.script, run.job, run.status))
+    assert found.total == 39_500 + texts and not found.active
+
+
+def test_the_newest_checkpoints_stay(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "a")
+    assert [one.path.name for one in old_checkpoints([usage(run)], 1)] == ["step-00000009", "step-00000010"]
+    assert [one.path.name for one in old_checkpoints([usage(run)], 2)] == ["step-00000009"]
+    assert len(old_checkpoints([usage(run)], 0)) == 3
+    assert [one.size for one in old_checkpoints([usage(run)], 1)] == [9000, 10_000]
+
+
+def test_active_runs_are_never_touched(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "a")
+    assert old_checkpoints([usage(run, active=True)], 0) == whole_runs([usage(run, active=True)]) == []
+    assert [one.path for one in whole_runs([usage(run)])] == [run.path]
+
+
+def test_only_runs_that_are_old_enough(tmp_path: Path) -> None:
+    young, old = usage(RunDir(tmp_path / "y"), age_s=2 * DAY_S), usage(RunDir(tmp_path / "o"), age_s=2 * DAY_S + 1)
+    assert older_than([young, old], 2) == [old]
+
+
+def test_removal_frees_what_it_says(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "a")
+    removals = old_checkpoints([usage(run)], 1)
+    assert remove(removals) == 19_000
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000020"]
+    with pytest.raises(UserError, match="cannot remove"):
+        remove(removals)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (39_500, "39.5 kB"), (2.5e9, "2.5 GB"), (3e12, "3 TB")],
+)
+def test_sizes_as_text(size: float, text: str) -> None:
+    assert size_text(size) == text
+
+
+def test_a_run_that_slurm_cannot_tell_of_is_active() -> None:
+    assert RunStatus("a", "/a", "1", "UNKNOWN").active

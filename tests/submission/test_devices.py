@@ -1,0 +1,97 @@
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_rl.slurm import commands
+from hpc_rl.slurm.cluster import NodeGroup
+from hpc_rl.submission.devices import Devices, local_gpus
+
+GPU = NodeGroup("gpu", 10, 64, 500_000, {"a100": 4}, is_default=True)
+FAT = NodeGroup("gpu", 2, 128, 900_000, {"a100": 8}, is_default=True)
+CPU = NodeGroup("cpu", 50, 32, 100_000, {})
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A cluster of two partitions; counts how often it is asked."""
+    asked: list[int] = []
+
+    def groups() -> list[NodeGroup]:
+        asked.append(1)
+        return [CPU, FAT, GPU]
+
+    monkeypatch.setattr(commands, "available", lambda: True)
+    monkeypatch.setattr(commands, "node_groups", groups)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("tree", "filled"),
+    [
+        ({}, {"trainer.device": "cuda", "trainer.n_gpus_per_node": 4, "slurm.node.gpus": 4, "slurm.node.cpus": 64}),
+        ({"slurm": {"partition": "cpu"}}, {"trainer.device": "cpu"}),
+        ({"trainer": {"device": "cpu"}}, {}),
+        (
+            {"trainer": {"n_gpus_per_node": 2}},
+            {"trainer.device": "cuda", "slurm.node.gpus": 4, "slurm.node.cpus": 64},
+        ),
+        (
+            {"slurm": {"node": {"gpus": 6}, "partition": "cpu"}},
+            {"trainer.device": "cuda", "trainer.n_gpus_per_node": 6},
+        ),
+        ({"slurm": {"node": {"gpus": 0}}}, {"trainer.device": "cpu"}),
+        ({"slurm": {"partition": "unknown"}}, {"trainer.device": "cuda"}),
+    ],
+)
+@pytest.mark.usefixtures("slurm")
+def test_what_is_left_open_is_what_a_node_of_the_partition_has(tree: Mapping[str, Any], filled: dict[str, Any]) -> None:
+    assert Devices().fill_in(tree) == filled
+
+
+def test_a_partition_is_looked_at_once_for_all_points_of_a_sweep(slurm: list[int]) -> None:
+    devices = Devices()
+    for _ in range(5):
+        devices.fill_in({})
+    assert len(slurm) == 1
+
+
+def test_what_was_chosen_is_told(slurm: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = Devices()
+    devices.fill_in({})
+    assert devices.note == ""
+    devices.fill_in({"slurm": {"partition": "cpu"}})
+    assert devices.note == "trainer.device=auto: no GPUs there, so the job computes on CPUs"
+    monkeypatch.setattr(commands, "available", lambda: False)
+    unknown = Devices()
+    assert unknown.fill_in({}) == {"trainer.device": "cuda"}
+    assert "the job asks for 1 per node" in unknown.note
+
+
+def smi(folder: Path, gpus: int) -> str:
+    program = folder / "nvidia-smi"
+    program.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {n}: NVIDIA A100 (UUID: x)'\n" for n in range(gpus)))
+    program.chmod(0o755)
+    return str(folder)
+
+
+def test_gpus_of_this_machine(tmp_path: Path) -> None:
+    path = smi(tmp_path, 3)
+    assert local_gpus({"PATH": path}) == 3
+    assert local_gpus({"PATH": path, "CUDA_VISIBLE_DEVICES": "0,2"}) == 2
+    assert local_gpus({"PATH": path, "CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert local_gpus({"PATH": path, "CUDA_VISIBLE_DEVICES": "-1"}) == 0
+    assert local_gpus({"PATH": path, "CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2,MIG-3"}) == 3
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    assert local_gpus({"PATH": path}) == 0
+
+
+def test_nodes_of_a_local_job_share_the_machines_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", smi(tmp_path, 4))
+    assert Devices(local=True).fill_in({})["trainer.n_gpus_per_node"] == 4
+    assert Devices(local=True).fill_in({"trainer": {"nnodes": 2}})["trainer.n_gpus_per_node"] == 2
+    assert Devices(local=True).fill_in({"trainer": {"nnodes": 8}})["trainer.n_gpus_per_node"] == 1
+    monkeypatch.setenv("PATH", smi(tmp_path, 0))
+    assert Devices(local=True).fill_in({}) == {"trainer.device": "cpu"}

@@ -1,0 +1,115 @@
+"""Submission from end to end, with programs that stand in for Slurm's."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hpc_rl
+from hpc_rl.config.compose import compose, dump
+from hpc_rl.run_dir import RunDir
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.launch import as_test, prepare, resumed
+from hpc_rl.submission.request import Request
+from tests.fake_slurm import calls, fake_slurm
+
+PROGRAM = ("train.py",)
+REQUIRED = ["model.path=/m", "data.train_files=t.jsonl", "trainer.device=cpu"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    fake_slurm(tmp_path, monkeypatch)
+    return tmp_path
+
+
+def test_the_python_api_submits_what_the_command_line_submits(folder: Path) -> None:
+    notes: list[str] = []
+    run = hpc_rl.submit(
+        "torchrun", ["trainer.device=cpu"], nodes=2, time="1:00:00", program=PROGRAM, job_name="mine", note=notes.append
+    )
+    assert run.path == folder / "runs" / "mine" and run.name == "mine"
+    script = (run.path / "job.sbatch").read_text()
+    assert "#SBATCH --nodes=2\n" in script and "#SBATCH --time=1:00:00\n" in script
+    assert json.loads((run.path / "job.json").read_text())["command"][:2] == ["hpc_rl.submit", "torchrun"]
+    assert hpc_rl.find_run("mine") == run
+    command = [sys.executable, "-m", "hpc_rl.cli", "submit", "torchrun", "--nodes", "2", "--time", "1:00:00"]
+    subprocess.run([*command, "trainer.device=cpu", "--job-name", "second", "--", *PROGRAM], check=True, timeout=120)
+    other = (folder / "runs" / "second" / "job.sbatch").read_text()
+    assert other.replace("second", "mine") == script
+    assert [call.split()[0] for call in calls(folder)].count("sbatch") == 2
+
+
+def test_what_a_run_can_be_asked(folder: Path) -> None:
+    run = hpc_rl.submit("torchrun", ["trainer.device=cpu"], program=PROGRAM, note=print)
+    record = {"step": 1, "total_steps": 2, "time": 1.0, "train/loss": 0.5}
+    (run.path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    (run.path / "job-7.log").write_text("a line\n")
+    assert run.metrics() == [record]
+    assert run.logs() == "a line\n"
+    status = {"job_id": "7", "attempt": 1, "state": "COMPLETED", "exit_code": 0}
+    (run.path / "status.json").write_text(json.dumps(status))
+    assert run.wait(timeout_s=60).state == "COMPLETED"
+    with pytest.raises(hpc_rl.UserError, match=r"has exported no model .*: its state is COMPLETED"):
+        _ = run.model
+    (run.path / "model").mkdir()
+    assert run.model == run.path / "model"
+    assert "no job to cancel" in run.cancel() and "nothing to stop" in run.stop()
+
+
+def test_a_wait_has_a_deadline(folder: Path) -> None:
+    run = hpc_rl.submit("torchrun", ["trainer.device=cpu"], program=PROGRAM, note=print)
+    (folder / "slurm" / "squeue.text").write_text("7|RUNNING|node1|None|\n")
+    with pytest.raises(TimeoutError, match=r"has not ended after 0\.1 s"):
+        run.wait(timeout_s=0.1)
+
+
+def test_an_unknown_kind_lists_the_kinds() -> None:
+    with pytest.raises(hpc_rl.UserError, match=r"job kind 'grpo': choose one of sft, ppo, torchrun, ray"):
+        hpc_rl.submit("grpo")
+
+
+def test_the_api_needs_no_torch() -> None:
+    code = (
+        "import sys, hpc_rl; hpc_rl.submit; hpc_rl.Run; assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_trial_is_short_and_has_a_name_of_its_own() -> None:
+    request = Request("torchrun", ("slurm.test_partition=debug", "slurm.partition=gpu", "trainer.device=cpu"), PROGRAM)
+    job, script = prepare(as_test(request), print)
+    assert job.run_dir.name == "torchrun-test-1"
+    assert "--partition=debug\n" in script and "--time=10:00\n" in script and "--no-requeue\n" in script
+    named = Request("torchrun", ("slurm.job_name=mine", "trainer.device=cpu"), PROGRAM, {"slurm.partition": "gpu"})
+    job, script = prepare(as_test(named), print)
+    assert job.run_dir.name == "mine-test" and "--partition=gpu\n" in script
+    assert as_test(Request("sft")).settings["trainer.total_training_steps"] == 2
+    assert "trainer.total_training_steps" not in as_test(request).settings
+
+
+def test_what_is_resumed_and_what_has_changed_is_told(folder: Path) -> None:
+    run = RunDir(folder / "runs" / "sft-1")
+    run.path.mkdir(parents=True)
+    job = Job("sft", compose("sft", [*REQUIRED, "optim.lr=1e-4"]), run, folder)
+    assert resumed(job) == []
+    run.config.write_text(dump(compose("sft", [*REQUIRED, "optim.lr=3e-5", "data.val_files=v.jsonl"])))
+    assert resumed(job) == [
+        "run sft-1 starts again: it has no checkpoint, with other settings than its last attempt:",
+        '  data.val_files: ["v.jsonl"] -> []',
+        "  optim.lr: 3e-05 -> 0.0001",
+    ]
+    (run.checkpoints / "step-00000040").mkdir(parents=True)
+    run.config.write_text(dump(job.config))
+    assert resumed(job) == ["run sft-1 resumes from step-00000040, with the settings of its last attempt"]
+
+
+@pytest.mark.parametrize("name", ["-x", ".x", "a b", "a/b", "ü", "", "a;b", "$(x)"])
+def test_a_job_name_has_a_plain_alphabet(name: str) -> None:
+    with pytest.raises(hpc_rl.UserError):
+        hpc_rl.submit("torchrun", ["trainer.device=cpu"], program=PROGRAM, job_name=name)
+    assert not Path("runs").exists()

@@ -1,0 +1,101 @@
+"""What the login node finds wrong with a Ray job before it is queued."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_rl.config.compose import compose
+from hpc_rl.errors import UserError
+from hpc_rl.run_dir import RunDir
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.preflight import checks, program
+from tests.helpers import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(model)
+    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n")
+    (tmp_path / "score.py").write_text("def score(response, reference):\n    return 1.0\n")
+    (tmp_path / "driver.py").write_text("")
+    return tmp_path
+
+
+def check_ray(*program: str) -> list[str]:
+    return checks.check(Job("ray", compose("ray", []), RunDir(Path("run").absolute()), Path.cwd(), program))
+
+
+def check_ppo(**changes: Any) -> list[str]:
+    values = {"model.path": "model", "data.train_files": ["train.jsonl"], "data.prompt_key": "question"}
+    values |= {"reward.function": "score.py:score", "trainer.device": "cpu", "data.train_batch_size": 1}
+    values |= {"actor.mini_batch_size": 1}
+    config = compose("ppo", [], {**values, **{key.replace("__", "."): value for key, value in changes.items()}})
+    return checks.check(Job("ppo", config, RunDir(Path("run").absolute()), Path.cwd()))
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ([], "no program given: hpc-rl submit ray"),
+        (["driver.py", "--x", "a b"], "write -- python driver.py --x 'a b'"),
+        (["python", "none.py"], "program none.py: no such file in"),
+        (["./none"], r"program \./none: no such file"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_a_program_that_cannot_be_is_refused(program: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check_ray(*program)
+
+
+@pytest.mark.usefixtures("folder")
+def test_any_command_may_be_the_driver() -> None:
+    assert check_ray("python", "driver.py", "none.py") == []
+    assert check_ray("python", "-m", "verl.trainer.main_ppo", "a=1") == []
+    assert check_ray("bash", "-c", "true") == []
+    assert "is looked up when the job starts" in check_ray("no-such-command-here")[0]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_ppo_job_that_can_be_has_nothing_to_say() -> None:
+    assert check_ppo() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"data__prompt_key": "text"}, "text"),
+        ({"reward__function": "score.py:socre"}, r"no 'socre' in score.py; did you mean score\?"),
+        ({"reward__function": "none.py:score"}, "no such file: none.py"),
+        ({"critic__path": "./no/critic"}, r"critic\.path \./no/critic: no such folder"),
+        ({"reward__function": None, "reward__model": "./no/model"}, r"reward\.model \./no/model: no such folder"),
+        ({"reward__function": None, "reward__url": "localhost"}, r"reward\.url localhost: not of the form"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_what_a_ppo_job_lacks_is_told(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check_ppo(**changes)
+
+
+@pytest.mark.usefixtures("folder")
+def test_libraries_are_looked_for_only_where_the_job_runs_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "installed_ray", lambda: None)
+    monkeypatch.setattr(program.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(UserError, match=r"ppo needs torch, (.|\n)*has no Ray: pip install(.|\n)*vllm needs vllm, and"):
+        check_ppo(rollout__name="vllm")
+    (note, _) = check_ppo(rollout__name="vllm", slurm__python="/on/the/nodes/python")
+    assert "slurm.python /on/the/nodes/python is not on this machine" in note
+
+
+def test_cpus_of_ray_init_are_a_number() -> None:
+    with pytest.raises(UserError, match="num_cpus is 'all', and has to be a number of CPUs"):
+        compose("ray", [], {"ray_kwargs.ray_init": {"num_cpus": "all"}})

@@ -1,0 +1,277 @@
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+
+from hpc_rl.config.compose import compose, load_config
+from hpc_rl.errors import UserError
+from hpc_rl.run_dir import RunDir
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.script import bash_word, directive_word, render
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+NASTY = "a b'c\"d$HOME`id`;e\\f\n#SBATCH --uid=0\n!{x}*?~%j\té"
+# Shrinking a failure would run bash and shellcheck for minutes.
+QUICK = (Phase.explicit, Phase.reuse, Phase.generate)
+anything = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"))
+one_line = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1)
+
+# In place of Slurm: a step that writes down what it was given; bash and what it is to do runs as it stands.
+FAKE_SRUN = """#!{python}
+import json, os, sys
+if "bash" in sys.argv:
+    os.execvp("bash", sys.argv[sys.argv.index("bash"):])
+keys = [key for key in os.environ if key.startswith(("HPC_RL", "MY_"))]
+seen = {{"argv": sys.argv[1:], "env": {{key: os.environ[key] for key in keys}}, "cwd": os.getcwd()}}
+json.dump(seen, open(os.environ["SEEN"], "w"))
+os.environ["STEP"] and os.execvp("bash", ["bash", "-c", os.environ["STEP"]])
+sys.exit(int(os.environ.get("STEP_EXITS", 0)))
+"""
+
+
+def torchrun_job(run_dir: Path, *program: str, **flags: Any) -> Job:
+    config = compose("torchrun", [], {"slurm.python": "/usr/bin/python3", **flags})
+    return Job("torchrun", config, RunDir(run_dir), Path("/"), program or ("train.py",))
+
+
+def run_script(
+    job: Job, tmp: Path, exits: int = 0, step: str = ""
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Run the rendered script with bash, with a fake srun and scontrol on PATH.
+
+    Args:
+        exits: the step's exit code.
+        step: bash for it to run instead.
+    """
+    programs = tmp / "bin"
+    programs.mkdir(exist_ok=True)
+    for name, text in {"srun": FAKE_SRUN.format(python=shutil.which("python3")), "scontrol": "#!/bin/sh\n"}.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    job.run_dir.path.mkdir(parents=True, exist_ok=True)
+    environ = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        **{"SEEN": str(tmp / "seen.json"), "STEP_EXITS": str(exits), "STEP": step, "TMPDIR": str(tmp / "tmp")},
+        **{"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_NUM_NODES": "1"},
+    }
+    done = subprocess.run(
+        ["bash"], input=render(job), env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    seen = tmp / "seen.json"
+    return done, json.loads(seen.read_text()) if seen.exists() else {}
+
+
+def check_shell(script: str) -> None:
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=60)
+    if shutil.which("shellcheck"):
+        result = subprocess.run(
+            ["shellcheck", "-"], input=script, text=True, capture_output=True, timeout=60, check=False
+        )
+        assert result.returncode == 0, result.stdout
+
+
+GOLDEN_SETTINGS: dict[str, dict[str, Any]] = {
+    "sft": {"model.path": "/models/qwen", "data.train_files": ["train.jsonl"]},
+    "ppo": {"model.path": "/models/qwen", "data.train_files": ["train.jsonl"], "reward.function": "gsm8k"},
+    "torchrun": {},
+    "ray": {
+        "ray_kwargs.ray_init": {"num_cpus": 16},
+        "ray_kwargs.timeline_json_file": "time line.json",
+        "ray.object_store_gb": 1.5,
+        "ray.first_port": 20000,
+        "ray.dashboard": True,
+    },
+    "doctor": {},
+}
+PROGRAMS = {"torchrun": ("train.py", "--lr", "1e-4"), "ray": ("python", "my driver.py", "--lr", "1e-4")}
+
+
+@pytest.mark.parametrize("name", GOLDEN_SETTINGS)
+def test_golden(name: str) -> None:
+    slurm = {"slurm.python": "/opt/venv/bin/python", "slurm.time": "24:00:00", "slurm.partition": "gpu"}
+    slurm |= {"slurm.setup": ["module load cuda"], "slurm.env": {"HF_HOME": "/scratch/my cache"}}
+    slurm |= {
+        "trainer.nnodes": 2,
+        "trainer.n_gpus_per_node": 4,
+        "trainer.device": "cuda",
+        "slurm.sbatch": {"exclusive": None, "nice": 10},
+    }
+    config = compose(name, [], {**slurm, **GOLDEN_SETTINGS[name]})
+    run_dir = RunDir(Path("/scratch/me/runs/first"))
+    script = render(Job(name, config, run_dir, Path("/home/me"), PROGRAMS.get(name, ())))
+    golden = GOLDEN / f"{name}.sbatch"
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(script)
+    assert script == golden.read_text()
+    check_shell(script)
+
+
+@given(
+    anything,
+    anything,
+    one_line.filter(lambda t: t not in (".", "..") and "/" not in t and "\\" not in t and len(t.encode()) < 200),
+    one_line,
+)
+@example(NASTY, NASTY, NASTY.replace("\n", " ").replace("\\", "").replace("\t", " ").replace("/", ""), "a;b $c'd")
+@settings(max_examples=40, deadline=None, phases=QUICK)
+def test_no_value_breaks_out_and_all_arrive(argument: str, variable: str, name: str, job_name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        tmp = Path(folder)
+        job = torchrun_job(
+            tmp / name, "train.py", argument, **{"slurm.env": {"MY_VALUE": variable}, "slurm.job_name": job_name}
+        )
+        check_shell(render(job))
+        done, seen = run_script(job, tmp)
+        assert done.returncode == 0, done.stderr
+        assert seen["argv"][-2:] == ["train.py", argument]
+        assert seen["env"]["MY_VALUE"] == variable
+        assert seen["env"]["HPC_RL_RUN_DIR"] == str(tmp / name)
+
+
+@given(anything)
+@example(NASTY)
+@settings(max_examples=25, deadline=None, phases=QUICK)
+def test_the_configuration_arrives_intact(text: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        tmp = Path(folder)
+        values = {"model.path": text, "data.train_files": [text], "slurm.env": {"MY_TEXT": text}}
+        config = compose("sft", [], {**values, "slurm.python": "/usr/bin/python3"})
+        job = Job("sft", config, RunDir(tmp / "run"), Path("/"))
+        done, _ = run_script(job, tmp)
+        assert done.returncode == 0, done.stderr
+        assert load_config("sft", job.run_dir.config) == config
+
+
+@given(anything)
+@example(NASTY)
+@settings(max_examples=60, deadline=None, phases=QUICK)
+def test_a_bash_word_is_one_line_and_has_its_value(text: str) -> None:
+    word = bash_word(text)
+    assert "\n" not in word
+    done = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True, check=True, timeout=60)
+    assert done.stdout.decode() == text
+
+
+def test_a_directive_holds_one_line_only() -> None:
+    assert directive_word("a b#c'd") == '"a b#c\'d"'
+    assert directive_word('a"b\\c') == r'"a\"b\\c"'
+    assert directive_word("gpu:a100:4") == "gpu:a100:4"
+    with pytest.raises(UserError, match="line break"):
+        directive_word("a\n#SBATCH --uid=0")
+
+
+def test_the_steps_exit_code_is_the_scripts(tmp_path: Path) -> None:
+    job = torchrun_job(tmp_path / "run")
+    done, _ = run_script(job, tmp_path, exits=3)
+    assert done.returncode == 3
+    status = json.loads(job.run_dir.status.read_text())
+    assert status == {"job_id": "7", "attempt": 1, "state": "FAILED", "exit_code": 3}
+
+
+def ray_job(run_dir: Path) -> Job:
+    config = compose("ray", [], {"slurm.python": "/usr/bin/python3"})
+    return Job("ray", config, RunDir(run_dir), Path("/"), ("python", "driver.py", "a b;$HOME"))
+
+
+def test_a_ray_job_that_fails_is_swept_and_its_code_kept(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    left, other = tmp_path / "tmp" / f"{os.getuid()}.7.0", tmp_path / "tmp" / f"{os.getuid()}.77.0"
+    for exits, swept in ((75, False), (3, True)):
+        left.mkdir(exist_ok=True)
+        other.mkdir(exist_ok=True)
+        done, seen = run_script(ray_job(tmp_path / "run"), tmp_path, exits=exits)
+        assert (done.returncode, left.exists(), other.exists()) == (exits, not swept, True), done.stderr
+        assert seen["argv"][-3:] == ["python", "driver.py", "a b;$HOME"]
+
+
+def test_a_ray_job_does_not_wait_for_a_node_that_is_gone(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done, _ = run_script(ray_job(tmp_path / "run"), tmp_path, step="touch $HPC_RL_ATTEMPT_DIR/.lost; exec sleep 100")
+    assert done.returncode == 1 and time.monotonic() - began < 30
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 1
+
+
+def test_each_start_is_an_attempt_and_forgets_an_old_warning(tmp_path: Path) -> None:
+    job = torchrun_job(tmp_path / "run")
+    run_script(job, tmp_path)
+    job.run_dir.stop.write_text("walltime\n")
+    run_script(job, tmp_path)
+    assert [path.name for path in job.run_dir.attempts()] == ["attempt-1", "attempt-2"]
+    assert not job.run_dir.stop.exists()
+
+
+def test_a_missing_python_or_folder_is_one_line(tmp_path: Path) -> None:
+    done, seen = run_script(torchrun_job(tmp_path / "run", **{"slurm.python": "/no/python"}), tmp_path)
+    assert (done.returncode, seen) == (2, {})
+    assert done.stderr.strip().endswith("has no /no/python (slurm.python)")
+
+
+def test_a_template_in_the_working_folder_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slurm_templates").mkdir()
+    own = tmp_path / "slurm_templates" / "torchrun.sbatch.j2"
+    own.write_text("#!/bin/bash\n# mine\ntrue {{ program }}\n")
+    assert render(torchrun_job(tmp_path / "run")) == "#!/bin/bash\n# mine\ntrue train.py\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a\n{% if %}\n", "line 2"),
+        ("a\nb\n{{ nonsense }}\n", "line 3: 'nonsense' is undefined"),
+        ("{{ run_dir | upperr }}", "line 1"),
+    ],
+)
+def test_a_broken_template_is_named_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slurm_templates").mkdir()
+    (tmp_path / "slurm_templates" / "torchrun.sbatch.j2").write_text(text)
+    with pytest.raises(UserError, match=r"torchrun\.sbatch\.j2") as caught:
+        render(torchrun_job(tmp_path / "run"))
+    assert said in str(caught.value)
+
+
+def test_a_run_directory_with_a_backslash_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="backslash"):
+        render(torchrun_job(tmp_path / "a\\b"))
+
+
+def test_a_second_job_in_the_run_directory_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    job = torchrun_job(tmp_path / "run")
+    job.run_dir.path.mkdir()
+    with (job.run_dir.path / ".lock").open("a+") as lock:
+        lock.write("6\n")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done, seen = run_script(job, tmp_path)
+        assert (done.returncode, seen) == (2, {})
+        assert "finds job 6 running in" in done.stderr
+        assert [path.name for path in job.run_dir.path.iterdir()] == [".lock"]
+        lock.write("7\n")  # a lock that outlived an earlier attempt of this very job
+        lock.flush()
+        assert run_script(job, tmp_path)[0].returncode == 0
+
+
+def test_gpus_in_the_clusters_own_way_replace_ours(tmp_path: Path) -> None:
+    assert "#SBATCH --gpus-per-node=1\n" in render(torchrun_job(tmp_path / "run"))
+    typed = render(torchrun_job(tmp_path / "run", **{"slurm.sbatch": {"gres": "gpu:a100:4", "cpus-per-gpu": 8}}))
+    assert "#SBATCH --gres=gpu:a100:4\n" in typed and "gpus-per-node" not in typed and "cpus-per-task=" not in typed
+
+
+def test_a_template_that_raises_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slurm_templates").mkdir()
+    (tmp_path / "slurm_templates" / "torchrun.sbatch.j2").write_text("#!/bin/bash\n{{ warning_s + 'x' }}\n")
+    with pytest.raises(UserError, match=r"torchrun\.sbatch\.j2, line 2: unsupported operand"):
+        render(torchrun_job(tmp_path / "run"))

@@ -1,0 +1,79 @@
+"""What is left of a submission that was broken off, and when a run may be submitted again."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.errors import UserError
+from hpc_rl.run_dir import RunDir
+from hpc_rl.submission.requeue import requeue
+from tests.fake_slurm import calls, fake_slurm
+
+PROGRAM = ("trainer.device=cpu", "--", "train.py")
+
+
+@pytest.fixture(autouse=True)
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    return fake_slurm(tmp_path, monkeypatch)
+
+
+def run(folder: Path, **files: object) -> RunDir:
+    """A run directory with these JSON files and a script that can be queued again by itself."""
+    found = RunDir(folder / "runs" / "mine")
+    found.path.mkdir(parents=True)
+    found.script.write_text("scontrol requeue\n")
+    for name, facts in files.items():
+        (found.path / f"{name}.json").write_text(json.dumps(facts))
+    return found
+
+
+@pytest.mark.parametrize("command", [("submit", "torchrun"), ("sweep", "torchrun", "slurm.env.LR=1,2")])
+def test_ctrl_c_during_a_submission_leaves_neither_job_nor_folder(
+    tmp_path: Path, slurm: Path, command: Sequence[str]
+) -> None:
+    hold = slurm / "sbatch.hold"
+    hold.touch()
+    process = subprocess.Popen([sys.executable, "-m", "hpc_rl.cli", *command, *PROGRAM])
+    deadline = time.monotonic() + 60
+    try:
+        while not any(call.startswith("sbatch ") for call in calls(tmp_path)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+    finally:
+        hold.unlink()
+    assert process.wait(60) == 130
+    assert calls(tmp_path)[-1] == "scancel 7"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_has_started_waits_no_longer(tmp_path: Path) -> None:
+    job = {"job_id": "5", "after": "3", "working_dir": str(tmp_path)}
+    mine = run(tmp_path, job=job, status={"job_id": "5", "attempt": 1, "state": "FAILED", "exit_code": 1})
+    assert requeue(mine) == "submitted job 7: run mine goes on, FAILED before"
+    assert not any("--dependency" in call for call in calls(tmp_path))
+
+
+def test_a_run_that_never_started_still_waits(tmp_path: Path) -> None:
+    job = {"job_id": "5", "after": "3", "working_dir": str(tmp_path)}
+    mine = run(tmp_path, job=job, status={"job_id": "5", "attempt": 0, "state": "CANCELLED", "exit_code": None})
+    with pytest.raises(UserError, match="--after 3: Slurm does not know this job"):
+        requeue(mine)
+
+
+def test_a_script_that_never_queues_itself_again_is_not_asked_to(tmp_path: Path, slurm: Path) -> None:
+    mine = run(tmp_path, job={"job_id": "5"}, status={"job_id": "5", "attempt": 1, "state": "RUNNING"})
+    (slurm / "squeue.text").write_text("5|RUNNING|node1|None|\n")
+    assert "will save at its next step" in requeue(mine)
+    mine.stop.unlink()
+    mine.script.write_text("srun true\n")
+    with pytest.raises(UserError, match="was submitted with slurm"):
+        requeue(mine)
+    assert not mine.stop.exists()
