@@ -12,7 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_rl.config.compose import SCHEMAS, documented_keys
+from hpc_rl.config.keys import documented_keys
+from hpc_rl.config.kinds import KINDS, offered
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-KINDS = ("sft", "ppo", "torchrun", "ray")
-"""Job kinds that a user submits."""
 AT_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Pages beside docs/ in the repository, and their place in the site."""
 SHIPPED = "configs/site"
@@ -31,7 +30,7 @@ SHIPPED = "configs/site"
 def generated_pages() -> dict[str, str]:
     """Return the Markdown of every page that is not a file in docs/, by its path in the site."""
     pages = {target: relocated((ROOT / source).read_text()) for source, target in AT_ROOT.items()}
-    pages |= {f"reference/config-{kind}.md": configuration_page(kind) for kind in KINDS}
+    pages |= {f"reference/config-{kind}.md": configuration_page(kind) for kind in (row.name for row in offered())}
     return pages | {f"reference/{name}.md": text for name, text in api_pages().items()}
 
 
@@ -53,7 +52,7 @@ def site_markdown(text: str) -> str:
 
 def configuration_page(kind: str) -> str:
     """Return the reference of a job kind's options: a table for each section of the schema."""
-    rows = list(documented_keys(SCHEMAS[kind]))
+    rows = list(documented_keys(KINDS[kind].schema))
     lines = [
         f"# Options of {kind}",
         "",

@@ -38,7 +38,7 @@ import yaml
 from hpc_rl.cli import app
 from hpc_rl.config.compose import compose
 from hpc_rl.config.keys import documented_keys
-from hpc_rl.config.kinds import KINDS
+from hpc_rl.config.kinds import KINDS, offered
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.script import _values
@@ -52,10 +52,6 @@ NO_KEYS = {"container.sh", "container.sh.j2", "ray.init", "ray.put", "data.rows"
 """Dotted words in code that look like keys of the configuration and are something else."""
 TO_BE_WRITTEN = {"configs/recipe/mine.yaml"}
 """Files of the reader's own project."""
-MOVED = {f"hpc_rl/submission/{name}.py": f"hpc_rl/submit/{name}.py" for name in ("request", "resources", "script")}
-MOVED |= {f"hpc_rl/submission/preflight/{name}": "hpc_rl/submit/preflight.py" for name in ("", "__init__.py")}
-MOVED |= {"hpc_rl/config/kinds.py": "hpc_rl/submit/script.py"}
-"""Paths that pages name already, and the files that they come from."""
 OTHERS = {"from-verl.md", "from-openrlhf.md"}
 """Pages with other projects' keys, in the first column of their tables."""
 
@@ -260,7 +256,7 @@ def test_the_recipe_has_the_values_that_the_page_lists() -> None:
 
 @pytest.mark.parametrize("page", sorted(OTHERS))
 def test_the_defaults_here_are_those_that_the_page_lists(page: str) -> None:
-    defaults = {key: default for key, _, default, _ in documented_keys(SCHEMAS["ppo"])}
+    defaults = {key: default for key, _, default, _ in documented_keys(KINDS["ppo"].schema)}
     rows = table_rows(section_of(page, "Defaults that differ"))
     for row in rows:
         (key,) = code_words(row[1])
@@ -313,7 +309,7 @@ def test_files_named_on_a_page_exist(page: Path) -> None:
     top = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
     words = {word for code in re.findall(r"`([^`\n]+)`", page.read_text()) for word in code.split()}
     named = {word for word in words if re.fullmatch(rf"({top})/[a-z\d_./-]+", word)} - TO_BE_WRITTEN
-    assert [word for word in sorted(named) if not (ROOT / MOVED.get(word, word)).exists()] == []
+    assert [word for word in sorted(named) if not (ROOT / word).exists()] == []
 
 
 @pytest.fixture(scope="module")
@@ -339,10 +335,10 @@ def test_the_site_lists_every_page_once(site_pages: ModuleType) -> None:
     assert sorted(entries) == sorted({page.name for page in DOCS} | generated)
 
 
-@pytest.mark.parametrize("kind", ["sft", "ppo", "torchrun", "ray"])
+@pytest.mark.parametrize("kind", [row.name for row in offered()])
 def test_the_reference_lists_every_option(site_pages: ModuleType, kind: str) -> None:
     page = site_pages.configuration_page(kind)
-    rows = list(documented_keys(SCHEMAS[kind]))
+    rows = list(documented_keys(KINDS[kind].schema))
     for key, _, _, meaning in rows:
         assert page.count(f'<a id="{key}"></a>') == 1
         assert meaning.replace("|", r"\|") in page

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from hpc_rl.algorithms.estimators import ESTIMATORS, Outcome
 from hpc_rl.algorithms.losses import POLICY_LOSSES, Clip, ppo
-from hpc_rl.config.compose import documented_keys
+from hpc_rl.config import kinds
+from hpc_rl.config.keys import documented_keys
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.rewards.load import load_function
 from hpc_rl.training.model import load_model
@@ -129,7 +130,6 @@ def test_sft_objective(example: Any, tmp_path: Path) -> None:
 
 
 def test_job_kind(example: Any) -> None:
-    kinds = pytest.importorskip("hpc_rl.config.kinds")
     module = example("hpc_rl/config/dpo.py")
     file, text = ROWS["KINDS"]
     assert dotted(file) == kinds.__name__
