@@ -133,7 +133,7 @@ def test_job_kind(example: Any) -> None:
     module = example("hpc_rl/config/dpo.py")
     file, text = ROWS["KINDS"]
     assert dotted(file) == kinds.__name__
-    (kind,) = eval("(" + text + ")", dict(vars(kinds)))
+    kind = eval(text, dict(vars(kinds)))
     assert kind.name not in kinds.KINDS
     assert kind.schema is module.DpoConfig
     assert "beta" in {key for key, *_ in documented_keys(kind.schema)}
