@@ -1,7 +1,8 @@
 """docs/extending.md: its examples run as they are printed.
 
 A block that begins with a comment `# path/file.py` is a file, and becomes a module of that name. A block that begins
-with `# row of TABLE in path/file.py` is a row, and is evaluated with the names of that file and of the example's module.
+with `# row of TABLE in path/file.py` is a row, and is evaluated with the names of that file and of the example's
+module.
 """
 
 from __future__ import annotations
