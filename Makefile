@@ -2,6 +2,7 @@
 # make test    everything: lint, types, imports, unit tests, and a real Slurm where root can have one
 # make test-slurm-new   the tests that depend on Slurm's version most, on a newer Slurm (about 600 MB)
 # make bench   the measurements of docs/benchmarks.md
+# make docs    the documentation as a site, in build/docs; fails on any broken link
 
 PYTHON ?= python3
 # pip's default build. For a build without CUDA from another index: make demo TORCH="torch --index-url ..."
@@ -11,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export WANDB_MODE ?= offline
 
-.PHONY: demo test test-lowest test-slurm-new lint bench clean
+.PHONY: demo test test-lowest test-slurm-new lint bench docs clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo
@@ -53,8 +54,18 @@ bench: .venv/test
 	$(BIN)/python -m benchmarks.ppo
 	$(BIN)/python -m benchmarks.weight_sync
 
+# The API reference is read from the source, so this environment needs no torch.
+docs: .venv-docs
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+	@echo "open build/docs/index.html"
+
+.venv-docs: setup.cfg
+	$(PYTHON) -m venv $@
+	$@/bin/pip install --quiet --editable '.[docs]'
+	touch $@
+
 clean:
-	rm -rf .venv .venv-lowest demo
+	rm -rf .venv .venv-lowest .venv-docs build/docs demo
 
 # torch comes first: what depends on it is then content with this build.
 .venv/train: setup.cfg

@@ -1,19 +1,21 @@
-"""README.md and docs/*.md: what they say is true of the commands, the options and the pages.
+"""README.md, CONTRIBUTING.md, CHANGELOG.md and docs/*.md: the commands, options, files and pages that they name exist.
 
-Every `hpc-rl` command in a block of code is parsed, and its options composed. What stands at the block's beginning
-decides whether more happens, in a folder with small data, a small model and a few programs (`workshop` below):
+Every `hpc-rl` command in a block of code is parsed, and its options are composed. The first line of a block decides
+whether it is also run, in a folder with small data, a small model and a few programs (`workshop` below):
 
-    ```              nothing more
-    ```sh run        the block's hpc-rl commands are run as they stand, one after another, and have to end well
-    ```sh dry-run    its `submit` commands are run with --dry-run, and have to end well
-    ```text          and other languages: no commands at all
+    ```              not run
+    ```sh run        its hpc-rl commands are run in order, and have to succeed
+    ```sh dry-run    its `submit` commands are run with --dry-run, and have to succeed
+    ```text          and other languages: not a block of commands
 
-Every key of the configuration and every link between pages has to exist.
+mkdocs.yml has to list every page. docs/site_pages.py is tested without MkDocs; `make docs` builds the site.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -22,17 +24,21 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import typer
+import yaml
 
 from hpc_rl.cli import app
 from hpc_rl.config.compose import compose
 from hpc_rl.config.keys import documented_keys
-from hpc_rl.config.kinds import KINDS
+from hpc_rl.config.kinds import KINDS, offered
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.script import _values
@@ -40,9 +46,12 @@ from tests.commands import understand
 from tests.helpers import chats, make_tiny_model
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = sorted(path for path in (ROOT / "docs").glob("*.md") if not path.name.startswith("_"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
 NO_KEYS = {"container.sh", "container.sh.j2", "ray.init", "ray.put", "data.rows", "ray.sbatch.j2", "trainer.json"}
-"""Dotted words in code that are no keys of the configuration."""
+"""Dotted words in code that look like keys of the configuration and are something else."""
+TO_BE_WRITTEN = {"configs/recipe/mine.yaml"}
+"""Files of the reader's own project."""
 OTHERS = {"from-verl.md", "from-openrlhf.md"}
 """Pages with other projects' keys, in the first column of their tables."""
 
@@ -52,7 +61,7 @@ class Block:
     page: str
     line: int
     how: str
-    """run, dry-run, or nothing."""
+    """run, dry-run, or empty."""
     commands: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -60,7 +69,7 @@ class Block:
 
 
 def blocks() -> Iterator[Block]:
-    """Blocks of code that have commands of ours."""
+    """Yield the blocks of code that contain hpc-rl commands."""
     for page in PAGES:
         text = page.read_text()
         for found in re.finditer(r"^ *```(.*)\n((?s:.*?))^ *```$", text, re.MULTILINE):
@@ -88,7 +97,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workshop(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder that the pages assume."""
+    """Make the working folder that the pages assume, and change into it."""
     shutil.copytree(model, tmp_path / "models" / "small")
     (tmp_path / "data" / "gsm8k").mkdir(parents=True)
     rows = [json.dumps({"messages": chat, "answer": "2"}) + "\n" for chat in chats(40)]
@@ -103,7 +112,7 @@ def workshop(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def dry_run(words: list[str]) -> str:
-    """What the command prints with --dry-run; in this process, since there are many of them."""
+    """Run the command with --dry-run in this process, because there are many of them, and return what it prints."""
     front, dash, program = " ".join(map(shlex.quote, words)).partition(" -- ")
     asked = [*shlex.split(front), *([] if "--dry-run" in words else ["--dry-run"])]
     sys.argv = ["hpc-rl", *asked, *(["--", *shlex.split(program)] if dash else [])]
@@ -136,9 +145,14 @@ def test_blocks_to_run_end_well(block: Block, workshop: Path) -> None:
 
 
 def example_file(page: str, language: str) -> str:
-    """The last block of a page in a language: a file that the reader is to write."""
-    text = (ROOT / "docs" / page).read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[-1]
+    """Return the last block of a page in a language: a file that the reader is asked to write."""
+    return code_blocks(ROOT / "docs" / page, language)[-1]
+
+
+def code_blocks(page: Path, language: str) -> list[str]:
+    """Return the blocks of a page in a language, without the indentation of a list."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(text) for _, text in found]
 
 
 def test_files_to_write_work(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +166,38 @@ def test_files_to_write_work(workshop: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert config.model_dump()["actor"]["mini_batch_size"] == 2048
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_on_a_page_is_python(page: Path) -> None:
+    for block in code_blocks(page, "python"):
+        if not block.startswith("# row of "):  # those are evaluated by test_extending.py
+            ast.parse(block)
+
+
+def test_the_files_of_the_first_task_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_prompts, rewards = code_blocks(ROOT / "docs" / "first-rl-task.md", "python")
+    exec(make_prompts, {})
+    rows = [json.loads(line) for line in Path("prompts.jsonl").read_text().splitlines()]
+    assert (len(rows), len(Path("val.jsonl").read_text().splitlines())) == (2000, 100)
+    names: dict[str, Any] = {}
+    exec(rewards, names)
+    score, answer = names["score"], rows[0]["answer"]
+    assert answer == " ".join(sorted(answer.split(), key=int))
+    assert score(f"I sort them.\nAnswer: {answer}\nDone.", answer) == 1.0
+    assert score(answer, answer) == score("Answer:", answer) == 0.0
+    assert score("Answer: 1 3 2 4", "1 2 3 4") == 0.25
+    assert score("Answer: 1 2 3 4 5 6 7 8", "1 2 3 4") == 0.25
+    page = (ROOT / "docs" / "first-rl-task.md").read_text()
+    command = re.search(r"python -c \'(.*)\'$", page, re.MULTILINE)
+    assert command is not None
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(command[1].partition("; ")[2], names)
+    assert f"It prints `{printed.getvalue().strip()}`" in page
+
+
 def code_words(text: str) -> set[str]:
-    """Words in `code`, without what follows an equals sign."""
+    """Return the words in `code`, up to an equals sign."""
     words = {word for code in re.findall(r"`([^`\n]+)`", text) for word in code.split()}
     return {word.partition("=")[0].strip("'\"") for word in words}
 
@@ -163,7 +207,7 @@ def options() -> list[tuple[str, str]]:
 
 
 def unknown_keys(words: set[str]) -> set[str]:
-    """Those of the words that look like a key of the configuration and are none."""
+    """Return the words that look like a key of the configuration but do not exist."""
     keys = {key for key, _ in options()}
     sections = {key.partition(".")[0] for key in keys}
     tables = {key for key, kind in options() if kind.startswith("dict")}
@@ -178,31 +222,73 @@ def test_keys_exist(page: Path) -> None:
     assert not unknown_keys(code_words(page.read_text()))
 
 
+def table_rows(text: str) -> list[list[str]]:
+    """Return the cells of all table rows that begin with code."""
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    return [re.split(r" (?<!\\)\| ?", line.removeprefix("| ").removesuffix("|")) for line in lines]
+
+
+def plain(text: str) -> Any:
+    """Return the value that a cell stands for; to YAML, 1e-05 is text."""
+    value = yaml.safe_load(text)
+    return float(value) if isinstance(value, str) and re.fullmatch(r"[\d.]+e-?\d+", value) else value
+
+
+def value_of(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree[part]
+    return tree
+
+
+def section_of(page: str, heading: str) -> str:
+    text = (ROOT / "docs" / page).read_text()
+    return text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def test_the_recipe_has_the_values_that_the_page_lists() -> None:
+    section = section_of("from-verl.md", "Run verl's Slurm example with this project's trainer")
+    tree = compose("ppo", ["recipe=gsm8k-verl", "data.train_files=a.parquet"]).model_dump(mode="json")
+    rows = table_rows(section)
+    for _, (key,), value in ((row[0], code_words(row[1]), row[2]) for row in rows):
+        assert plain(value.partition(" (")[0]) == pytest.approx(value_of(tree, key)), key
+    assert len(rows) > 35
+
+
+@pytest.mark.parametrize("page", sorted(OTHERS))
+def test_the_defaults_here_are_those_that_the_page_lists(page: str) -> None:
+    defaults = {key: default for key, _, default, _ in documented_keys(KINDS["ppo"].schema)}
+    rows = table_rows(section_of(page, "Defaults that differ"))
+    for row in rows:
+        (key,) = code_words(row[1])
+        assert plain(row[3]) == plain(defaults[key]), key
+    assert len(rows) > 10
+
+
 @pytest.mark.parametrize("name", sorted(OTHERS))
 def test_the_keys_that_others_become_exist(name: str) -> None:
-    rows = [line.split(" | ") for line in (ROOT / "docs" / name).read_text().splitlines() if line.startswith("| `")]
+    rows = table_rows((ROOT / "docs" / name).read_text())
     ours = [code_words(row[1]) for row in rows if len(row) >= 3]
     keys = {key for key, _ in options()} | {"ray_kwargs.ray_init.num_cpus"}
     flat = set().union(*ours)
     assert len(flat & keys) > 50 and flat <= keys, flat - keys
 
 
-def test_templates_page_lists_what_a_template_knows() -> None:
+def test_templates_page_lists_the_variables_of_a_template() -> None:
     job = Job("sft", compose("torchrun"), RunDir(Path("/runs/mine")), Path("/home/me"))
     page = (ROOT / "docs" / "templates.md").read_text()
-    table = page[page.index("Templates can use these variables") :]
+    table = page[page.index("These variables are available in a template") :]
     listed = {word for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for word in re.findall(r"`(\w+)`", row)}
     assert listed == set(_values(job))
 
 
 def anchors(page: Path) -> set[str]:
-    """The names that headings get on a page."""
+    """Return the anchors of the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if re.match(r"\w+:", target):
             continue
@@ -214,4 +300,61 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_readme_lists_every_page() -> None:
     readme = (ROOT / "README.md").read_text()
-    assert [page.name for page in PAGES[1:] if f"(docs/{page.name})" not in readme] == []
+    assert [page.name for page in DOCS if f"(docs/{page.name})" not in readme] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_named_on_a_page_exist(page: Path) -> None:
+    """A path in `code` that begins with a folder of the repository is a file or folder there."""
+    top = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
+    words = {word for code in re.findall(r"`([^`\n]+)`", page.read_text()) for word in code.split()}
+    named = {word for word in words if re.fullmatch(rf"({top})/[a-z\d_./-]+", word)} - TO_BE_WRITTEN
+    assert [word for word in sorted(named) if not (ROOT / word).exists()] == []
+
+
+@pytest.fixture(scope="module")
+def site_pages() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "docs" / "site_pages.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def nav_entries(tree: Any) -> Iterator[str]:
+    """Yield the paths in a `nav` of MkDocs."""
+    if isinstance(tree, str):
+        yield tree
+    for child in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from nav_entries(child)
+
+
+def test_the_site_lists_every_page_once(site_pages: ModuleType) -> None:
+    entries = list(nav_entries(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    generated = {path for path in site_pages.generated_pages() if not path.startswith("reference/api-")}
+    assert sorted(entries) == sorted({page.name for page in DOCS} | generated)
+
+
+@pytest.mark.parametrize("kind", [row.name for row in offered()])
+def test_the_reference_lists_every_option(site_pages: ModuleType, kind: str) -> None:
+    page = site_pages.configuration_page(kind)
+    rows = list(documented_keys(KINDS[kind].schema))
+    for key, _, _, meaning in rows:
+        assert page.count(f'<a id="{key}"></a>') == 1
+        assert meaning.replace("|", r"\|") in page
+    assert f"these {len(rows)} options" in page
+
+
+def test_the_api_reference_lists_every_module(site_pages: ModuleType) -> None:
+    pages = site_pages.api_pages()
+    listed = re.findall(r"^::: (\S+)$", "\n".join(pages.values()), re.MULTILINE)
+    assert len(listed) == len(set(listed)) > 150
+    assert {"hpc_rl", "hpc_rl.rl.trainer", "hpc_rl.node.ray_cluster.head"} < set(listed)
+    assert not any("__" in name for name in listed)
+    assert "[`hpc_rl.algorithms`](api-algorithms.md)" in pages["api"]
+
+
+def test_links_of_pages_that_move_into_the_site(site_pages: ModuleType) -> None:
+    assert site_pages.relocated("[a](docs/sft.md#x) [b](CHANGELOG.md)") == "[a](sft.md#x) [b](changelog.md)"
+    assert site_pages.site_markdown("[a](../README.md) ![](figures/x.png)") == "[a](index.md) ![](figures/x.png)"
+    assert site_pages.site_markdown("```sh dry-run\nx\n```\n```sh\n") == "```sh\nx\n```\n```sh\n"

@@ -1,0 +1,146 @@
+"""docs/extending.md: its examples run as they are printed.
+
+A block that begins with a comment `# path/file.py` is a file, and becomes a module of that name. A block that begins
+with `# row of TABLE in path/file.py` is a row, and is evaluated with the names of that file and of the example's
+module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hpc_rl.algorithms.estimators import ESTIMATORS, Outcome
+from hpc_rl.algorithms.losses import Clip, PolicyBatch, ppo
+from hpc_rl.algorithms.policy_losses import POLICY_LOSSES
+from hpc_rl.config import kinds
+from hpc_rl.config.keys import documented_keys
+from hpc_rl.config.training import ModelConfig
+from hpc_rl.rewards.load import load_function
+from hpc_rl.training.model import load_model
+from hpc_rl.training.packed_batch import pack_samples
+from tests.helpers import make_tiny_model
+
+PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
+_ELSEWHERE = ("## Rollout engine", "## Container runtime")
+"""The first sections that are run by tests/rl/rollout/test_adding.py and tests/images/test_extending.py."""
+_TEXT = PAGE.read_text()
+_OWN = _TEXT[: _TEXT.index(_ELSEWHERE[0])] + _TEXT[_TEXT.index("## SFT objective") :]
+_BLOCKS = re.findall(r"^```python\n# (.*?)\n(.*?)^```$", _OWN, re.MULTILINE | re.DOTALL)
+FILES = {head: text for head, text in _BLOCKS if not head.startswith("row of ")}
+ROWS = {head.split()[2]: (head.split()[4], text) for head, text in _BLOCKS if head.startswith("row of ")}
+
+
+def dotted(path: str) -> str:
+    return path.removesuffix(".py").replace("/", ".")
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Write a file of the page, and import it under the name that it would have."""
+
+    def imported(path: str) -> ModuleType:
+        file = tmp_path / Path(path).name
+        file.write_text(f"# {path}\n{FILES[path]}")
+        spec = importlib.util.spec_from_file_location(dotted(path), file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, dotted(path), module)
+        spec.loader.exec_module(module)
+        return module
+
+    return imported
+
+
+def row(table: str, module: ModuleType) -> dict[str, Any]:
+    """Evaluate a row of a table that is a dict, with the names that its file would see."""
+    file, text = ROWS[table]
+    names = {**vars(importlib.import_module(dotted(file))), **vars(module)}
+    found: dict[str, Any] = eval("{" + text + "}", names)
+    return found
+
+
+def test_every_block_is_run() -> None:
+    assert {"my/rewards.py", "hpc_rl/algorithms/opo.py", "hpc_rl/algorithms/spo.py"} < FILES.keys()
+    assert ROWS.keys() == {"ESTIMATORS", "POLICY_LOSSES", "KINDS"}
+    assert len(_BLOCKS) == len(FILES) + len(ROWS) == 8
+
+
+def test_reward_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my").mkdir()
+    Path("my/rewards.py").write_text(FILES["my/rewards.py"])
+    score = load_function("my/rewards.py:score", {"format_bonus": 0.2})
+    row = {"aliases": ["four"]}
+    assert score("So <answer> 4 </answer>.", "4", row=row) == pytest.approx(1.2)
+    assert score("<answer>four</answer>", "4", row=row) == pytest.approx(1.2)
+    assert score("<answer>5</answer>", "4", row=row) == pytest.approx(0.2)
+    assert score("<answer>4</answer><answer>4</answer>", "4", row=row) == score("4", "4", row=row) == 0.0
+
+
+def test_advantage_estimator(example: Any) -> None:
+    added = row("ESTIMATORS", example("hpc_rl/algorithms/opo.py"))
+    assert not added.keys() & ESTIMATORS.keys()
+    mask_BT = torch.tensor([[True, False, False], [True, True, True], [True, True, False], [True, False, False]])
+    outcome = Outcome(
+        rewards_BT=torch.tensor([[1.0, 0, 0], [0, 0, 3.0], [0, 2.0, 0], [2.0, 0, 0]]),
+        mask_BT=mask_BT,
+        groups_B=torch.tensor([7, 7, 4, 4]),
+    )
+    advantages_BT = added["opo"](outcome).advantages_BT
+    # The first group's baseline is (1 * 1 + 3 * 3) / 4; in the second group all scores are equal.
+    expected_B = torch.tensor([1 - 2.5, 3 - 2.5, 0.0, 0.0])
+    torch.testing.assert_close(advantages_BT, expected_B[:, None] * mask_BT)
+
+
+def test_policy_loss(example: Any) -> None:
+    added = row("POLICY_LOSSES", example("hpc_rl/algorithms/spo.py"))
+    assert not added.keys() & POLICY_LOSSES.keys()
+    old_N, advantages_N, lengths_B = torch.full((4,), -1.0), torch.tensor([1.0, 1.0, -2.0, -2.0]), torch.tensor([4])
+    ratio_N = torch.tensor([1.0, 1.4, 1.0, 0.6])
+    new_N = (old_N + ratio_N.log()).requires_grad_()
+    found = added["spo"](PolicyBatch(new_N, old_N, advantages_N, lengths_B, Clip(0.2, 0.2, None)))
+    found.loss_N.sum().backward()
+    assert found.loss_N.tolist() == pytest.approx([-1.0, -1.0, 2.0, 2.0])
+    assert found.clipped_N.tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert found.kl_N.tolist() == pytest.approx((old_N - new_N).tolist())
+    gradient = new_N.grad
+    assert gradient is not None
+    # At equal policies it is that of PPO; beyond the bound it leads back.
+    same_N = old_N.clone().requires_grad_()
+    ppo(PolicyBatch(same_N, old_N, advantages_N, lengths_B, Clip(0.2, 0.2, None))).loss_N.sum().backward()
+    assert same_N.grad is not None
+    assert gradient[[0, 2]].tolist() == pytest.approx(same_N.grad[[0, 2]].tolist())
+    assert gradient[1] > 0 and gradient[3] < 0
+
+
+def test_sft_objective(example: Any, tmp_path: Path) -> None:
+    module = example("hpc_rl/finetune/dft.py")
+    folder = make_tiny_model(tmp_path / "model")
+    ids = torch.arange(5, 17)
+    batch = pack_samples([ids.numpy()], [(ids > 8).numpy()])
+    logits_TV = AutoModelForCausalLM.from_pretrained(folder)(ids[None]).logits[0]
+    logprobs_N = logits_TV[3:-1].log_softmax(-1).gather(1, ids[4:, None])[:, 0]
+    expected = -0.5 * (logprobs_N.exp() * logprobs_N).sum()
+    found = module.loss(load_model(ModelConfig(path=str(folder))), batch, 0.5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_job_kind(example: Any) -> None:
+    module = example("hpc_rl/config/dpo.py")
+    file, text = ROWS["KINDS"]
+    assert dotted(file) == kinds.__name__
+    kind = eval(text, dict(vars(kinds)))
+    assert kind.name not in kinds.KINDS
+    assert kind.schema is module.DpoConfig
+    assert "beta" in {key for key, *_ in documented_keys(kind.schema)}
+    assert not kind.takes_program
