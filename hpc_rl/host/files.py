@@ -45,10 +45,10 @@ def tail(path: Path, lines: int = 20) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one where the file is missing or half-written."""
+    """Return the JSON object in a file, or an empty one if the file is missing, unreadable or incomplete."""
     try:
         found = json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -179,7 +179,9 @@ def _layers(site: str | None, environ: Mapping[str, str]) -> Iterator[Layer]:
         yield Layer("--site", find(site), True)
 
 
-def _flat(mapping: Any, prefix: str, path: Path, loader: Any) -> Iterator[tuple[str, Any, int]]:
+def _flat(
+    mapping: Any, prefix: str, path: Path, loader: Any, above: tuple[Any, ...] = ()
+) -> Iterator[tuple[str, Any, int]]:
     import yaml
 
     lines: dict[str, int] = {}
@@ -188,8 +190,10 @@ def _flat(mapping: Any, prefix: str, path: Path, loader: Any) -> Iterator[tuple[
         if key in lines:
             raise UserError(f"{path}, line {line}: {key} has been given in line {lines[key]} already")
         lines[key] = line
+        if any(value_node is one for one in (*above, mapping)):
+            raise UserError(f"{path}, line {line}: {key} contains itself; remove the alias")
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
-            yield from _flat(value_node, f"{key}.", path, loader)
+            yield from _flat(value_node, f"{key}.", path, loader, (*above, mapping))
         else:
             try:
                 value = loader.construct_object(value_node, deep=True)
