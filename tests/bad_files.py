@@ -21,7 +21,11 @@ def safetensors(data: bytes = bytes(8)) -> bytes:
 
 
 def make_model(folder: Path, **changes: str | bytes | None) -> Path:
-    """Write a model folder that the checks accept, with changes: file (`__` for a dot) -> contents, None: no such file."""
+    """Write a model folder that the checks accept.
+
+    Args:
+        changes: files to replace, with `__` for a dot -> contents, or None to leave the file out.
+    """
     files: dict[str, str | bytes | None] = {
         "config.json": json.dumps({"model_type": "qwen2"}),
         "model.safetensors": safetensors(),
@@ -64,8 +68,8 @@ def write_models(root: Path) -> None:
     (root / "empty").mkdir()
     (root / "loop").symlink_to("loop")
     for name, text in {
-        "open.jinja": "{% if x %}", "brace.jinja": "{{ messages ", "tag.jinja": "{% endfor %}", "filter.jinja": "{{ x|f }}",
-        "template.bin": "\udcff",
+        "open.jinja": "{% if x %}", "brace.jinja": "{{ messages ", "tag.jinja": "{% endfor %}",
+        "filter.jinja": "{{ x|f }}", "template.bin": "\udcff",
     }.items():  # fmt: skip
         (root / name).write_bytes(text.encode(errors="surrogateescape"))
 
