@@ -81,13 +81,12 @@ def _similar(key: str, known: Sequence[str], meanings: Mapping[str, str]) -> lis
 
 
 def _by_leaf(section: str, leaf: str, known: Sequence[str], cutoff: float) -> list[str]:
-    """Return the key whose last part is most similar to `leaf`, preferably in the same section."""
+    """Return the key whose last part is most similar to `leaf`, preferably inside the same section."""
     by_leaf: dict[str, list[str]] = {}
     for name in known:
         by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
     for close in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=cutoff):
-        same = [name for name in by_leaf[close] if name.rpartition(".")[0] == section]
-        return same or by_leaf[close][:1]
+        return [next((name for name in by_leaf[close] if name.startswith(f"{section}.")), by_leaf[close][0])]
     return []
 
 

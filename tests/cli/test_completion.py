@@ -80,9 +80,14 @@ def shell(**environ: str) -> str:
 
 def test_bash_completes_a_value() -> None:
     typed = ["hpc-rl", "submit", "sft", "trainer.device", "=", "c"]
-    assert shell(_HPC_RL_COMPLETE="complete_bash", COMP_WORDS="\n".join(typed), COMP_CWORD="5") == "cuda\ncpu"
+    assert shell(_HPC_RL_COMPLETE="complete_bash", COMP_WORDS="\n".join(typed), COMP_CWORD="5").split() == [
+        "cuda",
+        "cpu",
+    ]
     typed = ["hpc-rl", "submit", "sft", "--site", "ty"]
-    assert shell(_HPC_RL_COMPLETE="complete_bash", COMP_WORDS="\n".join(typed), COMP_CWORD="4") == "typed-gres"
+    assert shell(_HPC_RL_COMPLETE="complete_bash", COMP_WORDS="\n".join(typed), COMP_CWORD="4").split() == [
+        "typed-gres"
+    ]
 
 
 def test_zsh_completes_a_value() -> None:

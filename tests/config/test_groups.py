@@ -61,13 +61,11 @@ def test_missing_keys_end_with_a_command_that_composes(job: str, nodes: int, com
 
 def test_missing_keys_keep_what_was_typed() -> None:
     with pytest.raises(UserError) as caught:
-        compose("sft", ["model.path=/a b", "optim.lr=1e-4"], {"slurm.time": "1:00:00", "slurm.sbatch.nice": None})
+        compose("sft", ["model.path=/a b", "optim.lr=1e-4"], {"slurm.sbatch.nice": None})
     assert (
         str(caught.value)
         .splitlines()[-1]
-        .startswith(
-            "  hpc-rl submit sft slurm.time=1:00:00 slurm.sbatch.nice=null 'model.path=/a b' optim.lr=1e-4 data.train_files="
-        )
+        .startswith("  hpc-rl submit sft slurm.sbatch.nice=null 'model.path=/a b' optim.lr=1e-4 data.train_files=")
     )
 
 

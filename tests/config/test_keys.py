@@ -37,7 +37,5 @@ def test_the_nearest_key(kind: str, key: str, meant: str) -> None:
 def test_sections_and_keys_are_selected() -> None:
     tables = {"optim": {"lr": 1, "eps": 2}, "trainer": {"seed": 3}}
     assert select(tables, ["optim.lr", "trainer"]) == {"optim": {"lr": 1}, "trainer": {"seed": 3}}
-    with pytest.raises(
-        UserError, match=r"optim\.lrr: there is no section or key of this name; did you mean optim\.lr\?"
-    ):
+    with pytest.raises(UserError, match=r"optim\.lrr: there is no section or key of .* did you mean optim\.lr\?"):
         select(tables, ["optim.lrr"])

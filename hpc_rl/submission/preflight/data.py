@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from hpc_rl.config.ppo import PromptDataConfig
@@ -13,6 +14,7 @@ from hpc_rl.submission.hub import HubCache
 from hpc_rl.submission.preflight.model import not_cached
 
 _OTHER_FORMATS = (".arrow", ".gz", ".txt", ".xlsx", ".xml", ".yaml", ".zip", ".zst")
+_DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 MAX_ROWS = 10_000
 """Rows of a data file that are checked before the job is queued; the job itself checks all of them."""
 
@@ -78,6 +80,8 @@ def _check_name(file: str, cache: HubCache) -> str | None:
         raise UserError(f"{file}: there is no such data file or folder")
     if Path(file).suffix.lower() in _OTHER_FORMATS:
         raise UserError(unknown_format(file))
+    if not _DATA_SET.fullmatch(file):
+        raise UserError(f"{file}: not the name of a data set on the hub, and there is no such file")
     if not cache.offline:
         return f"data set {file} is a name on the hub: it is looked up when the job starts"
     if not cache.has_dataset(file):
