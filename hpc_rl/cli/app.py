@@ -9,7 +9,8 @@ from typing import Annotated, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from hpc_rl.cli.completion import run_names
+from hpc_rl import __version__
+from hpc_rl.cli.completion import run_names, site_names
 from hpc_rl.config.kinds import offered
 
 app = typer.Typer(
@@ -24,6 +25,21 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"hpc-rl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 _KINDS = {kind.name: kind.meaning for kind in offered()}
 Kind = StrEnum("Kind", {name: name for name in _KINDS})  # type: ignore[misc]
 _KIND = typer.Argument(
@@ -36,7 +52,13 @@ RunArgument = Annotated[
 ]
 SiteOption = Annotated[
     str | None,
-    typer.Option("--site", metavar="FILE_OR_NAME", help="Site profile: a file, or a shipped one.", show_default=False),
+    typer.Option(
+        "--site",
+        metavar="FILE_OR_NAME",
+        help="Site profile: a file, or the name of a shipped one.",
+        show_default=False,
+        autocompletion=site_names,
+    ),
 ]
 RunOrSweepArgument = Annotated[
     str, typer.Argument(metavar="RUN_OR_SWEEP", help="Run directory, name of a run or sweep, or job id.")

@@ -1,4 +1,4 @@
-"""`config`: every option, and what a recipe makes of them."""
+"""`config`: every option, and the values that a recipe gives them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from hpc_rl.cli.app import JsonOption, OptionalKindArgument, SiteOption, app, note
+from hpc_rl.cli.completion import sections
 from hpc_rl.errors import UserError
 
 
@@ -23,6 +24,7 @@ def config(
             metavar="[KEY=VALUE | SECTION]",
             help="Options, as for submit; or sections and keys to show alone, such as optim or trainer.device.",
             show_default=False,
+            autocompletion=sections,
         ),
     ] = None,
     site: SiteOption = None,
@@ -45,13 +47,13 @@ def config(
             _print_keys(kind, words or [])
         return
     overrides = [word for word in words or [] if "=" in word]
-    wanted = [word for word in words or [] if "=" not in word]
+    selected = [word for word in words or [] if "=" not in word]
     found, missing = compose_partly(kind, overrides, load_profile(site).values)
     values = found.model_dump(mode="json")
-    shown = select(values, wanted) if wanted else values
+    shown = select(values, selected) if selected else values
     print(json.dumps(shown, indent=2) if as_json else dump(shown), end="\n" if as_json else "")
     if missing:
-        note(f"still to be given: {', '.join(missing)}")
+        note(f"required, but not given yet: {', '.join(missing)}")
 
 
 def _print_keys(kind: str, words: Sequence[str]) -> None:
@@ -64,7 +66,7 @@ def _print_keys(kind: str, words: Sequence[str]) -> None:
 
     rows = [row for row in documented_keys(KINDS[kind].schema) if not words or any(word in row[0] for word in words)]
     if not rows:
-        raise UserError(f"config {kind} --help {' '.join(words)}: no key contains this")
+        raise UserError(f"config {kind} --help {' '.join(words)}: no key contains this word")
     console = Console(highlight=False)
     for key, type_name, default, meaning in rows:
         console.print(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpc_rl.cli.app import CommandWithProgram, KindArgument, SiteOption, app, leave, note, program_of
+from hpc_rl.cli.completion import options
 from hpc_rl.cli.text import explanation_text, short_path, status_text, submitted_text
 from hpc_rl.errors import UserError
 
@@ -24,7 +25,12 @@ if TYPE_CHECKING:
 
 OverridesArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Options; torchrun, ray: then -- PROGRAM ARGUMENTS.", show_default=False),
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Options; torchrun, ray: then -- PROGRAM ARGUMENTS.",
+        show_default=False,
+        autocompletion=options,
+    ),
 ]
 RunDirOption = Annotated[
     Path | None, typer.Option(help="Run directory; runs/NAME where not given.", show_default=False)

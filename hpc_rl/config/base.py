@@ -1,25 +1,62 @@
-"""What all groups of options share: strictness, and types of text."""
+"""What all sections of the configuration share: strict validation, and types of text and tables."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from hpc_rl.config.keys import leaf_types
+
+MAX_NAME_BYTES = 255
+"""Longest name of a file or folder on Linux file systems (NAME_MAX)."""
+MAX_PATH_BYTES = 4095
+"""Longest path that Linux accepts (PATH_MAX, without the final NUL)."""
 
 
 class Section(BaseModel):
-    """A group of options. Unknown keys are errors, and a value is never converted behind the user's back."""
+    """A group of options. Unknown keys, non-finite numbers, and booleans in place of numbers are errors."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True, allow_inf_nan=False
+    )
+
+    def problems(self) -> Iterator[str]:
+        """Yield one message for each combination of values that cannot work. Sections with such rules override it."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if found := list(self.problems()):
+            raise ValueError("\n".join(found))
+        return self
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        types = leaf_types(cls.model_fields[str(info.field_name)].annotation)
+        if isinstance(value, bool) and types & {int, float} and bool not in types:
+            raise ValueError(f"expected a number, found {str(value).lower()}")
+        return value
 
     def __hash__(self) -> int:
-        """A section is a value: equal ones have equal hashes, lists and tables in them included."""
+        """Return equal hashes for equal sections, including those with lists and tables."""
         return hash(self.model_dump_json())
 
     def updated(self, key: str, value: Any) -> Self:
-        """A copy with another value of one dotted key. The value is not checked."""
+        """Return a copy with another value of one dotted key. The value is not validated."""
         name, _, rest = key.partition(".")
         return self.model_copy(update={name: getattr(self, name).updated(rest, value) if rest else value})
 
@@ -28,16 +65,53 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Path = Annotated[str, AfterValidator(os.path.expanduser)]
+def possible_path(value: str) -> str:
+    """Expand `~` and check that the operating system accepts the path. The file need not exist.
+
+    Raises:
+        ValueError: a name or the path is too long, or contains a NUL character.
+    """
+    path = os.path.expanduser(value)  # noqa: PTH111 - a Path would drop a trailing slash
+    longest = max((len(os.fsencode(name)) for name in path.split("/")), default=0)
+    if longest > MAX_NAME_BYTES:
+        raise ValueError(f"{value[:40]}...: a name in this path has {longest} bytes; the limit is {MAX_NAME_BYTES}")
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise ValueError(f"{value[:40]}...: the path has more than {MAX_PATH_BYTES} bytes")
+    if "\0" in path:
+        raise ValueError(f"{value!r}: a path cannot contain a NUL character")
+    return path
+
+
+def _not_empty(value: str) -> str:
+    if not value.strip():
+        raise ValueError("the path is empty")
+    return value
+
+
+Path = Annotated[str, AfterValidator(_not_empty), AfterValidator(possible_path)]
 Files = Annotated[list[Path], BeforeValidator(_one_or_many)]
 
-# Everything that becomes one line of an sbatch script: a line break there would end the directive.
+
+def _finite(value: Any, key: str = "") -> Any:
+    """Return the value, or raise ValueError if it is or contains an infinite number or NaN."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{key or 'the value'} is {value}; expected a finite number")
+    children = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for name, child in children:
+        _finite(child, f"{key}.{name}" if key else str(name))
+    return value
+
+
+Table = Annotated[dict[str, Any], AfterValidator(_finite)]
+"""Free-form arguments for another program."""
+
+# Each of these values becomes one line of an sbatch script, where a line break would end the directive.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def _one_line(value: str) -> str:
     if _CONTROL.search(value):
-        raise ValueError(f"{value!r} has a line break or control character, which no sbatch option can hold")
+        raise ValueError(f"{value!r} contains a line break or control character, which an sbatch option cannot hold")
     return value
 
 

@@ -8,12 +8,15 @@ All errors are reported at once, each with its dotted key.
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from hpc_rl.config.groups import check_choices, find_cycle, folders, groups, recipe_for
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.keys import documented_keys, find_annotation, leaf_types, nearest, put
 from hpc_rl.config.kinds import KINDS
@@ -21,7 +24,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.shipped import shipped
 
 FillIn = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""From nested tables without the schema's defaults to dotted key -> value of what they leave open."""
+"""From nested tables without the schema's defaults to dotted key -> value for keys that they leave open."""
 
 
 def compose(
@@ -33,19 +36,19 @@ def compose(
 ) -> JobConfig:
     """Compose the configuration of one job: schema defaults < profile < recipe < overrides < settings.
 
-    The recipe is `configs/<job>.yaml`: the one in the working folder if there is one, else the shipped one.
+    The recipe is `configs/<job>.yaml` in the working folder if it exists, otherwise the shipped one.
 
     Args:
         job: name of a row of KINDS.
-        overrides: `key=value` or `group=name`, as typed on the command line. If the schema asks for text, the value is
-            taken as it is; otherwise Hydra's grammar reads it (numbers, lists, tables).
+        overrides: `key=value` or `group=name`, as typed on the command line. If the schema's type is text, the value is
+            taken literally; otherwise Hydra's grammar reads it (numbers, lists, tables).
         settings: dotted key -> value that needs no parsing (command-line flags).
         site: dotted key -> value of the cluster's profile (`Profile.values`); keys that this kind of job does not have
             are left out.
-        fill_in: decides what depends on the machine, once everything else is known.
+        fill_in: sets the keys that depend on the machine, after everything else is known.
 
     Raises:
-        UserError: unknown keys, values that do not fit, or an override that cannot be read.
+        UserError: a key is unknown or missing, a value is invalid, or an override cannot be read.
     """
     return compose_each(job, overrides, [()], settings, site, fill_in)[0]
 
@@ -61,16 +64,16 @@ def compose_each(
     """Compose one configuration for each point of a sweep. Hydra runs once, unless a point names a group.
 
     Args:
-        overrides: those of all points.
-        points: each point's own overrides, which come after those of all.
+        overrides: the overrides of all points.
+        points: each point's own overrides, which are applied after those of all.
 
     Raises:
-        UserError: as `compose`.
+        UserError: see `compose`.
     """
-    schema, groups = KINDS[job].schema, _groups()
+    schema, known = KINDS[job].schema, groups()
     found, base = [], None
     for own in points:
-        if any(_needs_hydra(word, groups) for word in own):
+        if any(_needs_hydra(word, known) for word in own):
             tree = _tree(job, [*overrides, *own], site)
         else:
             base = base or _tree(job, overrides, site)
@@ -79,19 +82,20 @@ def compose_each(
             put(tree, key, value)
         for key, value in (fill_in(tree) if fill_in else {}).items():
             put(tree, key, value)
-        found.append(validate(job, tree))
+        example = partial(_example_command, job, tree, words=[*overrides, *own], settings=settings or {})
+        found.append(validate(job, tree, example))
     return found
 
 
 def compose_partly(
     job: str, overrides: Sequence[str] = (), site: Mapping[str, Any] | None = None
 ) -> tuple[JobConfig, list[str]]:
-    """Like `compose`, for looking at: required keys that were not given are `???`, and are returned by name."""
-    tree = _tree(job, overrides, site)
+    """Compose a configuration to look at: required keys that are missing are `???`, and are returned by name."""
+    tree, schema = _tree(job, overrides, site), KINDS[job].schema
     try:
-        KINDS[job].schema.model_validate(tree)
+        schema.model_validate(tree)
     except ValidationError as error:
-        missing = [".".join(map(str, e["loc"])) for e in error.errors() if e["type"] == "missing"]
+        missing = _only_missing(schema, error)
     else:
         missing = []
     for key in missing:
@@ -119,43 +123,57 @@ def load_tree(path: Path) -> dict[str, Any]:
 
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path))
-    except FileNotFoundError as error:
-        raise UserError(f"no configuration at {path}") from error
-    except YAMLError as error:
+    except OSError as error:
+        raise UserError(f"no configuration at {path}: {error.strerror or 'it cannot be read'}") from error
+    except (YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not YAML: {error}") from error
     if not isinstance(tree, dict):
         raise UserError(f"{path} is not a table of options")
     return tree  # type: ignore[return-value]
 
 
-def validate(job: str, tree: Any) -> JobConfig:
-    """Check a nested dict against the job's schema; every problem is named in one error."""
+def validate(job: str, tree: Any, example: Callable[[Sequence[str]], str] | None = None) -> JobConfig:
+    """Check a nested table against the job's schema.
+
+    Args:
+        example: returns a command that gives the missing keys; called if nothing else is wrong.
+
+    Raises:
+        UserError: names every problem, a line each.
+    """
     schema = KINDS[job].schema
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
+        if example and (missing := _only_missing(schema, error)):
+            raise UserError(
+                f"{', '.join(missing)}: required, but not given\n"
+                "`hpc-rl init` writes a starter project that sets all of them; or complete the command, for example:\n"
+                f"  {example(missing)}"
+            ) from None
         problems = [_problem(schema, dict(details)) for details in error.errors()]
         raise UserError("\n".join(problems)) from None
 
 
 def dump(config: BaseModel | Mapping[str, Any]) -> str:
-    """YAML of a configuration, or of a part of one; that of a whole one is readable by `load_config`."""
+    """Write a configuration, or a part of one, as YAML; `load_config` reads that of a whole one."""
     import yaml
 
     values = config.model_dump(mode="json") if isinstance(config, BaseModel) else dict(config)
 
-    # ASCII only: PyYAML writes some Unicode line breaks as they are and reads them back as spaces.
+    # ASCII only: PyYAML writes some Unicode line breaks literally and reads them back as spaces.
     text: str = yaml.safe_dump(values, sort_keys=False, width=120)
     return text
 
 
 def _tree(job: str, overrides: Sequence[str], site: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The configuration as nested tables, without the schema's defaults."""
+    """Return the configuration as nested tables, without the schema's defaults."""
     schema = KINDS[job].schema
     texts, rest = _split_overrides(schema, overrides)
+    check_choices(rest, {name: f"{name}.path" for name in groups() if find_annotation(schema, f"{name}.path")})
     tree = _hydra_tree(job, rest)
     for name, section in schema.model_fields.items():
-        # A section that nobody mentioned is there all the same, so that its required keys are named one by one.
+        # Sections that are not mentioned exist too, so that each of their required keys is reported.
         if (
             isinstance(section.annotation, type)
             and issubclass(section.annotation, BaseModel)
@@ -174,7 +192,7 @@ def _tree(job: str, overrides: Sequence[str], site: Mapping[str, Any] | None) ->
 
 
 def _with_values(schema: type[BaseModel], tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The tree with plain values put in, read as Hydra reads them but without composing again."""
+    """Return the tree with plain values put in, which are parsed with Hydra's grammar but not composed again."""
     texts, rest = _split_overrides(schema, overrides)
     for word in rest:
         put(tree, word.partition("=")[0].lstrip("+"), _parsed(word))
@@ -183,25 +201,39 @@ def _with_values(schema: type[BaseModel], tree: dict[str, Any], overrides: Seque
     return tree
 
 
-def _needs_hydra(override: str, groups: set[str]) -> bool:
-    """Whether an override chooses a file of a group, or refers to another key."""
-    return override.partition("=")[0].lstrip("+") in groups or "${" in override or override.startswith("~")
+def _needs_hydra(override: str, known: set[str]) -> bool:
+    """Return whether an override chooses a file of a group, or refers to another key."""
+    return override.partition("=")[0].lstrip("+") in known or "${" in override or override.startswith("~")
 
 
 def _parsed(override: str) -> Any:
-    """The value of one `key=value` in Hydra's grammar."""
+    """Return the value of one `key=value` in Hydra's grammar.
+
+    Raises:
+        UserError: it cannot be read.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     try:
         (found,) = OverridesParser.create().parse_overrides(["++" + override.lstrip("+")])
-    except HydraException as error:
-        raise UserError(_first_sentence(error, [override])) from error
-    return found.value()
+        return found.value()
+    except (HydraException, ValueError) as error:  # ValueError: a number with thousands of digits
+        raise UserError(_unreadable(override)) from error
+
+
+def _unreadable(override: str) -> str:
+    """Return the message for an override that Hydra's grammar rejects."""
+    key, _, text = override.partition("=")
+    quoted = f"; quote text: \"{key}='{text}'\"" if not set(text) & set("'\"") else ""
+    return (
+        f"{override}: the value {_short(text)!r} cannot be read; close all brackets and quotes, write a list as "
+        f"{key}=[A,B] and a table as '{key}={{a: 1, b: 2}}'{quoted}"
+    )
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Both tables, key by key; what stands in `above` wins, and lists are not joined."""
+    """Merge two tables key by key; values of `above` take precedence, and lists are not joined."""
     tables = {key for key in below.keys() & above.keys() if isinstance(below[key], dict)}
     both = {key: _merged(below[key], above[key]) for key in tables if isinstance(above[key], dict)}
     return {**below, **above, **both}
@@ -210,58 +242,52 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 def _hydra_tree(job: str, overrides: Sequence[str]) -> dict[str, Any]:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
-    from hydra.errors import HydraException
+    from hydra.errors import HydraException, OverrideParseException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    folders = _folders()
-    recipes = next(folder for folder in [*folders, shipped("configs")] if (folder / f"{job}.yaml").is_file())
-    groups = _groups()
-    search = ",".join(f"'file://{folder}'" for folder in folders)
-    arguments = [f"hydra.searchpath=[{search}]", *(_for_hydra(text, groups) for text in overrides)]
+    known = groups()
+    recipes = next(folder for folder in [*folders(), shipped("configs")] if (folder / f"{job}.yaml").is_file())
+    search = ",".join(f"'file://{folder}'" for folder in folders())
+    arguments = [f"hydra.searchpath=[{search}]", *(_for_hydra(text, known) for text in overrides)]
     try:
         with initialize_config_dir(config_dir=str(recipes), version_base="1.3"):
             tree = OmegaConf.to_container(hydra_compose(job, overrides=arguments), resolve=True)
-    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:  # ValueError: a group set to null
+    except RecursionError as error:
+        cycle = find_cycle()
+        found = " includes ".join(f"{name}.yaml" for name in cycle) if cycle else "a file includes itself"
+        raise UserError(f"the recipe includes itself: in configs/, {found}; remove it from `defaults:`") from error
+    except OverrideParseException as error:
+        raise UserError(_unreadable(error.override.lstrip("+"))) from error
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
         raise UserError(_first_sentence(error, overrides)) from error
     assert isinstance(tree, dict)
     return tree  # type: ignore[return-value]
 
 
-def _folders() -> list[Path]:
-    """Folders with recipes and groups: the user's own first."""
-    own = Path.cwd() / "configs"
-    return [own, shipped("configs")] if own.is_dir() and own != shipped("configs") else [shipped("configs")]
-
-
-def _groups() -> set[str]:
-    """Names of the groups: recipe, model, algorithm, and any of the user's own."""
-    return {path.name for folder in _folders() for path in folder.iterdir() if path.is_dir()}
-
-
 def _split_overrides(schema: type[BaseModel], overrides: Sequence[str]) -> tuple[dict[str, str | None], list[str]]:
-    """Values that the schema wants as text, and the overrides that Hydra reads."""
+    """Split overrides into values whose type is text, and those that Hydra reads."""
     texts: dict[str, str | None] = {}
     rest: list[str] = []
     for override in overrides:
         key, equals, raw = override.partition("=")
         key = key.lstrip("+")
         if not equals or not key or key.startswith("-"):
-            raise UserError(f"{override!r} is no option: write key=value, for example trainer.total_epochs=3")
+            raise UserError(f"{override!r} is not an option: write key=value, for example trainer.total_epochs=3")
         if key == "site":
-            raise UserError(f"{override}: a site profile is an option, --site {raw or 'NAME'}")
-        if _wants_text(schema, key) and not raw.startswith("["):
+            raise UserError(f"{override}: choose a site profile with --site {raw or 'NAME'}")
+        if _is_text(schema, key) and not raw.startswith("["):
             texts[key] = None if raw == "null" else _unquoted(raw)
         else:
-            # The last word on a key counts, a word on the whole section too.
+            # A later override replaces earlier ones of the same key, and of all keys of a section.
             texts = {name: value for name, value in texts.items() if not f"{name}.".startswith(f"{key}.")}
             rest.append(override)
     return texts, rest
 
 
-def _wants_text(schema: type[BaseModel], key: str) -> bool:
-    """Whether the value of a dotted key is a string (alone, or one of the types it may have)."""
+def _is_text(schema: type[BaseModel], key: str) -> bool:
+    """Return whether text is the type of a dotted key, or one of its types."""
     return str in leaf_types(find_annotation(schema, key))
 
 
@@ -269,36 +295,72 @@ def _unquoted(raw: str) -> str:
     return raw[1:-1] if len(raw) >= 2 and raw[0] == raw[-1] and raw[0] in "'\"" else raw
 
 
-def _for_hydra(override: str, groups: set[str]) -> str:
-    """`++key=value` sets a key whether or not the recipe names it; the schema says later whether it exists."""
+def _for_hydra(override: str, known: set[str]) -> str:
+    """Return an override in the form `++key=value`, which sets keys that the recipe does not name."""
     key = override.partition("=")[0].lstrip("+")
-    return override if key in groups else "++" + override.lstrip("+")
+    return override if key in known else "++" + override.lstrip("+")
 
 
 def _first_sentence(error: Exception, overrides: Sequence[str]) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    asked = f" (in: {' '.join(overrides)})" if overrides else ""
-    mark = getattr(error, "problem_mark", None)  # YAML's errors know their place
-    place = f"{mark.name}, line {mark.line + 1}: {error.problem}" if mark else f"{lines[0]}{asked}"  # type: ignore[attr-defined]
-    return place
+    mark = getattr(error, "problem_mark", None)
+    if mark:  # errors of YAML have a line number
+        return f"{mark.name}, line {mark.line + 1}: not valid YAML: {error.problem}"  # type: ignore[attr-defined]
+    typed = f" (in: {' '.join(overrides)})" if overrides else ""
+    options = getattr(error, "options", None)  # a file in a defaults list that does not exist
+    return f"{lines[0]}{typed}" + (f"; choose one of {', '.join(options)}" if options else "")
+
+
+def _only_missing(schema: type[BaseModel], error: ValidationError) -> list[str]:
+    """Return the required keys that are missing; empty if there is any other problem."""
+    found = error.errors()
+    is_all = all(details["type"] == "missing" for details in found)
+    return [_missing_key(schema, details["loc"]) for details in found] if is_all else []
+
+
+def _missing_key(schema: type[BaseModel], loc: Sequence[int | str]) -> str:
+    """Return a missing key by its dotted name; the first key of a section that needs any one of several."""
+    key = ".".join(map(str, loc))
+    section = find_annotation(schema, key)
+    is_section = isinstance(section, type) and issubclass(section, BaseModel)
+    return f"{key}.{next(iter(section.model_fields))}" if is_section else key
+
+
+def _example_command(
+    job: str, tree: Mapping[str, Any], missing: Sequence[str], words: Sequence[str], settings: Mapping[str, Any]
+) -> str:
+    """Return a complete command: what was typed, and words that set the missing keys."""
+    nodes = tree.get("trainer", {}).get("nnodes", 1)
+    flags = ["--nodes", str(nodes)] if "trainer.nnodes" in settings else []
+    rest = [f"{key}={'null' if value is None else value}" for key, value in settings.items() if key != "trainer.nnodes"]
+    examples = dict(KINDS[job].examples)
+    recipe = recipe_for(nodes) if job == "ppo" and {"model.path", "reward.function"} <= {*missing} else None
+    if recipe is not None:
+        examples |= {"model.path": f"recipe={recipe}", "reward.function": ""}
+    added = " ".join(examples.get(key, f"{key}=VALUE") for key in missing).split()
+    return shlex.join(["hpc-rl", "submit", job, *flags, *rest, *words, *added])
 
 
 def _problem(schema: type[BaseModel], details: Any) -> str:
     key = ".".join(str(part) for part in details["loc"])
     if details["type"] == "extra_forbidden":
-        known = [name for name, *_ in documented_keys(schema)]
-        sections = dict.fromkeys(name.rpartition(".")[0] for name in known if "." in name)
-        return f"{key}: unknown key{nearest(key, [*known, *sections])}"
+        meanings = {name: meaning for name, _, _, meaning in documented_keys(schema)}
+        sections = dict.fromkeys(name.rpartition(".")[0] for name in meanings if "." in name)
+        return f"{key}: unknown key{nearest(key, [*meanings, *sections], meanings)}"
     if details["type"] == "missing":
-        return f"{key}: required, not given (write {key}=...)"
-    message = problem_text(details)
-    return f"{key}: {message}" if key else message
+        return f"{_missing_key(schema, details['loc'])}: required, but not given"
+    lines = problem_text(details).splitlines()
+    return "\n".join(line if not key or line.startswith(f"{key}.") else f"{key}: {line}" for line in lines)
 
 
 def problem_text(details: Any) -> str:
-    """One of a ValidationError's errors in words, without its key."""
+    """Describe one of a ValidationError's errors in words, without its key."""
     message: str = details["msg"].removeprefix("Value error, ")
     found = details.get("input")
     if details["type"] == "string_type" and isinstance(found, int | float):
-        return f"{message}, found {found!r}: quote it"  # YAML makes numbers of 0123 and 1_000
-    return message if details["type"] == "value_error" else f"{message}, found {found!r}"
+        return f"{message}, found {found!r}: quote it"  # YAML reads 0123 and 1_000 as numbers
+    return message if details["type"] == "value_error" else f"{message}, found {_short(repr(found))}"
+
+
+def _short(text: str, limit: int = 200) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -1,4 +1,4 @@
-"""The image that a job's processes run in, and how they see the host."""
+"""Options of the container image that a job's processes run in."""
 
 from __future__ import annotations
 
@@ -13,33 +13,38 @@ from hpc_rl.config.base import Line, Path, Section
 
 class ContainerConfig(Section):
     image: Path | None = None
-    """Image that every node's processes run in: a SIF file or an unpacked folder (pyxis: also a name in a registry);
-    null for none. Alias: --image."""
+    """Image in which the processes of every node run: a SIF file, an unpacked folder, or (with runtime=pyxis) a name in
+    a registry. null: no container. Same as --image."""
     runtime: str = "auto"
-    """Container runtime: apptainer, singularity or pyxis; auto uses apptainer or singularity, whichever a node has."""
+    """Program that runs the image: apptainer, singularity or pyxis. auto: apptainer or singularity, whichever the node
+    has."""
     python: str = Field("python3", min_length=1)
-    """Python inside the image; slurm.python counts without an image only."""
+    """Python inside the image. It replaces slurm.python if an image is set."""
     binds: list[Annotated[Line, AfterValidator(os.path.expanduser)]] = []
-    """Further folders or files of the host that are seen inside, each SRC[:DST[:OPTIONS]]. Run directory, working
-    folder, files that the configuration names, and cache folders are bound without being listed."""
+    """Additional folders or files of the host to mount in the image, each SRC[:DST[:OPTIONS]]. The run directory, the
+    working folder, all files that the configuration names, and the cache folders are always mounted."""
     env: list[str] = []
-    """Further environment variables that are passed in, by name or pattern (MYLAB_*); those of slurm.env always are."""
+    """Additional environment variables to pass into the image, by name or by pattern (MYLAB_*). Variables of slurm.env
+    are always passed."""
     gpu: Literal["nv", "rocm"] = "nv"
-    """Whose GPU libraries are bound into the image: NVIDIA's or AMD's; none with trainer.device=cpu."""
+    """GPU libraries of the host to mount in the image: nv (NVIDIA) or rocm (AMD). Ignored with trainer.device=cpu."""
     unpack: Literal["auto", "always", "never"] = "auto"
-    """Run from a copy on the node's own disk, which outlives a FUSE mount; auto: in jobs of over an hour, where the
-    runtime mounts no image by the kernel."""
+    """Whether to run from an unpacked copy of the image on the node's own disk. auto: in jobs longer than an hour, if
+    the runtime would mount the image with FUSE, because such a mount may not live that long."""
     arch: Literal["amd64", "arm64", "ppc64le"] | None = None
-    """Architecture of the compute nodes; the login node's where null."""
+    """CPU architecture of the compute nodes. null: the same as the login node."""
     options: list[Line] = []
-    """Further options of the runtime's exec (pyxis: of srun), such as --fakeroot."""
+    """Additional options of the runtime's exec command (pyxis: of srun), such as --fakeroot."""
 
     @field_validator("binds")
     @classmethod
     def _bindable(cls, value: list[str]) -> list[str]:
         for bind in value:
             if not re.fullmatch(r"[^:,]+(:/[^:,]*(:[a-z]+)?)?", bind):
-                raise ValueError(f"{bind!r} is no SRC[:DST[:OPTIONS]], and the runtime takes no comma in a path")
+                raise ValueError(
+                    f"{bind!r} is not of the form SRC[:DST[:OPTIONS]] with an absolute DST; paths with a comma cannot "
+                    "be mounted"
+                )
         return value
 
     @field_validator("env")
@@ -47,5 +52,7 @@ class ContainerConfig(Section):
     def _patterns(cls, value: list[str]) -> list[str]:
         for name in value:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*\*?", name):
-                raise ValueError(f"{name!r} is no name of an environment variable, and no beginning of one with a *")
+                raise ValueError(
+                    f"{name!r} is not the name of an environment variable, or the start of one followed by *"
+                )
         return value

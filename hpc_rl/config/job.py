@@ -13,12 +13,12 @@ from hpc_rl.config.slurm import SlurmConfig
 
 class TrainerConfig(Section):
     nnodes: int = Field(1, ge=1)
-    """Nodes of the job (--nodes)."""
+    """Number of nodes. Same as --nodes."""
     n_gpus_per_node: int = Field(1, ge=1)
-    """Processes per node: one for each GPU, or CPU processes (--gpus-per-node). If not given: all GPUs of a node, if
-    the site profile or the partition says how many there are."""
+    """Processes per node: one for each GPU, or CPU processes. Same as --gpus-per-node. If it is not given, the job uses
+    all GPUs of a node, if the site profile or the partition states their number, and otherwise one."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """What the processes compute on. auto: GPUs if the nodes have them, else CPUs. cpu: no GPUs are requested."""
+    """Device of the processes. auto: GPUs if the nodes have them, otherwise CPUs. cpu: the job requests no GPUs."""
 
     @property
     def uses_gpus(self) -> bool:
@@ -33,16 +33,17 @@ class TrainerConfig(Section):
 
 class CacheConfig(Section):
     hf_home: Path | None = None
-    """Folder of the Hugging Face cache (HF_HOME), which all nodes see; as in the environment where null."""
+    """Folder of the Hugging Face cache (HF_HOME), on a file system that all nodes share. null: as in the environment of
+    the submitting shell."""
     wandb_dir: Path | None = None
-    """Folder of wandb's own cache, for home folders with a small quota; wandb's default where null."""
+    """Folder of wandb's own cache, for home folders with a small quota. null: wandb's default."""
     offline: bool = False
-    """Compute nodes have no internet: models and data sets come from the cache, where `hpc-rl fetch` puts them, and
-    wandb writes into the run directory."""
+    """Set to true if compute nodes have no internet access. Models and data sets then come from the cache, which
+    `hpc-rl fetch` fills, and wandb writes into the run directory."""
 
 
 class JobConfig(Section):
-    """What the launcher needs of any job; `submit torchrun` uses it as it is."""
+    """Options that the launcher reads for any job. `submit torchrun` uses this class unchanged."""
 
     trainer: TrainerConfig = TrainerConfig()
     slurm: SlurmConfig = SlurmConfig()

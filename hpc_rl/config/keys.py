@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -12,7 +13,7 @@ from hpc_rl.errors import UserError
 
 
 def documented_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """(dotted key, type, default, meaning) of every option, in the schema's order."""
+    """Yield (dotted key, type, default, meaning) of every option, in the order of the schema."""
     for name, field in schema.model_fields.items():
         annotation = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -23,7 +24,7 @@ def documented_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple
 
 
 def find_annotation(schema: type[BaseModel], key: str) -> Any:
-    """The type of a dotted key, or None where the schema has no such key."""
+    """Return the type of a dotted key, or None if the schema has no such key."""
     annotation: Any = schema
     for part in key.split("."):
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -49,17 +50,48 @@ def put(tree: dict[str, Any], key: str, value: Any) -> None:
     tree[last] = value
 
 
-def nearest(key: str, known: Sequence[str]) -> str:
-    """The known key that was probably meant: by its whole name, or by its last part."""
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if not close:
-        by_leaf = {name.rpartition(".")[2]: name for name in reversed(known)}
-        close = [by_leaf[leaf] for leaf in difflib.get_close_matches(key.rpartition(".")[2], by_leaf, n=1)]
-    return f"; did you mean {close[0]}?" if close else ""
+def nearest(key: str, known: Sequence[str], meanings: Mapping[str, str] | None = None) -> str:
+    """Suggest known keys for an unknown one, as the end of an error message; empty if none is similar.
+
+    Args:
+        meanings: key -> sentence about it, to find keys by words (`optim.learning_rate` -> `optim.lr`).
+    """
+    found = _similar(key, known, meanings or {})
+    return f"; did you mean {' or '.join(found)}?" if found else ""
+
+
+def _similar(key: str, known: Sequence[str], meanings: Mapping[str, str]) -> list[str]:
+    """Return the most similar keys, by the first of these rules that finds any.
+
+    The known key ends with the whole unknown one; the last parts are almost equal; the key's sentence has all words of
+    the last part; the whole keys are similar; the last parts are similar.
+    """
+    if inside := [name for name in known if name.endswith(f".{key}")]:
+        return inside[:3]
+    section, _, leaf = key.rpartition(".")
+    if close := _by_leaf(section, leaf, known, cutoff=0.8):
+        return close
+    words = leaf.lower().split("_")
+    in_section = [name for name in meanings if name.startswith(f"{section}.")] or list(meanings)
+    if len(words) > 1:
+        for name in in_section:
+            if all(re.search(rf"\b{re.escape(word)}\b", meanings[name], re.IGNORECASE) for word in words):
+                return [name]
+    return difflib.get_close_matches(key, known, n=1, cutoff=0.6) or _by_leaf(section, leaf, known, cutoff=0.6)
+
+
+def _by_leaf(section: str, leaf: str, known: Sequence[str], cutoff: float) -> list[str]:
+    """Return the key whose last part is most similar to `leaf`, preferably inside the same section."""
+    by_leaf: dict[str, list[str]] = {}
+    for name in known:
+        by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
+    for close in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=cutoff):
+        return [next((name for name in by_leaf[close] if name.startswith(f"{section}.")), by_leaf[close][0])]
+    return []
 
 
 def leaf_types(annotation: Any) -> set[Any]:
-    """The plain types inside unions, lists and annotations; a Literal counts as the types of its values."""
+    """Return the plain types inside unions, lists and annotations; a Literal counts as the types of its values."""
     if get_origin(annotation) is Literal:
         return {type(value) for value in get_args(annotation)}
     if get_origin(annotation) in (dict, tuple):
@@ -90,10 +122,10 @@ def _yaml_value(value: Any) -> str:
 
 
 def select(tables: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The parts of nested tables that these sections and dotted keys name.
+    """Return the parts of nested tables that sections and dotted keys name.
 
     Raises:
-        UserError: there is no such section or key; the nearest one is named.
+        UserError: there is no such section or key; the message suggests the nearest one.
     """
     found: dict[str, Any] = {}
     for name in names:
@@ -101,7 +133,7 @@ def select(tables: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
         for part in name.split("."):
             if not isinstance(value, Mapping) or part not in value:
                 known = list(_dotted(tables))
-                raise UserError(f"{name}: no section or key has this name{nearest(name, known)}")
+                raise UserError(f"{name}: there is no section or key of this name{nearest(name, known)}")
             value = value[part]
         put(found, name, value)
     return found

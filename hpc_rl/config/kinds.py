@@ -1,13 +1,13 @@
-"""KINDS: the one table of job kinds. A new kind is a row here, an options file and a module that trains.
+"""KINDS: the table of job kinds. To add a kind, add a row, a file with its options and a module that trains.
 
-The table is in `config` because the commands, the site profiles, the launcher and the trainers all read it. Its
-references are strings, so that `hpc-rl --help` and the login node import none of them before they are needed.
+The table is in `config` because the commands, the site profiles, the launcher and the trainers all read it. It names
+modules as strings, so that `hpc-rl --help` imports none of them, and a login node only those that it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class JobKind:
-    """One row: what `hpc-rl submit NAME` runs."""
+    """One row of the table: a job that `hpc-rl submit NAME` can run."""
 
     name: str
     """Also the name of its recipe, configs/NAME.yaml."""
@@ -30,11 +30,13 @@ class JobKind:
     template: str
     """Template of the job script, in slurm_templates/."""
     trainer: str | None = None
-    """Module of this project that the node entry starts; None if the job runs a program of the user's."""
+    """Module of this project that the node entry starts. None: the job runs the user's own program."""
     needs: tuple[str, ...] = ()
     """Packages that the job's Python has to have."""
+    examples: Mapping[str, str] = field(default_factory=dict)
+    """For each required key, words of a command line that set it, for the error message if keys are missing."""
     is_internal: bool = False
-    """Whether hpc-rl submits it for itself, so that `submit` does not offer it."""
+    """Whether only hpc-rl itself submits this kind, so that `submit` does not offer it."""
 
     @property
     def schema(self) -> type[JobConfig]:
@@ -45,11 +47,12 @@ class JobKind:
 
     @property
     def takes_program(self) -> bool:
-        """Whether the user gives the program that runs, after `--`."""
+        """Whether the user names the program to run, after `--`."""
         return self.trainer is None and not self.is_internal
 
 
 _TRAINING = ("torch", "transformers", "safetensors")
+_GSM8K = "data.train_files=openai/gsm8k:main data.prompt_key=question"
 
 KINDS: dict[str, JobKind] = {
     kind.name: kind
@@ -60,6 +63,10 @@ KINDS: dict[str, JobKind] = {
             options="hpc_rl.config.sft:SftConfig",
             trainer="hpc_rl.finetune.train",
             needs=_TRAINING,
+            examples={
+                "model.path": "model=qwen2.5-0.5b",
+                "data.train_files": f"{_GSM8K} data.response_key=answer",
+            },
             node_entry="hpc_rl.node.torchrun",
             template="torchrun.sbatch.j2",
         ),
@@ -69,6 +76,11 @@ KINDS: dict[str, JobKind] = {
             options="hpc_rl.config.ppo:PpoConfig",
             trainer="hpc_rl.rl.main_ppo",
             needs=(*_TRAINING, "ray", "tensordict"),
+            examples={
+                "model.path": "model.path=Qwen/Qwen2.5-0.5B-Instruct",
+                "data.train_files": _GSM8K,
+                "reward.function": "reward.function=gsm8k",
+            },
             node_entry="hpc_rl.node.ray_cluster.node",
             template="ray.sbatch.j2",
         ),
@@ -101,10 +113,10 @@ KINDS: dict[str, JobKind] = {
 
 
 def offered() -> Iterator[JobKind]:
-    """Kinds that a user can submit, in the table's order."""
+    """Yield the kinds that a user can submit, in the order of the table."""
     return (kind for kind in KINDS.values() if not kind.is_internal)
 
 
 def trained() -> list[str]:
-    """Names of the kinds that train a model: those that can be stages of a chain."""
+    """Return the names of the kinds that train a model. These can be stages of a chain."""
     return [kind.name for kind in KINDS.values() if kind.trainer is not None]

@@ -1,41 +1,48 @@
-"""Options of reinforcement learning (`submit ppo`), and which roles a run of it has."""
+"""Options of reinforcement learning (`submit ppo`), and the roles and pools of a run."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
-from hpc_rl.config.base import Files, Path, Section
+from hpc_rl.config.base import Files, Path, Section, Table, possible_path
 from hpc_rl.config.engines import ENGINES, EngineName, EngineSpec, default_engine
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig
 
 DEFAULT_POOL = "global_pool"
 Role = Literal["actor", "critic", "ref", "reward", "rollout"]
+_COMPARES_RESPONSES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+"""Advantage estimators that compare several responses to the same prompt."""
 
 
 class PromptDataConfig(Section):
     train_files: Files
-    """Training prompts: jsonl, json, csv, tsv or parquet files, or a `datasets` data set by its name (train split)."""
+    """Training prompts: one or more data files (jsonl, json, csv, tsv or parquet), or the name of one data set on the
+    hub (its train split)."""
     val_files: Files = []
-    """Validation prompts, in the same forms (its test split); empty for none."""
+    """Validation prompts, in the same forms (of a data set on the hub, its test split). Empty: no validation."""
     prompt_key: str = "messages"
-    """Column with the prompt: text, or chat messages, of which a last turn of the assistant is left out."""
+    """Column with the prompt: text, or chat messages. If the last message is the assistant's, it is left out."""
     answer_key: str | None = "answer"
-    """Column with the reference answer that the reward function gets; null for none."""
+    """Column with the reference answer for the reward function. null: no reference answers."""
     chat_template: Path | None = None
-    """File with a Jinja chat template, for a tokenizer that has none or another one."""
+    """File with a Jinja chat template that replaces the tokenizer's. null: the tokenizer's own template."""
     max_prompt_length: int = Field(512, ge=1)
     """Longest prompt, in tokens."""
     overlong_prompts: Literal["drop", "truncate"] = "drop"
-    """What happens to a prompt over max_prompt_length (truncate keeps its end); either way it is counted in the log."""
+    """Treatment of prompts longer than max_prompt_length: leave them out, or keep only their end. The log counts
+    them."""
     max_response_length: int = Field(512, ge=1)
     """Longest response, in tokens."""
     train_batch_size: int = Field(64, ge=1)
-    """Prompts per step; each is answered rollout.n times."""
+    """Prompts per step. The policy generates rollout.n responses to each of them."""
     shuffle: bool = True
-    """A new order each epoch."""
+    """Use a new random order in each epoch."""
 
     @field_validator("train_files")
     @classmethod
@@ -48,133 +55,165 @@ class PromptDataConfig(Section):
 class ActorConfig(Section):
     optim: OptimConfig = OptimConfig(lr=1e-6)
     mini_batch_size: int | None = Field(None, ge=1)
-    """Responses per optimizer step; all of a step's responses where null."""
+    """Responses per optimizer step. null: all responses of a step."""
     ppo_epochs: int = Field(1, ge=1)
-    """Passes over a step's responses, for actor and critic."""
+    """Passes over the responses of a step, for the actor and for the critic."""
 
 
 class CriticConfig(Section):
     path: Path | None = None
-    """Folder or hub name of the model that the critic starts from; the actor's where null."""
+    """Folder or hub name of the model that the critic starts from. null: the same as the actor."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
     cliprange_value: float | None = Field(0.5, gt=0)
-    """Largest change of a value within one step's updates (PPO's clipped value loss); null for no clipping."""
+    """Largest change of a value during the updates of one step (PPO's clipped value loss). null: no clipping."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps at the start in which only the critic learns."""
+    """Number of steps at the start of training in which only the critic learns."""
 
 
 class KlConfig(Section):
     where: Literal["none", "reward", "loss"] = "none"
-    """How the policy is held near the reference: a penalty in the reward, a term of the loss, or not at all."""
+    """Where to penalise divergence from the reference policy: in the reward, in the loss, or not at all."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of the divergence (http://joschu.net/blog/kl-approx.html); k3 is usual in the loss."""
+    """Estimator of the KL divergence (http://joschu.net/blog/kl-approx.html). k3 is the usual choice in the loss."""
     coef: float = Field(0.001, ge=0)
-    """Weight of the divergence; its start value where target is set."""
+    """Coefficient of the KL divergence. If target is set, its initial value."""
     target: float | None = Field(None, gt=0)
-    """Divergence per response that an adaptive weight aims at (in the reward only); null for a fixed weight."""
+    """KL divergence per response that an adaptive coefficient aims at (where=reward only). null: the coefficient is
+    fixed."""
     horizon: int = Field(10_000, ge=1)
-    """Responses over which an adaptive weight moves."""
+    """Number of responses over which an adaptive coefficient changes."""
+
+    def problems(self) -> Iterator[str]:
+        if self.target is not None and self.where != "reward":
+            yield "algorithm.kl.target adapts the KL penalty in the reward: set algorithm.kl.where=reward"
+        if self.where == "loss" and self.estimator == "k1":
+            yield "algorithm.kl.estimator=k1 has no gradient on average: with kl.where=loss use k2 or k3"
 
 
 class AlgorithmConfig(Section):
     advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"] = "gae"
-    """Estimator of advantages; gae alone has a critic."""
+    """Estimator of advantages. Only gae trains a critic."""
     loss: Literal["ppo", "gspo", "cispo"] = "ppo"
     """Objective of the policy."""
     loss_agg: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
-    """How the losses of tokens become one: mean of all; mean over responses of their means; sum over
-    max_response_length, averaged over responses (Dr. GRPO)."""
+    """How token losses are combined: the mean over all tokens; the mean over responses of each response's mean; or each
+    response's sum divided by max_response_length, averaged over responses (Dr. GRPO)."""
     clip_ratio_low: float = Field(0.2, gt=0)
-    """How far the probability ratio may fall below 1; gspo's ratios, of whole responses, want about 3e-4."""
+    """Lower clip: how far the probability ratio may fall below 1. With loss=gspo, whose ratios are of whole responses,
+    about 3e-4 is usual."""
     clip_ratio_high: float = Field(0.2, gt=0)
-    """How far it may rise above 1 (DAPO's clip-higher: 0.28; cispo: its cap)."""
+    """Upper clip: how far the probability ratio may exceed 1 (0.28 in DAPO). With loss=cispo, the cap of the ratio."""
     clip_ratio_c: float | None = Field(3.0, gt=1)
-    """Dual clip: bound of the ratio where the advantage is negative; null for none."""
+    """Dual clip: upper bound of the probability ratio of tokens with a negative advantage. null: no bound."""
     entropy_coeff: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount per token."""
+    """Discount factor per token."""
     lam: float = Field(0.95, ge=0, le=1)
-    """GAE's lambda."""
+    """Lambda of generalised advantage estimation (advantage=gae)."""
     kl: KlConfig = KlConfig()
     filter_groups: bool = False
-    """DAPO's dynamic sampling: replace prompts whose responses all score alike, by sampling further prompts."""
+    """Replace prompts whose responses all have the same score by newly sampled ones (DAPO's dynamic sampling)."""
     max_gen_batches: int = Field(10, ge=1)
-    """Batches of prompts that filter_groups may sample for one step before it gives up."""
+    """Largest number of prompt batches that filter_groups samples for one step. If they do not suffice, the run
+    fails."""
     overlong_buffer: int = Field(0, ge=0)
-    """DAPO's soft overlong punishment: the penalty rises over the last so many tokens before max_response_length."""
+    """Number of tokens before max_response_length over which a length penalty rises linearly (DAPO's soft overlong
+    punishment). 0: no penalty."""
     overlong_penalty: float = Field(1.0, ge=0)
-    """Its largest value, at max_response_length."""
+    """Largest length penalty, for responses of max_response_length tokens (see overlong_buffer)."""
     tis_cap: float | None = Field(None, gt=0)
-    """Truncated importance sampling: cap of the ratio between trainer's and rollout engine's probabilities, by which
-    each token's loss is weighted; null for none."""
+    """Truncated importance sampling: weight each token's loss by the ratio of the trainer's to the rollout engine's
+    probability, capped at this value. null: no weighting."""
+
+    def problems(self) -> Iterator[str]:
+        if self.filter_groups and self.advantage == "remax":
+            yield (
+                "algorithm.filter_groups needs several responses per prompt, and algorithm.advantage=remax uses one "
+                "and a greedy one: choose another estimator, or set filter_groups=false"
+            )
 
 
 class RolloutConfig(Section):
     name: EngineName = "auto"
-    """Engine that generates; auto is vllm on GPUs and hf on CPUs."""
+    """Engine that generates responses. auto: vllm on GPUs and hf on CPUs."""
     n: int = Field(1, ge=1)
     """Responses per prompt."""
     temperature: float = Field(1.0, gt=0)
-    """Sampling temperature; log-probabilities are of the distribution at this temperature."""
+    """Sampling temperature. Log-probabilities are those of the distribution at this temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample among the most probable tokens that together have this probability."""
+    """Sample from the smallest set of most probable tokens whose probabilities add up to this value."""
     top_k: int = Field(0, ge=0)
-    """Sample among so many most probable tokens; 0 for all."""
+    """Sample from this number of most probable tokens. 0: from all tokens."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the engine's weights; auto is bfloat16 on GPUs and float32 on CPUs."""
+    """Type of the engine's weights. auto: bfloat16 on GPUs and float32 on CPUs."""
     tensor_parallel_size: int = Field(1, ge=1)
-    """GPUs that one vllm engine spreads a model over; divides the pool's GPUs per node."""
+    """GPUs over which one vllm engine splits the model. It has to divide the GPUs per node of the rollout pool."""
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
-    """Part of a GPU's memory that vllm takes."""
+    """Fraction of each GPU's memory that vllm uses."""
     max_num_seqs: int = Field(256, ge=1)
-    """Responses that one engine generates at a time."""
-    engine_kwargs: dict[str, Any] = {}
-    """Further arguments of vllm.LLM, such as disable_cascade_attn."""
+    """Largest number of responses that one engine generates at the same time."""
+    engine_kwargs: Table = {}
+    """Additional arguments of vllm.LLM, such as disable_cascade_attn."""
     calculate_log_probs: bool = False
-    """Report how far the engine's probabilities are from the trainer's (training/rollout_probs_diff_*)."""
+    """Measure how much the engine's probabilities differ from the trainer's (training/rollout_probs_diff_*)."""
     sync_bucket_mb: int = Field(256, ge=1)
-    """Weights that travel to the engine at a time, in 10^6 bytes."""
+    """Size of the buckets in which new weights are sent to the engine, in 10^6 bytes."""
 
 
 class RewardConfig(Section):
     function: str | None = None
-    """gsm8k, math, exact, format, or your own as package.module:function or path/file.py:function."""
-    kwargs: dict[str, Any] = {}
-    """Further keyword arguments of the function."""
+    """Reward function: gsm8k, math, exact, format, or your own as package.module:function or path/file.py:function."""
+    kwargs: Table = {}
+    """Additional keyword arguments of the reward function."""
     model: Path | None = None
-    """Folder or hub name of a reward model (a sequence classifier with one output) instead of a function."""
+    """Folder or hub name of a reward model (a sequence classifier with one output), instead of a function."""
     url: str | None = None
-    """HTTP endpoint that scores, instead of a function."""
+    """URL of an HTTP server that computes scores, instead of a function."""
     timeout_s: float = Field(30, gt=0)
-    """Longest time for one response."""
+    """Longest time in seconds to score one response."""
     on_error: float = 0.0
-    """Score of a response whose reward raised, took too long, or is no number."""
+    """Score of a response for which the reward raised an error, took too long, or did not return a number."""
     workers: int = Field(4, ge=1)
-    """Responses that are scored at a time."""
+    """Number of responses to score at the same time."""
 
-    @model_validator(mode="after")
-    def _one_source(self) -> RewardConfig:
-        if sum(source is not None for source in (self.function, self.model, self.url)) != 1:
-            raise ValueError("set exactly one of reward.function, reward.model and reward.url")
-        return self
+    @field_validator("function")
+    @classmethod
+    def _possible_path(cls, value: str | None) -> str | None:
+        if value is not None:
+            possible_path(value)
+        return value
+
+    def problems(self) -> Iterator[str]:
+        given = [name for name in ("function", "model", "url") if getattr(self, name) is not None]
+        message = "set exactly one of reward.function, reward.model and reward.url"
+        if not given:
+            raise PydanticCustomError("missing", message)
+        if len(given) > 1:
+            yield f"{message}, found {' and '.join(given)}"
 
 
 class PoolsConfig(Section):
     spec: dict[str, Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]] = {}
-    """Pools of GPUs, by name: how many on each of its nodes. Empty: one, global_pool, of all nodes. For example
-    {train: [8, 8], rollout: [8, 8]}."""
+    """Pools of GPUs: for each name, the number of GPUs on each of its nodes. For example {train: [8, 8], rollout: [8]}.
+    Empty: one pool, global_pool, of all nodes."""
     roles: dict[Role, str] = {}
-    """Pool of a role (actor, critic, ref, reward, rollout); the first pool where not named."""
+    """Pool of each role (actor, critic, ref, reward, rollout). Roles that are not listed use the first pool."""
     strategy: Literal["STRICT_PACK", "PACK"] = "STRICT_PACK"
-    """STRICT_PACK: a pool's entry is on one node, or the job fails; PACK: near each other where they can be."""
+    """Placement of each entry of a pool. STRICT_PACK: on one node, or the job fails. PACK: on one node if possible."""
+
+    def unknown_pools(self, known: dict[str, list[int]]) -> Iterator[str]:
+        """Yield a message for each role whose pool is not one of the known ones."""
+        for role, pool in self.roles.items():
+            if pool not in known:
+                yield f"pools.roles.{role} is {pool}, which is not one of the pools: {', '.join(known)}"
 
 
 class PpoTrainerConfig(TrainingConfig):
     val_before_train: bool = True
     """Validate before the first step."""
     log_val_generations: int = Field(8, ge=0)
-    """Validation samples whose texts are logged each time."""
+    """Number of validation responses to log as text at each validation."""
 
 
 class PpoConfig(RayJobConfig):
@@ -188,15 +227,101 @@ class PpoConfig(RayJobConfig):
     pools: PoolsConfig = PoolsConfig()
     trainer: PpoTrainerConfig = PpoTrainerConfig()
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> PpoConfig:
-        if found := problems(self):
-            raise ValueError("\n".join(found))
-        return self
+    def problems(self) -> Iterator[str]:
+        yield from self._batch_problems()
+        yield from self._pool_problems()
+        yield from self._group_problems()
+
+    def _batch_problems(self) -> Iterator[str]:
+        data, size = self.data, self.actor.mini_batch_size
+        responses = data.train_batch_size * self.rollout.n
+        if size is not None and responses % size:
+            yield (
+                f"actor.mini_batch_size {size} does not divide the {responses} responses of a step "
+                f"(data.train_batch_size {data.train_batch_size} x rollout.n {self.rollout.n})"
+                f"{_nearest_divisors(size, responses)}"
+            )
+        if data.max_prompt_length + data.max_response_length > self.trainer.micro_tokens:
+            yield (
+                f"data.max_prompt_length {data.max_prompt_length} + data.max_response_length "
+                f"{data.max_response_length} exceeds trainer.micro_tokens {self.trainer.micro_tokens}: a sample "
+                "is never split, so raise micro_tokens or lower the lengths"
+            )
+        if self.algorithm.overlong_buffer > data.max_response_length:
+            yield (
+                f"algorithm.overlong_buffer {self.algorithm.overlong_buffer} exceeds data.max_response_length "
+                f"{data.max_response_length}: lower it"
+            )
+
+    def _pool_problems(self) -> Iterator[str]:
+        spec, trainer = pool_spec(self), self.trainer
+        if unknown := list(self.pools.unknown_pools(spec)):
+            yield from unknown
+            return
+        used = {pool_of(self, role) for role in roles_in_use(self)}
+        yield from (
+            f"pool {name} has no role: name it in pools.roles, or leave it out" for name in spec if name not in used
+        )
+        needed, there = sum(map(sum, spec.values())), trainer.nnodes * trainer.n_gpus_per_node
+        if needed > there or max(map(max, spec.values())) > trainer.n_gpus_per_node:
+            needs = "; ".join(f"pool {name} needs {' + '.join(map(str, n))} {self._unit}" for name, n in spec.items())
+            yield (
+                f"{needs}; the job has {trainer.nnodes} x {trainer.n_gpus_per_node} "
+                "(trainer.nnodes x trainer.n_gpus_per_node), and each entry of a pool has to be on one node"
+            )
+        yield from self._engine_problems(spec)
+
+    def _engine_problems(self, spec: dict[str, list[int]]) -> Iterator[str]:
+        device, parallel = self.trainer.computes_on, self.rollout.tensor_parallel_size
+        engine = engine_name(self.rollout, device)
+        if device not in ENGINES[engine].dtypes:
+            yield (
+                f"rollout.name {engine} does not support trainer.device={device}: use "
+                f"rollout.name={default_engine(device)}, or trainer.device={' or '.join(ENGINES[engine].dtypes)}"
+            )
+        if parallel > 1 and not ENGINES[engine].tensor_parallel:
+            able = " or ".join(name for name, each in ENGINES.items() if each.tensor_parallel)
+            yield (
+                f"rollout.tensor_parallel_size is {parallel}, which rollout.name={engine} does not support: "
+                f"set rollout.name={able}, or rollout.tensor_parallel_size=1"
+            )
+            return
+        if parallel > 1 and self.pools.strategy == "PACK":
+            yield f"pools.strategy=PACK may place the {parallel} GPUs of an engine on several nodes: use STRICT_PACK"
+        name = pool_of(self, "rollout")
+        odd = [n for n in spec[name] if n % parallel]
+        if odd:
+            yield (
+                f"rollout.tensor_parallel_size {parallel} does not divide the {odd[0]} {self._unit} per node of pool "
+                f"{name}"
+            )
+
+    def _group_problems(self) -> Iterator[str]:
+        algorithm, n, steps = self.algorithm, self.rollout.n, self.trainer.total_training_steps
+        if algorithm.advantage in _COMPARES_RESPONSES and n < 2:
+            yield (
+                f"algorithm.advantage={algorithm.advantage} compares responses to the same prompt, and rollout.n is "
+                f"{n}: set rollout.n to 2 or more"
+            )
+        if algorithm.filter_groups and n < 2:
+            yield (
+                f"algorithm.filter_groups compares responses to the same prompt, and rollout.n is {n}: set rollout.n "
+                "to 2 or more"
+            )
+        warmup = self.critic.warmup_steps
+        if "critic" in roles_in_use(self) and steps is not None and warmup >= steps:
+            yield (
+                f"critic.warmup_steps {warmup} leaves the policy none of the trainer.total_training_steps {steps}: "
+                "lower it"
+            )
+
+    @property
+    def _unit(self) -> str:
+        return "GPUs" if self.trainer.uses_gpus else "CPU slots"
 
 
 def roles_in_use(config: PpoConfig) -> list[Role]:
-    """Roles that the algorithm needs: no critic without GAE, no reference without a KL term."""
+    """Return the roles that the algorithm needs: no critic without GAE, no reference without a KL term."""
     roles: list[Role] = ["actor"]
     if config.algorithm.advantage == "gae":
         roles.append("critic")
@@ -208,13 +333,13 @@ def roles_in_use(config: PpoConfig) -> list[Role]:
 
 
 def pool_spec(config: PpoConfig) -> dict[str, list[int]]:
-    """GPUs on each node of each pool."""
+    """Return the number of GPUs on each node of each pool."""
     trainer = config.trainer
     return config.pools.spec or {DEFAULT_POOL: [trainer.n_gpus_per_node] * trainer.nnodes}
 
 
 def pool_of(config: PpoConfig, role: Role) -> str:
-    """The pool of a role; the first one where none is named."""
+    """Return the pool of a role, which is the first pool if none is named."""
     return config.pools.roles.get(role) or next(iter(pool_spec(config)))
 
 
@@ -233,103 +358,12 @@ def engine_dtype(rollout: RolloutConfig, device: str) -> str:
     return ENGINES[engine_name(rollout, device)].dtypes[device] if rollout.dtype == "auto" else rollout.dtype
 
 
-def problems(config: PpoConfig) -> list[str]:
-    """What fits the schema key by key and cannot work together, a line each."""
-    return [*_batch_problems(config), *_pool_problems(config), *_algorithm_problems(config)]
-
-
-def _batch_problems(config: PpoConfig) -> list[str]:
-    found = []
-    responses = config.data.train_batch_size * config.rollout.n
-    size = config.actor.mini_batch_size
-    if size is not None and responses % size:
-        divisors = [n for n in range(1, responses + 1) if responses % n == 0]
-        below = max(n for n in divisors if n < size)
-        above = min((n for n in divisors if n > size), default=None)
-        nearest = f"nearest that do are {below} and {above}" if above else f"largest that does is {below}"
-        found.append(
-            f"actor.mini_batch_size {size} does not divide the {responses} responses of a step "
-            f"(data.train_batch_size {config.data.train_batch_size} x rollout.n {config.rollout.n}): the {nearest}"
-        )
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    if longest > config.trainer.micro_tokens:
-        found.append(
-            f"data.max_prompt_length {config.data.max_prompt_length} + data.max_response_length "
-            f"{config.data.max_response_length} is over trainer.micro_tokens {config.trainer.micro_tokens}: a sample "
-            "is never split, so raise micro_tokens or lower the lengths"
-        )
-    if config.algorithm.overlong_buffer > config.data.max_response_length:
-        found.append(
-            f"algorithm.overlong_buffer {config.algorithm.overlong_buffer} is over data.max_response_length "
-            f"{config.data.max_response_length}"
-        )
-    return found
-
-
-def _pool_problems(config: PpoConfig) -> list[str]:
-    found = []
-    spec, trainer = pool_spec(config), config.trainer
-    unit = "GPUs" if trainer.uses_gpus else "CPU slots"
-    for role, pool in config.pools.roles.items():
-        if pool not in spec:
-            found.append(f"pools.roles.{role} is {pool}, and the pools are {', '.join(spec)}")
-    if found:
-        return found
-    unused = [name for name in spec if not any(pool_of(config, role) == name for role in roles_in_use(config))]
-    found += [f"pool {name} has no role: name it in pools.roles, or leave it out" for name in unused]
-    asked, there = sum(map(sum, spec.values())), trainer.nnodes * trainer.n_gpus_per_node
-    largest = max(max(sizes) for sizes in spec.values())
-    if asked > there or largest > trainer.n_gpus_per_node:
-        needs = "; ".join(f"pool {name} needs {' + '.join(map(str, sizes))} {unit}" for name, sizes in spec.items())
-        found.append(
-            f"{needs}; the job has {trainer.nnodes} x {trainer.n_gpus_per_node} "
-            "(trainer.nnodes x trainer.n_gpus_per_node), and an entry of a pool is on one node"
-        )
-    parallel = config.rollout.tensor_parallel_size
-    engine = engine_name(config.rollout, trainer.computes_on)
-    if trainer.computes_on not in ENGINES[engine].dtypes:
-        found.append(
-            f"rollout.name {engine} does not support trainer.device={trainer.computes_on}: use rollout.name="
-            f"{default_engine(trainer.computes_on)}, or trainer.device={' or '.join(ENGINES[engine].dtypes)}"
-        )
-    if parallel > 1 and not ENGINES[engine].tensor_parallel:
-        able = " or ".join(name for name, spec in ENGINES.items() if spec.tensor_parallel)
-        found.append(
-            f"rollout.tensor_parallel_size is {parallel}, which rollout.name={engine} does not support: "
-            f"set rollout.name={able}, or rollout.tensor_parallel_size=1"
-        )
-        return found
-    if parallel > 1 and config.pools.strategy == "PACK":
-        found.append(f"pools.strategy=PACK may tear the {parallel} GPUs of an engine apart: use STRICT_PACK")
-    name = pool_of(config, "rollout")
-    odd = [n for n in spec[name] if n % parallel]
-    if odd:
-        found.append(
-            f"rollout.tensor_parallel_size {parallel} does not divide the {odd[0]} {unit} per node of pool {name}"
-        )
-    return found
-
-
-def _algorithm_problems(config: PpoConfig) -> list[str]:
-    found = []
-    algorithm, n = config.algorithm, config.rollout.n
-    if algorithm.advantage in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline") and n < 2:
-        found.append(
-            f"algorithm.advantage={algorithm.advantage} compares responses to the same prompt, and rollout.n is {n}: "
-            "set rollout.n to 2 or more"
-        )
-    if algorithm.filter_groups and n < 2:
-        found.append(f"algorithm.filter_groups compares responses to the same prompt, and rollout.n is {n}")
-    if algorithm.filter_groups and algorithm.advantage == "remax":
-        found.append("algorithm.filter_groups is for several responses per prompt, remax for one and a greedy one")
-    if algorithm.kl.target is not None and algorithm.kl.where != "reward":
-        found.append("algorithm.kl.target adapts the KL penalty in the reward: set algorithm.kl.where=reward")
-    if algorithm.kl.where == "loss" and algorithm.kl.estimator == "k1":
-        found.append("algorithm.kl.estimator=k1 has no gradient on average: with kl.where=loss take k2 or k3")
-    steps = config.trainer.total_training_steps
-    if "critic" in roles_in_use(config) and steps is not None and config.critic.warmup_steps >= steps:
-        found.append(
-            f"critic.warmup_steps {config.critic.warmup_steps} leaves the policy none of the "
-            f"trainer.total_training_steps {steps}"
-        )
-    return found
+def _nearest_divisors(size: int, total: int) -> str:
+    """Name the divisors of a number that are next to one that is not, for the end of a message."""
+    if total > 10**12:
+        return ""  # the search would take longer than a second
+    small = [n for n in range(1, math.isqrt(total) + 1) if total % n == 0]
+    divisors = {*small, *(total // n for n in small)}
+    below = max(n for n in divisors if n < size)
+    above = min((n for n in divisors if n > size), default=None)
+    return f": the nearest that do are {below} and {above}" if above else f": the largest that does is {below}"

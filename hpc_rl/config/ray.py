@@ -1,25 +1,23 @@
-"""Options of Ray inside a job: all that `submit ray` has, and a part of those of `submit ppo`."""
+"""Options of Ray inside a job: the only further options of `submit ray`, and some of those of `submit ppo`."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field, field_validator
 
-from hpc_rl.config.base import Path, Section
+from hpc_rl.config.base import Path, Section, Table
 from hpc_rl.config.job import JobConfig
 
 
 class RayConfig(Section):
     start_timeout_s: int = Field(300, ge=1)
-    """Seconds in which all nodes must be in the cluster, and all workers must have started."""
+    """Deadline in seconds for all nodes to join the Ray cluster, and again for all workers to start."""
     dashboard: bool = False
-    """Start Ray's dashboard, on the first node's loopback; the log says how to reach it."""
+    """Start Ray's dashboard on the loopback interface of the first node. The log shows how to connect to it."""
     object_store_gb: float | None = Field(None, gt=0)
-    """Shared memory for Ray's objects on each node, in 10^9 bytes; 30 % of the node's memory grant where null."""
+    """Shared memory for Ray's objects on each node, in 10^9 bytes. null: 30 % of the memory that the job has there."""
     first_port: int | None = Field(None, ge=1024, le=65024)
-    """First of the 512 ports that Ray uses on each node, for sites with a firewall; free ones by the job's id where
-    null."""
+    """First of the 512 consecutive ports that Ray uses on each node, for sites with a firewall. null: a free range that
+    is derived from the job id."""
 
     @property
     def object_store_bytes(self) -> int | None:
@@ -27,17 +25,17 @@ class RayConfig(Section):
 
 
 class RayKwargs(Section):
-    ray_init: dict[str, Any] = {}
-    """Arguments of ray.init; of these, num_cpus lowers the CPUs that Ray may use on each node."""
+    ray_init: Table = {}
+    """Arguments of ray.init. Of these, num_cpus limits the CPUs that Ray may use on each node."""
     timeline_json_file: Path | None = None
-    """Write Ray's timeline of all tasks here at the end, for chrome://tracing or Perfetto."""
+    """File for Ray's timeline of all tasks, written at the end, for chrome://tracing or Perfetto. null: none."""
 
     @field_validator("ray_init")
     @classmethod
-    def _whole_cpus(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _whole_cpus(cls, value: Table) -> Table:
         cpus = value.get("num_cpus")
-        if cpus is not None and (not isinstance(cpus, int) or cpus < 1):
-            raise ValueError(f"num_cpus is {cpus!r}, and has to be a number of CPUs, at least 1")
+        if cpus is not None and (not isinstance(cpus, int) or isinstance(cpus, bool) or cpus < 1):
+            raise ValueError(f"num_cpus is {cpus!r}; expected a whole number of CPUs, at least 1")
         return value
 
     @property
@@ -48,7 +46,7 @@ class RayKwargs(Section):
 
 
 class RayJobConfig(JobConfig):
-    """`submit ray`: any program on a Ray cluster inside the job."""
+    """Options of `submit ray`, which runs any program on a Ray cluster inside the job."""
 
     ray: RayConfig = RayConfig()
     ray_kwargs: RayKwargs = RayKwargs()

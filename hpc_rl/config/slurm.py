@@ -1,11 +1,12 @@
-"""What a job asks of Slurm, and how this cluster wants to be asked."""
+"""Options of Slurm: the resources that a job requests, and the conventions of the cluster."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from hpc_rl.config.base import Line, Path, Section
 
@@ -18,84 +19,87 @@ Omittable = Literal[
     "job-name", "ntasks-per-node", "ntasks", "cpus-per-task", "gpus-per-node", "gpus-per-task", "gres",
     "open-mode", "signal", "requeue", "no-requeue",
 ]  # fmt: skip
-"""Directives of our own that nothing else rests on, but what their own manual says."""
+"""Directives that hpc-rl writes and that it can do without."""
 
 
 class NodeConfig(Section):
-    """The shape of this cluster's nodes: a part of a node's GPUs brings the same part of its CPUs and memory."""
+    """The size of this cluster's nodes. A job that uses a fraction of a node's GPUs gets that fraction of the rest."""
 
     gpus: int | None = Field(None, ge=1)
-    """GPUs of a node of this cluster; with cpus and mem_mb, what a job asks for where it does not say."""
+    """GPUs of one node of this cluster. Jobs that do not set cpus_per_task and mem request them in proportion to it."""
     cpus: int | None = Field(None, ge=1)
-    """CPUs of such a node: half of its GPUs bring half of these."""
+    """CPUs of one node of this cluster. A job on half of a node's GPUs requests half of them."""
     mem_mb: int | None = Field(None, ge=1)
-    """Memory of such a node for jobs, in MB as Slurm counts (2^20 bytes): half of its GPUs bring half of it."""
+    """Memory of one node that jobs may use, in MB (2^20 bytes, as Slurm counts). A job on half of a node's GPUs
+    requests half of it."""
 
 
 class SlurmConfig(Section):
     job_name: Line | None = Field(None, min_length=1)
-    """Job name; the run directory's name where null."""
+    """Name of the job and of its run directory. null: the first free one of sft-1, sft-2, ..."""
     partition: Line | None = None
-    """Partition (queue); Slurm's default where null."""
+    """Partition (queue). null: Slurm's default partition."""
     group: Line | None = None
-    """UNIX group that may read the run directory, its metrics and its exported model; null: you alone. Logs of attempts
-    stay private."""
+    """UNIX group that may read the run directory, its metrics and its exported model. The logs of its attempts
+    stay private. null: nobody else."""
     test_partition: Line | None = None
-    """Partition for short trials (`submit --test`), usually called debug or test; the job's own partition if null."""
+    """Partition for short trials (`submit --test`), usually called debug or test. null: the job's own partition."""
     account: Line | None = None
-    """Account that is charged."""
+    """Account to charge. null: Slurm's default account of the user."""
     qos: Line | None = None
-    """Quality of service."""
+    """Quality of service. null: Slurm's default."""
     constraint: Line | None = None
-    """Node features, as sbatch takes them."""
+    """Required node features, as in sbatch's --constraint."""
     time: Line | None = None
-    """Walltime, quoted: "24:00:00" or "2-12:00:00"; the partition's default where null."""
+    """Walltime, in quotes: "24:00:00" or "2-12:00:00". null: the partition's default."""
     mem: Line | None = None
-    """Memory per node, as sbatch takes it ("64G"; "0" for all of the node); by slurm.node where null."""
+    """Memory per node, as in sbatch's --mem: a whole number with K, M, G or T, such as "64G"; "0" for all memory of a
+    node. null: in proportion to the GPUs if slurm.node gives the size of a node, otherwise Slurm's default."""
     cpus_per_task: int | None = Field(None, ge=1)
-    """CPUs per node (one task runs on each); by cpus_per_gpu, or by slurm.node, or one per process where null."""
+    """CPUs per node (one task runs on each node). null: from cpus_per_gpu or slurm.node, otherwise one per process."""
     cpus_per_gpu: int | None = Field(None, ge=1)
-    """CPUs that come with each GPU, where cpus_per_task is null."""
+    """CPUs to request for each GPU if cpus_per_task is null."""
     node: NodeConfig = NodeConfig()
     exclusive: bool = False
-    """Whole nodes for this job alone: all of their CPUs and memory, however many GPUs it uses."""
+    """Request whole nodes with all their CPUs and memory, regardless of the number of GPUs in use."""
     gpu_option: GpuOption = "gpus-per-node"
-    """The sbatch option by which this cluster is asked for GPUs; gres is the one that every Slurm knows."""
+    """Option of sbatch that requests GPUs on this cluster. Every version of Slurm supports gres."""
     gpu_type: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")
-    """Type of GPU to ask for, as `sinfo -o %G` names it (a100, or a MIG device such as a100_1g.5gb); any where null."""
+    """Type of GPU to request, as `sinfo -o %G` shows it (a100, or a MIG device such as a100_1g.5gb). null: any."""
     mem_option: MemOption = "mem"
-    """The sbatch option by which this cluster is asked for memory; none: it gives memory by its own rule."""
+    """Option of sbatch that requests memory on this cluster. none: the cluster assigns memory by its own rules."""
     leave_out: list[Omittable] = []
-    """Directives of the script that this cluster refuses."""
+    """Directives to leave out of the script because this cluster refuses them."""
     warning_s: int = Field(180, ge=1, le=65535)
-    """Seconds before the walltime at which the run saves and is queued again. Slurm may be a minute early."""
+    """Seconds before the walltime at which the run saves a checkpoint and is queued again. Slurm may send the warning
+    up to a minute early."""
     requeue: bool = True
-    """Queue the job again when the walltime stopped it, or a node failed."""
+    """Queue the job again after it reached its walltime or a node failed."""
     sbatch: dict[str, Line | int | None] = {}
-    """Any other sbatch option (--sbatch key=value); null for an option without a value."""
+    """Any other options of sbatch. null is the value of an option that takes none. Same as --sbatch KEY=VALUE."""
     setup: list[str] = []
-    """Prologue: lines of bash that run on the first node before the step, after the modules."""
+    """Lines of bash that run on the first node before the job step, after the modules are loaded."""
     epilogue: list[str] = []
-    """Lines of bash that run on the first node at the end of every attempt, however it ended."""
+    """Lines of bash that run on the first node at the end of every attempt, whatever its result."""
     modules: list[Line] = []
     """Environment modules that the job loads, in this order (cuda/12.4)."""
     proxy: Line | None = None
-    """Proxy by which compute nodes reach the internet (http://proxy:3128): http_proxy and https_proxy of the job."""
+    """Proxy through which compute nodes reach the internet (http://proxy:3128). It sets http_proxy and https_proxy."""
     env: dict[str, str] = {}
     """Environment variables of the job."""
     python: Path | None = None
-    """Python that runs on the nodes; the one that runs hpc-rl where null."""
+    """Python interpreter on the nodes. null: the one that runs hpc-rl."""
     interface: Line | None = None
-    """Network interface between the nodes (ib0, hsn0); the default route's where null."""
+    """Network interface between the nodes (ib0, hsn0). null: that of the default route."""
     start_timeout_s: int = Field(300, ge=1)
-    """Seconds in which all nodes must have met."""
+    """Deadline in seconds for all nodes of the job to connect to each other."""
 
     @field_validator("time", mode="before")
     @classmethod
     def _quoted_time(cls, value: Any) -> Any:
         if isinstance(value, int | float):
             raise ValueError(
-                f'{value} is a number: YAML turns an unquoted 24:00:00 into 86400; quote it (time: "24:00:00")'
+                f'{value} is a number: YAML reads an unquoted 24:00:00 as 86400, so quote it (time: "24:00:00")'
             )
         return value
 
@@ -103,33 +107,18 @@ class SlurmConfig(Section):
     @classmethod
     def _slurm_time(cls, value: str | None) -> str | None:
         if value is not None and not _SLURM_TIME.fullmatch(value):
-            raise ValueError(f"{value!r} is no Slurm time: minutes, HH:MM:SS or D-HH:MM:SS")
+            raise ValueError(f"{value!r} is not a Slurm time: write minutes, HH:MM:SS or D-HH:MM:SS")
         return value
 
-    @model_validator(mode="after")
-    def _warned_in_time(self) -> SlurmConfig:
-        seconds = None if self.time is None else walltime_s(self.time)
-        if seconds is not None and seconds <= self.warning_s:
+    @field_validator("mem")
+    @classmethod
+    def _slurm_size(cls, value: str | None) -> str | None:
+        if value is not None and memory_mb(value) is None:
             raise ValueError(
-                f"the walltime {self.time} is {seconds} s, and the run would be told to save {self.warning_s} s before "
-                "its end: ask for more time or lower slurm.warning_s"
+                f"{value!r} is not a size that sbatch accepts: write a whole number with K, M, G or T, such as 64G, or "
+                "0 for all memory of a node"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _memory_by_its_option(self) -> SlurmConfig:
-        if self.mem is None or self.mem_option == "mem":
-            return self
-        if self.mem_option == "none":
-            raise ValueError(
-                f"slurm.mem is {self.mem}, but slurm.mem_option=none: leave mem out, or use mem_option=mem"
-            )
-        if not memory_mb(self.mem):
-            raise ValueError(
-                f"slurm.mem is {self.mem!r}, and slurm.mem_option=mem-per-gpu divides it by the GPUs: write a size, "
-                "such as 64G"
-            )
-        return self
+        return value
 
     @field_validator("sbatch", mode="before")
     @classmethod
@@ -142,20 +131,47 @@ class SlurmConfig(Section):
     @field_validator("sbatch")
     @classmethod
     def _known_form(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for key in value:
+        for key, one in value.items():
             if not re.fullmatch(r"[a-z][a-z0-9-]*", key):
-                raise ValueError(f"{key!r} is no long sbatch option (write exclusive, not --exclusive)")
+                raise ValueError(f"{key!r} is not a long option of sbatch (write exclusive, not --exclusive or -x)")
             if key in _OWNED:
                 raise ValueError(f"{key!r} is set by hpc-rl itself: {_OWNED[key]}")
+            if key in ("mem-per-cpu", "mem-per-gpu") and memory_mb(str(one)) is None:
+                raise ValueError(f"{key} is {one!r}, which is not a size that sbatch accepts, such as 4G")
         return value
 
     @field_validator("env")
     @classmethod
     def _names(cls, value: dict[str, str]) -> dict[str, str]:
-        for key in value:
+        for key, text in value.items():
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
-                raise ValueError(f"{key!r} is no name of an environment variable")
+                raise ValueError(f"{key!r} is not the name of an environment variable")
+            if "\0" in text:
+                raise ValueError(f"{key}: an environment variable cannot contain a NUL character")
         return value
+
+    def problems(self) -> Iterator[str]:
+        yield from self._walltime_problems()
+        yield from self._memory_problems()
+
+    def _walltime_problems(self) -> Iterator[str]:
+        seconds = None if self.time is None else walltime_s(self.time)
+        if seconds is not None and seconds <= self.warning_s:
+            yield (
+                f"the walltime {self.time} is {seconds} s, and the run would be told to save {self.warning_s} s before "
+                "its end: ask for more time or lower slurm.warning_s"
+            )
+
+    def _memory_problems(self) -> Iterator[str]:
+        if self.mem is None or self.mem_option == "mem":
+            return
+        if self.mem_option == "none":
+            yield f"slurm.mem is {self.mem}, but slurm.mem_option=none: leave mem out, or use mem_option=mem"
+        elif not memory_mb(self.mem):
+            yield (
+                f"slurm.mem is {self.mem!r}, which slurm.mem_option=mem-per-gpu cannot divide among the GPUs: write a "
+                "size, such as 64G"
+            )
 
 
 _OWNED = {
@@ -167,14 +183,14 @@ _OWNED = {
     "signal": "use slurm.warning_s",
     "requeue": "use slurm.requeue",
     "no-requeue": "use slurm.requeue",
-    "array": "one run directory holds one job",
-    "chdir": "the script changes to the folder that it is submitted from",
+    "array": "use hpc-rl sweep",
+    "chdir": "the job runs in the folder that it is submitted from",
     "error": "the job's log is in the run directory",
-    "parsable": "hpc-rl reads sbatch's answer",
-    "quiet": "hpc-rl reads sbatch's answer",
+    "parsable": "hpc-rl reads the output of sbatch",
+    "quiet": "hpc-rl reads the output of sbatch",
     "test-only": "use --dry-run",
     "wait": "use hpc-rl submit --wait",
-    "wrap": "the script is hpc-rl's",
+    "wrap": "hpc-rl writes the script",
     "job-name": "use --job-name",
     "partition": "use --partition",
     "account": "use --account",
@@ -187,7 +203,11 @@ _OWNED = {
 
 
 def walltime_s(text: str) -> int | None:
-    """Seconds of a Slurm time: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S (sbatch's manual page); None: no limit."""
+    """Return the seconds of a Slurm time, or None if it is unlimited.
+
+    Args:
+        text: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S (sbatch(1), --time).
+    """
     if not text[0].isdigit():
         return None
     days, dash, rest = text.rpartition("-")
@@ -200,9 +220,13 @@ def walltime_s(text: str) -> int | None:
 
 
 def memory_mb(text: str) -> int | None:
-    """Whole MB of a size in sbatch's form (`--mem`: a number with K, M, G or T, M where none); None: no size."""
-    match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.strip().upper())
-    if not match:
+    """Return the whole MB (2^20 bytes) of a size, or None if sbatch would reject it.
+
+    Args:
+        text: a whole number with K, M, G or T, optionally followed by B; in MB without a unit (sbatch(1), --mem).
+    """
+    match = re.fullmatch(r"(\d+)(?:([KMGT])B?)?", text.upper())
+    if not match or int(match[1]) >= 2**63:  # Slurm reads it into a signed 64-bit integer
         return None
-    exponent = {"K": -1, "M": 0, "": 0, "G": 1, "T": 2}[match[2]]
+    exponent = {"K": -1, "M": 0, None: 0, "G": 1, "T": 2}[match[2]]
     return int(int(match[1]) * 1024.0**exponent)

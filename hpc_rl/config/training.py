@@ -1,26 +1,29 @@
-"""Options that every training loop has: the model, the optimizer, checkpoints and loggers."""
+"""Options of every training loop: the model, the optimizer, checkpoints and loggers."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from hpc_rl.config.base import Path, Section
 from hpc_rl.config.job import TrainerConfig
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class ModelConfig(Section):
     path: Path
-    """Folder of a Hugging Face model, or its name on the hub."""
+    """Folder of a Hugging Face model, or the name of a model on the hub."""
     tokenizer_path: Path | None = None
-    """Folder or hub name of the tokenizer; the model's own where null."""
+    """Folder or hub name of the tokenizer. null: the tokenizer of model.path."""
     trust_remote_code: bool = False
-    """Run Python code that the model's repository ships."""
+    """Run Python code from the model's repository."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the trained weights and of the exported model. On a GPU the arithmetic is bfloat16 either way."""
+    """Type of the trained weights and of the exported model. GPUs compute in bfloat16 in both cases."""
     enable_gradient_checkpointing: bool = False
-    """Recompute each layer's activations in the backward pass: about a third more time, far less memory."""
+    """Recompute each layer's activations in the backward pass, which takes about a third more time and far less
+    memory."""
     use_torch_compile: bool = False
     """Compile each transformer layer with torch.compile."""
 
@@ -28,54 +31,55 @@ class ModelConfig(Section):
 class OptimConfig(Section):
     lr: float = Field(1e-5, gt=0)
     """Peak learning rate of AdamW."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay rates of the first and second moment."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment, each at least 0 and below 1."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
     weight_decay: float = Field(0.01, ge=0)
-    """AdamW's decoupled weight decay; norms and biases are left out."""
+    """AdamW's decoupled weight decay. It does not apply to norms and biases."""
     clip_grad: float = Field(1.0, ge=0)
-    """Largest global gradient norm; 0 for no clipping."""
+    """Largest global norm of the gradient; larger gradients are scaled down to it. 0: no clipping."""
     lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up."""
     warmup_ratio: float = Field(0.03, ge=0, le=1)
-    """Part of all steps in which the learning rate rises linearly from 0."""
+    """Fraction of all steps in which the learning rate rises linearly from 0 to its peak."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
-    """Where cosine and linear end, as a part of the peak."""
+    """Learning rate at the end of the cosine and linear schedules, as a fraction of the peak."""
 
 
 class TrainingConfig(TrainerConfig):
-    """What every training loop of this project has."""
+    """Options of every training loop of this project."""
 
     total_epochs: int = Field(1, ge=1)
     """Passes over the training data."""
     total_training_steps: int | None = Field(None, ge=1)
-    """Steps of training; replaces total_epochs where set."""
+    """Number of training steps. It replaces total_epochs if set."""
     micro_tokens: int = Field(4096, ge=2)
-    """Tokens of one forward and backward pass on one rank: the setting that decides memory use."""
+    """Largest number of tokens in one forward and backward pass on one rank. This setting determines memory use."""
     sharding: Literal["full", "gradients", "none"] = "full"
-    """FSDP: full shards parameters between layers too; gradients keeps them gathered from forward to backward (ZeRO-2,
-    less traffic); none replicates the model on every rank and averages gradients once per step."""
+    """Sharding of the model with FSDP. full: parameters too are sharded between layers. gradients: parameters stay
+    gathered from forward to backward (ZeRO-2, less communication). none: every rank has the whole model, and gradients
+    are averaged once per step."""
     save_freq: int = Field(0, ge=0)
-    """Checkpoint every N steps; 0: by time (save_minutes), at the end and on a stop."""
+    """Save a checkpoint every N steps. 0: by time (save_minutes), at the end, and before the walltime."""
     save_minutes: float = Field(30, ge=0)
-    """Checkpoint after so many minutes without one; 0: never by time."""
+    """Save a checkpoint if the last one is older than this many minutes. 0: never by time."""
     max_ckpt_to_keep: int = Field(2, ge=1)
-    """Checkpoints kept, the newest ones."""
+    """Number of checkpoints to keep; older ones are deleted."""
     test_freq: int = Field(0, ge=0)
-    """Validate every N steps; 0: only at the end, if there are val_files."""
+    """Validate every N steps. 0: only at the end. Without data.val_files there is no validation."""
     export: bool = True
-    """Write the Hugging Face folder `model/` into the run directory at the end."""
-    seed: int = Field(1, ge=0)
-    """Seed of data order and random numbers."""
+    """Write the Hugging Face folder `model/` into the run directory at the end of training."""
+    seed: int = Field(1, ge=0, le=2**63 - 1)
+    """Random seed, also of the order of the data."""
     logger: list[Literal["console", "wandb"]] = ["console"]
-    """Where metrics go besides metrics.jsonl, which is always written."""
+    """Additional destinations of metrics. metrics.jsonl in the run directory is always written."""
     project_name: str = "hpc-rl"
-    """Project in wandb."""
+    """Name of the project in wandb."""
     experiment_name: str | None = None
-    """Name in wandb; the run directory's name where null."""
+    """Name of the run in wandb. null: the name of the run directory."""
     wandb_mode: Literal["online", "offline"] | None = None
-    """offline writes into the run directory, and `hpc-rl wandb sync` uploads later; null: offline where cache.offline
-    says that nodes have no internet."""
+    """offline: wandb writes into the run directory, and `hpc-rl wandb sync` uploads later. null: offline if
+    cache.offline is set, otherwise online."""
     wandb_proxy: str | None = None
-    """HTTP proxy for wandb alone."""
+    """HTTP proxy for wandb only."""

@@ -130,9 +130,26 @@ def _check_source(spec: str, source: Path, function: str, kwargs: Mapping[str, A
     if isinstance(found, ast.AsyncFunctionDef | ast.ClassDef):
         kind = "an async function" if isinstance(found, ast.AsyncFunctionDef) else "a class"
         raise UserError(f"reward.function {spec} is {kind}, but a function is needed: {signature.EXPECTED}")
+    if kind := _literal(found):
+        raise UserError(f"reward.function {spec} is {kind}, but a function is needed: {signature.EXPECTED}")
     # The result of a decorator, an assignment or an import is only known when the job runs it.
     if isinstance(found, ast.FunctionDef) and not found.decorator_list:
         signature.check(spec, _signature(found.args), kwargs)
+
+
+def _literal(statement: ast.stmt) -> str | None:
+    """Describe the value of an assignment if it is a literal, which cannot be called."""
+    value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
+    if isinstance(value, ast.Constant):
+        return {str: "text", bool: "a boolean", type(None): "None"}.get(type(value.value), "a number")
+    kinds = {
+        ast.Dict: "a dictionary",
+        ast.List: "a list",
+        ast.Tuple: "a tuple",
+        ast.Set: "a set",
+        ast.JoinedStr: "text",
+    }
+    return kinds.get(type(value))
 
 
 def _bindings(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:

@@ -89,15 +89,15 @@ def test_all_errors_are_reported_at_once_with_dotted_keys() -> None:
     [
         ("lr=1", "did you mean optim.lr?"),
         ("trainer.n_gpu_per_node=8", "did you mean trainer.n_gpus_per_node?"),
-        ("model=qwen9", "model/qwen9"),
+        ("model=qwen9", "there is no model 'qwen9'; choose one of qwen2.5-0.5b, "),
         ("trainer.total_epochs", "write key=value"),
         ("trainer.total_epochs=[1", "trainer.total_epochs=[1"),
         ("trainer.micro_tokens=64", "raise micro_tokens or lower max_length"),
-        ("data.prompt_key=question", "go together"),
-        ("slurm.time=tomorrow", "no Slurm time"),
+        ("data.prompt_key=question", "belong together"),
+        ("slurm.time=tomorrow", "not a Slurm time"),
         ("slurm.sbatch.nodes=3", "use --nodes"),
-        ("slurm.sbatch.Exclusive=1", "no long sbatch option"),
-        ("slurm.env.1A=x", "no name of an environment variable"),
+        ("slurm.sbatch.Exclusive=1", "not a long option of sbatch"),
+        ("slurm.env.1A=x", "not the name of an environment variable"),
         ("trainer.device=tpu", "'cuda' or 'cpu'"),
     ],
 )
@@ -140,7 +140,7 @@ def test_load_names_what_it_cannot_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no configuration at"):
         load_config("sft", tmp_path / "none.yaml")
     (tmp_path / "bad.yaml").write_text("a: [")
-    with pytest.raises(UserError, match="is no YAML"):
+    with pytest.raises(UserError, match="is not YAML"):
         load_config("sft", tmp_path / "bad.yaml")
 
 

@@ -32,10 +32,10 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
         ),
         (
             ("trainer.micro_tokens=519",),
-            "data.max_prompt_length 512 + data.max_response_length 8 is over trainer.micro_tokens 519: a sample is "
+            "data.max_prompt_length 512 + data.max_response_length 8 exceeds trainer.micro_tokens 519: a sample is "
             "never split, so raise micro_tokens or lower the lengths",
         ),
-        (("algorithm.overlong_buffer=9",), "algorithm.overlong_buffer 9 is over data.max_response_length 8"),
+        (("algorithm.overlong_buffer=9",), "algorithm.overlong_buffer 9 exceeds data.max_response_length 8: lower it"),
         *(
             (
                 (f"algorithm.advantage={name}", "rollout.n=1"),
@@ -50,7 +50,8 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
         ),
         (
             ("algorithm.filter_groups=true", "algorithm.advantage=remax"),
-            "algorithm.filter_groups is for several responses per prompt, remax for one and a greedy one",
+            "algorithm.filter_groups needs several responses per prompt, and algorithm.advantage=remax uses one and a "
+            "greedy one: choose another estimator, or set filter_groups=false",
         ),
         (
             ("algorithm.kl={where: loss, estimator: k3, target: 1}",),
@@ -58,7 +59,7 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
         ),
         (
             ("algorithm.kl.where=loss",),
-            "algorithm.kl.estimator=k1 has no gradient on average: with kl.where=loss take k2 or k3",
+            "algorithm.kl.estimator=k1 has no gradient on average: with kl.where=loss use k2 or k3",
         ),
         (
             ("critic.warmup_steps=5", "trainer.total_training_steps=5"),
@@ -66,22 +67,22 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
         ),
         (
             ("pools={spec: {train: [8, 8]}}", "trainer.n_gpus_per_node=4", "trainer.nnodes=2"),
-            "pool train needs 8 + 8 CPU slots; the job has 2 x 4 (trainer.nnodes x trainer.n_gpus_per_node), and an "
-            "entry of a pool is on one node",
+            "pool train needs 8 + 8 CPU slots; the job has 2 x 4 (trainer.nnodes x trainer.n_gpus_per_node), and each "
+            "entry of a pool has to be on one node",
         ),
         (
             ("pools={spec: {train: [2], judge: [1]}, roles: {critic: judge}}", TWO_GPUS),
             "pool train needs 2 CPU slots; pool judge needs 1 CPU slots; the job has 1 x 2 (trainer.nnodes x "
-            "trainer.n_gpus_per_node), and an entry of a pool is on one node",
+            "trainer.n_gpus_per_node), and each entry of a pool has to be on one node",
         ),
         (
             ("pools={spec: {train: [4]}}", TWO_GPUS, "trainer.nnodes=2", "trainer.device=cuda"),
-            "pool train needs 4 GPUs; the job has 2 x 2 (trainer.nnodes x trainer.n_gpus_per_node), and an entry of a "
-            "pool is on one node",
+            "pool train needs 4 GPUs; the job has 2 x 2 (trainer.nnodes x trainer.n_gpus_per_node), and each entry "
+            "of a pool has to be on one node",
         ),
         (
             ("pools={spec: {train: [1], engines: [1]}, roles: {rollout: engine}}", TWO_GPUS),
-            "pools.roles.rollout is engine, and the pools are train, engines",
+            "pools.roles.rollout is engine, which is not one of the pools: train, engines",
         ),
         (
             ("pools={spec: {train: [1], spare: [1]}}", TWO_GPUS),
@@ -98,15 +99,18 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
         ),
         (
             ("rollout={name: vllm, tensor_parallel_size: 2}", TWO_GPUS, "pools.strategy=PACK"),
-            "pools.strategy=PACK may tear the 2 GPUs of an engine apart: use STRICT_PACK",
+            "pools.strategy=PACK may place the 2 GPUs of an engine on several nodes: use STRICT_PACK",
         ),
-        (("reward.model=/reward",), "reward: set exactly one of reward.function, reward.model and reward.url"),
-        (("reward.function=null",), "reward: set exactly one of reward.function, reward.model and reward.url"),
+        (
+            ("reward.model=/reward",),
+            "reward.function, reward.model and reward.url, found function and model",
+        ),
+        (("reward.function=null",), "reward.function: required, but not given"),
         (("rollout.temperature=0",), "rollout.temperature: Input should be greater than 0, found 0"),
         (("algorithm.clip_ratio_c=1",), "algorithm.clip_ratio_c: Input should be greater than 1, found 1"),
         (("algorithm.advantage=ppo",), "algorithm.advantage: Input should be 'gae', 'grpo', 'dr_grpo', 'rloo'"),
         (("pools.roles.judge=train",), "pools.roles.judge"),
-        (("ray_kwargs.ray_init.num_cpus=0",), "num_cpus is 0, and has to be a number of CPUs, at least 1"),
+        (("ray_kwargs.ray_init.num_cpus=0",), "num_cpus is 0; expected a whole number of CPUs, at least 1"),
         (("algorithm.kl_coef=0.1",), "algorithm.kl_coef: unknown key; did you mean algorithm.kl.coef?"),
     ],
 )

@@ -134,4 +134,4 @@ def test_a_wrong_profile_is_a_line_with_its_place_and_starts_nothing(tmp_path: P
 def test_a_profile_is_an_option_not_an_override(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hpc_rl.cli", "config", "torchrun", "site=typed-gres"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and "is an option, --site typed-gres" in done.stderr
+    assert done.returncode == 2 and "choose a site profile with --site typed-gres" in done.stderr

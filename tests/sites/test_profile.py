@@ -121,7 +121,7 @@ ray:
     said = [
         "slurm.partion: unknown key; did you mean slurm.partition?",
         "slurm.account: Input should be a valid string, found 83: quote it",
-        "slurm.time: 86400 is a number: YAML turns an unquoted 24:00:00 into 86400; quote it",
+        "slurm.time: 86400 is a number: YAML reads an unquoted 24:00:00 as 86400",
         "slurm.cpus_per_gpu: Input should be a valid integer",
         "slurm.sbatch: 'Exclusive' is no long sbatch option",
         "slurm.leave_out.0: Input should be 'job-name'",

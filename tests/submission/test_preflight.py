@@ -97,5 +97,5 @@ def test_libraries_are_looked_for_only_where_the_job_runs_this_python(monkeypatc
 
 
 def test_cpus_of_ray_init_are_a_number() -> None:
-    with pytest.raises(UserError, match="num_cpus is 'all', and has to be a number of CPUs"):
+    with pytest.raises(UserError, match="num_cpus is 'all'; expected a whole number of CPUs"):
         compose("ray", [], {"ray_kwargs.ray_init": {"num_cpus": "all"}})

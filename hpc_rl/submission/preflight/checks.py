@@ -1,7 +1,8 @@
-"""Everything that the login node can find wrong with a job before it is queued. CHECKS lists what is looked at."""
+"""The checks of a job on the login node, before it is queued. CHECKS lists them."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
 from collections.abc import Callable, Hashable, Iterator
@@ -17,28 +18,31 @@ from hpc_rl.images.run_options import image_preflight
 from hpc_rl.rewards.check import check_function, check_url
 from hpc_rl.submission.hub import hub_cache
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.preflight.data import check_data
+from hpc_rl.submission.preflight.data import check_train_data, check_val_data
 from hpc_rl.submission.preflight.model import check_chat_template, check_model, check_model_path
 from hpc_rl.submission.preflight.partition import ask_of, check_partition
 from hpc_rl.submission.preflight.program import check_packages, check_ray_program, check_torchrun_program
 
+LONGEST_FILE = "attempt-1000/" + "x" * 64
+"""At least as long as any path in a run directory, so that all of them are below the limit of the file system."""
+
 
 class Question(NamedTuple):
-    """A function to call, and what it is called with. Equal questions of several jobs are asked once."""
+    """A function and its arguments. Equal questions of several jobs are asked once."""
 
     check: Callable[..., str | None]
-    """Returns what it could not check, and raises UserError for what is wrong."""
+    """Returns what it could not check, and raises UserError for problems."""
     arguments: tuple[Hashable, ...]
 
 
 def check(*jobs: Job, local: bool = False) -> list[str]:
-    """Check everything that jobs need.
+    """Run all checks of some jobs.
 
     Args:
-        local: the jobs run on this machine, so that Slurm plays no part.
+        local: the jobs run on this machine, without Slurm.
 
     Returns:
-        What could not be checked here, and will be when the job starts.
+        What could not be checked here and is checked when the job starts.
 
     Raises:
         UserError: all problems, a line each.
@@ -57,18 +61,18 @@ def check(*jobs: Job, local: bool = False) -> list[str]:
 
 
 def run_directory(job: Job) -> Iterator[Question]:
-    """The run directory can be written."""
+    """Ask whether the run directory can be written."""
     yield Question(check_run_dir, (job.run_dir.path,))
 
 
 def image(job: Job) -> Iterator[Question]:
-    """The container image is there, and something here can run it."""
+    """Ask whether the container image exists and can be run."""
     for one in image_preflight(job.config.container):
         yield Question(one, (job.config.container,))
 
 
 def packages(job: Job) -> Iterator[Question]:
-    """The job's Python has the packages of its kind, and of the rollout engine. An image has a Python of its own."""
+    """Ask whether the job's Python has the packages that the job needs. An image has its own Python."""
     config, slurm = job.config, job.config.slurm
     if config.container.image is not None or slurm.modules or slurm.setup:
         return
@@ -80,7 +84,7 @@ def packages(job: Job) -> Iterator[Question]:
 
 
 def model(job: Job) -> Iterator[Question]:
-    """Every model of the job can be loaded."""
+    """Ask whether every model of the job can be loaded."""
     config = job.config
     if not isinstance(config, SftConfig | PpoConfig):
         return
@@ -95,15 +99,16 @@ def model(job: Job) -> Iterator[Question]:
 
 
 def data(job: Job) -> Iterator[Question]:
-    """Every data file can be read."""
+    """Ask whether the data can be read and fills a batch."""
     if isinstance(job.config, SftConfig | PpoConfig):
-        found = job.config.data
-        for file in [*found.train_files, *found.val_files]:
-            yield Question(check_data, (file, found, hub_cache(job.config)))
+        found, cache = job.config.data, hub_cache(job.config)
+        yield Question(check_train_data, (found, cache))
+        for file in found.val_files:
+            yield Question(check_val_data, (file, found, cache))
 
 
 def reward(job: Job) -> Iterator[Question]:
-    """The reward function can be called, or the reward server be reached."""
+    """Ask whether the reward function can be called, or the URL of the reward server is valid."""
     config = job.config
     if not isinstance(config, PpoConfig):
         return
@@ -115,13 +120,13 @@ def reward(job: Job) -> Iterator[Question]:
 
 
 def program(job: Job) -> Iterator[Question]:
-    """The user's own program can start."""
+    """Ask whether the user's own program can be started."""
     if job.row.takes_program:
         yield Question(PROGRAMS[job.row.node_entry], (job.program,))
 
 
 def partition(job: Job) -> Iterator[Question]:
-    """The partition can ever start the job."""
+    """Ask whether the partition has enough nodes, and time, for the job."""
     if ask := ask_of(job.config):
         yield Question(check_partition, (ask,))
 
@@ -135,16 +140,26 @@ CHECKS: tuple[Callable[[Job], Iterator[Question]], ...] = (
     reward,
     program,
 )
-"""What is checked of every job; `partition` follows for those that are queued."""
+"""The checks of every job; `partition` is added for jobs that are queued."""
 PROGRAMS: dict[str, Callable[[tuple[str, ...]], str | None]] = {
     "hpc_rl.node.torchrun": check_torchrun_program,
     "hpc_rl.node.ray_cluster.node": check_ray_program,
 }
-"""Node entry -> the check of a program that it can start."""
+"""Node entry -> the check of the programs that it starts."""
 
 
 def check_run_dir(path: Path) -> None:
-    """It is empty or a run of ours, and writable; where it does not exist, the nearest folder above it is."""
+    """Check that a run directory can be created and written.
+
+    Raises:
+        UserError: its path is impossible, it is below a file, or it is not writable.
+    """
+    try:
+        for file in (path, path / LONGEST_FILE):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                file.stat()
+    except OSError as error:  # a name is too long, or a symbolic link leads to itself
+        raise UserError(f"run directory {_shortened(path)}: {error.strerror}; choose another one") from error
     existing = next(folder for folder in [path, *path.parents] if folder.exists())
     if not existing.is_dir():
         raise UserError(f"run directory {path}: {existing} is a file")
@@ -152,6 +167,11 @@ def check_run_dir(path: Path) -> None:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise UserError(f"run directory {path} is not writable: {existing}: {error.strerror}") from error
+
+
+def _shortened(path: Path) -> str:
+    text = str(path)
+    return text if len(text) <= 200 else f"{text[:100]}...{text[-60:]}"
 
 
 def _check_reward(reward: RewardConfig, same_python: bool) -> str | None:

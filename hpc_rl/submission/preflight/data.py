@@ -1,38 +1,89 @@
-"""Whether data can be read: each file's rows, by the reader that the job will use."""
+"""Checks of the data: each file's rows are read as the job will read them."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from hpc_rl.config.ppo import PromptDataConfig
 from hpc_rl.config.sft import DataConfig
-from hpc_rl.data.formats import CannotCheck, is_file
-from hpc_rl.data.rows import check_file, check_prompts
+from hpc_rl.data.formats import CannotCheck, check_data_folder, is_file, unknown_format
+from hpc_rl.data.rows import check_batch_size, check_file, check_prompts
 from hpc_rl.errors import UserError
 from hpc_rl.submission.hub import HubCache
 from hpc_rl.submission.preflight.model import not_cached
 
-_OTHER_DATA = (".arrow", ".csv", ".gz", ".tsv", ".txt", ".zip", ".zst")
+_OTHER_FORMATS = (".arrow", ".gz", ".txt", ".xlsx", ".xml", ".yaml", ".zip", ".zst")
+_DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 MAX_ROWS = 10_000
 """Rows of a data file that are checked before the job is queued; the job itself checks all of them."""
 
 
-def check_data(file: str, data: DataConfig | PromptDataConfig, cache: HubCache) -> str | None:
-    if not is_file(file):
-        if Path(file).is_dir():
-            return f"data folder {file} is read when the job starts"
-        if file.startswith(("/", ".")) or Path(file).suffix in _OTHER_DATA:
-            raise UserError(f"{file}: no such folder, and no .jsonl or .parquet file")
-        if not cache.offline:
-            return f"data set {file} is a name on the hub: it is looked up when the job starts"
-        if not cache.has_dataset(file):
-            raise UserError(not_cached(f"data set {file}", file, cache.datasets))
-        return None
-    try:
-        if isinstance(data, PromptDataConfig):
-            check_prompts(file, data, MAX_ROWS)
+def check_train_data(data: DataConfig | PromptDataConfig, cache: HubCache) -> str | None:
+    """Check all training files, and that they fill at least one batch.
+
+    Returns:
+        What could not be checked, a line each.
+
+    Raises:
+        UserError: all problems, a line each.
+    """
+    problems, notes, counts = [], [], []
+    for file in data.train_files:
+        try:
+            count, note = _read(file, data, cache)
+        except UserError as error:
+            problems.append(str(error))
         else:
-            check_file(file, data, MAX_ROWS)
+            counts.append(count)
+            notes += [note] if note else []
+    if problems:
+        raise UserError("\n".join(problems))
+    if not notes and max(counts) < MAX_ROWS:  # otherwise there may be more rows than were read
+        check_batch_size(sum(counts), data.train_batch_size)
+    return "\n".join(notes) or None
+
+
+def check_val_data(file: str, data: DataConfig | PromptDataConfig, cache: HubCache) -> str | None:
+    """Check one validation file.
+
+    Returns:
+        Why it could not be checked, if so.
+
+    Raises:
+        UserError: the file is missing, or one of its rows is invalid.
+    """
+    return _read(file, data, cache)[1]
+
+
+def _read(file: str, data: DataConfig | PromptDataConfig, cache: HubCache) -> tuple[int, str | None]:
+    """Return the number of rows that were checked, and why some could not be."""
+    path = Path(file)
+    try:
+        if path.is_dir():
+            check_data_folder(path)
+            return 0, f"data folder {file} is read when the job starts"
+        if not is_file(file):
+            return 0, _check_name(file, cache)
+        if isinstance(data, PromptDataConfig):
+            return check_prompts(file, data, MAX_ROWS), None
+        return check_file(file, data, MAX_ROWS), None
     except CannotCheck as error:
-        return f"{file} is checked when the job starts ({error})"
+        return 0, f"{file} is checked when the job starts ({error})"
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+
+
+def _check_name(file: str, cache: HubCache) -> str | None:
+    """Check the name of a data set on the hub."""
+    if file.startswith(("/", ".", "~")):
+        raise UserError(f"{file}: there is no such data file or folder")
+    if Path(file).suffix.lower() in _OTHER_FORMATS:
+        raise UserError(unknown_format(file))
+    if not _DATA_SET.fullmatch(file):
+        raise UserError(f"{file}: not the name of a data set on the hub, and there is no such file")
+    if not cache.offline:
+        return f"data set {file} is a name on the hub: it is looked up when the job starts"
+    if not cache.has_dataset(file):
+        raise UserError(not_cached(f"data set {file}", file, cache.datasets))
     return None

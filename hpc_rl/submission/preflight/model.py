@@ -1,4 +1,4 @@
-"""Whether a model can be loaded: its folder, its weights, its tokenizer and its chat template."""
+"""Checks of a model: its folder, its weights, its tokenizer and its chat template."""
 
 from __future__ import annotations
 
@@ -8,66 +8,102 @@ from pathlib import Path
 from hpc_rl.config.ppo import PromptDataConfig
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.config.training import ModelConfig
+from hpc_rl.data.template import check_template, read_template, stored_template
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
+from hpc_rl.host.large_files import check_model_folder
 from hpc_rl.submission.hub import HubCache
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 def check_model(model: ModelConfig, coming: Path | None, cache: HubCache) -> str | None:
-    """A folder or a name on the hub.
+    """Check model.path.
 
     Args:
-        coming: the model of a job that this one waits for, which need not be there yet.
+        coming: the model that the job before this one exports, which may not exist yet.
     """
     if coming is not None and Path(model.path).absolute() == coming and not coming.exists():
-        return f"model {model.path} is what the job before this one exports"
+        return f"model {model.path} is the model that the job before this one exports"
     return check_model_path("model.path", model.path, cache)
 
 
 def check_model_path(key: str, path: str, cache: HubCache) -> str | None:
-    """A folder must hold a Hugging Face model, and so must the cache where it is all that the job has."""
+    """Check that a folder holds a complete Hugging Face model, or that the job can get it from the hub.
+
+    Returns:
+        Why it could not be checked, if so.
+
+    Raises:
+        UserError: the folder is missing or not a complete model, or compute nodes are offline and the cache lacks it.
+    """
     folder = _model_folder(path, cache)
     if folder is None:
-        if Path(path).exists() or not _HUB_NAME.fullmatch(path):
-            raise UserError(f"{key} {path}: no such folder, and no name of a model on the hub")
+        if Path(path).exists():
+            raise UserError(f"{key} {path} is a file; give the folder of a Hugging Face model")
+        if not _HUB_NAME.fullmatch(path):
+            raise UserError(f"{key} {path}: there is no such folder, and this is not the name of a model on the hub")
         if cache.offline:
             raise UserError(not_cached(f"{key} {path}", path, cache.models))
         return f"model {path} is a name on the hub: it is looked up when the job starts"
-    remedy = "" if Path(path).is_dir() else f": hpc-rl fetch {path}"
-    if "model_type" not in read_json(folder / "config.json"):
-        raise UserError(f"{key} {path} is no Hugging Face model: no config.json with a model_type in it")
-    weights = {file.name for kind in ("safetensors", "bin") for file in folder.glob(f"*.{kind}") if file.is_file()}
-    if not weights:
-        raise UserError(f"{key} {path} has no weights (*.safetensors or *.bin){remedy}")
-    named = read_json(folder / "model.safetensors.index.json").get("weight_map")
-    if isinstance(named, dict) and (missing := sorted(set(named.values()) - weights)):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(f"{key} {path} is incomplete: no {missing[0]}{more} in {folder}{remedy}")
+    try:
+        _check_folder(f"{key} {path}", folder, "" if Path(path).is_dir() else f": hpc-rl fetch {path}")
+    except OSError as error:
+        raise UserError(f"{key} {path}: {error.filename or folder} cannot be read: {error.strerror}") from error
     return None
 
 
+def _check_folder(what: str, folder: Path, remedy: str) -> None:
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{what} is not a Hugging Face model: it has no config.json")
+    check_model_folder(folder)
+    if "model_type" not in read_json(folder / "config.json"):
+        raise UserError(f"{what} is not a Hugging Face model: its config.json has no model_type")
+    weights = {file.name for kind in ("safetensors", "bin") for file in folder.glob(f"*.{kind}") if file.is_file()}
+    if not weights:
+        raise UserError(f"{what} has no weights (*.safetensors or *.bin){remedy}")
+    named = read_json(folder / "model.safetensors.index.json").get("weight_map")
+    missing = sorted({str(name) for name in named.values()} - weights) if isinstance(named, dict) else []
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(f"{what} is incomplete: {missing[0]}{more} missing in {folder}{remedy}")
+
+
 def check_chat_template(model: ModelConfig, data: DataConfig | PromptDataConfig, cache: HubCache) -> None:
+    """Check that there is a tokenizer with a chat template that Jinja accepts.
+
+    Raises:
+        UserError: the tokenizer or the template is missing, or the template has a syntax error.
+    """
     if data.chat_template is not None:
         if not Path(data.chat_template).is_file():
-            raise UserError(f"data.chat_template {data.chat_template}: no such file")
+            raise UserError(f"data.chat_template {data.chat_template}: there is no such file")
+        where = f"data.chat_template {data.chat_template}"
+        check_template(read_template(Path(data.chat_template), where), where)
         return
     name = model.tokenizer_path or model.path
     folder = _model_folder(name, cache)
     if folder is None:
-        if cache.offline and model.tokenizer_path is not None:
+        if model.tokenizer_path is None:
+            return  # the check of the model reports it
+        if Path(name).exists() or not _HUB_NAME.fullmatch(name):
+            raise UserError(f"model.tokenizer_path {name}: there is no such folder, and this is not a name on the hub")
+        if cache.offline:
             raise UserError(not_cached(f"model.tokenizer_path {name}", name, cache.models))
         return
-    settings = folder / "tokenizer_config.json"
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise UserError(f"{folder} has no tokenizer; set model.tokenizer_path")
-    if not read_json(settings).get("chat_template") and not any(folder.glob("chat_template.*")):
+    template = stored_template(folder)
+    if template is not None:
+        check_template(template, f"the tokenizer in {folder}")
+    elif not read_json(folder / "tokenizer_config.json").get("chat_template") and not any(
+        folder.glob("chat_template.*")
+    ):
         raise UserError(f"the tokenizer in {folder} has no chat template; set data.chat_template to a Jinja file")
 
 
 def _model_folder(path: str, cache: HubCache) -> Path | None:
-    """The folder that a path or, offline, a name on the hub stands for; None where there is none (yet)."""
+    """Return the folder of a model, given by its path or, if nodes are offline, by its name in the cache."""
     if Path(path).is_dir():
         return Path(path)
     return cache.model_folder(path) if cache.offline and _HUB_NAME.fullmatch(path) else None

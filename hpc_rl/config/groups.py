@@ -1,0 +1,111 @@
+"""Recipes and groups: the YAML files below `configs/` that Hydra composes, the user's own and the shipped ones."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.errors import UserError
+from hpc_rl.host.shipped import shipped
+
+
+def folders() -> list[Path]:
+    """Return the folders with recipes and groups: ./configs, if there is one, before the shipped one."""
+    own = Path.cwd() / "configs"
+    return [own, shipped("configs")] if own.is_dir() and own != shipped("configs") else [shipped("configs")]
+
+
+def groups() -> set[str]:
+    """Return the names of the groups: recipe, model, algorithm, and any of the user's own."""
+    return {path.name for folder in folders() for path in folder.iterdir() if path.is_dir()}
+
+
+def choices(group: str) -> list[str]:
+    """Return the names that can be chosen from a group."""
+    return sorted({path.stem for folder in folders() for path in (folder / group).glob("*.yaml")})
+
+
+def recipe_for(nodes: int) -> str | None:
+    """Return the first recipe for a number of nodes, if there is one."""
+    for name in choices("recipe"):
+        trainer = _load(_file("recipe", name)).get("trainer")
+        if isinstance(trainer, dict) and trainer.get("nnodes") == nodes:
+            return name
+    return None
+
+
+def check_choices(overrides: Sequence[str], instead: dict[str, str]) -> None:
+    """Check that every `group=name` among the overrides names a file.
+
+    Args:
+        instead: group -> key that takes a value of the user's own, such as model -> model.path.
+
+    Raises:
+        UserError: a name does not exist; the message lists the choices.
+    """
+    known, problems = groups(), []
+    for override in overrides:
+        group, _, name = override.lstrip("+").partition("=")
+        if group not in known or name.startswith("[") or _file(group, name).is_file():
+            continue
+        names = choices(group)
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {group}={close[0]}?" if close else ""
+        if group in instead and not hint:
+            hint = f"; for any other write {instead[group]}={name if name not in ('', 'null') else 'FOLDER_OR_NAME'}"
+        found = f"there is no {group} {name!r}" if name not in ("", "null") else "no name is given"
+        problems.append(f"{group}={name}: {found}; choose one of {', '.join(names)}{hint}")
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def find_cycle() -> list[str]:
+    """Return the files of a defaults list that includes itself, as [a, b, a]; empty if there is none."""
+    files = sorted({str(path.relative_to(folder))[:-5] for folder in folders() for path in folder.rglob("*.yaml")})
+    for name in files:
+        if cycle := _cycle_from(name, []):
+            return cycle
+    return []
+
+
+def _cycle_from(name: str, above: list[str]) -> list[str]:
+    if name in above:
+        return [*above[above.index(name) :], name]
+    group, _, stem = name.rpartition("/")
+    for included in _included(group, _load(_file(group, stem))):
+        if cycle := _cycle_from(included, [*above, name]):
+            return cycle
+    return []
+
+
+def _included(group: str, document: dict[str, Any]) -> Iterator[str]:
+    """Yield the files in a file's defaults list, by their names below `configs/` without `.yaml`."""
+    entries = document.get("defaults")
+    for entry in entries if isinstance(entries, list) else []:
+        pairs = entry.items() if isinstance(entry, dict) else [("", entry)]
+        for key, name in pairs:
+            if isinstance(name, str) and name != "_self_":
+                path = "/".join(part for part in (str(key).split("@")[0].removeprefix("override "), name) if part)
+                yield path[1:] if path.startswith("/") else "/".join(part for part in (group, path) if part)
+
+
+def _file(group: str, name: str) -> Path:
+    """Return the file of a group; a path that does not exist if there is none."""
+    found = [folder / group / f"{name}.yaml" for folder in folders()]
+    try:
+        return next((path for path in found if path.is_file()), found[-1])
+    except OSError:  # the name is too long
+        return found[-1].with_name("none")
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Read a YAML file; an empty table if it cannot be read, which Hydra reports."""
+    import yaml
+
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return document if isinstance(document, dict) else {}

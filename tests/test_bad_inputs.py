@@ -1,0 +1,577 @@
+"""Bad input of every sort: one to three lines with the true cause, exit code 2, and nothing is left behind."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from hpc_rl import cli
+from hpc_rl.config import compose
+from hpc_rl.submission.preflight import checks
+from tests import bad_files
+
+HEAVY = ("torch", "transformers", "safetensors", "ray", "vllm", "datasets", "pyarrow", "numpy", "tensordict", "pandas")
+"""Packages that a login node may lack."""
+MAX_LINES = 3
+LONG = "n" * 300
+
+_SFT = ("model.path=model", "data.train_files=train.jsonl", "data.train_batch_size=4", "trainer.device=cpu")
+_PPO = (
+    "model.path=model", "data.train_files=prompts.jsonl", "data.train_batch_size=4", "reward.function=exact",
+    "rollout.n=2", "trainer.device=cpu",
+)  # fmt: skip
+VALID: dict[str, tuple[str, ...]] = {
+    "sft": ("submit", "sft", "--dry-run", *_SFT),
+    "ppo": ("submit", "ppo", "--dry-run", *_PPO),
+    "torchrun": ("submit", "torchrun", "--dry-run", "trainer.device=cpu"),
+    "ray": ("submit", "ray", "--dry-run", "trainer.device=cpu"),
+    "sweep": ("sweep", "sft", "--dry-run", *_SFT),
+    "sweep-files": ("sweep", "sft", "--dry-run", *_SFT[2:]),
+    "recipe": ("submit", "ppo", "--dry-run", *_PPO),
+    "none": (),
+}
+"""Commands that are valid (with what follows `--`, or with a swept key) until a case adds its words."""
+
+
+class Case(NamedTuple):
+    command: str
+    """Name of a row of VALID."""
+    words: tuple[str, ...]
+    expected: str
+    """Part of the message that only the true cause brings about."""
+    folder: str = "."
+    same_python: bool = False
+    """Whether the mistake can be seen only if the job runs the Python of the login node."""
+
+
+def sft(expected: str, *words: str) -> Case:
+    return Case("sft", words, expected)
+
+
+def ppo(expected: str, *words: str) -> Case:
+    return Case("ppo", words, expected)
+
+
+def each(command: str, expected: str, *words: str) -> list[Case]:
+    return [Case(command, (word,), expected) for word in words]
+
+
+DATA = [
+    sft("none.jsonl: no such data file", "data.train_files=none.jsonl"),
+    sft("the data set is empty", "data.train_files=empty.jsonl"),
+    sft("the data set is empty", "data.train_files=blank.jsonl"),
+    sft("not-json.jsonl, line 2: not JSON", "data.train_files=not-json.jsonl"),
+    sft("cut.jsonl, line 2: not JSON", "data.train_files=cut.jsonl"),
+    sft("number.jsonl, line 1: a number, where an object", "data.train_files=number.jsonl"),
+    sft("git-lfs pointer", "data.train_files=pointer.jsonl"),
+    sft("utf16.jsonl, line 1: not UTF-8", "data.train_files=utf16.jsonl"),
+    sft("latin.jsonl, line 1: not UTF-8", "data.train_files=latin.jsonl"),
+    sft("'messages' appears twice", "data.train_files=twice.jsonl"),
+    sft("open.json, line 2: not JSON", "data.train_files=open.json"),
+    sft("text after the end of the array", "data.train_files=after.json"),
+    sft("numbers.json, line 1: a number", "data.train_files=numbers.json"),
+    sft("data.prompt_key=question data.response_key=answer", "data.train_files=columns.jsonl"),
+    sft("no column 'messages'", "data.train_files=other.jsonl"),
+    sft("no assistant turn", "data.train_files=asked.jsonl"),
+    sft("has null, where a list", "data.train_files=null.jsonl"),
+    sft("has an empty list", "data.train_files=no-turns.jsonl"),
+    sft("message 1 of 'messages' is not of the form", "data.train_files=no-role.jsonl"),
+    sft("message 2 of 'messages' has no text", "data.train_files=no-content.jsonl"),
+    sft("has text, where a list of messages", "data.train_files=text.jsonl"),
+    sft("message 1 of 'messages' is not of the form", "data.train_files=strings.jsonl"),
+    sft("'answer' has a number, where text", "data.train_files=number-answer.jsonl", "data.prompt_key=question",
+        "data.response_key=answer"),
+    sft("data.prompt_key=question", "data.train_files=columns.jsonl", "data.prompt_key=quetsion",
+        "data.response_key=answer"),
+    sft("the data set is empty", "data.train_files=empty.csv"),
+    sft("the data set is empty", "data.train_files=header.csv"),
+    sft("short.csv, line 2: 1 fields", "data.train_files=short.csv"),
+    sft("'question' more than once", "data.train_files=twice.csv"),
+    sft("quote.csv, line 2", "data.train_files=quote.csv"),
+    sft("no column 'messages'", "data.train_files=plain.csv"),
+    sft(".xlsx files are not read; convert it to one of .jsonl", "data.train_files=table.xlsx"),
+    sft(".txt files are not read", "data.train_files=notes.txt"),
+    sft(".arrow files are not read", "data.train_files=data.arrow"),
+    sft("no suffix", "data.train_files=NOSUFFIX"),
+    sft(".zip files are not read", "data.train_files=none.zip"),
+    sft("does not start with PAR1", "data.train_files=no-magic.parquet"),
+    sft("cut.parquet is truncated", "data.train_files=cut.parquet"),
+    sft("does not start with PAR1", "data.train_files=empty.parquet"),
+    sft("git-lfs pointer", "data.train_files=pointer.parquet"),
+    sft("encrypted parquet", "data.train_files=encrypted.parquet"),
+    sft("loop.jsonl: no such data file", "data.train_files=loop.jsonl"),
+    sft("loop.parquet: no such data file", "data.train_files=loop.parquet"),
+    sft("no such data file or folder", "data.train_files=/no/such/folder"),
+    sft("no such data file or folder", "data.train_files=../nowhere"),
+    sft("the data folder is empty", "data.train_files=empty-folder"),
+    sft("no data file in this folder", "data.train_files=notes-folder"),
+    sft("has 306 bytes; the limit is 255", f"data.train_files={LONG}.jsonl"),
+    sft("more than 4095 bytes", f"data.train_files={'a/' * 3000}b.jsonl"),
+    sft("data.train_files: name at least one data file", "data.train_files=[]"),
+    sft("data.train_files.0: the path is empty", "data.train_files="),
+    sft("{a: 1}: not the name of a data set", "data.train_files={a: 1}"),
+    sft("none.jsonl: no such data file", "data.train_files=[train.jsonl,none.jsonl]"),
+    sft("none.jsonl: no such data file", "data.val_files=none.jsonl"),
+    sft("the data set is empty", "data.val_files=empty.jsonl"),
+    sft("larger than the training data (8 rows)", "data.train_batch_size=9"),
+    sft("larger than the training data (16 rows)", "data.train_files=[train.jsonl,train.jsonl]",
+        "data.train_batch_size=64"),
+    sft("is not in the cache", "data.train_files=nobody/nothing", "cache.offline=true", "cache.hf_home=empty"),
+    ppo("larger than the training data (8 rows)", "data.train_batch_size=9"),
+    ppo("'answer' has null", "data.train_files=null-answer.jsonl"),
+    ppo("only an assistant turn", "data.train_files=alone.jsonl"),
+    ppo("has a number, where a list", "data.train_files=number-prompt.jsonl"),
+    ppo("set data.answer_key=solution", "data.train_files=no-answer.jsonl"),
+    ppo("no column 'question'", "data.prompt_key=question"),
+    ppo("does not start with PAR1", "data.val_files=no-magic.parquet"),
+    ppo("the data folder is empty", "data.train_files=empty-folder"),
+]  # fmt: skip
+
+TEMPLATES = [
+    sft("data.chat_template none.jinja: there is no such file", "data.chat_template=none.jinja"),
+    sft("data.chat_template empty: there is no such file", "data.chat_template=empty"),
+    sft("Jinja rejects the chat template in line 1", "data.chat_template=open.jinja"),
+    sft("Jinja rejects the chat template in line 1", "data.chat_template=brace.jinja"),
+    sft("unknown tag 'endfor'", "data.chat_template=tag.jinja"),
+    sft("No filter named 'f'", "data.chat_template=filter.jinja"),
+    sft("cannot read template.bin", "data.chat_template=template.bin"),
+    sft("the tokenizer in bad-template: Jinja rejects", "model.path=bad-template"),
+    sft("No filter named 'no_such_filter'", "model.path=bad-jinja"),
+    sft("chat_template.jinja", "model.path=binary-jinja"),
+    sft("has no chat template; set data.chat_template", "model.path=no-template"),
+    ppo("Jinja rejects the chat template in line 1", "data.chat_template=open.jinja"),
+]
+MODELS = [
+    sft("model.path ./none: there is no such folder", "model.path=./none"),
+    sft("model.path /no/such/model: there is no such folder", "model.path=/no/such/model"),
+    sft("model.path a b: there is no such folder", "model.path=a b"),
+    sft("model.path a/b/c: there is no such folder", "model.path=a/b/c"),
+    sft("model.path train.jsonl is a file", "model.path=train.jsonl"),
+    sft("there is no such folder", "model.path=./loop"),
+    sft("has 300 bytes; the limit is 255", f"model.path={LONG}"),
+    sft("model.path: the path is empty", "model.path="),
+    sft("it has no config.json", "model.path=empty"),
+    sft("it has no config.json", "model.path=no-config"),
+    sft("config.json has no model_type", "model.path=bad-config"),
+    sft("config.json is empty", "model.path=empty-config"),
+    sft("config.json has no model_type", "model.path=list-config"),
+    sft("config.json has no model_type", "model.path=no-type"),
+    sft("no-weights has no weights", "model.path=no-weights"),
+    sft("model.safetensors is truncated", "model.path=truncated"),
+    sft("model.safetensors is damaged", "model.path=too-long"),
+    sft("model.safetensors is empty", "model.path=empty-weights"),
+    sft("is not a safetensors file", "model.path=no-header"),
+    sft("model.safetensors is truncated", "model.path=cut-header"),
+    sft("is not a safetensors file", "model.path=html"),
+    sft("model.safetensors is a git-lfs pointer", "model.path=pointer"),
+    sft("tokenizer.json is a git-lfs pointer", "model.path=pointer-tokenizer"),
+    sft("pytorch_model.bin is truncated", "model.path=cut-bin"),
+    sft("pytorch_model.bin is a git-lfs pointer", "model.path=pointer-bin"),
+    sft("model-2.safetensors missing", "model.path=no-shard"),
+    sft("no-tokenizer has no tokenizer", "model.path=no-tokenizer"),
+    sft("empty has no tokenizer", "model.tokenizer_path=empty"),
+    sft("model.tokenizer_path ./none: there is no such folder", "model.tokenizer_path=./none"),
+    sft("model.tokenizer_path train.jsonl", "model.tokenizer_path=train.jsonl"),
+    sft("is not in the cache", "model.path=nobody/nothing", "cache.offline=true", "cache.hf_home=empty"),
+    sft("is not in the cache", "model.tokenizer_path=nobody/nothing", "cache.offline=true", "cache.hf_home=empty"),
+    sft("there is no model 'qwen'; choose one of qwen2.5-0.5b", "model=qwen"),
+    sft("for any other write model.path=Qwen/Qwen3-8B", "model=Qwen/Qwen3-8B"),
+    sft("model=: no name is given", "model="),
+    ppo("critic.path ./none: there is no such folder", "critic.path=./none"),
+    ppo("model.safetensors is truncated", "critic.path=truncated"),
+    ppo("reward.model ./none: there is no such folder", "reward.function=null", "reward.model=./none"),
+    ppo("model.safetensors is a git-lfs pointer", "reward.function=null", "reward.model=pointer"),
+    ppo("did you mean algorithm=grpo?", "algorithm=grop"),
+    ppo("did you mean recipe=gsm8k-2nodes?", "recipe=gsm8k-2node"),
+    ppo("there is no algorithm 'x'; choose one of dapo, dr_grpo, grpo, gspo", "algorithm=x"),
+    sft("has no choice of recipe", "recipe=gsm8k-1node"),
+]
+KEYS = [
+    sft("optim.learning_rate: unknown key; did you mean optim.lr?", "optim.learning_rate=1"),
+    sft("lr: unknown key; did you mean optim.lr?", "lr=1"),
+    sft("did you mean trainer.total_epochs?", "trainer.total_epoch=3"),
+    sft("did you mean trainer.total_epochs?", "epochs=3"),
+    sft("did you mean trainer.n_gpus_per_node?", "trainer.n_gpu_per_node=3"),
+    sft("did you mean data.train_batch_size?", "batch_size=3"),
+    sft("did you mean slurm.partition?", "slurm.partion=gpu"),
+    sft("did you mean slurm.time?", "trainer.time=1:00:00"),
+    sft("zzz: unknown key", "zzz=1"),
+    sft("rollout: unknown key", "rollout.n=1"),
+    ppo("did you mean actor.optim.lr or critic.optim.lr?", "optim.lr=1"),
+    ppo("did you mean algorithm.kl.coef?", "algorithm.kl_coef=0.1"),
+    ppo("did you mean rollout.temperature?", "temperature=1"),
+    sft("is not an option: write key=value", "trainer.total_epochs"),
+    sft("is not an option: write key=value", "=3"),
+    sft("is not an option: write key=value", "~optim"),
+    sft("choose a site profile with --site typed-gres", "site=typed-gres"),
+    *each("sft", "cannot be read", "optim.lr=[1", "optim.lr={", "optim.betas=[0.9,", "optim.lr=]", "optim.lr=a b}",
+          "optim.lr='1", "optim.betas=(1,2", "trainer.seed=${"),
+    sft("Interpolation key 'nowhere' not found", "optim.lr=${nowhere}"),
+    *each("sft", "finite number", "optim.lr=inf", "optim.lr=nan", "optim.eps=inf", "optim.weight_decay=nan",
+          "optim.clip_grad=inf", "trainer.save_minutes=inf", "optim.betas=[0.9,nan]"),
+    *each("ppo", "finite number", "rollout.temperature=inf", "reward.on_error=nan", "ray.object_store_gb=inf",
+          "rollout.engine_kwargs={a: [1, inf]}", "reward.kwargs={scale: nan}", "algorithm.kl.coef=inf"),
+    *each("sft", "optim.betas", "optim.betas=[0.9,1]", "optim.betas=[-0.1,0.9]", "optim.betas=[1.5,0.9]",
+          "optim.betas=[0.9]", "optim.betas=0.9", "optim.betas=[0.9,0.95,0.99]", "optim.betas=[a,b]"),
+    *each("sft", "expected a number, found true", "trainer.seed=true", "optim.lr=true", "trainer.nnodes=true"),
+    *each("sft", "greater than", "optim.lr=0", "optim.lr=-1", "trainer.nnodes=0", "trainer.micro_tokens=1",
+          "trainer.total_epochs=0", "data.max_length=1", "data.train_batch_size=0", "trainer.max_ckpt_to_keep=0"),
+    *each("sft", "less than", "optim.warmup_ratio=2", "optim.min_lr_ratio=1.1", "trainer.seed=99999999999999999999"),
+    *each("sft", "valid integer", "trainer.nnodes=two", "trainer.nnodes=1.5", "trainer.total_epochs=many",
+          "data.max_length=1k", "trainer.nnodes=[2]", "trainer.nnodes=null"),
+    *each("sft", "valid number", "optim.lr=fast", "optim.lr=1e", "optim.lr=[1]", "optim.lr=null"),
+    *each("sft", "valid boolean", "trainer.packing=maybe", "data.shuffle=2", "model.trust_remote_code=[true]"),
+    sft("'cuda' or 'cpu'", "trainer.device=tpu"),
+    sft("'cosine', 'linear' or 'constant'", "optim.lr_scheduler=step"),
+    sft("'float32' or 'bfloat16'", "model.dtype=float16"),
+    sft("'full', 'gradients' or 'none'", "trainer.sharding=zero3"),
+    sft("'console' or 'wandb'", "trainer.logger=[tensorboard]"),
+    sft("trainer.logger", "trainer.logger=wandb"),
+    sft("belong together", "data.prompt_key=question"),
+    sft("exceeds trainer.micro_tokens 512", "trainer.micro_tokens=512"),
+    sft("optim", "optim=3"),
+    ppo("'auto', 'hf' or 'vllm'", "rollout.name=sglang"),
+    ppo("set rollout.n to 2 or more", "algorithm.advantage=grpo", "rollout.n=1"),
+    ppo("actor.mini_batch_size 3 does not divide the 8 responses", "actor.mini_batch_size=3"),
+    ppo("pools.roles.rollout is x", "pools.roles={rollout: x}"),
+    ppo("pool a needs 8 CPU slots", "pools.spec={a: [8]}"),
+    ppo("pools.spec.a", "pools.spec={a: []}"),
+    ppo("num_cpus is 0", "ray_kwargs.ray_init={num_cpus: 0}"),
+    ppo("ray.first_port", "ray.first_port=80"),
+    Case("none", ("submit", "sft", "--nodes", "2", "--dry-run"), "hpc-rl submit sft --nodes 2 model=qwen2.5-0.5b"),
+    Case("none", ("submit", "ppo", "--nodes", "4", "--dry-run"), "--nodes 4 recipe=gsm8k-4nodes data.train_files="),
+    Case("none", ("config", "sft", "optim.lrr"), "did you mean optim.lr?"),
+    Case("none", ("config", "ppo", "--help", "zzz"), "no key contains this word"),
+]  # fmt: skip
+RESOURCES = [
+    *(
+        sft("not a size that sbatch accepts", "--mem", size)
+        for size in ("lots", "10x", "1.5G", "64 G", "64Gi", "-5", "1E", "5P", "", "99999999999999999999", "G", "0x10")
+    ),
+    *(
+        sft("not a Slurm time", "--time", time)
+        for time in ("tomorrow", "1h", "24:0", "1-", "-1", "1:2:3:4", "1.5", "", "1-100:00")
+    ),
+    sft("ask for more time", "--time", "2"),
+    sft("ask for more time", "--time", "0"),
+    sft("trainer.nnodes", "--nodes", "0"),
+    sft("trainer.n_gpus_per_node", "--gpus-per-node", "0"),
+    sft("slurm.cpus_per_task", "--cpus-per-task", "-1"),
+    sft("line break", "--account", "me\n#SBATCH --uid=0"),
+    sft("line break", "--partition", "a\rb"),
+    sft("line break", 'slurm.modules=["cuda\n"]'),
+    sft("use --nodes", "--sbatch", "nodes=3"),
+    sft("use hpc-rl sweep", "--sbatch", "array=1-3"),
+    sft("use --mem", "--sbatch", "mem=3G"),
+    sft("not a long option of sbatch", "--sbatch", "Exclusive"),
+    sft("not a long option of sbatch", "--sbatch", "=3"),
+    sft("not a long option of sbatch", "--sbatch", "-x=3"),
+    sft("mem-per-cpu is 'lots'", "--sbatch", "mem-per-cpu=lots"),
+    sft("write null for an option without a value", "slurm.sbatch={exclusive: true}"),
+    sft("slurm.mem_option=none: leave mem out", "--mem", "64G", "slurm.mem_option=none"),
+    sft("slurm.gpu_type", "slurm.gpu_type=a100:4"),
+    sft("not the name of an environment variable", "slurm.env.1A=x"),
+    sft("not the name of an environment variable", "slurm.env={a-b: x}"),
+    sft("slurm.warning_s", "slurm.warning_s=0"),
+    sft("'gpus-per-node', 'gpus-per-task' or 'gres'", "slurm.gpu_option=gpus"),
+    sft("slurm.leave_out", "slurm.leave_out=[nodes]"),
+    sft("slurm.node.gpus", "slurm.node.gpus=0"),
+    sft("--after", "--after", "12x"),
+    sft("slurm.python: ", f"slurm.python={LONG}"),
+    sft("give one of them", "--local", "--in-allocation"),
+]
+NAMES = [
+    *(
+        sft("job name", "--job-name", name)
+        for name in ("-x", ".x", "a/b", "..", ".", "a b", "ä", "a;b", "$(x)", "a\\b", "a*", "/abs", "a'b", "~")
+    ),
+    sft("slurm.job_name", "--job-name", ""),
+    sft("File name too long", "--job-name", LONG),
+    sft("File name too long", "--run-dir", LONG),
+    sft("File name too long", "--run-dir", "ä" * 200),
+    sft("File name too long", "--run-dir", "a/" * 2040 + "b"),
+    sft("symbolic links", "--run-dir", "loop"),
+    sft("symbolic links", "--run-dir", "loop/run"),
+    sft("train.jsonl is a file", "--run-dir", "train.jsonl/run"),
+    sft("train.jsonl", "--run-dir", "train.jsonl"),
+    sft("is not empty and", "--run-dir", "model"),
+    sft("File name too long", "--script", LONG),
+    Case("none", ("submit", "sft", "--script", LONG), "File name too long"),
+    Case("none", ("submit", "sft", "--script", "none.sbatch"), "none.sbatch"),
+    Case("none", ("submit", "sft", "--script", "train.jsonl"), "hpc-rl did not render it"),
+    *(Case("none", (command, LONG), "no run") for command in ("status", "logs", "wait", "stop", "cancel", "report")),
+    Case("none", ("status", "loop"), "no run 'loop'"),
+    Case("none", ("status", "train.jsonl"), "no run 'train.jsonl'"),
+]
+NAMES = [case for case in NAMES if case.words != ("--script", LONG)]
+PROFILES = [
+    *(Case("sft", ("--site", f"{name}.site.yaml"), expected) for name, expected in (
+        ("unknown", "line 1: slurm.partion: unknown key; did you mean slurm.partition?"),
+        ("section", "slurmm.partition: unknown key"),
+        ("type", "line 1: slurm.exclusive"),
+        ("time", "YAML reads an unquoted 24:00:00 as 86400"),
+        ("mem", "not a size that sbatch accepts"),
+        ("infinite", "finite number"),
+        ("list", "a profile has sections"),
+        ("text", "a profile has sections"),
+        ("open", "open.site.yaml, line 2"),
+        ("tab", "tab.site.yaml, line 2"),
+        ("twice", "slurm.partition"),
+        ("job", "belongs to a job"),
+        ("whole", "a section"),
+        ("itself", "contains itself"),
+        ("top", "top.site.yaml"),
+        ("alias", "alias.site.yaml, line 1"),
+        ("tag", "tag.site.yaml"),
+        ("owned", "use --nodes"),
+        ("day", "day.site.yaml, line 1"),
+        ("binary", "binary.site.yaml"),
+        ("folder", "folder.site.yaml"),
+        ("none", "no such file"),
+    )),
+    Case("sft", ("--site", "nowhere"), "typed-gres"),
+    Case("sft", ("--site", ""), "site profile"),
+    Case("sft", ("--site", f"{LONG}.yaml"), "site profile"),
+    Case("sft", ("--site", LONG), "site profile"),
+    Case("sft", ("--site", "loop"), "site profile"),
+    Case("sft", ("--site", "~nobody-here/site.yaml"), "site profile"),
+    *(Case("recipe", words, expected, folder=f"projects/{folder}") for folder, words, expected in (
+        ("itself", ("recipe=a",), "recipe/a.yaml includes recipe/a.yaml"),
+        ("pair", ("recipe=a",), "recipe/a.yaml includes recipe/b.yaml includes recipe/a.yaml"),
+        ("absent", ("recipe=a",), "Could not find 'recipe/nowhere'"),
+        ("open", (), "ppo.yaml, line 2: not valid YAML"),
+        ("list", (), "ppo"),
+        ("text", (), "ppo"),
+        ("binary", (), "ppo.yaml"),
+        ("unknown", (), "optimizer: unknown key"),
+        ("infinite", (), "actor.optim.lr: Input should be a finite number"),
+        ("nan", (), "actor.optim.lr: Input should be a finite number"),
+        ("time", (), "YAML reads an unquoted 24:00:00 as 86400"),
+        ("defaults", (), "defaults"),
+        ("section", (), "data"),
+        ("interpolation", (), "'nowhere' not found"),
+        ("circular", (), "max_prompt_length"),
+        ("tag", (), "ppo.yaml, line 1"),
+    )),
+]  # fmt: skip
+REWARDS = [
+    ppo("did you mean gsm8k?", "reward.function=gsm8"),
+    ppo("expected one of", "reward.function=zzz"),
+    ppo("expected", "reward.function="),
+    ppo("expected the form", "reward.function=:score"),
+    ppo("expected the form", "reward.function=reward.py:"),
+    ppo("expected the form", "reward.function=reward.py:a-b"),
+    ppo("expected one of", "reward.function=reward.py"),
+    ppo("did you mean score?", "reward.function=reward.py:socre"),
+    ppo("it has score, other", "reward.function=reward.py:zzz"),
+    ppo("did you mean", "reward.function=rewards.py:score"),
+    ppo("there is no", "reward.function=none/where.py:score"),
+    ppo("has 303 bytes; the limit is 255", f"reward.function={LONG}.py:score"),
+    ppo("folder.py", "reward.function=folder.py:score"),
+    ppo("line 1", "reward.function=syntax.py:score"),
+    ppo("binary.py", "reward.function=binary.py:score"),
+    ppo("no 'score'", "reward.function=nothing.py:score"),
+    ppo("is a number", "reward.function=constant.py:score"),
+    ppo("is text", "reward.function=text.py:score"),
+    ppo("is a dictionary", "reward.function=table.py:score"),
+    ppo("a class", "reward.function=class.py:score"),
+    ppo("an async function", "reward.function=coroutine.py:score"),
+    ppo("(response)", "reward.function=one.py:score"),
+    ppo("threshold", "reward.function=three.py:score"),
+    ppo("()", "reward.function=none.py:score"),
+    ppo("scale", "reward.function=keyword.py:score"),
+    ppo("unexpected keyword argument", "reward.function=reward.py:score", "reward.kwargs={a: 1}"),
+    ppo("regular expression", "reward.function=format", "reward.kwargs={pattern: '('}"),
+    Case("ppo", ("reward.function=no_such_module:score",), "no module 'no_such_module'", same_python=True),
+    Case("ppo", ("reward.function=os.nothing:score",), "os.nothing", same_python=True),
+    ppo("reward.function: required", "reward.function=null"),
+    ppo("found function and url", "reward.url=http://host:1/x"),
+    ppo("found function and model", "reward.model=model"),
+    *(
+        ppo("http://host:port/path", "reward.function=null", f"reward.url={url}")
+        for url in (
+            "localhost",
+            "ftp://host/x",
+            "http://",
+            "http://host:x/",
+            "http://host:0/",
+            "http://a b/",
+            "http://host:99999/",
+        )
+    ),
+    *each("ppo", "greater than", "reward.timeout_s=0", "reward.workers=0"),
+]
+SWEEPS = [
+    Case("sweep", (), "nothing to sweep"),
+    Case("sweep", ("optim.lr=1e-5",), "nothing to sweep"),
+    Case("sweep", ("optim.lr=1,",), "an empty value"),
+    Case("sweep", ("optim.lr=,1",), "an empty value"),
+    Case("sweep", ("optim.lr=1,,2",), "an empty value"),
+    Case("sweep", ("optim.lr=1,1",), "listed 2 times"),
+    Case("sweep", ("optim.lr=1,2", "optim.lr=3,4"), "optim.lr is given 2 times"),
+    Case("sweep", ("optim.betas=[0.9,0.95],[0.9",), "missing"),
+    Case("sweep", ("optim.betas=0.9],[0.9",), "closes nothing"),
+    Case("sweep", ("optim.lr='1,2",), "missing"),
+    Case("sweep", ("optim.lr=1,fast",), "valid number"),
+    Case("sweep", ("optim.lr=1,inf",), "finite number"),
+    Case("sweep", ("optim.lrr=1,2",), "did you mean optim.lr?"),
+    Case("sweep", ("model=qwen2.5-0.5b,qwen",), "there is no model 'qwen'"),
+    Case("sweep-files", ("model.path=model,truncated", "data.train_files=train.jsonl"), "is truncated"),
+    Case("sweep-files", ("model.path=model", "data.train_files=train.jsonl,none.jsonl"), "none.jsonl: no such"),
+    Case("sweep", ("trainer.nnodes=1,2",), "--nodes=2"),
+    Case("sweep", ("slurm.time=1:00:00,2:00:00",), "--time=2:00:00"),
+    Case("sweep", (f"trainer.seed={','.join(map(str, range(1500)))}",), "the sweep has 1500 points"),
+    Case("sweep", (f"trainer.seed={','.join(map(str, range(100)))}", f"optim.lr={','.join(map(str, range(1, 101)))}"),
+         "the sweep has 10000 points"),
+    Case("sweep", ("optim.lr=1,2", "--job-name", "a/b"), "job name"),
+    Case("sweep", ("optim.lr=1,2", "--job-name", LONG), "File name too long"),
+    Case("sweep", ("optim.lr=1,2", "--job-name", "n" * 254), "File name too long"),
+    Case("sweep", ("optim.lr=1,2", "--job-name", "n", "--run-dir", "loop"), "symbolic links"),
+]  # fmt: skip
+IMAGES = [
+    *(sft(expected, "--image", image) for image, expected in (
+        ("none.sif", "none.sif"), ("train.jsonl", "train.jsonl"), ("other.sif", "other.sif"),
+        ("short.sif", "short.sif"), ("empty.sif", "empty.sif"), ("pointer.sif", "pointer.sif"), ("loop", "loop"),
+        ("empty", "empty"), (LONG, "300 bytes"), ("", "the path is empty"), ("docker://ubuntu", "docker:"),
+    )),
+    sft("arm64", "--image", "arm.sif", "container.arch=amd64"),
+    sft("./none.sqsh", "--image", "./none.sqsh", "container.runtime=pyxis"),
+    sft("SRC[:DST[:OPTIONS]]", "container.binds=[a:b]"),
+    sft("SRC[:DST[:OPTIONS]]", "container.binds=[\"a,b\"]"),
+    sft("SRC[:DST[:OPTIONS]]", "container.binds=[\"\"]"),
+    sft("container.env", "container.env=[1A]"),
+    sft("container.env", "container.env=[A*B]"),
+    sft("'apptainer', 'singularity' or 'pyxis'", "container.runtime=docker"),
+    sft("container.python", "container.python="),
+    sft("'nv' or 'rocm'", "container.gpu=cuda"),
+    Case("none", ("image", "check", "none.sif"), "none.sif"),
+    Case("none", ("image", "check", "other.sif"), "other.sif"),
+]  # fmt: skip
+PROGRAMS = [
+    Case("torchrun", (), "no program given"),
+    Case("torchrun", ("--", "none.py"), "program none.py"),
+    Case("torchrun", ("--", LONG), "program"),
+    Case("torchrun", ("--", "-m"), "-m needs the name of a module"),
+    Case("torchrun", ("--", "python", "driver.py"), "leave out python"),
+    Case("torchrun", ("--", "torchrun", "driver.py"), "leave out torchrun"),
+    Case("torchrun", ("--", "empty"), "program empty"),
+    Case("torchrun", ("optim.lr=1", "--", "driver.py"), "optim"),
+    Case("ray", (), "no program given"),
+    Case("ray", ("--", "driver.py"), "write -- python driver.py"),
+    Case("ray", ("--", "python", "none.py"), "program none.py"),
+    Case("ray", ("--", "./none"), "program ./none"),
+    Case("ray", ("--", f"./{LONG}"), "program"),
+    sft("torchrun and ray take one after --", "--", "driver.py"),
+]
+CASES = [*DATA, *TEMPLATES, *MODELS, *KEYS, *RESOURCES, *NAMES, *PROFILES, *REWARDS, *SWEEPS, *IMAGES, *PROGRAMS]
+
+
+class WithoutHeavy:
+    """A finder of modules that hides the heavy packages, as if they were not installed."""
+
+    def __init__(self, finder: Any) -> None:
+        self._finder = finder
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        return None if name.partition(".")[0] in HEAVY else self._finder.find_spec(name, path, target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._finder, name)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with valid and broken files, which no case changes."""
+    root = tmp_path_factory.mktemp("bad")
+    for write in (
+        bad_files.write_models, bad_files.write_data, bad_files.write_rewards, bad_files.write_images,
+        bad_files.write_profiles, bad_files.write_recipes,
+    ):  # fmt: skip
+        write(root)
+    for project in (root / "projects").iterdir():
+        for name in ("model", "prompts.jsonl"):
+            (project / name).symlink_to(root / name)
+    return root
+
+
+@pytest.fixture(scope="module")
+def hydra_tree() -> Callable[..., Any]:
+    """Hydra's part of a composition, remembered: it depends on these words and the folder alone, and takes 0.1 s."""
+    original, found = compose._hydra_tree, {}
+
+    def remembered(job: str, overrides: Sequence[str]) -> Any:
+        key = (job, tuple(overrides), Path.cwd())
+        if key not in found:
+            found[key] = original(job, overrides)
+        return copy.deepcopy(found[key])
+
+    return remembered
+
+
+@pytest.fixture(params=["full", "light"])
+def installation(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hydra_tree: Callable[..., Any]
+) -> Iterator[str]:
+    """Hide Slurm and the user's own profile; for `light` also the packages that only jobs need."""
+    monkeypatch.setattr(compose, "_hydra_tree", hydra_tree)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("HPC_RL_SITE", raising=False)
+    if request.param == "light":
+        for name in [name for name in sys.modules if name.partition(".")[0] in HEAVY]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setattr(sys, "meta_path", [WithoutHeavy(finder) for finder in sys.meta_path])
+        monkeypatch.setattr(checks, "installed_ray", lambda: None)
+    yield request.param
+
+
+def answer(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["hpc-rl", *words])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+def words_of(command: str, words: tuple[str, ...], installation: str) -> tuple[str, ...]:
+    """A login node without the packages names the Python of the nodes."""
+    start = VALID[command]
+    elsewhere = ("slurm.python=/opt/nodes/bin/python",) if installation == "light" and start else ()
+    return (*start, *elsewhere, *words)
+
+
+ADDED = {"torchrun": ("--", "driver.py"), "ray": ("--", "python", "driver.py"), "sweep": ("optim.lr=1e-5,3e-5",)}
+
+
+@pytest.mark.parametrize("command", [name for name in VALID if name in ("sft", "ppo", "torchrun", "ray", "sweep")])
+def test_the_commands_are_valid_without_the_mistakes(
+    command: str, installation: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(files)
+    words = words_of(command, ADDED.get(command, ()), installation)
+    assert answer(words, monkeypatch) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", CASES, ids=[" ".join((case.command, *case.words))[:80] for case in CASES])
+def test_bad_input_is_explained(
+    case: Case, installation: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if case.same_python and installation == "light":
+        pytest.skip("modules of another Python cannot be looked up here")
+    monkeypatch.chdir(files / case.folder)
+    code = answer(words_of(case.command, case.words, installation), monkeypatch)
+    shown = capsys.readouterr()
+    lines = shown.err.splitlines()
+    assert code == 2, shown.out + shown.err
+    assert case.expected in shown.err
+    assert 1 <= len(lines) <= MAX_LINES and all(line.startswith("hpc-rl: ") for line in lines), shown.err
+    assert not (files / case.folder / "runs").exists()
+
+
+def test_there_are_many_cases() -> None:
+    assert len({(case.command, case.words, case.folder) for case in CASES}) >= 230
