@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hpc_rl.cli.app import RunArgument, app, leave
-from hpc_rl.cli.text import findings_text, short_path
+from hpc_rl.cli.text import explanation_text, short_path
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 
@@ -29,8 +29,8 @@ def watch(
     from hpc_rl.runs.status import find_run
 
     def explain(failed: RunDir) -> list[str]:
-        _, reasons = diagnosis.diagnosis_of(failed)
-        return findings_text(reasons[:1]).splitlines() if reasons else []
+        _, explanation = diagnosis.diagnosis_of(failed)
+        return explanation_text(explanation, brief=True).splitlines()
 
     found = find_run(run)
     if once:

@@ -89,7 +89,12 @@ def parse(arguments: Sequence[str]) -> tuple[SftConfig, RunDir]:
             f"--config {options.config} is a complete configuration, so {options.overrides[0]} cannot be added: "
             "change the file, or use key=value without --config"
         )
-    config = load_config("sft", options.config) if options.config else compose("sft", options.overrides)
+    if options.config:
+        config = load_config("sft", options.config)
+    else:
+        from hpc_rl.training.distributed import fill_in_device
+
+        config = compose("sft", options.overrides, fill_in=fill_in_device)
     assert isinstance(config, SftConfig)
     return config, run_dir
 

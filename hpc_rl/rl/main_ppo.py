@@ -81,7 +81,12 @@ def parse(arguments: Sequence[str]) -> tuple[PpoConfig, RunDir | None]:
             f"--config {options.config} is a complete configuration and cannot be combined with key=value: edit the "
             "file, or give key=value without --config"
         )
-    config = load_config("ppo", options.config) if options.config else compose("ppo", options.overrides)
+    if options.config:
+        config = load_config("ppo", options.config)
+    else:
+        from hpc_rl.training.distributed import fill_in_device
+
+        config = compose("ppo", options.overrides, fill_in=fill_in_device)
     assert isinstance(config, PpoConfig)
     return config, RunDir(options.run_dir.absolute()) if options.run_dir else None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -129,6 +129,17 @@ def finish() -> None:
     """Leave the group after success. After an error, end the process instead: this waits for the other ranks."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def fill_in_device(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Settle trainer.device=auto for a trainer that is started by hand: GPUs if this process sees any, else CPUs.
+
+    Args:
+        tree: the configuration as nested tables, as `hpc_rl.config.compose` passes it to its `fill_in`.
+    """
+    if tree.get("trainer", {}).get("device", "auto") != "auto":
+        return {}
+    return {"trainer.device": "cuda" if torch.cuda.is_available() else "cpu"}
 
 
 def _device(kind: str, local_rank: int) -> torch.device:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from hpc_rl.config.ppo import Role
+from hpc_rl.rl import process
 from hpc_rl.rl.rollout.engine import Sampling
-from hpc_rl.rl.workers import process
 from hpc_rl.rl.workers.worker import MODELS, Worker
 from tests.rl.ppo_config import ppo_config
 
