@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -576,3 +578,35 @@ def test_bad_input_is_explained(
 
 def test_there_are_many_cases() -> None:
     assert len({(case.command, case.words, case.folder) for case in CASES}) >= 230
+
+
+@pytest.mark.parametrize("points", [1500, 10_000])
+def test_a_sweep_over_the_limit_composes_nothing(
+    points: int, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    composed: list[object] = []
+    monkeypatch.setattr("hpc_rl.submission.sweep.compose_each", lambda *given: composed.append(given))
+    monkeypatch.setenv("PATH", str(files))
+    monkeypatch.chdir(files)
+    assert answer((*VALID["sweep"], f"trainer.seed={','.join(map(str, range(points)))}"), monkeypatch) == 2
+    assert f"the sweep has {points} points" in capsys.readouterr().err
+    assert not composed
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*VALID["sft"], "optim.lr=inf"),
+        (*VALID["sft"], "model.path=truncated"),
+        (*VALID["ppo"], "--job-name", LONG),
+        ("submit", "sft", "--nodes", "2"),
+        ("status", LONG),
+    ],
+    ids=["number", "model", "name", "missing", "status"],
+)
+def test_bad_input_of_a_process_has_no_traceback(words: tuple[str, ...], files: Path, tmp_path: Path) -> None:
+    environ = {**os.environ, "PATH": str(tmp_path), "HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "hpc_rl.cli", *words]
+    done = subprocess.run(command, cwd=files, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert 1 <= len(done.stderr.splitlines()) <= MAX_LINES and "Traceback" not in done.stderr

@@ -10,7 +10,10 @@ import pytest
 
 from tests.helpers import make_tiny_model
 
-SFT = ["submit", "sft", "--local", "model.path=model", "data.train_files=train.jsonl", "trainer.device=cpu"]
+SFT = [
+    *("submit", "sft", "--local", "model.path=model", "data.train_files=train.jsonl", "trainer.device=cpu"),
+    "data.train_batch_size=4",
+]
 
 
 def chat(*roles: str) -> str:
@@ -43,15 +46,15 @@ def without_chat_template(folder: Path) -> None:
 
 BAD = {
     "missing data file": (["data.train_files=none.jsonl"], "none.jsonl: no such data file"),
-    "missing folder": (["data.train_files=/no/such/folder"], "/no/such/folder: no such folder"),
-    "other kind of file": (["data.train_files=train.csv"], "train.csv: no such folder, and no .jsonl or .parquet file"),
+    "missing folder": (["data.train_files=/no/such/folder"], "/no/such/folder: there is no such data file or folder"),
+    "other kind of file": (["data.train_files=train.csv"], "train.csv: no such data file"),
     "no time to save": (["--time", "2"], "ask for more time or lower slurm.warning_s"),
     "broken recipe": (["--recipe-is-broken"], "sft.yaml, line 3"),
     "missing column": (["data.messages_key=chat"], "messages"),
     "empty data": (["data.train_files=empty.jsonl"], "empty.jsonl"),
     "no assistant turn": (["data.train_files=asked.jsonl"], "row 2"),
-    "no model": (["model.path=."], "model.path . is no Hugging Face model"),
-    "no folder": (["model.path=./nothing/here"], "no such folder"),
+    "no model": (["model.path=."], "model.path . is not a Hugging Face model"),
+    "no folder": (["model.path=./nothing/here"], "there is no such folder"),
     "no chat template": (["model.path=untold"], "has no chat template; set data.chat_template"),
     "unknown key": (["trainer.total_epoch=3"], "did you mean trainer.total_epochs?"),
     "wrong type": (["trainer.total_epochs=many"], "trainer.total_epochs"),
@@ -152,7 +155,7 @@ def test_a_program_that_cannot_be_is_refused(folder: Path, program: list[str], s
 def test_configuration_is_shown_and_documented(folder: Path) -> None:
     done = run(folder, "config", "sft", "trainer.total_epochs=3")
     assert "total_epochs: 3" in done.stdout
-    assert "still to be given: model.path, data.train_files" in done.stderr
+    assert "required, but not given yet: model.path, data.train_files" in done.stderr
     assert json.loads(run(folder, "config", "sft", "--json").stdout)["trainer"]["nnodes"] == 1
     documented = run(folder, "config", "sft", "--help").stdout
     assert "trainer.micro_tokens = 4096" in documented and "Usage:" in documented
@@ -185,7 +188,15 @@ def test_help_and_dry_run_import_nothing_heavy(folder: Path) -> None:
 
 def test_a_home_folder_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder))
-    script = run(folder, "submit", "sft", "--dry-run", "model.path=~/model", "data.train_files=~/train.jsonl").stdout
+    script = run(
+        folder,
+        "submit",
+        "sft",
+        "--dry-run",
+        "model.path=~/model",
+        "data.train_files=~/train.jsonl",
+        "data.train_batch_size=4",
+    ).stdout
     assert f"path: {folder}/model\n" in script and f"- {folder}/train.jsonl\n" in script
 
 

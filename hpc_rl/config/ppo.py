@@ -188,7 +188,7 @@ class RewardConfig(Section):
         given = [name for name in ("function", "model", "url") if getattr(self, name) is not None]
         message = "set exactly one of reward.function, reward.model and reward.url"
         if not given:
-            raise PydanticCustomError("missing", message)  # type: ignore[arg-type]
+            raise PydanticCustomError("missing", message)
         if len(given) > 1:
             yield f"{message}, found {' and '.join(given)}"
 

@@ -9,8 +9,8 @@ from hpc_rl.errors import UserError
 from hpc_rl.submission import chain
 
 CHAT = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}
-FIRST = "sft model.path=model data.train_files=train.jsonl trainer.device=cpu"
-SECOND = "sft data.train_files=train.jsonl trainer.device=cpu"
+FIRST = "sft model.path=model data.train_files=train.jsonl trainer.device=cpu data.train_batch_size=1"
+SECOND = "sft data.train_files=train.jsonl trainer.device=cpu data.train_batch_size=1"
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,9 @@ def test_each_stage_trains_the_model_of_the_one_before(folder: Path) -> None:
         assert stage.job.after is not None and stage.job.after.target == str(before.job.run_dir.path)
     assert "--nodes=2\n" in stages[0].script and "--nodes=1\n" in stages[1].script
     assert "--time=1:00:00\n" in stages[1].script and "--time" not in stages[0].script
-    assert notes == [f"model {s.job.run_dir.model} is what the job before this one exports" for s in stages[:2]]
+    assert notes == [
+        f"model {s.job.run_dir.model} is the model that the job before this one exports" for s in stages[:2]
+    ]
     assert not (folder / "runs").exists()
 
 
