@@ -73,4 +73,4 @@ def _too_long(groups: Sequence[NodeGroup], ask: Ask) -> str | None:
     if not limits or any(limit is None or (asked is not None and asked <= limit) for limit in seconds):
         return None
     limits_text = " and ".join(f"partition {name} ends jobs after {limit}" for name, limit in limits.items())
-    return f"{limits_text}, and the walltime {ask.time} is requested: lower --time; the run resumes in another job after it"
+    return f"{limits_text}, and --time is {ask.time}: lower it; the run resumes in another job after each walltime"
