@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -189,7 +191,7 @@ MODELS = [
     ppo("did you mean algorithm=grpo?", "algorithm=grop"),
     ppo("did you mean recipe=gsm8k-2nodes?", "recipe=gsm8k-2node"),
     ppo("there is no algorithm 'x'; choose one of dapo, dr_grpo, grpo, gspo", "algorithm=x"),
-    sft("has no choice of recipe", "recipe=gsm8k-1node"),
+    sft("sft has no choice of recipe", "recipe=gsm8k-1node"),
 ]
 KEYS = [
     sft("optim.learning_rate: unknown key; did you mean optim.lr?", "optim.learning_rate=1"),
@@ -202,7 +204,7 @@ KEYS = [
     sft("did you mean slurm.time?", "trainer.time=1:00:00"),
     sft("zzz: unknown key", "zzz=1"),
     sft("rollout: unknown key", "rollout.n=1"),
-    ppo("did you mean actor.optim.lr or critic.optim.lr?", "optim.lr=1"),
+    ppo("did you mean actor.optim or critic.optim?", "optim.lr=1"),
     ppo("did you mean algorithm.kl.coef?", "algorithm.kl_coef=0.1"),
     ppo("did you mean rollout.temperature?", "temperature=1"),
     sft("is not an option: write key=value", "trainer.total_epochs"),
@@ -281,7 +283,7 @@ RESOURCES = [
     sft("'gpus-per-node', 'gpus-per-task' or 'gres'", "slurm.gpu_option=gpus"),
     sft("slurm.leave_out", "slurm.leave_out=[nodes]"),
     sft("slurm.node.gpus", "slurm.node.gpus=0"),
-    sft("--after", "--after", "12x"),
+    sft("no run '12x'", "--after", "12x"),
     sft("slurm.python: ", f"slurm.python={LONG}"),
     sft("give one of them", "--local", "--in-allocation"),
 ]
@@ -304,7 +306,10 @@ NAMES = [
     Case("none", ("submit", "sft", "--script", LONG), "File name too long"),
     Case("none", ("submit", "sft", "--script", "none.sbatch"), "none.sbatch"),
     Case("none", ("submit", "sft", "--script", "train.jsonl"), "hpc-rl did not render it"),
-    *(Case("none", (command, LONG), "no run") for command in ("status", "logs", "wait", "stop", "cancel", "report")),
+    *(
+        Case("none", (command, LONG), "File name too long")
+        for command in ("status", "logs", "stop", "cancel", "report")
+    ),
     Case("none", ("status", "loop"), "no run 'loop'"),
     Case("none", ("status", "train.jsonl"), "no run 'train.jsonl'"),
 ]
@@ -336,26 +341,24 @@ PROFILES = [
     )),
     Case("sft", ("--site", "nowhere"), "typed-gres"),
     Case("sft", ("--site", ""), "site profile"),
-    Case("sft", ("--site", f"{LONG}.yaml"), "site profile"),
-    Case("sft", ("--site", LONG), "site profile"),
+    Case("sft", ("--site", f"{LONG}.yaml"), "File name too long"),
+    Case("sft", ("--site", LONG), "File name too long"),
     Case("sft", ("--site", "loop"), "site profile"),
     Case("sft", ("--site", "~nobody-here/site.yaml"), "site profile"),
     *(Case("recipe", words, expected, folder=f"projects/{folder}") for folder, words, expected in (
         ("itself", ("recipe=a",), "recipe/a.yaml includes recipe/a.yaml"),
         ("pair", ("recipe=a",), "recipe/a.yaml includes recipe/b.yaml includes recipe/a.yaml"),
-        ("absent", ("recipe=a",), "Could not find 'recipe/nowhere'"),
+        ("absent", ("recipe=a",), "Could not load 'recipe/nowhere'"),
         ("open", (), "ppo.yaml, line 2: not valid YAML"),
         ("list", (), "ppo"),
-        ("text", (), "ppo"),
-        ("binary", (), "ppo.yaml"),
+        ("binary", (), "ppo.yaml: not UTF-8 text"),
         ("unknown", (), "optimizer: unknown key"),
         ("infinite", (), "actor.optim.lr: Input should be a finite number"),
         ("nan", (), "actor.optim.lr: Input should be a finite number"),
         ("time", (), "YAML reads an unquoted 24:00:00 as 86400"),
         ("defaults", (), "defaults"),
-        ("section", (), "data"),
         ("interpolation", (), "'nowhere' not found"),
-        ("circular", (), "max_prompt_length"),
+        ("circular", (), "Recursive interpolation"),
         ("tag", (), "ppo.yaml, line 1"),
     )),
 ]  # fmt: skip
@@ -370,8 +373,8 @@ REWARDS = [
     ppo("did you mean score?", "reward.function=reward.py:socre"),
     ppo("it has score, other", "reward.function=reward.py:zzz"),
     ppo("did you mean", "reward.function=rewards.py:score"),
-    ppo("there is no", "reward.function=none/where.py:score"),
-    ppo("has 303 bytes; the limit is 255", f"reward.function={LONG}.py:score"),
+    ppo("no such file: none/where.py", "reward.function=none/where.py:score"),
+    ppo("has 309 bytes; the limit is 255", f"reward.function={LONG}.py:score"),
     ppo("folder.py", "reward.function=folder.py:score"),
     ppo("line 1", "reward.function=syntax.py:score"),
     ppo("binary.py", "reward.function=binary.py:score"),
@@ -454,8 +457,8 @@ IMAGES = [
 ]  # fmt: skip
 PROGRAMS = [
     Case("torchrun", (), "no program given"),
-    Case("torchrun", ("--", "none.py"), "program none.py"),
-    Case("torchrun", ("--", LONG), "program"),
+    Case("torchrun", ("--", "absent.py"), "program absent.py"),
+    Case("torchrun", ("--", LONG), "File name too long"),
     Case("torchrun", ("--", "-m"), "-m needs the name of a module"),
     Case("torchrun", ("--", "python", "driver.py"), "leave out python"),
     Case("torchrun", ("--", "torchrun", "driver.py"), "leave out torchrun"),
@@ -463,9 +466,9 @@ PROGRAMS = [
     Case("torchrun", ("optim.lr=1", "--", "driver.py"), "optim"),
     Case("ray", (), "no program given"),
     Case("ray", ("--", "driver.py"), "write -- python driver.py"),
-    Case("ray", ("--", "python", "none.py"), "program none.py"),
+    Case("ray", ("--", "python", "absent.py"), "program absent.py"),
     Case("ray", ("--", "./none"), "program ./none"),
-    Case("ray", ("--", f"./{LONG}"), "program"),
+    Case("ray", ("--", f"./{LONG}"), "File name too long"),
     sft("torchrun and ray take one after --", "--", "driver.py"),
 ]
 CASES = [*DATA, *TEMPLATES, *MODELS, *KEYS, *RESOURCES, *NAMES, *PROFILES, *REWARDS, *SWEEPS, *IMAGES, *PROGRAMS]
@@ -575,3 +578,35 @@ def test_bad_input_is_explained(
 
 def test_there_are_many_cases() -> None:
     assert len({(case.command, case.words, case.folder) for case in CASES}) >= 230
+
+
+@pytest.mark.parametrize("points", [1500, 10_000])
+def test_a_sweep_over_the_limit_composes_nothing(
+    points: int, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    composed: list[object] = []
+    monkeypatch.setattr("hpc_rl.submission.sweep.compose_each", lambda *given: composed.append(given))
+    monkeypatch.setenv("PATH", str(files))
+    monkeypatch.chdir(files)
+    assert answer((*VALID["sweep"], f"trainer.seed={','.join(map(str, range(points)))}"), monkeypatch) == 2
+    assert f"the sweep has {points} points" in capsys.readouterr().err
+    assert not composed
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*VALID["sft"], "optim.lr=inf"),
+        (*VALID["sft"], "model.path=truncated"),
+        (*VALID["ppo"], "--job-name", LONG),
+        ("submit", "sft", "--nodes", "2"),
+        ("status", LONG),
+    ],
+    ids=["number", "model", "name", "missing", "status"],
+)
+def test_bad_input_of_a_process_has_no_traceback(words: tuple[str, ...], files: Path, tmp_path: Path) -> None:
+    environ = {**os.environ, "PATH": str(tmp_path), "HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "hpc_rl.cli", *words]
+    done = subprocess.run(command, cwd=files, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert 1 <= len(done.stderr.splitlines()) <= MAX_LINES and "Traceback" not in done.stderr

@@ -10,7 +10,10 @@ import pytest
 
 from tests.helpers import make_tiny_model
 
-SFT = ["submit", "sft", "--local", "model.path=model", "data.train_files=train.jsonl", "trainer.device=cpu"]
+SFT = [
+    *("submit", "sft", "--local", "model.path=model", "data.train_files=train.jsonl", "trainer.device=cpu"),
+    "data.train_batch_size=4",
+]
 
 
 def chat(*roles: str) -> str:
@@ -43,7 +46,7 @@ def without_chat_template(folder: Path) -> None:
 
 BAD = {
     "missing data file": (["data.train_files=none.jsonl"], "none.jsonl: no such data file"),
-    "missing folder": (["data.train_files=/no/such/folder"], "/no/such/folder: no such folder"),
+    "missing folder": (["data.train_files=/no/such/folder"], "/no/such/folder: there is no such data file or folder"),
     "missing csv file": (["data.train_files=none.csv"], "none.csv: no such data file"),
     "columns of text": (["data.train_files=pairs.csv"], "data.prompt_key=question data.response_key=answer"),
     "other kind of file": (["data.train_files=notes.md"], "convert it to one of .jsonl, .json, .csv, .tsv, .parquet"),
@@ -52,8 +55,8 @@ BAD = {
     "missing column": (["data.messages_key=chat"], "messages"),
     "empty data": (["data.train_files=empty.jsonl"], "empty.jsonl"),
     "no assistant turn": (["data.train_files=asked.jsonl"], "row 2"),
-    "no model": (["model.path=."], "model.path . is no Hugging Face model"),
-    "no folder": (["model.path=./nothing/here"], "no such folder"),
+    "no model": (["model.path=."], "model.path . is not a Hugging Face model"),
+    "no folder": (["model.path=./nothing/here"], "there is no such folder"),
     "no chat template": (["model.path=untold"], "has no chat template; set data.chat_template"),
     "unknown key": (["trainer.total_epoch=3"], "did you mean trainer.total_epochs?"),
     "wrong type": (["trainer.total_epochs=many"], "trainer.total_epochs"),
@@ -156,7 +159,7 @@ def test_a_program_that_cannot_be_is_refused(folder: Path, program: list[str], s
 def test_configuration_is_shown_and_documented(folder: Path) -> None:
     done = run(folder, "config", "sft", "trainer.total_epochs=3")
     assert "total_epochs: 3" in done.stdout
-    assert "still to be given: model.path, data.train_files" in done.stderr
+    assert "required, but not given yet: model.path, data.train_files" in done.stderr
     assert json.loads(run(folder, "config", "sft", "--json").stdout)["trainer"]["nnodes"] == 1
     documented = run(folder, "config", "sft", "--help").stdout
     assert "trainer.micro_tokens = 4096" in documented and "Usage:" in documented
@@ -189,7 +192,15 @@ def test_help_and_dry_run_import_nothing_heavy(folder: Path) -> None:
 
 def test_a_home_folder_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder))
-    script = run(folder, "submit", "sft", "--dry-run", "model.path=~/model", "data.train_files=~/train.jsonl").stdout
+    script = run(
+        folder,
+        "submit",
+        "sft",
+        "--dry-run",
+        "model.path=~/model",
+        "data.train_files=~/train.jsonl",
+        "data.train_batch_size=4",
+    ).stdout
     assert f"path: {folder}/model\n" in script and f"- {folder}/train.jsonl\n" in script
 
 

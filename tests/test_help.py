@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hpc_rl import __version__
 from tests.commands import all_commands, find_command, understand
 
 COMMANDS = {words: command for words, command in all_commands()}
@@ -67,3 +68,13 @@ def test_completion_is_installed_for_the_shell_that_asks(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     script = (tmp_path / ".bash_completions" / "hpc-rl.sh").read_text()
     assert "_HPC_RL_COMPLETE=complete_bash" in script and "hpc-rl.sh" in (tmp_path / ".bashrc").read_text()
+
+
+def test_the_version_is_printed(tmp_path: Path) -> None:
+    assert run(tmp_path, "--version").stdout == f"hpc-rl {__version__}\n"
+
+
+def test_keys_and_sections_are_filtered(tmp_path: Path) -> None:
+    shown = run(tmp_path, "config", "ppo", "--help", "rollout").stdout
+    assert "rollout.n = 1" in shown and "optim.lr" not in shown
+    assert run(tmp_path, "config", "sft", "optim").stdout.splitlines()[:2] == ["optim:", "  lr: 1.0e-05"]

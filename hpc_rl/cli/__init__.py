@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import NoReturn
 
 from hpc_rl.cli import init, submit, runs, clean, operations, views, doctor, site, config, models, data, hub, image  # noqa: F401 # isort: skip - in order
 from hpc_rl.cli.app import app
-from hpc_rl.errors import UserError
+from hpc_rl.errors import EXIT_BAD_INPUT, UserError
+
+_IMPOSSIBLE_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
+"""A path for which no file can exist comes from the command line or the configuration: it is bad input everywhere."""
 
 
 def main() -> NoReturn:
-    """Run a command; a user's mistake is a line and exit code 2 (1 where it showed later), without a traceback."""
+    """Run a command. A user's mistake is shown as a line, with exit code 2 (1 if it showed later) and no traceback."""
     try:
         app(standalone_mode=True, prog_name="hpc-rl")
     except UserError as error:
@@ -20,4 +24,10 @@ def main() -> NoReturn:
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(1)
+    except OSError as error:
+        if error.errno not in _IMPOSSIBLE_PATH:
+            raise
+        path = str(error.filename)
+        print(f"hpc-rl: {path if len(path) < 100 else f'{path[:100]}...'}: {error.strerror}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
     sys.exit(0)

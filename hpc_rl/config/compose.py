@@ -8,6 +8,7 @@ All errors are reported at once, each with its dotted key.
 from __future__ import annotations
 
 import copy
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from hpc_rl.config.groups import check_choices, find_cycle, folders, groups, recipe_for
+from hpc_rl.config.groups import check_choices, find_cycle, folders, groups, not_text, recipe_for
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.keys import documented_keys, find_annotation, leaf_types, nearest, put
 from hpc_rl.config.kinds import KINDS
@@ -261,7 +262,7 @@ def _hydra_tree(job: str, overrides: Sequence[str]) -> dict[str, Any]:
     except OverrideParseException as error:
         raise UserError(_unreadable(error.override.lstrip("+"))) from error
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
-        raise UserError(_first_sentence(error, overrides)) from error
+        raise UserError(_first_sentence(job, error, overrides)) from error
     assert isinstance(tree, dict)
     return tree  # type: ignore[return-value]
 
@@ -301,7 +302,13 @@ def _for_hydra(override: str, known: set[str]) -> str:
     return override if key in known else "++" + override.lstrip("+")
 
 
-def _first_sentence(error: Exception, overrides: Sequence[str]) -> str:
+def _first_sentence(job: str, error: Exception, overrides: Sequence[str]) -> str:
+    if group := re.match(r"Could not override '(\w+)'", str(error)):
+        return (
+            f"{group[1]}: {job} has no choice of {group[1]}; the defaults list in configs/{job}.yaml does not name it"
+        )
+    if isinstance(error, UnicodeDecodeError):
+        return f"{not_text() or 'a recipe'}: not UTF-8 text"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     mark = getattr(error, "problem_mark", None)
     if mark:  # errors of YAML have a line number

@@ -70,6 +70,16 @@ def find_cycle() -> list[str]:
     return []
 
 
+def not_text() -> Path | None:
+    """Return the first YAML file below `configs/` that is not UTF-8 text."""
+    for path in (path for folder in folders() for path in sorted(folder.rglob("*.yaml"))):
+        try:
+            path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return path
+    return None
+
+
 def _cycle_from(name: str, above: list[str]) -> list[str]:
     if name in above:
         return [*above[above.index(name) :], name]

@@ -40,7 +40,7 @@ class Devices:
         """
         trainer, slurm = _table(tree, "trainer"), _table(tree, "slurm")
         device = trainer.get("device", "auto")
-        if device == "cpu":
+        if device not in ("auto", "cuda"):
             return {}
         gpus, found = self._gpus(slurm)
         if device == "auto" and gpus == 0:
@@ -48,7 +48,8 @@ class Devices:
             return {"trainer.device": "cpu"}
         found["trainer.device"] = "cuda"
         if "n_gpus_per_node" not in trainer and gpus:
-            shared_by = int(trainer.get("nnodes", 1)) if self._local else 1
+            nodes = trainer.get("nnodes", 1)
+            shared_by = nodes if self._local and isinstance(nodes, int) and nodes > 0 else 1
             found["trainer.n_gpus_per_node"] = max(1, gpus // shared_by)
         if device == "auto" and gpus is None:
             self.note = (
@@ -62,8 +63,8 @@ class Devices:
         if self._local:
             return local_gpus(os.environ), {}
         node = _table(slurm, "node")
-        if "gpus" in node:
-            return int(node["gpus"]), {}
+        if isinstance(node.get("gpus"), int):
+            return node["gpus"], {}
         partition = str(slurm.get("partition") or "")
         if partition not in self._groups:
             self._groups[partition] = _largest_group(partition)

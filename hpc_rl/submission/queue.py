@@ -29,8 +29,8 @@ def check_free(run: RunDir) -> None:
     Raises:
         UserError: its job is queued or running, or the folder holds something else.
     """
-    if not run.path.exists():
-        return
+    if not run.path.is_dir():
+        return  # it can be created, or else the preflight checks refuse it
     if not is_run(run.path) and any(run.path.iterdir()):
         raise UserError(f"{run.path} is not empty and no run directory; choose another --run-dir or --job-name")
     now = status_of(run)

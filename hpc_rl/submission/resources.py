@@ -1,4 +1,4 @@
-"""What a job asks of each node, in the words of its cluster. Pure functions of the configuration."""
+"""The resources that a job requests on each node, as options of sbatch. Pure functions of the configuration."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _MEMORY_OPTIONS = {"mem-per-cpu", "mem-per-gpu"}
 
 
 def resource_directives(config: JobConfig) -> Iterator[Directive]:
-    """sbatch's options for CPUs, GPUs, memory and whole nodes."""
+    """Yield sbatch's options for CPUs, GPUs, memory and whole nodes."""
     slurm, trainer = config.slurm, config.trainer
     if slurm.cpus_per_task or "cpus-per-gpu" not in slurm.sbatch:
         yield "cpus-per-task", cpus_per_node(config)
     if asks_for_gpus(config):
         if slurm.gpu_option == "gpus-per-task":
-            yield "ntasks", trainer.nnodes  # this option wants the number of tasks in so many words (sbatch(1))
+            yield "ntasks", trainer.nnodes  # this option requires an explicit number of tasks (sbatch(1))
         yield slurm.gpu_option, _gpu_value(slurm, trainer.n_gpus_per_node)
     yield from _memory(config)
     if slurm.exclusive and "exclusive" not in slurm.sbatch:
@@ -28,20 +28,20 @@ def resource_directives(config: JobConfig) -> Iterator[Directive]:
 
 
 def further_directives(slurm: SlurmConfig) -> Iterator[Directive]:
-    """The user's own sbatch options; a gres without GPUs has become a part of ours where that is one too."""
+    """Yield the user's own sbatch options, except a gres without GPUs if it is already part of the gres for GPUs."""
     for option, value in slurm.sbatch.items():
         if option != "gres" or _names_gpus(value) or slurm.gpu_option != "gres":
             yield option, value
 
 
 def asks_for_gpus(config: JobConfig) -> bool:
-    """Whether the GPUs are asked for here: on CPUs there are none, and a user may have their own words for them."""
+    """Return whether hpc-rl requests the GPUs: not for jobs on CPUs, and not if the user's own options request them."""
     own = config.slurm.sbatch
     return config.trainer.uses_gpus and not own.keys() & _GPU_OPTIONS and not _names_gpus(own.get("gres"))
 
 
 def cpus_per_node(config: JobConfig) -> int:
-    """CPUs that the job asks for on each node."""
+    """Return the CPUs that the job requests on each node."""
     slurm, count = config.slurm, config.trainer.n_gpus_per_node
     if slurm.cpus_per_task:
         return slurm.cpus_per_task
@@ -55,13 +55,13 @@ def cpus_per_node(config: JobConfig) -> int:
 
 
 def memory_per_node(config: JobConfig) -> str | None:
-    """Memory that the job asks for on each node, as sbatch's --mem takes it; None to leave it to Slurm."""
+    """Return the memory that the job requests on each node, in the form of --mem; None: Slurm's default."""
     slurm = config.slurm
     if slurm.mem is not None or slurm.mem_option == "none":
         return slurm.mem
     share = _share(config)
     if share >= 1:
-        return "0"  # all that jobs may have, whatever the system keeps for itself (sbatch(1), --mem)
+        return "0"  # all memory that Slurm gives to jobs on the node (sbatch(1), --mem)
     return f"{int(slurm.node.mem_mb * share)}M" if slurm.node.mem_mb and share else None
 
 
@@ -79,15 +79,15 @@ def _memory(config: JobConfig) -> Iterator[Directive]:
 
 
 def _share(config: JobConfig) -> Fraction:
-    """The part of a node that the job is to have; 0 where the node's shape is not known."""
+    """Return the fraction of a node that the job requests; 0 if the size of the nodes is unknown."""
     slurm, trainer = config.slurm, config.trainer
     if slurm.exclusive:
         return Fraction(1)
     if trainer.uses_gpus:
-        wanted, there = trainer.n_gpus_per_node, slurm.node.gpus
+        requested, available = trainer.n_gpus_per_node, slurm.node.gpus
     else:
-        wanted, there = cpus_per_node(config), slurm.node.cpus
-    return Fraction(min(wanted, there), there) if there else Fraction(0)
+        requested, available = cpus_per_node(config), slurm.node.cpus
+    return Fraction(min(requested, available), available) if available else Fraction(0)
 
 
 def _gpu_value(slurm: SlurmConfig, count: int) -> str | int:

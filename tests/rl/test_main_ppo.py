@@ -33,7 +33,7 @@ def test_a_resolved_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["rollout.n=3"], "model.path: required, not given (write model.path=...)"),
+        (["rollout.n=3"], "model.path, data.train_files, reward.function: required, but not given"),
         ([*REQUIRED, "rollout.m=3"], "rollout.m: unknown key; did you mean rollout.n?"),
         ([*REQUIRED, "algorithm.advantage=grpo"], "and rollout.n is 1: set rollout.n to 2 or more"),
         (["--config", "/nowhere/config.yaml"], "no configuration at /nowhere/config.yaml"),

@@ -99,7 +99,7 @@ def test_a_partition_that_cannot_give_says_what_it_can(login_node: Callable[[str
             ["--gpus-per-node", "8"],
             "partition gpu cannot provide 1 node with 8 a100 and 2 CPUs: it has 2 nodes with 2 a100",
         ),
-        (["--time", "3-00:00:00"], "partition gpu ends jobs after 2-00:00:00, and 3-00:00:00 is asked for"),
+        (["--time", "3-00:00:00"], "partition gpu ends jobs after 2-00:00:00, and --time is 3-00:00:00"),
         (["--partition", "gpuu"], "partition gpuu does not exist"),
     ):
         done = hpc_rl(*dry, *arguments, "--", "train.py")

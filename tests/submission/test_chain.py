@@ -7,10 +7,11 @@ import pytest
 from hpc_rl.cli.operations import _split_stages, _stage
 from hpc_rl.errors import UserError
 from hpc_rl.submission import chain
+from tests.bad_files import safetensors
 
 CHAT = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}
-FIRST = "sft model.path=model data.train_files=train.jsonl trainer.device=cpu"
-SECOND = "sft data.train_files=train.jsonl trainer.device=cpu"
+FIRST = "sft model.path=model data.train_files=train.jsonl trainer.device=cpu data.train_batch_size=1"
+SECOND = "sft data.train_files=train.jsonl trainer.device=cpu data.train_batch_size=1"
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +21,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    (model / "model.safetensors").touch()
+    (model / "model.safetensors").write_bytes(safetensors())
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     (tmp_path / "train.jsonl").write_text(json.dumps(CHAT) + "\n")
     return tmp_path
@@ -39,7 +40,9 @@ def test_each_stage_trains_the_model_of_the_one_before(folder: Path) -> None:
         assert stage.job.after is not None and stage.job.after.target == str(before.job.run_dir.path)
     assert "--nodes=2\n" in stages[0].script and "--nodes=1\n" in stages[1].script
     assert "--time=1:00:00\n" in stages[1].script and "--time" not in stages[0].script
-    assert notes == [f"model {s.job.run_dir.model} is what the job before this one exports" for s in stages[:2]]
+    assert notes == [
+        f"model {s.job.run_dir.model} is the model that the job before this one exports" for s in stages[:2]
+    ]
     assert not (folder / "runs").exists()
 
 
@@ -60,7 +63,7 @@ def test_words_of_stages() -> None:
         (f"{FIRST} --job-name x -- {SECOND} --job-name x", "two stages have the same run directory"),
         (f"{FIRST} -- {SECOND} --dry-run", "--dry-run is not an option of a stage"),
         (f"{FIRST} -- {SECOND} data.train_files=none.jsonl", "none.jsonl: no such data file"),
-        (f"{FIRST.replace('path=model', 'path=./none')} -- {SECOND}", "model.path ./none: no such folder"),
+        (f"{FIRST.replace('path=model', 'path=./none')} -- {SECOND}", "model.path ./none: there is no such folder"),
     ],
 )
 def test_what_does_not_fit_is_said_before_anything_is_made(folder: Path, line: str, said: str) -> None:

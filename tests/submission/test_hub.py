@@ -127,7 +127,7 @@ def test_a_download_that_was_cut_off_is_found(tmp_path: Path, hub: HubServer) ->
     (snapshot / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b-00002-of-00002.safetensors"}}')
     (tmp_path / "train.jsonl").write_text("")
     words = ["submit", *SFT, OFFLINE, "--dry-run"]
-    assert "is incomplete: no b-00002-of-00002.safetensors in" in hpc_rl(tmp_path, hub, *words).stderr
+    assert "is incomplete: b-00002-of-00002.safetensors missing in" in hpc_rl(tmp_path, hub, *words).stderr
     (snapshot / "model.safetensors").resolve().unlink()
     done = hpc_rl(tmp_path, hub, *words)
     assert "has no weights (*.safetensors or *.bin): hpc-rl fetch me/Tiny" in done.stderr

@@ -75,8 +75,11 @@ def test_a_ppo_job_that_can_be_has_nothing_to_say() -> None:
         ({"data__prompt_key": "text"}, "text"),
         ({"reward__function": "score.py:socre"}, r"no 'socre' in score.py; did you mean score\?"),
         ({"reward__function": "none.py:score"}, "no such file: none.py"),
-        ({"critic__path": "./no/critic"}, r"critic\.path \./no/critic: no such folder"),
-        ({"reward__function": None, "reward__model": "./no/model"}, r"reward\.model \./no/model: no such folder"),
+        ({"critic__path": "./no/critic"}, r"critic\.path \./no/critic: there is no such folder"),
+        (
+            {"reward__function": None, "reward__model": "./no/model"},
+            r"reward\.model \./no/model: there is no such folder",
+        ),
         ({"reward__function": None, "reward__url": "localhost"}, r"reward\.url localhost: expected the form"),
     ],
 )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from hpc_rl.config.base import MAX_NAME_BYTES, MAX_PATH_BYTES
 from hpc_rl.config.ppo import PpoConfig, RewardConfig, engine_spec
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.sft import SftConfig
@@ -154,12 +157,14 @@ def check_run_dir(path: Path) -> None:
     Raises:
         UserError: its path is impossible, it is below a file, or it is not writable.
     """
+    is_long = any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in path.parts)
+    if is_long or len(os.fsencode(path / LONGEST_FILE)) > MAX_PATH_BYTES:
+        raise UserError(f"run directory {_shortened(path)}: {os.strerror(errno.ENAMETOOLONG)}; choose another one")
     try:
-        for file in (path, path / LONGEST_FILE):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                file.stat()
-    except OSError as error:  # a name is too long, or a symbolic link leads to itself
-        raise UserError(f"run directory {_shortened(path)}: {error.strerror}; choose another one") from error
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()
+    except OSError as error:  # a symbolic link leads to itself
+        raise UserError(f"run directory {path}: {error.strerror}; choose another one") from error
     existing = next(folder for folder in [path, *path.parents] if folder.exists())
     if not existing.is_dir():
         raise UserError(f"run directory {path}: {existing} is a file")

@@ -1,4 +1,4 @@
-"""Whether the partition can ever start the job: what would otherwise wait in the queue for ever."""
+"""Checks of the partition, so that no job waits in the queue forever for resources that do not exist."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hpc_rl.submission.resources import asks_for_gpus, cpus_per_node, memory_per
 
 @dataclass(frozen=True)
 class Ask:
-    """What decides whether a partition can start a job, the same for all runs of a sweep."""
+    """The request that a partition has to be able to grant. All runs of a sweep have the same one."""
 
     partition: str | None
     need: Need
     time: str | None
-    """Walltime; None where nothing here can say whether it is too long."""
+    """Walltime; None if it cannot be compared with the limit of the partition."""
 
 
 def ask_of(config: JobConfig) -> Ask | None:
-    """What a job asks of its partition; None if another cluster or a reservation gives it the nodes."""
+    """Return the request of a job; None if its nodes come from another cluster or from a reservation."""
     slurm = config.slurm
     if slurm.sbatch.keys() & {"clusters", "reservation"}:
         return None
@@ -34,13 +34,13 @@ def ask_of(config: JobConfig) -> Ask | None:
 
 
 def check_partition(ask: Ask) -> str | None:
-    """One look at sinfo, where there is a Slurm.
+    """Compare the request with the nodes and time limits that sinfo shows, if there is a Slurm.
 
     Returns:
-        Why it could not be checked.
+        Why it could not be checked, if so.
 
     Raises:
-        UserError: the partition has no such nodes, or ends jobs earlier; it says what there is.
+        UserError: the partition has no such nodes, or a shorter time limit; the message states what it has.
     """
     if not commands.available():
         return None
@@ -72,5 +72,5 @@ def _too_long(groups: Sequence[NodeGroup], ask: Ask) -> str | None:
     asked = walltime_s(ask.time)
     if not limits or any(limit is None or (asked is not None and asked <= limit) for limit in seconds):
         return None
-    said = " and ".join(f"partition {name} ends jobs after {limit}" for name, limit in limits.items())
-    return f"{said}, and {ask.time} is asked for: lower --time; a run goes on by itself in the next job"
+    limits_text = " and ".join(f"partition {name} ends jobs after {limit}" for name, limit in limits.items())
+    return f"{limits_text}, and --time is {ask.time}: lower it; the run resumes in another job after each walltime"

@@ -1,4 +1,4 @@
-"""Whether the job's Python has what the job needs, and whether the user's own program can start."""
+"""Checks of the job's Python, and of the user's own program."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def check_packages(python: str | None, needs: Sequence[str], purpose: str) -> st
     """Check that a Python has packages, without importing them.
 
     Args:
-        python: slurm.python; None: this one.
-        purpose: what needs the packages, for the message.
+        python: slurm.python, or None for the Python that runs hpc-rl.
+        purpose: the part of the job that needs the packages, for the message.
 
     Returns:
-        Why it could not be checked.
+        Why it could not be checked, if so.
 
     Raises:
         UserError: packages are missing.
@@ -54,7 +54,7 @@ def check_packages(python: str | None, needs: Sequence[str], purpose: str) -> st
 
 
 def check_torchrun_program(program: tuple[str, ...]) -> None:
-    """What `submit torchrun -- ...` was given: a script, or -m and a module."""
+    """Check the program of `submit torchrun -- ...`: a script, or -m and a module."""
     if not program:
         raise UserError("no program given: hpc-rl submit torchrun --nodes 2 -- train.py --lr 1e-4")
     if program[0] == "-m":
@@ -68,12 +68,12 @@ def check_torchrun_program(program: tuple[str, ...]) -> None:
 
 
 def check_ray_program(program: tuple[str, ...]) -> str | None:
-    """What `submit ray -- ...` was given: any command, such as python and a script."""
+    """Check the program of `submit ray -- ...`: any command, such as python and a script."""
     if not program:
         raise UserError("no program given: hpc-rl submit ray --nodes 2 -- python my_driver.py")
     command = Path(program[0])
     if program[0].endswith(".py") and not os.access(command, os.X_OK):
-        raise UserError(f"program {program[0]} cannot be started by itself: write -- python {shlex.join(program)}")
+        raise UserError(f"program {program[0]} is not executable: write -- python {shlex.join(program)}")
     if re.fullmatch(r"(.*/)?python[\d.]*", program[0]):
         script = next((word for word in program[1:] if not word.startswith("-")), None)
         if script == program[1] and not Path(script).exists():
