@@ -6,7 +6,7 @@ import errno
 import sys
 from typing import NoReturn
 
-from hpc_rl.cli import init, submit, runs, clean, operations, views, doctor, site, config, models, data, hub, image  # noqa: F401 # isort: skip - in order
+from hpc_rl.cli import submit, sweep, runs, results, config, data, cluster, image  # noqa: F401 # isort: skip - in order
 from hpc_rl.cli.app import app
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.cli.operations import _split_stages, _stage
+from hpc_rl.cli.sweep import _split_stages, _stage
 from hpc_rl.errors import UserError
 from hpc_rl.submission import chain
 from tests.bad_files import safetensors

@@ -1,22 +1,15 @@
-"""Several runs at a time, and what is done with them day by day."""
+"""The commands `sweep` and `chain`, which submit several runs at once."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hpc_rl.cli.app import (
     CommandWithProgram,
-    JsonOption,
     KindArgument,
-    RunArgument,
-    RunOrSweepArgument,
     app,
     leave,
     note,
@@ -31,10 +24,9 @@ from hpc_rl.cli.submit import (
     run_here,
     with_slurm_flags,
 )
-from hpc_rl.cli.text import runs_table, short_path, submitted_text
+from hpc_rl.cli.text import short_path, submitted_text
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.errors import UserError
-from hpc_rl.run_dir import ENV_RUN_DIR
 
 if TYPE_CHECKING:
     from hpc_rl.submission.job import Job
@@ -112,105 +104,6 @@ def chain(
         return
     for job, job_id in chains.submit(planned):
         print(submitted_text(job, job_id))
-
-
-@app.command()
-def runs(
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="DIR_OR_SWEEP", help="Directory of runs, or name of a sweep. Default: ./runs.", show_default=False
-        ),
-    ] = None,
-    sort: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COLUMN",
-            help="Sort by run, job, state, step, metric, hours, submitted, kind, a metric (val/loss) or an option "
-            "(optim.lr). Default: by submission, the newest last.",
-            show_default=False,
-        ),
-    ] = None,
-    reverse: Annotated[bool, typer.Option("-r", "--reverse", help="Reverse the order.")] = False,
-    conditions: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--filter",
-            metavar="STATE_OR_KEY=VALUE",
-            help="Show only runs in this state, or with this value of a column or an option. Repeat to combine.",
-            show_default=False,
-        ),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """List runs with state, step, last metric and node hours.
-
-    Example: hpc-rl runs --filter FAILED --filter optim.lr=1e-5 --sort val/loss
-    """
-    from hpc_rl.runs import table
-
-    found = table.find_rows(target)
-    rows = table.filtered(found, conditions or ())
-    if sort is not None:
-        rows = table.ordered(rows, sort, reverse)
-    elif reverse:
-        rows = rows[::-1]
-    if as_json:
-        print(json.dumps([row.as_dict() for row in rows]))
-    elif rows:
-        print(runs_table(rows))
-    elif found:
-        note(f"none of {len(found)} runs meets the filter")
-    else:
-        note(f"no runs in {Path(target or 'runs').absolute()}")
-
-
-@app.command()
-def requeue(run: RunOrSweepArgument) -> None:
-    """Queue a run again, to go on from its last checkpoint: one that has ended, or one that runs, after saving.
-
-    Of a sweep, the runs that ended before they were done.
-
-    Example: hpc-rl requeue sft-1
-    """
-    from hpc_rl.runs.status import find_run
-    from hpc_rl.runs.sweeps import find_sweep
-    from hpc_rl.submission import requeue as again
-
-    found = find_sweep(run)
-    print(again.requeue_sweep(found) if found else again.requeue(find_run(run)))
-
-
-@app.command(context_settings={"allow_interspersed_args": False})
-def attach(
-    run: RunArgument,
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="COMMAND", help="Command; your shell where not given.", show_default=False),
-    ] = None,
-    node: Annotated[int, typer.Option(min=0, help="Which of the job's nodes (0, 1, ...).")] = 0,
-) -> None:
-    """Open a shell on a node of a running job, inside its allocation; or run a command there.
-
-    Example: hpc-rl attach --node 1 sft-1 nvidia-smi
-    """
-    from hpc_rl.runs.status import find_run, is_local, status_of
-    from hpc_rl.slurm import commands
-    from hpc_rl.slurm.allocation import expand_hostlist
-
-    found = find_run(run)
-    now = status_of(found)
-    if now.state != "RUNNING" or now.job_id is None or is_local(now.job_id):
-        what = "runs on this machine" if now.state == "RUNNING" else f"is {now.state}"
-        raise UserError(f"run {found.name} {what}: attach needs a job that is running in Slurm")
-    nodes = expand_hostlist(now.nodes)
-    if node >= len(nodes):
-        raise UserError(f"run {found.name} has no node {node}: its nodes are 0 to {len(nodes) - 1}")
-    shell = [os.environ.get("SHELL", "/bin/bash")]
-    argv = commands.attach_argv(now.job_id, nodes[node], command or shell, terminal=sys.stdin.isatty())
-    # The variables of an allocation around this shell are not about that job.
-    kept = {key: value for key, value in os.environ.items() if key == "SLURM_CONF" or not key.startswith("SLURM_")}
-    os.execvpe(argv[0], argv, {**kept, ENV_RUN_DIR: str(found.path)})
 
 
 def _split_stages(words: list[str]) -> list[list[str]]:

@@ -1,0 +1,181 @@
+"""Commands for what runs produce: watch, report, export and clean."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpc_rl.cli.app import RunArgument, app, leave, note
+from hpc_rl.cli.completion import run_names
+from hpc_rl.cli.text import aligned, explanation_text, short_path, size_text
+from hpc_rl.errors import UserError
+from hpc_rl.host.installation import install_command
+from hpc_rl.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from hpc_rl.runs.cleaning import Usage
+
+
+@app.command()
+def watch(
+    run: RunArgument,
+    once: Annotated[bool, typer.Option("--once", help="Print the present state once and exit.")] = False,
+) -> None:
+    """Watch a run on the terminal: progress, curves, nodes and log.
+
+    Press q to leave; the run continues. If the run ends first, the exit code is that of the run.
+
+    Example: hpc-rl watch sft-1
+    """
+    from hpc_rl.doctor import diagnosis
+    from hpc_rl.runs import live
+    from hpc_rl.runs.status import find_run
+
+    def explain(failed: RunDir) -> list[str]:
+        _, explanation = diagnosis.diagnosis_of(failed)
+        return explanation_text(explanation, brief=True).splitlines()
+
+    found = find_run(run)
+    if once:
+        live.print_once(found, explain)
+        return
+    leave(live.watch(found, explain))
+
+
+@app.command()
+def report(
+    targets: Annotated[
+        list[str], typer.Argument(metavar="RUN_OR_SWEEP", help="Run directories, names of runs or sweeps, or job ids.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to write. Default: report.html in the directory of the run or sweep; for several, in the "
+            "current directory.",
+            show_default=False,
+        ),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Rewrite the page every 30 s until all runs have ended.")
+    ] = False,
+) -> None:
+    """Write an HTML page about one run, or one that compares several runs or the runs of a sweep.
+
+    The page is a single file and needs no network.
+
+    Example: hpc-rl report sft-1 sft-2 --out comparison.html
+    """
+    from hpc_rl.runs import reporting
+
+    selected = reporting.select(targets)
+    out = (out or reporting.default_path(targets, selected)).absolute()
+    if out.is_dir() or not out.parent.is_dir():
+        raise UserError(f"--out {out} is {'a folder' if out.is_dir() else 'in a folder that does not exist'}")
+    print(short_path(out), flush=True)
+    if follow:
+        reporting.follow_report(selected, out)
+    else:
+        reporting.write_report(selected, out)
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@app.command()
+def export(
+    source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run, or one of its checkpoints.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the model; it must not exist or be empty.")],
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="Type of the weights. The default is the type of the training.", show_default=False),
+    ] = None,
+) -> None:
+    """Write a checkpoint as a Hugging Face model folder.
+
+    Example: hpc-rl export sft-1 models/mine --dtype bfloat16
+    """
+    from hpc_rl.runs.status import find_run
+
+    folder = Path(source) if Path(source, "trainer.json").is_file() else find_run(source).path
+    try:
+        from hpc_rl.training.export import export as export_model
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"export needs {error.name}, which is not installed: {install_command('train', sys.executable)}"
+        ) from error
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    export_model(folder, out, dtype)
+    print(f"wrote {out}")
+
+
+@app.command()
+def clean(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RUN]...", help="Runs; all below ./runs if none is named.", autocompletion=run_names),
+    ] = None,
+    checkpoints: Annotated[
+        bool, typer.Option("--checkpoints", help="Remove old checkpoints; the newest of each run stay.")
+    ] = False,
+    keep: Annotated[int, typer.Option(min=0, help="Checkpoints of each run that stay.")] = 1,
+    whole: Annotated[bool, typer.Option("--whole", help="Remove whole run directories.")] = False,
+    older_than: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="DAYS", help="Only runs unchanged for so many days.", show_default=False),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, list what would be removed.")] = False,
+) -> None:
+    """List runs with their sizes, or remove old checkpoints and runs. Queued and running ones are never touched.
+
+    Example: hpc-rl clean --checkpoints --older-than 30
+    """
+    from hpc_rl.run_dir import RunDir
+    from hpc_rl.runs import cleaning
+    from hpc_rl.runs.status import ROOT, below_root, find_run, is_run, statuses_of
+
+    if checkpoints and whole:
+        raise UserError("--checkpoints and --whole: give one of them")
+    if whole and not names and older_than is None:
+        raise UserError("--whole without a name would remove every run: name runs, or give --older-than DAYS")
+    runs = [find_run(name) for name in names or []] or [
+        RunDir(path.absolute()) for path in below_root() if is_run(path)
+    ]
+    found = [cleaning.usage_of(run, now) for run, now in zip(runs, statuses_of(runs), strict=True)]
+    if older_than is not None:
+        found = cleaning.older_than(found, older_than)
+    if not found:
+        note(
+            f"no runs in {ROOT.absolute()}" + (f" unchanged for {older_than:g} days" if older_than is not None else "")
+        )
+        return
+    if not checkpoints and not whole:
+        print(_table(found))
+        return
+    removals = cleaning.whole_runs(found) if whole else cleaning.old_checkpoints(found, keep)
+    if not removals:
+        note("nothing to remove")
+        return
+    for removal in removals:
+        print(f"{size_text(removal.size):>9}  {short_path(removal.path)}")
+    if yes:
+        print(f"removed {size_text(cleaning.remove(removals))}")
+    else:
+        note(f"this would free {size_text(sum(one.size for one in removals))}; add --yes to remove it")
+
+
+def _table(found: Sequence[Usage]) -> str:
+    rows = [["run", "state", "checkpoints", "model", "total", "unchanged for"]]
+    for one in sorted(found, key=lambda one: -one.total):
+        sizes = [size_text(one.checkpoints), size_text(one.model), size_text(one.total)]
+        rows.append([one.run.name, one.state, *sizes, f"{one.age_s / 86_400:.0f} days"])
+    return aligned(rows, right={2, 3, 4, 5})
