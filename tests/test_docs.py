@@ -100,7 +100,7 @@ def workshop(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     """Make the working folder that the pages assume, and change into it."""
     shutil.copytree(model, tmp_path / "models" / "small")
     (tmp_path / "data" / "gsm8k").mkdir(parents=True)
-    rows = [json.dumps({"messages": chat, "answer": "2"}) + "\n" for chat in chats(40)]
+    rows = [json.dumps({"messages": chat, "answer": "2"}) + "\n" for chat in chats(2048)]
     for name in ("train.jsonl", "prompts.jsonl", "data/gsm8k/train.jsonl", "data/gsm8k/test.jsonl"):
         (tmp_path / name).write_text("".join(rows))
     (tmp_path / "my").mkdir()

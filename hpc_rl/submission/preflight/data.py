@@ -28,7 +28,9 @@ def check_train_data(data: DataConfig | PromptDataConfig, cache: HubCache) -> st
     Raises:
         UserError: all problems, a line each.
     """
-    problems, notes, counts = [], [], []
+    problems: list[str] = []
+    notes: list[str] = []
+    counts: list[int | None] = []
     for file in data.train_files:
         try:
             count, note = _read(file, data, cache)
@@ -39,8 +41,9 @@ def check_train_data(data: DataConfig | PromptDataConfig, cache: HubCache) -> st
             notes += [note] if note else []
     if problems:
         raise UserError("\n".join(problems))
-    if not notes and max(counts) < MAX_ROWS:  # otherwise there may be more rows than were read
-        check_batch_size(sum(counts), data.train_batch_size)
+    read = [count for count in counts if count is not None and count < MAX_ROWS]
+    if len(read) == len(counts):  # otherwise there may be more rows than were read
+        check_batch_size(sum(read), data.train_batch_size)
     return "\n".join(notes) or None
 
 
@@ -56,20 +59,20 @@ def check_val_data(file: str, data: DataConfig | PromptDataConfig, cache: HubCac
     return _read(file, data, cache)[1]
 
 
-def _read(file: str, data: DataConfig | PromptDataConfig, cache: HubCache) -> tuple[int, str | None]:
-    """Return the number of rows that were checked, and why some could not be."""
+def _read(file: str, data: DataConfig | PromptDataConfig, cache: HubCache) -> tuple[int | None, str | None]:
+    """Return the number of rows that were checked, None if none could be, and why."""
     path = Path(file)
     try:
         if path.is_dir():
             check_data_folder(path)
-            return 0, f"data folder {file} is read when the job starts"
+            return None, f"data folder {file} is read when the job starts"
         if not is_file(file):
-            return 0, _check_name(file, cache)
+            return None, _check_name(file, cache)
         if isinstance(data, PromptDataConfig):
             return check_prompts(file, data, MAX_ROWS), None
         return check_file(file, data, MAX_ROWS), None
     except CannotCheck as error:
-        return 0, f"{file} is checked when the job starts ({error})"
+        return None, f"{file} is checked when the job starts ({error})"
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
 
