@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from enum import StrEnum
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
@@ -72,7 +72,7 @@ _PROGRAM = "hpc_rl.program"
 class CommandWithProgram(TyperCommand):
     """A command whose line may end with `-- PROGRAM ARGUMENTS`, which are kept as they are typed."""
 
-    def parse_args(self, context: typer.Context, words: list[str]) -> list[str]:
+    def parse_args(self, context: Any, words: list[str]) -> list[str]:
         own, program = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
         context.meta[_PROGRAM] = tuple(program)
         return super().parse_args(context, own)

@@ -113,7 +113,7 @@ def export(
         ) from error
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     export_model(folder, out, dtype)
     print(f"wrote {out}")
 
@@ -141,14 +141,14 @@ def clean(
     """
     from hpc_rl.run_dir import RunDir
     from hpc_rl.runs import cleaning
-    from hpc_rl.runs.status import ROOT, below_root, find_run, is_run, statuses_of
+    from hpc_rl.runs.status import ROOT, find_run, is_run, runs_below, statuses_of
 
     if checkpoints and whole:
         raise UserError("--checkpoints and --whole: give one of them")
     if whole and not names and older_than is None:
         raise UserError("--whole without a name would remove every run: name runs, or give --older-than DAYS")
     runs = [find_run(name) for name in names or []] or [
-        RunDir(path.absolute()) for path in below_root() if is_run(path)
+        RunDir(path.absolute()) for path in runs_below(ROOT) if is_run(path)
     ]
     found = [cleaning.usage_of(run, now) for run, now in zip(runs, statuses_of(runs), strict=True)]
     if older_than is not None:

@@ -52,8 +52,13 @@ class PromptDataConfig(Section):
         return value
 
 
+class ActorOptimConfig(OptimConfig):
+    lr: float = Field(1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+
+
 class ActorConfig(Section):
-    optim: OptimConfig = OptimConfig(lr=1e-6)
+    optim: ActorOptimConfig = ActorOptimConfig()
     mini_batch_size: int | None = Field(None, ge=1)
     """Responses per optimizer step. null: all responses of a step."""
     ppo_epochs: int = Field(1, ge=1)
@@ -63,7 +68,7 @@ class ActorConfig(Section):
 class CriticConfig(Section):
     path: Path | None = None
     """Folder or hub name of the model that the critic starts from. null: the same as the actor."""
-    optim: OptimConfig = OptimConfig(lr=1e-5)
+    optim: OptimConfig = OptimConfig()
     cliprange_value: float | None = Field(0.5, gt=0)
     """Largest change of a value during the updates of one step (PPO's clipped value loss). null: no clipping."""
     warmup_steps: int = Field(0, ge=0)

@@ -88,7 +88,7 @@ def connect(config: PpoConfig, logs: Path) -> bool:
         os.environ.update(worker_environment(config))
         _authenticate(logs)
         slots = config.trainer.n_gpus_per_node * config.trainer.nnodes
-        if config.trainer.device == "cpu":
+        if config.trainer.computes_on == "cpu":
             options.setdefault("num_cpus", max(slots, len(os.sched_getaffinity(0))))
         options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     try:
@@ -125,7 +125,7 @@ def new_attempt(run: RunDir, config: PpoConfig) -> Path:
 def worker_environment(config: PpoConfig) -> dict[str, str]:
     """Return the variables that every process of the run needs. A variable that the user exported keeps its value."""
     defaults = {**nccl_defaults(), **tokenizer_defaults(), "VLLM_LOGGING_LEVEL": "WARN"}
-    if config.trainer.device == "cpu":
+    if config.trainer.computes_on == "cpu":
         defaults |= _CPU_DEFAULTS
     return {name: os.environ.get(name, value) for name, value in defaults.items()}
 

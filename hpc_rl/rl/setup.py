@@ -41,7 +41,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     """
     timeout_s = config.ray.start_timeout_s
     print(describe_step(config), flush=True)
-    pools = create_pools(pool_spec(config), config.trainer.device, timeout_s, str(logs), config.pools.strategy)
+    pools = create_pools(pool_spec(config), config.trainer.computes_on, timeout_s, str(logs), config.pools.strategy)
     groups, rollout = start_workers(config, pools, logs)
     tokenizer = load_tokenizer(config.model)
     tokenizer.chat_template = chat_template(tokenizer, config.data)  # so that the exported model has it too
@@ -105,7 +105,7 @@ def start_workers(config: PpoConfig, pools: Mapping[str, Pool], logs: Path) -> t
             share = 0.5 if name == engine_pool and not in_process else 1.0
             groups[name] = WorkerGroup(config, pool, roles, share, logs)
     if in_process:
-        return groups, InProcessRollout(groups[engine_pool], frees_memory=config.trainer.device == "cuda")
+        return groups, InProcessRollout(groups[engine_pool], frees_memory=config.trainer.computes_on == "cuda")
     neighbours = groups.get(engine_pool)
     share = 0.5 if neighbours else 1.0
     policy = groups[pool_of(config, "actor")]
@@ -147,7 +147,7 @@ def old_logprobs(config: PpoConfig) -> OldLogprobs:
         return "recompute"  # they are compared with the engine's
     if updates_per_step(config) == 1 and algorithm.kl.where != "reward":
         return "skip"
-    device, dtype = config.trainer.device, config.model.dtype
+    device, dtype = config.trainer.computes_on, config.model.dtype
     exact = device in engine_spec(config).exact_on and dtype == engine_dtype(rollout, device) == "float32"
     return "rollout" if exact else "recompute"
 

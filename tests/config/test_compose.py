@@ -163,3 +163,11 @@ def test_every_key_is_documented_with_a_default_that_yaml_reads_back(job: str) -
 def test_every_shipped_model_composes(path: Path) -> None:
     config = compose("sft", [f"model={path.stem}", "data.train_files=a.jsonl"])
     assert isinstance(config, SftConfig) and config.model.path
+
+
+def test_a_key_of_the_actors_optimizer_leaves_its_learning_rate() -> None:
+    required = ["model.path=/m", "data.train_files=a.jsonl", "reward.function=exact"]
+    config = compose("ppo", [*required, "actor.optim.weight_decay=0.1"])
+    assert isinstance(config, PpoConfig)
+    assert (config.actor.optim.lr, config.critic.optim.lr) == (1e-6, 1e-5)
+    assert dict((key, default) for key, _, default, _ in documented_keys(PpoConfig))["actor.optim.lr"] == "1.0e-06"

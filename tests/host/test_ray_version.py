@@ -7,7 +7,7 @@ from hpc_rl.host.ray_version import check_ray
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        (None, "has no Ray: pip install"),
+        (None, "has no Ray: /venv/bin/python -m pip install"),
         ("2.51.1", "Ray 2.51.1, which anybody on the network could use"),
         ("1.99", "Ray 1.99"),
     ],

@@ -11,7 +11,7 @@ import pytest
 
 from hpc_rl.errors import UserError
 from hpc_rl.images.runtimes import RUNTIMES
-from hpc_rl.submission import preflight
+from hpc_rl.submission.preflight import checks
 from hpc_rl.submission.script import render_container
 from tests.images.test_run_options import image_job
 from tests.submission.test_script import check_shell
@@ -82,10 +82,10 @@ def test_a_runtime_that_cannot_unpack_runs_from_the_image(tmp_path: Path) -> Non
 def test_the_login_node_checks_the_image_of_the_example(tmp_path: Path) -> None:
     settings = {"container.image": str(tmp_path / "none"), "container.runtime": "charliecloud"}
     with pytest.raises(UserError, match="create one with ch-convert"):
-        preflight.check(image_job(tmp_path / "run", tmp_path, **settings))
+        checks.check(image_job(tmp_path / "run", tmp_path, **settings))
 
 
 @pytest.mark.usefixtures("charliecloud")
 def test_the_login_node_lists_the_row_of_the_example(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="pyxis, charliecloud"):
-        preflight.check(image_job(tmp_path / "run", tmp_path, **{"container.runtime": "docker"}))
+        checks.check(image_job(tmp_path / "run", tmp_path, **{"container.runtime": "docker"}))

@@ -123,8 +123,8 @@ def test_long_jobs_want_a_copy(time: str | None, unpack: str, wanted: bool) -> N
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"container.binds": ["/a,/b"]}, "no SRC"),
-        ({"container.env": ["A B"]}, "no name of an environment variable"),
+        ({"container.binds": ["/a,/b"]}, r"not of the form SRC"),
+        ({"container.env": ["A B"]}, "not the name of an environment variable"),
         ({"container.imgae": "x"}, r"did you mean container\.image\?"),
     ],
 )

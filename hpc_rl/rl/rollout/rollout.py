@@ -139,7 +139,7 @@ class SeparateRollout:
     ) -> None:
         self._policy = policy
         self._neighbours = neighbours
-        device = config.trainer.device
+        device = config.trainer.computes_on
         self._sleeps = share < 1 and device == "cuda"
         spec, parallel = engine_spec(config), config.rollout.tensor_parallel_size
         shared = pool_of(config, "rollout") == pool_of(config, "actor")

@@ -46,7 +46,7 @@ class WorkerGroup:
         size = len(pool.slots)
         remote = ray.remote(Worker)
         self._workers = [
-            remote.options(**slot.options(config.trainer.device, share)).remote(
+            remote.options(**slot.options(config.trainer.computes_on, share)).remote(
                 config, pool.name, slot.rank, size, roles, logs
             )
             for slot in pool.slots

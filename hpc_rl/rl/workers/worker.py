@@ -74,7 +74,7 @@ class Worker:
         own = process.local_rank(os.environ, process.assigned_devices())
         os.environ.update(process.group_environment(self.rank, self.size, endpoint, own))
         torch.manual_seed(self.config.trainer.seed + self.rank)
-        self.world = distributed.start(self.config.trainer.device, self.config.ray.start_timeout_s)
+        self.world = distributed.start(self.config.trainer.computes_on, self.config.ray.start_timeout_s)
         with guards.explain_out_of_memory("loading the models"):
             for role, load in MODELS.items():
                 if role in self.roles:
@@ -198,12 +198,12 @@ class Worker:
 
     def _weights(self) -> WeightSource:
         """Return the policy's weights in the engines' type."""
-        dtype = engine_dtype(self.config.rollout, self.config.trainer.device)
+        dtype = engine_dtype(self.config.rollout, self.config.trainer.computes_on)
         return WeightSource(self.actor.model.hf, getattr(torch, dtype))
 
     def _load_engine(self) -> RolloutEngine:
         """Load an engine on the policy's own module, or on a copy if the policy is sharded."""
-        placement = Placement(self.config.trainer.device)
+        placement = Placement(self.config.trainer.computes_on)
         return load_engine(self.config, placement, None if self.is_sharded else self.actor.model)
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
