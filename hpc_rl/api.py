@@ -140,12 +140,15 @@ def submit(
     Raises:
         UserError: something is wrong, or sbatch refused the job; then nothing is left behind.
     """
-    from hpc_rl.config.kinds import KINDS
+    from hpc_rl.config.kinds import offered
     from hpc_rl.submission.launch import as_test
     from hpc_rl.submission.request import Request
 
-    if kind not in KINDS:
-        raise UserError(f"job kind {kind!r}: choose one of {', '.join(KINDS)}")
+    kinds = [row.name for row in offered()]
+    if kind not in kinds:
+        raise UserError(f"job kind {kind!r}: choose one of {', '.join(kinds)}")
+    if isinstance(overrides, str) or isinstance(program, str):
+        raise UserError("overrides and program are lists of words, such as ['optim.lr=1e-4'] and ['train.py', '--lr']")
     flags = {
         "trainer.nnodes": nodes,
         "trainer.n_gpus_per_node": gpus_per_node,
@@ -162,7 +165,7 @@ def submit(
         after=str(after.path) if isinstance(after, Run) else after,
         run_dir=None if run_dir is None else Path(run_dir),
         site=site,
-        command=("hpc_rl.submit", kind, *overrides),
+        command=("hpc_rl.submit", kind, *overrides, *(["--", *program] if program else [])),
     )
     return start(as_test(request) if test else request, note)
 

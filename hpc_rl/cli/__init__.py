@@ -10,7 +10,7 @@ from hpc_rl.cli import submit, sweep, runs, results, config, data, cluster, imag
 from hpc_rl.cli.app import app
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
 
-_IMPOSSIBLE_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
+_IMPOSSIBLE_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
 """A path for which no file can exist comes from the command line or the configuration: it is bad input everywhere."""
 
 

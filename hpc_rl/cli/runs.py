@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -21,9 +21,6 @@ from hpc_rl.cli.app import (
 from hpc_rl.cli.text import explanation_text, runs_table, status_text
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import ENV_RUN_DIR
-
-if TYPE_CHECKING:
-    pass
 
 
 @app.command()

@@ -132,6 +132,7 @@ def submit(
     Example: hpc-rl submit sft --nodes 2 --gpus-per-node 4 model=qwen2.5-0.5b data.train_files=train.jsonl
     """
     from hpc_rl.submission import launch, queue
+    from hpc_rl.submission.preflight.checks import check_run_dir
     from hpc_rl.submission.request import job_of_script
 
     here = local or in_allocation
@@ -145,6 +146,7 @@ def submit(
             print(text, end="")
             return
         queue.require_slurm()
+        check_run_dir(job.run_dir.path)
         queue.check_free(job.run_dir)
         return _queued(job, queue.submit(job, text), wait, follow)
     request = request_of(context, kind, arguments, flags, run_dir, local=local)
@@ -195,22 +197,13 @@ def request_of(
     *,
     local: bool = False,
 ) -> Request:
-    """The request that a parsed command line stands for.
-
-    Raises:
-        UserError: a program was given to a kind of job that takes none.
-    """
-    from hpc_rl.config.kinds import KINDS
+    """Return the request that a parsed command line stands for."""
     from hpc_rl.submission.request import Request
 
-    program = program_of(context)
-    if program and not KINDS[kind].takes_program:
-        takers = " and ".join(row.name for row in KINDS.values() if row.takes_program)
-        raise UserError(f"-- {program[0]}: {kind} runs a program of hpc-rl's own; {takers} take one after --")
     return Request(
         kind=str(kind),
         overrides=tuple(arguments or ()),
-        program=program,
+        program=program_of(context),
         settings=flags.settings(),
         after=flags.after,
         run_dir=run_dir,

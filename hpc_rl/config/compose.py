@@ -119,18 +119,23 @@ def load_tree(path: Path) -> dict[str, Any]:
     Raises:
         UserError: the file is missing, or is not a table in YAML.
     """
-    from omegaconf import OmegaConf
-    from yaml import YAMLError
+    import yaml
 
+    class Loader(yaml.SafeLoader):
+        """PyYAML's, which also reads 1e-5 as a number."""
+
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    )
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path))
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except OSError as error:
         raise UserError(f"no configuration at {path}: {error.strerror or 'it cannot be read'}") from error
-    except (YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not YAML: {error}") from error
     if not isinstance(tree, dict):
         raise UserError(f"{path} is not a table of options")
-    return tree  # type: ignore[return-value]
+    return tree
 
 
 def validate(job: str, tree: Any, example: Callable[[Sequence[str]], str] | None = None) -> JobConfig:

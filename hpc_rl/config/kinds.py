@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpc_rl.config.job import JobConfig
@@ -35,6 +35,8 @@ class JobKind:
     """Packages that the job's Python has to have."""
     examples: Mapping[str, str] = field(default_factory=dict)
     """For each required key, words of a command line that set it, for the error message if keys are missing."""
+    test_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted key -> value that make a run short, for `submit --test`."""
     is_internal: bool = False
     """Whether only hpc-rl itself submits this kind, so that `submit` does not offer it."""
 
@@ -62,6 +64,7 @@ KINDS: dict[str, JobKind] = {
             meaning="supervised fine-tuning",
             options="hpc_rl.config.sft:SftConfig",
             trainer="hpc_rl.finetune.train",
+            test_settings={"trainer.total_training_steps": 2},
             needs=_TRAINING,
             examples={
                 "model.path": "model=qwen2.5-0.5b",
@@ -75,6 +78,7 @@ KINDS: dict[str, JobKind] = {
             meaning="reinforcement learning (PPO, GRPO, ...)",
             options="hpc_rl.config.ppo:PpoConfig",
             trainer="hpc_rl.rl.main_ppo",
+            test_settings={"trainer.total_training_steps": 2, "critic.warmup_steps": 0},
             needs=(*_TRAINING, "ray", "tensordict"),
             examples={
                 "model.path": "model.path=Qwen/Qwen2.5-0.5B-Instruct",

@@ -91,7 +91,7 @@ def _line_rows(path: Path) -> Iterator[Row]:
             where = f"{path}, line {number}"
             try:
                 row = _DECODER.decode(line.decode("utf-8-sig"))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 hint = "; write one object per line, or an array of objects" if number == 1 else ""
                 raise UserError(f"{where}: {_json_problem(error)}{hint}") from error
             yield _as_object(row, where)
@@ -104,11 +104,13 @@ def _array_rows(path: Path) -> Iterator[Row]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text") from error
     at = _skip_space(text, text.index("[") + 1)
+    line, counted = 1, 0
     while text[at : at + 1] != "]":
-        where = f"{path}, line {text.count(chr(10), 0, at) + 1}"
+        line, counted = line + text.count("\n", counted, at), at
+        where = f"{path}, line {line}"
         try:
             row, at = _DECODER.raw_decode(text, at)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{where}: {_json_problem(error)}") from error
         yield _as_object(row, where)
         at = _skip_space(text, at)
@@ -146,7 +148,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> Row:
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 
-def _json_problem(error: ValueError) -> str:
+def _json_problem(error: ValueError | RecursionError) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON ({error.msg})"
     return "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)

@@ -55,7 +55,7 @@ def check_template(template: str, where: str) -> None:
         _environment().from_string(template)
     except TemplateSyntaxError as error:
         raise UserError(f"{where}: Jinja rejects the chat template in line {error.lineno}: {error.message}") from error
-    except TemplateError as error:
+    except (TemplateError, SyntaxError) as error:
         raise UserError(f"{where}: Jinja rejects the chat template: {error}") from error
 
 
@@ -113,7 +113,7 @@ def _render(
     variables = {"messages": messages, "add_generation_prompt": generation_prompt, **(special_tokens or {})}
     try:
         return _environment().from_string(template).render(variables)
-    except (TemplateError, TypeError) as error:
+    except Exception as error:
         raise UserError(f"{where}: the chat template rejects this conversation: {error}") from error
 
 

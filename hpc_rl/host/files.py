@@ -49,7 +49,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or an empty one if the file is missing, unreadable or incomplete."""
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -108,6 +108,9 @@ def held_interrupts() -> Iterator[Callable[[], bool]]:
         nonlocal pressed
         pressed = True
 
+    if threading.current_thread() is not threading.main_thread():  # Python delivers signals to the main thread only
+        yield lambda: False
+        return
     before = signal.signal(signal.SIGINT, note)
     try:
         yield lambda: pressed

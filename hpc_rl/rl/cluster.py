@@ -17,7 +17,7 @@ from hpc_rl.config.compose import dump
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.environment import nccl_defaults, tokenizer_defaults
-from hpc_rl.host.files import Follower
+from hpc_rl.host.files import Follower, write_atomically
 from hpc_rl.host.ray_token import make_token
 from hpc_rl.rl.pools import release_pools
 from hpc_rl.run_dir import RunDir
@@ -115,10 +115,12 @@ def new_run() -> RunDir:
 def new_attempt(run: RunDir, config: PpoConfig) -> Path:
     """Create the folder of the next attempt, and write the files of the run directory that a job script writes."""
     run.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    run.config.write_text(dump(config))
+    text = dump(config)
+    write_atomically(run.config, text)
     run.stop.unlink(missing_ok=True)
     attempt = run.path / f"attempt-{len(run.attempts()) + 1}"
     attempt.mkdir(parents=True, mode=0o700)
+    (attempt / run.config.name).write_text(text)  # what this attempt ran with
     return attempt
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Iterable, Sequence
@@ -82,7 +83,7 @@ def remove(removals: Sequence[Removal]) -> int:
     """
     freed = 0
     for removal in removals:
-        doomed = removal.path.with_name(f".{removal.path.name}.removed")
+        doomed = removal.path.with_name(f".{removal.path.name}.{os.getpid()}.removed")
         try:
             removal.path.rename(doomed)
             shutil.rmtree(doomed)

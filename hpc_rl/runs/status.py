@@ -223,7 +223,7 @@ def runs_below(root: Path) -> Iterator[Path]:
     for path in root.iterdir() if root.is_dir() else ():
         if is_sweep(path):
             yield from (point for point in path.iterdir() if point.is_dir())
-        elif path.is_dir():
+        elif path.is_dir() and not path.name.startswith("."):
             yield path
 
 

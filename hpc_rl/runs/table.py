@@ -150,17 +150,12 @@ def _order(value: Any) -> tuple[int, float, str]:
 
 
 def _rows(found: Sequence[RunDir]) -> list[RunRow]:
-    sweeps = {folder: SweepDir(folder).values() for folder in {run.path.parent for run in found}}
+    sweeps = [SweepDir(folder) for folder in {run.path.parent for run in found}]
+    points = {sweep.run(n).path: values for sweep in sweeps for n, values in enumerate(sweep.values(), 1)}
     rows = []
     for run, status in zip(found, statuses_of(found), strict=True):
         job = read_json(run.job)
-        points = sweeps[run.path.parent]
         kind, submitted = str(job.get("kind", "")), str(job.get("submitted", ""))
-        sweep = run.path.parent.name if points else None
-        values = points[_number(run.path) - 1] if points else {}
-        rows.append(RunRow(status, kind, submitted, read_history(run).node_hours, sweep, values))
+        sweep = run.path.parent.name if run.path in points else None
+        rows.append(RunRow(status, kind, submitted, read_history(run).node_hours, sweep, points.get(run.path, {})))
     return rows
-
-
-def _number(path: Path) -> int:
-    return int(path.name.rpartition("_")[2])

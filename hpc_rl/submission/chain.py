@@ -13,8 +13,8 @@ from hpc_rl.slurm import commands
 from hpc_rl.submission import queue
 from hpc_rl.submission.after import After
 from hpc_rl.submission.job import Job
+from hpc_rl.submission.launch import notes_on
 from hpc_rl.submission.local import check_local
-from hpc_rl.submission.preflight.checks import check
 from hpc_rl.submission.request import Request, reserve
 from hpc_rl.submission.request import plan as plan_job
 from hpc_rl.submission.script import render
@@ -51,7 +51,7 @@ def plan(requests: Sequence[Request], local: bool = False) -> tuple[list[Stage],
         queue.check_free(job.run_dir)
         if local:
             check_local(job)
-    notes = check(*jobs, local=local)
+    notes = notes_on(jobs, local)
     return [Stage(request, job, render(job)) for request, job in zip(requests, jobs, strict=True)], notes
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.slurm import commands
+from hpc_rl.slurm.capacity import shapes
 from hpc_rl.slurm.cluster import NodeGroup
 
 SMI_TIMEOUT_S = 20
@@ -28,7 +29,7 @@ class Devices:
 
     def __init__(self, local: bool = False) -> None:
         self._local = local
-        self._groups: dict[str, NodeGroup | None] = {}
+        self._groups: dict[tuple[str, Any], NodeGroup | None] = {}
         self.note = ""
         """What was chosen, for a user who left it open; empty if nothing was."""
 
@@ -65,12 +66,12 @@ class Devices:
         node = _table(slurm, "node")
         if isinstance(node.get("gpus"), int):
             return node["gpus"], {}
-        partition = str(slurm.get("partition") or "")
-        if partition not in self._groups:
-            self._groups[partition] = _largest_group(partition)
-        group = self._groups[partition]
-        if group is None:
-            return None, {}
+        partition, kind = str(slurm.get("partition") or ""), slurm.get("gpu_type")
+        if (partition, kind) not in self._groups:
+            self._groups[partition, kind] = _usual_node(partition, kind)
+        group = self._groups[partition, kind]
+        if group is None or (not group.all_gpus and _names_gpus(slurm)):
+            return None, {}  # a partition without the GPUs that were asked for is refused by the preflight check
         shape = {"slurm.node.gpus": group.all_gpus}
         if "cpus" not in node:
             shape["slurm.node.cpus"] = group.cpus
@@ -92,8 +93,14 @@ def local_gpus(environ: Mapping[str, str]) -> int:
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
-def _largest_group(partition: str) -> NodeGroup | None:
-    """The nodes of a partition of which there are most, if Slurm shows it."""
+def _names_gpus(slurm: Mapping[str, Any]) -> bool:
+    """Whether the options ask for GPUs in so many words: by their type, or by an sbatch option."""
+    own = _table(slurm, "sbatch")
+    return bool(slurm.get("gpu_type")) or any("gpu" in str(word) for word in (*own, own.get("gres")))
+
+
+def _usual_node(partition: str, gpu_type: Any) -> NodeGroup | None:
+    """The nodes of a partition of which there are most, if Slurm shows it: those with GPUs if there are any."""
     if not commands.available():
         return None
     try:
@@ -101,8 +108,9 @@ def _largest_group(partition: str) -> NodeGroup | None:
     except commands.NoAnswer:
         return None
     names = partition.split(",") if partition else [group.partition for group in groups if group.is_default]
-    there = [group for group in groups if group.partition in names]
-    return max(there, key=lambda group: (group.nodes, group.all_gpus), default=None)
+    there = shapes([group for group in groups if group.partition in names])
+    with_gpus = [group for group in there if group.all_gpus and (gpu_type is None or gpu_type in group.gpus)]
+    return next(iter(with_gpus or there), None)
 
 
 def _table(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:

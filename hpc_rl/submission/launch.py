@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from hpc_rl.config.compose import load_tree
 from hpc_rl.config.keys import flat
 from hpc_rl.config.kinds import KINDS
+from hpc_rl.errors import UserError
 from hpc_rl.runs.control import newest_checkpoint
 from hpc_rl.submission import queue
 from hpc_rl.submission.job import Job
+from hpc_rl.submission.local import check_local
 from hpc_rl.submission.preflight.checks import check
 from hpc_rl.submission.request import Request, plan, reserve
 from hpc_rl.submission.script import render
@@ -20,7 +22,6 @@ from hpc_rl.submission.script import render
 Note = Callable[[str], None]
 """Is told what was chosen for the user, and what could not be checked."""
 
-TEST_STEPS = 2
 TEST_TIME = "10:00"
 TEST_WARNING_S = 60
 
@@ -33,20 +34,32 @@ def prepare(request: Request, note: Note) -> tuple[Job, str]:
     """
     job = plan(request)
     queue.check_free(job.run_dir)
-    for unchecked in check(job, local=request.local):
-        note(unchecked)
-    if job.note:
-        note(job.note)
-    for line in resumed(job):
+    if request.local:
+        check_local(job)
+    for line in notes_on([job], request.local):
         note(line)
     return job, render(job)
+
+
+def notes_on(jobs: Sequence[Job], local: bool = False) -> list[str]:
+    """Check jobs; return what could not be checked, what was chosen for the user, and what is resumed.
+
+    Raises:
+        UserError: all problems, a line each.
+    """
+    found = check(*jobs, local=local)
+    chosen = dict.fromkeys(job.note for job in jobs if job.note)
+    return [*found, *chosen, *(line for job in jobs for line in resumed(job))]
 
 
 def resumed(job: Job) -> list[str]:
     """What a job resumes, and the settings that differ from its last attempt, a line each; empty for a new run."""
     if not job.run_dir.config.is_file() or job.row.trainer is None:
         return []
-    before = flat(load_tree(job.run_dir.config))
+    try:
+        before = flat(load_tree(job.run_dir.config))
+    except UserError as error:
+        return [f"run {job.run_dir.name} resumes; the settings of its last attempt cannot be read: {error}"]
     after = flat(job.config.model_dump(mode="json"))
     changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
     saved = newest_checkpoint(job.run_dir)
@@ -80,10 +93,6 @@ def submit(request: Request, note: Note) -> tuple[Job, str]:
 
 def as_test(request: Request) -> Request:
     """The request as a short trial: two steps, ten minutes, on the site's partition for tests if there is one."""
-    kind = KINDS[request.kind]
     settings = {"slurm.time": TEST_TIME, "slurm.warning_s": TEST_WARNING_S, "slurm.requeue": False}
-    if kind.trainer is not None:
-        settings["trainer.total_training_steps"] = TEST_STEPS
-    if kind.name == "ppo":
-        settings["critic.warmup_steps"] = 0
+    settings |= KINDS[request.kind].test_settings
     return replace(request, settings={**request.settings, **settings}, is_test=True)

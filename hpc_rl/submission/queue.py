@@ -8,7 +8,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 from hpc_rl.errors import UserError
@@ -50,13 +49,17 @@ def reserve(path: Path) -> bool:
     return True
 
 
-def prepare(job: Job, script: str, job_id: str | None) -> None:
-    """Fill the run directory: script, snapshot of the code, and job.json once there is a job."""
+def prepare(job: Job, script: str, job_id: str | None, code: str | None = None) -> None:
+    """Fill the run directory: script, snapshot of the code, and job.json if there is a job.
+
+    Args:
+        code: the snapshot, if it was taken already for several runs.
+    """
     job.run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if job.config.slurm.group is not None:
         share(job.run_dir.path, job.config.slurm.group)
     write_atomically(job.run_dir.script, script)
-    write_atomically(job.run_dir.git, git_snapshot(job.working_dir))
+    write_atomically(job.run_dir.git, git_snapshot(job.working_dir) if code is None else code)
     if job_id is not None:
         record(job, job_id)
 
@@ -147,7 +150,6 @@ def remove(folder: Path) -> None:
         folder.parent.rmdir()
 
 
-@cache  # once for all runs of a sweep
 def git_snapshot(folder: Path) -> str:
     """Commit, branch and uncommitted changes of the repository around a folder; one line where there is none."""
     head = _git(folder, "log", "-1", "--format=commit %H%ndate %cI%nsubject %s")

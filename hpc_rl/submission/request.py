@@ -11,6 +11,7 @@ from typing import Any
 
 from hpc_rl.config.compose import compose
 from hpc_rl.config.job import JobConfig
+from hpc_rl.config.kinds import KINDS
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import ENV_RUN_DIR, RunDir
 from hpc_rl.runs.status import ROOT
@@ -61,11 +62,22 @@ def plan(request: Request, taken: frozenset[str] = frozenset()) -> Job:
     Raises:
         UserError: the configuration is wrong, or there is no job to wait for.
     """
+    if request.is_test and request.run_dir is not None:
+        raise UserError("--test makes a run directory of its own: leave out --run-dir")
+    if request.program and not KINDS[request.kind].takes_program:
+        takers = " and ".join(row.name for row in KINDS.values() if row.takes_program)
+        raise UserError(
+            f"-- {request.program[0]}: {request.kind} runs a program of hpc-rl's own; {takers} take one after --"
+        )
     devices = Devices(request.local)
+
+    def fill_in(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+        moved = _test_partition(request, tree)
+        slurm = {**tree.get("slurm", {}), **({"partition": moved} if moved else {})}
+        return {**devices.fill_in({**tree, "slurm": slurm}), **({"slurm.partition": moved} if moved else {})}
+
     site = load_profile(request.site).values
-    config = compose(request.kind, request.overrides, request.settings, site, devices.fill_in)
-    if request.is_test:
-        config = _on_test_partition(request, config)
+    config = compose(request.kind, request.overrides, request.settings, site, fill_in)
     return job_of(request, config, taken, devices.note)
 
 
@@ -84,6 +96,8 @@ def job_of(request: Request, config: JobConfig, taken: frozenset[str] = frozense
     if after is not None and "dependency" in config.slurm.sbatch:
         raise UserError("--after and --sbatch dependency=... set the same option of sbatch: give one of them")
     run_dir = RunDir(_run_dir(request, config, taken))
+    if request.is_test:
+        config = config.updated("slurm.job_name", None)  # the run directory's
     return Job(request.kind, config, run_dir, Path.cwd(), request.program, after, request.command, note)
 
 
@@ -92,8 +106,7 @@ def reserve(request: Request, job: Job) -> Job:
 
     A job without a name takes the next free one if another submission was faster.
     """
-    is_named = request.run_dir is not None or job.config.slurm.job_name is not None
-    while not (is_named or queue.reserve(job.run_dir.path)):
+    while not (_is_named(request, job.config) or queue.reserve(job.run_dir.path)):
         job = replace(job, run_dir=RunDir(_run_dir(request, job.config, frozenset())))
     return job
 
@@ -125,18 +138,23 @@ def job_of_script(kind: str, script: Path, command: tuple[str, ...] = ()) -> tup
     return Job(kind, JobConfig(), RunDir(Path(path).absolute()), Path.cwd(), command=command), text
 
 
-def _on_test_partition(request: Request, config: JobConfig) -> JobConfig:
-    """The configuration of a trial: the site's partition for tests, and a name of its own."""
-    slurm = config.slurm
-    name = f"{slurm.job_name}-test" if slurm.job_name else free_name(f"{request.kind}-test")
-    if slurm.test_partition and "slurm.partition" not in request.settings:
-        config = config.updated("slurm.partition", slurm.test_partition)
-    return config.updated("slurm.job_name", name)
+def _test_partition(request: Request, tree: Mapping[str, Any]) -> str | None:
+    """The site's partition for trials, if this is a trial and no flag names another partition."""
+    found = tree.get("slurm", {}).get("test_partition") if request.is_test else None
+    return None if "slurm.partition" in request.settings else found
+
+
+def _is_named(request: Request, config: JobConfig) -> bool:
+    """Whether the user chose the run directory. A trial never uses that of the run that it tries."""
+    return not request.is_test and (request.run_dir is not None or config.slurm.job_name is not None)
 
 
 def _run_dir(request: Request, config: JobConfig, taken: frozenset[str]) -> Path:
-    path = request.run_dir or ROOT / (config.slurm.job_name or free_name(request.kind, taken))
-    path = path.absolute()
+    if request.is_test:
+        name = free_name(f"{config.slurm.job_name or request.kind}-test", taken)
+    else:
+        name = config.slurm.job_name or free_name(request.kind, taken)
+    path = (request.run_dir or ROOT / name).absolute()
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):

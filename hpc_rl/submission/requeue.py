@@ -59,7 +59,11 @@ def _from_within(run: RunDir, now: RunStatus) -> str:
 def requeue_sweep(sweep: SweepDir) -> str:
     """Queue again, as one array, the runs that ended before they were done; what was done, in a line."""
     found = statuses_of(sweep.runs())
-    again = {number: now for number, now in enumerate(found, 1) if not now.active and now.state != "COMPLETED"}
+    again = {
+        number: now
+        for number, now in enumerate(found, 1)
+        if not now.active and now.state != "COMPLETED" and run_of(now).script.is_file()
+    }
     if not again:
         return f"sweep {sweep.name} has nothing to queue again: {states(found)}"
     if not sweep.script.is_file():

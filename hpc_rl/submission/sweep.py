@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from hpc_rl import __version__
 from hpc_rl.config.compose import compose_each
 from hpc_rl.errors import UserError
+from hpc_rl.host.files import write_atomically
 from hpc_rl.runs.status import ROOT
 from hpc_rl.runs.sweeps import SweepDir
 from hpc_rl.sites.profile import load_profile
@@ -20,7 +21,7 @@ from hpc_rl.submission import queue
 from hpc_rl.submission.devices import Devices
 from hpc_rl.submission.grid import Point, grid
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.preflight.checks import check
+from hpc_rl.submission.launch import notes_on
 from hpc_rl.submission.request import Request, free_name, job_of
 from hpc_rl.submission.script import directive_word, fill, log_folder, render
 
@@ -69,7 +70,7 @@ def plan(request: Request, max_parallel: int | None) -> Plan:
     for number, config in enumerate(configs, 1):
         run_dir = sweep.run(number)
         found.append(replace(first, config=config.updated("slurm.job_name", run_dir.name), run_dir=run_dir))
-    notes = check(*found)
+    notes = notes_on(found)
     scripts = [render(job) for job in found]
     _check_same_resources(points, scripts)
     script = array_script(sweep, request.kind, scripts, max_parallel)
@@ -108,16 +109,19 @@ def submit(planned: Plan) -> str:
     if not queue.reserve(sweep.path):
         raise UserError(f"{sweep.path} was made just now by somebody else: choose another --job-name")
     try:
+        if (group := planned.jobs[0].config.slurm.group) is not None:
+            queue.share(sweep.path, group)
+        code = queue.git_snapshot(planned.jobs[0].working_dir)
         for job, script in zip(planned.jobs, planned.scripts, strict=True):
-            queue.prepare(job, script, None)
-        sweep.script.write_text(planned.script)
+            queue.prepare(job, script, None, code)
+        write_atomically(sweep.script, planned.script)
         record = {
             "kind": planned.jobs[0].kind,
             "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": list(planned.jobs[0].command),
             "points": [point.values for point in planned.points],
         }
-        sweep.record.write_text(json.dumps(record, indent=2) + "\n")
+        write_atomically(sweep.record, json.dumps(record, indent=2) + "\n")
         job_id = queue.queue(planned.script, after.sbatch_options if after else [])
     finally:
         if job_id is None:

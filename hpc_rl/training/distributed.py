@@ -137,7 +137,8 @@ def fill_in_device(tree: Mapping[str, Any]) -> dict[str, str]:
     Args:
         tree: the configuration as nested tables, as `hpc_rl.config.compose` passes it to its `fill_in`.
     """
-    if tree.get("trainer", {}).get("device", "auto") != "auto":
+    trainer = tree.get("trainer")
+    if not isinstance(trainer, Mapping) or trainer.get("device", "auto") != "auto":
         return {}
     return {"trainer.device": "cuda" if torch.cuda.is_available() else "cpu"}
 

@@ -9,6 +9,7 @@ from hpc_rl.slurm.cluster import NodeGroup
 from hpc_rl.submission.devices import Devices, local_gpus
 
 GPU = NodeGroup("gpu", 10, 64, 500_000, {"a100": 4}, is_default=True)
+PLAIN = NodeGroup("gpu", 12, 16, 100_000, {}, is_default=True, features=("big",))
 FAT = NodeGroup("gpu", 2, 128, 900_000, {"a100": 8}, is_default=True)
 CPU = NodeGroup("cpu", 50, 32, 100_000, {})
 
@@ -20,7 +21,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def groups() -> list[NodeGroup]:
         asked.append(1)
-        return [CPU, FAT, GPU]
+        return [CPU, FAT, PLAIN, GPU]
 
     monkeypatch.setattr(commands, "available", lambda: True)
     monkeypatch.setattr(commands, "node_groups", groups)
@@ -43,6 +44,8 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ),
         ({"slurm": {"node": {"gpus": 0}}}, {"trainer.device": "cpu"}),
         ({"slurm": {"partition": "unknown"}}, {"trainer.device": "cuda"}),
+        ({"slurm": {"partition": "cpu", "gpu_type": "a100"}}, {"trainer.device": "cuda"}),
+        ({"slurm": {"partition": "cpu", "sbatch": {"gres": "gpu:2"}}}, {"trainer.device": "cuda"}),
     ],
 )
 @pytest.mark.usefixtures("slurm")

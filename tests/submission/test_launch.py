@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hpc_rl.config.compose import compose, dump
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.launch import as_test, prepare, resumed
-from hpc_rl.submission.request import Request
+from hpc_rl.submission.request import Request, reserve
 from tests.fake_slurm import calls, fake_slurm
 
 PROGRAM = ("train.py",)
@@ -69,8 +70,13 @@ def test_a_wait_has_a_deadline(folder: Path) -> None:
 
 
 def test_an_unknown_kind_lists_the_kinds() -> None:
-    with pytest.raises(hpc_rl.UserError, match=r"job kind 'grpo': choose one of sft, ppo, torchrun, ray"):
-        hpc_rl.submit("grpo")
+    for kind in ("grpo", "doctor"):
+        with pytest.raises(hpc_rl.UserError, match=f"job kind '{kind}': choose one of sft, ppo, torchrun, ray$"):
+            hpc_rl.submit(kind)
+    with pytest.raises(hpc_rl.UserError, match=r"overrides and program are lists of words"):
+        hpc_rl.submit("torchrun", program="train.py")
+    with pytest.raises(hpc_rl.UserError, match="sft runs a program of hpc-rl's own; torchrun and ray take one"):
+        hpc_rl.submit("sft", REQUIRED, program=PROGRAM)
 
 
 def test_the_api_needs_no_torch() -> None:
@@ -80,14 +86,20 @@ def test_the_api_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_a_trial_is_short_and_has_a_name_of_its_own() -> None:
+def test_a_trial_is_short_and_has_a_name_of_its_own(folder: Path) -> None:
     request = Request("torchrun", ("slurm.test_partition=debug", "slurm.partition=gpu", "trainer.device=cpu"), PROGRAM)
     job, script = prepare(as_test(request), print)
     assert job.run_dir.name == "torchrun-test-1"
     assert "--partition=debug\n" in script and "--time=10:00\n" in script and "--no-requeue\n" in script
     named = Request("torchrun", ("slurm.job_name=mine", "trainer.device=cpu"), PROGRAM, {"slurm.partition": "gpu"})
     job, script = prepare(as_test(named), print)
-    assert job.run_dir.name == "mine-test" and "--partition=gpu\n" in script
+    assert job.run_dir.name == "mine-test-1" and "--partition=gpu\n" in script and "--job-name=mine-test-1\n" in script
+    with pytest.raises(hpc_rl.UserError, match="leave out --run-dir"):
+        prepare(as_test(replace(named, run_dir=folder / "mine")), print)
+    made = [
+        reserve(as_test(request), job).run_dir.name for _ in range(2) for job in [prepare(as_test(request), print)[0]]
+    ]
+    assert made == ["torchrun-test-1", "torchrun-test-2"]
     assert as_test(Request("sft")).settings["trainer.total_training_steps"] == 2
     assert "trainer.total_training_steps" not in as_test(request).settings
 
@@ -113,3 +125,21 @@ def test_a_job_name_has_a_plain_alphabet(name: str) -> None:
     with pytest.raises(hpc_rl.UserError):
         hpc_rl.submit("torchrun", ["trainer.device=cpu"], program=PROGRAM, job_name=name)
     assert not Path("runs").exists()
+
+
+def test_an_image_that_srun_starts_is_refused_without_slurm() -> None:
+    words = ("container.image=ubuntu", "container.runtime=pyxis", "trainer.device=cpu")
+    with pytest.raises(hpc_rl.UserError, match="pyxis"):
+        prepare(Request("torchrun", words, PROGRAM, local=True), print)
+
+
+def test_an_old_configuration_with_a_dollar_is_no_obstacle(folder: Path) -> None:
+    run = RunDir(folder / "runs" / "sft-1")
+    run.path.mkdir(parents=True)
+    config = compose("sft", REQUIRED, {"slurm.setup": ["export X=${PATH%%:*}"]})
+    run.config.write_text(dump(config))
+    assert resumed(Job("sft", config, run, folder)) == [
+        "run sft-1 starts again: it has no checkpoint, with the settings of its last attempt"
+    ]
+    run.config.write_text("{")
+    assert "cannot be read" in resumed(Job("sft", config, run, folder))[0]

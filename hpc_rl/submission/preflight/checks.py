@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import grp
 import os
 import sys
 import tempfile
@@ -66,6 +67,8 @@ def check(*jobs: Job, local: bool = False) -> list[str]:
 def run_directory(job: Job) -> Iterator[Question]:
     """Ask whether the run directory can be written."""
     yield Question(check_run_dir, (job.run_dir.path,))
+    if job.config.slurm.group is not None:
+        yield Question(check_group, (job.config.slurm.group,))
 
 
 def image(job: Job) -> Iterator[Question]:
@@ -149,6 +152,13 @@ PROGRAMS: dict[str, Callable[[tuple[str, ...]], str | None]] = {
     "hpc_rl.node.ray_cluster.node": check_ray_program,
 }
 """Node entry -> the check of the programs that it starts."""
+
+
+def check_group(group: str) -> None:
+    """Raise UserError if there is no such UNIX group, or the user is not a member of it."""
+    names = [grp.getgrgid(number).gr_name for number in {os.getgid(), *os.getgroups()}]
+    if group not in names and os.geteuid() != 0:
+        raise UserError(f"slurm.group {group}: you are not a member of such a group; yours are {', '.join(names)}")
 
 
 def check_run_dir(path: Path) -> None:
