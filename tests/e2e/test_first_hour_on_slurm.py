@@ -56,7 +56,7 @@ def test_sft_on_two_nodes_in_a_starter_project(workspace: Workspace) -> None:
 def test_a_trial_and_then_ppo_on_four_nodes_in_a_starter_project(workspace: Workspace) -> None:
     workspace.ok("submit", "ppo", "--nodes", "2", "--test", "--wait", "data.max_response_length=8", timeout=290)
     assert workspace.status("ppo-test-1")["step"] == 2
-    workspace.ok("submit", "ppo", "--nodes", "4")
+    workspace.ok("submit", "ppo", "--nodes", "4", "data.train_batch_size=8", "data.max_response_length=8")
     metrics = workspace.folder / "runs" / "ppo-1" / "metrics.jsonl"
     workspace.wait_until(
         lambda: metrics.exists() and "critic/score/mean" in metrics.read_text(), "a step of ppo-1", timeout=280
