@@ -48,9 +48,9 @@ def check(
         ),
     ] = None,
     kind: Annotated[
-        DataKind, typer.Option(help="Job that will read the file: sft shows tokens and loss, ppo the prompt.")
+        DataKind, typer.Option(help="Job that will read the file. sft shows tokens and loss; ppo shows the prompt.")
     ] = DataKind.sft,
-    row: Annotated[int, typer.Option(min=1, help="Number of the row to show.")] = 1,
+    row: Annotated[int, typer.Option(min=1, help="Row to show, counted from 1.")] = 1,
     site: SiteOption = None,
 ) -> None:
     """Check all rows of a data file, and show how one row is tokenized and which tokens carry loss.
@@ -77,7 +77,7 @@ def check(
 def gsm8k(
     source: Annotated[
         str,
-        typer.Option(help="Raw GSM8K: a folder, a data file, or the name of a data set on the hub."),
+        typer.Option(help="Source of GSM8K: a folder, a data file, or the name of a data set on the hub."),
     ],
     out: Annotated[Path, typer.Option(help="Folder for train.jsonl and test.jsonl.")],
 ) -> None:
@@ -95,12 +95,13 @@ def arithmetic(
     out: Annotated[Path, typer.Option(help="Folder for train.jsonl and val.jsonl.")],
     train: Annotated[int, typer.Option(help="Number of training questions.")] = 4000,
     val: Annotated[int, typer.Option(help="Number of validation questions.")] = 200,
-    seed: Annotated[int, typer.Option(help="Random seed of the choice of questions.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed for choosing the questions.")] = 0,
     careless: Annotated[
-        float, typer.Option(min=0, max=1, help="Fraction of the training answers that forget to carry the one.")
+        float,
+        typer.Option(min=0, max=1, help="Fraction of the training answers that are wrong because a carry is omitted."),
     ] = 0.0,
 ) -> None:
-    """Write additions as chat messages, a data set that a small model learns on a laptop.
+    """Write additions as chat messages: a data set that a small model learns on a laptop.
 
     Example: hpc-rl data arithmetic --out data/sums --train 4000
     """
@@ -129,7 +130,7 @@ def fetch(
 ) -> None:
     """Download models and data sets into the Hugging Face cache, on the login node.
 
-    Write NAME:CONFIGURATION for a data set that has several configurations. Afterwards jobs need no internet access
+    Write NAME:CONFIGURATION for a data set that has several configurations. Jobs can then run without internet access
     (cache.offline=true).
 
     Example: hpc-rl fetch Qwen/Qwen2.5-0.5B openai/gsm8k:main cache.hf_home=/scratch/me/hf
@@ -141,7 +142,7 @@ def fetch(
     overrides = [word for word in names if "=" in word]
     to_fetch = [word for word in names if "=" not in word]
     if not to_fetch:
-        raise UserError("no model or data set is named: hpc-rl fetch Qwen/Qwen2.5-0.5B")
+        raise UserError("no model or data set given: hpc-rl fetch Qwen/Qwen2.5-0.5B")
     leave(fetch_names(to_fetch, compose("torchrun", overrides, site=load_profile(site).values)))
 
 
