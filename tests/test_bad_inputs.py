@@ -285,7 +285,7 @@ RESOURCES = [
     sft("slurm.node.gpus", "slurm.node.gpus=0"),
     sft("no run '12x'", "--after", "12x"),
     sft("slurm.python: ", f"slurm.python={LONG}"),
-    sft("give one of them", "--local", "--in-allocation"),
+    sft("use only one of them", "--local", "--in-allocation"),
 ]
 NAMES = [
     *(
@@ -301,11 +301,11 @@ NAMES = [
     sft("symbolic links", "--run-dir", "loop/run"),
     sft("train.jsonl is a file", "--run-dir", "train.jsonl/run"),
     sft("train.jsonl", "--run-dir", "train.jsonl"),
-    sft("is not empty and", "--run-dir", "model"),
+    sft("is neither empty nor a run directory", "--run-dir", "model"),
     sft("File name too long", "--script", LONG),
     Case("none", ("submit", "sft", "--script", LONG), "File name too long"),
     Case("none", ("submit", "sft", "--script", "none.sbatch"), "none.sbatch"),
-    Case("none", ("submit", "sft", "--script", "train.jsonl"), "hpc-rl did not render it"),
+    Case("none", ("submit", "sft", "--script", "train.jsonl"), "hpc-rl render did not write it"),
     *(
         Case("none", (command, LONG), "File name too long")
         for command in ("status", "logs", "stop", "cancel", "report")
@@ -418,7 +418,7 @@ SWEEPS = [
     Case("sweep", ("optim.lr=1,1",), "listed 2 times"),
     Case("sweep", ("optim.lr=1,2", "optim.lr=3,4"), "optim.lr is given 2 times"),
     Case("sweep", ("optim.betas=[0.9,0.95],[0.9",), "missing"),
-    Case("sweep", ("optim.betas=0.9],[0.9",), "closes nothing"),
+    Case("sweep", ("optim.betas=0.9],[0.9",), "has no opening bracket"),
     Case("sweep", ("optim.lr='1,2",), "missing"),
     Case("sweep", ("optim.lr=1,fast",), "valid number"),
     Case("sweep", ("optim.lr=1,inf",), "finite number"),
@@ -469,7 +469,7 @@ PROGRAMS = [
     Case("ray", ("--", "python", "absent.py"), "program absent.py"),
     Case("ray", ("--", "./none"), "program ./none"),
     Case("ray", ("--", f"./{LONG}"), "File name too long"),
-    sft("torchrun and ray take one after --", "--", "driver.py"),
+    sft("only torchrun and ray accept a program after --", "--", "driver.py"),
 ]
 CASES = [*DATA, *TEMPLATES, *MODELS, *KEYS, *RESOURCES, *NAMES, *PROFILES, *REWARDS, *SWEEPS, *IMAGES, *PROGRAMS]
 

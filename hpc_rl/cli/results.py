@@ -95,7 +95,7 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the model; it must not exist or be empty.")],
     dtype: Annotated[
         Dtype | None,
-        typer.Option(help="Data type of the weights. The default is that of the checkpoint.", show_default=False),
+        typer.Option(help="Data type of the weights. The default is the type used in training.", show_default=False),
     ] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face model folder.
