@@ -169,7 +169,10 @@ def test_a_script_of_somebody_else_is_refused(folder: Path) -> None:
     (folder / "other.sbatch").write_text("#!/bin/bash\ntrue\n")
     done = run(folder, "submit", "sft", "--script", "other.sbatch")
     assert done.returncode == 2 and "hpc-rl render did not write it" in done.stderr
-    assert "cannot be combined with other options" in run(folder, "submit", "sft", "--script", "other.sbatch", "--nodes", "2").stderr
+    assert (
+        "cannot be combined with other options"
+        in run(folder, "submit", "sft", "--script", "other.sbatch", "--nodes", "2").stderr
+    )
 
 
 def test_help_and_dry_run_import_nothing_heavy(folder: Path) -> None:

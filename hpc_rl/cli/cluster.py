@@ -35,7 +35,7 @@ def doctor(
     ] = None,
     run_dir: Annotated[
         Path | None,
-        typer.Option(help="Run directory to check, as for `submit`; by default one below ./runs.", show_default=False),
+        typer.Option(help="Run directory to check. The default is a new one below ./runs.", show_default=False),
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="Check only this machine, without Slurm.")] = False,
     as_json: JsonOption = False,
@@ -129,7 +129,7 @@ def detect(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask; use the most likely partition and account.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing profile.")] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File to write (default: ~/.config/hpc-rl/site.yaml).")
+        Path | None, typer.Option(metavar="FILE", help="File to write. The default is ~/.config/hpc-rl/site.yaml.")
     ] = None,
 ) -> None:
     """Detect the cluster from its login node and write a commented profile.

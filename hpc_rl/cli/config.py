@@ -71,7 +71,7 @@ def config(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE | SECTION]",
+            metavar="KEY=VALUE|SECTION",
             help="Options, as for submit. Names of sections or keys, such as optim, restrict the output to them.",
             show_default=False,
             autocompletion=sections,

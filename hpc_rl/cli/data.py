@@ -37,7 +37,7 @@ def check(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Data file: .jsonl, .json, .csv, .tsv or .parquet.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Options of the job, such as data.prompt_key=question."),
+        typer.Argument(metavar="KEY=VALUE", help="Options of the job, such as data.prompt_key=question."),
     ] = None,
     model: Annotated[
         str | None,
@@ -130,8 +130,8 @@ def fetch(
 ) -> None:
     """Download models and data sets into the Hugging Face cache, on the login node.
 
-    Write NAME:CONFIGURATION for a data set that has several configurations. Jobs can then run without internet access
-    (cache.offline=true).
+    Write NAME:CONFIGURATION for a data set that has several configurations.
+    Jobs with cache.offline=true can then run without internet access.
 
     Example: hpc-rl fetch Qwen/Qwen2.5-0.5B openai/gsm8k:main cache.hf_home=/scratch/me/hf
     """

@@ -40,7 +40,7 @@ def build(
         str,
         typer.Option(
             "--from",
-            help="docker://NAME:TAG, docker-daemon:NAME, docker-archive:FILE, oci-archive:FILE or a SIF.",
+            help="Source: docker://NAME:TAG, docker-daemon:NAME, docker-archive:FILE, oci-archive:FILE or a SIF file.",
         ),
     ],
     out: OutOption,

@@ -92,7 +92,7 @@ class Dtype(StrEnum):
 @app.command()
 def export(
     source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run or a checkpoint folder.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the model; it must not exist or be empty.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New or empty folder for the model.")],
     dtype: Annotated[
         Dtype | None,
         typer.Option(help="Data type of the weights. The default is the type used in training.", show_default=False),
@@ -122,7 +122,7 @@ def export(
 def clean(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RUN]...", help="Runs. The default is all below ./runs.", autocompletion=run_names),
+        typer.Argument(metavar="RUN", help="Runs. The default is all below ./runs.", autocompletion=run_names),
     ] = None,
     checkpoints: Annotated[
         bool, typer.Option("--checkpoints", help="Remove old checkpoints, and keep the newest of each run.")

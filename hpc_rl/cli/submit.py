@@ -43,9 +43,9 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the exact s
 class SlurmFlags:
     """The Slurm options of `submit` and `render`, each an alias of a configuration key."""
 
-    nodes: Annotated[int | None, typer.Option(help="Nodes (trainer.nnodes).")] = None
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes (trainer.nnodes).")] = None
     gpus_per_node: Annotated[
-        int | None, typer.Option(help="GPUs, or CPU processes, per node (trainer.n_gpus_per_node).")
+        int | None, typer.Option(help="GPUs per node; on CPUs, processes per node (trainer.n_gpus_per_node).")
     ] = None
     cpus_per_task: Annotated[int | None, typer.Option(help="CPUs per node (slurm.cpus_per_task).")] = None
     mem: Annotated[str | None, typer.Option(help="Memory per node (slurm.mem).")] = None
@@ -53,7 +53,7 @@ class SlurmFlags:
     partition: Annotated[str | None, typer.Option(help="Partition (slurm.partition).")] = None
     account: Annotated[str | None, typer.Option(help="Account (slurm.account).")] = None
     qos: Annotated[str | None, typer.Option(help="Quality of service (slurm.qos).")] = None
-    constraint: Annotated[str | None, typer.Option(help="Node features (slurm.constraint).")] = None
+    constraint: Annotated[str | None, typer.Option(help="Required node features (slurm.constraint).")] = None
     job_name: Annotated[str | None, typer.Option(help="Name of the job and of the run directory.")] = None
     image: Annotated[
         str | None, typer.Option(help="Image to run in: a SIF file or an unpacked folder (container.image).")

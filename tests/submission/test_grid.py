@@ -55,7 +55,9 @@ def test_a_malformed_list_is_one_line(words: list[str], said: str) -> None:
 
 def test_a_sweep_that_is_too_large_is_refused_before_its_points_are_made() -> None:
     words = [f"{key}={','.join(map(str, range(100)))}" for key in "abcdefgh"]
-    with pytest.raises(UserError, match=r"has 10000 points \(a: 100 x b: 100\), but .* at most 9999 .*\(MaxArraySize\)"):
+    with pytest.raises(
+        UserError, match=r"has 10000 points \(a: 100 x b: 100\), but .* at most 9999 .*\(MaxArraySize\)"
+    ):
         grid(words[:2], lambda: 9999)
     with pytest.raises(UserError, match="has 10000000000000000 points"):
         grid(words, lambda: 10**9)
