@@ -138,7 +138,7 @@ def test_unknown_runs_name_the_nearest(folder: Path) -> None:
     done = run(folder, "status", "frist-try")
     assert done.returncode == 2 and "did you mean first-try?" in done.stderr
     assert "is a folder, but not a run directory" in run(folder, "status", "model").stderr
-    assert "no job 123" in run(folder, "status", "123").stderr
+    assert "job 123 does not belong to a run" in run(folder, "status", "123").stderr
     assert "NOT SUBMITTED" in run(folder, "status", "first-try").stdout
 
 

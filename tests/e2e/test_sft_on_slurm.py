@@ -234,8 +234,8 @@ def test_an_odd_job_name_arrives_at_slurm(workspace: Workspace, slurm_cluster: C
     [
         (["submit", "sft", "--partition", "nope", *QUICK], "partition nope does not exist"),
         (["submit", "sft", "--after", "999999", *QUICK], "--after 999999: Slurm has no such job"),
-        (["status", "999999"], "no job 999999"),
-        (["cancel", "999999"], "no job 999999"),
+        (["status", "999999"], "job 999999 does not belong to a run"),
+        (["cancel", "999999"], "job 999999 does not belong to a run"),
         (["logs", "no-such-run"], "no run 'no-such-run'"),
     ],
 )
