@@ -142,7 +142,7 @@ def fetch(
     overrides = [word for word in names if "=" in word]
     to_fetch = [word for word in names if "=" not in word]
     if not to_fetch:
-        raise UserError("no model or data set given: hpc-rl fetch Qwen/Qwen2.5-0.5B")
+        raise UserError("no model or data set is named: hpc-rl fetch Qwen/Qwen2.5-0.5B")
     leave(fetch_names(to_fetch, compose("torchrun", overrides, site=load_profile(site).values)))
 
 

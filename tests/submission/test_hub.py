@@ -102,7 +102,7 @@ def test_the_job_script_says_where_the_cache_is_and_that_it_is_all(tmp_path: Pat
     [
         (["me/none"], "has no model and no data set me/none that you may read"),
         (["me/Gated"], "me/Gated is gated: accept its terms"),
-        (["cache.offline=true"], "no model or data set given"),
+        (["cache.offline=true"], "no model or data set is named"),
         (["me/Tiny", "cache.hf_homes=x"], "did you mean cache.hf_home?"),
         (["me/Tiny", "cache.hf_home=/dev/null/hf"], "cannot fetch me/Tiny from"),
     ],
