@@ -1,4 +1,4 @@
-"""The commands as Python functions, for notebooks and scripts on a login node. Needs no torch.
+"""The commands as Python functions, for notebooks and scripts on a login node. torch is not required.
 
     import hpc_rl
 
@@ -7,7 +7,7 @@
     pandas.DataFrame(run.metrics()).plot(x="step", y="train/loss")
     hpc_rl.submit("ppo", nodes=4, overrides=["recipe=gsm8k-4nodes", f"model.path={run.model}"])
 
-A mistake raises `hpc_rl.UserError`, whose text is what the command line prints.
+Bad input raises `hpc_rl.UserError` with the message that the command line prints.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A run: its directory, and what can be asked of it."""
+    """A run: its directory, and the commands for an existing run as methods."""
 
     path: Path
     """The run directory, absolute."""
@@ -39,16 +39,16 @@ class Run:
         return self.path.name
 
     def status(self) -> RunStatus:
-        """State, job, step and last metrics, as `hpc-rl status` shows them."""
+        """Return state, job, step and last metrics, as `hpc-rl status` shows them."""
         from hpc_rl.runs.status import status_of
 
         return status_of(self._dir)
 
     def wait(self, timeout_s: float | None = None) -> RunStatus:
-        """Wait until the run's job has ended. A job that is queued again after its walltime has not ended.
+        """Wait until the run's job has ended, and return its status. A job that is requeued at its walltime continues.
 
         Args:
-            timeout_s: most seconds to wait; None: as long as it takes.
+            timeout_s: maximum number of seconds to wait. None: no limit.
 
         Raises:
             TimeoutError: the job is still queued or running; it continues.
@@ -65,39 +65,39 @@ class Run:
         return self.status()
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One row per step, as in metrics.jsonl: `step`, `time`, and metrics such as `train/loss`."""
+        """Return one row per step, as in metrics.jsonl: `step`, `time`, and metrics such as `train/loss`."""
         from hpc_rl.tracking.metrics import read_metrics
 
         return read_metrics(self._dir.metrics)
 
     def logs(self, node: int | None = None) -> str:
-        """The job's log; or all logs of one node (0, 1, ...), one after the other."""
+        """Return the job's log, or all logs of one node (0, 1, ...), one after the other."""
         from hpc_rl.runs.follow import log_files
 
         files = log_files(self._dir, node)
         return "".join(file.read_text(errors="replace") for file in files)
 
     def stop(self) -> str:
-        """Ask the run to save at its next step and leave; returns what was done."""
+        """Ask the run to save at its next step and exit. Return a line that describes what was done."""
         from hpc_rl.runs.control import stop
 
         return stop(self._dir)
 
     def cancel(self) -> str:
-        """End the run's job now; what it saved stays. Returns what was done."""
+        """End the run's job immediately; its checkpoints are kept. Return a line that describes what was done."""
         from hpc_rl.runs.control import cancel
 
         return cancel(self._dir)
 
     @property
     def model(self) -> Path:
-        """Folder of the exported model, in Hugging Face's format.
+        """The folder of the exported model, in Hugging Face's format.
 
         Raises:
-            UserError: there is none yet.
+            UserError: the run has not exported a model yet.
         """
         if not self._dir.model.is_dir():
-            raise UserError(f"run {self.name} has exported no model to {self._dir.model}: its state is {self._state()}")
+            raise UserError(f"run {self.name} has not exported {self._dir.model}: its state is {self._state()}")
         return self._dir.model
 
     @property
@@ -125,7 +125,7 @@ def submit(
     test: bool = False,
     note: Callable[[str], None] = lambda text: print(f"hpc-rl: {text}", file=sys.stderr),
 ) -> Run:
-    """Check a job and queue it, as `hpc-rl submit` does.
+    """Check a job and queue it, like `hpc-rl submit`.
 
     Args:
         kind: sft, ppo, torchrun or ray.
@@ -134,11 +134,11 @@ def submit(
         program: your own program and its arguments, if the kind takes one.
         after: a run, or a job id, that has to complete first.
         site: file or name of a site profile.
-        test: a short trial of two steps instead (`submit --test`).
-        note: is told what was chosen, and what could not be checked.
+        test: submit a short trial of two steps instead (`submit --test`).
+        note: receives sentences about what was chosen, and about what could not be checked.
 
     Raises:
-        UserError: something is wrong, or sbatch refused the job; then nothing is left behind.
+        UserError: the request is invalid, or sbatch refused the job. Then nothing is left behind.
     """
     from hpc_rl.config.kinds import offered
     from hpc_rl.submission.launch import as_test
@@ -171,7 +171,7 @@ def submit(
 
 
 def start(request: Request, note: Callable[[str], None]) -> Run:
-    """Check and queue what a request asks for; the command line's `submit` ends here too."""
+    """Check and queue the job of a request."""
     from hpc_rl.submission import launch
 
     job, _ = launch.submit(request, note)
@@ -179,10 +179,10 @@ def start(request: Request, note: Callable[[str], None]) -> Run:
 
 
 def find_run(target: str) -> Run:
-    """The run that a path, a name below ./runs or a job id stands for.
+    """Find a run by its path, its name below ./runs, or its job id.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such run.
     """
     from hpc_rl.runs.status import find_run as find
 

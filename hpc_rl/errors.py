@@ -1,22 +1,22 @@
-"""Errors that are the user's to fix."""
+"""Errors that the user can fix, and the exit codes."""
 
 EXIT_BAD_INPUT = 2
-"""What was asked cannot work; nothing was started."""
+"""The request is invalid; nothing was started."""
 EXIT_STOPPED = 75
-"""Saved and left before the end (EX_TEMPFAIL of sysexits.h): starting again in the same run directory goes on."""
+"""The run saved and exited early (EX_TEMPFAIL of sysexits.h). Starting it again in its run directory resumes it."""
 
 
 class UserError(Exception):
-    """Bad input: shown as its message alone, without a traceback, and with exit code 2.
+    """Bad input: only the message is shown, without a traceback, and the exit code is 2.
 
-    The message says what was asked, what was found and what to do.
+    The message states what was requested, what was found and what to do.
     """
 
     exit_code = EXIT_BAD_INPUT
 
 
 class RunError(UserError):
-    """Something went wrong while running that the user can do something about: a line as well, but exit code 1."""
+    """An error that the user can fix but that appears only while a job runs: shown like bad input, with exit code 1."""
 
     exit_code = 1
 

@@ -63,7 +63,7 @@ BAD = {
     "no nodes": (["--nodes", "0"], "trainer.nnodes"),
     "time": (["slurm.time=[86400]"], "slurm.time"),
     "run directory is a file": (["--run-dir", "train.jsonl/run"], "is a file"),
-    "run directory of something else": (["--run-dir", "model"], "is not empty and no run directory"),
+    "run directory of something else": (["--run-dir", "model"], "is neither empty nor a run directory"),
 }
 
 
@@ -110,8 +110,8 @@ def test_a_run_on_this_machine(folder: Path) -> None:
     assert "step 2/2" in run(folder, "logs", "mine").stdout
     lines = [json.loads(line) for line in run(folder, "logs", "mine", "--node", "1", "--json").stdout.splitlines()]
     assert {Path(line["file"]).name for line in lines} <= {"node1.log", "node1-rank1.log"}
-    assert "has nothing to stop: it is COMPLETED" in run(folder, "stop", "mine").stdout
-    assert "no job to cancel: it is COMPLETED" in run(folder, "cancel", "mine").stdout
+    assert "has no job to stop: its state is COMPLETED" in run(folder, "stop", "mine").stdout
+    assert "no job to cancel: its state is COMPLETED" in run(folder, "cancel", "mine").stdout
     again = run(folder, *SFT, "--job-name", "mine", *steps)
     assert again.returncode == 0 and "already finished" in again.stdout
     assert (folder / "runs" / "mine" / "model" / "model.safetensors").exists()
@@ -137,8 +137,8 @@ def test_unknown_runs_name_the_nearest(folder: Path) -> None:
     run(folder, "render", *SFT[1:2], *SFT[3:], "--job-name", "first-try")
     done = run(folder, "status", "frist-try")
     assert done.returncode == 2 and "did you mean first-try?" in done.stderr
-    assert "is a folder, but no run directory" in run(folder, "status", "model").stderr
-    assert "no job 123" in run(folder, "status", "123").stderr
+    assert "is a folder, but not a run directory" in run(folder, "status", "model").stderr
+    assert "job 123 does not belong to a run" in run(folder, "status", "123").stderr
     assert "NOT SUBMITTED" in run(folder, "status", "first-try").stdout
 
 
@@ -159,7 +159,7 @@ def test_a_program_that_cannot_be_is_refused(folder: Path, program: list[str], s
 def test_configuration_is_shown_and_documented(folder: Path) -> None:
     done = run(folder, "config", "sft", "trainer.total_epochs=3")
     assert "total_epochs: 3" in done.stdout
-    assert "required, but not given yet: model.path, data.train_files" in done.stderr
+    assert "required keys without a value: model.path, data.train_files" in done.stderr
     assert json.loads(run(folder, "config", "sft", "--json").stdout)["trainer"]["nnodes"] == 1
     documented = run(folder, "config", "sft", "--help").stdout
     assert "trainer.micro_tokens = 4096" in documented and "Usage:" in documented
@@ -168,8 +168,11 @@ def test_configuration_is_shown_and_documented(folder: Path) -> None:
 def test_a_script_of_somebody_else_is_refused(folder: Path) -> None:
     (folder / "other.sbatch").write_text("#!/bin/bash\ntrue\n")
     done = run(folder, "submit", "sft", "--script", "other.sbatch")
-    assert done.returncode == 2 and "hpc-rl did not render it" in done.stderr
-    assert "takes no other options" in run(folder, "submit", "sft", "--script", "other.sbatch", "--nodes", "2").stderr
+    assert done.returncode == 2 and "hpc-rl render did not write it" in done.stderr
+    assert (
+        "cannot be combined with other options"
+        in run(folder, "submit", "sft", "--script", "other.sbatch", "--nodes", "2").stderr
+    )
 
 
 def test_help_and_dry_run_import_nothing_heavy(folder: Path) -> None:
@@ -217,7 +220,7 @@ def test_after_needs_a_job(folder: Path) -> None:
     done = run(folder, "submit", *SFT[1:2], *SFT[3:], "--dry-run", "--after", "rendered")
     assert done.returncode == 2 and "run rendered has no Slurm job" in done.stderr
     done = run(folder, "render", *SFT[1:2], *SFT[3:], "--after", "rendered")
-    assert done.returncode == 2 and "--after belongs to the submission" in done.stderr
+    assert done.returncode == 2 and "render does not accept --after" in done.stderr
 
 
 def test_a_program_may_have_an_equals_sign(folder: Path) -> None:

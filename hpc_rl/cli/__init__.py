@@ -1,4 +1,4 @@
-"""The commands: parse, call, print. Heavy imports only inside a command, so that --help answers at once."""
+"""The commands: parse, call, print. Heavy imports are inside the commands, so that --help answers immediately."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hpc_rl.cli.app import app
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
 
 _IMPOSSIBLE_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
-"""A path for which no file can exist comes from the command line or the configuration: it is bad input everywhere."""
+"""Errors of paths that come from the user and cannot be opened: bad input in every command."""
 
 
 def main() -> NoReturn:
-    """Run a command. A user's mistake is shown as a line, with exit code 2 (1 if it showed later) and no traceback."""
+    """Run a command. Errors of the user are shown without a traceback; the exit code is 2, or 1 for a RunError."""
     try:
         app(standalone_mode=True, prog_name="hpc-rl")
     except UserError as error:

@@ -1,4 +1,4 @@
-"""The application, and the arguments and words that several commands share."""
+"""The application, and the arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SiteOption = Annotated[
     typer.Option(
         "--site",
         metavar="FILE_OR_NAME",
-        help="Site profile: a file, or the name of a shipped one.",
+        help="Site profile: a file, or the name of a shipped profile.",
         show_default=False,
         autocompletion=site_names,
     ),
@@ -63,14 +63,14 @@ SiteOption = Annotated[
 RunOrSweepArgument = Annotated[
     str, typer.Argument(metavar="RUN_OR_SWEEP", help="Run directory, name of a run or sweep, or job id.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
 
 
 _PROGRAM = "hpc_rl.program"
 
 
 class CommandWithProgram(TyperCommand):
-    """A command whose line may end with `-- PROGRAM ARGUMENTS`, which are kept as they are typed."""
+    """A command whose line may end with `-- PROGRAM ARGUMENTS`, which are kept as typed."""
 
     def parse_args(self, context: Any, words: list[str]) -> list[str]:
         own, program = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
@@ -79,7 +79,7 @@ class CommandWithProgram(TyperCommand):
 
 
 def program_of(context: typer.Context) -> tuple[str, ...]:
-    """The user's own program and its arguments, from the command line of a CommandWithProgram."""
+    """Return the user's own program and its arguments, from the command line of a CommandWithProgram."""
     found: tuple[str, ...] = context.meta.get(_PROGRAM, ())
     return found
 

@@ -35,7 +35,7 @@ def doctor(
     ] = None,
     run_dir: Annotated[
         Path | None,
-        typer.Option(help="Run directory to check, as for `submit`; by default one below ./runs.", show_default=False),
+        typer.Option(help="Run directory to check. The default is a new one below ./runs.", show_default=False),
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="Check only this machine, without Slurm.")] = False,
     as_json: JsonOption = False,
@@ -51,7 +51,9 @@ def doctor(
     from hpc_rl.submission.environment import job_environment
 
     if flags.job_name or flags.after:
-        raise UserError("the doctor's job has a fixed name and starts at once: leave out --job-name and --after")
+        raise UserError(
+            "the job of `doctor` has a fixed name and does not wait for other jobs: leave out --job-name and --after"
+        )
     if on_nodes is None:
         config = doctor_config(overrides or [], flags.settings(), flags.site)
         slurm = [] if local else slurm_checks(config.slurm)
@@ -78,7 +80,7 @@ def explain(
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Explain why a run failed by the messages in its logs. Logs of other programs can be explained too.
+    """Explain why a run failed, based on the messages in its logs. The logs of other programs can be explained too.
 
     Example: hpc-rl explain slurm-123.out
     """
@@ -127,7 +129,7 @@ def detect(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask; use the most likely partition and account.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing profile.")] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File to write (default: ~/.config/hpc-rl/site.yaml).")
+        Path | None, typer.Option(metavar="FILE", help="File to write. The default is ~/.config/hpc-rl/site.yaml.")
     ] = None,
 ) -> None:
     """Detect the cluster from its login node and write a commented profile.
@@ -178,17 +180,19 @@ def _ask_account(accounts: list[str]) -> str | None:
 
 def _ask(what: str, choices: list[str], likely: str) -> str:
     if not sys.stdin.isatty():
-        raise UserError(f"choose a {what} ({', '.join(choices)}): there is no terminal to ask on; --yes uses {likely}")
+        raise UserError(
+            f"choose a {what} ({', '.join(choices)}): this needs a terminal; without one, --yes chooses {likely}"
+        )
     while True:
         answer: str = typer.prompt(f"{what} ({', '.join(choices)})", default=likely, err=True)
         if answer in choices:
             return answer
-        note(f"{answer!r} is not one of them")
+        note(f"{answer!r} is not in the list")
 
 
 def _warn(facts: Facts, accounts: list[str]) -> None:
     if facts.needs_account and not accounts:
-        note("Slurm lists no account of yours, and rejects jobs without one: ask the cluster's administrators")
+        note("Slurm rejects jobs without an account, but lists none for you: ask the cluster's administrators")
 
 
 def _as_text(profile: Profile) -> str:

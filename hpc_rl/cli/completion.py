@@ -1,4 +1,4 @@
-"""Suggestions for the shell's completion, which `hpc-rl --install-completion` sets up."""
+"""Suggestions for shell completion, which `hpc-rl --install-completion` sets up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 import typer
 
 Suggestion = tuple[str, str]
-"""A word, and a sentence about it, which bash does not show."""
+"""A word, and its meaning, which bash does not show."""
 
 
 def run_names(incomplete: str) -> list[str]:
@@ -51,7 +51,7 @@ def options(context: typer.Context, incomplete: str) -> list[Suggestion]:
 
 
 def sections(context: typer.Context, incomplete: str) -> list[Suggestion]:
-    """Suggest what `config` takes: options of the job kind, and names of sections."""
+    """Suggest arguments of `config`: options of the job kind, and names of sections."""
     from hpc_rl.config.kinds import KINDS
 
     kind = str(context.params.get("kind") or "")
@@ -60,7 +60,7 @@ def sections(context: typer.Context, incomplete: str) -> list[Suggestion]:
 
 
 def _keys(schema: Any, incomplete: str) -> list[Suggestion]:
-    """Suggest keys. If only one is left, its values follow, which also keeps bash from adding a space after `=`."""
+    """Suggest keys. If only one matches, its values follow, which also keeps bash from adding a space after `=`."""
     from hpc_rl.config.groups import choices
     from hpc_rl.config.keys import documented_keys
 

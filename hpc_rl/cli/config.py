@@ -22,7 +22,7 @@ FILES = {
     "rewards.py": "rewards.py",
 }
 
-"""File in `starter` -> where it goes."""
+"""File in `starter` -> path in the project."""
 
 ROWS = {"train": 2000, "val": 100}
 
@@ -31,7 +31,9 @@ _STARTER = Path(__file__).with_name("starter")
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(help="Folder of the project; it may exist.", show_default=False)] = Path(),
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of the project, new or existing.", show_default=False)
+    ] = Path(),
     model: Annotated[str, typer.Option(help="Model to train: a folder, or a name on the hub.")] = (
         "Qwen/Qwen2.5-0.5B-Instruct"
     ),
@@ -46,7 +48,7 @@ def init(
         model = str(Path(model).absolute())
     targets = [folder / target for target in (*FILES.values(), "data/train.jsonl", "data/val.jsonl")]
     if existing := [str(target) for target in targets if target.exists()]:
-        raise UserError(f"{', '.join(existing)} exists already, and init replaces no file: choose another folder")
+        raise UserError(f"{', '.join(existing)} exists already, and init never replaces a file: choose another folder")
     try:
         for source, target in FILES.items():
             text = Template((_STARTER / source).read_text()).safe_substitute(model=model)
@@ -69,8 +71,8 @@ def config(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE | SECTION]",
-            help="Options, as for submit; or sections and keys to show alone, such as optim or trainer.device.",
+            metavar="KEY=VALUE|SECTION",
+            help="Options, as for submit. Names of sections or keys, such as optim, restrict the output to them.",
             show_default=False,
             autocompletion=sections,
         ),
@@ -81,7 +83,7 @@ def config(
         bool, typer.Option("-h", "--help", help="Also list every key, or those that contain a word: --help rollout.")
     ] = False,
 ) -> None:
-    """Print the resolved configuration; with --help, every key with type, default and meaning.
+    """Print the resolved configuration. With --help, list every key with its type, default and meaning.
 
     Example: hpc-rl config sft optim.lr=1e-4
     """
@@ -101,11 +103,11 @@ def config(
     shown = select(values, selected) if selected else values
     print(json.dumps(shown, indent=2) if as_json else dump(shown), end="\n" if as_json else "")
     if missing:
-        note(f"required, but not given yet: {', '.join(missing)}")
+        note(f"required keys without a value: {', '.join(missing)}")
 
 
 def _print_keys(kind: str, words: Sequence[str]) -> None:
-    """Every documented key of a job kind, or those that contain one of the words."""
+    """Print every documented key of a job kind, or those that contain one of the words."""
     from rich.console import Console
     from rich.markup import escape
 

@@ -37,7 +37,7 @@ def check(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Data file: .jsonl, .json, .csv, .tsv or .parquet.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Options of the job, such as data.prompt_key=question."),
+        typer.Argument(metavar="KEY=VALUE", help="Options of the job, such as data.prompt_key=question."),
     ] = None,
     model: Annotated[
         str | None,
@@ -48,9 +48,9 @@ def check(
         ),
     ] = None,
     kind: Annotated[
-        DataKind, typer.Option(help="Job that will read the file: sft shows tokens and loss, ppo the prompt.")
+        DataKind, typer.Option(help="Job that will read the file. sft shows tokens and loss; ppo shows the prompt.")
     ] = DataKind.sft,
-    row: Annotated[int, typer.Option(min=1, help="Number of the row to show.")] = 1,
+    row: Annotated[int, typer.Option(min=1, help="Row to show, counted from 1.")] = 1,
     site: SiteOption = None,
 ) -> None:
     """Check all rows of a data file, and show how one row is tokenized and which tokens carry loss.
@@ -77,7 +77,7 @@ def check(
 def gsm8k(
     source: Annotated[
         str,
-        typer.Option(help="Raw GSM8K: a folder, a data file, or the name of a data set on the hub."),
+        typer.Option(help="Source of GSM8K: a folder, a data file, or the name of a data set on the hub."),
     ],
     out: Annotated[Path, typer.Option(help="Folder for train.jsonl and test.jsonl.")],
 ) -> None:
@@ -95,12 +95,13 @@ def arithmetic(
     out: Annotated[Path, typer.Option(help="Folder for train.jsonl and val.jsonl.")],
     train: Annotated[int, typer.Option(help="Number of training questions.")] = 4000,
     val: Annotated[int, typer.Option(help="Number of validation questions.")] = 200,
-    seed: Annotated[int, typer.Option(help="Random seed of the choice of questions.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed for choosing the questions.")] = 0,
     careless: Annotated[
-        float, typer.Option(min=0, max=1, help="Fraction of the training answers that forget to carry the one.")
+        float,
+        typer.Option(min=0, max=1, help="Fraction of the training answers that are wrong because a carry is omitted."),
     ] = 0.0,
 ) -> None:
-    """Write additions as chat messages, a data set that a small model learns on a laptop.
+    """Write additions as chat messages: a data set that a small model learns on a laptop.
 
     Example: hpc-rl data arithmetic --out data/sums --train 4000
     """
@@ -129,8 +130,8 @@ def fetch(
 ) -> None:
     """Download models and data sets into the Hugging Face cache, on the login node.
 
-    Write NAME:CONFIGURATION for a data set that has several configurations. Afterwards jobs need no internet access
-    (cache.offline=true).
+    Write NAME:CONFIGURATION for a data set that has several configurations.
+    Jobs with cache.offline=true can then run without internet access.
 
     Example: hpc-rl fetch Qwen/Qwen2.5-0.5B openai/gsm8k:main cache.hf_home=/scratch/me/hf
     """

@@ -40,7 +40,7 @@ def build(
         str,
         typer.Option(
             "--from",
-            help="docker://NAME:TAG, docker-daemon:NAME, docker-archive:FILE, oci-archive:FILE or a SIF.",
+            help="Source: docker://NAME:TAG, docker-daemon:NAME, docker-archive:FILE, oci-archive:FILE or a SIF file.",
         ),
     ],
     out: OutOption,
@@ -48,7 +48,7 @@ def build(
     build_arg: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY=VALUE", help="Variable of the definition: extras=rl, python=python3.12, pip=...; repeatable."
+            metavar="KEY=VALUE", help="Variable of the definition: extras=rl, python=python3.12, pip=... Repeatable."
         ),
     ] = None,
     definition: Annotated[
@@ -74,7 +74,7 @@ def pull(
     form: FormatOption = Format.sif,
     force: ForceOption = False,
 ) -> None:
-    """Fetch an image without changing it. hpc-rl is not installed into it.
+    """Download an image without changing it or installing hpc-rl into it.
 
     Example: hpc-rl image pull docker://python:3.12-slim --out python.sif
     """

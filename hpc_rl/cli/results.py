@@ -1,4 +1,4 @@
-"""Commands for what runs produce: watch, report, export and clean."""
+"""Commands for the results of runs: watch, report, export and clean."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 @app.command()
 def watch(
     run: RunArgument,
-    once: Annotated[bool, typer.Option("--once", help="Print the present state once and exit.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the current state once and exit.")] = False,
 ) -> None:
     """Watch a run on the terminal: progress, curves, nodes and log.
 
-    Press q to leave; the run continues. If the run ends first, the exit code is that of the run.
+    Press q to quit; the run continues. If the run ends first, its exit code is returned.
 
     Example: hpc-rl watch sft-1
     """
@@ -55,8 +55,8 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="File to write. Default: report.html in the directory of the run or sweep; for several, in the "
-            "current directory.",
+            help="File to write. The default is report.html, in the directory of the run or sweep, or in the current "
+            "directory for several runs.",
             show_default=False,
         ),
     ] = None,
@@ -91,11 +91,11 @@ class Dtype(StrEnum):
 
 @app.command()
 def export(
-    source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run, or one of its checkpoints.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the model; it must not exist or be empty.")],
+    source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run or a checkpoint folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New or empty folder for the model.")],
     dtype: Annotated[
         Dtype | None,
-        typer.Option(help="Type of the weights. The default is the type of the training.", show_default=False),
+        typer.Option(help="Data type of the weights. The default is the type used in training.", show_default=False),
     ] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face model folder.
@@ -122,20 +122,20 @@ def export(
 def clean(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RUN]...", help="Runs; all below ./runs if none is named.", autocompletion=run_names),
+        typer.Argument(metavar="RUN", help="Runs. The default is all below ./runs.", autocompletion=run_names),
     ] = None,
     checkpoints: Annotated[
-        bool, typer.Option("--checkpoints", help="Remove old checkpoints; the newest of each run stay.")
+        bool, typer.Option("--checkpoints", help="Remove old checkpoints, and keep the newest of each run.")
     ] = False,
-    keep: Annotated[int, typer.Option(min=0, help="Checkpoints of each run that stay.")] = 1,
+    keep: Annotated[int, typer.Option(min=0, help="Number of checkpoints of each run to keep.")] = 1,
     whole: Annotated[bool, typer.Option("--whole", help="Remove whole run directories.")] = False,
     older_than: Annotated[
         float | None,
-        typer.Option(min=0, metavar="DAYS", help="Only runs unchanged for so many days.", show_default=False),
+        typer.Option(min=0, metavar="DAYS", help="Only runs unchanged for this many days.", show_default=False),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, list what would be removed.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove the folders. Without --yes they are only listed.")] = False,
 ) -> None:
-    """List runs with their sizes, or remove old checkpoints and runs. Queued and running ones are never touched.
+    """List runs with their sizes, or remove old checkpoints and runs. Queued and running jobs are never affected.
 
     Example: hpc-rl clean --checkpoints --older-than 30
     """
@@ -144,7 +144,7 @@ def clean(
     from hpc_rl.runs.status import ROOT, find_run, is_run, runs_below, statuses_of
 
     if checkpoints and whole:
-        raise UserError("--checkpoints and --whole: give one of them")
+        raise UserError("--checkpoints and --whole exclude each other: use only one of them")
     if whole and not names and older_than is None:
         raise UserError("--whole without a name would remove every run: name runs, or give --older-than DAYS")
     runs = [find_run(name) for name in names or []] or [
@@ -170,7 +170,7 @@ def clean(
     if yes:
         print(f"removed {size_text(cleaning.remove(removals))}")
     else:
-        note(f"this would free {size_text(sum(one.size for one in removals))}; add --yes to remove it")
+        note(f"this would free {size_text(sum(one.size for one in removals))}; add --yes to remove the folders")
 
 
 def _table(found: Sequence[Usage]) -> str:

@@ -25,7 +25,7 @@ from hpc_rl.run_dir import ENV_RUN_DIR
 
 @app.command()
 def status(run: RunArgument, as_json: JsonOption = False) -> None:
-    """Show a run's state and progress, and first of all why it failed, where it has.
+    """Show the state and progress of a run. If it failed, the cause comes first.
 
     Example: hpc-rl status sft-1
     """
@@ -41,11 +41,13 @@ def status(run: RunArgument, as_json: JsonOption = False) -> None:
 @app.command()
 def logs(
     run: RunArgument,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job has ended.")] = False,
-    node: Annotated[int | None, typer.Option(help="All logs of one node (0, 1, ...).", show_default=False)] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Print new lines until the job has ended.")] = False,
+    node: Annotated[
+        int | None, typer.Option(help="Print all logs of this node (0, 1, ...).", show_default=False)
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a run's log: rank 0 and what went wrong, or every rank of one node.
+    """Print the log of a run: the output of rank 0 and all errors, or every rank of one node.
 
     Example: hpc-rl logs -f sft-1
     """
@@ -63,7 +65,7 @@ def logs(
 
     files = log_files(found, node)
     if not files and not (follow and status_of(found).active):
-        what = "log yet" if node is None else f"log of a node {node}"
+        what = "log yet" if node is None else f"logs of node {node}"
         raise UserError(f"run {found.name} has no {what} in {found.path}")
     if follow and node is None and not as_json:
         with RunView(found) as view:
@@ -76,7 +78,7 @@ def logs(
 
 @app.command()
 def cancel(run: RunOrSweepArgument) -> None:
-    """End a run's job now, or all of a sweep. What they saved stays.
+    """End the job of a run, or all jobs of a sweep, immediately. Checkpoints are kept.
 
     Example: hpc-rl cancel sft-1
     """
@@ -90,7 +92,7 @@ def cancel(run: RunOrSweepArgument) -> None:
 
 @app.command()
 def stop(run: RunOrSweepArgument) -> None:
-    """Ask a run, or all of a sweep, to save at its next step, and leave.
+    """Ask a run, or all runs of a sweep, to save at the next step and exit.
 
     Example: hpc-rl stop sft-1
     """
@@ -107,7 +109,9 @@ def runs(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="DIR_OR_SWEEP", help="Directory of runs, or name of a sweep. Default: ./runs.", show_default=False
+            metavar="DIR_OR_SWEEP",
+            help="Directory of runs, or name of a sweep. The default is ./runs.",
+            show_default=False,
         ),
     ] = None,
     sort: Annotated[
@@ -115,7 +119,7 @@ def runs(
         typer.Option(
             metavar="COLUMN",
             help="Sort by run, job, state, step, metric, hours, submitted, kind, a metric (val/loss) or an option "
-            "(optim.lr). Default: by submission, the newest last.",
+            "(optim.lr). The default is the time of submission, newest last.",
             show_default=False,
         ),
     ] = None,
@@ -148,16 +152,16 @@ def runs(
     elif rows:
         print(runs_table(rows))
     elif found:
-        note(f"none of {len(found)} runs meets the filter")
+        note(f"none of the {len(found)} runs matches the filter")
     else:
         note(f"no runs in {Path(target or 'runs').absolute()}")
 
 
 @app.command()
 def requeue(run: RunOrSweepArgument) -> None:
-    """Queue a run again, to go on from its last checkpoint: one that has ended, or one that runs, after saving.
+    """Queue a run again, so that it resumes from its last checkpoint. A running job saves first.
 
-    Of a sweep, the runs that ended before they were done.
+    For a sweep, the runs that ended without completing are queued again.
 
     Example: hpc-rl requeue sft-1
     """
@@ -174,11 +178,11 @@ def attach(
     run: RunArgument,
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="COMMAND", help="Command; your shell where not given.", show_default=False),
+        typer.Argument(metavar="COMMAND", help="Command to run. The default is your shell.", show_default=False),
     ] = None,
-    node: Annotated[int, typer.Option(min=0, help="Which of the job's nodes (0, 1, ...).")] = 0,
+    node: Annotated[int, typer.Option(min=0, help="Node of the job (0, 1, ...).")] = 0,
 ) -> None:
-    """Open a shell on a node of a running job, inside its allocation; or run a command there.
+    """Open a shell, or run a command, on a node of a running job, inside its allocation.
 
     Example: hpc-rl attach --node 1 sft-1 nvidia-smi
     """
@@ -190,12 +194,12 @@ def attach(
     now = status_of(found)
     if now.state != "RUNNING" or now.job_id is None or is_local(now.job_id):
         what = "runs on this machine" if now.state == "RUNNING" else f"is {now.state}"
-        raise UserError(f"run {found.name} {what}: attach needs a job that is running in Slurm")
+        raise UserError(f"run {found.name} {what}: attach requires a job that is running in Slurm")
     nodes = expand_hostlist(now.nodes)
     if node >= len(nodes):
         raise UserError(f"run {found.name} has no node {node}: its nodes are 0 to {len(nodes) - 1}")
     shell = [os.environ.get("SHELL", "/bin/bash")]
     argv = commands.attach_argv(now.job_id, nodes[node], command or shell, terminal=sys.stdin.isatty())
-    # The variables of an allocation around this shell are not about that job.
+    # Variables of an allocation around this shell do not describe that job.
     kept = {key: value for key, value in os.environ.items() if key == "SLURM_CONF" or not key.startswith("SLURM_")}
     os.execvpe(argv[0], argv, {**kept, ENV_RUN_DIR: str(found.path)})

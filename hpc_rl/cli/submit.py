@@ -1,4 +1,4 @@
-"""`submit` and `render`: from words to a job."""
+"""The commands `submit` and `render`: from the command line to a job."""
 
 from __future__ import annotations
 
@@ -27,27 +27,25 @@ OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="Options; torchrun, ray: then -- PROGRAM ARGUMENTS.",
+        help="Options of the job. For torchrun and ray, -- PROGRAM ARGUMENTS follows.",
         show_default=False,
         autocompletion=options,
     ),
 ]
-RunDirOption = Annotated[
-    Path | None, typer.Option(help="Run directory; runs/NAME where not given.", show_default=False)
-]
+RunDirOption = Annotated[Path | None, typer.Option(help="Run directory. The default is runs/NAME.", show_default=False)]
 
 
 LocalOption = Annotated[bool, typer.Option("--local", help="Run on this machine, without Slurm.")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the exact scripts; submit nothing.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the exact scripts without submitting them.")]
 
 
 @dataclass(frozen=True)
 class SlurmFlags:
     """The Slurm options of `submit` and `render`, each an alias of a configuration key."""
 
-    nodes: Annotated[int | None, typer.Option(help="Nodes (trainer.nnodes).")] = None
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes (trainer.nnodes).")] = None
     gpus_per_node: Annotated[
-        int | None, typer.Option(help="GPUs, or CPU processes, per node (trainer.n_gpus_per_node).")
+        int | None, typer.Option(help="GPUs per node; on CPUs, processes per node (trainer.n_gpus_per_node).")
     ] = None
     cpus_per_task: Annotated[int | None, typer.Option(help="CPUs per node (slurm.cpus_per_task).")] = None
     mem: Annotated[str | None, typer.Option(help="Memory per node (slurm.mem).")] = None
@@ -55,21 +53,21 @@ class SlurmFlags:
     partition: Annotated[str | None, typer.Option(help="Partition (slurm.partition).")] = None
     account: Annotated[str | None, typer.Option(help="Account (slurm.account).")] = None
     qos: Annotated[str | None, typer.Option(help="Quality of service (slurm.qos).")] = None
-    constraint: Annotated[str | None, typer.Option(help="Node features (slurm.constraint).")] = None
-    job_name: Annotated[str | None, typer.Option(help="Job name, and the run directory's name.")] = None
+    constraint: Annotated[str | None, typer.Option(help="Required node features (slurm.constraint).")] = None
+    job_name: Annotated[str | None, typer.Option(help="Name of the job and of the run directory.")] = None
     image: Annotated[
-        str | None, typer.Option(help="Run inside this image: a SIF file or an unpacked folder (container.image).")
+        str | None, typer.Option(help="Image to run in: a SIF file or an unpacked folder (container.image).")
     ] = None
     sbatch: Annotated[
-        list[str] | None, typer.Option(metavar="KEY[=VALUE]", help="Any other sbatch option; repeatable.")
+        list[str] | None, typer.Option(metavar="KEY[=VALUE]", help="Any other sbatch option. Repeatable.")
     ] = None
     after: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Start after this run, sweep or job has ended well.")
+        str | None, typer.Option(metavar="RUN", help="Start after this run, sweep or job has completed successfully.")
     ] = None
     site: SiteOption = None
 
     def settings(self) -> dict[str, Any]:
-        """Dotted configuration key -> value, for the flags that were given."""
+        """Return dotted configuration key -> value for the flags that were given."""
         keys = {"nodes": "trainer.nnodes", "gpus_per_node": "trainer.n_gpus_per_node", "image": "container.image"}
         plain = ["cpus_per_task", "mem", "time", "partition", "account", "qos", "constraint", "job_name"]
         keys |= {name: f"slurm.{name}" for name in plain}
@@ -112,22 +110,22 @@ def submit(
     run_dir: RunDirOption = None,
     script: Annotated[
         Path | None,
-        typer.Option(help="Submit this script (from `render`, edited by hand) instead.", show_default=False),
+        typer.Option(help="Submit this script, which `hpc-rl render` wrote, possibly edited.", show_default=False),
     ] = None,
     test: Annotated[
-        bool, typer.Option("--test", help="A short trial first: two steps, 10 minutes, slurm.test_partition if set.")
+        bool, typer.Option("--test", help="Submit a short trial: two steps, 10 minutes, slurm.test_partition if set.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the exact script; submit nothing.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for the job; the exit code is the job's.")] = False,
-    follow: Annotated[bool, typer.Option("--follow", help="Like --wait, and show log and progress.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the exact script without submitting it.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the job and return its exit code.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Like --wait, and also show log and progress.")] = False,
     local: LocalOption = False,
     in_allocation: Annotated[
-        bool, typer.Option("--in-allocation", help="Run now, inside the allocation around this shell (salloc).")
+        bool, typer.Option("--in-allocation", help="Run immediately in the allocation around this shell (salloc).")
     ] = False,
 ) -> None:
-    """Submit a job: check it, write its run directory, queue it.
+    """Check a job, write its run directory and queue it.
 
-    A run that was stopped or cancelled resumes from its last checkpoint if it is submitted again by its name.
+    To resume a run that was stopped or cancelled from its last checkpoint, submit it again with the same --job-name.
 
     Example: hpc-rl submit sft --nodes 2 --gpus-per-node 4 model=qwen2.5-0.5b data.train_files=train.jsonl
     """
@@ -137,9 +135,9 @@ def submit(
 
     here = local or in_allocation
     if script is not None and (arguments or flags != SlurmFlags() or run_dir or here or test):
-        raise UserError("--script takes no other options: the script itself says what the job does")
+        raise UserError("--script cannot be combined with other options: the script contains all options of the job")
     if here and (flags.after or (local and in_allocation)):
-        raise UserError("--local and --in-allocation run at once: give one of them, and no --after")
+        raise UserError("--local and --in-allocation start immediately: use only one of them, without --after")
     if script is not None:
         job, text = job_of_script(str(kind), script, tuple(sys.argv))
         if dry_run:
@@ -171,7 +169,7 @@ def render(
     flags: SlurmFlags,
     run_dir: RunDirOption = None,
 ) -> None:
-    """Print the job script, and make the run directory that it needs: for editing, and plain `sbatch`.
+    """Print the job script and create its run directory, so that the script can be edited and passed to `sbatch`.
 
     Example: hpc-rl render sft --job-name mine model=qwen2.5-0.5b data.train_files=train.jsonl
     """
@@ -179,13 +177,14 @@ def render(
 
     if flags.after is not None:
         raise UserError(
-            "--after belongs to the submission: hpc-rl submit --after RUN, or sbatch --dependency=afterok:ID FILE"
+            "render does not accept --after, which is an option of the submission: use hpc-rl submit --after RUN, or "
+            "sbatch --dependency=afterok:ID FILE"
         )
     request = request_of(context, kind, arguments, flags, run_dir)
     job, text = launch.make_run_dir(request, *launch.prepare(request, note))
     queue.prepare(job, text, None)
     print(text, end="")
-    note(f"made {short_path(job.run_dir.path)}; submit by `sbatch FILE` or `hpc-rl submit {kind} --script FILE`")
+    note(f"created {short_path(job.run_dir.path)}; submit with `sbatch FILE` or `hpc-rl submit {kind} --script FILE`")
 
 
 def request_of(
@@ -225,13 +224,13 @@ def _queued(job: Job, job_id: str, wait: bool, follow: bool) -> None:
 
 
 def _note_options(job: Job) -> None:
-    """On a dry run, what sbatch is told beside the script."""
+    """Print the options that sbatch receives in addition to those in the script."""
     if job.after and job.after.sbatch_options:
-        note(f"submitted by sbatch {' '.join(job.after.sbatch_options)} FILE")
+        note(f"would be submitted with sbatch {' '.join(job.after.sbatch_options)} FILE")
 
 
 def _run_here(request: Request, in_allocation: bool) -> int:
-    """Check a job and run it on this machine, or in the allocation around it; the exit code."""
+    """Check a job and run it on this machine, or in the allocation around this shell; return its exit code."""
     from hpc_rl.submission import launch, queue
     from hpc_rl.submission.in_allocation import step_environment
 
@@ -244,7 +243,7 @@ def _run_here(request: Request, in_allocation: bool) -> int:
 
 
 def run_here(job: Job, script: str, in_allocation: bool = False) -> int:
-    """Run a job on this machine, or in the allocation around it, and show its log; the exit code."""
+    """Run a job on this machine, or in the allocation around this shell, and show its log; return its exit code."""
     from hpc_rl.runs.follow import RunView
     from hpc_rl.submission.in_allocation import run_in_allocation
     from hpc_rl.submission.local import run_local
@@ -266,7 +265,8 @@ def _wait(job: Job, job_id: str, follow: bool) -> int:
         with view or nullcontext():
             code = control.wait(job.run_dir, view.poll if view else lambda: None)
     except KeyboardInterrupt:
-        note(f"job {job_id} goes on; hpc-rl stop {job.run_dir.name} or hpc-rl cancel {job.run_dir.name} ends it")
+        name = job.run_dir.name
+        note(f"job {job_id} continues; end it with hpc-rl stop {name} or hpc-rl cancel {name}")
         return 130
     found, explanation = diagnosis.diagnosis_of(job.run_dir)
     if reasons := explanation_text(explanation, brief=True):

@@ -42,12 +42,14 @@ def sweep(
     *,
     flags: SlurmFlags,
     run_dir: RunDirOption = None,
-    max_parallel: Annotated[int | None, typer.Option(min=1, help="Most runs at a time.", show_default=False)] = None,
+    max_parallel: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of runs at a time.", show_default=False)
+    ] = None,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Submit a run for every combination of values, as one Slurm array.
+    """Submit one run for every combination of values, as one Slurm array.
 
-    Several values of a key are separated by commas: optim.lr=1e-5,3e-5. The runs are NAME_1, NAME_2, ...
+    Separate the values of a key by commas: optim.lr=1e-5,3e-5. The runs are named NAME_1, NAME_2 and so on.
 
     Example: hpc-rl sweep sft model.path=model data.train_files=train.jsonl optim.lr=1e-5,3e-5 --max-parallel 2
     """
@@ -72,14 +74,16 @@ def sweep(
 def chain(
     stages: Annotated[
         list[str],
-        typer.Argument(metavar="KIND [KEY=VALUE]... -- KIND [KEY=VALUE]...", help="Stages, each as `submit` takes it."),
+        typer.Argument(
+            metavar="KIND [KEY=VALUE]... -- KIND [KEY=VALUE]...", help="Stages, each with the arguments of `submit`."
+        ),
     ],
     dry_run: DryRunOption = False,
     local: LocalOption = False,
 ) -> None:
-    """Submit stages that follow each other: each starts when the one before it is done, on the model that it exported.
+    """Submit stages that run one after the other. Each starts when the previous one completes, and trains its model.
 
-    Options of the chain come first; those of a stage (--nodes, --time, ...) follow its kind.
+    Options of the chain come first. Options of a stage, such as --nodes and --time, follow its kind.
 
     Example: hpc-rl chain sft model.path=model data.train_files=train.jsonl -- ppo --nodes 2 recipe=gsm8k-2nodes
     """
@@ -94,7 +98,7 @@ def chain(
         note(unchecked)
     if dry_run:
         _print_scripts(list(zip(_names([stage.job for stage in planned]), [s.script for s in planned], strict=True)))
-        note("each but the first is submitted by sbatch --dependency=afterok:ID --kill-on-invalid-dep=yes")
+        note("all but the first would be submitted with sbatch --dependency=afterok:ID --kill-on-invalid-dep=yes")
         return
     if local:
         for stage in planned:
@@ -107,7 +111,7 @@ def chain(
 
 
 def _split_stages(words: list[str]) -> list[list[str]]:
-    """`sft a=1 -- ppo b=2`, or `sft ppo` where neither has options."""
+    """Split the words into stages: `sft a=1 -- ppo b=2`, or `sft ppo` if the stages have no options."""
     if len(words) > 1 and all(word in KINDS for word in words):
         return [[word] for word in words]
     stages: list[list[str]] = [[]]
@@ -117,12 +121,12 @@ def _split_stages(words: list[str]) -> list[list[str]]:
         else:
             stages[-1].append(word)
     if not all(stages):
-        raise UserError("an empty stage: write hpc-rl chain sft KEY=VALUE ... -- ppo KEY=VALUE ...")
+        raise UserError("a stage is empty: write hpc-rl chain sft KEY=VALUE ... -- ppo KEY=VALUE ...")
     return stages
 
 
 def _stage(words: list[str], local: bool) -> Request:
-    """One stage's words, read by the parser of `submit`."""
+    """Parse the words of one stage with the parser of `submit`."""
     submit = typer.main.get_command(app).commands["submit"]  # type: ignore[attr-defined]
     context = submit.make_context("hpc-rl chain", list(words))
     given = {name: value for name, value in context.params.items() if value not in (None, False, [])}
@@ -130,7 +134,7 @@ def _stage(words: list[str], local: bool) -> Request:
     kind, arguments, run_dir = (given.pop(name, None) for name in ("kind", "arguments", "run_dir"))
     if given:
         option = f"--{next(iter(given)).replace('_', '-')}"
-        raise UserError(f"{option} is not an option of a stage; --dry-run and --local come before the first stage")
+        raise UserError(f"{option} is not an option of a stage; write --dry-run and --local before the first stage")
     return request_of(context, str(kind), arguments, flags, run_dir, local=local)
 
 
@@ -139,6 +143,6 @@ def _names(jobs: Sequence[Job]) -> list[str]:
 
 
 def _print_scripts(scripts: list[tuple[str, str]]) -> None:
-    """Each under a line with its name, as head(1) and tail(1) have it."""
+    """Print each script below a line with its name, in the format of head(1) and tail(1)."""
     for name, text in scripts:
         print(f"==> {name} <==\n{text}")

@@ -1,4 +1,4 @@
-"""What the commands print."""
+"""Text that the commands print."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 GUIDE = "docs/troubleshooting.md"
 MOST_SHOWN = 300
-"""Characters of a log's line."""
+"""Characters of a log line that are shown."""
 
 
 def status_text(found: RunStatus) -> str:
@@ -42,7 +42,7 @@ def status_text(found: RunStatus) -> str:
     if found.log and Path(found.log).exists():
         rows.append(("log", short_path(Path(found.log))))
     elif found.state == "FAILED" and not found.attempt:
-        rows.append(("log", "none: the job could not write there. Is the run directory on a shared file system?"))
+        rows.append(("log", "none: the job could not write it. Is the run directory on a shared file system?"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -67,7 +67,7 @@ def explanation_text(found: Explanation, brief: bool = False) -> str:
         more = [] if brief else [f"also: {other.failure.title}: {other.line[:MOST_SHOWN]}" for other in others]
         blocks.append("\n".join(lines + more))
     elif found.last_errors and not brief:
-        lines = ["not one of the known failures; the last lines that look like errors:"]
+        lines = ["the cause is not a known failure; the last lines that look like errors:"]
         blocks.append("\n".join(lines + [f"  {line[:MOST_SHOWN]}" for line in found.last_errors]))
     return "\n\n".join(blocks)
 
@@ -85,7 +85,7 @@ def _jobs(job_ids: tuple[str, ...]) -> str:
 
 
 def runs_table(rows: Sequence[RunRow]) -> str:
-    """Return a line for each run; if all runs are of one sweep, the swept keys have columns of their own."""
+    """Return one line per run. If all runs belong to one sweep, each swept key has its own column."""
     keys = list(rows[0].values) if rows and all(row.sweep == rows[0].sweep for row in rows) else []
     table = [["run", *keys, "job", "state", "step", "last metric", "node hours"]]
     for row in rows:
@@ -99,10 +99,10 @@ def runs_table(rows: Sequence[RunRow]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Set[int] = frozenset()) -> str:
-    """Rows of text in columns.
+    """Align rows of text in columns.
 
     Args:
-        right: numbers of the columns that are aligned to the right.
+        right: indices of the columns that are aligned to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
@@ -115,7 +115,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Set[int] = frozenset()) -> str
 
 
 def size_text(size: float) -> str:
-    """Bytes as `1.2 GB`, in powers of 1000."""
+    """Format a number of bytes as `1.2 GB`, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"

@@ -114,7 +114,7 @@ def load_config(job: str, path: Path) -> JobConfig:
 
 
 def load_tree(path: Path) -> dict[str, Any]:
-    """The nested tables of a YAML file, unchecked.
+    """Read the nested tables of a YAML file, unchecked.
 
     Raises:
         UserError: the file is missing, or is not a table in YAML.

@@ -364,7 +364,7 @@ def engine_dtype(rollout: RolloutConfig, device: str) -> str:
 
 
 def _nearest_divisors(size: int, total: int) -> str:
-    """Name the divisors of a number that are next to one that is not, for the end of a message."""
+    """Name the divisors of a number that are nearest to another number, for the end of a message."""
     if total > 10**12:
         return ""  # the search would take longer than a second
     small = [n for n in range(1, math.isqrt(total) + 1) if total % n == 0]

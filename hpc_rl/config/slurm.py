@@ -158,7 +158,7 @@ class SlurmConfig(Section):
         seconds = None if self.time is None else walltime_s(self.time)
         if seconds is not None and seconds <= self.warning_s:
             yield (
-                f"the walltime {self.time} is {seconds} s, and the run would be told to save {self.warning_s} s before "
+                f"the walltime {self.time} is {seconds} s, but the run saves {self.warning_s} s before "
                 "its end: ask for more time or lower slurm.warning_s"
             )
 

@@ -171,7 +171,7 @@ def _environment() -> Environment:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own filter escapes HTML, which no model is trained on."""
+    """Convert to JSON without escaping HTML. Jinja's own filter escapes it, which models do not expect."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

@@ -190,7 +190,7 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
 
 
 def perf_metrics(work: Work, clock: Clock, flops: Flops, world: World) -> dict[str, float]:
-    """Return the speed of a step without saving and validation; of all ranks, unless docs/sft.md says otherwise.
+    """Return the speed of a step without saving and validation. docs/sft.md lists the metrics and their scope.
 
     perf/mfu is present only for devices in PEAK_TFLOPS.
     """
@@ -261,7 +261,7 @@ def finish(state: TrainerState, finished_before: bool) -> int:
 
 
 def due(step: int, every: int) -> bool:
-    """Return whether something happens after this step that happens every so many steps (0: never)."""
+    """Return whether an action with this interval in steps is due after this step (interval 0: never)."""
     return every > 0 and step % every == 0
 
 

@@ -225,7 +225,7 @@ def _digest_of_file(source: Source) -> str | None:
 
 
 def _cached_manifests(cache: Path) -> list[str]:
-    """Digests of what the runtime fetched into its cache, oldest first (OCI image layout, index.json)."""
+    """Return digests of the images in the runtime's cache, oldest first (OCI image layout, index.json)."""
     index = read_json(cache / "cache" / "blob" / "index.json")
     return [manifest["digest"] for manifest in index.get("manifests", [])]
 

@@ -40,9 +40,10 @@ def image_preflight(container: ContainerConfig) -> tuple[Callable[[ContainerConf
 
     Each returns a note for the user or None, and raises UserError if the image cannot be used.
     """
+    runtime = runtime_of(container)
     if container.image is None:
         return ()
-    return (check_image, check_binds, check_programs) if runtime_of(container).has_script else (check_image,)
+    return (check_image, check_binds, check_programs) if runtime.has_script else (check_image,)
 
 
 def check_image(container: ContainerConfig) -> str | None:

@@ -95,7 +95,7 @@ def _check_sif(image: str, architecture: str | None) -> None:
 
 
 def _check_file_or_registry(image: str, _architecture: str | None) -> str | None:
-    """A file, or a name in a registry that srun's plug-in fetches."""
+    """Check a file, or accept a name in a registry that srun's plug-in fetches."""
     if image.startswith(("/", ".")) and not Path(image).exists():
         raise UserError(f"image {image}: no such file")
     return None if Path(image).exists() else f"image {image} is fetched from its registry when the job starts"

@@ -1,4 +1,4 @@
-"""What runs take up on disk, and how to remove what nobody needs: old checkpoints, or whole runs."""
+"""Measure the disk usage of runs, and remove old checkpoints or whole runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Removal:
 
 
 def usage_of(run: RunDir, status: RunStatus, now: float | None = None) -> Usage:
-    """Measure a run directory. Files that vanish meanwhile do not count."""
+    """Measure a run directory. Files that vanish in the meantime do not count."""
     changed, total = _measure(run.path)
     return Usage(
         run=run,
@@ -53,7 +53,7 @@ def usage_of(run: RunDir, status: RunStatus, now: float | None = None) -> Usage:
 
 
 def old_checkpoints(found: Iterable[Usage], keep: int) -> list[Removal]:
-    """The checkpoints of ended runs but the newest `keep` of each."""
+    """Return the checkpoints of ended runs, except the newest `keep` of each run."""
     removals = []
     for usage in found:
         if usage.active:
@@ -66,20 +66,22 @@ def old_checkpoints(found: Iterable[Usage], keep: int) -> list[Removal]:
 
 
 def whole_runs(found: Iterable[Usage]) -> list[Removal]:
-    """The directories of ended runs."""
+    """Return the directories of ended runs."""
     return [Removal(usage.run.path, usage.total) for usage in found if not usage.active]
 
 
 def older_than(found: Iterable[Usage], days: float) -> list[Usage]:
-    """Runs in which nothing has changed for so many days."""
+    """Return the runs in which nothing has changed for this number of days."""
     return [usage for usage in found if usage.age_s > days * DAY_S]
 
 
 def remove(removals: Sequence[Removal]) -> int:
-    """Remove folders; the bytes that became free. A folder is renamed first, so that no half of it is ever read.
+    """Remove folders and return the number of freed bytes.
+
+    Each folder is renamed first, so that a partly removed one is never read.
 
     Raises:
-        UserError: a folder cannot be removed; those before it are gone.
+        UserError: a folder cannot be removed; those before it have been removed.
     """
     freed = 0
     for removal in removals:
@@ -94,7 +96,7 @@ def remove(removals: Sequence[Removal]) -> int:
 
 
 def _measure(folder: Path) -> tuple[float, int]:
-    """When a folder's newest part changed (unix seconds), and the sum of its files' sizes; hard links count once."""
+    """Return the Unix time of the last change in a folder, and the size of its files. Hard links count once."""
     changed, total, seen = 0.0, 0, set()
     for path in (folder, *folder.rglob("*")):
         try:

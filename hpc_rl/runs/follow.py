@@ -17,7 +17,7 @@ from hpc_rl.tracking.progress import ProgressView
 
 
 class RunView:
-    """Prints what is new in a run's log, above a live progress bar where the output is a terminal.
+    """Print new lines of a run's log, above a live progress bar if the output is a terminal.
 
     A context manager; call `poll` several times a second.
     """
@@ -43,7 +43,7 @@ class RunView:
         self._progress.__exit__(kind, error, traceback)
 
     def poll(self) -> None:
-        """Show what came since the last call."""
+        """Show what is new since the last call."""
         for line in self._new_lines():
             self._console.out(line)
         records = [record for text in self._metrics.new_text().splitlines() if (record := parse_line(text))]
@@ -61,7 +61,7 @@ class RunView:
 
 
 def log_files(run: RunDir, node: int | None) -> list[Path]:
-    """The log of the newest job, or all logs of one node in the newest attempt."""
+    """Return the log of the newest job, or all logs of one node in the newest attempt."""
     if node is None:
         job_id = current_job(run)
         log = job_log(run, job_id) if job_id else None
@@ -71,7 +71,7 @@ def log_files(run: RunDir, node: int | None) -> list[Path]:
 
 
 class LogFiles:
-    """Prints what is new in a set of files that may grow, line by line. A context manager."""
+    """Print new lines of a set of files that may grow. A context manager."""
 
     def __init__(self, files: Callable[[], list[Path]], print_line: Callable[[Path, str], None]) -> None:
         self._files = files
@@ -90,7 +90,7 @@ class LogFiles:
                 self._print_line(path, rest)
 
     def poll(self) -> None:
-        """Print the lines that were finished since the last call."""
+        """Print the lines that were completed since the last call."""
         for path in self._files():
             follower = self._followers.setdefault(path, Follower(path))
             *lines, rest = (self._half_lines.get(path, "") + follower.new_text()).split("\n")

@@ -37,7 +37,7 @@ Explain = Callable[[RunDir], Sequence[str]]
 
 
 def print_once(run: RunDir, explain: Explain) -> None:
-    """Print the present state; as plain text if the output is not a terminal."""
+    """Print the current state; as plain text if the output is not a terminal."""
     console = Console(highlight=False)
     width, height = console.size if console.is_terminal else ONCE_SIZE
     if not console.is_terminal:
@@ -57,7 +57,7 @@ def watch(run: RunDir, explain: Explain) -> int:
     console = Console(highlight=False)
     if not console.is_terminal or not sys.stdin.isatty():
         raise UserError(
-            f"watch needs a terminal: use hpc-rl watch {run.name} --once for the present state, or "
+            f"watch needs a terminal: use hpc-rl watch {run.name} --once for the current state, or "
             f"hpc-rl logs -f {run.name} for the log"
         )
     watched = Watched(run, explain)
@@ -82,9 +82,9 @@ def watch(run: RunDir, explain: Explain) -> int:
 
 
 class Watched:
-    """The state of a run, read again and again.
+    """The state of a run, which is read repeatedly.
 
-    Log and metrics are read at each look. Slurm is asked, and all nodes' files are read, at growing intervals.
+    Log and metrics are read at each look. Slurm is queried, and the files of all nodes are read, at growing intervals.
     """
 
     def __init__(self, run: RunDir, explain: Explain) -> None:

@@ -1,4 +1,4 @@
-"""Reports of existing runs and sweeps, with the state and the accounting that Slurm has of them."""
+"""Reports of existing runs and sweeps, with their state and accounting from Slurm."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Selected:
 
 
 def select(targets: Sequence[str]) -> list[Selected]:
-    """Find the runs that a user names, each by itself or as a part of a sweep.
+    """Find the runs that a user names, individually or as part of a sweep.
 
     Raises:
         UserError: a run or sweep does not exist.
@@ -89,7 +89,7 @@ def follow_report(selected: Sequence[Selected], path: Path, pause: Callable[[flo
 
 
 def accounted_histories(runs: Sequence[RunDir], statuses: Sequence[RunStatus]) -> list[History]:
-    """Read the histories of runs; Slurm's accounting, asked once, completes the attempts that were killed."""
+    """Read the histories of runs. Slurm's accounting, queried once, completes the attempts that were killed."""
     found = [read_history(run) for run in runs]
     open_jobs = {attempt.job_id for history in found for attempt in history.attempts if attempt.is_open}
     jobs = sorted(job_id for job_id in open_jobs if job_id and not is_local(job_id))
@@ -98,7 +98,7 @@ def accounted_histories(runs: Sequence[RunDir], statuses: Sequence[RunStatus]) -
 
 
 def _current(found: History, now: RunStatus) -> History:
-    """The history with the present state of an attempt that is running."""
+    """Return the history with the current state of an attempt that is running."""
     if not found.attempts or found.attempts[-1].state != "RUNNING":
         return found
     last = replace(found.attempts[-1], state=now.state, exit_code=now.exit_code)

@@ -1,4 +1,4 @@
-"""Which run is meant, and how it is."""
+"""Find a run by its path, name or job id, and read its state."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hpc_rl.slurm.states import ENDED, JobState
 from hpc_rl.tracking.metrics import parse_line
 
 ROOT = Path("runs")
-"""Where runs without --run-dir lie, below the working folder."""
+"""Folder of the runs without --run-dir, below the working folder."""
 SWEEP_MARK = "sweep.json"
-"""A folder with this file holds the run directories of a sweep, which are called by its name and a number."""
+"""A folder with this file contains the run directories of a sweep, which are named after it and numbered."""
 NOT_SUBMITTED = "NOT SUBMITTED"
 UNKNOWN = "UNKNOWN"
-"""Slurm does not answer: the job may be anything."""
+"""Slurm does not answer, so the state of the job is unknown."""
 STOPPED = "STOPPED"
-"""Our own state: saved and left before the end. To Slurm it is a job that FAILED with exit code 75."""
+"""A state of hpc-rl: the run saved and exited early. In Slurm its job has the state FAILED with exit code 75."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RunStatus:
 
     @property
     def active(self) -> bool:
-        """Whether a job may be writing into the run directory; also while Slurm does not answer."""
+        """Whether a job may be writing to the run directory; true also while Slurm does not answer."""
         return not self.ended and self.state != NOT_SUBMITTED
 
     def as_json(self) -> str:
@@ -62,23 +62,23 @@ class RunStatus:
 
 
 def find_run(target: str) -> RunDir:
-    """The run directory that a user names: by its path, by its name below ./runs, or by its job id.
+    """Find the run directory that a user names by its path, its name below ./runs, or its job id.
 
     Raises:
-        UserError: there is none; the nearest name is shown.
+        UserError: there is no such run; the message suggests the nearest name.
     """
     for path in (Path(target), ROOT / target, ROOT / target.rpartition("_")[0] / target):
         try:
             if is_run(path):
                 return RunDir(path.absolute())
         except PermissionError as error:
-            raise UserError(f"{path} belongs to somebody else: {error.strerror}") from error
+            raise UserError(f"{path} cannot be read, because it belongs to another user: {error.strerror}") from error
         if is_sweep(path):
             raise _names_a_sweep(target, path)
     if re.fullmatch(r"\d+(_\d+)?", target):
         return _run_of_job(target)
     if Path(target).is_dir():
-        raise UserError(f"{target} is a folder, but no run directory (no job.sbatch, no config.yaml)")
+        raise UserError(f"{target} is a folder, but not a run directory (it has no job.sbatch and no config.yaml)")
     names = sorted(path.name for path in runs_below(ROOT))
     close = difflib.get_close_matches(target, names, n=1, cutoff=0.4)
     raise UserError(
@@ -96,7 +96,7 @@ def is_sweep(path: Path) -> bool:
 
 
 def current_job(run: RunDir) -> str | None:
-    """Id of the run's newest job: as submitted (job.json) or as it wrote itself when it started (status.json)."""
+    """Return the id of the run's newest job, written at submission (job.json) or when it started (status.json)."""
     marks = [path for path in (run.job, run.status) if path.is_file()]
     newest = max(marks, key=lambda path: path.stat().st_mtime_ns, default=None)
     return None if newest is None else str(read_json(newest).get("job_id"))
@@ -107,18 +107,18 @@ def is_local(job_id: str) -> bool:
 
 
 def in_slurm(run: RunDir) -> bool:
-    """Whether the run's newest job is Slurm's, and no process of ours (local, or in somebody's allocation)."""
+    """Return whether Slurm queued the run's newest job; False for --local and --in-allocation."""
     job = read_json(run.job)
     return "pid" not in job or job.get("job_id") != current_job(run)
 
 
 def status_of(run: RunDir) -> RunStatus:
-    """State from Slurm where it knows, else from the run directory; progress from metrics.jsonl."""
+    """Read the state from Slurm, or from the run directory if Slurm has no record; the progress from metrics.jsonl."""
     return _status(run, commands.job_state)
 
 
 def statuses_of(found: Sequence[RunDir]) -> list[RunStatus]:
-    """The same of many runs, by a constant number of questions to Slurm."""
+    """Read the states of many runs with a constant number of queries to Slurm."""
     ids = {job_id for run in found if (job_id := current_job(run)) and in_slurm(run)}
     try:
         states = commands.job_states(ids)
@@ -154,7 +154,7 @@ def job_log(run: RunDir, job_id: str) -> Path:
 
 
 def process_alive(pid: int, start_time: int) -> bool:
-    """Whether the process with this id and start time (field 22 of proc(5) stat, clock ticks) still runs."""
+    """Return whether the process with this id and start time (proc(5), field 22 of stat, clock ticks) is running."""
     return process_start_time(pid) == start_time
 
 
@@ -163,7 +163,7 @@ def process_start_time(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The program's name, in parentheses, may hold blanks.
+    # The program's name, in parentheses, may contain spaces.
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] == "Z" else int(fields[19])
 
@@ -179,14 +179,14 @@ def _job_fields(run: RunDir, job_id: str | None, ask: Callable[[str], JobState |
         job = read_json(run.job)
         here = job.get("host") == os.uname().nodename
         if here and unfinished and not process_alive(int(job.get("pid", 0)), int(job.get("start_time", 0))):
-            return {"state": "FAILED", "reason": "its process is gone", "exit_code": 1}
+            return {"state": "FAILED", "reason": "its process no longer exists", "exit_code": 1}
         return {**own_fields, "nodes": str(job.get("nodes", job.get("host")))}
     try:
         slurm = ask(job_id)
     except commands.NoAnswer as error:
         return {**own_fields, "state": UNKNOWN, "reason": str(error)} if unfinished else own_fields
     if slurm is None:
-        gone = {"state": "FAILED", "reason": "Slurm no longer knows the job, and it did not say how it ended"}
+        gone = {"state": "FAILED", "reason": "Slurm has no record of the job, and the job did not record how it ended"}
         return {**gone, "exit_code": 1} if unfinished else own_fields
     if slurm.ended and own.get("state") == STOPPED:
         return {**own_fields, "nodes": slurm.nodes}
@@ -206,11 +206,11 @@ def _run_of_job(job_id: str) -> RunDir:
     try:
         log = commands.job_log(job_id)
     except commands.NoAnswer as error:
-        raise UserError(f"no job {job_id}: no run in {ROOT.absolute()} has it, and {error}") from error
+        raise UserError(f"job {job_id} does not belong to a run in {ROOT.absolute()}, and {error}") from error
     if log is None:
-        raise UserError(f"no job {job_id}: no run in {ROOT.absolute()} has it, and Slurm does not know it")
+        raise UserError(f"job {job_id} does not belong to a run in {ROOT.absolute()}, and Slurm has no such job")
     if not is_run(Path(log).parent):
-        raise UserError(f"job {job_id} is no run of hpc-rl: its log is {log}")
+        raise UserError(f"job {job_id} is not a run of hpc-rl: its log is {log}")
     return RunDir(Path(log).parent)
 
 
@@ -228,7 +228,7 @@ def runs_below(root: Path) -> Iterator[Path]:
 
 
 def _last_metrics(path: Path) -> dict[str, Any]:
-    """The last whole line; the very last one may be half-written."""
+    """Return the last complete record; the last line may be half-written."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 65536))

@@ -1,4 +1,4 @@
-"""Sweeps: what lies in their folders, and how to stop or cancel all of their runs."""
+"""Sweeps: the files in their folders, and how to stop or cancel all of their runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpc_rl.slurm import commands
 
 @dataclass(frozen=True)
 class SweepDir:
-    """The folder of a sweep. Its runs are in it, called NAME_1, NAME_2, ...: as Slurm calls the tasks of an array."""
+    """The folder of a sweep. It contains the runs NAME_1, NAME_2, ..., named like the tasks of a Slurm array."""
 
     path: Path
 
@@ -44,12 +44,12 @@ class SweepDir:
         return [self.run(number) for number in range(1, len(self.values()) + 1)]
 
     def values(self) -> list[dict[str, str]]:
-        """What was swept: dotted key -> value, for each run."""
+        """Return the swept values of each run: dotted key -> value."""
         found: list[dict[str, str]] = self._recorded().get("points", [])
         return found
 
     def has_job(self, array_id: str) -> bool:
-        """Whether this is the sweep's first array, or one of points that were queued again."""
+        """Return whether this is the sweep's first array, or an array of runs that were queued again."""
         jobs = [read_json(run.job).get("job_id") for run in self.runs()]
         return any(str(job).startswith(f"{array_id}_") for job in jobs)
 
@@ -58,7 +58,7 @@ class SweepDir:
 
 
 def find_sweep(target: str) -> SweepDir | None:
-    """The sweep that a user names: by its path, by its name below ./runs, or by its array's job id."""
+    """Find the sweep that a user names by its path, its name below ./runs, or the job id of its array."""
     for path in (Path(target), ROOT / target):
         if is_sweep(path):
             return SweepDir(path.absolute())
@@ -69,34 +69,34 @@ def find_sweep(target: str) -> SweepDir | None:
 
 
 def cancel(sweep: SweepDir) -> str:
-    """End every job of the sweep now; what was done, in a line."""
+    """End every job of the sweep immediately. Return a line that describes what was done."""
     found = statuses_of(sweep.runs())
     active = [now for now in found if now.active]
     if not active:
         return f"sweep {sweep.name} has no job to cancel: {states(found)}"
     _cancel(active)
-    return f"cancelled {_jobs(active)} of sweep {sweep.name}: {states(active)} before"
+    return f"cancelled {_jobs(active)} of sweep {sweep.name} (previous states: {states(active)})"
 
 
 def stop(sweep: SweepDir) -> str:
-    """Ask every run to save and leave, and take out of the queue what waits; what was done, in a line."""
+    """Ask running jobs to save and exit, and remove waiting ones from the queue. Return a line about what was done."""
     found = statuses_of(sweep.runs())
     waiting = [now for now in found if now.state == "PENDING"]
     running = [now for now in found if now.active and now.state != "PENDING"]
     if not waiting and not running:
-        return f"sweep {sweep.name} has nothing to stop: {states(found)}"
-    if waiting:  # first, so that none of them starts in the place of one that leaves
+        return f"sweep {sweep.name} has no job to stop: {states(found)}"
+    if waiting:  # first, so that none of them starts when a running one exits
         _cancel(waiting)
     for now in running:
         control.ask_to_stop(run_of(now))
     return (
-        f"{len(running)} running jobs of sweep {sweep.name} will save at their next step and leave with exit code "
-        f"{EXIT_STOPPED}; took {len(waiting)} waiting ones out of the queue"
+        f"{len(running)} running jobs of sweep {sweep.name} will save at their next step and exit with code "
+        f"{EXIT_STOPPED}; {len(waiting)} waiting jobs were removed from the queue"
     )
 
 
 def states(found: Iterable[RunStatus]) -> str:
-    """`3 COMPLETED, 1 FAILED`, the most frequent first."""
+    """Count states, the most frequent first: `3 COMPLETED, 1 FAILED`."""
     return ", ".join(f"{count} {state}" for state, count in Counter(now.state for now in found).most_common())
 
 

@@ -31,7 +31,7 @@ class RunRow:
     status: RunStatus
     kind: str
     submitted: str
-    """ISO 8601; empty for a run that hpc-rl has not submitted."""
+    """ISO 8601; empty for a run that was not submitted by hpc-rl."""
     node_hours: float
     sweep: str | None
     values: dict[str, str]

@@ -1,4 +1,4 @@
-"""What a job waits for: `--after RUN`, or the stage before it in a chain."""
+"""The jobs that a job waits for: `--after RUN`, or the previous stage of a chain."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ COMPLETED = "COMPLETED"
 
 @dataclass(frozen=True)
 class After:
-    """The jobs before a job, which have to end well."""
+    """The jobs that have to complete before a job starts."""
 
     target: str
-    """Run directory or job id, as job.json keeps it for another submission."""
+    """Run directory or job id; job.json keeps it for another submission."""
     job_ids: tuple[str, ...]
-    """Slurm's jobs to wait for; none where all is done already."""
+    """Slurm jobs to wait for; empty if all of them have completed already."""
     model: Path | None = None
-    """The model that is there when they are done."""
+    """The model that exists once they have completed."""
 
     @property
     def sbatch_options(self) -> list[str]:
-        """sbatch(1): a job whose dependency cannot come true any more would stay in the queue for ever."""
+        """Return options for sbatch. Without the second, a job whose dependency cannot be met stays queued forever."""
         if not self.job_ids:
             return []
         return [f"--dependency=afterok:{':'.join(self.job_ids)}", "--kill-on-invalid-dep=yes"]
 
 
 def find_after(target: str) -> After:
-    """What `--after TARGET` means: a run, a sweep, or any job of Slurm's.
+    """Find the jobs that `--after TARGET` names: a run, a sweep, or any Slurm job.
 
     Raises:
-        UserError: there is no such job, or it has ended otherwise than well, so that a job after it would never start.
+        UserError: there is no such job, or it did not complete successfully, so that a job after it would never start.
     """
     sweep = find_sweep(target)
     if sweep is not None:
@@ -51,7 +51,7 @@ def find_after(target: str) -> After:
 
 
 def find_after_again(found: Sequence[RunDir]) -> After | None:
-    """What a run, or the runs of an array, were submitted to wait for; None where one of them has started since then.
+    """Find the jobs that some runs were submitted to wait for; return None if one of the runs has started since then.
 
     Raises:
         UserError: as `find_after`.
@@ -75,7 +75,7 @@ def _after_runs(target: str, path: Path, found: list[RunDir], model: Path | None
         if now.ended and now.state != COMPLETED:
             raise UserError(
                 f"--after {target}: run {now.run} is {now.state}, so a job after it would never start; "
-                f"hpc-rl requeue {now.run} starts it again"
+                f"start it again with hpc-rl requeue {now.run}"
             )
         if now.active:
             waited.append(str(now.job_id))
@@ -83,14 +83,14 @@ def _after_runs(target: str, path: Path, found: list[RunDir], model: Path | None
 
 
 def _after_job(job_id: str) -> After:
-    if not commands.available():  # a script is rendered here, and submitted elsewhere
+    if not commands.available():  # the script is rendered here and submitted on another machine
         return After(job_id, (job_id,))
     try:
         state = commands.job_state(job_id)
     except commands.NoAnswer as error:
         raise UserError(f"--after {job_id}: {error}") from error
     if state is None:
-        raise UserError(f"--after {job_id}: Slurm does not know this job")
+        raise UserError(f"--after {job_id}: Slurm has no such job")
     if state.ended and state.state != COMPLETED:
         raise UserError(f"--after {job_id}: this job is {state.state}, so a job after it would never start")
     return After(job_id, () if state.ended else (job_id,))

@@ -1,4 +1,4 @@
-"""A chain: stages that train one after the other, each on the model that the stage before it exports."""
+"""A chain: stages that train one after the other, each on the model that the previous stage exports."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Stage:
 
 
 def plan(requests: Sequence[Request], local: bool = False) -> tuple[list[Stage], list[str]]:
-    """The stages, all of them checked, and notes on what could not be checked. Changes nothing.
+    """Check all stages; return them, and notes on what could not be checked. Changes nothing.
 
     Raises:
-        UserError: a stage is wrong, or does not fit to the stage before it.
+        UserError: a stage is invalid, or does not fit the previous stage.
     """
     if len(requests) < 2:
-        raise UserError("a chain has two stages or more: hpc-rl chain sft KEY=VALUE ... -- ppo KEY=VALUE ...")
+        raise UserError("a chain needs at least two stages: hpc-rl chain sft KEY=VALUE ... -- ppo KEY=VALUE ...")
     jobs: list[Job] = []
     for number, request in enumerate(requests, 1):
         _check_stage(number, request)
         jobs.append(_planned(request, jobs))
     if len({job.run_dir for job in jobs}) < len(jobs):
-        raise UserError("two stages have the same run directory: give each a --job-name of its own")
+        raise UserError("two stages have the same run directory: give each its own --job-name")
     for number, job in enumerate(jobs[:-1], 1):
         trainer = job.config.trainer
         if not (isinstance(trainer, TrainingConfig) and trainer.export):
@@ -56,10 +56,10 @@ def plan(requests: Sequence[Request], local: bool = False) -> tuple[list[Stage],
 
 
 def submit(stages: Sequence[Stage]) -> list[tuple[Job, str]]:
-    """Queue every stage, to start when the stage before it has completed; jobs and their ids.
+    """Queue every stage, to start when the previous stage has completed; return the jobs and their ids.
 
     Raises:
-        UserError: sbatch refused one; then those before it are cancelled, and nothing is left behind.
+        UserError: sbatch refused a stage. Then the stages before it are cancelled, and nothing is left behind.
     """
     made = []
     submitted: list[tuple[Job, str]] = []
@@ -84,7 +84,7 @@ def submit(stages: Sequence[Stage]) -> list[tuple[Job, str]]:
 
 
 def _planned(request: Request, before: Sequence[Job]) -> Job:
-    """The job of a stage, which trains the model of the stage before it."""
+    """Return the job of a stage, which trains the model of the previous stage."""
     if not before:
         return plan_job(request)
     model = before[-1].run_dir.model
@@ -94,7 +94,7 @@ def _planned(request: Request, before: Sequence[Job]) -> Job:
 
 
 def _on_model_of(job: Job, before: RunDir, job_ids: tuple[str, ...]) -> Job:
-    """The job, after the stage whose run directory this is, and on its model."""
+    """Let a job start after the stage with this run directory, and train its model."""
     config = job.config.updated("model.path", str(before.model))
     return replace(job, config=config, after=After(str(before.path), job_ids, before.model))
 
@@ -103,7 +103,7 @@ def _check_stage(number: int, request: Request) -> None:
     if KINDS[request.kind].trainer is None:
         raise UserError(
             f"stage {number} is {request.kind}: a chain is made of {' and '.join(trained())}; "
-            "a program of your own starts after a run by hpc-rl submit --after RUN"
+            "start your own program after a run with hpc-rl submit --after RUN"
         )
     if number == 1:
         return

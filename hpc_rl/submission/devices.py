@@ -1,7 +1,7 @@
-"""trainer.device=auto and the number of processes per node: what the job's nodes have.
+"""Choose trainer.device=auto and the number of processes per node by the hardware of the job's nodes.
 
-Both are settled when a job is planned, so that the script and config.yaml state them. What counts, in this order: the
-options that were given, the site profile (slurm.node), and what Slurm shows of the partition.
+Both are chosen when a job is planned, so that the script and config.yaml state them. The sources, in this order: the
+options on the command line, the site profile (slurm.node), and what Slurm shows of the partition.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ SMI_TIMEOUT_S = 20
 
 
 class Devices:
-    """Fills in trainer.device, trainer.n_gpus_per_node and the shape of a node, for one job or all points of a sweep.
+    """Fill in trainer.device, trainer.n_gpus_per_node and the shape of a node, for one job or all points of a sweep.
 
     Args:
-        local: the job runs on this machine, so that its own GPUs count.
+        local: the job runs on this machine and uses its GPUs.
     """
 
     def __init__(self, local: bool = False) -> None:
         self._local = local
         self._groups: dict[tuple[str, Any], NodeGroup | None] = {}
         self.note = ""
-        """What was chosen, for a user who left it open; empty if nothing was."""
+        """What was chosen, in a sentence for the user; empty if nothing was left open."""
 
     def fill_in(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """Dotted key -> value for the keys that a configuration leaves open.
+        """Return dotted key -> value for the keys that a configuration leaves open.
 
         Args:
             tree: the configuration as nested tables, without the schema's defaults.
@@ -45,7 +45,7 @@ class Devices:
             return {}
         gpus, found = self._gpus(slurm)
         if device == "auto" and gpus == 0:
-            self.note = "trainer.device=auto: no GPUs there, so the job computes on CPUs"
+            self.note = "trainer.device=auto: no GPUs found, so the job runs on CPUs"
             return {"trainer.device": "cpu"}
         found["trainer.device"] = "cuda"
         if "n_gpus_per_node" not in trainer and gpus:
@@ -54,13 +54,13 @@ class Devices:
             found["trainer.n_gpus_per_node"] = max(1, gpus // shared_by)
         if device == "auto" and gpus is None:
             self.note = (
-                "trainer.device=auto: how many GPUs a node has is not known here, so the job asks for "
-                f"{trainer.get('n_gpus_per_node', 1)} per node (--gpus-per-node; trainer.device=cpu for none)"
+                "trainer.device=auto: the number of GPUs per node is unknown, so the job requests "
+                f"{trainer.get('n_gpus_per_node', 1)} per node (set --gpus-per-node, or trainer.device=cpu for none)"
             )
         return found
 
     def _gpus(self, slurm: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
-        """GPUs of a node, None if nothing here can tell; and what else becomes known of the node."""
+        """Return the GPUs of a node, None if unknown, and other options that describe the node."""
         if self._local:
             return local_gpus(os.environ), {}
         node = _table(slurm, "node")
@@ -79,7 +79,7 @@ class Devices:
 
 
 def local_gpus(environ: Mapping[str, str]) -> int:
-    """GPUs of this machine that the processes of this shell may use."""
+    """Count the GPUs of this machine that the processes of this shell may use."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")])
@@ -94,13 +94,13 @@ def local_gpus(environ: Mapping[str, str]) -> int:
 
 
 def _names_gpus(slurm: Mapping[str, Any]) -> bool:
-    """Whether the options ask for GPUs in so many words: by their type, or by an sbatch option."""
+    """Return whether the options name GPUs explicitly: their type, or an sbatch option."""
     own = _table(slurm, "sbatch")
     return bool(slurm.get("gpu_type")) or any("gpu" in str(word) for word in (*own, own.get("gres")))
 
 
 def _usual_node(partition: str, gpu_type: Any) -> NodeGroup | None:
-    """The nodes of a partition of which there are most, if Slurm shows it: those with GPUs if there are any."""
+    """Return the most frequent kind of node in a partition, of those with GPUs if there are any; None if unknown."""
     if not commands.available():
         return None
     try:

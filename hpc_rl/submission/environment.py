@@ -8,12 +8,12 @@ from hpc_rl.config.job import CacheConfig, JobConfig
 
 
 def job_environment(config: JobConfig) -> dict[str, str]:
-    """What the job script exports: the variables that options stand for, and slurm.env, which wins."""
+    """Return the variables that the job script exports: those of options, and slurm.env, which takes precedence."""
     return {**_cache_environment(config.cache), **_proxy_environment(config.slurm.proxy), **config.slurm.env}
 
 
 def _cache_environment(cache: CacheConfig) -> dict[str, str]:
-    """Variables of huggingface_hub, datasets, transformers and vLLM (HF_*), and of wandb."""
+    """Return variables for huggingface_hub, datasets, transformers and vLLM (HF_*), and for wandb."""
     found = {}
     if cache.hf_home is not None:
         found["HF_HOME"] = str(Path(cache.hf_home).absolute())

@@ -1,7 +1,7 @@
-"""submitit's Slurm executor, with our script and our idea of a job's state.
+"""submitit's Slurm executor, with a rendered script and a more robust job state.
 
-submitit writes, submits, cancels and watches; this changes what it must not decide: the text of the script (ours can be
-edited by hand and holds no pickle), the number of tasks, and the state, which submitit asks of sacct alone.
+submitit writes, submits, cancels and watches jobs. This module replaces the text of the script (it can be edited by
+hand and contains no pickle), the number of tasks, and the job state, which submitit reads only from sacct.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hpc_rl.errors import UserError
 from hpc_rl.slurm import commands
 
 SUBMIT_TIMEOUT_S = 120
-"""A site's submit plugin may take its time, and a submission that is cut off may have gone through."""
+"""A site's submit plugin may be slow, and an interrupted submission may still have been accepted."""
 
 
 class StateWatcher(SlurmInfoWatcher):
-    """Asks sacct, then squeue, then scontrol: works with and without accounting."""
+    """Query sacct, then squeue, then scontrol, so that it works with and without accounting."""
 
     def update(self) -> None:
         for job_id in self._registered - self._finished:
@@ -40,18 +40,18 @@ class StateWatcher(SlurmInfoWatcher):
 
 
 class ScriptJob(SlurmJob[Any]):
-    """A submitted script; its result is what it leaves in the run directory."""
+    """A submitted script. Its results are in the run directory."""
 
     watcher = StateWatcher(delay_s=15)
 
 
 class ScriptExecutor(SlurmExecutor):
-    """Submits one finished script as it stands.
+    """Submit one finished script without changing it.
 
     Args:
-        folder: where submitit keeps the script while it submits. Slurm takes a copy, so the folder may be a temporary
-            one; an existing one, since submitit makes none.
-        options: of sbatch, above those that the script has.
+        folder: existing folder for the script during the submission. Slurm copies the script, so the folder may be
+            temporary.
+        options: further options of sbatch; they take precedence over those in the script.
     """
 
     job_class = ScriptJob
@@ -62,13 +62,13 @@ class ScriptExecutor(SlurmExecutor):
         self._options = options
 
     def submit_script(self) -> ScriptJob:
-        """Submit by sbatch.
+        """Submit the script with sbatch.
 
         Raises:
-            UserError: sbatch refused; its own words are the message.
+            UserError: sbatch refused; the message quotes it.
         """
         try:
-            # submitit prints sbatch's complaint and raises it too: once is enough.
+            # submitit both prints and raises sbatch's error; one message is enough.
             with contextlib.redirect_stderr(io.StringIO()):
                 job = self._submit_command("")
         except FailedJobError as error:
@@ -80,7 +80,7 @@ class ScriptExecutor(SlurmExecutor):
         return self._script
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        # Inside an allocation its SLURM_* would become options of the new job, and contradict the script.
+        # Inside an allocation, its SLURM_* variables would become options of the new job and contradict the script.
         inherited = [name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"]
         clean = [word for name in inherited for word in ("-u", name)]
         return ["env", *clean, "timeout", str(SUBMIT_TIMEOUT_S), "sbatch", *self._options, str(submission_file_path)]

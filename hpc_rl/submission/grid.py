@@ -1,4 +1,4 @@
-"""The points of a sweep, out of `key=a,b` words. Pure."""
+"""The points of a sweep, parsed from `key=a,b` words. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpc_rl.errors import UserError
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
 _QUOTES = "'\""
 DEFAULT_MOST = 1000
-"""Tasks of an array if MaxArraySize has its default (slurm.conf(5))."""
+"""Most tasks of an array if MaxArraySize has its default (slurm.conf(5))."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Point:
 
 
 def grid(words: Sequence[str], most: Callable[[], int]) -> tuple[list[str], list[Point]]:
-    """The options of all points, and every combination of the swept values; the last key changes fastest.
+    """Return the options common to all points, and every combination of the swept values; the last key changes fastest.
 
-    A comma separates values if it is outside of brackets and quotes: `betas=[0.9,0.95],[0.9,0.99]` has two.
+    A comma separates values if it is outside brackets and quotes: `betas=[0.9,0.95],[0.9,0.99]` has two values.
 
     Args:
-        most: asks the cluster how many tasks an array may have; called only for a sweep above Slurm's default.
+        most: returns the cluster's limit on the tasks of an array; called only for a sweep above Slurm's default.
 
     Raises:
         UserError: a list is malformed, no key has several values, or there are too many combinations.
@@ -50,27 +50,27 @@ def grid(words: Sequence[str], most: Callable[[], int]) -> tuple[list[str], list
             swept[key] = values
     if not swept:
         raise UserError(
-            "nothing to sweep: give a key several values, such as optim.lr=1e-5,3e-5 (one run is `hpc-rl submit`)"
+            "nothing to sweep: give a key several values, such as optim.lr=1e-5,3e-5; for one run use `hpc-rl submit`"
         )
     count = math.prod(map(len, swept.values()))
     if count > DEFAULT_MOST and count > (limit := most()):
         sizes = " x ".join(f"{key}: {len(values)}" for key, values in swept.items())
         raise UserError(
-            f"the sweep has {count} points ({sizes}), and an array of this cluster has at most {limit} "
-            "(MaxArraySize): sweep fewer values, or make several sweeps"
+            f"the sweep has {count} points ({sizes}), but this cluster allows at most {limit} tasks per array "
+            "(MaxArraySize): sweep fewer values, or submit several sweeps"
         )
     return common, [Point(dict(zip(swept, values, strict=True))) for values in itertools.product(*swept.values())]
 
 
 def _choices(word: str) -> list[str]:
-    """`a` and `b` for `key=a,b`; of another word, the word."""
+    """Return `a` and `b` for `key=a,b`, and any other word unchanged."""
     key, equals, text = word.partition("=")
     if not equals or "," not in text:
         return [word]
     values = _split(key, text)
     for value in values:
         if not value:
-            raise UserError(f"{word}: an empty value; write {key}=A,B with nothing but a comma between two values")
+            raise UserError(f"{word}: a value is empty; write {key}=A,B with one comma between two values")
         if values.count(value) > 1:
             raise UserError(f"{word}: {value} is listed {values.count(value)} times")
     return values
@@ -78,7 +78,7 @@ def _choices(word: str) -> list[str]:
 
 def _split(key: str, text: str) -> list[str]:
     values, start = [], 0
-    waiting: list[str] = []  # for the ends of brackets and quotes that are open
+    waiting: list[str] = []  # closing characters of the brackets and quotes that are open
     for place, character in enumerate(text):
         if waiting and character == waiting[-1]:
             waiting.pop()
@@ -89,10 +89,10 @@ def _split(key: str, text: str) -> list[str]:
         elif character in _QUOTES:
             waiting.append(character)
         elif character in _CLOSING.values():
-            raise UserError(f"{key}={text}: {character} closes nothing")
+            raise UserError(f"{key}={text}: {character} has no opening bracket")
         elif character == "," and not waiting:
             values.append(text[start:place])
             start = place + 1
     if waiting:
-        raise UserError(f"{key}={text}: {waiting[-1]} is missing")
+        raise UserError(f"{key}={text}: a closing {waiting[-1]} is missing")
     return [*values, text[start:]]

@@ -1,4 +1,4 @@
-"""The Hugging Face cache that jobs read: what it holds, and downloads into it on the login node."""
+"""The Hugging Face cache that jobs read: its contents, and downloads into it on the login node."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class HubCache:
     models: Path
     datasets: Path
     offline: bool
-    """Whether the cache is all that the job has."""
+    """Whether the job cannot download anything that the cache lacks."""
 
     def model_folder(self, name: str) -> Path | None:
-        """The snapshot that the name stands for (its branch main); None where it was never downloaded."""
+        """Return the snapshot of a model's branch main; None if it was never downloaded."""
         repository = self.models / f"models--{name.replace('/', '--')}"
         try:
             commit = (repository / "refs" / "main").read_text().strip()
@@ -37,7 +37,7 @@ class HubCache:
         return snapshot if snapshot.is_dir() else None
 
     def has_dataset(self, name: str) -> bool:
-        """Whether `datasets` has prepared it: a name, or name:configuration."""
+        """Return whether `datasets` has prepared a data set, given as name or name:configuration."""
         path, _, configuration = name.partition(":")
         *owner, last = path.split("/")
         folder = self.datasets / "___".join([*owner, _snake_case(last)])
@@ -45,7 +45,7 @@ class HubCache:
 
 
 def hub_cache(config: JobConfig, environ: Mapping[str, str] = os.environ) -> HubCache:
-    """The cache of a job that is submitted from this environment."""
+    """Return the cache of a job that is submitted from this environment."""
     found = {**environ, **job_environment(config)}
     user = found.get("XDG_CACHE_HOME", "~/.cache")
     home = found.get("HF_HOME", f"{user}/huggingface")
@@ -59,21 +59,24 @@ def _path(text: str) -> Path:
 
 
 def _snake_case(name: str) -> str:
-    """GSM8kHard -> gsm8k_hard, as `datasets` names its folders."""
+    """Convert GSM8kHard to gsm8k_hard, as `datasets` names its folders."""
     name = re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", name)
     return re.sub(r"([a-z\d])([A-Z])", r"\1_\2", name).lower()
 
 
 def fetch(names: Sequence[str], config: JobConfig) -> int:
-    """Download models and data sets into the cache that jobs will read; prints what and where. The exit code.
+    """Download models and data sets into the cache that jobs will read, and print their locations.
+
+    Returns:
+        The exit code of the download.
 
     Raises:
-        UserError: there is no Python that can, or it cannot be started.
+        UserError: no Python with `datasets` was found, or it cannot be started.
     """
     python = python_with("datasets", config.slurm.python)
     if python is None:
         raise UserError(
-            f"{sys.executable} has no datasets: {install_command('train', sys.executable)}, or set slurm.python"
+            f"{sys.executable} lacks `datasets`: {install_command('train', sys.executable)}, or set slurm.python"
         )
     command = [python, "-P", "-m", "hpc_rl.data.fetch", *names]
     try:
@@ -86,7 +89,7 @@ def fetch(names: Sequence[str], config: JobConfig) -> int:
 
 
 def fetch_environment(config: JobConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of jobs, but online, and with the login to the hub that the user has already."""
+    """Return the environment of jobs, but online, and with the user's existing login to the hub."""
     found = {**environ, **job_environment(config)}
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
         found.pop(name, None)

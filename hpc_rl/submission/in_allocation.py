@@ -1,4 +1,4 @@
-"""A job inside an allocation that there is already (salloc): its script runs here and now, by bash."""
+"""A job inside an existing allocation (salloc): bash runs its script immediately."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import POLL_S, count_interrupts
 
 _SIZES = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES", "SLURM_CPUS_PER_TASK")
-"""What salloc was asked for; srun would take it for the step's size (srun's manual page, INPUT ENVIRONMENT)."""
+"""The size requested from salloc. srun would use it as the size of the step (srun(1), INPUT ENVIRONMENT)."""
 
 
 def step_environment(environ: Mapping[str, str], nodes: int) -> dict[str, str]:
-    """The environment that sbatch would give the script, for one task on each node with all the CPUs that it has there.
+    """Return the environment that sbatch would set for the script: one task per node, with all CPUs allocated there.
 
     Raises:
-        UserError: there is no allocation around, or it has fewer nodes.
+        UserError: this shell is not inside an allocation, or the allocation has fewer nodes.
     """
     job_id = environ.get("SLURM_JOB_ID")
     if not job_id:
-        raise UserError("--in-allocation: there is no allocation here (SLURM_JOB_ID is not set); make one with salloc")
+        raise UserError("--in-allocation: no allocation found (SLURM_JOB_ID is not set); create one with salloc")
     granted = int(environ.get("SLURM_JOB_NUM_NODES") or 1)
     if nodes > granted:
         raise UserError(
-            f"--in-allocation: the job asks for {nodes} nodes, and allocation {job_id} has {granted}: lower --nodes"
+            f"--in-allocation: the job requests {nodes} nodes, but allocation {job_id} has {granted}: lower --nodes"
         )
     found = {name: value for name, value in environ.items() if name not in _SIZES}
     cpus = [int(count) for count in re.findall(r"(?:^|,)(\d+)", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))]
@@ -42,10 +42,10 @@ def step_environment(environ: Mapping[str, str], nodes: int) -> dict[str, str]:
 
 
 def run_in_allocation(job: Job, script: str, on_poll: Callable[[], None]) -> int:
-    """Run the job to its end; the exit code.
+    """Run the job to its end and return its exit code.
 
-    Ctrl-C asks it to save and leave; a second one ends it at once. Slurm warns of the allocation's end only what it
-    started itself, so the job does not save by itself before that.
+    The first Ctrl-C asks the job to save and exit; the second one ends it immediately. Slurm announces the end of an
+    allocation only to processes that it started itself, so the job does not save automatically before that.
     """
     environ = step_environment(os.environ, job.config.trainer.nnodes)
     job_id = environ["SLURM_JOB_ID"]
@@ -75,7 +75,7 @@ def _end(shell: subprocess.Popen[bytes]) -> None:
             os.killpg(shell.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             shell.wait(GRACE_S)
-    with suppress(ChildProcessError):  # no more of them: an srun that the script has left is a child of ours by now
+    with suppress(ChildProcessError):  # an srun that the script left behind is now a child of this process
         while time.monotonic() < deadline:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
                 time.sleep(POLL_S)

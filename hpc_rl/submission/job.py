@@ -23,15 +23,15 @@ class Job:
     config: JobConfig
     run_dir: RunDir
     working_dir: Path
-    """Where relative paths start, on the nodes too."""
+    """Folder that relative paths refer to, also on the nodes."""
     program: tuple[str, ...] = ()
     """The user's own program and its arguments, if the kind takes one."""
     after: After | None = None
-    """Jobs that have to complete first. sbatch is told on its command line, so that the script can be used again."""
+    """Jobs that have to complete first. They are options on sbatch's command line, so that the script can be reused."""
     command: tuple[str, ...] = ()
-    """The command that asked for the job, for job.json."""
+    """The command that requested the job, for job.json."""
     note: str = ""
-    """What was chosen for the user when the job was planned, in a sentence."""
+    """A sentence about what was chosen for the user when the job was planned."""
 
     @property
     def name(self) -> str:
@@ -39,7 +39,7 @@ class Job:
 
     @property
     def size(self) -> str:
-        """`2 nodes x 4 GPUs`."""
+        """The size of the job, such as `2 nodes x 4 GPUs`."""
         trainer = self.config.trainer
         nodes = "1 node" if trainer.nnodes == 1 else f"{trainer.nnodes} nodes"
         unit = "GPU" if trainer.uses_gpus else "CPU process"
@@ -48,5 +48,5 @@ class Job:
 
     @property
     def row(self) -> JobKind:
-        """The job's kind."""
+        """The row of KINDS for this job."""
         return KINDS[self.kind]

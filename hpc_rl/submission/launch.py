@@ -20,17 +20,17 @@ from hpc_rl.submission.request import Request, plan, reserve
 from hpc_rl.submission.script import render
 
 Note = Callable[[str], None]
-"""Is told what was chosen for the user, and what could not be checked."""
+"""Receives each sentence about what was chosen for the user, and about what could not be checked."""
 
 TEST_TIME = "10:00"
 TEST_WARNING_S = 60
 
 
 def prepare(request: Request, note: Note) -> tuple[Job, str]:
-    """The job of a request and its script, after every check. Changes nothing.
+    """Plan and check the job of a request; return the job and its script. Changes nothing.
 
     Raises:
-        UserError: all problems, a line each.
+        UserError: the request is invalid; the message lists all problems, one per line.
     """
     job = plan(request)
     queue.check_free(job.run_dir)
@@ -53,7 +53,11 @@ def notes_on(jobs: Sequence[Job], local: bool = False) -> list[str]:
 
 
 def resumed(job: Job) -> list[str]:
-    """What a job resumes, and the settings that differ from its last attempt, a line each; empty for a new run."""
+    """Describe what a job resumes, and the settings that differ from its last attempt, one per line.
+
+    Returns:
+        The lines; none for a new run.
+    """
     if not job.run_dir.config.is_file() or job.row.trainer is None:
         return []
     try:
@@ -63,11 +67,12 @@ def resumed(job: Job) -> list[str]:
     after = flat(job.config.model_dump(mode="json"))
     changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
     saved = newest_checkpoint(job.run_dir)
-    head = f"run {job.run_dir.name} {f'resumes from {saved}' if saved else 'starts again: it has no checkpoint'}"
+    start = f"resumes from {saved}" if saved else "starts from the beginning: it has no checkpoint"
+    head = f"run {job.run_dir.name} {start}"
     if not changed:
-        return [f"{head}, with the settings of its last attempt"]
+        return [f"{head}, with the same settings as its last attempt"]
     lines = [f"{key}: {_shown(before, key)} -> {_shown(after, key)}" for key in changed]
-    return [f"{head}, with other settings than its last attempt:", *(f"  {line}" for line in lines)]
+    return [f"{head}, with settings that differ from its last attempt:", *(f"  {line}" for line in lines)]
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:
@@ -75,16 +80,19 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 
 
 def make_run_dir(request: Request, planned: Job, script: str) -> tuple[Job, str]:
-    """Make the run directory of a prepared job; the job and its script, with another name if this one is taken now."""
+    """Create the run directory of a prepared job; return the job and its script.
+
+    Both have another name if the planned one has been taken in the meantime.
+    """
     job = reserve(request, planned)
     return job, script if job.run_dir == planned.run_dir else render(job)
 
 
 def submit(request: Request, note: Note) -> tuple[Job, str]:
-    """Queue the job of a request; the job and its id.
+    """Queue the job of a request; return the job and its id.
 
     Raises:
-        UserError: something is wrong, or sbatch refused the job; then nothing is left behind.
+        UserError: the request is invalid, or sbatch refused the job. Then nothing is left behind.
     """
     queue.require_slurm()
     job, script = make_run_dir(request, *prepare(request, note))
@@ -92,7 +100,7 @@ def submit(request: Request, note: Note) -> tuple[Job, str]:
 
 
 def as_test(request: Request) -> Request:
-    """The request as a short trial: two steps, ten minutes, on the site's partition for tests if there is one."""
+    """Turn a request into a short trial: two steps, ten minutes, on the site's test partition if there is one."""
     settings = {"slurm.time": TEST_TIME, "slurm.warning_s": TEST_WARNING_S, "slurm.requeue": False}
     settings |= KINDS[request.kind].test_settings
     return replace(request, settings={**request.settings, **settings}, is_test=True)

@@ -1,4 +1,4 @@
-"""A job on this machine: the same node entries as under Slurm, as local processes with an allocation of our making."""
+"""A job on this machine: the same node entries as under Slurm, as local processes with a simulated allocation."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _CONTAINER = "container.sh"
 
 
 def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
-    """Run the job here, to its end; the exit code.
+    """Run the job on this machine to its end and return its exit code.
 
-    Ctrl-C asks it to save and leave; a second one ends it at once.
+    The first Ctrl-C asks the job to save and exit; the second one ends it immediately.
     """
     job_id = f"local-{os.getpid()}"
     queue.prepare(job, script, None)
@@ -65,13 +65,17 @@ def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
 
 
 def check_local(job: Job) -> None:
-    """Raises UserError where the job cannot run without Slurm."""
+    """Check that the job can run without Slurm.
+
+    Raises:
+        UserError: its container runtime needs srun, or is not installed.
+    """
     settings = job.config.container
     if settings.image is None:
         return
     if not has_container_script(settings):
         raise UserError(
-            f"container.runtime={settings.runtime} is a plug-in of srun, so there is no --local with it: use apptainer"
+            f"container.runtime={settings.runtime} is a plug-in of srun and does not work with --local: use apptainer"
         )
     programs = runtime_of(settings).programs
     if find_program(programs) is None:
@@ -79,7 +83,7 @@ def check_local(job: Job) -> None:
 
 
 def _lock(job: Job, job_id: str) -> IO[str]:
-    """One job at a time in a run directory, as the job script has it; held until closed."""
+    """Lock a run directory, as the job script does, so that it holds one job at a time. Closing the file unlocks it."""
     lock = (job.run_dir.path / ".lock").open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,7 +92,7 @@ def _lock(job: Job, job_id: str) -> IO[str]:
         owner = lock.read().split()[-1:]
         lock.close()
         raise UserError(f"job {' '.join(owner)} is running in {job.run_dir.path}: choose another --job-name") from None
-    except OSError as error:  # a file system without locks; submission has looked for a running job already
+    except OSError as error:  # a file system without locks; the submission has already checked for a running job
         print(f"hpc-rl: no file lock in {job.run_dir.path}: {error.strerror}", file=sys.stderr)
     lock.write(job_id + "\n")
     lock.flush()
@@ -98,11 +102,11 @@ def _lock(job: Job, job_id: str) -> IO[str]:
 def node_environment(
     job: Job, job_id: str, attempt: Path, node_rank: int, environ: Mapping[str, str], cpus: int
 ) -> dict[str, str]:
-    """The environment of one node's entry: what Slurm would set, for as many nodes of the same name as asked for.
+    """Return the environment of one node's entry: the variables that Slurm would set. All nodes have this host's name.
 
     Args:
-        cpus: CPUs of this machine, shared by the nodes. A node gets no fewer than it would ask Slurm for, so that what
-            runs on a cluster runs here too, if slower.
+        cpus: CPUs of this machine, shared by the nodes. A node gets at least as many as it would request from Slurm, so
+            that what runs on a cluster also runs here, if slower.
     """
     trainer = job.config.trainer
     asked = cpus_per_node(job.config)
@@ -162,12 +166,12 @@ def _run_nodes(job: Job, job_id: str, attempt: Path, on_poll: Callable[[], None]
                 return _CANCELLED
             time.sleep(POLL_S)
     finally:
-        # As srun --kill-on-bad-exit does; all are asked before the first is waited for.
+        # Like srun --kill-on-bad-exit: signal all nodes before waiting for the first.
         for node in nodes:
             node.terminate()
         for node in nodes:
             end(node)
-        # What an entry that was killed has left.
+        # Processes that a killed entry left behind.
         end_descendants()
         for rank, environ in enumerate(environs):
             remove_scratch(scratch_dir(environ, job_id, 0, rank if len(environs) > 1 else None))
@@ -177,7 +181,11 @@ def _run_nodes(job: Job, job_id: str, attempt: Path, on_poll: Callable[[], None]
 
 
 def count_interrupts(job: Job) -> Callable[[], int]:
-    """How often the user has asked to end: the first Ctrl-C writes the stop file; SIGTERM counts as two."""
+    """Handle Ctrl-C and SIGTERM: the first Ctrl-C writes the stop file.
+
+    Returns:
+        A function that returns the number of requests to end so far; SIGTERM counts as two.
+    """
     count = 0
 
     def interrupted(number: int, _frame: FrameType | None) -> None:
@@ -185,7 +193,7 @@ def count_interrupts(job: Job) -> Callable[[], int]:
         count += 2 if number == signal.SIGTERM else 1
         if count == 1:
             job.run_dir.stop.write_text("user\n")
-            print("\nhpc-rl: saving and leaving at the next step; Ctrl-C again to end at once", file=sys.stderr)
+            print("\nhpc-rl: saving and exiting at the next step; Ctrl-C again to end immediately", file=sys.stderr)
 
     signal.signal(signal.SIGINT, interrupted)
     signal.signal(signal.SIGTERM, interrupted)

@@ -23,15 +23,15 @@ GIT_TIMEOUT_S = 20
 
 
 def check_free(run: RunDir) -> None:
-    """A run directory holds one job at a time.
+    """Check that a run directory is free: it holds one job at a time.
 
     Raises:
-        UserError: its job is queued or running, or the folder holds something else.
+        UserError: its job is queued or running, or the folder contains something else.
     """
     if not run.path.is_dir():
-        return  # it can be created, or else the preflight checks refuse it
+        return  # the preflight checks report a folder that cannot be created
     if not is_run(run.path) and any(run.path.iterdir()):
-        raise UserError(f"{run.path} is not empty and no run directory; choose another --run-dir or --job-name")
+        raise UserError(f"{run.path} is neither empty nor a run directory; choose another --run-dir or --job-name")
     now = status_of(run)
     if now.active:
         raise UserError(
@@ -41,7 +41,7 @@ def check_free(run: RunDir) -> None:
 
 
 def reserve(path: Path) -> bool:
-    """Make a run's or sweep's folder; False where somebody else was faster, so that two submissions never share one."""
+    """Create the folder of a run or sweep; return False if it exists, so that two submissions never share one."""
     try:
         path.mkdir(mode=0o700, parents=True)
     except FileExistsError:
@@ -50,7 +50,7 @@ def reserve(path: Path) -> bool:
 
 
 def prepare(job: Job, script: str, job_id: str | None, code: str | None = None) -> None:
-    """Fill the run directory: script, snapshot of the code, and job.json if there is a job.
+    """Fill the run directory: script, snapshot of the code, and job.json if the job id is known.
 
     Args:
         code: the snapshot, if it was taken already for several runs.
@@ -65,10 +65,10 @@ def prepare(job: Job, script: str, job_id: str | None, code: str | None = None) 
 
 
 def share(folder: Path, group: str) -> None:
-    """Let a UNIX group read a folder; what is made in it belongs to the group too (setgid).
+    """Let a UNIX group read a folder; files created in it belong to the group too (setgid).
 
     Raises:
-        UserError: there is no such group, or the user is not a member.
+        UserError: the group does not exist, or the user is not a member.
     """
     try:
         shutil.chown(folder, group=group)
@@ -92,7 +92,7 @@ def record(job: Job, job_id: str, **more: object) -> None:
 
 
 def record_again(run: RunDir, job_id: str) -> None:
-    """Write job.json, and what code there is now, for a run that was submitted again as it was."""
+    """Update job.json and the snapshot of the code for a run that was submitted again unchanged."""
     before = read_json(run.job)
     folder = Path(str(before.get("working_dir", Path.cwd())))
     write_atomically(run.git, git_snapshot(folder))
@@ -106,13 +106,13 @@ def require_slurm() -> None:
 
 
 def submit(job: Job, script: str) -> str:
-    """Queue the script; the job id.
+    """Queue the script of a job and return the job id.
 
     Raises:
-        UserError: sbatch refused; then, and after Ctrl-C, nothing is left behind.
+        UserError: sbatch refused. Then, and after Ctrl-C, nothing is left behind.
     """
     made = not job.run_dir.path.exists() or not any(job.run_dir.path.iterdir())
-    job.run_dir.stop.unlink(missing_ok=True)  # an earlier job's
+    job.run_dir.stop.unlink(missing_ok=True)  # written for an earlier job
     job_id = None
     try:
         prepare(job, script, None)
@@ -125,13 +125,14 @@ def submit(job: Job, script: str) -> str:
 
 
 def queue(script: str, options: Sequence[str] = ()) -> str:
-    """Hand a script to sbatch; the job id.
+    """Submit a script with sbatch and return the job id.
 
-    Ctrl-C waits for sbatch's answer, which has a deadline: a submission that is cut off may have gone through.
+    Ctrl-C takes effect after sbatch has answered, which has a deadline: an interrupted submission may still have been
+    accepted.
 
     Raises:
         UserError: sbatch refused.
-        KeyboardInterrupt: the user wants no job any more, and it is cancelled.
+        KeyboardInterrupt: the user pressed Ctrl-C, and the job was cancelled.
     """
     from hpc_rl.submission.executor import ScriptExecutor
 
@@ -144,17 +145,17 @@ def queue(script: str, options: Sequence[str] = ()) -> str:
 
 
 def remove(folder: Path) -> None:
-    """Take away a run's or sweep's folder that was made for nothing, and an empty ./runs."""
+    """Remove the folder of a run or sweep whose submission failed, and ./runs if it is empty then."""
     shutil.rmtree(folder)
     if folder.parent == ROOT.absolute() and not any(folder.parent.iterdir()):
         folder.parent.rmdir()
 
 
 def git_snapshot(folder: Path) -> str:
-    """Commit, branch and uncommitted changes of the repository around a folder; one line where there is none."""
+    """Describe commit, branch and uncommitted changes of the repository that contains a folder, if there is one."""
     head = _git(folder, "log", "-1", "--format=commit %H%ndate %cI%nsubject %s")
     if head is None:
-        return f"{folder} is in no git repository\n"
+        return f"{folder} is not in a git repository\n"
     branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD") or ""
     changes = (_git(folder, "status", "--porcelain") or "") + (_git(folder, "diff", "HEAD") or "")
     if len(changes) > GIT_MAX_BYTES:

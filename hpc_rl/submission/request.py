@@ -1,4 +1,4 @@
-"""From a request, as typed on the command line or made in Python, to the job that it asks for."""
+"""From a request, typed on the command line or made in Python, to the job that it describes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks for: the words of `submit` and `render`, or the arguments of `hpc_rl.submit`."""
+    """A user's request: the arguments of `hpc-rl submit` and `hpc-rl render`, or of `hpc_rl.submit`."""
 
     kind: str
     """Name of a row of KINDS."""
@@ -36,12 +36,12 @@ class Request:
     program: tuple[str, ...] = ()
     """The user's own program and its arguments, if the kind takes one."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted key -> value, from flags."""
+    """Dotted key -> value, from flags such as --nodes."""
     after: str | None = None
     """A job id, a run or a sweep that has to complete first."""
     run_dir: Path | None = None
     site: str | None = None
-    """File or shipped name of a site profile, above those that are found without a name."""
+    """File or name of a site profile; it takes precedence over the profiles that are found by default."""
     local: bool = False
     """Whether the job runs on this machine, without Slurm."""
     is_test: bool = False
@@ -51,23 +51,23 @@ class Request:
 
 
 def plan(request: Request, taken: frozenset[str] = frozenset()) -> Job:
-    """The job that a request asks for. Composes its configuration, and changes nothing.
+    """Plan the job that a request describes: compose its configuration and name it. Changes nothing.
 
-    A job without a name is called by the first free one of sft-1, sft-2, ... so that a dry run shows the very script
-    of the submission after it.
+    A job without a name gets the first free name of sft-1, sft-2 and so on, so that a dry run shows exactly the script
+    that would be submitted.
 
     Args:
         taken: names that other jobs of the same command will have.
 
     Raises:
-        UserError: the configuration is wrong, or there is no job to wait for.
+        UserError: the configuration is invalid, or the job to wait for does not exist.
     """
     if request.is_test and request.run_dir is not None:
-        raise UserError("--test makes a run directory of its own: leave out --run-dir")
+        raise UserError("--test creates its own run directory: leave out --run-dir")
     if request.program and not KINDS[request.kind].takes_program:
         takers = " and ".join(row.name for row in KINDS.values() if row.takes_program)
         raise UserError(
-            f"-- {request.program[0]}: {request.kind} runs a program of hpc-rl's own; {takers} take one after --"
+            f"-- {request.program[0]}: {request.kind} runs hpc-rl's own trainer; only {takers} accept a program after --"
         )
     devices = Devices(request.local)
 
@@ -82,10 +82,10 @@ def plan(request: Request, taken: frozenset[str] = frozenset()) -> Job:
 
 
 def job_of(request: Request, config: JobConfig, taken: frozenset[str] = frozenset(), note: str = "") -> Job:
-    """The job of a request whose configuration is composed already.
+    """Return the job of a request whose configuration is already composed.
 
     Raises:
-        UserError: its name cannot be one, or there is no job to wait for.
+        UserError: its name is invalid, or the job to wait for does not exist.
     """
     name = config.slurm.job_name
     if name is not None and not _NAME.fullmatch(name):
@@ -94,7 +94,7 @@ def job_of(request: Request, config: JobConfig, taken: frozenset[str] = frozense
         )
     after = None if request.after is None else find_after(request.after)
     if after is not None and "dependency" in config.slurm.sbatch:
-        raise UserError("--after and --sbatch dependency=... set the same option of sbatch: give one of them")
+        raise UserError("--after and --sbatch dependency=... set the same option of sbatch: use only one of them")
     run_dir = RunDir(_run_dir(request, config, taken))
     if request.is_test:
         config = config.updated("slurm.job_name", None)  # the run directory's
@@ -102,9 +102,9 @@ def job_of(request: Request, config: JobConfig, taken: frozenset[str] = frozense
 
 
 def reserve(request: Request, job: Job) -> Job:
-    """Make the run directory of a planned job.
+    """Create the run directory of a planned job.
 
-    A job without a name takes the next free one if another submission was faster.
+    A job without a name gets the next free name if another submission was faster.
     """
     while not (_is_named(request, job.config) or queue.reserve(job.run_dir.path)):
         job = replace(job, run_dir=RunDir(_run_dir(request, job.config, frozenset())))
@@ -112,7 +112,7 @@ def reserve(request: Request, job: Job) -> Job:
 
 
 def free_name(stem: str, taken: frozenset[str] = frozenset()) -> str:
-    """The first of stem-1, stem-2, ... that no run has."""
+    """Return the first of stem-1, stem-2 and so on that no run has."""
     number = 1
     while (ROOT / f"{stem}-{number}").exists() or f"{stem}-{number}" in taken:
         number += 1
@@ -120,10 +120,10 @@ def free_name(stem: str, taken: frozenset[str] = frozenset()) -> str:
 
 
 def job_of_script(kind: str, script: Path, command: tuple[str, ...] = ()) -> tuple[Job, str]:
-    """A script that `render` wrote and that may have been edited, and its text.
+    """Read a script that `render` wrote and that may have been edited; return its job and its text.
 
     Raises:
-        UserError: it cannot be read, or does not name its run directory.
+        UserError: the script cannot be read, or does not name its run directory.
     """
     try:
         text = script.read_text()
@@ -134,18 +134,18 @@ def job_of_script(kind: str, script: Path, command: tuple[str, ...] = ()) -> tup
     except ValueError as error:
         raise UserError(f"--script {script}: write the run directory without $ or ` in the line {error}") from error
     if path is None:
-        raise UserError(f"--script {script} has no line `export {ENV_RUN_DIR}=...`: hpc-rl did not render it")
+        raise UserError(f"--script {script} has no line `export {ENV_RUN_DIR}=...`: hpc-rl render did not write it")
     return Job(kind, JobConfig(), RunDir(Path(path).absolute()), Path.cwd(), command=command), text
 
 
 def _test_partition(request: Request, tree: Mapping[str, Any]) -> str | None:
-    """The site's partition for trials, if this is a trial and no flag names another partition."""
+    """Return the site's test partition if this is a trial and no flag names another partition."""
     found = tree.get("slurm", {}).get("test_partition") if request.is_test else None
     return None if "slurm.partition" in request.settings else found
 
 
 def _is_named(request: Request, config: JobConfig) -> bool:
-    """Whether the user chose the run directory. A trial never uses that of the run that it tries."""
+    """Return whether the user chose the run directory. A trial never uses the directory of the real run."""
     return not request.is_test and (request.run_dir is not None or config.slurm.job_name is not None)
 
 

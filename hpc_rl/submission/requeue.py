@@ -1,4 +1,4 @@
-"""Start a run, or what is left of a sweep, again from its last checkpoint."""
+"""Resume a run, or the unfinished runs of a sweep, from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -13,51 +13,60 @@ from hpc_rl.submission import queue
 from hpc_rl.submission.after import find_after_again
 
 REQUEUE = "requeue"
-"""The stop file's text with which the job script queues its job again after saving."""
+"""If the stop file has this text, the job script requeues its job after saving."""
 
 
 def requeue(run: RunDir) -> str:
-    """Queue the run again; what was done, in a line.
+    """Queue the run again, and return a line that describes what was done.
 
-    A running job saves first. One that has ended is submitted again as it was, with the script that is in the run
-    directory, and goes on from its last checkpoint.
+    A running job saves first. A job that has ended is submitted again with the script in the run directory, and resumes
+    from its last checkpoint.
 
     Raises:
-        UserError: its job cannot be queued again, or has nothing left to do.
+        UserError: the run was not a Slurm job, it has no script, or its job was submitted without requeueing.
     """
     now = status_of(run)
     if now.state == "COMPLETED":
-        return f"run {run.name} has nothing to queue again: it is {now.state}"
+        return f"run {run.name} has nothing to resume: its state is {now.state}"
     if now.state == "PENDING":
-        return f"job {now.job_id} of run {run.name} is waiting in the queue already"
+        return f"job {now.job_id} of run {run.name} is already waiting in the queue"
     if not run.script.is_file():
-        raise UserError(f"run {run.name} has no {run.script.name}: submit it again by its name")
+        raise UserError(f"run {run.name} has no {run.script.name}: submit it again with --job-name {run.name}")
     if now.active:
         return _from_within(run, now)
     if now.job_id is not None and not in_slurm(run):
-        raise UserError(f"run {run.name} was no job of Slurm's queue: start it again by its name, as the last time")
+        raise UserError(
+            f"run {run.name} was not queued by Slurm: run the command that started it again, with --job-name {run.name}"
+        )
     after = find_after_again([run])
     run.stop.unlink(missing_ok=True)
     job_id = queue.queue(run.script.read_text(), after.sbatch_options if after else [])
     queue.record_again(run, job_id)
     waits = f" after job {', '.join(after.job_ids)}" if after and after.job_ids else ""
-    return f"submitted job {job_id}{waits}: run {run.name} goes on, {now.state} before"
+    return f"submitted job {job_id}{waits}: run {run.name} will resume (previous state: {now.state})"
 
 
 def _from_within(run: RunDir, now: RunStatus) -> str:
     if not in_slurm(run):
-        raise UserError(f"run {run.name} is no job of Slurm's queue: stop it, and start it again by its name")
+        raise UserError(
+            f"run {run.name} was not queued by Slurm: stop it, and run the command that started it again, "
+            f"with --job-name {run.name}"
+        )
     if "scontrol requeue" not in run.script.read_text():
         raise UserError(
             f"job {now.job_id} of run {run.name} was submitted with slurm.requeue=false: "
-            f"hpc-rl stop {run.name}, and then requeue"
+            f"run hpc-rl stop {run.name} first, then hpc-rl requeue {run.name}"
         )
     control.ask_to_stop(run, REQUEUE)
-    return f"job {now.job_id} of run {run.name} will save at its next step and be queued again"
+    return f"job {now.job_id} of run {run.name} will save at its next step and then be requeued"
 
 
 def requeue_sweep(sweep: SweepDir) -> str:
-    """Queue again, as one array, the runs that ended before they were done; what was done, in a line."""
+    """Queue the runs that ended without completing again, as one array. Return a line that describes what was done.
+
+    Raises:
+        UserError: the sweep has no script.
+    """
     found = statuses_of(sweep.runs())
     again = {
         number: now
@@ -65,9 +74,9 @@ def requeue_sweep(sweep: SweepDir) -> str:
         if not now.active and now.state != "COMPLETED" and run_of(now).script.is_file()
     }
     if not again:
-        return f"sweep {sweep.name} has nothing to queue again: {states(found)}"
+        return f"sweep {sweep.name} has nothing to resume: {states(found)}"
     if not sweep.script.is_file():
-        raise UserError(f"sweep {sweep.name} has no {sweep.script.name}: queue its runs one by one")
+        raise UserError(f"sweep {sweep.name} has no {sweep.script.name}: requeue its runs one by one")
     script = sweep.script.read_text()
     limit = re.search(r"^#SBATCH --array=\S*?(%\d+)$", script, re.MULTILINE)
     after = find_after_again(sweep.runs())
@@ -78,4 +87,7 @@ def requeue_sweep(sweep: SweepDir) -> str:
     for number, now in again.items():
         queue.record_again(run_of(now), f"{job_id}_{number}")
     before = states(again.values())
-    return f"submitted job {job_id}: {len(again)} of {len(found)} runs of sweep {sweep.name} again ({before} before)"
+    return (
+        f"submitted job {job_id}: {len(again)} of {len(found)} runs of sweep {sweep.name} will resume "
+        f"(previous states: {before})"
+    )

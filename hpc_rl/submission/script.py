@@ -1,4 +1,4 @@
-"""From a configuration to the text of a job script. Pure, but for reading the template."""
+"""From a configuration to the text of a job script. Pure functions, except for reading the template."""
 
 from __future__ import annotations
 
@@ -24,18 +24,22 @@ from hpc_rl.submission.resources import further_directives, resource_directives
 
 
 def render(job: Job) -> str:
-    """The sbatch script of a job.
+    """Return the sbatch script of a job.
 
-    A template of the same name in `./slurm_templates/` or `~/.config/hpc-rl/slurm_templates/` wins over ours.
+    A template of the same name in `./slurm_templates/` or `~/.config/hpc-rl/slurm_templates/` replaces the shipped one.
 
     Raises:
-        UserError: the template is broken (file and line named), or a path cannot stand in a script.
+        UserError: the template is invalid (the message names file and line), or a script cannot contain a path.
     """
     return fill(job.row.template, _values(job))
 
 
 def render_container(job: Job) -> str:
-    """container.sh: how a command runs inside the job's image; part of the job script. Errors as `render` has them."""
+    """Return container.sh, the part of the job script that runs a command inside the image.
+
+    Raises:
+        UserError: see `render`.
+    """
     config, settings = job.config, job.config.container
     binds = run_options.job_binds(config, job.run_dir.path, job.working_dir, job.program)
     values = {
@@ -51,10 +55,10 @@ def render_container(job: Job) -> str:
 
 
 def fill(template: str, values: dict[str, Any]) -> str:
-    """The text of a template with these values.
+    """Fill in a template.
 
     Raises:
-        UserError: the template is broken; file and line are named.
+        UserError: the template is invalid; the message names file and line.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateSyntaxError
 
@@ -78,7 +82,7 @@ def fill(template: str, values: dict[str, Any]) -> str:
 
 
 def bash_word(text: str) -> str:
-    """One word of bash with exactly this value, on one line (bash's manual page, QUOTING)."""
+    """Quote a text as one word of bash, on one line (bash(1), QUOTING)."""
     if _RESERVED.fullmatch(text):
         return f"'{text}'"
     if not _CONTROL.search(text):
@@ -88,14 +92,14 @@ def bash_word(text: str) -> str:
 
 
 def directive_word(value: str | int) -> str:
-    """A value of an #SBATCH line: sbatch knows double quotes, and backslashes before a quote or a backslash.
+    """Quote the value of an #SBATCH line. sbatch reads double quotes, and backslashes before a quote or a backslash.
 
     Raises:
-        UserError: it has a line break or another control character, which no directive can hold.
+        UserError: the value has a line break or another control character, which no directive can contain.
     """
     text = str(value)
     if _CONTROL.search(text):
-        raise UserError(f"{text!r} has a line break or control character, which no #SBATCH line can hold")
+        raise UserError(f"{text!r} has a line break or control character, which an #SBATCH line cannot contain")
     if re.fullmatch(r"[A-Za-z0-9_@%+=:,./&|*-]+", text):
         return text
     return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
@@ -136,7 +140,7 @@ def _values(job: Job) -> dict[str, Any]:
 
 
 def job_python(config: JobConfig) -> str:
-    """Python of the job: inside the image if there is one."""
+    """Return the Python of the job, which is inside the image if there is one."""
     return config.container.python if config.container.image else config.slurm.python or sys.executable
 
 
@@ -150,15 +154,15 @@ def _srun_options(job: Job) -> str:
 
 
 def _end_mark(what: str, text: str | None) -> str:
-    """A line that ends a here-document and is not in it."""
+    """Return a line that ends a here-document and does not occur in it."""
     return f"END_OF_{what}_{hashlib.sha256((text or '').encode()).hexdigest()[:8]}"
 
 
 def node_options(config: JobConfig, local: bool = False) -> list[str]:
-    """Arguments of the node entry.
+    """Return the arguments of the node entry.
 
     Args:
-        local: all nodes are this machine, which need not have the cluster's network.
+        local: all nodes are this machine, which may lack the cluster's network.
     """
     timeout = config.ray.start_timeout_s if isinstance(config, RayJobConfig) else config.slurm.start_timeout_s
     options = ["--processes", str(config.trainer.n_gpus_per_node), "--start-timeout", str(timeout)]
@@ -182,7 +186,7 @@ def _ray_options(config: RayJobConfig) -> list[str]:
 def program_text(job: Job) -> str:
     if job.row.trainer is not None:
         python = "" if job.row.node_entry == "hpc_rl.node.torchrun" else '"$python" '  # torchrun adds its own
-        # -P: a datasets.py in the user's folder must not stand in for the library of that name.
+        # -P: a datasets.py in the user's folder must not shadow the library of that name.
         return f'{python}-P -m {job.row.trainer} --config "$HPC_RL_RUN_DIR/config.yaml"'
     return " ".join(map(bash_word, job.program))
 
@@ -205,10 +209,14 @@ def _directives(job: Job) -> Iterator[tuple[str, str | int | None]]:
 
 
 def log_folder(path: Path) -> str:
-    """As part of a filename pattern: %% is a percent sign, and a backslash would switch patterns off (sbatch(1))."""
+    """Escape a path for a filename pattern: %% is a percent sign; a backslash would disable patterns (sbatch(1)).
+
+    Raises:
+        UserError: the path has a backslash.
+    """
     if "\\" in str(path):
         raise UserError(
-            f"run directory {path}: sbatch takes no backslash in the path of a log; choose another --run-dir"
+            f"run directory {path}: sbatch does not accept a backslash in the path of a log; choose another --run-dir"
         )
     return str(path).replace("%", "%%")
 
@@ -218,7 +226,7 @@ def _printable(text: str) -> str:
 
 
 def _template_line(error: Exception, template: str) -> str:
-    """File and line in the template: the innermost frame that Jinja2 mapped back to one."""
+    """Return file and line in the template: those of the innermost frame that Jinja2 mapped to a template."""
     place = template
     trace = error.__traceback__
     while trace:

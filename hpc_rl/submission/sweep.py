@@ -26,33 +26,33 @@ from hpc_rl.submission.request import Request, free_name, job_of
 from hpc_rl.submission.script import directive_word, fill, log_folder, render
 
 _OWN_OPTIONS = ("job-name", "output")
-"""Directives in which the points of a sweep may differ: the array has its own."""
+"""Directives that may differ between the points of a sweep: the array has its own."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep to be: everything is known and checked, and nothing made."""
+    """A planned sweep: everything is checked, and nothing has been created."""
 
     sweep: SweepDir
     points: Sequence[Point]
     jobs: Sequence[Job]
     scripts: Sequence[str]
-    """Of the points, in order."""
+    """The scripts of the points, in order."""
     script: str
-    """Of the array."""
+    """The script of the array."""
     notes: Sequence[str]
-    """What could not be checked here."""
+    """What could not be checked on this machine."""
 
 
 def plan(request: Request, max_parallel: int | None) -> Plan:
     """Check every point and render its script. Changes nothing.
 
     Args:
-        request: the sweep as it was typed; keys with several values are swept.
-        max_parallel: most points that run at a time; None: as many as fit.
+        request: the sweep as typed; keys with several values are swept.
+        max_parallel: maximum number of points that run at a time; None: as many as fit.
 
     Raises:
-        UserError: a point's configuration is wrong, or the points ask Slurm for different resources.
+        UserError: a point's configuration is invalid, or the points request different resources from Slurm.
     """
     common, points = grid(request.overrides, commands.max_array_size)
     devices = Devices()
@@ -78,11 +78,11 @@ def plan(request: Request, max_parallel: int | None) -> Plan:
 
 
 def array_script(sweep: SweepDir, kind: str, scripts: Sequence[str], max_parallel: int | None) -> str:
-    """The array's script: the directives of its points, and a line that runs the task's own script."""
+    """Return the script of the array: the directives of its points, and a line that runs the script of the task."""
     tasks = f"1-{len(scripts)}" + (f"%{max_parallel}" if max_parallel else "")
     log = f"{log_folder(sweep.path / sweep.name)}_%a/job-%A_%a.log"
     asked = directives(scripts[0])
-    has_name = any(_option(line) == "job-name" for line in asked)  # unless slurm.leave_out has it
+    has_name = any(_option(line) == "job-name" for line in asked)  # unless slurm.leave_out removes it
     return fill(
         "sweep.sbatch.j2",
         {
@@ -100,14 +100,14 @@ def array_script(sweep: SweepDir, kind: str, scripts: Sequence[str], max_paralle
 
 
 def submit(planned: Plan) -> str:
-    """Make every run directory and queue the array; its job id. Where sbatch refuses, nothing is left behind.
+    """Create every run directory, queue the array and return its job id. If sbatch refuses, nothing is left behind.
 
     Raises:
-        UserError: sbatch refused, or somebody made a sweep of this name just now.
+        UserError: sbatch refused, or another process has just created a sweep of this name.
     """
     sweep, after, job_id = planned.sweep, planned.jobs[0].after, None
     if not queue.reserve(sweep.path):
-        raise UserError(f"{sweep.path} was made just now by somebody else: choose another --job-name")
+        raise UserError(f"{sweep.path} has just been created by another process: choose another --job-name")
     try:
         if (group := planned.jobs[0].config.slurm.group) is not None:
             queue.share(sweep.path, group)
@@ -132,7 +132,7 @@ def submit(planned: Plan) -> str:
 
 
 def directives(script: str) -> list[str]:
-    """The #SBATCH lines that sbatch reads: those above the first command."""
+    """Return the #SBATCH lines that sbatch reads: those above the first command."""
     head = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), script.splitlines())
     return [line for line in head if line.startswith("#SBATCH")]
 
@@ -149,10 +149,10 @@ def _check_same_resources(points: Sequence[Point], scripts: Sequence[str]) -> No
             mine, first = (sorted(set(a) - set(b)) for a, b in ((lines, asked[0]), (asked[0], lines)))
             shown = " ".join(f"{key}={value}" for key, value in point.values.items())
             raise UserError(
-                f"{shown} asks Slurm for {_said(mine)}, the first run for {_said(first)}: "
-                "an array asks the same for all its runs, so make a sweep of each"
+                f"{shown} requests {_said(mine)} from Slurm, but the first run requests {_said(first)}: "
+                "all runs of an array request the same resources, so submit a separate sweep for each"
             )
 
 
 def _said(lines: Sequence[str]) -> str:
-    return " ".join(line.removeprefix("#SBATCH ") for line in lines) or "nothing of the kind"
+    return " ".join(line.removeprefix("#SBATCH ") for line in lines) or "no such option"

@@ -28,7 +28,7 @@ from hpc_rl.tracking.summary import run_summary
 from hpc_rl.tracking.sweep_charts import best_first, sweep_plots, swept_keys
 
 UPLOT = "uplot-1.6.32.min"
-"""The plotting library as it was published: file name of its script and its style sheet."""
+"""The plotting library as published: file names of its script and its style sheet."""
 _PAGE = Path(__file__).parent / "page"
 _OPEN_DIFFERENCES = 12
 """A longer list of differing options is folded."""
@@ -74,7 +74,7 @@ def write_page(runs: Sequence[Recorded], path: Path, refresh_s: float | None = N
     page = render_page(runs, refresh_s)
     try:
         with replacing(path) as partial:
-            # Half a character of a broken text is no reason to have no report.
+            # Replace invalid characters, so that a damaged text does not prevent the report.
             partial.write_bytes(page.encode("utf-8", "replace"))
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from error
@@ -126,14 +126,14 @@ def _title(runs: Sequence[Recorded]) -> str:
 
 
 def _shared(options: Sequence[dict[str, Any]]) -> str:
-    """The options that all runs have in common, as YAML with dotted keys."""
+    """Return the options that all runs have in common, as YAML with dotted keys."""
     differing = {key for key, _ in differences(options)}
     shared = {key: value for key, value in options[0].items() if key not in differing}
     return yaml.safe_dump(shared, sort_keys=False) if shared else ""
 
 
 def _phase_table(runs: Sequence[Recorded]) -> dict[str, Any] | None:
-    """Phases as columns, runs as rows: median seconds per step."""
+    """Tabulate median seconds per step: phases as columns, runs as rows."""
     medians = phase_medians(runs)
     if not medians:
         return None

@@ -86,7 +86,8 @@ def read_samples(path: Path) -> list[TextSample]:
     """Read samples.jsonl in order of steps.
 
     A resumed run repeats steps: a line discards all lines of later steps before it, and replaces the line of the same
-    step and prompt (in training, where a prompt has several, of the same response). Half-written lines are left out.
+    step and prompt; in training, where a prompt has several responses, also of the same response. Half-written lines
+    are left out.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -149,7 +150,7 @@ def cut(text: str) -> str:
 
 
 def _training_excerpts(samples: Sequence[TextSample]) -> list[Excerpt]:
-    """One prompt for each of some steps, with its recorded responses."""
+    """Choose one prompt for each of some steps, with its recorded responses."""
     steps = spread(sorted({sample.step for sample in samples}), _MOST_STEPS)
     excerpts = []
     for step, found in groupby((s for s in samples if s.step in steps), key=lambda sample: sample.step):
@@ -165,7 +166,7 @@ def _grouped(groups: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
 
 
 def _over_time(samples: Sequence[TextSample]) -> list[tuple[str, str, str]]:
-    """A row for each response that differs from the one before."""
+    """Return a row for each response that differs from the previous one."""
     rows = []
     for _, same in groupby(samples, key=lambda sample: (sample.response, sample.score)):
         first, *others = same

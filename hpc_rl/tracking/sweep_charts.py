@@ -75,7 +75,7 @@ def _extremes(measured: Sequence[dict[float, float]]) -> list[Series]:
 
 
 def _order(value: str) -> tuple[int, float, str]:
-    """Numbers by size, then text by the alphabet."""
+    """Order numbers by size, then text alphabetically."""
     try:
         return (0, float(value), "")
     except ValueError:

@@ -51,5 +51,5 @@ def refuse_not_finite(step: int, losses_by_rank: Sequence[float], gradient_norm:
         return
     raise AgreedRunError(
         f"{found}: training stopped before the weights changed. "
-        "Usual causes: optim.lr is too high, samples are broken, or weights are bfloat16 where float32 is needed"
+        "Usual causes: optim.lr is too high, samples are broken, or the weights are bfloat16 but float32 is needed"
     )

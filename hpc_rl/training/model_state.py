@@ -158,7 +158,7 @@ def _set_random_state(state: Tensors, world: World) -> None:
 
 def _transfer(action: Callable[..., Any], tensors: Tensors, path: Path, alone: bool) -> None:
     with warnings.catch_warnings():
-        # torch warns that there is no process group even if no_dist says so.
+        # torch warns about the missing process group even if no_dist=True declares it.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         action(tensors, checkpoint_id=path, no_dist=alone)
 

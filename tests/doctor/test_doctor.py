@@ -286,7 +286,7 @@ def test_the_commands(tmp_path: Path) -> None:
     assert explained.startswith("CUDA out of memory\n  job.out: CUDA out of memory. Tried") and "fix:" in explained
     (tmp_path / "odd.out").write_text("fine\nOddError: never seen\n")
     (tmp_path / "other.out").write_text("fine\nsome error: never seen\n")
-    assert "not one of the known failures" in command(tmp_path, "explain", "other.out").stdout
+    assert "the cause is not a known failure" in command(tmp_path, "explain", "other.out").stdout
     found = json.loads(command(tmp_path, "explain", "odd.out", "--json").stdout)
     assert found["findings"][0]["title"] == "An exception in the program" and found["last_message"] == []
     assert (found["state"], found["last_errors"]) == (None, ["OddError: never seen"])

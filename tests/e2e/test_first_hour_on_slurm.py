@@ -34,7 +34,7 @@ def test_sft_on_two_nodes_in_a_starter_project(workspace: Workspace) -> None:
     said = workspace.hpc_rl("submit", "sft", "--nodes", "2", timeout=280)
     assert said.returncode == 0, said.stderr
     assert "  2 nodes x 1 CPU process, 1:00:00, the default partition\n" in said.stdout
-    assert "trainer.device=auto: no GPUs there, so the job computes on CPUs" in said.stderr
+    assert "trainer.device=auto: no GPUs found, so the job runs on CPUs" in said.stderr
     workspace.wait_for_step("sft-1", 2)
     workspace.ok("stop", "sft-1")
     workspace.wait_until(lambda: workspace.status("sft-1")["state"] == "STOPPED", "sft-1 stopped")

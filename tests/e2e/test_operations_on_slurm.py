@@ -106,7 +106,7 @@ def test_a_sweep_is_stopped_attached_to_queued_again_and_cancelled(workspace: Wo
     array = str(workspace.status("wait_3")["job_id"]).partition("_")[0]
 
     said = workspace.ok("requeue", "wait")
-    assert "3 of 3 runs of sweep wait again (2 CANCELLED, 1 STOPPED before)" in said
+    assert "3 of 3 runs of sweep wait will resume (previous states: 2 CANCELLED, 1 STOPPED)" in said
     wait_for_line(workspace, sweep / "wait_1", "attempt 2 with 7")
     again = str(workspace.status("wait_3")["job_id"])
     assert again.endswith("_3") and not again.startswith(f"{array}_")
@@ -115,9 +115,9 @@ def test_a_sweep_is_stopped_attached_to_queued_again_and_cancelled(workspace: Wo
     assert "has no job to cancel: 3 CANCELLED" in workspace.ok("cancel", "wait")
 
     (sweep / "wait_2" / "go").touch()
-    assert "run wait_2 goes on, CANCELLED before" in workspace.ok("requeue", "wait_2")
+    assert "run wait_2 will resume (previous state: CANCELLED)" in workspace.ok("requeue", "wait_2")
     wait_for_states(workspace, "wait", "CANCELLED", "COMPLETED", "CANCELLED")
-    assert "has nothing to queue again: it is COMPLETED" in workspace.ok("requeue", "wait_2")
+    assert "has nothing to resume: its state is COMPLETED" in workspace.ok("requeue", "wait_2")
 
 
 def test_a_chain_trains_on_what_the_stage_before_exported(workspace: Workspace, slurm_cluster: Cluster) -> None:
@@ -147,7 +147,7 @@ def test_a_chain_that_breaks_leaves_nothing_waiting(workspace: Workspace) -> Non
     assert workspace.status("broken")["state"] == "FAILED"
     refused = workspace.hpc_rl("requeue", "never")
     assert refused.returncode == 2 and "run broken is FAILED" in refused.stderr
-    assert "hpc-rl requeue broken starts it again" in refused.stderr
+    assert "start it again with hpc-rl requeue broken" in refused.stderr
 
 
 def test_a_running_job_saves_and_is_queued_again(workspace: Workspace, slurm_cluster: Cluster) -> None:
@@ -156,9 +156,9 @@ def test_a_running_job_saves_and_is_queued_again(workspace: Workspace, slurm_clu
     wait_for_line(workspace, run, "attempt 1")
     job_id = workspace.status("again")["job_id"]
     slurm_cluster.drain(True)  # the job stays in the queue until the test has looked at it there
-    assert "will save at its next step and be queued again" in workspace.ok("requeue", "again")
+    assert "will save at its next step and then be requeued" in workspace.ok("requeue", "again")
     workspace.wait_until(lambda: workspace.status("again")["state"] == "PENDING", "queued again")
-    assert "is waiting in the queue already" in workspace.ok("requeue", "again")
+    assert "is already waiting in the queue" in workspace.ok("requeue", "again")
     slurm_cluster.drain(False)
     workspace.release("again")
     workspace.ok(
@@ -172,14 +172,14 @@ def test_a_running_job_saves_and_is_queued_again(workspace: Workspace, slurm_clu
 
 def test_a_job_in_an_allocation_waits_for_nothing(workspace: Workspace) -> None:
     outside = workspace.hpc_rl("submit", "sft", "--in-allocation", *QUICK)
-    assert outside.returncode == 2 and "there is no allocation here" in outside.stderr
+    assert outside.returncode == 2 and "no allocation found" in outside.stderr
     command = f"{sys.executable} -m hpc_rl.cli submit {' '.join(SFT)} --in-allocation"
     script = f"{command} --nodes 3; {command} --nodes 2 --job-name inside; {command} {FAILS!r} --job-name fails"
     done = subprocess.run(
         ["salloc", "--nodes=2", "--ntasks=4", "--time=5", "bash", "-c", f"{script}; echo last $?"],
         cwd=workspace.folder, env=dict(workspace.environ), capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    assert "asks for 3 nodes, and allocation" in done.stderr
+    assert "requests 3 nodes, but allocation" in done.stderr
     assert "step 4/4" in done.stdout and "last 3" in done.stdout, done.stdout + done.stderr
     status = workspace.status("inside")
     assert (status["state"], status["step"], status["nodes"]) == ("COMPLETED", 4, "node[1-2]")

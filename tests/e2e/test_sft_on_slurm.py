@@ -233,9 +233,9 @@ def test_an_odd_job_name_arrives_at_slurm(workspace: Workspace, slurm_cluster: C
     ("arguments", "said"),
     [
         (["submit", "sft", "--partition", "nope", *QUICK], "partition nope does not exist"),
-        (["submit", "sft", "--after", "999999", *QUICK], "--after 999999: Slurm does not know this job"),
-        (["status", "999999"], "no job 999999"),
-        (["cancel", "999999"], "no job 999999"),
+        (["submit", "sft", "--after", "999999", *QUICK], "--after 999999: Slurm has no such job"),
+        (["status", "999999"], "job 999999 does not belong to a run"),
+        (["cancel", "999999"], "job 999999 does not belong to a run"),
         (["logs", "no-such-run"], "no run 'no-such-run'"),
     ],
 )
@@ -274,7 +274,7 @@ def test_waiting_can_be_interrupted_and_the_job_continues(workspace: Workspace) 
         workspace.wait_for_step("left", 1)
         os.kill(waiting.pid, signal.SIGINT)
         _, said = waiting.communicate(timeout=60)
-    assert waiting.returncode == 130 and "goes on" in said
+    assert waiting.returncode == 130 and "continues; end it with" in said
     assert workspace.status("left")["state"] == "RUNNING"
     workspace.ok("cancel", "left")
     workspace.wait_until(

@@ -84,7 +84,7 @@ def test_detect_asks_for_partition_and_account(login_node: Callable[[str], Comma
     ours, theirs = pty.openpty()
     os.write(ours, b"nowhere\nmixed\nteaching\n")
     done = hpc_rl("site", "detect", "--out", "site.yaml", stdin=theirs)
-    assert "partition (gpu, mixed, devel, cpu) [gpu]" in done.stderr and "'nowhere' is not one of them" in done.stderr
+    assert "partition (gpu, mixed, devel, cpu) [gpu]" in done.stderr and "'nowhere' is not in the list" in done.stderr
     assert "partition mixed, account teaching" in done.stdout
     assert "  account: teaching\n" in (tmp_path / "site.yaml").read_text()
 

@@ -54,8 +54,8 @@ def test_words_of_stages() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (FIRST, "a chain has two stages or more"),
-        (f"{FIRST} --", "an empty stage"),
+        (FIRST, "a chain needs at least two stages"),
+        (f"{FIRST} --", "a stage is empty"),
         (f"{FIRST} -- {FIRST}", "stage 2 (sft) trains the model of stage 1: leave out model.path"),
         (f"{FIRST} -- torchrun", "stage 2 is torchrun: a chain is made of sft and ppo"),
         (f"{FIRST} -- {SECOND} --after sft-7", "stage 2 (sft) starts after stage 1: leave out --after"),
@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_said_before_anything_is_made(folder: Path, line: s
 
 
 @pytest.mark.parametrize(
-    ("runtime", "said"), [("pyxis", "there is no --local with it"), ("auto", "no apptainer and no singularity on PATH")]
+    ("runtime", "said"), [("pyxis", "does not work with --local"), ("auto", "no apptainer and no singularity on PATH")]
 )
 def test_an_image_that_this_machine_cannot_run_is_said_at_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, runtime: str, said: str

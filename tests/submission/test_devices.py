@@ -65,11 +65,11 @@ def test_what_was_chosen_is_told(slurm: list[int], monkeypatch: pytest.MonkeyPat
     devices.fill_in({})
     assert devices.note == ""
     devices.fill_in({"slurm": {"partition": "cpu"}})
-    assert devices.note == "trainer.device=auto: no GPUs there, so the job computes on CPUs"
+    assert devices.note == "trainer.device=auto: no GPUs found, so the job runs on CPUs"
     monkeypatch.setattr(commands, "available", lambda: False)
     unknown = Devices()
     assert unknown.fill_in({}) == {"trainer.device": "cuda"}
-    assert "the job asks for 1 per node" in unknown.note
+    assert "the job requests 1 per node" in unknown.note
 
 
 def smi(folder: Path, gpus: int) -> str:

@@ -34,12 +34,12 @@ def test_commas_in_brackets_and_quotes_separate_nothing(text: str, values: list[
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["lr=1e-6,,3e-6"], "lr=1e-6,,3e-6: an empty value"),
-        (["lr=1e-6,"], "an empty value"),
-        (["lr=,1"], "an empty value"),
+        (["lr=1e-6,,3e-6"], "lr=1e-6,,3e-6: a value is empty"),
+        (["lr=1e-6,"], "a value is empty"),
+        (["lr=,1"], "a value is empty"),
         (["lr=1,2,1"], "1 is listed 2 times"),
         (["betas=[0.9,0.95],[0.9"], "] is missing"),
-        (["betas=0.9],1"], "] closes nothing"),
+        (["betas=0.9],1"], "] has no opening bracket"),
         (["path='a,b"], "' is missing"),
         (["lr=1e-6", "seed=1"], "nothing to sweep"),
         (["betas=[0.9,0.95]"], "nothing to sweep"),
@@ -55,7 +55,9 @@ def test_a_malformed_list_is_one_line(words: list[str], said: str) -> None:
 
 def test_a_sweep_that_is_too_large_is_refused_before_its_points_are_made() -> None:
     words = [f"{key}={','.join(map(str, range(100)))}" for key in "abcdefgh"]
-    with pytest.raises(UserError, match=r"has 10000 points \(a: 100 x b: 100\), and .* at most 9999 \(MaxArraySize\)"):
+    with pytest.raises(
+        UserError, match=r"has 10000 points \(a: 100 x b: 100\), but .* at most 9999 .*\(MaxArraySize\)"
+    ):
         grid(words[:2], lambda: 9999)
     with pytest.raises(UserError, match="has 10000000000000000 points"):
         grid(words, lambda: 10**9)

@@ -26,7 +26,7 @@ def test_a_step_has_one_task_a_node_and_all_cpus() -> None:
 
 
 def test_what_is_no_allocation_or_too_small_is_refused() -> None:
-    with pytest.raises(UserError, match="there is no allocation here"):
+    with pytest.raises(UserError, match="no allocation found"):
         step_environment({"HOME": "/root"}, 1)
-    with pytest.raises(UserError, match="asks for 3 nodes, and allocation 6 has 2"):
+    with pytest.raises(UserError, match="requests 3 nodes, but allocation 6 has 2"):
         step_environment(SALLOC, 3)

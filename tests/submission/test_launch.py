@@ -55,11 +55,11 @@ def test_what_a_run_can_be_asked(folder: Path) -> None:
     status = {"job_id": "7", "attempt": 1, "state": "COMPLETED", "exit_code": 0}
     (run.path / "status.json").write_text(json.dumps(status))
     assert run.wait(timeout_s=60).state == "COMPLETED"
-    with pytest.raises(hpc_rl.UserError, match=r"has exported no model .*: its state is COMPLETED"):
+    with pytest.raises(hpc_rl.UserError, match=r"has not exported .*: its state is COMPLETED"):
         _ = run.model
     (run.path / "model").mkdir()
     assert run.model == run.path / "model"
-    assert "no job to cancel" in run.cancel() and "nothing to stop" in run.stop()
+    assert "no job to cancel" in run.cancel() and "no job to stop" in run.stop()
 
 
 def test_a_wait_has_a_deadline(folder: Path) -> None:
@@ -75,7 +75,7 @@ def test_an_unknown_kind_lists_the_kinds() -> None:
             hpc_rl.submit(kind)
     with pytest.raises(hpc_rl.UserError, match=r"overrides and program are lists of words"):
         hpc_rl.submit("torchrun", program="train.py")
-    with pytest.raises(hpc_rl.UserError, match="sft runs a program of hpc-rl's own; torchrun and ray take one"):
+    with pytest.raises(hpc_rl.UserError, match="sft runs hpc-rl's own trainer; only torchrun and ray accept"):
         hpc_rl.submit("sft", REQUIRED, program=PROGRAM)
 
 
@@ -111,13 +111,13 @@ def test_what_is_resumed_and_what_has_changed_is_told(folder: Path) -> None:
     assert resumed(job) == []
     run.config.write_text(dump(compose("sft", [*REQUIRED, "optim.lr=3e-5", "data.val_files=v.jsonl"])))
     assert resumed(job) == [
-        "run sft-1 starts again: it has no checkpoint, with other settings than its last attempt:",
+        "run sft-1 starts from the beginning: it has no checkpoint, with settings that differ from its last attempt:",
         '  data.val_files: ["v.jsonl"] -> []',
         "  optim.lr: 3e-05 -> 0.0001",
     ]
     (run.checkpoints / "step-00000040").mkdir(parents=True)
     run.config.write_text(dump(job.config))
-    assert resumed(job) == ["run sft-1 resumes from step-00000040, with the settings of its last attempt"]
+    assert resumed(job) == ["run sft-1 resumes from step-00000040, with the same settings as its last attempt"]
 
 
 @pytest.mark.parametrize("name", ["-x", ".x", "a b", "a/b", "ü", "", "a;b", "$(x)"])

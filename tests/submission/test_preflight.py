@@ -93,7 +93,9 @@ def test_what_a_ppo_job_lacks_is_told(changes: dict[str, Any], said: str) -> Non
 def test_libraries_are_looked_for_only_where_the_job_runs_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "installed_ray", lambda: None)
     monkeypatch.setattr(program.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(UserError, match=r"ppo needs torch, (.|\n)*has no Ray: pip install(.|\n)*vllm needs vllm, and"):
+    with pytest.raises(
+        UserError, match=r"ppo needs torch, (.|\n)*has no Ray: .* -m pip install(.|\n)*vllm needs vllm, and"
+    ):
         check_ppo(rollout__name="vllm")
     (note, _) = check_ppo(rollout__name="vllm", slurm__python="/on/the/nodes/python")
     assert "slurm.python /on/the/nodes/python is not on this machine" in note

@@ -57,14 +57,14 @@ def test_ctrl_c_during_a_submission_leaves_neither_job_nor_folder(
 def test_a_run_that_has_started_waits_no_longer(tmp_path: Path) -> None:
     job = {"job_id": "5", "after": "3", "working_dir": str(tmp_path)}
     mine = run(tmp_path, job=job, status={"job_id": "5", "attempt": 1, "state": "FAILED", "exit_code": 1})
-    assert requeue(mine) == "submitted job 7: run mine goes on, FAILED before"
+    assert requeue(mine) == "submitted job 7: run mine will resume (previous state: FAILED)"
     assert not any("--dependency" in call for call in calls(tmp_path))
 
 
 def test_a_run_that_never_started_still_waits(tmp_path: Path) -> None:
     job = {"job_id": "5", "after": "3", "working_dir": str(tmp_path)}
     mine = run(tmp_path, job=job, status={"job_id": "5", "attempt": 0, "state": "CANCELLED", "exit_code": None})
-    with pytest.raises(UserError, match="--after 3: Slurm does not know this job"):
+    with pytest.raises(UserError, match="--after 3: Slurm has no such job"):
         requeue(mine)
 
 

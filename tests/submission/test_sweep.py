@@ -67,9 +67,11 @@ def test_a_name_is_used_once(folder: Path) -> None:
 
 
 def test_an_array_asks_the_same_for_all() -> None:
-    with pytest.raises(UserError, match=r"trainer\.nnodes=2 asks Slurm for --nodes=2, the first run for --nodes=1"):
+    with pytest.raises(
+        UserError, match=r"trainer\.nnodes=2 requests --nodes=2 from Slurm, but the first run requests --nodes=1"
+    ):
         plan("trainer.nnodes=1,2")
-    with pytest.raises(UserError, match="for --mem=4G, the first run for nothing of the kind"):
+    with pytest.raises(UserError, match="requests --mem=4G from Slurm, but the first run requests no such option"):
         plan("slurm.mem=null,4G")
 
 

@@ -26,7 +26,7 @@ _UNLIMITED = 1 << 60
 
 @dataclass(frozen=True)
 class Grant:
-    """The resources of this node as Ray is told."""
+    """The resources of this node that Ray may use."""
 
     cpus: int
     gpus: int

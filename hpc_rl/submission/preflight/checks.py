@@ -28,7 +28,7 @@ from hpc_rl.submission.preflight.partition import ask_of, check_partition
 from hpc_rl.submission.preflight.program import check_packages, check_ray_program, check_torchrun_program
 
 LONGEST_FILE = "attempt-1000/" + "x" * 64
-"""At least as long as any path in a run directory, so that all of them are below the limit of the file system."""
+"""At least as long as any path in a run directory. If this one is below the file system's limit, all of them are."""
 
 
 class Question(NamedTuple):

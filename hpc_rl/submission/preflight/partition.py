@@ -16,7 +16,7 @@ from hpc_rl.submission.resources import asks_for_gpus, cpus_per_node, memory_per
 
 @dataclass(frozen=True)
 class Ask:
-    """The request that a partition has to be able to grant. All runs of a sweep have the same one."""
+    """The request that a partition has to be able to grant. All runs of a sweep have the same request."""
 
     partition: str | None
     need: Need
@@ -34,13 +34,13 @@ def ask_of(config: JobConfig) -> Ask | None:
 
 
 def check_partition(ask: Ask) -> str | None:
-    """Compare the request with the nodes and time limits that sinfo shows, if there is a Slurm.
+    """Compare the request with the nodes and time limits that sinfo shows, if Slurm is installed.
 
     Returns:
         Why it could not be checked, if so.
 
     Raises:
-        UserError: the partition has no such nodes, or a shorter time limit; the message states what it has.
+        UserError: the partition has no such nodes, or a shorter time limit; the message states both.
     """
     if not commands.available():
         return None

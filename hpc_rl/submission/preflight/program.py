@@ -47,7 +47,7 @@ def check_packages(python: str | None, needs: Sequence[str], purpose: str) -> st
         missing = asked.stdout.split()
     if missing:
         raise UserError(
-            f"{purpose} needs {', '.join(missing)}, and {python or sys.executable} does not have it: install it there, "
+            f"{purpose} needs {', '.join(missing)}, and {python or sys.executable} lacks it: install it there, "
             "or set slurm.python to the Python of an environment that has it"
         )
     return None
