@@ -90,12 +90,12 @@ def api_pages() -> dict[str, str]:
 
 
 def modules() -> Iterator[str]:
-    """Yield the dotted names of all modules, packages before their members."""
+    """Yield the dotted names of all modules, packages before their members; the starter project has none."""
     for path in sorted((ROOT / "hpc_rl").rglob("*.py"), key=lambda found: (found.parent, found.name)):
         parts = path.relative_to(ROOT).with_suffix("").parts
         if path.name == "__init__.py":
             parts = parts[:-1]
-        if not any(part.startswith("_") for part in parts):
+        if (path.parent / "__init__.py").exists() and not any(part.startswith("_") for part in parts):
             yield ".".join(parts)
 
 
