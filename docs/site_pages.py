@@ -8,7 +8,6 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +58,10 @@ def configuration_page(kind: str) -> str:
         f"`hpc-rl submit {kind}` takes these {len(rows)} options as `key=value`; `hpc-rl config {kind} --help` prints "
         "the same list.",
     ]
-    for section, members in groupby(rows, key=lambda row: row[0].rpartition(".")[0]):
+    sections: dict[str, list[tuple[str, str, str, str]]] = {}
+    for row in rows:
+        sections.setdefault(row[0].rpartition(".")[0], []).append(row)
+    for section, members in sections.items():
         lines += ["", f"## {section}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         lines += [
             f'| <a id="{key}"></a>{_code(key)} | {_code(kind_of)} | {_code(default)} | {_cell(meaning)} |'

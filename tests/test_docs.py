@@ -379,6 +379,8 @@ def test_the_reference_lists_every_option(site_pages: ModuleType, kind: str) -> 
         assert page.count(f'<a id="{key}"></a>') == 1
         assert meaning.replace("|", r"\|") in page
     assert f"these {len(rows)} options" in page
+    headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    assert len(headings) == len(set(headings))
 
 
 def test_the_api_reference_lists_every_module(site_pages: ModuleType) -> None:
