@@ -57,7 +57,7 @@ bench: .venv/test
 # The API reference is read from the source, so this environment needs no torch.
 docs: .venv-docs
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
-	@echo "open build/docs/index.html"
+	@echo "to read it: $(PYTHON) -m http.server --bind 127.0.0.1 --directory build/docs, then http://127.0.0.1:8000"
 
 .venv-docs: setup.cfg
 	$(PYTHON) -m venv $@

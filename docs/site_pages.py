@@ -8,7 +8,6 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +58,10 @@ def configuration_page(kind: str) -> str:
         f"`hpc-rl submit {kind}` takes these {len(rows)} options as `key=value`; `hpc-rl config {kind} --help` prints "
         "the same list.",
     ]
-    for section, members in groupby(rows, key=lambda row: row[0].rpartition(".")[0]):
+    sections: dict[str, list[tuple[str, str, str, str]]] = {}
+    for row in rows:
+        sections.setdefault(row[0].rpartition(".")[0], []).append(row)
+    for section, members in sections.items():
         lines += ["", f"## {section}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         lines += [
             f'| <a id="{key}"></a>{_code(key)} | {_code(kind_of)} | {_code(default)} | {_cell(meaning)} |'
@@ -90,12 +92,12 @@ def api_pages() -> dict[str, str]:
 
 
 def modules() -> Iterator[str]:
-    """Yield the dotted names of all modules, packages before their members."""
+    """Yield the dotted names of all modules, packages before their members; the starter project has none."""
     for path in sorted((ROOT / "hpc_rl").rglob("*.py"), key=lambda found: (found.parent, found.name)):
         parts = path.relative_to(ROOT).with_suffix("").parts
         if path.name == "__init__.py":
             parts = parts[:-1]
-        if not any(part.startswith("_") for part in parts):
+        if (path.parent / "__init__.py").exists() and not any(part.startswith("_") for part in parts):
             yield ".".join(parts)
 
 

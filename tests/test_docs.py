@@ -6,7 +6,9 @@ whether it is also run, in a folder with small data, a small model and a few pro
     ```              not run
     ```sh run        its hpc-rl commands are run in order, and have to succeed
     ```sh dry-run    its `submit` commands are run with --dry-run, and have to succeed
-    ```text          and other languages: not a block of commands
+    ```text          and other languages: not a block of commands; hpc-rl commands are allowed in diagrams only
+
+`hpc-rl init FOLDER` is always run, so that the commands after `cd FOLDER` are those of a starter project.
 
 mkdocs.yml has to list every page. docs/site_pages.py is tested without MkDocs; `make docs` builds the site.
 """
@@ -50,8 +52,10 @@ DOCS = sorted(path for path in (ROOT / "docs").glob("*.md") if not path.name.sta
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
 NO_KEYS = {"container.sh", "container.sh.j2", "ray.init", "ray.put", "data.rows", "ray.sbatch.j2", "trainer.json"}
 """Dotted words in code that look like keys of the configuration and are something else."""
-TO_BE_WRITTEN = {"configs/recipe/mine.yaml"}
-"""Files of the reader's own project."""
+TO_BE_WRITTEN = {"configs/recipe/mine.yaml", "hpc_rl/images/charliecloud.py"}
+"""Files that the reader is asked to write."""
+REMOVED = {"critic.enable"}
+"""Keys that CHANGELOG.md names because they no longer exist."""
 OTHERS = {"from-verl.md", "from-openrlhf.md"}
 """Pages with other projects' keys, in the first column of their tables."""
 
@@ -76,7 +80,7 @@ def blocks() -> Iterator[Block]:
             language, _, how = found[1].partition(" ")
             assert how in ("", "run", "dry-run"), f"{page.name}: ```{found[1]}"
             lines = [line.strip() for line in found[2].replace("\\\n", " ").splitlines()]
-            commands = tuple(line for line in lines if re.match(r"hpc-rl |python -m hpc_rl", line))
+            commands = tuple(line for line in lines if re.match(r"hpc-rl |python -m hpc_rl|cd [\w-]+$", line))
             if commands and language in ("", "sh"):
                 yield Block(page.name, text[: found.start()].count("\n") + 1, how, commands)
 
@@ -84,10 +88,31 @@ def blocks() -> Iterator[Block]:
 BLOCKS = list(blocks())
 
 
+def prepare(line: str, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Run a line that makes or enters a starter project; return False for any other line."""
+    if line.startswith("cd "):
+        monkeypatch.chdir(line.removeprefix("cd "))
+    elif line.startswith("hpc-rl init "):
+        in_this_process(shlex.split(line)[1:])
+    else:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_commands_are_understood(block: Block) -> None:
+def test_commands_are_understood(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     for line in block.commands:
-        understand(line)
+        if not prepare(line, monkeypatch):
+            understand(line)
+
+
+def test_commands_are_in_blocks_that_are_parsed() -> None:
+    for page in PAGES:
+        lines = [line for text in code_blocks(page, "text") for line in text.splitlines()]
+        assert not [line for line in lines if line.startswith("hpc-rl ") and "   " not in line], page.name  # a diagram
+    listed = {line.partition(" -")[0] for block in BLOCKS for line in block.commands}
+    assert {"hpc-rl init my-project", "hpc-rl clean", "hpc-rl runs", "hpc-rl data check prompts.jsonl"} <= listed
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +126,7 @@ def workshop(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     shutil.copytree(model, tmp_path / "models" / "small")
     (tmp_path / "data" / "gsm8k").mkdir(parents=True)
     rows = [json.dumps({"messages": chat, "answer": "2"}) + "\n" for chat in chats(2048)]
-    for name in ("train.jsonl", "prompts.jsonl", "data/gsm8k/train.jsonl", "data/gsm8k/test.jsonl"):
+    for name in ("train.jsonl", "val.jsonl", "prompts.jsonl", "data/gsm8k/train.jsonl", "data/gsm8k/test.jsonl"):
         (tmp_path / name).write_text("".join(rows))
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "rewards.py").write_text("def score(response, answer):\n    return 1.0\n")
@@ -115,23 +140,31 @@ def dry_run(words: list[str]) -> str:
     """Run the command with --dry-run in this process, because there are many of them, and return what it prints."""
     front, dash, program = " ".join(map(shlex.quote, words)).partition(" -- ")
     asked = [*shlex.split(front), *([] if "--dry-run" in words else ["--dry-run"])]
-    sys.argv = ["hpc-rl", *asked, *(["--", *shlex.split(program)] if dash else [])]
+    return in_this_process([*asked, *(["--", *shlex.split(program)] if dash else [])])
+
+
+def in_this_process(words: list[str]) -> str:
+    """Run an hpc-rl command and return what it prints on standard output."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
-        typer.main.get_command(app).main(sys.argv[1:], standalone_mode=False)
+        typer.main.get_command(app).main(words, standalone_mode=False)
     return printed.getvalue()
 
 
-def test_submissions_would_go_through(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [])
-    lines = [(block, line) for block in BLOCKS if block.how == "dry-run" for line in block.commands]
+DRY_RUNS = [block for block in BLOCKS if block.how == "dry-run"]
+
+
+@pytest.mark.parametrize("block", DRY_RUNS, ids=str)
+def test_submissions_would_go_through(block: Block, workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree("models/small", "runs/sft-1/model")
-    for block, line in lines:
+    for line in block.commands:
         words = shlex.split(line, comments=True)[1:]
-        if words[0] == "submit":
-            script = dry_run(words)
-            assert script.startswith("#!/bin/bash\n"), f"{block}: {line}"
-    assert len(lines) >= 8
+        if not prepare(line, monkeypatch) and words[0] == "submit":
+            assert dry_run(words).startswith("#!/bin/bash\n"), line
+
+
+def test_enough_submissions_are_tried() -> None:
+    assert len([line for block in DRY_RUNS for line in block.commands if line.startswith("hpc-rl submit ")]) >= 12
 
 
 @pytest.mark.slow
@@ -155,8 +188,7 @@ def code_blocks(page: Path, language: str) -> list[str]:
     return [textwrap.dedent(text) for _, text in found]
 
 
-def test_files_to_write_work(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [])
+def test_files_to_write_work(workshop: Path) -> None:
     (workshop / "slurm_templates").mkdir()
     (workshop / "slurm_templates" / "torchrun.sbatch.j2").write_text(example_file("templates.md", "jinja"))
     assert "--export=ALL --cpu-bind=none \\\n" in dry_run(["submit", "torchrun", "--", "train.py"])
@@ -173,7 +205,7 @@ def test_python_on_a_page_is_python(page: Path) -> None:
             ast.parse(block)
 
 
-def test_the_files_of_the_first_task_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_of_the_first_task_work(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_prompts, rewards = code_blocks(ROOT / "docs" / "first-rl-task.md", "python")
     exec(make_prompts, {})
@@ -188,6 +220,10 @@ def test_the_files_of_the_first_task_work(tmp_path: Path, monkeypatch: pytest.Mo
     assert score("Answer: 1 3 2 4", "1 2 3 4") == 0.25
     assert score("Answer: 1 2 3 4 5 6 7 8", "1 2 3 4") == 0.25
     page = (ROOT / "docs" / "first-rl-task.md").read_text()
+    check = re.search(r"^hpc-rl (data check .*) --model \S+$", page, re.MULTILINE)
+    assert check is not None
+    shown = in_this_process([*check[1].split(), "--model", str(model)])
+    assert shown.startswith("prompts.jsonl: 2,000 rows") and rows[0]["answer"] in shown
     command = re.search(r"python -c \'(.*)\'$", page, re.MULTILINE)
     assert command is not None
     printed = io.StringIO()
@@ -219,7 +255,7 @@ def unknown_keys(words: set[str]) -> set[str]:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in OTHERS], ids=lambda page: page.name)
 def test_keys_exist(page: Path) -> None:
     assert unknown_keys({"trainer.total_epoch", "trainer.total_epochs"}) == {"trainer.total_epoch"}
-    assert not unknown_keys(code_words(page.read_text()))
+    assert unknown_keys(code_words(page.read_text())) == (REMOVED if page.name == "CHANGELOG.md" else set())
 
 
 def table_rows(text: str) -> list[list[str]]:
@@ -343,6 +379,8 @@ def test_the_reference_lists_every_option(site_pages: ModuleType, kind: str) -> 
         assert page.count(f'<a id="{key}"></a>') == 1
         assert meaning.replace("|", r"\|") in page
     assert f"these {len(rows)} options" in page
+    headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    assert len(headings) == len(set(headings))
 
 
 def test_the_api_reference_lists_every_module(site_pages: ModuleType) -> None:
@@ -350,7 +388,7 @@ def test_the_api_reference_lists_every_module(site_pages: ModuleType) -> None:
     listed = re.findall(r"^::: (\S+)$", "\n".join(pages.values()), re.MULTILINE)
     assert len(listed) == len(set(listed)) > 150
     assert {"hpc_rl", "hpc_rl.rl.trainer", "hpc_rl.node.ray_cluster.head"} < set(listed)
-    assert not any("__" in name for name in listed)
+    assert not any("__" in name or ".starter" in name for name in listed)
     assert "[`hpc_rl.algorithms`](api-algorithms.md)" in pages["api"]
 
 

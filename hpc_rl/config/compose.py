@@ -1,4 +1,4 @@
-"""From recipe and overrides to a validated configuration: Hydra composes, the schema decides.
+"""From job file and overrides to a validated configuration: Hydra composes, the schema decides.
 
     compose("sft", ["model=qwen2.5-0.5b", "optim.lr=1e-4"]) -> SftConfig
 
@@ -35,9 +35,10 @@ def compose(
     site: Mapping[str, Any] | None = None,
     fill_in: FillIn | None = None,
 ) -> JobConfig:
-    """Compose the configuration of one job: schema defaults < profile < recipe < overrides < settings.
+    """Compose the configuration of one job: schema defaults < profile < job file < overrides < settings.
 
-    The recipe is `configs/<job>.yaml` in the working folder if it exists, otherwise the shipped one.
+    The job file is `configs/<job>.yaml` in the working folder if it exists, otherwise the shipped one. It names the
+    groups that can be chosen: recipe, model and algorithm.
 
     Args:
         job: name of a row of KINDS.
@@ -302,7 +303,7 @@ def _unquoted(raw: str) -> str:
 
 
 def _for_hydra(override: str, known: set[str]) -> str:
-    """Return an override in the form `++key=value`, which sets keys that the recipe does not name."""
+    """Return an override in the form `++key=value`, which sets keys that the job file does not name."""
     key = override.partition("=")[0].lstrip("+")
     return override if key in known else "++" + override.lstrip("+")
 

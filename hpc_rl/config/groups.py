@@ -1,4 +1,4 @@
-"""Recipes and groups: the YAML files below `configs/` that Hydra composes, the user's own and the shipped ones."""
+"""Job files and groups: the YAML files below `configs/` that Hydra composes, the user's own and the shipped ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpc_rl.host.shipped import shipped
 
 
 def folders() -> list[Path]:
-    """Return the folders with recipes and groups: ./configs, if there is one, before the shipped one."""
+    """Return the folders with job files and groups: ./configs, if there is one, before the shipped one."""
     own = Path.cwd() / "configs"
     return [own, shipped("configs")] if own.is_dir() and own != shipped("configs") else [shipped("configs")]
 

@@ -15,8 +15,8 @@ class TrainerConfig(Section):
     nnodes: int = Field(1, ge=1)
     """Number of nodes. Same as --nodes."""
     n_gpus_per_node: int = Field(1, ge=1)
-    """Processes per node: one for each GPU, or CPU processes. Same as --gpus-per-node. If it is not given, the job uses
-    all GPUs of a node, if the site profile or the partition states their number, and otherwise one."""
+    """Processes per node: one for each GPU, or CPU processes. Same as --gpus-per-node. If not given: the
+    GPUs of a node that the site profile or the partition states, otherwise 1."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device of the processes. auto: GPUs if the nodes have them, otherwise CPUs. cpu: the job requests no GPUs."""
 

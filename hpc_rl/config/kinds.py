@@ -20,7 +20,7 @@ class JobKind:
     """One row of the table: a job that `hpc-rl submit NAME` can run."""
 
     name: str
-    """Also the name of its recipe, configs/NAME.yaml."""
+    """Also the name of its job file, configs/NAME.yaml."""
     meaning: str
     """A few words for help pages."""
     options: str

@@ -27,7 +27,7 @@ class PromptDataConfig(Section):
     val_files: Files = []
     """Validation prompts, in the same forms (of a data set on the hub, its test split). Empty: no validation."""
     prompt_key: str = "messages"
-    """Column with the prompt: text, or chat messages. If the last message is the assistant's, it is left out."""
+    """Column with the prompt: text, or chat messages. If the last message is the assistant's, it is ignored."""
     answer_key: str | None = "answer"
     """Column with the reference answer for the reward function. null: no reference answers."""
     chat_template: Path | None = None
@@ -60,14 +60,14 @@ class ActorOptimConfig(OptimConfig):
 class ActorConfig(Section):
     optim: ActorOptimConfig = ActorOptimConfig()
     mini_batch_size: int | None = Field(None, ge=1)
-    """Responses per optimizer step. null: all responses of a step."""
+    """Responses per optimizer update. null: all responses of a step."""
     ppo_epochs: int = Field(1, ge=1)
     """Passes over the responses of a step, for the actor and for the critic."""
 
 
 class CriticConfig(Section):
     path: Path | None = None
-    """Folder or hub name of the model that the critic starts from. null: the same as the actor."""
+    """Folder or hub name of the model that the critic starts from. null: model.path."""
     optim: OptimConfig = OptimConfig()
     cliprange_value: float | None = Field(0.5, gt=0)
     """Largest change of a value during the updates of one step (PPO's clipped value loss). null: no clipping."""

@@ -36,7 +36,7 @@ class NodeConfig(Section):
 
 class SlurmConfig(Section):
     job_name: Line | None = Field(None, min_length=1)
-    """Name of the job and of its run directory. null: the first free one of sft-1, sft-2, ..."""
+    """Name of the job and of its run directory. null: the first free one of KIND-1, KIND-2 and so on."""
     partition: Line | None = None
     """Partition (queue). null: Slurm's default partition."""
     group: Line | None = None
@@ -71,7 +71,7 @@ class SlurmConfig(Section):
     leave_out: list[Omittable] = []
     """Directives to leave out of the script because this cluster refuses them."""
     warning_s: int = Field(180, ge=1, le=65535)
-    """Seconds before the walltime at which the run saves a checkpoint and is queued again. Slurm may send the warning
+    """Seconds before the walltime at which the run is told to save; it is then queued again. Slurm may send the warning
     up to a minute early."""
     requeue: bool = True
     """Queue the job again after it reached its walltime or a node failed."""

@@ -67,7 +67,8 @@ def plan(request: Request, taken: frozenset[str] = frozenset()) -> Job:
     if request.program and not KINDS[request.kind].takes_program:
         takers = " and ".join(row.name for row in KINDS.values() if row.takes_program)
         raise UserError(
-            f"-- {request.program[0]}: {request.kind} runs hpc-rl's own trainer; only {takers} accept a program after --"
+            f"-- {request.program[0]}: {request.kind} runs hpc-rl's own trainer; "
+            f"only {takers} accept a program after --"
         )
     devices = Devices(request.local)
 

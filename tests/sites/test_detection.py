@@ -57,7 +57,7 @@ def calls(tmp_path: Path) -> list[str]:
 def test_detect_asks_each_program_once_and_never_replaces(login_node: Callable[[str], Command], tmp_path: Path) -> None:
     hpc_rl = login_node("typed-gres-22.05.8")
     done = hpc_rl("site", "detect")
-    assert (done.returncode, "--yes uses gpu" in done.stderr) == (2, True)
+    assert (done.returncode, "--yes chooses gpu" in done.stderr) == (2, True)
     assert not list((tmp_path / "home").iterdir())
     (tmp_path / "calls").unlink()
     done = hpc_rl("site", "detect", "--yes")
@@ -107,7 +107,7 @@ def test_a_partition_that_cannot_give_says_what_it_can(login_node: Callable[[str
         assert len(done.stderr.splitlines()) == 1
     (tmp_path / "calls").unlink()
     assert hpc_rl(*dry, "--gpus-per-node", "2", "--", "train.py").returncode == 0
-    assert [line.split()[0] for line in calls(tmp_path)] == ["sinfo"]
+    assert [line.split()[0] for line in calls(tmp_path)] == ["sinfo", "sinfo"]  # GPUs of a node, and limits
     assert hpc_rl(*dry, "--time", "3-00:00:00", "--qos", "long", "--", "train.py").returncode == 0
     assert hpc_rl(*dry, "--gpus-per-node", "8", "--sbatch", "reservation=x", "--", "train.py").returncode == 0
 

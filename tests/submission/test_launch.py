@@ -139,7 +139,7 @@ def test_an_old_configuration_with_a_dollar_is_no_obstacle(folder: Path) -> None
     config = compose("sft", REQUIRED, {"slurm.setup": ["export X=${PATH%%:*}"]})
     run.config.write_text(dump(config))
     assert resumed(Job("sft", config, run, folder)) == [
-        "run sft-1 starts again: it has no checkpoint, with the settings of its last attempt"
+        "run sft-1 starts from the beginning: it has no checkpoint, with the same settings as its last attempt"
     ]
     run.config.write_text("{")
     assert "cannot be read" in resumed(Job("sft", config, run, folder))[0]
