@@ -53,7 +53,9 @@ def test_the_reward_of_the_starter_project(project: Path) -> None:
 def test_nothing_is_replaced(project: Path) -> None:
     done = hpc_rl(project, "init")
     assert done.returncode == 2
-    assert "README.md, configs/sft.yaml, configs/ppo.yaml" in done.stderr and "replaces no file" in done.stderr
+    assert (
+        "README.md, configs/sft.yaml, configs/ppo.yaml" in done.stderr and "init never replaces a file" in done.stderr
+    )
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -126,7 +126,7 @@ def test_signatures_that_fit(write: Write, source: str) -> None:
 @pytest.mark.parametrize(
     ("source", "part"),
     [
-        ("score = 3", "is a number, but a function is needed"),
+        ("score = int('3')", "is int, but a function is needed"),
         ("from string import *", "no 'score'"),
         ("def score(r, a): pass\n1 / 0", "importing it raised ZeroDivisionError: division by zero"),
         ("import no_such_module\ndef score(r, a): pass", "needs no_such_module, which is not installed"),
