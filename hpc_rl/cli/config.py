@@ -48,7 +48,7 @@ def init(
         model = str(Path(model).absolute())
     targets = [folder / target for target in (*FILES.values(), "data/train.jsonl", "data/val.jsonl")]
     if existing := [str(target) for target in targets if target.exists()]:
-        raise UserError(f"{', '.join(existing)} already there: init never replaces a file: choose another folder")
+        raise UserError(f"{', '.join(existing)} already exist, and init never replaces a file: choose another folder")
     try:
         for source, target in FILES.items():
             text = Template((_STARTER / source).read_text()).safe_substitute(model=model)
