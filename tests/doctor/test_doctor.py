@@ -259,7 +259,7 @@ def test_the_doctor_of_jobs_in_an_image(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.sif"):
         doctor_job(1, options, {}, tmp_path / "run", None, local=True)
     pyxis = ["trainer.device=cpu", "container.image=docker://a/b", "container.runtime=pyxis"]
-    with pytest.raises(UserError, match="no --local"):
+    with pytest.raises(UserError, match="does not work with --local"):
         doctor_job(1, pyxis, {}, tmp_path / "run", None, local=True)
     assert list(tmp_path.iterdir()) == []
 
