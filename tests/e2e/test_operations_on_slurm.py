@@ -110,7 +110,7 @@ def test_a_sweep_is_stopped_attached_to_queued_again_and_cancelled(workspace: Wo
     wait_for_line(workspace, sweep / "wait_1", "attempt 2 with 7")
     again = str(workspace.status("wait_3")["job_id"])
     assert again.endswith("_3") and not again.startswith(f"{array}_")
-    assert "cancelled 3 jobs of sweep wait: 2 PENDING, 1 RUNNING before" in workspace.ok("cancel", "wait")
+    assert "cancelled 3 jobs of sweep wait (previous states: 2 PENDING, 1 RUNNING)" in workspace.ok("cancel", "wait")
     wait_for_states(workspace, "wait", "CANCELLED", "CANCELLED", "CANCELLED")
     assert "has no job to cancel: 3 CANCELLED" in workspace.ok("cancel", "wait")
 
@@ -125,7 +125,7 @@ def test_a_chain_trains_on_what_the_stage_before_exported(workspace: Workspace, 
     steps = "trainer.total_training_steps=2"
     dry = workspace.ok("chain", "--dry-run", *first, steps, "--", *second, steps)
     said = workspace.ok("chain", *first, steps, "--", *second, steps)
-    assert "after job" in said.splitlines()[1]
+    assert "after job" in said.splitlines()[2]
     for name in ("one", "two"):
         assert f"==> {name}/job.sbatch <==\n{(workspace.folder / 'runs' / name / 'job.sbatch').read_text()}" in dry
     slurm_cluster.wait_job(str(workspace.status("two")["job_id"]), timeout=120)
