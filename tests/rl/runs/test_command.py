@@ -30,7 +30,8 @@ def test_the_command_starts_a_ray_of_its_own_and_ends_it(base: list[str], tmp_pa
     assert len(series(tmp_path, "actor/pg_loss")) == 2
     assert (tmp_path / "model" / "config.json").exists()
     attempt = tmp_path / "attempt-1"
-    assert {path.name: path.stat().st_mode & 0o777 for path in attempt.iterdir()} == {
+    assert (attempt / "config.yaml").read_text() == (tmp_path / "config.yaml").read_text()
+    assert {path.name: path.stat().st_mode & 0o777 for path in attempt.iterdir() if path.suffix != ".yaml"} == {
         "driver.log": 0o600,
         "node0-global_pool-rank0.log": 0o600,
         "ray.token": 0o600,

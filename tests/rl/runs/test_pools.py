@@ -41,7 +41,7 @@ def test_what_others_hold_is_waited_for_and_then_told() -> None:
     create_pools({"theirs": [3]}, "cpu", TIMEOUT_S, OWNER)
     release_pools("somebody else")
     message = (
-        "pool ours: Ray did not reserve 1 node x 2 CPUs within 1 s (ray.start_timeout_s); the cluster has 1 x 4 CPUs"
+        "pool ours: Ray did not reserve 1 node x 2 CPUs within 1 s (ray.start_timeout_s). The cluster has 1 x 4 CPUs"
     )
     with pytest.raises(RunError, match=re.escape(message)):
         create_pools({"ours": [2]}, "cpu", 1, OWNER)

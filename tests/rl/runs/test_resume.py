@@ -53,7 +53,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
     assert run(run_dir, *OPTIONS) == 0
     out, errors = capsys.readouterr()
-    assert f"warning: checkpoint {newest} is passed over: critic: __0_0.distcp has" in errors
+    assert f"warning: checkpoint {newest} is skipped: critic: __0_0.distcp has" in errors
     assert "resuming after step 2" in out
     same_metrics(run_dir, uninterrupted)
 
@@ -66,7 +66,7 @@ def test_contents_that_cannot_be_read_are_passed_over_too(
     data.write_bytes(bytes(data.stat().st_size))
     assert run(run_dir, *OPTIONS) == 0
     out, errors = capsys.readouterr()
-    assert "step-00000004 is passed over: cannot be read" in errors
+    assert "step-00000004 is skipped: cannot be read" in errors
     assert "resuming after step 2" in out
     same_metrics(run_dir, uninterrupted)
 
@@ -87,7 +87,7 @@ def test_a_checkpoint_without_the_critic_that_is_asked_for(
     assert run(tmp_path, "algorithm.advantage=grpo", "trainer.total_training_steps=1") == 0
     with pytest.raises(UserError, match=r"no checkpoint in .* can be read"):
         run(tmp_path)
-    assert "is passed over: it has no critic" in capsys.readouterr().err
+    assert "is skipped: it has no critic" in capsys.readouterr().err
 
 
 def test_a_finished_run_does_nothing_more(run: Runs, tmp_path: Path, uninterrupted: Path) -> None:
@@ -99,5 +99,5 @@ def test_a_finished_run_does_nothing_more(run: Runs, tmp_path: Path, uninterrupt
 def test_other_data_is_refused(run: Runs, tmp_path: Path, uninterrupted: Path) -> None:
     run_dir = copy_of(uninterrupted, tmp_path / "copy")
     train = next(word for word in run.base if word.startswith("data.train_files=")).partition("=")[2]
-    with pytest.raises(UserError, match="was trained on 23 samples, and the training data has 46 now"):
+    with pytest.raises(UserError, match="was trained on 23 samples, and the training data now has 46"):
         run(run_dir, *OPTIONS, f"data.train_files=[{train},{train}]")
