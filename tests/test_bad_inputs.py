@@ -449,7 +449,7 @@ IMAGES = [
     sft("SRC[:DST[:OPTIONS]]", "container.binds=[\"\"]"),
     sft("container.env", "container.env=[1A]"),
     sft("container.env", "container.env=[A*B]"),
-    sft("'apptainer', 'singularity' or 'pyxis'", "container.runtime=docker"),
+    sft("choose one of auto, apptainer, singularity, pyxis", "container.runtime=docker"),
     sft("container.python", "container.python="),
     sft("'nv' or 'rocm'", "container.gpu=cuda"),
     Case("none", ("image", "check", "none.sif"), "none.sif"),
