@@ -217,9 +217,13 @@ def test_any_torchrun_program_runs_with_its_arguments(workspace: Workspace) -> N
     assert failed.returncode == 3
 
 
-def test_an_odd_job_name_arrives_at_slurm(workspace: Workspace, slurm_cluster: Cluster) -> None:
-    name = 'it\'s a "test" #1 $x;y `z` \\ %j'
+def test_an_odd_run_directory_and_a_name_arrive_at_slurm(workspace: Workspace, slurm_cluster: Cluster) -> None:
+    name = "it-s.a_test-1"
     (workspace.folder / "nothing.py").write_text("")
+    refused = workspace.hpc_rl(
+        "submit", "torchrun", "--job-name", 'a "b" $x;y', "trainer.device=cpu", "--", "nothing.py"
+    )
+    assert refused.returncode == 2 and "use letters, digits" in refused.stderr
     arguments = ["--job-name", name, "--run-dir", "runs/odd %j", "--sbatch", "hold", "trainer.device=cpu"]
     workspace.ok("submit", "torchrun", *arguments, "--", "nothing.py")
     job_id = str(workspace.status("odd %j")["job_id"])
