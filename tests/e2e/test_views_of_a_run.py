@@ -128,11 +128,11 @@ def test_bad_input(tmp_path: Path) -> None:
     (tmp_path / "runs" / "new").mkdir(parents=True)
     (tmp_path / "runs" / "new" / "config.yaml").write_text("a: 1\n")
     for arguments, said in (
-        (["watch", "new"], "watch needs a terminal: hpc-rl watch new --once"),
+        (["watch", "new"], "watch needs a terminal: use hpc-rl watch new --once"),
         (["watch", "gone", "--once"], "no run 'gone'"),
         (["report", "new"], "run new has nothing to report yet"),
         (["report", "new", "--out", "no/such/folder.html"], "in a folder that does not exist"),
-        (["report", "new", "--out", "."], "--out . is a folder"),
+        (["report", "new", "--out", "."], f"--out {tmp_path} is a folder"),
         (["report", "gone"], "no run 'gone'"),
     ):
         done = hpc_rl(tmp_path, *arguments)
