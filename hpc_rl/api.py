@@ -24,7 +24,6 @@ from hpc_rl.run_dir import RunDir
 
 if TYPE_CHECKING:
     from hpc_rl.runs.status import RunStatus
-    from hpc_rl.submission.request import Request
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def submit(
         UserError: the request is invalid, or sbatch refused the job. Then nothing is left behind.
     """
     from hpc_rl.config.kinds import offered
-    from hpc_rl.submission.launch import as_test
+    from hpc_rl.submission import launch
     from hpc_rl.submission.request import Request
 
     kinds = [row.name for row in offered()]
@@ -167,14 +166,7 @@ def submit(
         site=site,
         command=("hpc_rl.submit", kind, *overrides, *(["--", *program] if program else [])),
     )
-    return start(as_test(request) if test else request, note)
-
-
-def start(request: Request, note: Callable[[str], None]) -> Run:
-    """Check and queue the job of a request."""
-    from hpc_rl.submission import launch
-
-    job, _ = launch.submit(request, note)
+    job, _ = launch.submit(launch.as_test(request) if test else request, note)
     return Run(job.run_dir.path)
 
 

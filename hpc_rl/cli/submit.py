@@ -181,8 +181,8 @@ def render(
             "sbatch --dependency=afterok:ID FILE"
         )
     request = request_of(context, kind, arguments, flags, run_dir)
-    job, text = launch.make_run_dir(request, *launch.prepare(request, note))
-    queue.prepare(job, text, None)
+    job, text = launch.make_run_dir(*launch.prepare(request, note))
+    queue.prepare(job, text)
     print(text, end="")
     note(f"created {short_path(job.run_dir.path)}; submit with `sbatch FILE` or `hpc-rl submit {kind} --script FILE`")
 
@@ -239,7 +239,7 @@ def _run_here(request: Request, in_allocation: bool) -> int:
     job, script = launch.prepare(request, note)
     if in_allocation:
         step_environment(os.environ, job.config.trainer.nnodes)
-    return run_here(*launch.make_run_dir(request, job, script), in_allocation)
+    return run_here(*launch.make_run_dir(job, script), in_allocation)
 
 
 def run_here(job: Job, script: str, in_allocation: bool = False) -> int:

@@ -65,6 +65,12 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _at_least_one(value: list[str]) -> list[str]:
+    if not value:
+        raise ValueError("name at least one data file")
+    return value
+
+
 def possible_path(value: str) -> str:
     """Expand `~` and check that the operating system accepts the path. The file need not exist.
 
@@ -90,6 +96,7 @@ def _not_empty(value: str) -> str:
 
 Path = Annotated[str, AfterValidator(_not_empty), AfterValidator(possible_path)]
 Files = Annotated[list[Path], BeforeValidator(_one_or_many)]
+SomeFiles = Annotated[Files, AfterValidator(_at_least_one)]
 
 
 def _finite(value: Any, key: str = "") -> Any:

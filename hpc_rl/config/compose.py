@@ -19,8 +19,9 @@ from pydantic import BaseModel, ValidationError
 
 from hpc_rl.config.groups import check_choices, find_cycle, folders, groups, not_text, recipe_for
 from hpc_rl.config.job import JobConfig
-from hpc_rl.config.keys import documented_keys, find_annotation, leaf_types, nearest, put
+from hpc_rl.config.keys import documented_keys, find_annotation, leaf_types, nearest
 from hpc_rl.config.kinds import KINDS
+from hpc_rl.config.tree import merged, put, read_tree
 from hpc_rl.errors import UserError
 from hpc_rl.host.shipped import shipped
 
@@ -33,7 +34,7 @@ def compose(
     overrides: Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
     site: Mapping[str, Any] | None = None,
-    fill_in: FillIn | None = None,
+    fill_in: Sequence[FillIn] = (),
 ) -> JobConfig:
     """Compose the configuration of one job: schema defaults < profile < job file < overrides < settings.
 
@@ -47,7 +48,7 @@ def compose(
         settings: dotted key -> value that needs no parsing (command-line flags).
         site: dotted key -> value of the cluster's profile (`Profile.values`); keys that this kind of job does not have
             are left out.
-        fill_in: sets the keys that depend on the machine, after everything else is known.
+        fill_in: choose keys that depend on all others, one after another; each sees what those before it chose.
 
     Raises:
         UserError: a key is unknown or missing, a value is invalid, or an override cannot be read.
@@ -61,7 +62,7 @@ def compose_each(
     points: Sequence[Sequence[str]],
     settings: Mapping[str, Any] | None = None,
     site: Mapping[str, Any] | None = None,
-    fill_in: FillIn | None = None,
+    fill_in: Sequence[FillIn] = (),
 ) -> list[JobConfig]:
     """Compose one configuration for each point of a sweep. Hydra runs once, unless a point names a group.
 
@@ -82,8 +83,9 @@ def compose_each(
             tree = _with_values(schema, copy.deepcopy(base), own)
         for key, value in (settings or {}).items():
             put(tree, key, value)
-        for key, value in (fill_in(tree) if fill_in else {}).items():
-            put(tree, key, value)
+        for choose in fill_in:
+            for key, value in choose(tree).items():
+                put(tree, key, value)
         example = partial(_example_command, job, tree, words=[*overrides, *own], settings=settings or {})
         found.append(validate(job, tree, example))
     return found
@@ -111,32 +113,7 @@ def load_config(job: str, path: Path) -> JobConfig:
     Raises:
         UserError: the file is missing, is not YAML, or does not fit the schema.
     """
-    return validate(job, load_tree(path))
-
-
-def load_tree(path: Path) -> dict[str, Any]:
-    """Read the nested tables of a YAML file, unchecked.
-
-    Raises:
-        UserError: the file is missing, or is not a table in YAML.
-    """
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """PyYAML's, which also reads 1e-5 as a number."""
-
-    Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-    )
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader)
-    except OSError as error:
-        raise UserError(f"no configuration at {path}: {error.strerror or 'it cannot be read'}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML: {error}") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"{path} is not a table of options")
-    return tree
+    return validate(job, read_tree(path))
 
 
 def validate(job: str, tree: Any, example: Callable[[Sequence[str]], str] | None = None) -> JobConfig:
@@ -192,7 +169,7 @@ def _tree(job: str, overrides: Sequence[str], site: Mapping[str, Any] | None) ->
         for key, value in site.items():
             if find_annotation(schema, key):
                 put(below, key, value)
-        tree = _merged(below, tree)
+        tree = merged(below, tree)
     for key, text in texts.items():
         put(tree, key, text)
     return tree
@@ -237,13 +214,6 @@ def _unreadable(override: str) -> str:
         f"{override}: the value {_short(text)!r} cannot be read; close all brackets and quotes, write a list as "
         f"{key}=[A,B] and a table as '{key}={{a: 1, b: 2}}'{quoted}"
     )
-
-
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merge two tables key by key; values of `above` take precedence, and lists are not joined."""
-    tables = {key for key in below.keys() & above.keys() if isinstance(below[key], dict)}
-    both = {key: _merged(below[key], above[key]) for key in tables if isinstance(above[key], dict)}
-    return {**below, **above, **both}
 
 
 def _hydra_tree(job: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -347,7 +317,7 @@ def _example_command(
     flags = ["--nodes", str(nodes)] if "trainer.nnodes" in settings else []
     rest = [f"{key}={'null' if value is None else value}" for key, value in settings.items() if key != "trainer.nnodes"]
     examples = dict(KINDS[job].examples)
-    recipe = recipe_for(nodes) if job == "ppo" and {"model.path", "reward.function"} <= {*missing} else None
+    recipe = recipe_for(nodes) if {"model.path", "reward.function"} <= {*missing} else None
     if recipe is not None:
         examples |= {"model.path": f"recipe={recipe}", "reward.function": ""}
     added = " ".join(examples.get(key, f"{key}=VALUE") for key in missing).split()

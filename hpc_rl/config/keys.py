@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
+from hpc_rl.config.tree import put
 from hpc_rl.errors import UserError
 
 
@@ -37,17 +38,6 @@ def find_annotation(schema: type[BaseModel], key: str) -> Any:
         else:
             return None
     return annotation
-
-
-def put(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in nested tables."""
-    *parents, last = key.split(".")
-    for parent in parents:
-        child = tree.get(parent)
-        if not isinstance(child, dict):
-            child = tree[parent] = {}
-        tree = child
-    tree[last] = value
 
 
 def nearest(key: str, known: Sequence[str], meanings: Mapping[str, str] | None = None) -> str:
@@ -136,17 +126,6 @@ def select(tables: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
                 raise UserError(f"{name}: there is no section or key of this name{nearest(name, known)}")
             value = value[part]
         put(found, name, value)
-    return found
-
-
-def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value for nested tables; an empty table is a value."""
-    found: dict[str, Any] = {}
-    for key, value in tables.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from hpc_rl.config.base import Files, Path, Section, Table, possible_path
+from hpc_rl.config.base import Files, Path, Section, SomeFiles, Table, possible_path
 from hpc_rl.config.engines import ENGINES, EngineName, EngineSpec, default_engine
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig
@@ -21,7 +21,7 @@ _COMPARES_RESPONSES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 
 
 class PromptDataConfig(Section):
-    train_files: Files
+    train_files: SomeFiles
     """Training prompts: one or more data files (jsonl, json, csv, tsv or parquet), or the name of one data set on the
     hub (its train split)."""
     val_files: Files = []
@@ -43,13 +43,6 @@ class PromptDataConfig(Section):
     """Prompts per step. The policy generates rollout.n responses to each of them."""
     shuffle: bool = True
     """Use a new random order in each epoch."""
-
-    @field_validator("train_files")
-    @classmethod
-    def _some_files(cls, value: list[str]) -> list[str]:
-        if not value:
-            raise ValueError("name at least one data file")
-        return value
 
 
 class ActorOptimConfig(OptimConfig):

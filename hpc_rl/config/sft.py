@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from hpc_rl.config.base import Files, Path, Section
+from hpc_rl.config.base import Files, Path, Section, SomeFiles
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig
 
 
 class DataConfig(Section):
-    train_files: Files
+    train_files: SomeFiles
     """Training data: one or more data files (jsonl, json, csv, tsv or parquet), or the name of one data set on the hub
     (its train split)."""
     val_files: Files = []
@@ -34,13 +34,6 @@ class DataConfig(Section):
     """Samples per optimizer step, over all ranks."""
     shuffle: bool = True
     """Use a new random order in each epoch. The order does not depend on the number of ranks."""
-
-    @field_validator("train_files")
-    @classmethod
-    def _some_files(cls, value: list[str]) -> list[str]:
-        if not value:
-            raise ValueError("name at least one data file")
-        return value
 
     def problems(self) -> Iterator[str]:
         if (self.prompt_key is None) != (self.response_key is None):

@@ -113,7 +113,7 @@ def _render(
     variables = {"messages": messages, "add_generation_prompt": generation_prompt, **(special_tokens or {})}
     try:
         return _environment().from_string(template).render(variables)
-    except Exception as error:
+    except Exception as error:  # a template calls methods of its values, which may raise anything
         raise UserError(f"{where}: the chat template rejects this conversation: {error}") from error
 
 

@@ -73,7 +73,7 @@ def doctor_job(
         raise UserError(f"{path} is not empty: the doctor needs an empty folder, which it removes at the end")
     check_run_dir(path)
     render(planned)
-    return reserve(request, planned)
+    return reserve(planned)
 
 
 def run_on_nodes(job: Job, local: bool, note: Callable[[str], None]) -> list[Check]:

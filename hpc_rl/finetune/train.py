@@ -94,7 +94,7 @@ def parse(arguments: Sequence[str]) -> tuple[SftConfig, RunDir]:
     else:
         from hpc_rl.training.distributed import fill_in_device
 
-        config = compose("sft", options.overrides, fill_in=fill_in_device)
+        config = compose("sft", options.overrides, fill_in=[fill_in_device])
     assert isinstance(config, SftConfig)
     return config, run_dir
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hpc_rl.errors import UserError
 
@@ -21,6 +21,11 @@ class Follower:
         self._offset = offset
         # A read may end in the middle of a character.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    @classmethod
+    def at_end(cls, path: Path) -> Self:
+        """Follow a file from its present end."""
+        return cls(path, path.stat().st_size if path.exists() else 0)
 
     def new_text(self) -> str:
         """Return what was appended since the last call."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.environment import nccl_defaults, openmp_defaults, tokenizer_defaults
+from hpc_rl.node.meeting import Meeting
+from hpc_rl.node.usage_recorder import recording_usage
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR
 from hpc_rl.slurm.allocation import Allocation, read_allocation
 
@@ -20,6 +22,23 @@ def run_entry(entry: Callable[[], int]) -> int:
     except UserError as error:
         print_error(str(error))
         return error.exit_code
+
+
+def run_with_others(take_part: Callable[[Allocation, Meeting], int]) -> int:
+    """Meet the other nodes of the job, take part in it while its use of the node is recorded, and return the exit code.
+
+    Args:
+        take_part: does this node's part of the job; returns the exit code for Slurm.
+    """
+
+    def entry() -> int:
+        allocation, attempt_dir = this_allocation(), this_attempt_dir()
+        meeting = Meeting(attempt_dir, allocation.nodes, allocation.node_rank)
+        meeting.check_shared()
+        meeting.arrive()
+        return recording_usage(allocation, attempt_dir, lambda: take_part(allocation, meeting))
+
+    return run_entry(entry)
 
 
 def this_allocation() -> Allocation:

@@ -19,11 +19,10 @@ from tempfile import TemporaryDirectory
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED, UserError
 from hpc_rl.host.files import Follower, tail
 from hpc_rl.host.processes import end, forward_termination, shell_code, start
-from hpc_rl.node.entry import print_error, run_entry, this_allocation, this_attempt_dir, worker_defaults
+from hpc_rl.node.entry import print_error, run_with_others, worker_defaults
 from hpc_rl.node.meeting import POLL_S, Meeting, named
 from hpc_rl.node.network import choose_address, free_port
 from hpc_rl.node.rank import RankExit, log_path, read_exits
-from hpc_rl.node.usage_recorder import recording_usage
 from hpc_rl.slurm.allocation import Allocation
 
 LOG_POLL_S = 0.5
@@ -33,16 +32,7 @@ _SIGTERM_CODE = 128 + 15
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(sys.argv[1:] if argv is None else argv)
-    return run_entry(lambda: run_node(options))
-
-
-def run_node(options: argparse.Namespace) -> int:
-    """Meet the other nodes, run torchrun and return the exit code for Slurm."""
-    allocation, attempt_dir = this_allocation(), this_attempt_dir()
-    meeting = Meeting(attempt_dir, allocation.nodes, allocation.node_rank)
-    meeting.check_shared()
-    meeting.arrive()
-    return recording_usage(allocation, attempt_dir, lambda: _take_part(allocation, meeting, options))
+    return run_with_others(lambda allocation, meeting: _take_part(allocation, meeting, options))
 
 
 def _take_part(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> int:

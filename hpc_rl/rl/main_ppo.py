@@ -86,7 +86,7 @@ def parse(arguments: Sequence[str]) -> tuple[PpoConfig, RunDir | None]:
     else:
         from hpc_rl.training.distributed import fill_in_device
 
-        config = compose("ppo", options.overrides, fill_in=fill_in_device)
+        config = compose("ppo", options.overrides, fill_in=[fill_in_device])
     assert isinstance(config, PpoConfig)
     return config, RunDir(options.run_dir.absolute()) if options.run_dir else None
 

@@ -27,7 +27,7 @@ class RunView:
         self._console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
         self._progress = ProgressView(self._console)
         self._log: Follower | None = None
-        self._metrics = Follower(run.metrics, _size(run.metrics))
+        self._metrics = Follower.at_end(run.metrics)
         self._half_line = ""
 
     def __enter__(self) -> Self:
@@ -97,7 +97,3 @@ class LogFiles:
             self._half_lines[path] = rest
             for line in lines:
                 self._print_line(path, line)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0

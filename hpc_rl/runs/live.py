@@ -91,7 +91,7 @@ class Watched:
         self._run = run
         self._explain = explain
         self._records: list[Record] = read_metrics(run.metrics)
-        self._metrics = Follower(run.metrics, _size(run.metrics))
+        self._metrics = Follower.at_end(run.metrics)
         self._rest = ""
         self._interval = control.STATE_POLL_S[0]
         self._ask()
@@ -187,7 +187,3 @@ def _last_lines(path: Path) -> list[str]:
             return log.read().decode(errors="replace").rstrip("\n").split("\n")[-_MOST_LINES:]
     except FileNotFoundError:
         return []
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0

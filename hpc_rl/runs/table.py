@@ -8,15 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from hpc_rl.config.tree import read_options
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import ROOT, RunStatus, is_run, runs_below, statuses_of
 from hpc_rl.runs.sweeps import SweepDir, find_sweep
 from hpc_rl.tracking.history import read_history
-from hpc_rl.tracking.recorded import flat
 
 _SHOWN = ("val/score", "critic/score/mean", "val/loss", "train/loss")
 """The table shows the first of these metrics in a run's last record."""
@@ -46,13 +44,18 @@ class RunRow:
     @cached_property
     def options(self) -> dict[str, Any]:
         """The run's configuration as dotted keys; empty if it cannot be read."""
-        try:
-            return flat(yaml.safe_load(RunDir(Path(self.status.run_dir)).config.read_text()) or {})
-        except (OSError, ValueError, yaml.YAMLError):
-            return {}
+        return read_options(RunDir(Path(self.status.run_dir)).config)
 
     def cell(self, column: str) -> Any:
-        """Return the value of a column, a metric, a swept key or an option; None if the run has none."""
+        """Return the value of a column, a metric, a swept key or an option; None if it is null or the run has none."""
+        return self._cells.get(column)
+
+    def has(self, column: str) -> bool:
+        """Return whether the run has such a column, metric, swept key or option, even if its value is null."""
+        return column in self._cells
+
+    @cached_property
+    def _cells(self) -> dict[str, Any]:
         own = {
             "run": self.status.run,
             "job": self.status.job_id,
@@ -64,9 +67,7 @@ class RunRow:
             "kind": self.kind,
             "sweep": self.sweep,
         }
-        if column in own:
-            return own[column]
-        return self.status.metrics.get(column, self.values.get(column, self.options.get(column)))
+        return {**self.options, **self.values, **self.status.metrics, **own}
 
     def as_dict(self) -> dict[str, Any]:
         own = {"kind": self.kind, "submitted": self.submitted, "node_hours": round(self.node_hours, 4)}
@@ -113,9 +114,9 @@ def filtered(rows: Sequence[RunRow], conditions: Sequence[str]) -> list[RunRow]:
         key, equals, value = condition.partition("=")
         if not equals:
             key, value = "state", condition
-        if rows and all(row.cell(key) is None for row in rows):
+        if rows and not any(row.has(key) for row in rows):
             raise UserError(f"--filter {condition}: no run has {key!r}; give a state, or KEY=VALUE with {_keys()}")
-        kept = [row for row in kept if _is(row.cell(key), value)]
+        kept = [row for row in kept if row.has(key) and _is(row.cell(key), value)]
     return kept
 
 
@@ -125,7 +126,7 @@ def ordered(rows: Sequence[RunRow], column: str, reverse: bool = False) -> list[
     Raises:
         UserError: no run has that column.
     """
-    if rows and all(row.cell(column) is None for row in rows):
+    if rows and not any(row.has(column) for row in rows):
         raise UserError(f"--sort {column}: no run has {column!r}; give {_keys()}")
     valued = [row for row in rows if row.cell(column) is not None]
     rest = [row for row in rows if row.cell(column) is None]
@@ -138,7 +139,7 @@ def _keys() -> str:
 
 def _is(found: Any, value: str) -> bool:
     if found is None:
-        return False
+        return value.casefold() == "null"
     return str(found).casefold() == value.casefold() or _order(found) == _order(value)
 
 

@@ -20,10 +20,11 @@ from pydantic import BaseModel, ValidationError
 
 from hpc_rl.config.compose import problem_text
 from hpc_rl.config.job import JobConfig
-from hpc_rl.config.keys import documented_keys, find_annotation, nearest, put
+from hpc_rl.config.keys import documented_keys, find_annotation, nearest
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.ray import RayConfig
 from hpc_rl.config.training import TrainingConfig
+from hpc_rl.config.tree import put
 from hpc_rl.errors import UserError
 from hpc_rl.host.shipped import shipped
 

@@ -24,7 +24,6 @@ from hpc_rl.submission.script import render
 class Stage:
     """A job of the chain, checked and rendered."""
 
-    request: Request
     job: Job
     script: str
 
@@ -52,7 +51,7 @@ def plan(requests: Sequence[Request], local: bool = False) -> tuple[list[Stage],
         if local:
             check_local(job)
     notes = notes_on(jobs, local)
-    return [Stage(request, job, render(job)) for request, job in zip(requests, jobs, strict=True)], notes
+    return [Stage(job, render(job)) for job in jobs], notes
 
 
 def submit(stages: Sequence[Stage]) -> list[tuple[Job, str]]:
@@ -66,7 +65,7 @@ def submit(stages: Sequence[Stage]) -> list[tuple[Job, str]]:
     try:
         for stage in stages:
             is_new = not stage.job.run_dir.path.exists()
-            job = reserve(stage.request, stage.job)
+            job = reserve(stage.job)
             if is_new or job.run_dir != stage.job.run_dir:
                 made.append(job.run_dir.path)
             if submitted:

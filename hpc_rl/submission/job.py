@@ -30,6 +30,8 @@ class Job:
     """Jobs that have to complete first. They are options on sbatch's command line, so that the script can be reused."""
     command: tuple[str, ...] = ()
     """The command that requested the job, for job.json."""
+    is_named: bool = True
+    """Whether the user chose the run directory. Otherwise its name is the first free one, until it is reserved."""
     note: str = ""
     """A sentence about what was chosen for the user when the job was planned."""
 

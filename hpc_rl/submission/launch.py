@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hpc_rl.config.compose import load_tree
-from hpc_rl.config.keys import flat
 from hpc_rl.config.kinds import KINDS
+from hpc_rl.config.tree import flat, read_tree
 from hpc_rl.errors import UserError
 from hpc_rl.runs.control import newest_checkpoint
 from hpc_rl.submission import queue
@@ -61,7 +60,7 @@ def resumed(job: Job) -> list[str]:
     if not job.run_dir.config.is_file() or job.row.trainer is None:
         return []
     try:
-        before = flat(load_tree(job.run_dir.config))
+        before = flat(read_tree(job.run_dir.config))
     except UserError as error:
         return [f"run {job.run_dir.name} resumes; the settings of its last attempt cannot be read: {error}"]
     after = flat(job.config.model_dump(mode="json"))
@@ -79,12 +78,12 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
     return json.dumps(values[key]) if key in values else "not set"
 
 
-def make_run_dir(request: Request, planned: Job, script: str) -> tuple[Job, str]:
+def make_run_dir(planned: Job, script: str) -> tuple[Job, str]:
     """Create the run directory of a prepared job; return the job and its script.
 
     Both have another name if the planned one has been taken in the meantime.
     """
-    job = reserve(request, planned)
+    job = reserve(planned)
     return job, script if job.run_dir == planned.run_dir else render(job)
 
 
@@ -95,7 +94,7 @@ def submit(request: Request, note: Note) -> tuple[Job, str]:
         UserError: the request is invalid, or sbatch refused the job. Then nothing is left behind.
     """
     queue.require_slurm()
-    job, script = make_run_dir(request, *prepare(request, note))
+    job, script = make_run_dir(*prepare(request, note))
     return job, queue.submit(job, script)
 
 

@@ -39,7 +39,7 @@ def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
     The first Ctrl-C asks the job to save and exit; the second one ends it immediately.
     """
     job_id = f"local-{os.getpid()}"
-    queue.prepare(job, script, None)
+    queue.prepare(job, script)
     lock = _lock(job, job_id)
     host, began = os.uname().nodename, process_start_time(os.getpid())
     queue.record(job, job_id, host=host, pid=os.getpid(), start_time=began)

@@ -49,8 +49,8 @@ def reserve(path: Path) -> bool:
     return True
 
 
-def prepare(job: Job, script: str, job_id: str | None, code: str | None = None) -> None:
-    """Fill the run directory: script, snapshot of the code, and job.json if the job id is known.
+def prepare(job: Job, script: str, code: str | None = None) -> None:
+    """Fill the run directory with the script and a snapshot of the code. `record` adds job.json.
 
     Args:
         code: the snapshot, if it was taken already for several runs.
@@ -60,8 +60,6 @@ def prepare(job: Job, script: str, job_id: str | None, code: str | None = None) 
         share(job.run_dir.path, job.config.slurm.group)
     write_atomically(job.run_dir.script, script)
     write_atomically(job.run_dir.git, git_snapshot(job.working_dir) if code is None else code)
-    if job_id is not None:
-        record(job, job_id)
 
 
 def share(folder: Path, group: str) -> None:
@@ -115,7 +113,7 @@ def submit(job: Job, script: str) -> str:
     job.run_dir.stop.unlink(missing_ok=True)  # written for an earlier job
     job_id = None
     try:
-        prepare(job, script, None)
+        prepare(job, script)
         job_id = queue(script, job.after.sbatch_options if job.after else [])
     finally:
         if job_id is None and made and job.run_dir.path.exists():

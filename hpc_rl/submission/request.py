@@ -71,12 +71,8 @@ def plan(request: Request, taken: frozenset[str] = frozenset()) -> Job:
             f"only {takers} accept a program after --"
         )
     devices = Devices(request.local)
-
-    def fill_in(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-        moved = _test_partition(request, tree)
-        slurm = {**tree.get("slurm", {}), **({"partition": moved} if moved else {})}
-        return {**devices.fill_in({**tree, "slurm": slurm}), **({"slurm.partition": moved} if moved else {})}
-
+    on_test_partition = request.is_test and "slurm.partition" not in request.settings
+    fill_in = [*([_choose_test_partition] if on_test_partition else []), devices.fill_in]
     site = load_profile(request.site).values
     config = compose(request.kind, request.overrides, request.settings, site, fill_in)
     return job_of(request, config, taken, devices.note)
@@ -96,19 +92,22 @@ def job_of(request: Request, config: JobConfig, taken: frozenset[str] = frozense
     after = None if request.after is None else find_after(request.after)
     if after is not None and "dependency" in config.slurm.sbatch:
         raise UserError("--after and --sbatch dependency=... set the same option of sbatch: use only one of them")
-    run_dir = RunDir(_run_dir(request, config, taken))
-    if request.is_test:
-        config = config.updated("slurm.job_name", None)  # the run directory's
-    return Job(request.kind, config, run_dir, Path.cwd(), request.program, after, request.command, note)
+    stem, is_named = name or request.kind, request.run_dir is not None or name is not None
+    if request.is_test:  # never in the run directory of the run that it tries
+        stem, is_named, config = f"{stem}-test", False, config.updated("slurm.job_name", None)
+    path = request.run_dir or ROOT / (stem if is_named else free_name(stem, taken))
+    run_dir = RunDir(_possible(path.absolute()))
+    return Job(request.kind, config, run_dir, Path.cwd(), request.program, after, request.command, is_named, note)
 
 
-def reserve(request: Request, job: Job) -> Job:
+def reserve(job: Job) -> Job:
     """Create the run directory of a planned job.
 
     A job without a name gets the next free name if another submission was faster.
     """
-    while not (_is_named(request, job.config) or queue.reserve(job.run_dir.path)):
-        job = replace(job, run_dir=RunDir(_run_dir(request, job.config, frozenset())))
+    while not (job.is_named or queue.reserve(job.run_dir.path)):
+        stem = job.run_dir.name.rpartition("-")[0]
+        job = replace(job, run_dir=RunDir((ROOT / free_name(stem)).absolute()))
     return job
 
 
@@ -139,23 +138,15 @@ def job_of_script(kind: str, script: Path, command: tuple[str, ...] = ()) -> tup
     return Job(kind, JobConfig(), RunDir(Path(path).absolute()), Path.cwd(), command=command), text
 
 
-def _test_partition(request: Request, tree: Mapping[str, Any]) -> str | None:
-    """Return the site's test partition if this is a trial and no flag names another partition."""
-    found = tree.get("slurm", {}).get("test_partition") if request.is_test else None
-    return None if "slurm.partition" in request.settings else found
+def _choose_test_partition(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Choose the site's partition for trials, if it has one."""
+    slurm = tree.get("slurm")
+    partition = slurm.get("test_partition") if isinstance(slurm, Mapping) else None
+    return {"slurm.partition": partition} if partition else {}
 
 
-def _is_named(request: Request, config: JobConfig) -> bool:
-    """Return whether the user chose the run directory. A trial never uses the directory of the real run."""
-    return not request.is_test and (request.run_dir is not None or config.slurm.job_name is not None)
-
-
-def _run_dir(request: Request, config: JobConfig, taken: frozenset[str]) -> Path:
-    if request.is_test:
-        name = free_name(f"{config.slurm.job_name or request.kind}-test", taken)
-    else:
-        name = config.slurm.job_name or free_name(request.kind, taken)
-    path = (request.run_dir or ROOT / name).absolute()
+def _possible(path: Path) -> Path:
+    """Return the path, or raise UserError if no file can exist there."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -58,7 +58,7 @@ def plan(request: Request, max_parallel: int | None) -> Plan:
     devices = Devices()
     site = load_profile(request.site).values
     swept = [point.overrides for point in points]
-    configs = compose_each(request.kind, common, swept, request.settings, site, devices.fill_in)
+    configs = compose_each(request.kind, common, swept, request.settings, site, [devices.fill_in])
     stem = free_name(f"{request.kind}-sweep")
     first = job_of(request, configs[0], note=devices.note)
     sweep = SweepDir((request.run_dir or ROOT / (configs[0].slurm.job_name or stem)).absolute())
@@ -113,7 +113,7 @@ def submit(planned: Plan) -> str:
             queue.share(sweep.path, group)
         code = queue.git_snapshot(planned.jobs[0].working_dir)
         for job, script in zip(planned.jobs, planned.scripts, strict=True):
-            queue.prepare(job, script, None, code)
+            queue.prepare(job, script, code)
         write_atomically(sweep.script, planned.script)
         record = {
             "kind": planned.jobs[0].kind,

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
+from hpc_rl.config.tree import read_options
 from hpc_rl.host.usage import NodeUsage, read_usage
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.history import History, read_history
@@ -27,7 +26,9 @@ class Recorded:
     usage: list[list[NodeUsage]]
     """The nodes of each attempt."""
     config: str
-    """YAML."""
+    """config.yaml as text."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The configuration: dotted key -> value."""
     swept: dict[str, str] = field(default_factory=dict)
     """The values that the run's sweep set: dotted key -> value; empty outside a sweep."""
 
@@ -39,13 +40,6 @@ class Recorded:
         """Return (step, value) of every record with the metric; null (NaN, Inf) is left out."""
         return [(record["step"], record[key]) for record in self.records if record.get(key) is not None]
 
-    def options(self) -> dict[str, Any]:
-        """Return the configuration as dotted keys."""
-        try:
-            return flat(yaml.safe_load(self.config) or {})
-        except yaml.YAMLError:
-            return {}
-
 
 def read_run(run: RunDir) -> Recorded:
     """Read a run; what is missing in its directory is empty."""
@@ -56,18 +50,8 @@ def read_run(run: RunDir) -> Recorded:
         history=read_history(run),
         usage=[read_usage(folder) for folder in run.attempts()],
         config=run.config.read_text(encoding="utf-8", errors="replace") if run.config.is_file() else "",
+        options=read_options(run.config),
     )
-
-
-def flat(tree: Any, above: str = "") -> dict[str, Any]:
-    """Flatten a tree of mappings to dotted keys; lists and empty mappings are values."""
-    if not isinstance(tree, dict) or not tree:
-        return {above: tree} if above else {}
-    return {
-        key: value
-        for name, below in tree.items()
-        for key, value in flat(below, f"{above}.{name}" if above else str(name)).items()
-    }
 
 
 def differences(options: Sequence[dict[str, Any]]) -> list[tuple[str, list[Any]]]:

@@ -90,7 +90,7 @@ def render_page(runs: Sequence[Recorded], refresh_s: float | None = None) -> str
     plots = [figure.plot for group in [*sweep_groups, *groups] for figure in group.figures]
     data = plot_data(plots)
     scripts = [(_PAGE / name).read_text() for name in (f"{UPLOT}.js", "script.js")]
-    options = [run.options() for run in runs]
+    options = [run.options for run in runs]
     summaries = [run_summary(run) for run in runs]
     template = Environment(autoescape=True, trim_blocks=True).from_string((_PAGE / "page.html.j2").read_text())
     return template.render(

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hpc_rl.config.tree import read_options
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.processes import die_with_parent, python_with
 from hpc_rl.run_dir import RunDir
@@ -89,10 +90,8 @@ def _job_settings(run: RunDir) -> tuple[str | None, str | None]:
 
     The file is not validated: a run of an older version may have other options and is uploaded as well.
     """
-    import yaml
-
-    tree = yaml.safe_load(run.config.read_text()) if run.config.is_file() else {}
-    return tree.get("slurm", {}).get("python"), tree.get("trainer", {}).get("wandb_proxy")
+    options = read_options(run.config)
+    return options.get("slurm.python"), options.get("trainer.wandb_proxy")
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str]) -> list[str]:

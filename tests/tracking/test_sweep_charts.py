@@ -9,7 +9,7 @@ from hpc_rl.tracking.sweep_charts import best_first, sweep_plots, swept_keys
 
 def run(name: str, swept: dict[str, str], *losses: float, key: str = "val/loss") -> Recorded:
     records = [{"step": i, "total_steps": 9, "time": 0.0, key: loss} for i, loss in enumerate(losses, 1)]
-    return Recorded(name, records, [], History(()), [], "", swept)
+    return Recorded(name, records, [], History(()), [], "", swept=swept)
 
 
 GRID = [

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.processes import adopt_orphans, end_descendants
-from hpc_rl.node.entry import print_error, run_entry, this_allocation, this_attempt_dir
+from hpc_rl.node.entry import print_error, run_with_others
 from hpc_rl.node.meeting import Meeting
 from hpc_rl.node.ray_cluster.environment import ray_environment
 from hpc_rl.node.ray_cluster.head import Driver, Head
@@ -27,7 +27,6 @@ from hpc_rl.node.ray_cluster.limits import raise_file_limit
 from hpc_rl.node.ray_cluster.member import Member
 from hpc_rl.node.ray_cluster.processes import RayProcess
 from hpc_rl.node.ray_cluster.watch import JobEnd, Watch, catch_termination
-from hpc_rl.node.usage_recorder import recording_usage
 from hpc_rl.slurm.allocation import Allocation
 
 MAX_LOG_FILES = 400
@@ -40,16 +39,7 @@ _NODE_LOGS = ("raylet", "gcs_server", "ray_process", "dashboard", "runtime_env",
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(sys.argv[1:] if argv is None else argv)
-    return run_entry(lambda: run_node(options))
-
-
-def run_node(options: argparse.Namespace) -> int:
-    """Run one node of the job, clean up everything, and return the exit code for Slurm."""
-    allocation, attempt_dir = this_allocation(), this_attempt_dir()
-    meeting = Meeting(attempt_dir, allocation.nodes, allocation.node_rank)
-    meeting.check_shared()
-    meeting.arrive()
-    return recording_usage(allocation, attempt_dir, lambda: _run_and_clean_up(allocation, meeting, options))
+    return run_with_others(lambda allocation, meeting: _run_and_clean_up(allocation, meeting, options))
 
 
 def _run_and_clean_up(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> int:
