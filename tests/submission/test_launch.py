@@ -96,12 +96,18 @@ def test_a_trial_is_short_and_has_a_name_of_its_own(folder: Path) -> None:
     assert job.run_dir.name == "mine-test-1" and "--partition=gpu\n" in script and "--job-name=mine-test-1\n" in script
     with pytest.raises(hpc_rl.UserError, match="leave out --run-dir"):
         prepare(as_test(replace(named, run_dir=folder / "mine")), print)
-    made = [
-        reserve(as_test(request), job).run_dir.name for _ in range(2) for job in [prepare(as_test(request), print)[0]]
-    ]
+    trial = as_test(request)
+    made = [reserve(prepare(trial, print)[0]).run_dir.name for _ in range(2)]
     assert made == ["torchrun-test-1", "torchrun-test-2"]
     assert as_test(Request("sft")).settings["trainer.total_training_steps"] == 2
     assert "trainer.total_training_steps" not in as_test(request).settings
+
+
+@pytest.mark.parametrize("word", ["slurm=5", "slurm=[1]", "trainer=7"])
+def test_a_section_that_is_a_value_is_refused(word: str) -> None:
+    request = Request("torchrun", (word,), PROGRAM, {"trainer.nnodes": 1, "slurm.time": "1:00:00"})
+    with pytest.raises(hpc_rl.UserError, match=f"{word.partition('=')[0]} is a section with keys such as"):
+        prepare(as_test(request), print)
 
 
 def test_what_is_resumed_and_what_has_changed_is_told(folder: Path) -> None:

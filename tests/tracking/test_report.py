@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from hpc_rl.config.tree import flat
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.plot import MOST_BINS
-from hpc_rl.tracking.recorded import differences, flat, read_run
+from hpc_rl.tracking.recorded import differences, read_run
 from hpc_rl.tracking.report import UPLOT, failure_reported, render_page, report_end, write_page
 from tests.tracking.runs import HOSTILE, PPO, make_run
 
