@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,11 @@ def run_with_others(take_part: Callable[[Allocation, Meeting], int]) -> int:
         meeting = Meeting(attempt_dir, allocation.nodes, allocation.node_rank)
         meeting.check_shared()
         meeting.arrive()
-        return recording_usage(allocation, attempt_dir, lambda: take_part(allocation, meeting))
+        try:
+            return recording_usage(allocation, attempt_dir, lambda: take_part(allocation, meeting))
+        finally:
+            # Slurm terminates all tasks after the first that fails or stops. That must not replace this exit code.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     return run_entry(entry)
 

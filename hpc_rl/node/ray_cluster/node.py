@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -53,9 +52,6 @@ def _run_and_clean_up(allocation: Allocation, meeting: Meeting, options: argpars
     except UserError as error:
         meeting.fail(error.exit_code)
         raise
-    finally:
-        # Slurm terminates all tasks after the first failure. That must not replace this task's exit code.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return code
 
 
