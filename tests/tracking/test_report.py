@@ -141,7 +141,7 @@ def test_a_long_list_of_differences_is_folded(tmp_path: Path) -> None:
         pair = [
             replace(
                 read_run(make_run(tmp_path / f"{options}", name)),
-                config="".join(f"k{i}: {name}\n" for i in range(options)),
+                options={f"k{i}": name for i in range(options)},
             )
             for name in ("a", "b")
         ]
@@ -150,7 +150,7 @@ def test_a_long_list_of_differences_is_folded(tmp_path: Path) -> None:
 
 
 def test_options_that_all_runs_share_are_shown_once(tmp_path: Path) -> None:
-    one, two = (replace(read_run(make_run(tmp_path, n)), config=f"a: 1\nb: {{c: {n}}}\n") for n in ("x", "y"))
+    one, two = (replace(read_run(make_run(tmp_path, n)), options={"a": 1, "b.c": n}) for n in ("x", "y"))
     page = Parsed(render_page([one, two]))
     assert "Options that all runs share" in page.text and "a: 1" in page.text and "x: all options" not in page.text
 
