@@ -20,7 +20,7 @@ PROGRAM = """\
 import os, pathlib, sys, time
 held = b"1" * 50_000_000
 attempt = pathlib.Path(os.environ["HPC_RL_ATTEMPT_DIR"])
-deadline = time.monotonic() + 300
+deadline = time.monotonic() + 600
 while time.monotonic() < deadline:
     lines = [len(path.read_text().splitlines()) for path in attempt.glob("*-usage.jsonl")]
     if attempt.name == "attempt-2" and len(lines) == 2 and min(lines) > 1:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-DEADLINE_S = 300.0
+DEADLINE_S = 600.0
 """Deadline of a command or a wait in seconds. It ends what hangs: no test depends on the speed of the machine."""
 
 
