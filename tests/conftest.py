@@ -13,6 +13,7 @@ import pytest
 
 from tests.docker_images import AS_USER, write_docker_archive
 from tests.sandbox.cluster import Cluster, missing
+from tests.sandbox.processes import DEADLINE_S
 from tests.sandbox.variants import LARGE
 
 # Without job control a shell starts background commands with SIGINT ignored, and children inherit that.
@@ -85,7 +86,7 @@ def built_image(apptainer_environ: dict[str, str], tmp_path_factory: pytest.Temp
     offline = ["--build-arg", "extras=", "--build-arg", "pip=--no-index --no-deps"]
     done = subprocess.run(
         [*command, "--out", "hpc-rl.sif", *offline],
-        cwd=folder, env=apptainer_environ, capture_output=True, text=True, timeout=200, check=False,
+        cwd=folder, env=apptainer_environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder / "hpc-rl.sif"

@@ -19,6 +19,7 @@ from typing import NoReturn
 from hpc_rl.config.compose import compose, load_config
 from hpc_rl.config.sft import SftConfig
 from hpc_rl.errors import AgreedError, UserError
+from hpc_rl.host.imports import large_imports
 from hpc_rl.run_dir import RunDir, current_run_dir
 
 
@@ -56,11 +57,12 @@ def run(arguments: Sequence[str]) -> int:
         config, run_dir = parse(arguments)
     except UserError as error:
         raise AgreedError(str(error)) from error
-    from transformers.utils import logging  # slow to import, as are the modules below
+    with large_imports():
+        from transformers.utils import logging
 
-    from hpc_rl.finetune.trainer import train
-    from hpc_rl.tracking.report import failure_reported
-    from hpc_rl.training import distributed
+        from hpc_rl.finetune.trainer import train
+        from hpc_rl.tracking.report import failure_reported
+        from hpc_rl.training import distributed
 
     logging.disable_progress_bar()  # its control characters would fill log files
     world = distributed.start(config.trainer.device, config.slurm.start_timeout_s)

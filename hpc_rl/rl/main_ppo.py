@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from hpc_rl.config.compose import compose, load_config
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.host.imports import large_imports
 from hpc_rl.run_dir import RunDir, current_attempt_dir, current_run_dir
 
 if TYPE_CHECKING:
@@ -28,11 +29,12 @@ class TaskRunner:
 
     def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
         """Set up the run, train, and return the exit code."""
-        from hpc_rl.rl.cluster import driver_log
-        from hpc_rl.rl.process import log_to, quiet_libraries
-        from hpc_rl.rl.setup import set_up
-        from hpc_rl.rl.trainer import train
-        from hpc_rl.tracking.report import failure_reported
+        with large_imports():
+            from hpc_rl.rl.cluster import driver_log
+            from hpc_rl.rl.process import log_to, quiet_libraries
+            from hpc_rl.rl.setup import set_up
+            from hpc_rl.rl.trainer import train
+            from hpc_rl.tracking.report import failure_reported
 
         log_to(driver_log(logs))
         quiet_libraries()

@@ -28,12 +28,14 @@ def wait(run: RunDir, on_poll: Callable[[], None] = lambda: None) -> int:
     while True:
         on_poll()
         written = run.status.stat().st_mtime_ns if run.status.exists() else None
-        if time.monotonic() >= next_look or written != seen:  # the job has just written its state, so query Slurm now
+        if written != seen:  # the job has just written its state: Slurm knows of it now or soon
+            interval, next_look, seen = STATE_POLL_S[0], 0.0, written
+        if time.monotonic() >= next_look:
             now = status_of(run)
             if not now.active:
                 on_poll()
                 return exit_code(now)
-            interval, next_look, seen = min(interval * 1.3, most), time.monotonic() + interval, written
+            interval, next_look = min(interval * 1.3, most), time.monotonic() + interval
         time.sleep(0.2)
 
 

@@ -8,7 +8,7 @@ step.
 SITECUSTOMIZE = """\
 import os, pathlib, sys, time
 
-DEADLINE_S = 240
+DEADLINE_S = 900
 
 
 def hold_at(step):

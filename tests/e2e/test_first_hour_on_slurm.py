@@ -31,16 +31,14 @@ def workspace(cluster: Cluster) -> Workspace:
 
 
 def test_sft_on_two_nodes_in_a_starter_project(workspace: Workspace) -> None:
-    said = workspace.hpc_rl("submit", "sft", "--nodes", "2", timeout=280)
+    said = workspace.hpc_rl("submit", "sft", "--nodes", "2")
     assert said.returncode == 0, said.stderr
     assert "  2 nodes x 1 CPU process, 1:00:00, the default partition\n" in said.stdout
     assert "trainer.device=auto: no GPUs found, so the job runs on CPUs" in said.stderr
     workspace.wait_for_step("sft-1", 2)
     workspace.ok("stop", "sft-1")
     workspace.wait_until(lambda: workspace.status("sft-1")["state"] == "STOPPED", "sft-1 stopped")
-    again = workspace.hpc_rl(
-        "submit", "sft", "--nodes", "2", "--job-name", "sft-1", "optim.lr=2e-5", "--wait", timeout=280
-    )
+    again = workspace.hpc_rl("submit", "sft", "--nodes", "2", "--job-name", "sft-1", "optim.lr=2e-5", "--wait")
     assert again.returncode == 0, again.stdout + again.stderr + workspace.logs()
     assert "run sft-1 resumes from step-" in again.stderr and "optim.lr: 1e-05 -> 2e-05" in again.stderr
     assert workspace.status("sft-1")["state"] == "COMPLETED"
@@ -53,13 +51,7 @@ def test_sft_on_two_nodes_in_a_starter_project(workspace: Workspace) -> None:
     assert not list((workspace.folder / "runs" / "sft-1" / "checkpoints").glob("step-*"))
 
 
-def test_a_trial_and_then_ppo_on_four_nodes_in_a_starter_project(workspace: Workspace) -> None:
-    workspace.ok("submit", "ppo", "--nodes", "2", "--test", "--wait", "data.max_response_length=8", timeout=290)
-    assert workspace.status("ppo-test-1")["step"] == 2
-    workspace.ok("submit", "ppo", "--nodes", "4", "data.train_batch_size=8", "data.max_response_length=8")
-    metrics = workspace.folder / "runs" / "ppo-1" / "metrics.jsonl"
-    workspace.wait_until(
-        lambda: metrics.exists() and "critic/score/mean" in metrics.read_text(), "a step of ppo-1", timeout=280
-    )
-    workspace.ok("stop", "ppo-1")
-    workspace.wait_until(lambda: workspace.status("ppo-1")["state"] == "STOPPED", "ppo-1 stopped", timeout=120)
+def test_a_trial_of_ppo_on_four_nodes_in_a_starter_project(workspace: Workspace) -> None:
+    workspace.ok("submit", "ppo", "--nodes", "4", "--test", "--wait", "data.max_response_length=8")
+    status = workspace.status("ppo-test-1")
+    assert (status["state"], status["step"], status["nodes"]) == ("COMPLETED", 2, "node[1-4]")

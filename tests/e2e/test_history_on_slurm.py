@@ -12,6 +12,7 @@ from hpc_rl.runs.status import status_of
 from hpc_rl.tracking.history import KILLED, History, read_history
 from tests.e2e.workspace import Workspace
 from tests.sandbox.cluster import Cluster
+from tests.sandbox.processes import DEADLINE_S
 
 pytestmark = pytest.mark.sandbox
 
@@ -19,7 +20,7 @@ PROGRAM = """\
 import os, pathlib, sys, time
 held = b"1" * 50_000_000
 attempt = pathlib.Path(os.environ["HPC_RL_ATTEMPT_DIR"])
-deadline = time.monotonic() + 300
+deadline = time.monotonic() + 600
 while time.monotonic() < deadline:
     lines = [len(path.read_text().splitlines()) for path in attempt.glob("*-usage.jsonl")]
     if attempt.name == "attempt-2" and len(lines) == 2 and min(lines) > 1:
@@ -53,7 +54,7 @@ def test_a_job_that_slurm_killed_and_queued_again(accounting_cluster: Cluster, m
 
     for name, value in accounting_cluster.env.items():
         monkeypatch.setenv(name, value)
-    found, deadline = accounted(run), time.monotonic() + 30
+    found, deadline = accounted(run), time.monotonic() + DEADLINE_S
     while found.attempts[0].state == KILLED and time.monotonic() < deadline:  # slurmdbd is told a little later
         found = accounted(run)
     killed, completed = found.attempts

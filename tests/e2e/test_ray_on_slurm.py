@@ -18,6 +18,7 @@ from tests.e2e.ray_drivers import COUNT, INTRUDER, LOOK, WAIT
 from tests.e2e.workspace import Workspace
 from tests.sandbox import network, state
 from tests.sandbox.cluster import Cluster
+from tests.sandbox.processes import DEADLINE_S
 
 pytestmark = pytest.mark.sandbox
 LOOK_FOR = (
@@ -27,8 +28,6 @@ LOOK_FOR = (
 OTHER = 65534
 """Another user's id."""
 TWO_NODES = ["--nodes", "2", "--cpus-per-task", "1", "--mem", "2G", "trainer.device=cpu"]
-START_S = 150
-"""Deadline of a start in seconds. Ray takes 5 to 15 s on an idle machine."""
 
 
 def make_workspace(folder: Path, environ: dict[str, str]) -> Workspace:
@@ -61,7 +60,7 @@ def nothing_left(slurm_cluster: Cluster) -> Iterator[None]:
     yield
     for job in slurm_cluster.run(["squeue", "--noheader", "--format=%i"]).stdout.split():  # of a failed test
         slurm_cluster.run(["scancel", job])
-    slurm_cluster.wait_idle(60)
+    slurm_cluster.wait_idle()
     assert traces(slurm_cluster) == before
 
 
@@ -70,7 +69,7 @@ def start_waiting(workspace: Workspace, name: str, *options: str) -> Path:
     mark = workspace.folder / f"{name}.mark"
     arguments = [*TWO_NODES, "--job-name", name, *options, "--", "python", "wait_driver.py", str(mark)]
     workspace.ok("submit", "ray", *arguments)
-    workspace.wait_until(lambda: mark.exists() or ended(workspace, name), f"{name} to be up", START_S)
+    workspace.wait_until(lambda: mark.exists() or ended(workspace, name), f"{name} to be up")
     assert mark.exists(), workspace.logs()
     return mark
 
@@ -95,10 +94,10 @@ def check_reason_comes_first(log: str, reason: str) -> None:
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_driver_sees_what_was_granted_and_its_exit_code_is_the_jobs(workspace: Workspace) -> None:
-    options = ["--job-name", "look", "ray_kwargs.timeline_json_file=timeline.json", "ray.start_timeout_s=140"]
+    options = ["--job-name", "look", "ray_kwargs.timeline_json_file=timeline.json"]
     proxied = Workspace(workspace.folder, {**workspace.environ, "http_proxy": "http://127.0.0.1:9"})
     program = ["python", "look_driver.py", "a b;$HOME", "--x=1"]
-    done = proxied.hpc_rl("submit", "ray", *TWO_NODES, *options, "--follow", "--", *program, timeout=180)
+    done = proxied.hpc_rl("submit", "ray", *TWO_NODES, *options, "--follow", "--", *program)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "the driver is done" in done.stdout and "the driver failed with exit code 3" in done.stdout
     seen = json.loads((workspace.folder / "seen.json").read_text())
@@ -141,7 +140,7 @@ def test_what_dies_ends_the_job_on_all_nodes(workspace: Workspace, slurm_cluster
     node, pattern, reason, code = BREAKS[what]
     start_waiting(workspace, what)
     slurm_cluster.exec_on(node, ["pkill", "-KILL", *pattern], check=True)
-    assert slurm_cluster.wait_job(job_id(workspace, what), timeout=60) == "FAILED"
+    assert slurm_cluster.wait_job(job_id(workspace, what)) == "FAILED"
     log = log_of(workspace, what)
     assert workspace.status(what)["exit_code"] == code, log
     if what == "entry":  # srun reports it too, and either may be first
@@ -154,7 +153,7 @@ def test_what_dies_ends_the_job_on_all_nodes(workspace: Workspace, slurm_cluster
 def test_a_cancelled_job_leaves_nothing(workspace: Workspace, slurm_cluster: Cluster) -> None:
     start_waiting(workspace, "cancelled")
     workspace.ok("cancel", "cancelled")
-    assert slurm_cluster.wait_job(job_id(workspace, "cancelled"), timeout=60) == "CANCELLED"
+    assert slurm_cluster.wait_job(job_id(workspace, "cancelled")) == "CANCELLED"
     attempt = workspace.folder / "runs" / "cancelled" / "attempt-1"
     assert (attempt / "ray" / "node1" / "raylet.out").exists()
 
@@ -166,8 +165,8 @@ def test_a_node_that_is_cut_off_ends_the_job_on_both_sides_before_slurm_knows(pa
     network.unplug(state.machines(patient_cluster.name)["ctl"].pid, 2, second="")
     patient_cluster.exec_on("node2", ["pkill", "-KILL", "-x", "slurmd"], check=True)
     status = workspace.folder / "runs" / "lost" / "status.json"
-    workspace.wait_until(lambda: "FAILED" in status.read_text(), "the job to end", 120)
-    workspace.wait_until(lambda: traces(patient_cluster) == before, "both nodes to be empty", 120)
+    workspace.wait_until(lambda: "FAILED" in status.read_text(), "the job to end")
+    workspace.wait_until(lambda: traces(patient_cluster) == before, "both nodes to be empty")
     assert not patient_cluster.node_states()["node2"].startswith("down")
     assert json.loads(status.read_text())["exit_code"] == 1
     check_reason_comes_first(log_of(workspace, "lost"), "hpc-rl: node node2 is lost: it has not answered for")
@@ -179,7 +178,7 @@ def test_others_share_the_nodes_and_do_not_get_in(workspace: Workspace, slurm_cl
     python = python_of_others()
     address = start_waiting(workspace, "first", "ray.dashboard=true").read_text()
     count = ["--nodes", "1", "--job-name", "second", "--follow", "--", "python", "count_driver.py"]
-    assert "nodes: 1 1.0" in workspace.ok("submit", "ray", *TWO_NODES, *count, timeout=START_S)
+    assert "nodes: 1 1.0" in workspace.ok("submit", "ray", *TWO_NODES, *count)
     assert "nodes: 1 1.0" in run_as_other(slurm_cluster, python)
     log = log_of(workspace, "first")
     dashboard = re.search(r"ssh -N -L \d+:127\.0\.0\.1:(\d+) -J \S+ node1, then http:", log)
@@ -195,7 +194,7 @@ def test_others_share_the_nodes_and_do_not_get_in(workspace: Workspace, slurm_cl
         private = [str(workspace.folder / "runs/first"), str(attempt / ".ray-token"), scratch]
         intrude = ["setpriv", f"--reuid={OTHER}", f"--regid={OTHER}", "--clear-groups", "env", *assignments, python]
         arguments = [str(workspace.folder / "intruder.py"), address, dashboard[1], *private]
-        done = slurm_cluster.exec_on(node, [*intrude, *arguments], timeout=120)
+        done = slurm_cluster.exec_on(node, [*intrude, *arguments], timeout=DEADLINE_S)
         found = json.loads(done.stdout.splitlines()[-1])
         assert found.pop("submit to 127.0.0.1") == (401 if node == "node1" else "refused")
         assert found.pop(f"submit to {address.split(':')[0]}") == "refused"
@@ -203,7 +202,7 @@ def test_others_share_the_nodes_and_do_not_get_in(workspace: Workspace, slurm_cl
         assert [found.pop(f"read {path}") for path in private] == ["PermissionError"] * 3
         assert len(found) == 4 and all("oken" in said or "Failed to connect" in said for said in found.values()), found
     (workspace.folder / "first.end").touch()
-    assert slurm_cluster.wait_job(job_id(workspace, "first"), timeout=60) == "COMPLETED"
+    assert slurm_cluster.wait_job(job_id(workspace, "first")) == "COMPLETED"
     assert "nodes at the end: 2" in log_of(workspace, "first")
 
 
@@ -212,7 +211,9 @@ def python_of_others() -> str:
     found = shutil.which(f"python3.{sys.version_info.minor}", path="/usr/bin:/usr/local/bin") or sys.executable
     try:
         probe = [found, "-c", "import ray"]
-        subprocess.run(probe, env=environment_of_others(), user=OTHER, check=True, capture_output=True, timeout=60)
+        subprocess.run(
+            probe, env=environment_of_others(), user=OTHER, check=True, capture_output=True, timeout=DEADLINE_S
+        )
     except (OSError, subprocess.SubprocessError):
         pytest.skip(f"another user cannot run {found} with this environment's packages")
     return found
@@ -233,7 +234,7 @@ def run_as_other(cluster: Cluster, python: str) -> str:
     command = ["submit", "ray", *TWO_NODES, "--nodes", "1", "--follow", "--", python, "count_driver.py"]
     done = cluster.run(
         [python, "-m", "hpc_rl.cli", *command],
-        timeout=START_S, cwd=folder, env=environ, user=OTHER, group=OTHER, extra_groups=[],
+        timeout=DEADLINE_S, cwd=folder, env=environ, user=OTHER, group=OTHER, extra_groups=[],
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -19,6 +19,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.script import render_container
 from tests.docker_images import AS_USER, write_docker_archive
+from tests.sandbox.processes import DEADLINE_S
 from tests.submission.test_script import NASTY
 
 OPTIONS = ["--userns"] if os.getuid() == 0 else []
@@ -29,7 +30,7 @@ def hpc_rl(apptainer_environ: dict[str, str], tmp_path: Path) -> Any:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*AS_USER, sys.executable, "-m", "hpc_rl.cli", *arguments], cwd=tmp_path, env=apptainer_environ,
-            capture_output=True, text=True, timeout=200, check=False,
+            capture_output=True, text=True, timeout=DEADLINE_S, check=False,
         )  # fmt: skip
 
     return run
@@ -44,7 +45,7 @@ def test_the_image_says_where_it_comes_from(
     assert (facts["source"], facts["digest"], facts["sha256"]) == (archive, digest, file_sha256(built_image))
     said = subprocess.run(
         ["apptainer", "--silent", "inspect", "--json", str(built_image)],
-        env=apptainer_environ, capture_output=True, text=True, timeout=60, check=True,
+        env=apptainer_environ, capture_output=True, text=True, timeout=DEADLINE_S, check=True,
     ).stdout  # fmt: skip
     labels = json.loads(said)["data"]["attributes"]["labels"]
     assert labels["org.opencontainers.image.base.name"] == archive
@@ -80,12 +81,12 @@ def test_an_interrupted_build_leaves_nothing(
     with subprocess.Popen(
         [*AS_USER, *command, "--out", "x.sif"], cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True
     ) as building:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + DEADLINE_S
         while not begun.exists():
             assert building.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         building.send_signal(signal.SIGTERM)
-        building.communicate(timeout=60)
+        building.communicate(timeout=DEADLINE_S)
     assert building.returncode == 130
     assert {path.name for path in tmp_path.iterdir()} == {"bin", "local"}
     assert [path.name for path in tmp_path.glob("local/*/*")] == ["cache"]
@@ -117,7 +118,7 @@ class Task:
 
     def run(self, *command: str, **environ: str) -> tuple[int, str, str]:
         with self.start(*command, **environ) as running:
-            out, error = running.communicate(timeout=60)
+            out, error = running.communicate(timeout=DEADLINE_S)
         assert list(self.local.iterdir()) == []
         return running.returncode, out, error
 
@@ -166,12 +167,12 @@ def test_exit_codes_are_the_programs(task: Task) -> None:
 def test_a_termination_reaches_the_program(task: Task) -> None:
     waits = "trap 'echo saved; exit 9' TERM; touch begun; while true; do sleep 0.1; done"
     with task.start("bash", "-c", waits) as running:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + DEADLINE_S
         while not (task.tmp / "begun").exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)
         running.terminate()
-        out, _ = running.communicate(timeout=30)
+        out, _ = running.communicate(timeout=DEADLINE_S)
     assert (running.returncode, out) == (9, "saved\n")
     assert list(task.local.iterdir()) == []
 

@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import make_tiny_model, write_chats
+from tests.sandbox.processes import DEADLINE_S
 
 HPC_RL = [sys.executable, "-m", "hpc_rl.cli"]
-TIMEOUT_S = 90
 
 
 def hpc_rl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [*HPC_RL, *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
 class Terminal:
@@ -40,7 +40,7 @@ class Terminal:
         self.theirs = theirs
 
     def until(self, shown: str) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + DEADLINE_S
         while not re.search(shown, self.text):
             assert self._read() or time.monotonic() < deadline, f"{shown} does not come: {self.text}"
 
@@ -48,7 +48,7 @@ class Terminal:
         os.write(self._own, key.encode())
 
     def exit_code(self) -> int:
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + DEADLINE_S
         while self.process.poll() is None:
             self._read()
             assert time.monotonic() < deadline, self.text
@@ -88,12 +88,12 @@ def running(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=out)
     yield process
     process.terminate()
-    process.wait(TIMEOUT_S)
+    process.wait(DEADLINE_S)
 
 
 @pytest.mark.slow
 def test_watch_until_the_end_and_the_report_of_it(folder: Path, running: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + DEADLINE_S
     while not (folder / "runs" / "r" / "metrics.jsonl").exists():
         assert running.poll() is None and time.monotonic() < deadline, (folder / "out.txt").read_text()
         time.sleep(0.1)

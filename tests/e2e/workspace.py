@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.e2e.hold import SITECUSTOMIZE
 from tests.helpers import make_tiny_model
+from tests.sandbox.processes import DEADLINE_S
 
 QUESTIONS = [
     {
@@ -37,7 +38,7 @@ class Workspace:
     login: Sequence[str] = ()
     """Prefix of a command that runs it on the login node: `Cluster.login`."""
 
-    def hpc_rl(self, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    def hpc_rl(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [*self.login, sys.executable, "-m", "hpc_rl.cli", *arguments]
         return subprocess.run(
             command,
@@ -45,12 +46,12 @@ class Workspace:
             env=dict(self.environ),
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=DEADLINE_S,
             check=False,
         )
 
-    def ok(self, *arguments: str, timeout: float = 120) -> str:
-        done = self.hpc_rl(*arguments, timeout=timeout)
+    def ok(self, *arguments: str) -> str:
+        done = self.hpc_rl(*arguments)
         assert done.returncode == 0, (
             f"{arguments}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}{self.logs()}"
         )
@@ -86,11 +87,13 @@ class Workspace:
             f"\n--- {log}\n{log.read_text()[-3000:]}" for log in sorted(self.folder.glob("runs/*/job-*.log"))
         )
 
-    def wait_until(self, condition: Callable[[], bool], what: str, timeout: float = 60) -> None:
-        deadline = time.monotonic() + timeout
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        began = asked = time.monotonic()
         while not condition():
-            assert time.monotonic() < deadline, f"after {timeout} s still not: {what}{self.logs()}"
-            time.sleep(0.1)
+            now = time.monotonic()
+            assert now < began + DEADLINE_S, f"after {DEADLINE_S:g} s still not: {what}{self.logs()}"
+            time.sleep(max(0.1, now - asked))  # a condition that takes long leaves the processors to the job
+            asked = time.monotonic()
 
     def wait_for_step(self, run: str, step: int) -> None:
         metrics = self.folder / "runs" / run / "metrics.jsonl"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.sandbox.processes import wait_until
+from tests.sandbox.processes import DEADLINE_S, wait_until
 
 ROOT = Path("/sys/fs/cgroup")
 CONTROLLERS = {"cpuset", "memory", "freezer", "devices", "cpu", "cpuacct"}
@@ -38,7 +38,7 @@ def create(group: str, machine: str) -> list[Path]:
     return made
 
 
-def remove(group: str, machine: str = "", timeout: float = 10) -> None:
+def remove(group: str, machine: str = "", timeout: float = DEADLINE_S) -> None:
     """Remove GROUP, or one MACHINE in it, after their processes were killed."""
     tops = [point / group / machine for point in hierarchies()]
     wait_until(

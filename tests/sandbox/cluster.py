@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.sandbox import cgroups, config, machines, network, state
-from tests.sandbox.processes import Process, SandboxError, wait_until
+from tests.sandbox.processes import DEADLINE_S, Process, SandboxError, wait_until
 from tests.sandbox.spec import PARTITIONS, Spec
 
 FINAL_STATES = frozenset(
@@ -31,7 +31,7 @@ def missing(accounting: bool = False) -> str | None:
         return f"the Slurm sandbox lacks {', '.join(lacking)}: run .ci/install-slurm"
     # In a container, root may not be allowed to create namespaces.
     probe = ["unshare", *machines.NAMESPACES, "sh", "-ec", "ip link add type veth; ip link add type bridge"]
-    tried = subprocess.run(probe, capture_output=True, text=True, timeout=20, env={"PATH": machines.PATH})
+    tried = subprocess.run(probe, capture_output=True, text=True, timeout=60, env={"PATH": machines.PATH})
     if tried.returncode != 0:
         return f"the Slurm sandbox cannot make network namespaces: {' '.join(tried.stderr.split())}"
     return None
@@ -76,7 +76,7 @@ class Cluster:
     ) -> None:
         self.down()
 
-    def up(self, timeout: float = 60) -> None:
+    def up(self, timeout: float = DEADLINE_S) -> None:
         """Start it and wait until all nodes are idle."""
         if lacking := missing(self.spec.accounting):
             raise SandboxError(lacking)
@@ -125,7 +125,7 @@ class Cluster:
         return [*self._enter("ctl"), "env", f"--chdir={folder}"] if inside else []
 
     def run(
-        self, argv: Sequence[str | Path], timeout: float | None = 60, **options: Any
+        self, argv: Sequence[str | Path], timeout: float | None = DEADLINE_S, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         """Run a command as on a login node. Options are those of `subprocess.run`."""
         return self._run([*self.login(options.get("cwd", "/")), *argv], timeout, **options)
@@ -145,7 +145,7 @@ class Cluster:
             raise
 
     def exec_on(
-        self, node: str, argv: Sequence[str | Path], timeout: float | None = 60, **options: Any
+        self, node: str, argv: Sequence[str | Path], timeout: float | None = DEADLINE_S, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a node (or `ctl`) without Slurm, in the node's namespaces and in directory /."""
         return self._run([*self._enter(node), *argv], timeout, **options)
@@ -161,13 +161,13 @@ class Cluster:
     def node_states(self) -> dict[str, str]:
         """Return node -> state in lower case with Slurm's flags, such as `down*`. Empty if Slurm does not answer."""
         try:
-            answer = self.run(["sinfo", "--noheader", "--Node", "--format=%N %T"], timeout=20)
+            answer = self.run(["sinfo", "--noheader", "--Node", "--format=%N %T"], timeout=60)
         except (subprocess.TimeoutExpired, SandboxError):
             return {}
         found = dict(line.split() for line in answer.stdout.splitlines())
         return {node: found[node] for node in self.nodes if node in found}
 
-    def wait_idle(self, timeout: float = 60) -> None:
+    def wait_idle(self, timeout: float = DEADLINE_S) -> None:
         """Wait until every node is up and idle."""
         idle = dict.fromkeys(self.nodes, "idle")
         subnet = state.read(self.name).subnet
@@ -180,13 +180,13 @@ class Cluster:
 
     def job_state(self, job_id: int | str) -> str:
         """Return Slurm's JobState, such as PENDING. Slurm keeps it until MinJobAge (300 s) after the job's end."""
-        answer = self.run(["scontrol", "show", "job", "--oneliner", str(job_id)], timeout=20)
+        answer = self.run(["scontrol", "show", "job", "--oneliner", str(job_id)], timeout=60)
         found = re.search(r"\bJobState=(\S+)", answer.stdout)
         if not found:
             raise SandboxError(f"job {job_id}: {answer.stderr.strip() or answer.stdout.strip()}")
         return found[1]
 
-    def wait_job(self, job_id: int | str, timeout: float = 60, states: Collection[str] = FINAL_STATES) -> str:
+    def wait_job(self, job_id: int | str, timeout: float = DEADLINE_S, states: Collection[str] = FINAL_STATES) -> str:
         """Wait until the job is in one of `states`, and return that state."""
         seen: list[str] = []
 
@@ -196,7 +196,7 @@ class Cluster:
 
         wanted = "end" if states == FINAL_STATES else f"become {' or '.join(sorted(states))}"
         show = ["scontrol", "show", "job", str(job_id)]
-        wait_until(check, f"job {job_id} to {wanted}", timeout, lambda: self.run(show, timeout=20).stdout)
+        wait_until(check, f"job {job_id} to {wanted}", timeout, lambda: self.run(show, timeout=60).stdout)
         return seen[-1]
 
     def drain(self, drained: bool) -> None:
@@ -217,7 +217,7 @@ class Cluster:
         if notice:
             self._update_node(node, "State=DOWN", "Reason=power failure")
 
-    def restore_node(self, node: str, timeout: float = 60) -> None:
+    def restore_node(self, node: str, timeout: float = DEADLINE_S) -> None:
         """Restart a killed node, empty, and wait until jobs can run there."""
         self._start_machine(node)
         owner = state.read(self.name).owner
@@ -256,4 +256,4 @@ class Cluster:
         self._launchers[machine] = machines.start(state.read(self.name), machine)
 
     def _update_node(self, node: str, *settings: str) -> None:
-        self.run(["scontrol", "update", f"NodeName={node}", *settings], timeout=20, check=True)
+        self.run(["scontrol", "update", f"NodeName={node}", *settings], timeout=60, check=True)

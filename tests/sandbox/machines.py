@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from tests.sandbox import accounting, cgroups, config, network, state
-from tests.sandbox.processes import SandboxError
+from tests.sandbox.processes import DEADLINE_S, SandboxError
 from tests.sandbox.spec import Spec
 
 PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"  # where daemons are
@@ -100,14 +100,14 @@ def _daemons(spec: Spec, subnet: str, machine: str) -> str:
 def _first_pid(launcher: subprocess.Popen[str], spec: Spec, machine: str) -> int:
     """Return the pid that the machine's first process prints. Without an answer from here, that process ends."""
     assert launcher.stdout
-    ready, _, _ = select.select([launcher.stdout], [], [], 20)
+    ready, _, _ = select.select([launcher.stdout], [], [], DEADLINE_S)
     answer = launcher.stdout.readline() if ready else ""
     launcher.stdout.close()
     if not answer:
         launcher.kill()
         reap(launcher)
         log = (spec.base / "log" / f"{machine}.log").read_text()
-        raise SandboxError(f"{machine} of sandbox {spec.name} did not start within 20 s: {log.strip()}")
+        raise SandboxError(f"{machine} of sandbox {spec.name} did not start within {DEADLINE_S:g} s: {log.strip()}")
     return int(answer)
 
 
@@ -126,4 +126,4 @@ def reap(launcher: subprocess.Popen[str]) -> None:
     """Wait for the launcher of an ended machine."""
     assert launcher.stdin
     launcher.stdin.close()
-    launcher.wait(20)
+    launcher.wait(DEADLINE_S)

@@ -9,7 +9,7 @@ import subprocess
 import zlib
 from collections.abc import Collection
 
-from tests.sandbox.processes import SandboxError
+from tests.sandbox.processes import DEADLINE_S, SandboxError
 
 HOST, CONTROLLER = 253, 254  # last number of their addresses; node1 has 1
 
@@ -23,14 +23,18 @@ def ip(*commands: str, pid: int | None = None) -> None:
     """Run `ip` commands as one batch, in the network namespace of process `pid`."""
     inside = [] if pid is None else ["nsenter", f"--net=/proc/{pid}/ns/net"]
     batch = "".join(f"{command}\n" for command in commands)
-    done = subprocess.run([*inside, "ip", "-batch", "-"], input=batch, text=True, capture_output=True, timeout=20)
+    done = subprocess.run(
+        [*inside, "ip", "-batch", "-"], input=batch, text=True, capture_output=True, timeout=DEADLINE_S
+    )
     if done.returncode != 0:
         raise SandboxError(f"ip: {done.stderr.strip()}; the commands were:\n{batch}")
 
 
 def free_subnet(name: str, taken: Collection[str]) -> str:
     """Return the first three numbers of a free subnet, derived from the name, so that it usually stays the same."""
-    routes = subprocess.run(["ip", "-4", "route"], text=True, check=True, capture_output=True, timeout=20).stdout
+    routes = subprocess.run(
+        ["ip", "-4", "route"], text=True, check=True, capture_output=True, timeout=DEADLINE_S
+    ).stdout
     first = zlib.crc32(name.encode())
     for number in ((first + step) % 250 for step in range(250)):
         if f"10.77.{number}." not in routes and f"10.77.{number}" not in taken:
@@ -96,8 +100,8 @@ def unplug(controller: int, number: int, second: str) -> None:
 def unplug_host(name: str) -> None:
     """Remove the cable to the host at once. The kernel would remove it some time after the controller's end."""
     show = ["ip", "link", "show", host_link(name)]
-    if subprocess.run(show, capture_output=True, timeout=20).returncode == 0:
-        subprocess.run(["ip", "link", "delete", host_link(name)], capture_output=True, timeout=20)
+    if subprocess.run(show, capture_output=True, timeout=DEADLINE_S).returncode == 0:
+        subprocess.run(["ip", "link", "delete", host_link(name)], capture_output=True, timeout=DEADLINE_S)
 
 
 def answers(subnet: str, port: int) -> bool:

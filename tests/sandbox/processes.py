@@ -8,6 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+DEADLINE_S = 600.0
+"""Deadline of a command or a wait in seconds. It ends what hangs: no test depends on the speed of the machine."""
+
 
 class SandboxError(RuntimeError):
     """Something in the sandbox did not happen. The message has what was expected and what was found."""

@@ -75,7 +75,7 @@ class Spec:
     """Name of a second interface on every node, such as ib0, on its own subnet."""
     tree: str = ""
     """Root directory of another Debian whose Slurm is used. Empty for that of this machine."""
-    kill_wait_s: int = 5
+    kill_wait_s: int = 30
     """Seconds between SIGTERM and SIGKILL for a job that is cancelled or over its time limit."""
     requeue_hold_s: int = 5
     """Seconds for which Slurm holds a requeued job (120 on most clusters). Started earlier, it is requeued again."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.sandbox import cgroups, network
-from tests.sandbox.processes import Process, SandboxError, wait_until
+from tests.sandbox.processes import DEADLINE_S, Process, SandboxError, wait_until
 from tests.sandbox.spec import Spec
 
 PARENT = Path("/var/tmp")
@@ -94,7 +94,9 @@ def end_machine(name: str, machine: str) -> None:
     """End a machine as a power failure does: the kernel ends its processes, its network and its mounts."""
     if process := machines(name).get(machine):
         process.kill()
-        wait_until(lambda: not process.is_alive(), f"{machine} of sandbox {name} (pid {process.pid}) to end", 20)
+        wait_until(
+            lambda: not process.is_alive(), f"{machine} of sandbox {name} (pid {process.pid}) to end", DEADLINE_S
+        )
     cgroups.remove(Spec(name).group, machine)
 
 

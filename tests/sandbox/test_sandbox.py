@@ -17,7 +17,7 @@ import pytest
 from tests.sandbox import cgroups, config, network, state
 from tests.sandbox.__main__ import main
 from tests.sandbox.cluster import Cluster, missing
-from tests.sandbox.processes import Process, SandboxError, wait_until
+from tests.sandbox.processes import DEADLINE_S, Process, SandboxError, wait_until
 from tests.sandbox.record import CLUSTER, FOLDER
 from tests.sandbox.spec import Spec, project_folders_in_tmp
 from tests.sandbox.variants import LARGE, VARIANTS
@@ -31,7 +31,7 @@ def whole(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test ends with all nodes of the shared cluster up and idle."""
     yield
     if "slurm_cluster" in request.fixturenames:
-        request.getfixturevalue("slurm_cluster").wait_idle(30)
+        request.getfixturevalue("slurm_cluster").wait_idle()
 
 
 def submit(cluster: Cluster, body: str, *options: str) -> str:
@@ -210,7 +210,7 @@ else:
 @sandbox
 def test_a_requeued_job_starts_again_soon(slurm_cluster: Cluster) -> None:
     job = submit(slurm_cluster, '((SLURM_RESTART_COUNT)) || { scontrol requeue "$SLURM_JOB_ID"; sleep 60; }')
-    assert slurm_cluster.wait_job(job, 40) == "COMPLETED"
+    assert slurm_cluster.wait_job(job) == "COMPLETED"
     assert "Restarts=1" in slurm_cluster.run(["scontrol", "show", "job", job], check=True).stdout
 
 
@@ -222,7 +222,7 @@ def test_what_runs_past_its_timeout_is_ended_on_the_node_too(slurm_cluster: Clus
     def found() -> str:
         return slurm_cluster.exec_on("node1", ["sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"]).stdout
 
-    wait_until(lambda: "sleep 4321" not in found(), "sleep to end", 10, found)
+    wait_until(lambda: "sleep 4321" not in found(), "sleep to end", DEADLINE_S, found)
 
 
 @sandbox
@@ -245,13 +245,15 @@ def test_accounting(accounting_cluster: Cluster) -> None:
     def found() -> str:
         return accounting_cluster.run(sacct, check=True).stdout
 
-    wait_until(lambda: re.search(r"kept\|COMPLETED\|.*gres/gpu=1", found()) is not None, "sacct to know", 20, found)
+    wait_until(
+        lambda: re.search(r"kept\|COMPLETED\|.*gres/gpu=1", found()) is not None, "sacct to know", DEADLINE_S, found
+    )
 
 
 @sandbox
 @pytest.mark.slow
 def test_a_node_can_fail_and_come_back(slurm_cluster: Cluster) -> None:
-    reach = ["timeout", "2", "bash", "-c", ": </dev/tcp/node3/6818"]  # slurmd's port
+    reach = ["timeout", "5", "bash", "-c", ": </dev/tcp/node3/6818"]  # slurmd's port
     slurm_cluster.exec_on("node1", reach, check=True)
     body = "((SLURM_RESTART_COUNT)) || srun sleep 60; hostname"
     job = submit(slurm_cluster, body, "--nodelist=node3")
@@ -262,7 +264,7 @@ def test_a_node_can_fail_and_come_back(slurm_cluster: Cluster) -> None:
     assert slurm_cluster.wait_job(job, states={"PENDING"}) == "PENDING"
     slurm_cluster.restore_node("node3")
     slurm_cluster.exec_on("node1", reach, check=True)
-    assert slurm_cluster.wait_job(job, 40) == "COMPLETED"
+    assert slurm_cluster.wait_job(job) == "COMPLETED"
     assert (slurm_cluster.shared / f"{job}.out").read_text().split()[-1] == "node3"
 
 
@@ -311,7 +313,7 @@ def cli(*argv: str) -> list[str]:
 @pytest.mark.slow
 def test_up_and_down_leave_nothing(own_name: str) -> None:
     def call(*argv: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(cli(*argv), capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+        return subprocess.run(cli(*argv), capture_output=True, text=True, timeout=DEADLINE_S, cwd=REPOSITORY)
 
     assert not traces(own_name)
     up = call("up", "--nodes=2", "--gpus=1", "--name", own_name)
@@ -338,13 +340,13 @@ def test_a_killed_launcher_takes_its_cluster_along(own_name: str, moment: str) -
     )
     launcher = subprocess.Popen([sys.executable, "-c", make], cwd=REPOSITORY)
     try:
-        wait_until((Spec(own_name).base / moment).exists, f"{moment} to be written", 30)
+        wait_until((Spec(own_name).base / moment).exists, f"{moment} to be written", DEADLINE_S)
     finally:
         launcher.send_signal(signal.SIGKILL)
-        launcher.wait(20)
+        launcher.wait(DEADLINE_S)
     # The kernel ends the processes and the network. Files and cgroups remain until the next `up`.
     left = {"processes", "links"}
-    wait_until(lambda: not left & traces(own_name).keys(), "its end", 20, lambda: str(list(traces(own_name))))
+    wait_until(lambda: not left & traces(own_name).keys(), "its end", DEADLINE_S, lambda: str(list(traces(own_name))))
     assert "directories" in traces(own_name) and not state.in_use(own_name)
     with Cluster(1, name=f"{own_name}-next"):
         assert not traces(own_name)

@@ -1,0 +1,55 @@
+"""Waiting for a job, with a clock of the test's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.run_dir import RunDir
+from hpc_rl.runs import control
+from hpc_rl.runs.status import RunStatus
+
+
+class Job:
+    """A job that writes its last state at one time, and that Slurm shows as running until a later time."""
+
+    def __init__(self, run: RunDir, writes_at: float, ends_at: float) -> None:
+        self.run, self.writes_at, self.ends_at = run, writes_at, ends_at
+        self.now = 0.0
+        self.asked: list[float] = []
+        run.status.write_text("RUNNING")
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        if self.now < self.writes_at <= self.now + seconds:
+            self.run.status.write_text("COMPLETED")
+        self.now += seconds
+
+    def status_of(self, run: RunDir) -> RunStatus:
+        self.asked.append(self.now)
+        state = "COMPLETED" if self.now >= self.ends_at else "RUNNING"
+        return RunStatus(run.name, str(run.path), "7", state, exit_code=0)
+
+
+@pytest.mark.parametrize("still_shown_for", [0.0, 0.9, 3.0])
+def test_the_end_is_seen_soon_after_the_job_has_written_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, still_shown_for: float
+) -> None:
+    job = Job(RunDir(tmp_path), writes_at=1000, ends_at=1000 + still_shown_for)
+    monkeypatch.setattr(control, "time", job)
+    monkeypatch.setattr(control, "status_of", job.status_of)
+    assert control.wait(job.run) == 0
+    assert job.ends_at <= job.now < job.ends_at + 2
+    longest = control.STATE_POLL_S[1]
+    assert len([at for at in job.asked if at < 1000]) < 1000 / longest + 10, "Slurm is asked too often"
+
+
+def test_a_job_that_writes_nothing_is_seen_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(RunDir(tmp_path), writes_at=2000, ends_at=1000)
+    monkeypatch.setattr(control, "time", job)
+    monkeypatch.setattr(control, "status_of", job.status_of)
+    assert control.wait(job.run) == 0
+    assert 1000 <= job.now < 1000 + control.STATE_POLL_S[1] + 1
