@@ -30,8 +30,10 @@ def to_messages(row: Row, data: DataConfig, where: str) -> list[Message]:
         UserError: a column is missing, does not hold a chat, or has no assistant turn.
     """
     if data.prompt_key is not None and data.response_key is not None:
-        prompt = _column(row, "prompt_key", data.prompt_key, where)
-        response = _column(row, "response_key", data.response_key, where)
+        chat = _chat_column(row)
+        other = f"data.messages_key={chat} and leave out data.prompt_key and data.response_key" if chat else None
+        prompt = _column(row, "prompt_key", data.prompt_key, where, other)
+        response = _column(row, "response_key", data.response_key, where, other)
         if not isinstance(response, str):
             raise UserError(f"{where}: column {data.response_key!r} has {kind_of(response)}; text is needed")
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -146,12 +148,16 @@ def _column(row: Row, option: str, key: str, where: str, suggestion: str | None 
 
 def _suggest_columns(row: Row) -> str | None:
     """Return the options that read this row as a chat, or None if its columns have no common names."""
-    chat = next((key for key, value in row.items() if _looks_like_chat(value)), None)
+    chat = _chat_column(row)
     if chat is not None:
         return f"data.messages_key={chat}"
     prompt = _known(row, _PROMPT_COLUMNS)
     response = _known(row, _RESPONSE_COLUMNS)
     return f"data.prompt_key={prompt} data.response_key={response}" if prompt and response else None
+
+
+def _chat_column(row: Row) -> str | None:
+    return next((key for key, value in row.items() if _looks_like_chat(value)), None)
 
 
 def _known(row: Row, names: Iterable[str]) -> str | None:

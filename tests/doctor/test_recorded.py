@@ -86,6 +86,13 @@ INJECTED: dict[str, tuple[str, str, tuple[str, ...], str]] = {
          "LOG FOR DETAILS ***"),
         "A node failed",
     ),
+    "torchvision of another build": (
+        "ppo-killed-worker", JOB_LOG,
+        ("RuntimeError: operator torchvision::nms does not exist",
+         "hpc-rl: ModuleNotFoundError: Could not import module 'AttentionInterface'. Are this object's requirements "
+         "defined correctly? Set the logging verbosity to DEBUG for the original import error."),
+        "torchvision does not fit torch",
+    ),
     "quota": (
         "ppo-killed-worker", RANK_LOG, ("OSError: [Errno 122] Disk quota exceeded: '/home/me/.cache/x'",),
         "Disk quota exceeded",

@@ -1,6 +1,7 @@
 """What the login node finds wrong with a Ray job before it is queued."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +94,30 @@ def test_what_a_ppo_job_lacks_is_told(changes: dict[str, Any], said: str) -> Non
 def test_libraries_are_looked_for_only_where_the_job_runs_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "installed_ray", lambda: None)
     monkeypatch.setattr(program.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(
-        UserError, match=r"ppo needs torch, (.|\n)*has no Ray: .* -m pip install(.|\n)*vllm needs vllm, and"
-    ):
+    with pytest.raises(UserError) as found:
         check_ppo(rollout__name="vllm")
+    (ours, engines) = str(found.value).splitlines()
+    assert re.match(r"ppo needs torch, .*ray, .* lacks them: install them there, or set slurm\.python", ours)
+    assert re.match(r"rollout\.name=vllm needs vllm, .* lacks it: install it there", engines)
     (note, _) = check_ppo(rollout__name="vllm", slurm__python="/on/the/nodes/python")
     assert "slurm.python /on/the/nodes/python is not on this machine" in note
+
+
+def test_a_mistyped_folder_is_not_taken_for_a_name_on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(folder / "hf"))
+    (folder / "models" / "small").mkdir(parents=True)
+    with pytest.raises(
+        UserError, match=r"model\.path models/smal: .* did you mean models/small\? .* hpc-rl fetch models/"
+    ):
+        check_ppo(model__path="models/smal")
+    with pytest.raises(UserError, match="it has small"):
+        check_ppo(model__path="models/qwen")
+    assert any("owner/name is a name on the hub" in note for note in check_ppo(model__path="owner/name"))
+    snapshot = folder / "hf" / "hub" / "models--models--smal"
+    (snapshot / "refs").mkdir(parents=True)
+    (snapshot / "refs" / "main").write_text("abc")
+    (snapshot / "snapshots" / "abc").mkdir(parents=True)
+    assert any("models/smal is a name on the hub" in note for note in check_ppo(model__path="models/smal"))
 
 
 def test_cpus_of_ray_init_are_a_number() -> None:

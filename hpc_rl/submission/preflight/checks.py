@@ -83,8 +83,8 @@ def packages(job: Job) -> Iterator[Question]:
     if config.container.image is not None or slurm.modules or slurm.setup:
         return
     yield Question(check_packages, (slurm.python, job.row.needs, job.kind))
-    if slurm.python is None and isinstance(config, RayJobConfig):
-        yield Question(check_ray, (installed_ray(), sys.executable))
+    if slurm.python is None and isinstance(config, RayJobConfig) and (ray := installed_ray()) is not None:
+        yield Question(check_ray, (ray, sys.executable))
     if isinstance(config, PpoConfig) and (package := engine_spec(config).package) is not None:
         yield Question(check_packages, (slurm.python, (package,), f"rollout.name={config.rollout.name}"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from hpc_rl.host.files import read_json
 from hpc_rl.host.large_files import check_model_folder
 from hpc_rl.submission.hub import HubCache
 
+MOST_NAMED = 5
+"""Folders that a message lists."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
@@ -43,6 +46,7 @@ def check_model_path(key: str, path: str, cache: HubCache) -> str | None:
             raise UserError(f"{key} {path} is a file; give the folder of a Hugging Face model")
         if not _HUB_NAME.fullmatch(path):
             raise UserError(f"{key} {path}: there is no such folder, and this is not the name of a model on the hub")
+        _check_is_not_mistyped(key, path, cache)
         if cache.offline:
             raise UserError(not_cached(f"{key} {path}", path, cache.models))
         return f"model {path} is a name on the hub: it is looked up when the job starts"
@@ -51,6 +55,23 @@ def check_model_path(key: str, path: str, cache: HubCache) -> str | None:
     except OSError as error:
         raise UserError(f"{key} {path}: {error.filename or folder} cannot be read: {error.strerror}") from error
     return None
+
+
+def _check_is_not_mistyped(key: str, path: str, cache: HubCache) -> None:
+    """Check that a path in an existing folder is not taken for OWNER/NAME on the hub.
+
+    Raises:
+        UserError: there is a folder OWNER here without NAME, and the cache lacks a model of that name.
+    """
+    parent = Path(path).parent
+    if parent == Path() or not parent.is_dir() or cache.model_folder(path) is not None:
+        return
+    names = sorted(folder.name for folder in parent.iterdir() if folder.is_dir())
+    close = difflib.get_close_matches(Path(path).name, names, n=1)
+    hint = f"did you mean {parent / close[0]}?" if close else f"it has {', '.join(names[:MOST_NAMED]) or 'none'}."
+    raise UserError(
+        f"{key} {path}: the folder {parent} has no such folder; {hint} If it is a name on the hub: hpc-rl fetch {path}"
+    )
 
 
 def _check_folder(what: str, folder: Path, remedy: str) -> None:

@@ -46,9 +46,10 @@ def check_packages(python: str | None, needs: Sequence[str], purpose: str) -> st
             return f"slurm.python {python} does not start on this machine: it is checked when the job starts"
         missing = asked.stdout.split()
     if missing:
+        it = "it" if len(missing) == 1 else "them"
         raise UserError(
-            f"{purpose} needs {', '.join(missing)}, and {python or sys.executable} lacks it: install it there, "
-            "or set slurm.python to the Python of an environment that has it"
+            f"{purpose} needs {', '.join(missing)}, and {python or sys.executable} lacks {it}: install {it} there, "
+            f"or set slurm.python to the Python of an environment that has {it}"
         )
     return None
 

@@ -1,0 +1,77 @@
+"""docs/benchmarks.md: the numbers of each table follow from the measurements in benchmarks/results."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.common import median, median_ratio
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
+TOKENS = 2048
+"""Generated tokens of a step of benchmarks/ppo.py: 32 responses of 64 tokens."""
+
+
+def result(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["results"]
+
+
+def fine_tuning() -> Iterator[str]:
+    for name in ("sft_4096", "sft_151936"):
+        for measured in result(name).values():
+            for who, speeds in measured.items():
+                ratio = "" if who == "hpc-rl" else f"{median_ratio(measured['hpc-rl'], speeds):.2f}"
+                yield f"| {who} | {median(speeds):,.0f} | {ratio} |"
+
+
+def memory() -> Iterator[str]:
+    measured = result("loss_memory")
+    for name, row in measured.items():
+        plain = measured[f"{name.partition(',')[0]}, plain logits"]
+        yield f"| {name} | {row['gib']:.2f} | {row['gib'] / plain['gib']:.0%} |"
+
+
+def ranks() -> Iterator[str]:
+    measured = result("scaling")
+    for name, speeds in measured.items():
+        yield f"| {name} | {median(speeds):,.0f} | {median_ratio(speeds, measured['1 rank']):.2f} |"
+
+
+def reinforcement_learning() -> Iterator[str]:
+    found = result("ppo")
+    trl = {"grpo": "TRL 1.16.0", "ppo": f"TRL {found['trl of ppo']}"}
+    for algorithm, title in trl.items():
+        seconds = {who: [turn["processor_s"] for turn in turns] for who, turns in found[algorithm].items()}
+        for who, own in seconds.items():
+            name = f"{algorithm.upper()}, {title if who == 'TRL' else who}"
+            ratio = "" if who == "hpc-rl" else f"{median_ratio(own, seconds['hpc-rl']):.2f}"
+            yield f"| {name} | {median(own) / TOKENS * 1000:.2f} | {ratio} |"
+
+
+def weight_sync() -> Iterator[str]:
+    titles = {"copy": "plain copy", "sync": "one training rank", "sync, gathered": "gathered"}
+    titles |= {"sync, other node": "other node", "object store": "one `ray.put` per bucket"}
+    measured = result("weight_sync")["seconds"]
+    for name, title in titles.items():
+        ratio = "" if name == "copy" else f"{median_ratio(measured['copy'], measured[name]):.0%}".replace("%", " %")
+        yield f"| {title} | {median(measured[name]):.3f} | {ratio} |"
+
+
+def start_of_ray() -> Iterator[str]:
+    for nodes, measured in result("ray_up").items():
+        for who, seconds in measured.items():
+            title = "`ray symmetric-run`" if who == "symmetric-run" else who
+            ratio = "" if who == "hpc-rl" else f"{median_ratio(measured['hpc-rl'], seconds):.2f}"
+            yield f"| {nodes} nodes, {title} | {median(seconds):.1f} | {ratio} |"
+
+
+TABLES = (fine_tuning, memory, ranks, reinforcement_learning, weight_sync, start_of_ray)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
+def test_a_table_has_the_numbers_of_the_measurements(table: Any) -> None:
+    rows = list(table())
+    assert rows and [row for row in rows if row not in PAGE] == []
