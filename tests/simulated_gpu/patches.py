@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Self
 from unittest import mock
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import device_mesh
@@ -67,6 +68,10 @@ class _Nothing:
         """Return whether all work is done."""
         return True
 
+    def is_capturing(self) -> bool:
+        """Return whether a CUDA graph is being recorded."""
+        return False
+
 
 def _cuda(gpu: Gpu, gpus_per_node: int) -> dict[str, Any]:
     return {
@@ -114,7 +119,7 @@ def _tensor_methods(gpu: Gpu) -> dict[str, Any]:
     """Return methods that give 1 for every element of a fake tensor, and count the wait of the host."""
     tensor = torch.Tensor
     item, as_float, as_bool, tolist = tensor.item, tensor.__float__, tensor.__bool__, tensor.tolist
-    to, cpu = tensor.to, tensor.cpu
+    to, cpu, numpy = tensor.to, tensor.cpu, tensor.numpy
 
     def fake_item(self: torch.Tensor) -> Any:
         if not isinstance(self, FakeTensor | DTensor):
@@ -130,6 +135,13 @@ def _tensor_methods(gpu: Gpu) -> dict[str, Any]:
         for size in reversed(self.shape):
             ones = [ones] * size
         return ones
+
+    def fake_numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, FakeTensor):
+            return numpy(self, *args, **kwargs)
+        if self.device.type != "cpu":
+            raise TypeError(f"can't convert {self.device} device type tensor to numpy")
+        return np.zeros(tuple(self.shape), str(self.dtype).removeprefix("torch."))
 
     def wait(self: torch.Tensor) -> None:
         if self.device.type == "cuda":
@@ -151,6 +163,7 @@ def _tensor_methods(gpu: Gpu) -> dict[str, Any]:
         "tolist": fake_tolist,
         "__float__": lambda self: float(fake_item(self)) if isinstance(self, FakeTensor) else as_float(self),
         "__bool__": lambda self: bool(fake_item(self)) if isinstance(self, FakeTensor) else as_bool(self),
+        "numpy": fake_numpy,
         "cpu": waiting(cpu),
         "to": waiting(to),
         "record_stream": lambda self, stream: None,
