@@ -61,6 +61,7 @@ def loading_without_files(shape: Shape) -> Iterator[None]:
         mock.patch.object(scalar_model, "from_pretrained", from_pretrained),
         mock.patch.object(critic, "refuse_other_vocabulary", lambda *_: None),
         mock.patch.object(World, "together", lambda self, work: work()),
+        mock.patch.object(World, "broadcast_object", lambda self, value: value),
     ):
         yield
 

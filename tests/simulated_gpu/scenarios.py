@@ -56,7 +56,7 @@ class Job:
 
     def world(self) -> World:
         """Return the view of rank 0."""
-        return World(0, self.ranks, torch.device("cuda", 0))
+        return World(0, self.ranks, torch.device("cuda", 0), self.gpus_per_node)
 
 
 @dataclass
@@ -87,7 +87,7 @@ def sft_step(job: Job) -> dict[str, Phase]:
         world = job.world()
         model = load_model(config.model)
         flops = count_flops(model)
-        model = sharding.shard(model, world, config.trainer.sharding)
+        model = sharding.shard(model, world, config.trainer)
         optimizer = build_optimizer(model, config.optim)
         phases.end("load")
         state = _trainer_state(job, config, world, model, optimizer, flops)
