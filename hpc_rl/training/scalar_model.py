@@ -44,7 +44,7 @@ class ScalarModel(PackedModel):
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Return the head's output at `batch.rows_N`: [N], float32."""
         values_N1: torch.Tensor = self.head(self.hidden(batch)[batch.rows_N].float())
-        return values_N1[:, 0]
+        return values_N1[:, 0].clone()  # FSDP warns of views
 
 
 def load_critic(path: str, config: ModelConfig) -> ScalarModel:

@@ -9,10 +9,12 @@ from unittest import mock
 
 import torch
 
-from hpc_rl.rl.workers import critic
+from hpc_rl.rl.workers import critic, reward_model
 from hpc_rl.training import model, scalar_model
 from hpc_rl.training.distributed import World
 
+REWARD_MODEL = "/reward"
+"""Path at which a trained classifier is loaded."""
 Shape = Literal["tiny", "7B", "32B"]
 
 _SHAPES: dict[Shape, dict[str, int]] = {
@@ -20,7 +22,7 @@ _SHAPES: dict[Shape, dict[str, int]] = {
         "vocab_size": 1024,
         "hidden_size": 256,
         "intermediate_size": 512,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 2,
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
     },
@@ -48,18 +50,23 @@ _SHAPES: dict[Shape, dict[str, int]] = {
 def loading_without_files(shape: Shape) -> Iterator[None]:
     """Let every load of a model return an untrained one of this shape, and let all ranks agree with this one."""
 
-    def from_pretrained(auto: Any, *_: object, **options: Any) -> Any:
+    def from_pretrained(auto: Any, path: str, *_: object, **options: Any) -> Any:
         from transformers import Qwen2Config
 
         settings = {name: options[name] for name in ("dtype", "attn_implementation")}
         labels = {"num_labels": options["num_labels"]} if "num_labels" in options else {}
         hf = auto.from_config(Qwen2Config(**_SHAPES[shape], **labels), **settings)
-        return (hf, {"missing_keys": ["score.weight"]}) if options.get("output_loading_info") else hf
+        return (
+            (hf, {"missing_keys": [] if path == REWARD_MODEL else ["score.weight"]})
+            if options.get("output_loading_info")
+            else hf
+        )
 
     with (
         mock.patch.object(model, "from_pretrained", from_pretrained),
         mock.patch.object(scalar_model, "from_pretrained", from_pretrained),
         mock.patch.object(critic, "refuse_other_vocabulary", lambda *_: None),
+        mock.patch.object(reward_model, "refuse_other_vocabulary", lambda *_: None),
         mock.patch.object(World, "together", lambda self, work: work()),
         mock.patch.object(World, "broadcast_object", lambda self, value: value),
     ):

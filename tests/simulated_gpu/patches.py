@@ -36,6 +36,7 @@ def replaced_parts_of_torch(gpu: Gpu, gpus_per_node: int) -> Iterator[None]:
         replace(torch.cuda, _cuda(gpu, gpus_per_node))
         replace(torch.accelerator, _accelerator(gpu, gpus_per_node))
         replace(torch.Tensor, _tensor_methods(gpu))
+        replace(FakeTensor, {"tolist": _fake_tolist(gpu)})
         replace(torch, {"from_numpy": _faked(gpu, torch.from_numpy)})
         replace(torch.UntypedStorage, {"resize_": _counted_resize(gpu, torch.UntypedStorage.resize_)})
         replace(_fsdp_init, {"_move_states_to_device": _move_states_to_device(gpu)})
@@ -118,7 +119,7 @@ def _accelerator(gpu: Gpu, gpus_per_node: int) -> dict[str, Any]:
 def _tensor_methods(gpu: Gpu) -> dict[str, Any]:
     """Return methods that give 1 for every element of a fake tensor, and count the wait of the host."""
     tensor = torch.Tensor
-    item, as_float, as_bool, tolist = tensor.item, tensor.__float__, tensor.__bool__, tensor.tolist
+    item, as_float, as_bool = tensor.item, tensor.__float__, tensor.__bool__
     to, cpu, numpy = tensor.to, tensor.cpu, tensor.numpy
 
     def fake_item(self: torch.Tensor) -> Any:
@@ -126,15 +127,6 @@ def _tensor_methods(gpu: Gpu) -> dict[str, Any]:
             return item(self)
         wait(self)
         return 1.0 if self.is_floating_point() else 1
-
-    def fake_tolist(self: torch.Tensor) -> Any:
-        if not isinstance(self, FakeTensor):
-            return tolist(self)
-        wait(self)
-        ones: Any = 1.0 if self.is_floating_point() else 1
-        for size in reversed(self.shape):
-            ones = [ones] * size
-        return ones
 
     def fake_numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, FakeTensor):
@@ -160,7 +152,6 @@ def _tensor_methods(gpu: Gpu) -> dict[str, Any]:
 
     return {
         "item": fake_item,
-        "tolist": fake_tolist,
         "__float__": lambda self: float(fake_item(self)) if isinstance(self, FakeTensor) else as_float(self),
         "__bool__": lambda self: bool(fake_item(self)) if isinstance(self, FakeTensor) else as_bool(self),
         "numpy": fake_numpy,
@@ -168,6 +159,18 @@ def _tensor_methods(gpu: Gpu) -> dict[str, Any]:
         "to": waiting(to),
         "record_stream": lambda self, stream: None,
     }
+
+
+def _fake_tolist(gpu: Gpu) -> Callable[[torch.Tensor], Any]:
+    def tolist(self: torch.Tensor) -> Any:
+        if self.device.type == "cuda":
+            gpu.saw_wait()
+        ones: Any = 1.0 if self.is_floating_point() else 1
+        for size in reversed(self.shape):
+            ones = [ones] * size
+        return ones
+
+    return tolist
 
 
 def _faked(gpu: Gpu, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -97,8 +97,10 @@ def sft_step(job: Job) -> dict[str, Phase]:
 
 
 def rl_step(job: Job) -> dict[str, Phase]:
-    """Load all roles of a pool and make one step: `load ROLE`, `logprobs`, `ref`, `values`, and `update ROLE`."""
-    needed = ["reward.function=exact", f"data.max_response_length={job.length - 64}", "data.max_prompt_length=64"]
+    """Load all roles of a pool and make one step: `load ROLE`, `logprobs`, `ref`, `values`, `scores`,
+    and `update ROLE`."""
+    reward = [] if any("reward.model" in option for option in job.options) else ["reward.function=exact"]
+    needed = [*reward, f"data.max_response_length={job.length - 64}", "data.max_prompt_length=64"]
     config = compose("ppo", [*job.overrides(), *needed])
     assert isinstance(config, PpoConfig)
     with simulated_gpus(job.ranks, job.gpus_per_node, job.where) as gpu, loading_without_files(job.shape):
@@ -109,12 +111,12 @@ def rl_step(job: Job) -> dict[str, Phase]:
             if role in MODELS:
                 parts[role] = MODELS[role](config, world)
                 phases.end(f"load {role}")
-        held = hold(_shard(job), world.device)
+        held = hold(shard_of(job), world.device)
         phases.end("hold")
-        for name, compute in _computations(parts, held):
+        for name, compute in _computations(parts, held, shard_of(job)):
             compute()
             phases.end(name)
-        names = ("advantages", "weights", "old_logprobs", "ref_logprobs", "values", "returns")
+        names = ("advantages", "weights", "old_logprobs", "ref_logprobs", "is_weights", "values", "returns")
         columns = {name: torch.zeros(held.tokens, device=world.device) for name in names}
         for role in ("critic", "actor"):
             if role in parts:
@@ -136,7 +138,7 @@ class _Phases:
         gpu.reset()
 
 
-def _computations(parts: dict[str, Any], held: Held) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _computations(parts: dict[str, Any], held: Held, shard: Shard) -> Iterator[tuple[str, Callable[[], Any]]]:
     from hpc_rl.rl.workers.logprobs import held_logprobs
 
     yield "logprobs", lambda: held_logprobs(parts["actor"].model, held, 1.0)
@@ -145,10 +147,10 @@ def _computations(parts: dict[str, Any], held: Held) -> Iterator[tuple[str, Call
     if "critic" in parts:
         yield "values", lambda: parts["critic"].values(held)
     if "reward" in parts:
-        raise NotImplementedError("a reward model needs a path")
+        yield "scores", lambda: parts["reward"].scores(shard)
 
 
-def _shard(job: Job) -> Shard:
+def shard_of(job: Job) -> Shard:
     """Return a rank's samples in one mini-batch: prompts of 32 tokens."""
     count, prompt = job.samples * job.micro_batches, 32
     return Shard(
