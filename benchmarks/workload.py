@@ -98,7 +98,7 @@ def trainer_state(
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = CausalLM(hf)
     flops = count_flops(model)
-    model = sharding.shard(model, world, settings.trainer.sharding)
+    model = sharding.shard(model, world, settings.trainer)
     batch_size = settings.data.train_batch_size
     run = RunDir(folder)
     return TrainerState(

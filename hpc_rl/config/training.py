@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -9,6 +10,7 @@ from pydantic import Field
 from hpc_rl.config.base import Path, Section
 from hpc_rl.config.job import TrainerConfig
 
+Sharding = Literal["full", "hybrid", "gradients", "none"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -56,10 +58,15 @@ class TrainingConfig(TrainerConfig):
     """Number of training steps. It replaces total_epochs if set."""
     micro_tokens: int = Field(4096, ge=2)
     """Largest number of tokens in one forward and backward pass on one rank. This setting determines memory use."""
-    sharding: Literal["full", "gradients", "none"] = "full"
-    """Sharding of the model with FSDP. full: parameters too are sharded between layers. gradients: parameters stay
-    gathered from forward to backward (ZeRO-2, less communication). none: every rank has the whole model, and gradients
-    are averaged once per step."""
+    sharding: Literal["auto", Sharding] = "auto"
+    """Sharding of the model with FSDP. full: parameters, gradients and optimizer state are divided among all ranks.
+    hybrid: they are divided among the ranks of each node, and every node has the whole model (less traffic between
+    nodes). gradients: parameters stay gathered from forward to backward, and gradients are whole until the end of the
+    step. none: every rank has the whole model. auto: hybrid if a model's parameters, gradients and optimizer state take
+    at most a quarter of the memory of one node's GPUs, otherwise full."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which ranks add up gradients. bfloat16 halves this traffic and loses digits. It needs sharding auto, full
+    or hybrid."""
     save_freq: int = Field(0, ge=0)
     """Save a checkpoint every N steps. 0: by time (save_minutes), at the end, and before the walltime."""
     save_minutes: float = Field(30, ge=0)
@@ -83,3 +90,10 @@ class TrainingConfig(TrainerConfig):
     cache.offline is set, otherwise online."""
     wandb_proxy: str | None = None
     """HTTP proxy for wandb only."""
+
+    def problems(self) -> Iterator[str]:
+        if self.reduce_dtype == "bfloat16" and self.sharding in ("gradients", "none"):
+            yield (
+                f"trainer.reduce_dtype=bfloat16 with trainer.sharding={self.sharding} would also add up micro-batches "
+                "in bfloat16: use trainer.sharding=full or hybrid, or reduce_dtype=float32"
+            )

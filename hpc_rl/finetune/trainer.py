@@ -114,7 +114,7 @@ def load(config: SftConfig, run: RunDir, world: World) -> TrainerState:
     with guards.explain_out_of_memory("loading the model"):
         model = world.together(lambda: load_model(config.model))
         flops = count_flops(model)
-        model = sharding.shard(model, world, config.trainer.sharding)
+        model = sharding.shard(model, world, config.trainer)
         optimizer = build_optimizer(model, config.optim)
         progress = checkpoint.load_latest(run.checkpoints, model, optimizer, world)
     if progress is None:
@@ -159,7 +159,7 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
         scale = sharding.loss_factor(state.model, world) / work.targets
         loss = torch.zeros((), device=world.device)
         for index, micro_batch in enumerate(micro_batches):
-            sharding.begin_micro_batch(state.model, config.trainer.sharding, last=index == len(micro_batches) - 1)
+            sharding.begin_micro_batch(state.model, config.trainer, last=index == len(micro_batches) - 1)
             part = state.objective.loss(state.model, micro_batch, scale)
             part.backward()
             loss += part.detach()

@@ -58,13 +58,18 @@ def free_endpoint() -> str:
         return f"{address}:{probe.getsockname()[1]}"
 
 
-def group_environment(rank: int, size: int, endpoint: str, local_rank: int) -> dict[str, str]:
-    """Return the variables by which torch.distributed, and libraries that expect torchrun, find the process group."""
+def group_environment(rank: int, size: int, on_node: int, endpoint: str, local_rank: int) -> dict[str, str]:
+    """Return the variables by which torch.distributed, and libraries that expect torchrun, find the process group.
+
+    Args:
+        on_node: number of the group's ranks on this node.
+    """
     host, port = endpoint.rsplit(":", 1)
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(on_node),
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
         "DIST_INIT_METHOD": f"tcp://{endpoint}",

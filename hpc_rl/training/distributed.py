@@ -2,7 +2,8 @@
 
     world = distributed.start("cpu", start_timeout_s=300)
 
-It works under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and in a single plain process.
+It works under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and in a single plain
+process.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -33,6 +34,8 @@ class World:
     rank: int
     size: int
     device: torch.device
+    ranks_per_node: int | None = None
+    """Number of ranks on each node, which are consecutive; None if it differs between nodes."""
 
     @property
     def is_main(self) -> bool:
@@ -122,7 +125,9 @@ def start(device: str, start_timeout_s: int) -> World:
     elif here.type == "cuda":
         # FSDP's mixed precision needs a group even for one GPU.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return World(rank=rank, size=size, device=here)
+    world = World(rank=rank, size=size, device=here)
+    on_node = world.gather_rows([float(os.environ.get("LOCAL_WORLD_SIZE", size))])[:, 0].unique().tolist()
+    return replace(world, ranks_per_node=int(on_node[0]) if len(on_node) == 1 else None)
 
 
 def finish() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+CHUNK_BYTES = {"cpu": 64 << 20, "gpu": 1 << 30}
 """Bytes of float32 logits in one chunk: enough rows for fast matrix products, and small compared to a model."""
 
 
@@ -60,40 +60,49 @@ def token_logprobs(
 
 def _chunks(positions: int, weight_VH: torch.Tensor) -> Iterator[slice]:
     """Yield slices of equal size, each with at most CHUNK_BYTES of logits."""
-    limit = max(1, CHUNK_BYTES.get(weight_VH.device.type, CHUNK_BYTES["cuda"]) // (4 * weight_VH.shape[0]))
+    chunk_bytes = CHUNK_BYTES["cpu" if weight_VH.device.type == "cpu" else "gpu"]
+    limit = max(1, chunk_bytes // (4 * weight_VH.shape[0]))
     size = -(-positions // -(-positions // limit)) if positions else 1
     return (slice(start, min(start + size, positions)) for start in range(0, positions, size))
 
 
 class _LogProbs:
-    """The log-softmax of chunks of logits, float32, in buffers that all chunks share."""
+    """The log-softmax of chunks of logits, float32, in a buffer that all chunks share."""
 
     def __init__(self, weight_VH: torch.Tensor) -> None:
         self.weight_VH = weight_VH
-        self.logits: torch.Tensor | None = None
-        self.logprobs: torch.Tensor | None = None
+        self.buffer: torch.Tensor | None = None
 
     def __call__(self, hidden_CH: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
         """Return log-probabilities [C, V], which are valid until the next call."""
         rows, vocabulary = hidden_CH.shape[0], self.weight_VH.shape[0]
-        if self.logits is None or self.logprobs is None:
-            self.logits = hidden_CH.new_empty(rows, vocabulary)
-            self.logprobs = hidden_CH.new_empty(rows, vocabulary, dtype=torch.float32)
-        logits, logprobs = self.logits[:rows], self.logprobs[:rows]
-        torch.mm(hidden_CH, self.weight_VH.t(), out=logits)
+        if self.buffer is None:
+            self.buffer = hidden_CH.new_empty(rows, vocabulary, dtype=torch.float32)
+        logits = self.buffer[:rows]
+        if hidden_CH.dtype == torch.float32:
+            torch.mm(hidden_CH, self.weight_VH.t(), out=logits)
+        elif _multiplies_into_float32(hidden_CH):
+            # Rounding a logit of 25 to bfloat16 would change the log-probability by up to 0.06.
+            torch.mm(hidden_CH, self.weight_VH.t(), out_dtype=torch.float32, out=logits)
+        else:
+            logits.copy_(hidden_CH @ self.weight_VH.t())
         if temperature != 1.0:
             logits.div_(temperature)
-        # log_softmax does not take dtype and out together if they differ, so bfloat16 is widened first.
-        if logits.dtype == torch.float32:
-            return torch.log_softmax(logits, dim=-1, out=logprobs)
-        logprobs.copy_(logits)
-        return torch.log_softmax(logprobs, dim=-1, out=logprobs)
+        return torch.log_softmax(logits, dim=-1, out=logits)
+
+
+def _multiplies_into_float32(tensor: torch.Tensor) -> bool:
+    """Return whether matrix products of this tensor can keep their float32 sums: CUDA's can."""
+    return tensor.is_cuda and torch.version.hip is None
 
 
 def _add_product(total_VH: torch.Tensor, left_CV: torch.Tensor, right_CH: torch.Tensor, first: bool) -> None:
     """Add left.T @ right to the total in float32; the first summand replaces the old total."""
+    beta = 0 if first else 1
     if left_CV.dtype == total_VH.dtype:
-        torch.addmm(total_VH, left_CV.t(), right_CH, beta=0 if first else 1, out=total_VH)
+        torch.addmm(total_VH, left_CV.t(), right_CH, beta=beta, out=total_VH)
+    elif _multiplies_into_float32(left_CV):
+        torch.addmm(total_VH, left_CV.t(), right_CH, out_dtype=torch.float32, beta=beta, out=total_VH)
     elif first:
         total_VH.copy_(left_CV.t() @ right_CH)
     else:
@@ -135,7 +144,7 @@ class _CrossEntropySum(torch.autograd.Function):
         grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
         (upstream,) = grads
         # Reading the value would synchronise a GPU; on a CPU it saves a pass over the weight's gradient.
-        if upstream.is_cuda or upstream.item() != 1.0:
+        if upstream.device.type != "cpu" or upstream.item() != 1.0:
             grad_hidden_NH = None if grad_hidden_NH is None else grad_hidden_NH * upstream.to(grad_hidden_NH.dtype)
             grad_weight_VH = None if grad_weight_VH is None else grad_weight_VH.mul_(upstream)
         return grad_hidden_NH, None if grad_weight_VH is None else grad_weight_VH.to(ctx.dtype), None, None

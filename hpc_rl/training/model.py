@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from hpc_rl.config.training import ModelConfig
+from hpc_rl.config.training import ModelConfig, Sharding
 from hpc_rl.errors import UserError
 from hpc_rl.training import packed_attention
 from hpc_rl.training.packed_batch import PackedBatch
@@ -31,6 +31,9 @@ _HEAD_EXTRAS = {
 class PackedModel(nn.Module):
     """A Hugging Face model that runs on packed rows."""
 
+    sharding: Sharding = "none"
+    """The division of its parameters among ranks, which sharding.shard sets."""
+
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
@@ -49,6 +52,10 @@ class PackedModel(nn.Module):
         """Return the transformer layers, the unit of sharding, recomputation and compilation."""
         names = set(self.hf._no_split_modules or ())
         return [module for module in self.hf.modules() if type(module).__name__ in names]
+
+    def float32_modules(self) -> list[nn.Module]:
+        """Return modules that compute in float32 on every device: their results would suffer from bfloat16."""
+        return []
 
     def prepare_training(self, config: ModelConfig) -> None:
         """Switch to training mode, with recomputation and compilation as configured."""

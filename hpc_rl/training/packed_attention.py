@@ -23,6 +23,24 @@ from hpc_rl.training.packed_batch import PackedBatch
 ATTENTION = "hpc_rl_packed"
 
 
+class SampleBounds:
+    """The places in a packed row where samples begin and end.
+
+    Each layer receives this object as an argument, so that recomputation in the backward pass sees the row of its own
+    forward pass, whatever other models have computed in between. It is neither a tuple nor a dataclass: torch.compile
+    would compile a layer again for each new number of samples, but it does not look into an object that only code
+    outside of the compiled graphs reads.
+
+    Args:
+        lengths: tokens of each sample.
+        cu_seqlens: the start of each sample, and the end of the row: int32, [samples + 1].
+    """
+
+    def __init__(self, lengths: tuple[int, ...], cu_seqlens: torch.Tensor) -> None:
+        self.lengths = lengths
+        self.cu_seqlens = cu_seqlens
+
+
 class Attend(Protocol):
     """A replacement for the attention below, if the caller decides what each token attends to."""
 
@@ -46,7 +64,7 @@ def register() -> None:
 
 def attention_kwargs(batch: PackedBatch) -> dict[str, Any]:
     """Return what the model's forward needs besides input_ids and position_ids."""
-    return {"packed_lengths": batch.lengths, "packed_cu_seqlens": batch.cu_seqlens}
+    return {"packed_bounds": SampleBounds(batch.lengths, batch.cu_seqlens)}
 
 
 @torch.compiler.disable  # its loop over samples would be traced again for each number of samples
@@ -57,8 +75,7 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packed_lengths: tuple[int, ...] = (),
-    packed_cu_seqlens: torch.Tensor | None = None,
+    packed_bounds: SampleBounds | None = None,
     attend: Attend | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -70,7 +87,8 @@ def packed_attention(
     Args:
         query: [1, query heads, T, head size].
         key, value: [1, key heads, T, head size]; query heads are a multiple of key heads.
-        attend: computes the result instead, from the same tensors; packed_lengths may then be empty.
+        packed_bounds: the samples of the row; may be missing only if `attend` is given.
+        attend: computes the result instead, from the same tensors.
         sliding_window: the number of tokens that a token attends to, counting back from itself; None for all.
 
     Returns:
@@ -86,13 +104,11 @@ def packed_attention(
             raise UserError(f"{kind} need {name} in attention, which packed training does not support")
     if attend is not None:
         return attend(module, query, key, value, scaling, sliding_window), None
-    if not packed_lengths:
+    if packed_bounds is None:
         raise UserError(f"{kind} do not pass the samples' lengths to attention, which packing needs: use another model")
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _varlen() is not None:
-        assert packed_cu_seqlens is not None
-        longest = max(packed_lengths)
-        return _flash(query, key, value, packed_cu_seqlens, longest, scaling, sliding_window), None
-    return _per_sample(query, key, value, packed_lengths, scaling, dropout, sliding_window), None
+        return _flash(query, key, value, packed_bounds, scaling, sliding_window), None
+    return _per_sample(query, key, value, packed_bounds.lengths, scaling, dropout, sliding_window), None
 
 
 @functools.cache
@@ -139,8 +155,7 @@ def _flash(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    longest: int,
+    bounds: SampleBounds,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
@@ -159,4 +174,5 @@ def _flash(
             options["scale"] = scaling
         else:  # a kernel without this parameter scales by head_size ** -0.5
             q = q * (scaling * q.shape[-1] ** 0.5)
+    cu_seqlens, longest = bounds.cu_seqlens, max(bounds.lengths)
     return varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options).unsqueeze(0)

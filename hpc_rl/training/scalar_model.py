@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import UserError
@@ -12,17 +13,38 @@ from hpc_rl.training import packed_attention
 from hpc_rl.training.model import PackedModel, from_pretrained, load_tokenizer, refuse_unsupported_backbone
 from hpc_rl.training.packed_batch import PackedBatch
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _HEAD = "score"
 """Name of the linear head in transformers' sequence classifiers based on decoder models."""
 
 
 class ScalarModel(PackedModel):
-    """A sequence classifier with one output, computed at all positions that a batch requests."""
+    """A sequence classifier with one output, computed at all positions that a batch requests.
+
+    The head is float32, because bfloat16 distinguishes fewer than 400 values between 1 and 4.
+    """
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        super().__init__(hf)
+        weight = self.head.weight
+        weight.data = weight.data.float()
+
+    @property
+    def head(self) -> nn.Module:
+        """The linear layer that computes the output."""
+        head: nn.Module = getattr(self.hf, _HEAD)
+        return head
+
+    def float32_modules(self) -> list[nn.Module]:
+        """See PackedModel.float32_modules."""
+        return [self.head]
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Return the head's output at `batch.rows_N`: [N], float32."""
-        values_N1: torch.Tensor = getattr(self.hf, _HEAD)(self.hidden(batch)[batch.rows_N])
-        return values_N1[:, 0].float()
+        values_N1: torch.Tensor = self.head(self.hidden(batch)[batch.rows_N].float())
+        return values_N1[:, 0].clone()  # FSDP warns of views
 
 
 def load_critic(path: str, config: ModelConfig) -> ScalarModel:

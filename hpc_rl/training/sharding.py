@@ -1,38 +1,52 @@
 """FSDP2 around a PackedModel: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 
-`full` shards parameters, gradients and optimizer state, and gathers each layer when it is used. `gradients` keeps the
-layers gathered from the first forward to the last backward pass of a step. `none` replicates the model: each rank holds
-one complete shard, and gradients are all-reduced once per step.
+`full` shards parameters, gradients and optimizer state over all ranks. Each layer is gathered when it is used, and its
+gradient is reduced after each micro-batch, so that no rank ever holds the gradient of the whole model. `hybrid` does so
+within each node, and every node has the whole model: only gradients travel between nodes, once per step. `gradients`
+keeps the layers gathered from the first forward to the last backward pass of a step. `none` replicates the model: each
+rank holds one complete shard. These two exchange gradients once per step.
 """
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from hpc_rl.config.training import Sharding, TrainingConfig
+from hpc_rl.errors import UserError
 from hpc_rl.training.distributed import World
 from hpc_rl.training.model import PackedModel
 
-Sharding = Literal["full", "gradients", "none"]
 Model = TypeVar("Model", bound=PackedModel)
 
+STATE_BYTES = 16
+"""Bytes per parameter of weight, gradient and AdamW's two moments, each float32."""
+NODE_SHARE = 0.25
+"""Part of each device's memory that the states may take if `auto` is to choose hybrid. The rest holds a critic of the
+same size, a reference, activations, and gathered layers."""
 
-def shard(model: Model, world: World, sharding: Sharding) -> Model:
-    """Shard a model in place and move it to the device; return it. A single CPU process leaves it unchanged."""
+
+def shard(model: Model, world: World, trainer: TrainingConfig) -> Model:
+    """Shard a model in place and move it to the device; return it. A single CPU process leaves it unchanged.
+
+    Raises:
+        UserError: trainer.sharding is hybrid, and the nodes have different numbers of ranks.
+    """
     if world.size == 1 and world.device.type == "cpu":
         return model
-    if sharding == "none":
-        mesh = init_device_mesh(world.device.type, (world.size, 1), mesh_dim_names=("replicas", "shards"))
-    else:
-        mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shards",))
-    if world.device.type == "cuda":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    else:
-        policy = MixedPrecisionPolicy()
-    reshard = sharding == "full"
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    # All ranks need the same answer, also if their devices differ.
+    memory = world.broadcast_object(_memory_bytes(world.device))
+    model.sharding = choose(trainer.sharding, parameters, world, memory)
+    mesh = _mesh(model.sharding, world)
+    policy = _policy(world.device, trainer)
+    reshard = model.sharding in ("full", "hybrid")
+    for module in model.float32_modules():
+        exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+        fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard)
     for layer in model.layers():
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # The root holds embeddings and LM head. The backward pass begins with them, so they stay gathered until then.
@@ -41,13 +55,44 @@ def shard(model: Model, world: World, sharding: Sharding) -> Model:
     return model
 
 
-def begin_micro_batch(model: PackedModel, sharding: Sharding, last: bool) -> None:
-    """Prepare a forward pass, of which only the last one in a step exchanges gradients."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-        model.set_is_last_backward(last)
-        if sharding != "full":
-            model.set_reshard_after_backward(last)
+def choose(requested: str, parameters: int, world: World, memory: int | None) -> Sharding:
+    """Return the sharding of a model with this number of parameters; only `auto` depends on that number.
+
+    Args:
+        memory: bytes of memory of each device; None on CPUs.
+
+    Raises:
+        UserError: hybrid is requested, and the nodes have different numbers of ranks.
+    """
+    ranks = world.ranks_per_node
+    if requested == "hybrid" and ranks is None:
+        raise UserError(
+            "trainer.sharding=hybrid needs the same number of ranks on each node, and this job's nodes have different "
+            "numbers: use trainer.sharding=full, or nodes of equal size"
+        )
+    if requested == "auto":
+        fits = bool(ranks and memory) and STATE_BYTES * parameters / ranks <= NODE_SHARE * memory
+        requested = "hybrid" if fits else "full"
+    if requested == "hybrid" and ranks == world.size:
+        return "full"  # on one node they are the same
+    return requested  # type: ignore[return-value]  # one of the remaining values of trainer.sharding
+
+
+def begin_micro_batch(model: PackedModel, trainer: TrainingConfig, last: bool) -> None:
+    """Prepare a forward pass, after which gradients are exchanged as the sharding requires.
+
+    Args:
+        last: whether this is the last micro-batch of an optimizer step.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    if model.sharding in ("full", "hybrid"):
+        # FSDP would add up micro-batches in bfloat16, so such gradients travel between nodes each time.
+        model.set_requires_all_reduce(last or trainer.reduce_dtype == "bfloat16")
+        return
+    model.set_requires_gradient_sync(last)
+    model.set_is_last_backward(last)
+    model.set_reshard_after_backward(last)
 
 
 def reshard(model: PackedModel) -> None:
@@ -60,3 +105,24 @@ def reshard(model: PackedModel) -> None:
 def loss_factor(model: PackedModel, world: World) -> float:
     """Return the factor by which to multiply a loss to sum gradients over ranks, which FSDP averages."""
     return float(world.size) if isinstance(model, FSDPModule) else 1.0
+
+
+def _mesh(sharding: Sharding, world: World) -> DeviceMesh:
+    shards = {"none": 1, "hybrid": world.ranks_per_node or 1}.get(sharding, world.size)
+    if sharding in ("none", "hybrid"):
+        shape, names = (world.size // shards, shards), ("replicas", "shards")
+        return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    return init_device_mesh(world.device.type, (shards,), mesh_dim_names=("shards",))
+
+
+def _policy(device: torch.device, trainer: TrainingConfig) -> MixedPrecisionPolicy:
+    """Return the types of computation and of the exchange of gradients: on CPUs those of the weights."""
+    reduce_dtype = getattr(torch, trainer.reduce_dtype)
+    if device.type != "cpu":
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    return MixedPrecisionPolicy(reduce_dtype=reduce_dtype if reduce_dtype is torch.bfloat16 else None)
+
+
+def _memory_bytes(device: torch.device) -> int | None:
+    """Return the memory of an accelerator, or None for a CPU, whose memory all ranks of a node share."""
+    return None if device.type == "cpu" else torch.accelerator.get_memory_info(device)[1]

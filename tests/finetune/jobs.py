@@ -36,17 +36,22 @@ def run_job(base: Sequence[str], run_dir: Path, *overrides: str, ranks: int = 1)
     return spawn(["-m", "hpc_rl.finetune.train", *arguments(base, run_dir, *overrides)], ranks)
 
 
-def run_several(runs: Sequence[tuple[Sequence[str], Path, Sequence[str]]], ranks: int) -> list[Result]:
+def run_several(
+    runs: Sequence[tuple[Sequence[str], Path, Sequence[str]]], ranks: int, ranks_per_node: int | None = None
+) -> list[Result]:
     """Several runs one after the other in the same processes, which saves their start; they print their exit codes."""
-    return spawn([__file__, json.dumps([arguments(base, path, *more) for base, path, more in runs])], ranks)
+    command = [__file__, json.dumps([arguments(base, path, *more) for base, path, more in runs])]
+    return spawn(command, ranks, ranks_per_node=ranks_per_node)
 
 
-def spawn(command: Sequence[str], ranks: int, timeout: float = 120) -> list[Result]:
+def spawn(command: Sequence[str], ranks: int, timeout: float = 120, ranks_per_node: int | None = None) -> list[Result]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     torchrun = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if ranks > 1 else {}
+    if ranks_per_node is not None:
+        torchrun["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
     processes = [
         subprocess.Popen(
             [sys.executable, *command],

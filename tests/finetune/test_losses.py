@@ -20,6 +20,11 @@ TWO_RANKS = {
     "more ranks than samples": ["data.train_batch_size=1", "trainer.total_training_steps=2", "trainer.test_freq=0"],
 }
 
+TWO_NODES = {
+    "hybrid": ["trainer.sharding=hybrid"],
+    "hybrid, many micro-batches": ["trainer.sharding=hybrid", "data.max_length=128", "trainer.micro_tokens=128"],
+}
+
 
 @pytest.fixture(scope="module")
 def reference(sft_config: list[str]) -> tuple[list[float], float]:
@@ -36,6 +41,17 @@ def two_ranks(sft_config: list[str], tmp_path_factory: pytest.TempPathFactory) -
     runs = {name: folder / str(number) for number, name in enumerate(TWO_RANKS)}
     results = run_several([(sft_config, runs[name], overrides) for name, overrides in TWO_RANKS.items()], ranks=2)
     assert [code for code, _, _ in results] == [0, 0], results
+    return runs
+
+
+@pytest.fixture(scope="module")
+def two_nodes(sft_config: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs of four ranks, of which two say that they are on another node."""
+    folder = tmp_path_factory.mktemp("nodes")
+    runs = {name: folder / str(number) for number, name in enumerate(TWO_NODES)}
+    settings = [(sft_config, runs[name], overrides) for name, overrides in TWO_NODES.items()]
+    results = run_several(settings, ranks=4, ranks_per_node=2)
+    assert [code for code, _, _ in results] == [0] * 4, results
     return runs
 
 
@@ -65,6 +81,11 @@ def test_one_rank_compiled(sft_config: list[str], tmp_path: Path, reference: tup
 @pytest.mark.parametrize("name", [name for name in TWO_RANKS if name != "more ranks than samples"])
 def test_two_ranks(name: str, two_ranks: dict[str, Path], reference: tuple[list[float], float]) -> None:
     same_losses(two_ranks[name], reference)
+
+
+@pytest.mark.parametrize("name", list(TWO_NODES))
+def test_two_nodes(name: str, two_nodes: dict[str, Path], reference: tuple[list[float], float]) -> None:
+    same_losses(two_nodes[name], reference)
 
 
 def test_a_rank_without_samples(sft_config: list[str], tmp_path: Path, two_ranks: dict[str, Path]) -> None:

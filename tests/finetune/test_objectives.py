@@ -14,6 +14,7 @@ from hpc_rl.finetune.objectives import OBJECTIVES, Objective
 from hpc_rl.finetune.trainer import Work, due, perf_metrics
 from hpc_rl.training.distributed import World
 from hpc_rl.training.model import CausalLM, Flops, load_model
+from hpc_rl.training.packed_attention import attention_kwargs
 from hpc_rl.training.perf import Clock
 from tests.helpers import make_tiny_model
 
@@ -44,7 +45,8 @@ def test_the_supervised_loss_is_the_cross_entropy_of_the_targets(model: CausalLM
     expected = torch.zeros(())
     for sample in SAMPLES:
         ids = torch.from_numpy(sample.input_ids).long()
-        logits = model.hf(input_ids=ids[None], position_ids=torch.arange(len(ids))[None], packed_lengths=(len(ids),))
+        alone = attention_kwargs(objective.collate([sample]))
+        logits = model.hf(input_ids=ids[None], position_ids=torch.arange(len(ids))[None], **alone)
         expected += cross_entropy(
             logits.logits[0, :-1][sample.loss_mask[1:]], ids[1:][sample.loss_mask[1:]], reduction="sum"
         )

@@ -79,7 +79,8 @@ def test_packed_scores_are_those_of_single_samples(causal: str, classifier: str)
 
 def test_a_reward_model_in_half_precision_gives_float32(causal: str, classifier: str) -> None:
     model = load_reward_model(classifier, ModelConfig(path=causal), torch.bfloat16)
-    assert model.hf.score.weight.dtype == torch.bfloat16
+    assert model.hf.model.embed_tokens.weight.dtype == torch.bfloat16
+    assert model.head.weight.dtype == torch.float32
     assert model(packed()).dtype == torch.float32
 
 

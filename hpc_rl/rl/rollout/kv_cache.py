@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from hpc_rl.training.packed_attention import packed_attention
+from hpc_rl.training.packed_attention import SampleBounds, packed_attention
 
 
 class KVCache:
@@ -67,9 +67,9 @@ class Prefill:
             last_layer: index of the last layer, which raises PrefillDone.
         """
         self.cache = cache
-        self.lengths = tuple(lengths)
         self.last_layer = last_layer
-        self.cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(device)
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(device)
+        self.bounds = SampleBounds(tuple(lengths), cu_seqlens)
         self.positions_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
         self.rows_T = torch.tensor(rows).repeat_interleave(torch.tensor(lengths)).to(device)
 
@@ -93,8 +93,7 @@ class Prefill:
             key,
             value,
             None,
-            packed_lengths=self.lengths,
-            packed_cu_seqlens=self.cu_seqlens,
+            packed_bounds=self.bounds,
             scaling=scaling,
             sliding_window=window,
         )

@@ -9,7 +9,7 @@ from hpc_rl.algorithms.losses import Clip, PolicyBatch
 from hpc_rl.algorithms.policy_losses import POLICY_LOSSES
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl.workers.held import MicroBatch
-from hpc_rl.rl.workers.learner import Columns, Learner, Sums, add
+from hpc_rl.rl.workers.learner import Columns, Learner, Parts, add
 from hpc_rl.rl.workers.logprobs import token_logprobs_of
 from hpc_rl.training.distributed import World
 from hpc_rl.training.model import CausalLM, count_flops, disable_dropout, load_model
@@ -28,7 +28,7 @@ class Actor(Learner[CausalLM]):
         self._clip = Clip(algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.clip_ratio_c)
         self._kl = KL_ESTIMATORS[algorithm.kl.estimator] if algorithm.kl.where == "loss" else None
 
-    def loss(self, micro: MicroBatch, columns: Columns, sums: Sums) -> torch.Tensor:
+    def loss(self, micro: MicroBatch, columns: Columns, parts: Parts) -> torch.Tensor:
         """See Learner.loss.
 
         Columns: advantages and weights; old_logprobs if a step has several updates; is_weights with truncated
@@ -43,11 +43,11 @@ class Actor(Learner[CausalLM]):
         loss_N = policy.loss_N
         if "is_weights" in columns:
             loss_N = loss_N * columns["is_weights"]
-        add(sums, pg_loss=loss_N * columns["weights"], clipped=policy.clipped_N, kl=policy.kl_N, entropy=entropy_N)
-        add(sums, tokens=torch.ones_like(loss_N))
+        add(parts, pg_loss=loss_N * columns["weights"], clipped=policy.clipped_N, kl=policy.kl_N, entropy=entropy_N)
+        add(parts, tokens=torch.ones_like(loss_N))
         if self._kl is not None:
             kl_N = self._kl(logprobs_N, columns["ref_logprobs"])
-            add(sums, kl_loss=kl_N)
+            add(parts, kl_loss=kl_N)
             loss_N = loss_N + algorithm.kl.coef * kl_N
         if algorithm.entropy_coeff:
             loss_N = loss_N - algorithm.entropy_coeff * entropy_N

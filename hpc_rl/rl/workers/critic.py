@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from hpc_rl.algorithms import losses
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl.workers.held import Held, MicroBatch
-from hpc_rl.rl.workers.learner import Columns, Learner, Sums, add
+from hpc_rl.rl.workers.learner import Columns, Learner, Parts, add
 from hpc_rl.training.distributed import World
 from hpc_rl.training.model import disable_dropout
 from hpc_rl.training.scalar_model import ScalarModel, load_critic, refuse_other_vocabulary
@@ -30,16 +30,13 @@ class Critic(Learner[ScalarModel]):
     @torch.no_grad()
     def values(self, held: Held) -> NDArray[np.float32]:
         """Return the value of the state before each held response token, [N]. Every rank calls this."""
-        out_N = torch.empty(held.tokens, dtype=torch.float32)
-        for micro in held.micro_batches():
-            values_N = self.model(micro.batch)
-            out_N[micro.tokens] = values_N.cpu()
+        parts = [self.model(micro.batch) for micro in held.micro_batches()]
         reshard(self.model)
-        return out_N.numpy()
+        return torch.cat(parts).cpu().numpy()
 
-    def loss(self, micro: MicroBatch, columns: Columns, sums: Sums) -> torch.Tensor:
+    def loss(self, micro: MicroBatch, columns: Columns, parts: Parts) -> torch.Tensor:
         """See Learner.loss. Columns: values, returns, weights."""
         values_N = self.model(micro.batch)
         value = losses.value(values_N, columns["values"], columns["returns"], self.config.critic.cliprange_value)
-        add(sums, clipped=value.clipped_N, tokens=torch.ones_like(value.loss_N))
+        add(parts, clipped=value.clipped_N, tokens=torch.ones_like(value.loss_N))
         return (value.loss_N * columns["weights"]).sum()

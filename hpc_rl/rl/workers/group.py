@@ -44,10 +44,11 @@ class WorkerGroup:
         self._micro_tokens = config.trainer.micro_tokens
         self._mini_batch_size = config.actor.mini_batch_size
         size = len(pool.slots)
+        on_node = {slot.rank: len(node) for node in pool.nodes for slot in node}
         remote = ray.remote(Worker)
         self._workers = [
             remote.options(**slot.options(config.trainer.computes_on, share)).remote(
-                config, pool.name, slot.rank, size, roles, logs
+                config, pool.name, slot.rank, size, on_node[slot.rank], roles, logs
             )
             for slot in pool.slots
         ]

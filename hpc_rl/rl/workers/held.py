@@ -33,7 +33,7 @@ class Held:
     """Number of response tokens."""
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of all mini-batches."""
+        """Yield the micro-batches of all mini-batches, in the order of their tokens."""
         for mini_batch in self.mini_batches:
             yield from mini_batch
 

@@ -24,6 +24,8 @@ Columns = dict[str, torch.Tensor]
 """Flat token columns of a shard by their names in rl/experience.py, float32 [N]."""
 Sums = dict[str, float]
 """Sums over a rank's tokens and updates; the driver adds them up over ranks and divides."""
+Parts = dict[str, list[torch.Tensor]]
+"""The summands of each sum, scalars on the device: reading each one at once would make the GPU wait for the host."""
 
 
 class Learner(ABC, Generic[Model]):
@@ -34,12 +36,12 @@ class Learner(ABC, Generic[Model]):
         self.config = config
         self.world = world
         self.optim = optim
-        self.model = sharding.shard(model, world, config.trainer.sharding)
+        self.model = sharding.shard(model, world, config.trainer)
         self.optimizer = build_optimizer(self.model, optim)
 
     @abstractmethod
-    def loss(self, micro: MicroBatch, columns: Columns, sums: Sums) -> torch.Tensor:
-        """Return this micro-batch's share of its mini-batch's loss, and add what the metrics need to `sums`.
+    def loss(self, micro: MicroBatch, columns: Columns, parts: Parts) -> torch.Tensor:
+        """Return this micro-batch's share of its mini-batch's loss, and add what the metrics need to `parts`.
 
         Args:
             columns: token columns of this micro-batch.
@@ -54,12 +56,14 @@ class Learner(ABC, Generic[Model]):
         lr = self.optim.lr * lr_factor(self.optim, step, total_steps)
         set_lr(self.optimizer, lr)
         sums: Sums = {"updates": 0.0, "grad_norm": 0.0, "lr": lr}
+        parts: Parts = {}
         for _ in range(self.config.actor.ppo_epochs):
             for mini_batch in held.mini_batches:
-                norm = self._step(mini_batch, columns, sums, step + 1)
+                loss, norm = self._step(mini_batch, columns, parts, step + 1)
                 sums["updates"] += 1
                 sums["grad_norm"] += norm
-        return sums
+                sums["loss"] = sums.get("loss", 0.0) + loss
+        return sums | _add_up(parts)
 
     def save(self, path: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Write model and optimizer to a folder. Every rank calls this."""
@@ -69,26 +73,34 @@ class Learner(ABC, Generic[Model]):
         """Read model and optimizer from a folder. Every rank calls this."""
         model_state.read(path, self.model, self.optimizer, self.world)
 
-    def _step(self, mini_batch: list[MicroBatch], columns: Columns, sums: Sums, number: int) -> float:
-        """Take one optimizer step and return the norm of the gradient."""
+    def _step(self, mini_batch: list[MicroBatch], columns: Columns, parts: Parts, number: int) -> tuple[float, float]:
+        """Take one optimizer step; return this rank's loss and the norm of the gradient."""
         factor = sharding.loss_factor(self.model, self.world)
-        total = 0.0
+        losses = []
         with guards.explain_out_of_memory(f"step {number}, update of the {self.name}"):
             for index, micro in enumerate(mini_batch):
-                sharding.begin_micro_batch(self.model, self.config.trainer.sharding, last=index == len(mini_batch) - 1)
+                sharding.begin_micro_batch(self.model, self.config.trainer, last=index == len(mini_batch) - 1)
                 mine = {name: column[micro.tokens] for name, column in columns.items()}
-                loss = self.loss(micro, mine, sums)
+                loss = self.loss(micro, mine, parts)
                 (loss * factor).backward()
-                total += loss.item()
+                losses.append(loss.detach())
+            total = sum(torch.stack(losses).tolist())
             norm = clip_gradients(self.model.parameters(), self.optim.clip_grad)
             guards.refuse_not_finite(number, self.world.gather_rows([total])[:, 0].tolist(), norm)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        sums["loss"] = sums.get("loss", 0.0) + total
-        return norm
+        return total, norm
 
 
-def add(sums: Sums, **values: torch.Tensor) -> None:
-    """Add the sum of each tensor to the sum of its name."""
+def add(parts: Parts, **values: torch.Tensor) -> None:
+    """Add the sum of each tensor to the summands of its name."""
     for name, value in values.items():
-        sums[name] = sums.get(name, 0.0) + float(value.detach().sum())
+        parts.setdefault(name, []).append(value.detach().sum().float())
+
+
+def _add_up(parts: Parts) -> Sums:
+    """Add up in float64. The host waits for the device once."""
+    if not parts:
+        return {}
+    numbers = iter(torch.stack([value for values in parts.values() for value in values]).tolist())
+    return {name: sum(next(numbers) for _ in values) for name, values in parts.items()}

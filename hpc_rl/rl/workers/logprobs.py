@@ -26,8 +26,6 @@ def token_logprobs_of(
 @torch.no_grad()
 def held_logprobs(model: CausalLM, held: Held, temperature: float) -> NDArray[np.float32]:
     """Return the log-probabilities of all held response tokens, [N]. Every rank of the model's world calls this."""
-    out_N = torch.empty(held.tokens, dtype=torch.float32)
-    for micro in held.micro_batches():
-        out_N[micro.tokens] = token_logprobs_of(model, micro.batch, temperature, entropy=False)[0].cpu()
+    parts = [token_logprobs_of(model, micro.batch, temperature, entropy=False)[0] for micro in held.micro_batches()]
     reshard(model)
-    return out_N.numpy()
+    return torch.cat(parts).cpu().numpy()

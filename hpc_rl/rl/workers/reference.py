@@ -17,9 +17,11 @@ class Reference:
     """A frozen copy of the initial policy."""
 
     def __init__(self, config: PpoConfig, world: World) -> None:
-        model = world.together(lambda: load_model(config.model))
+        # A GPU computes in bfloat16, and no optimizer needs more digits of these weights.
+        settings = config.model if world.device.type == "cpu" else config.model.updated("dtype", "bfloat16")
+        model = world.together(lambda: load_model(settings))
         model.requires_grad_(False).eval()
-        self._model = sharding.shard(model, world, config.trainer.sharding)
+        self._model = sharding.shard(model, world, config.trainer)
         self._temperature = config.rollout.temperature
 
     def logprobs(self, held: Held) -> NDArray[np.float32]:

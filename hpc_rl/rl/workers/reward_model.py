@@ -25,20 +25,20 @@ class RewardModel:
         if path is None:
             raise ValueError("reward.model is not set, so there is no reward model to load")
         world.together(lambda: refuse_other_vocabulary("reward.model", path, config.model))
-        dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+        dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
         model = world.together(lambda: load_reward_model(path, config.model, dtype))
-        self._model = sharding.shard(model, world, config.trainer.sharding)
+        self._model = sharding.shard(model, world, config.trainer)
         self._world = world
 
     @torch.no_grad()
     def scores(self, shard: Shard) -> NDArray[np.float32]:
         """Return the score of each sample of the shard, [B]. Every rank calls this."""
         parts = [
-            self._model(_last_rows(micro.batch))[: len(micro.lengths_B)].cpu().numpy()
+            self._model(_last_rows(micro.batch))[: len(micro.lengths_B)]
             for micro in hold(shard, self._world.device).micro_batches()
         ]
         sharding.reshard(self._model)
-        return np.concatenate([np.zeros(0, np.float32), *parts])
+        return torch.cat(parts).cpu().numpy()
 
 
 def _last_rows(batch: PackedBatch) -> PackedBatch:

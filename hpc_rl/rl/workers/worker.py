@@ -55,11 +55,14 @@ class Worker:
     RuntimeError.
     """
 
-    def __init__(self, config: PpoConfig, pool: str, rank: int, size: int, roles: frozenset[str], logs: Path) -> None:
+    def __init__(
+        self, config: PpoConfig, pool: str, rank: int, size: int, on_node: int, roles: frozenset[str], logs: Path
+    ) -> None:
         self.config = config
         self.pool = pool
         self.rank = rank
         self.size = size
+        self.on_node = on_node
         self.roles = roles
         self._parts: dict[str, Any] = {}
         process.log_to(logs / f"node{os.environ.get('SLURM_NODEID', '0')}-{pool}-rank{rank}.log")
@@ -72,7 +75,7 @@ class Worker:
         """Join the pool's process group and load the models of the roles."""
         process.quiet_libraries()
         own = process.local_rank(os.environ, process.assigned_devices())
-        os.environ.update(process.group_environment(self.rank, self.size, endpoint, own))
+        os.environ.update(process.group_environment(self.rank, self.size, self.on_node, endpoint, own))
         torch.manual_seed(self.config.trainer.seed + self.rank)
         self.world = distributed.start(self.config.trainer.computes_on, self.config.ray.start_timeout_s)
         with guards.explain_out_of_memory("loading the models"):

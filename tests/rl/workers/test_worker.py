@@ -16,7 +16,7 @@ from tests.rl.ppo_config import ppo_config
 @pytest.fixture
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
     monkeypatch.setattr(process, "log_to", lambda path: None)
-    return Worker(ppo_config(), "train", 1, 2, frozenset({"actor", "ref"}), tmp_path)
+    return Worker(ppo_config(), "train", 1, 2, 2, frozenset({"actor", "ref"}), tmp_path)
 
 
 def test_every_role_is_a_model_or_an_engine() -> None:

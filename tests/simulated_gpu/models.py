@@ -1,0 +1,81 @@
+"""Shapes of models for simulations, and their loading without files."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+
+from hpc_rl.rl.workers import critic, reward_model
+from hpc_rl.training import model, scalar_model
+from hpc_rl.training.distributed import World
+
+REWARD_MODEL = "/reward"
+"""Path at which a trained classifier is loaded."""
+Shape = Literal["tiny", "7B", "32B"]
+
+_SHAPES: dict[Shape, dict[str, int]] = {
+    "tiny": {
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+    },
+    "7B": {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+    "32B": {
+        "vocab_size": 152064,
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    },
+}
+"""Qwen2.5's shapes, and a small one."""
+
+
+@contextlib.contextmanager
+def loading_without_files(shape: Shape) -> Iterator[None]:
+    """Let every load of a model return an untrained one of this shape, and let all ranks agree with this one."""
+
+    def from_pretrained(auto: Any, path: str, *_: object, **options: Any) -> Any:
+        from transformers import Qwen2Config
+
+        settings = {name: options[name] for name in ("dtype", "attn_implementation")}
+        labels = {"num_labels": options["num_labels"]} if "num_labels" in options else {}
+        hf = auto.from_config(Qwen2Config(**_SHAPES[shape], **labels), **settings)
+        return (
+            (hf, {"missing_keys": [] if path == REWARD_MODEL else ["score.weight"]})
+            if options.get("output_loading_info")
+            else hf
+        )
+
+    with (
+        mock.patch.object(model, "from_pretrained", from_pretrained),
+        mock.patch.object(scalar_model, "from_pretrained", from_pretrained),
+        mock.patch.object(critic, "refuse_other_vocabulary", lambda *_: None),
+        mock.patch.object(reward_model, "refuse_other_vocabulary", lambda *_: None),
+        mock.patch.object(World, "together", lambda self, work: work()),
+        mock.patch.object(World, "broadcast_object", lambda self, value: value),
+    ):
+        yield
+
+
+def parameters(shape: Shape) -> int:
+    """Return the number of parameters of a causal model of this shape."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(Qwen2Config(**_SHAPES[shape])).parameters())

@@ -1,0 +1,193 @@
+"""Training steps of this project on simulated GPUs, through the trainer's and the workers' own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpc_rl.config.compose import compose
+from hpc_rl.config.ppo import PpoConfig, roles_in_use
+from hpc_rl.config.sft import SftConfig
+from hpc_rl.rl.dealing import Shard
+from hpc_rl.rl.workers.held import Held, hold
+from hpc_rl.rl.workers.worker import MODELS
+from hpc_rl.training.distributed import World
+from tests.simulated_gpu.gpu import Gpu, simulated_gpus
+from tests.simulated_gpu.models import Shape, loading_without_files
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's work in a step."""
+
+    shape: Shape = "tiny"
+    ranks: int = 8
+    gpus_per_node: int = 8
+    micro_batches: int = 2
+    micro_tokens: int = 4096
+    length: int = 512
+    """Tokens of each sample."""
+    options: tuple[str, ...] = ()
+    """Further options of the job file."""
+    where: bool = False
+    """Record which code allocates what."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of one micro-batch."""
+        return self.micro_tokens // self.length
+
+    def overrides(self) -> list[str]:
+        """Return the options of the configuration."""
+        return [
+            "model.path=/model",
+            "data.train_files=train.jsonl",
+            "trainer.device=cuda",
+            "model.enable_gradient_checkpointing=true",
+            f"trainer.nnodes={self.ranks // self.gpus_per_node}",
+            f"trainer.n_gpus_per_node={self.gpus_per_node}",
+            f"trainer.micro_tokens={self.micro_tokens}",
+            *self.options,
+        ]
+
+    def world(self) -> World:
+        """Return the view of rank 0."""
+        return World(0, self.ranks, torch.device("cuda", 0), self.gpus_per_node)
+
+
+@dataclass
+class Phase:
+    """What happened in one phase, in bytes and counts."""
+
+    peak: int
+    live: int
+    """In use at the end."""
+    traffic: dict[str, int]
+    calls: dict[str, int]
+    waits: dict[str, int]
+    at_peak: list[tuple[float, str]] = field(default_factory=list)
+
+
+def sft_step(job: Job) -> dict[str, Phase]:
+    """Load a model for fine-tuning, and make one optimizer step: phases `load` and `update`."""
+    from hpc_rl.finetune import trainer
+    from hpc_rl.training import sharding
+    from hpc_rl.training.model import count_flops, load_model
+    from hpc_rl.training.optim import build_optimizer
+    from hpc_rl.training.perf import Clock
+
+    config = compose("sft", [*job.overrides(), f"data.max_length={job.length}"])
+    assert isinstance(config, SftConfig)
+    with simulated_gpus(job.ranks, job.gpus_per_node, job.where) as gpu, loading_without_files(job.shape):
+        phases = _Phases(gpu)
+        world = job.world()
+        model = load_model(config.model)
+        flops = count_flops(model)
+        model = sharding.shard(model, world, config.trainer)
+        optimizer = build_optimizer(model, config.optim)
+        phases.end("load")
+        state = _trainer_state(job, config, world, model, optimizer, flops)
+        trainer.step(state, Clock())
+        phases.end("update")
+        return phases.found
+
+
+def rl_step(job: Job) -> dict[str, Phase]:
+    """Load all roles of a pool and make one step: `load ROLE`, `logprobs`, `ref`, `values`, `scores`,
+    and `update ROLE`."""
+    reward = [] if any("reward.model" in option for option in job.options) else ["reward.function=exact"]
+    needed = [*reward, f"data.max_response_length={job.length - 64}", "data.max_prompt_length=64"]
+    config = compose("ppo", [*job.overrides(), *needed])
+    assert isinstance(config, PpoConfig)
+    with simulated_gpus(job.ranks, job.gpus_per_node, job.where) as gpu, loading_without_files(job.shape):
+        phases = _Phases(gpu)
+        world = job.world()
+        parts: dict[str, Any] = {}
+        for role in roles_in_use(config):
+            if role in MODELS:
+                parts[role] = MODELS[role](config, world)
+                phases.end(f"load {role}")
+        held = hold(shard_of(job), world.device)
+        phases.end("hold")
+        for name, compute in _computations(parts, held, shard_of(job)):
+            compute()
+            phases.end(name)
+        names = ("advantages", "weights", "old_logprobs", "ref_logprobs", "is_weights", "values", "returns")
+        columns = {name: torch.zeros(held.tokens, device=world.device) for name in names}
+        for role in ("critic", "actor"):
+            if role in parts:
+                parts[role].update(held, columns, 0, 10)
+                phases.end(f"update {role}")
+        return phases.found
+
+
+class _Phases:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.found: dict[str, Phase] = {}
+
+    def end(self, name: str) -> None:
+        gpu = self.gpu
+        self.found[name] = Phase(
+            gpu.peak, gpu.live, dict(gpu.traffic), dict(gpu.calls), dict(gpu.waits), list(gpu.at_peak)
+        )
+        gpu.reset()
+
+
+def _computations(parts: dict[str, Any], held: Held, shard: Shard) -> Iterator[tuple[str, Callable[[], Any]]]:
+    from hpc_rl.rl.workers.logprobs import held_logprobs
+
+    yield "logprobs", lambda: held_logprobs(parts["actor"].model, held, 1.0)
+    if "ref" in parts:
+        yield "ref", lambda: parts["ref"].logprobs(held)
+    if "critic" in parts:
+        yield "values", lambda: parts["critic"].values(held)
+    if "reward" in parts:
+        yield "scores", lambda: parts["reward"].scores(shard)
+
+
+def shard_of(job: Job) -> Shard:
+    """Return a rank's samples in one mini-batch: prompts of 32 tokens."""
+    count, prompt = job.samples * job.micro_batches, 32
+    return Shard(
+        tokens=np.zeros(count * job.length, np.int32),
+        prompt_lengths=np.full(count, prompt, np.int64),
+        response_lengths=np.full(count, job.length - prompt, np.int64),
+        mini_batches=[[job.samples] * job.micro_batches],
+    )
+
+
+def _trainer_state(job: Job, config: SftConfig, world: World, model: Any, optimizer: Any, flops: Any) -> Any:
+    from pathlib import Path
+
+    from hpc_rl.data.order import Position
+    from hpc_rl.data.sft_dataset import Sample
+    from hpc_rl.finetune.objectives import OBJECTIVES
+    from hpc_rl.finetune.trainer import TrainerState
+    from hpc_rl.run_dir import RunDir
+
+    count = job.ranks * job.micro_batches * job.samples
+    mask = np.arange(job.length) > 0
+    samples = [Sample(np.zeros(job.length, np.int32), mask)] * count
+    return TrainerState(
+        config=config,
+        objective=OBJECTIVES[SftConfig],
+        run=RunDir(Path("/nonexistent")),
+        world=world,
+        tokenizer=None,  # type: ignore[arg-type]  # a step reads neither tokenizer nor tracker
+        model=model,
+        optimizer=optimizer,
+        flops=flops,
+        train=samples,
+        val=[],
+        batches=iter([(np.arange(count), Position(0, count))]),
+        total_steps=10,
+        tracker=None,  # type: ignore[arg-type]
+        step=0,
+        position=Position(0, 0),
+        total_tokens=0,
+    )
