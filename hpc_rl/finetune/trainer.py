@@ -25,7 +25,8 @@ from hpc_rl.training.batching import plan_batch
 from hpc_rl.training.checkpoint import Progress
 from hpc_rl.training.distributed import World
 from hpc_rl.training.export import export
-from hpc_rl.training.model import CausalLM, Flops, count_flops, load_model, load_tokenizer
+from hpc_rl.training.loading import load_sharded
+from hpc_rl.training.model import CausalLM, Flops, causal_lm, count_flops, load_tokenizer
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
 from hpc_rl.training.perf import Clock, max_memory_gb, peak_flops
 
@@ -112,9 +113,8 @@ def load(config: SftConfig, run: RunDir, world: World) -> TrainerState:
     samples = load_samples(data.train_files, data, tokenizer, "train", world)
     val = load_samples(data.val_files, data, tokenizer, "test", world) if data.val_files else []
     with guards.explain_out_of_memory("loading the model"):
-        model = world.together(lambda: load_model(config.model))
+        model = load_sharded(causal_lm(config.model), world, config.trainer.sharding)
         flops = count_flops(model)
-        model = sharding.shard(model, world, config.trainer.sharding)
         optimizer = build_optimizer(model, config.optim)
         progress = checkpoint.load_latest(run.checkpoints, model, optimizer, world)
     if progress is None:

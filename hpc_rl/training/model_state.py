@@ -7,7 +7,8 @@ hf/                            model configuration and tokenizer, so that an exp
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hpc_rl.errors import UserError
 from hpc_rl.training.distributed import World
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, torch.Tensor]
 HF = "hf"
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight in a checkpoint."""
+
+    dtype: torch.dtype
+    size: torch.Size
 
 
 class UnreadableError(UserError):
@@ -82,19 +91,38 @@ def read(path: Path, model: PackedModel, optimizer: torch.optim.Optimizer, world
     _set_random_state(random, world)
 
 
-def read_weights(path: Path) -> Tensors:
-    """Return all weights unsharded, in host memory, by their Hugging Face names; needs no process group.
+def stored_weights(path: Path) -> dict[str, StoredWeight]:
+    """Return type and size of all weights by their Hugging Face names.
 
     Raises:
-        UserError: there is no checkpoint, or it cannot be read.
+        UserError: there is no checkpoint, or it is not complete.
     """
     problem = problem_of(path)
     if problem:
         raise UserError(f"{path} is not a usable checkpoint: {problem}")
-    tensors: Tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+    return {
+        name.removeprefix(_MODEL): StoredWeight(entry.properties.dtype, entry.size)
         for name, entry in _metadata(path).state_dict_metadata.items()
-        if name.startswith(_MODEL) and hasattr(entry, "size")
+        if name.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def read_weights(path: Path, names: Sequence[str] | None = None, dtype: torch.dtype | None = None) -> Tensors:
+    """Return weights unsharded, in host memory, by their Hugging Face names; needs no process group.
+
+    Args:
+        names: the weights to read. None: all of them.
+        dtype: type of the result, for numbers with a fraction. None: the stored types.
+
+    Raises:
+        UserError: there is no checkpoint, or it cannot be read.
+    """
+    stored = stored_weights(path)
+    tensors: Tensors = {
+        _MODEL + name: torch.empty(
+            stored[name].size, dtype=dtype if dtype and stored[name].dtype.is_floating_point else stored[name].dtype
+        )
+        for name in (stored if names is None else names)
     }
     try:
         _transfer(dcp.load, tensors, path, alone=True)

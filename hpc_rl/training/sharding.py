@@ -20,9 +20,14 @@ Sharding = Literal["full", "gradients", "none"]
 Model = TypeVar("Model", bound=PackedModel)
 
 
+def is_sharded(world: World) -> bool:
+    """Return whether models are sharded; in a single CPU process they are not."""
+    return world.size > 1 or world.device.type != "cpu"
+
+
 def shard(model: Model, world: World, sharding: Sharding) -> Model:
-    """Shard a model in place and move it to the device; return it. A single CPU process leaves it unchanged."""
-    if world.size == 1 and world.device.type == "cpu":
+    """Shard a model in place, which may be on the meta device; return it. fully_shard moves it to the device."""
+    if not is_sharded(world):
         return model
     if sharding == "none":
         mesh = init_device_mesh(world.device.type, (world.size, 1), mesh_dim_names=("replicas", "shards"))
@@ -37,7 +42,6 @@ def shard(model: Model, world: World, sharding: Sharding) -> Model:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # The root holds embeddings and LM head. The backward pass begins with them, so they stay gathered until then.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    model.to(world.device)  # buffers; the parameters have been moved by fully_shard
     return model
 
 

@@ -16,7 +16,7 @@ from hpc_rl.training.distributed import World
 from hpc_rl.training.model import PackedModel, load_model
 from hpc_rl.training.model_state import UnreadableError
 from hpc_rl.training.optim import build_optimizer
-from hpc_rl.training.scalar_model import load_critic
+from hpc_rl.training.scalar_model import critic
 from tests.helpers import make_tiny_model
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
@@ -33,7 +33,7 @@ def with_optimizer(model: PackedModel) -> Part:
 
 
 def parts(config: ModelConfig) -> dict[str, Part]:
-    return {ACTOR: with_optimizer(load_model(config)), CRITIC: with_optimizer(load_critic(config.path, config))}
+    return {ACTOR: with_optimizer(load_model(config)), CRITIC: with_optimizer(critic(config.path, config).load())}
 
 
 def learn(part: Part) -> None:

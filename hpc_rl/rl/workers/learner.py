@@ -27,14 +27,18 @@ Sums = dict[str, float]
 
 
 class Learner(ABC, Generic[Model]):
-    """One trained model on one rank."""
+    """One trained model on one rank.
+
+    Args:
+        model: loaded by training.loading.
+    """
 
     def __init__(self, name: str, model: Model, optim: OptimConfig, config: PpoConfig, world: World) -> None:
         self.name = name
         self.config = config
         self.world = world
         self.optim = optim
-        self.model = sharding.shard(model, world, config.trainer.sharding)
+        self.model = model
         self.optimizer = build_optimizer(self.model, optim)
 
     @abstractmethod

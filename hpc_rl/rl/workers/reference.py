@@ -8,18 +8,16 @@ from numpy.typing import NDArray
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl.workers.held import Held
 from hpc_rl.rl.workers.logprobs import held_logprobs
-from hpc_rl.training import sharding
 from hpc_rl.training.distributed import World
-from hpc_rl.training.model import load_model
+from hpc_rl.training.loading import load_sharded
+from hpc_rl.training.model import causal_lm
 
 
 class Reference:
     """A frozen copy of the initial policy."""
 
     def __init__(self, config: PpoConfig, world: World) -> None:
-        model = world.together(lambda: load_model(config.model))
-        model.requires_grad_(False).eval()
-        self._model = sharding.shard(model, world, config.trainer.sharding)
+        self._model = load_sharded(causal_lm(config.model, trained=False), world, config.trainer.sharding)
         self._temperature = config.rollout.temperature
 
     def logprobs(self, held: Held) -> NDArray[np.float32]:
