@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hpc_rl.config.training import ModelConfig, TrainingConfig
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training import checkpoint, model_state, safetensors_files
@@ -63,10 +64,13 @@ def export(source: Path, out: Path, dtype: str | None = None, replace: bool = Fa
     return path
 
 
+def export_dtype(model: ModelConfig, trainer: TrainingConfig) -> str:
+    """Return the type of the exported weights."""
+    return trainer.export_dtype or ("bfloat16" if trainer.uses_gpus else model.dtype)
+
+
 @contextmanager
-def new_folder(
-    source: Path, out: Path, dtype: str | None = None, replace: bool = False
-) -> Iterator[tuple[Path, Path]]:
+def new_folder(source: Path, out: Path, dtype: str | None = None, replace: bool = False) -> Iterator[tuple[Path, Path]]:
     """Yield a checkpoint and a folder in which only the weights are missing; name the folder `out` at the end.
 
     The arguments and errors are those of `export`.

@@ -157,9 +157,7 @@ def _read(pretrained: Pretrained[Any], weights: Tensors, stored: Mapping[str, St
         raise UserError(f"{pretrained.key}: the weights in {pretrained.path!r} cannot be read: {error}") from error
 
 
-def _from_rank_0(
-    pretrained: Pretrained[Model], hf: PreTrainedModel, world: World, mode: sharding.Sharding
-) -> Model:
+def _from_rank_0(pretrained: Pretrained[Model], hf: PreTrainedModel, world: World, mode: sharding.Sharding) -> Model:
     """Load the whole model on rank 0, and send it to all ranks piece by piece."""
     whole, missing = world.together(lambda: pretrained.load_module() if world.is_main else (None, frozenset()))
     sources = weights_of(whole) if whole is not None else {}
@@ -185,7 +183,9 @@ def _take_types(hf: PreTrainedModel, described: Mapping[str, tuple[torch.Size, t
     """
     weights = weights_of(hf)
     other = sorted(weights.keys() ^ described.keys())
-    other += sorted(name for name, weight in weights.items() if name in described and weight.shape != described[name][0])
+    other += sorted(
+        name for name, weight in weights.items() if name in described and weight.shape != described[name][0]
+    )
     if other:
         raise UserError(
             f"{hf.config.name_or_path} cannot be loaded on several ranks: {', '.join(other[:3])} ({len(other)} in all) "

@@ -1,8 +1,8 @@
 """A Hugging Face model before its weights are loaded: which class, from where, in which type.
 
-    pretrained = Pretrained("AutoModelForCausalLM", config.path, ...)
-    pretrained.load()    the model with all weights in host memory, as transformers loads it
-    pretrained.empty()   the same model, whose parameters have no memory yet (loading.py fills each rank's part)
+pretrained = Pretrained("AutoModelForCausalLM", config.path, ...)
+pretrained.load()    the model with all weights in host memory, as transformers loads it
+pretrained.empty()   the same model, whose parameters have no memory yet (loading.py fills each rank's part)
 """
 
 from __future__ import annotations

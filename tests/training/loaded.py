@@ -49,10 +49,14 @@ def difference(model: PackedModel, plain: PackedModel) -> str | None:
     modes = [(m.training, type(m).__name__.removeprefix("FSDP")) for m in model.modules()]
     if modes != [(m.training, type(m).__name__) for m in plain.modules()]:
         return "training mode or classes"
-    settings = [m.hf.generation_config.to_dict() for m in (model, plain) if m.hf.can_generate()]
-    if settings and settings[0] != settings[1]:
+    if plain.hf.can_generate() and generation_settings(model) != generation_settings(plain):
         return "generation_config"
     return None if model.hf.config.to_dict() == plain.hf.config.to_dict() else "config"
+
+
+def generation_settings(model: PackedModel) -> dict[str, Any]:
+    """The settings that are not empty."""
+    return {name: value for name, value in model.hf.generation_config.to_dict().items() if value}
 
 
 def compare(case: dict[str, str], world: World) -> str:

@@ -51,7 +51,7 @@ def weights(part: Part) -> list[torch.Tensor]:
 def save(folder: Path, models: dict[str, Part], step: int, keep: int = 2) -> Path:
     partial = checkpoint.begin(folder, step)
     for name, (model, optimizer) in models.items():
-        model_state.write(partial / name, model, optimizer, None, ALONE)
+        model_state.write(partial / name, model_state.snapshot(model, optimizer, None, ALONE, copy=False), ALONE)
     progress = Progress(samples=10, dtype="float32", parts=tuple(models), step=step, kl_coef=0.25)
     return checkpoint.commit(folder, progress, keep)
 
