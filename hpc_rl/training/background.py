@@ -36,7 +36,6 @@ class BackgroundWriter:
         self.seconds: float | None = None
         """Duration of the latest successful work."""
         self._world = world
-        self._own: World | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._future: Future[None] | None = None
         self._what = ""
@@ -52,15 +51,13 @@ class BackgroundWriter:
             RunError: the work before it failed.
         """
         self.wait()
-        if self._own is None:
-            group = (
-                dist.new_group(backend="gloo", timeout=timedelta(seconds=DEADLINE_S)) if self._world.size > 1 else None
-            )
-            self._own = dataclasses.replace(self._world, group=group)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="background-writer")
+            if self._world.size > 1:
+                group = dist.new_group(backend="gloo", timeout=timedelta(seconds=DEADLINE_S))
+                self._world = dataclasses.replace(self._world, group=group)
         self._what = what
-        self._future = self._executor.submit(self._run, work, self._own)
+        self._future = self._executor.submit(self._run, work)
 
     def wait(self, timeout_s: float = DEADLINE_S) -> None:
         """Wait until nothing is being written.
@@ -72,12 +69,10 @@ class BackgroundWriter:
         if future is None:
             return
         if not wait_for([future], timeout_s).done:
-            raise RunError(
-                f"{self._what} was not written within {timeout_s:.0f} s: check whether the file system hangs"
-            )
+            raise RunError(f"{self._what} was not written within {timeout_s:.0f} s: check the file system")
         future.result()
 
-    def _run(self, work: Callable[[World], None], world: World) -> None:
+    def _run(self, work: Callable[[World], None]) -> None:
         began = time.monotonic()
-        world.together(lambda: work(world))
+        self._world.together(lambda: work(self._world))
         self.seconds = time.monotonic() - began

@@ -182,13 +182,11 @@ def _take_types(hf: PreTrainedModel, described: Mapping[str, tuple[torch.Size, t
         UserError: the two do not have the same parameters.
     """
     weights = weights_of(hf)
-    other = sorted(weights.keys() ^ described.keys())
-    other += sorted(
-        name for name, weight in weights.items() if name in described and weight.shape != described[name][0]
-    )
+    both = weights.keys() & described.keys()
+    other = weights.keys() ^ described.keys() | {name for name in both if weights[name].shape != described[name][0]}
     if other:
         raise UserError(
-            f"{hf.config.name_or_path} cannot be loaded on several ranks: {', '.join(other[:3])} ({len(other)} in all) "
+            f"{hf.config.name_or_path} cannot be loaded on several ranks: {', '.join(sorted(other)[:3])} ({len(other)} in all) "
             "differ between its configuration and its weights. Save the model again with save_pretrained"
         )
     for name, parameter in hf.named_parameters():

@@ -8,7 +8,7 @@ pretrained.empty()   the same model, whose parameters have no memory yet (loadin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -89,10 +89,8 @@ class Pretrained(Generic[Model]):
                 config, dtype=self.dtype, attn_implementation=packed_attention.ATTENTION, **remote
             )
         if hf.can_generate():
-            try:
+            with suppress(OSError):  # the model may have no such file; hf has the settings of its configuration
                 hf.generation_config = GenerationConfig.from_pretrained(self.path)
-            except OSError:  # the model has no such file, and hf has the settings of its configuration
-                pass
         hf.eval()  # as from_pretrained returns it
         return hf
 

@@ -20,8 +20,8 @@ GB = 10**9
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """256 million weights in float32."""
-    return make_tiny_model(tmp_path, vocab=32_000, hidden=1024, layers=11)
+    """About 255 million weights in float32."""
+    return make_tiny_model(tmp_path, vocab=32_000, hidden=1024, layers=12)
 
 
 def test_two_ranks_need_no_second_copy(model: Path) -> None:
