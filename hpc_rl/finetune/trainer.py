@@ -121,7 +121,7 @@ def load(config: SftConfig, run: RunDir, world: World) -> TrainerState:
     samples = load_samples(data.train_files, data, tokenizer, "train", world)
     val = load_samples(data.val_files, data, tokenizer, "test", world) if data.val_files else []
     with guards.explain_out_of_memory("loading the model"):
-        model = load_sharded(causal_lm(config.model), world, config.trainer.sharding)
+        model = load_sharded(causal_lm(config.model), world, config.trainer)
         flops = count_flops(model)
         optimizer = build_optimizer(model, config.optim)
         progress = checkpoint.load_latest(run.checkpoints, model, optimizer, world)

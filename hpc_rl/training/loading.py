@@ -8,6 +8,7 @@ formats, merged experts, renamed weights), rank 0 loads the whole model with tra
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from hpc_rl.config.training import TrainingConfig
 from hpc_rl.errors import UserError
 from hpc_rl.training import sharding
 from hpc_rl.training.distributed import World
@@ -31,7 +33,7 @@ Model = TypeVar("Model", bound=PackedModel)
 Tensors = dict[str, torch.Tensor]
 
 
-def load_sharded(pretrained: Pretrained[Model], world: World, mode: sharding.Sharding) -> Model:
+def load_sharded(pretrained: Pretrained[Model], world: World, trainer: TrainingConfig) -> Model:
     """Load a model onto the ranks' devices. Every rank calls this. A single CPU process loads it whole.
 
     Raises:
@@ -42,10 +44,10 @@ def load_sharded(pretrained: Pretrained[Model], world: World, mode: sharding.Sha
     hf = world.together(pretrained.empty)
     stored = world.together(lambda: stored_weights(pretrained, hf))
     if stored is None:
-        return _from_rank_0(pretrained, hf, world, mode)
+        return _from_rank_0(pretrained, hf, world, trainer)
     missing = frozenset(weights_of(hf).keys() - stored.keys())
     model = world.together(lambda: pretrained.wrap(hf, missing))
-    _shard(model, world, mode)
+    _shard(model, world, trainer)
     if missing and world.is_main:
         print(f"{pretrained.path} has no {', '.join(sorted(missing))}: values start at 0", flush=True)
     world.together(lambda: _read(pretrained, weights_of(hf), stored))
@@ -128,9 +130,9 @@ def _file(path: str, name: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-def _shard(model: PackedModel, world: World, mode: sharding.Sharding) -> None:
+def _shard(model: PackedModel, world: World, trainer: TrainingConfig) -> None:
     """Shard a model without memory, then give each rank memory for its part. Tied parameters stay tied."""
-    sharding.shard(model, world, mode)
+    sharding.shard(model, world, trainer.sharding)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -157,7 +159,7 @@ def _read(pretrained: Pretrained[Any], weights: Tensors, stored: Mapping[str, St
         raise UserError(f"{pretrained.key}: the weights in {pretrained.path!r} cannot be read: {error}") from error
 
 
-def _from_rank_0(pretrained: Pretrained[Model], hf: PreTrainedModel, world: World, mode: sharding.Sharding) -> Model:
+def _from_rank_0(pretrained: Pretrained[Model], hf: PreTrainedModel, world: World, trainer: TrainingConfig) -> Model:
     """Load the whole model on rank 0, and send it to all ranks piece by piece."""
     whole, missing = world.together(lambda: pretrained.load_module() if world.is_main else (None, frozenset()))
     sources = weights_of(whole) if whole is not None else {}
@@ -165,7 +167,7 @@ def _from_rank_0(pretrained: Pretrained[Model], hf: PreTrainedModel, world: Worl
     described, missing = world.broadcast_object((described, missing))
     world.together(lambda: _take_types(hf, described))
     model = world.together(lambda: pretrained.wrap(hf, missing))
-    _shard(model, world, mode)
+    _shard(model, world, trainer)
     for name, weight in weights_of(hf).items():
         first, local = _local(weight)
         for row, part in _pieces(sources.pop(name, None), described[name], world):
@@ -186,8 +188,8 @@ def _take_types(hf: PreTrainedModel, described: Mapping[str, tuple[torch.Size, t
     other = weights.keys() ^ described.keys() | {name for name in both if weights[name].shape != described[name][0]}
     if other:
         raise UserError(
-            f"{hf.config.name_or_path} cannot be loaded on several ranks: {', '.join(sorted(other)[:3])} ({len(other)} in all) "
-            "differ between its configuration and its weights. Save the model again with save_pretrained"
+            f"{hf.config.name_or_path} cannot be sharded: {', '.join(sorted(other)[:3])} ({len(other)} in all) differ "
+            "between its configuration and its weights; save the model again with save_pretrained"
         )
     for name, parameter in hf.named_parameters():
         if parameter.dtype != described[name][1]:
@@ -212,9 +214,16 @@ def _pieces(
 
 
 def _local(weight: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Return this rank's rows of a weight, and the number of the first one. FSDP splits along rows."""
+    """Return this rank's rows of a weight, and the number of the first one.
+
+    FSDP splits rows as torch.chunk does: all ranks have the same number, but the last ones may have fewer or none.
+    """
     if not isinstance(weight, DTensor):
         return 0, weight if weight.ndim else weight.view(1)
-    local = weight.to_local()
-    (chunk,) = weight.__create_chunk_list__()
-    return (chunk.offsets[0], local) if local.numel() else (0, local[:0])
+    first = 0
+    for dimension, placement in enumerate(weight.placements):
+        if isinstance(placement, Shard):
+            mesh = weight.device_mesh
+            step = math.ceil(len(weight) / mesh.size(dimension))
+            first = min(len(weight), step * mesh.get_local_rank(dimension))
+    return first, weight.to_local()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from hpc_rl.config.training import ModelConfig
+from hpc_rl.config.training import ModelConfig, TrainingConfig
 from hpc_rl.errors import UserError
 from hpc_rl.training import distributed
 from hpc_rl.training.distributed import World
@@ -64,7 +64,7 @@ def compare(case: dict[str, str], world: World) -> str:
     source = pretrained(case["role"], case["path"], case.get("dtype", "float32"))
     state = torch.get_rng_state()
     try:
-        model = load_sharded(source, world, case.get("sharding", "full"))  # type: ignore[arg-type]
+        model = load_sharded(source, world, TrainingConfig(sharding=case.get("sharding", "full")))  # type: ignore[arg-type]
     except UserError as error:
         return str(error)
     if case.get("random_state") and not torch.equal(state, torch.get_rng_state()):

@@ -9,7 +9,7 @@ import sys
 import torch
 from torch.distributed.tensor import DTensor
 
-from hpc_rl.config.training import ModelConfig
+from hpc_rl.config.training import ModelConfig, TrainingConfig
 from hpc_rl.training import distributed
 from hpc_rl.training.loading import load_sharded
 from hpc_rl.training.model import causal_lm, load_model
@@ -17,7 +17,7 @@ from hpc_rl.training.model import causal_lm, load_model
 if __name__ == "__main__":
     world = distributed.start("cpu", start_timeout_s=60)
     config = ModelConfig(path=sys.argv[1])
-    model = load_sharded(causal_lm(config), world, "full")
+    model = load_sharded(causal_lm(config), world, TrainingConfig())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     same = True
     for ours, whole in zip(model.parameters(), load_model(config).parameters(), strict=True):

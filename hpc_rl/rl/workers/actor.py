@@ -20,7 +20,7 @@ class Actor(Learner[CausalLM]):
     """The policy, which is trained."""
 
     def __init__(self, config: PpoConfig, world: World) -> None:
-        model = load_sharded(causal_lm(config.model), world, config.trainer.sharding)
+        model = load_sharded(causal_lm(config.model), world, config.trainer)
         disable_dropout(model)
         self.flops = count_flops(model)
         super().__init__("actor", model, config.actor.optim, config, world)

@@ -24,7 +24,7 @@ class Critic(Learner[ScalarModel]):
         path = config.critic.path or config.model.path
         if config.critic.path is not None:
             world.together(lambda: refuse_other_vocabulary("critic.path", path, config.model))
-        model = load_sharded(critic(path, config.model), world, config.trainer.sharding)
+        model = load_sharded(critic(path, config.model), world, config.trainer)
         disable_dropout(model)
         super().__init__("critic", model, config.critic.optim, config, world)
 

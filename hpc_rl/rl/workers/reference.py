@@ -17,7 +17,7 @@ class Reference:
     """A frozen copy of the initial policy."""
 
     def __init__(self, config: PpoConfig, world: World) -> None:
-        self._model = load_sharded(causal_lm(config.model, trained=False), world, config.trainer.sharding)
+        self._model = load_sharded(causal_lm(config.model, trained=False), world, config.trainer)
         self._temperature = config.rollout.temperature
 
     def logprobs(self, held: Held) -> NDArray[np.float32]:

@@ -27,7 +27,7 @@ class RewardModel:
             raise ValueError("reward.model is not set, so there is no reward model to load")
         world.together(lambda: refuse_other_vocabulary("reward.model", path, config.model))
         dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-        self._model = load_sharded(reward_model(path, config.model, dtype), world, config.trainer.sharding)
+        self._model = load_sharded(reward_model(path, config.model, dtype), world, config.trainer)
         self._world = world
 
     @torch.no_grad()
