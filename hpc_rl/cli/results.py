@@ -95,7 +95,7 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New or empty folder for the model.")],
     dtype: Annotated[
         Dtype | None,
-        typer.Option(help="Data type of the weights. The default is the type used in training.", show_default=False),
+        typer.Option(help="Data type of the weights. The default is trainer.export_dtype.", show_default=False),
     ] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face model folder.

@@ -22,7 +22,7 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run Python code from the model's repository."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the trained weights and of the exported model. GPUs compute in bfloat16 in both cases."""
+    """Type of the trained weights. GPUs compute in bfloat16 in both cases."""
     enable_gradient_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass, which takes about a third more time and far less
     memory."""
@@ -75,8 +75,14 @@ class TrainingConfig(TrainerConfig):
     """Number of checkpoints to keep; older ones are deleted."""
     test_freq: int = Field(0, ge=0)
     """Validate every N steps. 0: only at the end. Without data.val_files there is no validation."""
+    save_async: bool = True
+    """Continue training while a checkpoint is written. This needs host memory for a copy of the weights and of the
+    optimizer's state. false: wait until each checkpoint is complete."""
     export: bool = True
     """Write the Hugging Face folder `model/` into the run directory at the end of training."""
+    export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the weights in the exported model. null: the type in which the device computes, which is bfloat16 on
+    GPUs and model.dtype on CPUs."""
     seed: int = Field(1, ge=0, le=2**63 - 1)
     """Random seed, also of the order of the data."""
     logger: list[Literal["console", "wandb"]] = ["console"]

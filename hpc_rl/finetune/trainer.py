@@ -24,8 +24,9 @@ from hpc_rl.training import checkpoint, guards, sharding
 from hpc_rl.training.batching import plan_batch
 from hpc_rl.training.checkpoint import Progress
 from hpc_rl.training.distributed import World
-from hpc_rl.training.export import export
-from hpc_rl.training.model import CausalLM, Flops, count_flops, load_model, load_tokenizer
+from hpc_rl.training.export import export, export_dtype
+from hpc_rl.training.loading import load_sharded
+from hpc_rl.training.model import CausalLM, Flops, causal_lm, count_flops, load_tokenizer
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
 from hpc_rl.training.perf import Clock, max_memory_gb, peak_flops
 
@@ -71,6 +72,7 @@ class TrainerState:
     batches: Iterator[tuple[np.ndarray, Position]]
     total_steps: int
     tracker: Tracker
+    saver: checkpoint.Saver
 
     step: int
     position: Position
@@ -87,6 +89,13 @@ def train(config: SftConfig, run: RunDir, world: World) -> int:
         the exit code of the process: 0, or 75 if the run is not finished and can be resumed.
     """
     state = load(config, run, world)
+    with state.saver:
+        return loop(state)
+
+
+def loop(state: TrainerState) -> int:
+    """Train from the state's step on; see `train`."""
+    config = state.config
     finished_before = state.step >= state.total_steps
     while state.step < state.total_steps and not state.stop:
         clock = Clock()
@@ -112,13 +121,12 @@ def load(config: SftConfig, run: RunDir, world: World) -> TrainerState:
     samples = load_samples(data.train_files, data, tokenizer, "train", world)
     val = load_samples(data.val_files, data, tokenizer, "test", world) if data.val_files else []
     with guards.explain_out_of_memory("loading the model"):
-        model = world.together(lambda: load_model(config.model))
+        model = load_sharded(causal_lm(config.model), world, config.trainer)
         flops = count_flops(model)
-        model = sharding.shard(model, world, config.trainer)
         optimizer = build_optimizer(model, config.optim)
         progress = checkpoint.load_latest(run.checkpoints, model, optimizer, world)
     if progress is None:
-        progress = Progress(samples=len(samples), dtype=config.model.dtype)
+        progress = Progress(samples=len(samples), dtype=export_dtype(config.model, config.trainer))
     else:
         print_once(world, f"resuming after step {progress.step}, from {run.checkpoints}")
     checkpoint.refuse_other_data(run.checkpoints, progress, len(samples))
@@ -138,6 +146,7 @@ def load(config: SftConfig, run: RunDir, world: World) -> TrainerState:
         batches=batches(len(samples), data.train_batch_size, seed=seed, shuffle=data.shuffle, start=position),
         total_steps=config.trainer.total_training_steps or steps,
         tracker=world.together(lambda: open_tracker(config, run, progress.wandb_id, world.is_main)),
+        saver=checkpoint.Saver(run.checkpoints, world, config.trainer.max_ckpt_to_keep, not config.trainer.save_async),
         step=progress.step,
         position=position,
         total_tokens=progress.total_tokens,
@@ -208,19 +217,18 @@ def perf_metrics(work: Work, clock: Clock, flops: Flops, world: World) -> dict[s
 
 
 def save(state: TrainerState) -> None:
-    """Write a checkpoint."""
+    """Write a checkpoint, in the background if configured."""
     progress = Progress(
         step=state.step,
         epoch=state.position.epoch,
         index=state.position.index,
         samples=len(state.train),
         total_tokens=state.total_tokens,
-        dtype=state.config.model.dtype,
+        dtype=export_dtype(state.config.model, state.config.trainer),
         world_size=state.world.size,
         wandb_id=state.tracker.wandb_id,
     )
-    keep = state.config.trainer.max_ckpt_to_keep
-    checkpoint.save(state.run.checkpoints, state.model, state.optimizer, state.tokenizer, progress, state.world, keep)
+    state.saver.save(state.model, state.optimizer, state.tokenizer, progress)
     state.saved_at = time.monotonic()
 
 
@@ -242,6 +250,7 @@ def validate(state: TrainerState) -> float:
 
 def finish(state: TrainerState, finished_before: bool) -> int:
     """Export a finished run, close the tracker and print the result; return the exit code."""
+    state.saver.wait()
     done = state.step >= state.total_steps
     if finished_before:
         print_once(state.world, f"{state.run.path} has already finished after {state.step} steps; nothing to train")
@@ -250,14 +259,19 @@ def finish(state: TrainerState, finished_before: bool) -> int:
             state.world,
             f"stopped after step {state.step} of {state.total_steps}: checkpoint saved; submit again to resume",
         )
-    elif state.config.trainer.export and state.world.is_main and not (finished_before and state.run.model.exists()):
-        export(state.run.path, state.run.model, replace=True)
+    elif state.config.trainer.export and not (finished_before and exists_for_all(state)):
+        export(state.run.path, state.run.model, replace=True, world=state.world)
         print_once(state.world, f"model: {state.run.model}")
     code = 0 if done else EXIT_STOPPED
     state.tracker.finish(code)
     if state.world.is_main and state.run.metrics.exists():
         print_once(state.world, report_end(state.run, code))
     return code
+
+
+def exists_for_all(state: TrainerState) -> bool:
+    """Return whether the run has been exported, as rank 0 sees it."""
+    return bool(state.world.broadcast_object(state.run.model.exists()))
 
 
 def due(step: int, every: int) -> bool:

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from hpc_rl.data.order import Position
+from hpc_rl.rl.saving import Saving
 from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training import checkpoint
+from hpc_rl.training.background import AFTER_ERROR_S, DEADLINE_S
 from hpc_rl.training.checkpoint import ACTOR, CRITIC, Progress
-from hpc_rl.training.export import export
+from hpc_rl.training.export import export_dtype, new_folder
 from hpc_rl.training.model_state import UnreadableError
 
 
 def save(state: PpoState) -> None:
-    """Write actor, critic, optimizers, random state, and the driver's progress."""
+    """Write actor, critic, optimizers, random state, and the driver's progress, in the background if configured.
+
+    Raises:
+        RunError: this checkpoint, or the one before it, could not be written.
+    """
+    wait(state)
+    trainer = state.config.trainer
     partial = checkpoint.begin(state.run.checkpoints, state.step)
     learners = learners_of(state.actor, state.critic)
     for pending in [group.save(role, partial / role) for role, group in learners.items()]:
         pending.wait()
     progress = Progress(
         samples=len(state.train),
-        dtype=state.config.model.dtype,
+        dtype=export_dtype(state.config.model, trainer),
         parts=tuple(learners),
         step=state.step,
         epoch=state.batches.position.epoch,
@@ -32,8 +42,37 @@ def save(state: PpoState) -> None:
         wandb_id=state.tracker.wandb_id,
         kl_coef=None if state.kl.target is None else state.kl.coef,
     )
-    checkpoint.commit(state.run.checkpoints, progress, state.config.trainer.max_ckpt_to_keep)
+    state.saving = Saving(state.run.checkpoints, partial, progress, trainer.max_ckpt_to_keep)
     state.saved_at = time.monotonic()
+    if not trainer.save_async:
+        wait(state)
+
+
+def wait(state: PpoState) -> None:
+    """Wait until the latest checkpoint is complete.
+
+    Raises:
+        RunError: it could not be written, or not in time.
+    """
+    saving, state.saving = state.saving, None
+    if saving is None:
+        return
+    for pending in [group.saved(role) for role, group in learners_of(state.actor, state.critic).items()]:
+        pending.wait(DEADLINE_S)
+    saving.finish()
+
+
+@contextmanager
+def finished(state: PpoState) -> Iterator[None]:
+    """At the end of the block, wait for the checkpoint that is being written; after an error only for a short time."""
+    try:
+        yield
+    except Exception:
+        if state.saving is not None:
+            with checkpoint.explained_after_error():
+                state.saving.wait(AFTER_ERROR_S)  # workers may not answer any more
+        raise
+    wait(state)
 
 
 def load_latest(run: RunDir, actor: WorkerGroup, critic: WorkerGroup | None) -> Progress | None:
@@ -66,7 +105,8 @@ def position_of(progress: Progress | None) -> Position:
 
 def export_model(state: PpoState) -> None:
     """Export the newest checkpoint's policy as a Hugging Face folder in the run directory."""
-    export(state.run.path, state.run.model, replace=True)
+    with new_folder(state.run.path, state.run.model, replace=True) as (path, partial):
+        state.actor.export(path, partial).wait()
 
 
 def learners_of(actor: WorkerGroup, critic: WorkerGroup | None) -> dict[str, WorkerGroup]:

@@ -30,6 +30,7 @@ class TaskRunner:
     def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
         """Set up the run, train, and return the exit code."""
         with large_imports():
+            from hpc_rl.rl import checkpoints
             from hpc_rl.rl.cluster import driver_log
             from hpc_rl.rl.process import log_to, quiet_libraries
             from hpc_rl.rl.setup import set_up
@@ -40,7 +41,7 @@ class TaskRunner:
         quiet_libraries()
         state = set_up(config, run, logs)
         try:
-            with failure_reported(run):
+            with failure_reported(run), checkpoints.finished(state):
                 return train(state)
         finally:
             state.scoring.close()

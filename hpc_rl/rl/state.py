@@ -11,6 +11,7 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rl.batches import BatchSource
 from hpc_rl.rl.rollout.rollout import Rollout
+from hpc_rl.rl.saving import Saving
 from hpc_rl.rl.scoring import Scoring
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
@@ -57,3 +58,5 @@ class PpoState:
     steps_without_signal: int = 0
     """Number of latest steps, in a row, whose advantages were all 0."""
     saved_at: float = field(default_factory=time.monotonic)
+    saving: Saving | None = None
+    """The checkpoint that is being written."""

@@ -181,6 +181,7 @@ def test(state: PpoState) -> dict[str, float]:
 
 def finish(state: PpoState) -> int:
     """Export the model if the run is complete, write the report, and return the exit code."""
+    checkpoints.wait(state)
     done = state.step >= state.total_steps
     if done and state.config.trainer.export:
         checkpoints.export_model(state)

@@ -4,7 +4,8 @@
         trainer.json        Progress
         model/              one folder per trained model (model_state.py): `model`, or `actor` and `critic`
 
-A checkpoint is written as `step-00000010.tmp` and renamed when all of its parts are complete.
+A checkpoint is written as `step-00000010.tmp` and renamed when all of its parts are complete. Training waits only for
+a copy in host memory, and at most one checkpoint is being written.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from hpc_rl.errors import AgreedError, UserError
+from hpc_rl.errors import AgreedError, RunError, UserError
 from hpc_rl.training import model_state
+from hpc_rl.training.background import AFTER_ERROR_S, DEADLINE_S, BackgroundWriter
 from hpc_rl.training.distributed import World
 from hpc_rl.training.model import PackedModel
 from hpc_rl.training.model_state import UnreadableError
@@ -40,7 +43,7 @@ class Progress:
     samples: int
     """Samples in the training data."""
     dtype: str
-    """Type of the weights, such as float32."""
+    """Type of the exported weights, such as bfloat16."""
     parts: tuple[str, ...] = (MODEL,)
     """Names of the trained models; the first one is exported."""
     step: int = 0
@@ -63,23 +66,37 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Create the folder for the parts of a new checkpoint, and remove unfinished ones. Only one process calls this."""
-    for leftover in folder.glob("step-*.tmp"):
-        shutil.rmtree(leftover)
+    """Create the folder for the parts of a new checkpoint, and remove unfinished ones. Only one process calls this.
+
+    Raises:
+        RunError: the folder cannot be written.
+    """
     partial = _partial(folder, step)
-    partial.mkdir(parents=True)
+    try:
+        for leftover in folder.glob("step-*.tmp"):
+            shutil.rmtree(leftover)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise RunError(f"{partial} could not be written: {error}") from error
     return partial
 
 
 def commit(folder: Path, progress: Progress, keep: int) -> Path:
-    """Name a checkpoint whose parts are all written, and remove all but the newest `keep` checkpoints."""
+    """Name a checkpoint whose parts are all written, and remove all but the newest `keep` checkpoints.
+
+    Raises:
+        RunError: the folder cannot be written.
+    """
     partial, final = _partial(folder, progress.step), step_folder(folder, progress.step)
-    (partial / "trainer.json").write_text(json.dumps(asdict(progress), indent=1))
-    if final.exists():  # an unreadable checkpoint of the same step, before which the run resumed
-        shutil.rmtree(final)
-    partial.rename(final)
-    for _, old in _numbered(folder)[keep:]:
-        shutil.rmtree(old)
+    try:
+        (partial / "trainer.json").write_text(json.dumps(asdict(progress), indent=1))
+        if final.exists():  # an unreadable checkpoint of the same step, before which the run resumed
+            shutil.rmtree(final)
+        partial.rename(final)
+        for _, old in _numbered(folder)[keep:]:
+            shutil.rmtree(old)
+    except OSError as error:
+        raise RunError(f"{final} could not be written: {error}") from error
     return final
 
 
@@ -120,23 +137,81 @@ def refuse_other_data(folder: Path, progress: Progress, samples: int) -> None:
         )
 
 
-def save(
-    folder: Path,
-    model: PackedModel,
-    optimizer: torch.optim.Optimizer,
-    tokenizer: PreTrainedTokenizerBase,
-    progress: Progress,
-    world: World,
-    keep: int,
-) -> None:
-    """Write a checkpoint with one part, and remove all but the newest `keep` checkpoints. Every rank calls this."""
-    if world.is_main:
-        begin(folder, progress.step)
-    world.barrier()
-    model_state.write(_partial(folder, progress.step) / MODEL, model, optimizer, tokenizer, world)
-    if world.is_main:
-        commit(folder, progress, keep)
-    world.barrier()
+class Saver:
+    """Writes the checkpoints of a run with one model. Every rank has one.
+
+    As a context manager it waits for the write in progress at the end of the block.
+
+    Args:
+        folder: the run's checkpoints.
+        keep: number of checkpoints to keep.
+        wait: whether `save` returns only when the checkpoint is complete. It then needs no copy in host memory.
+    """
+
+    def __init__(self, folder: Path, world: World, keep: int, wait: bool = False) -> None:
+        self._folder = folder
+        self._world = world
+        self._keep = keep
+        self._waits = wait
+        self._writer = BackgroundWriter(world)
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds from the copy to the complete folder, of the latest checkpoint."""
+        return self._writer.seconds
+
+    def save(
+        self,
+        model: PackedModel,
+        optimizer: torch.optim.Optimizer,
+        tokenizer: PreTrainedTokenizerBase,
+        progress: Progress,
+    ) -> None:
+        """Copy the state of training to host memory, and write it in the background. Every rank calls this.
+
+        Raises:
+            RunError: this checkpoint, or the one before it, could not be written.
+        """
+        self.wait()
+        world, folder, keep = self._world, self._folder, self._keep
+        world.together(lambda: begin(folder, progress.step) if world.is_main else None)
+        found = model_state.snapshot(model, optimizer, tokenizer, world, copy=not self._waits)
+
+        def write(own: World) -> None:
+            model_state.write(_partial(folder, progress.step) / MODEL, found, own)
+            if own.is_main:
+                commit(folder, progress, keep)
+
+        self._writer.start(f"checkpoint {step_folder(folder, progress.step)}", write)
+        if self._waits:
+            self.wait()
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> None:
+        """Wait until the latest checkpoint is complete.
+
+        Raises:
+            RunError: it could not be written, or not in time.
+        """
+        self._writer.wait(timeout_s)
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.wait()
+            return
+        with explained_after_error():
+            self.wait(AFTER_ERROR_S)
+
+
+@contextmanager
+def explained_after_error() -> Iterator[None]:
+    """Print an error instead of raising it, because the run has already failed for another reason."""
+    try:
+        yield
+    except RunError as error:
+        print(f"warning: {error}", file=sys.stderr, flush=True)
 
 
 def load_latest(folder: Path, model: PackedModel, optimizer: torch.optim.Optimizer, world: World) -> Progress | None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hpc_rl.errors import AgreedError, UserError
+from hpc_rl.errors import AgreedError, AgreedRunError, RunError, UserError
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others in one collective, during which rank 0 may write a large checkpoint. If a rank
@@ -36,6 +36,8 @@ class World:
     device: torch.device
     ranks_per_node: int | None = None
     """Number of ranks on each node, which are consecutive; None if it differs between nodes."""
+    group: dist.ProcessGroup | None = None
+    """Process group of the exchanges. None: the default group."""
 
     @property
     def is_main(self) -> bool:
@@ -47,7 +49,7 @@ class World:
         row = torch.tensor([list(values)], dtype=torch.float64)
         if self.size == 1:
             return row
-        return torch.cat(_all_gather(row, self.size))
+        return torch.cat(self._all_gather(row))
 
     def gather_varied(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's one-dimensional CPU tensor; the lengths may differ, the dtype may not."""
@@ -56,7 +58,7 @@ class World:
         lengths = [int(length) for length in self.gather_rows([len(values)])[:, 0]]
         padded = values.new_zeros(max(lengths))
         padded[: len(values)] = values
-        rows = _all_gather(padded, self.size)
+        rows = self._all_gather(padded)
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def broadcast_object(self, value: Any) -> Any:
@@ -64,7 +66,7 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
         return box[0]
 
     def barrier(self) -> None:
@@ -76,29 +78,30 @@ class World:
         """Run `work` on every rank, and fail on every rank if it fails on one.
 
         Raises:
-            AgreedError: `work` raised UserError on some rank. The message names the rank unless all ranks agree.
+            AgreedError: `work` raised UserError on some rank; AgreedRunError if it was a RunError. The message names
+                the rank unless all ranks agree.
         """
-        result, message = None, None
+        result, failure = None, None
         try:
             result = work()
         except UserError as error:
-            message = str(error)
-        messages: list[str | None] = [message]
+            failure = (str(error), isinstance(error, RunError))
+        failures: list[tuple[str, bool] | None] = [failure]
         if self.size > 1:
-            messages = [None] * self.size
-            dist.all_gather_object(messages, message)
-        failed = {rank: text for rank, text in enumerate(messages) if text is not None}
+            failures = [None] * self.size
+            dist.all_gather_object(failures, failure, group=self.group)
+        failed = {rank: found for rank, found in enumerate(failures) if found is not None}
         if not failed:
             return result  # type: ignore[return-value]
         first = min(failed)
+        text, while_running = failed[first]
         alike = len(failed) == self.size and len(set(failed.values())) == 1
-        raise AgreedError(failed[first] if alike else f"rank {first}: {failed[first]}")
+        raise (AgreedRunError if while_running else AgreedError)(text if alike else f"rank {first}: {text}")
 
-
-def _all_gather(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
-    parts = [torch.empty_like(tensor) for _ in range(ranks)]
-    dist.all_gather(parts, tensor)
-    return parts
+    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor, group=self.group)
+        return parts
 
 
 def rank_from_env() -> int:

@@ -1,30 +1,50 @@
-"""Export a checkpoint as a Hugging Face folder that transformers and vLLM load."""
+"""Export a checkpoint as a Hugging Face folder that transformers and vLLM load.
+
+Any number of processes write at the same time, each its own files, one tensor at a time: with N processes that are
+called `rank` 0 to N - 1,
+
+    with new_folder(source, out) as (checkpoint, partial):     # one process
+        write_weights(checkpoint, partial, dtype, rank, N)     # each process
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from hpc_rl.config.training import ModelConfig, TrainingConfig
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training import checkpoint, model_state
-from hpc_rl.training.model import empty_model
+from hpc_rl.training import checkpoint, model_state, safetensors_files
+from hpc_rl.training.distributed import World
+from hpc_rl.training.loading import changes_weights, weights_of
+from hpc_rl.training.pretrained import parameters_on_meta
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+_FILE_BYTES = 2 * 10**9
+"""Largest size of a file with several weights. Files are the unit of parallel writing."""
 
 
-def export(source: Path, out: Path, dtype: str | None = None, replace: bool = False) -> Path:
+def export(source: Path, out: Path, dtype: str | None = None, replace: bool = False, world: World = ALONE) -> Path:
     """Write weights (safetensors), configuration and tokenizer of a checkpoint into the folder `out`.
 
-    This needs only the checkpoint: no process group, no GPU, and not the model that training started from. The files
-    get the permissions that the umask gives to new files.
+    This needs only the checkpoint: no GPU, and not the model that training started from. Every rank of `world` calls
+    it and writes a part. The files get the permissions that the umask gives to new files.
 
     Args:
         source: a run directory (its newest checkpoint is exported) or the folder of one checkpoint.
         out: a folder that does not exist yet or is empty.
-        dtype: "float32", "bfloat16", ...; None for the type of the training.
+        dtype: "float32", "bfloat16", ...; None for the run's trainer.export_dtype.
         replace: replace the contents of `out`, after the new folder is complete.
 
     Returns:
@@ -34,38 +54,125 @@ def export(source: Path, out: Path, dtype: str | None = None, replace: bool = Fa
         UserError: there is no usable checkpoint, or `out` is not empty.
         RunError: `out` cannot be written.
     """
+    with ExitStack() as stack:
+        folders = world.together(
+            lambda: stack.enter_context(new_folder(source, out, dtype, replace)) if world.is_main else None
+        )
+        path, partial = world.broadcast_object(folders)
+        world.together(lambda: write_weights(path, partial, dtype, world.rank, world.size))
+        world.together(stack.close)
+    return path
+
+
+def export_dtype(model: ModelConfig, trainer: TrainingConfig) -> str:
+    """Return the type of the exported weights."""
+    return trainer.export_dtype or ("bfloat16" if trainer.uses_gpus else model.dtype)
+
+
+@contextmanager
+def new_folder(source: Path, out: Path, dtype: str | None = None, replace: bool = False) -> Iterator[tuple[Path, Path]]:
+    """Yield a checkpoint and a folder in which only the weights are missing; name the folder `out` at the end.
+
+    The arguments and errors are those of `export`.
+    """
     path = checkpoint.find(source, RunDir(source).checkpoints)
     if out.exists() and not replace and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty: choose another folder")
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-
-    progress = checkpoint.read_progress(path)
-    weights = model_state.read_weights(path / progress.parts[0])
-    target = getattr(torch, dtype or progress.dtype)
-    weights = {name: w.to(target) if w.is_floating_point() else w for name, w in weights.items()}
-    files = path / progress.parts[0] / model_state.HF
-    hf = empty_model(AutoConfig.from_pretrained(files), target)
-    hf.load_state_dict(weights, strict=False, assign=True)
-    hf.tie_weights()
-    missing = [name for name, parameter in hf.named_parameters() if parameter.is_meta]
-    if missing:
-        raise UserError(f"{path} has no weights for {', '.join(missing[:3])} ({len(missing)} in all)")
-    if (files / "generation_config.json").exists():
-        hf.generation_config = GenerationConfig.from_pretrained(files)
     partial = out.with_name(f".{out.name}.tmp{os.getpid()}")
     try:
-        partial.mkdir(parents=True)
-        hf.save_pretrained(partial)
-        AutoTokenizer.from_pretrained(files).save_pretrained(partial)
-        _follow_umask(partial)
-        if out.exists():
-            shutil.rmtree(out)
-        partial.rename(out)
-    except OSError as error:
-        raise RunError(f"cannot write the model to {out}: {error.strerror or error}") from error
+        with _explained(out):
+            partial.mkdir(parents=True)
+            _write_settings(path, partial, dtype)
+        yield path, partial
+        with _explained(out):
+            _follow_umask(partial)
+            if out.exists():
+                shutil.rmtree(out)
+            partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return path
+
+
+def write_weights(path: Path, folder: Path, dtype: str | None, rank: int, ranks: int) -> None:
+    """Write one rank's files of the weights of a checkpoint.
+
+    Args:
+        path: the checkpoint.
+
+    Raises:
+        UserError: the checkpoint cannot be read.
+        RunError: the folder cannot be written.
+    """
+    part, target = _part(path), _type(path, dtype)
+    hf = _empty(part, target)
+    stored = model_state.stored_weights(part)
+    names = [name for name in weights_of(hf) if name not in (hf._keys_to_ignore_on_save or ())]
+    missing = [name for name in names if name not in stored]
+    if missing:
+        raise UserError(f"{path} has no weights for {', '.join(missing[:3])} ({len(missing)} in all)")
+    with _explained(folder):
+        if changes_weights(hf):
+            if rank == 0:
+                _write_whole(hf, part, target, folder)
+            return
+        dtypes = {name: target if stored[name].dtype.is_floating_point else stored[name].dtype for name in names}
+        sizes = {name: stored[name].size.numel() * dtypes[name].itemsize for name in names}
+        groups = safetensors_files.split(sizes, _FILE_BYTES)
+        files, index = safetensors_files.index(groups, sizes)
+        if rank == 0 and index is not None:
+            (folder / "model.safetensors.index.json").write_text(index)
+        for file, group in list(zip(files, groups, strict=True))[rank::ranks]:
+            shapes = {name: stored[name].size for name in group}
+            read = lambda name: model_state.read_weights(part, [name], target)[name]  # noqa: E731
+            safetensors_files.write(folder / file, shapes, dtypes, read)
+
+
+def _write_settings(path: Path, folder: Path, dtype: str | None) -> None:
+    """Write configuration, generation settings, tokenizer, and a model's own code."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    part = _part(path)
+    hf = _empty(part, _type(path, dtype))
+    if (part / model_state.HF / "generation_config.json").exists():
+        hf.generation_config = GenerationConfig.from_pretrained(part / model_state.HF)
+    hf.save_pretrained(folder, state_dict={})
+    for file in folder.glob("*.safetensors*"):  # without a weight
+        file.unlink()
+    AutoTokenizer.from_pretrained(part / model_state.HF).save_pretrained(folder)
+
+
+def _write_whole(hf: PreTrainedModel, part: Path, dtype: torch.dtype, folder: Path) -> None:
+    """Write all weights in one process, for models whose weights transformers renames or splits in files."""
+    hf.load_state_dict(model_state.read_weights(part, None, dtype), strict=False, assign=True)
+    hf.tie_weights()
+    hf.save_pretrained(folder, max_shard_size=_FILE_BYTES)
+
+
+def _part(path: Path) -> Path:
+    """Return the folder of the model that is exported: the first part of a checkpoint."""
+    return path / checkpoint.read_progress(path).parts[0]
+
+
+def _type(path: Path, dtype: str | None) -> torch.dtype:
+    found: torch.dtype = getattr(torch, dtype or checkpoint.read_progress(path).dtype)
+    return found
+
+
+def _empty(part: Path, dtype: torch.dtype) -> PreTrainedModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(part / model_state.HF)
+    with parameters_on_meta():
+        hf: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return hf
+
+
+@contextmanager
+def _explained(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"cannot write the model to {out}: {error.strerror or error}") from error
 
 
 def _follow_umask(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -13,9 +13,10 @@ from hpc_rl.config.training import ModelConfig, Sharding
 from hpc_rl.errors import UserError
 from hpc_rl.training import packed_attention
 from hpc_rl.training.packed_batch import PackedBatch
+from hpc_rl.training.pretrained import Pretrained, from_pretrained
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
@@ -77,27 +78,32 @@ class CausalLM(PackedModel):
         return head(self.hidden(batch)[batch.rows_N], self.hf.get_output_embeddings().weight)
 
 
+def causal_lm(config: ModelConfig, trained: bool = True) -> Pretrained[CausalLM]:
+    """Return the policy of a configuration, to be loaded.
+
+    Args:
+        trained: whether the model gets gradients; a reference does not.
+    """
+
+    def wrap(hf: PreTrainedModel, _missing: frozenset[str]) -> CausalLM:
+        refuse_unsupported(hf)
+        model = CausalLM(hf)
+        model.prepare_training(config)
+        if not trained:
+            model.requires_grad_(False).eval()
+        return model
+
+    dtype = getattr(torch, config.dtype)
+    return Pretrained("AutoModelForCausalLM", config.path, "model.path", dtype, config.trust_remote_code, wrap)
+
+
 def load_model(config: ModelConfig) -> CausalLM:
-    """Load a model into host memory, in the type that is trained.
+    """Load a whole model into host memory, in the type that is trained.
 
     Raises:
         UserError: no model can be loaded, or packed training cannot compute it correctly.
     """
-    from transformers import AutoModelForCausalLM
-
-    packed_attention.register()
-    hf = from_pretrained(
-        AutoModelForCausalLM,
-        config.path,
-        "model",
-        trust_remote_code=config.trust_remote_code,
-        dtype=getattr(torch, config.dtype),
-        attn_implementation=packed_attention.ATTENTION,
-    )
-    refuse_unsupported(hf)
-    model = CausalLM(hf)
-    model.prepare_training(config)
-    return model
+    return causal_lm(config).load()
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -172,7 +178,7 @@ class Flops:
 
 
 def count_flops(model: CausalLM) -> Flops:
-    """Count the operations of a model before sharding; an upper bound for a mixture of experts."""
+    """Count the operations of a model; an upper bound for a mixture of experts."""
     config = model.hf.config.get_text_config()
     embeddings = {id(model.hf.get_input_embeddings().weight), id(model.hf.get_output_embeddings().weight)}
     body = sum(p.numel() for p in model.parameters() if id(p) not in embeddings)
@@ -180,30 +186,3 @@ def count_flops(model: CausalLM) -> Flops:
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_size
     return Flops(per_token=6.0 * body, per_target=6.0 * head, per_squared_token=float(attention))
-
-
-def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a model whose weights use no memory yet, to which loaded weights can be assigned."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        hf: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return hf
-
-
-def from_pretrained(auto: Any, path: str, what: str, key: str = "model.path", **options: Any) -> Any:
-    """Call `auto.from_pretrained`.
-
-    Args:
-        what: "model" or "tokenizer", for the error.
-        key: the option that names `path`, for the error.
-
-    Raises:
-        UserError: it cannot be loaded; the message is one line.
-    """
-    try:
-        return auto.from_pretrained(path, **options)
-    except (OSError, ValueError, KeyError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = lines[0] if lines else type(error).__name__
-        raise UserError(f"{key}: no {what} could be loaded from {path!r}: {reason}") from error

@@ -7,7 +7,8 @@ hf/                            model configuration and tokenizer, so that an exp
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from hpc_rl.errors import UserError
+from hpc_rl.errors import RunError, UserError
 from hpc_rl.training.distributed import World
 from hpc_rl.training.model import PackedModel
 from hpc_rl.training.sharding import reshard
@@ -30,39 +31,63 @@ Tensors = dict[str, torch.Tensor]
 HF = "hf"
 
 
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight in a checkpoint."""
+
+    dtype: torch.dtype
+    size: torch.Size
+
+
 class UnreadableError(UserError):
     """A checkpoint that cannot be read; the message gives the first cause."""
 
 
-def write(
-    path: Path,
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint has of one model."""
+
+    tensors: Tensors
+    model: PackedModel
+    """Only its configuration is written, which training does not change."""
+    tokenizer: PreTrainedTokenizerBase | None
+
+
+def snapshot(
     model: PackedModel,
     optimizer: torch.optim.Optimizer,
     tokenizer: PreTrainedTokenizerBase | None,
     world: World,
-) -> None:
-    """Write model, optimizer and random state into the folder `path`. Every rank calls this.
+    copy: bool,
+) -> Snapshot:
+    """Collect model, optimizer and random state.
+
+    Args:
+        copy: copy all tensors to host memory, so that training can go on while they are written.
+    """
+    reshard(model)
+    tensors = {**_model_tensors(model), **_optimizer_tensors(model, optimizer)}
+    if copy:
+        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    return Snapshot({**tensors, **_random_state(world)}, model, tokenizer)
+
+
+def write(path: Path, found: Snapshot, world: World) -> None:
+    """Write a snapshot into the folder `path`. Every rank calls this, in any thread. `.metadata` is written last.
 
     Raises:
-        OSError: the folder cannot be written.
+        RunError: the folder cannot be written; every rank raises this.
     """
-    if world.is_main:
-        path.mkdir(parents=True, exist_ok=True)
-    world.barrier()
-    reshard(model)
-    tensors = {**_model_tensors(model), **_optimizer_tensors(model, optimizer), **_random_state(world)}
+    world.together(lambda: _write_settings(path / HF, found) if world.is_main else None)
     try:
-        _transfer(dcp.save, tensors, path, alone=world.size == 1)
+        _transfer(dcp.save, found.tensors, path, alone=world.size == 1, process_group=world.group)
     except CheckpointException as error:  # a BaseException, so no other handler would catch it
-        raise OSError(f"{path} could not be written: {_first_cause(error)}") from error
-    if world.is_main:
-        model.hf.config.save_pretrained(path / HF)
-        generation_config = getattr(model.hf, "generation_config", None)  # classifiers have none
-        if generation_config is not None:
-            generation_config.save_pretrained(path / HF)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(path / HF)
-    world.barrier()
+        raise RunError(f"{path} could not be written: {_first_cause(error)}") from error
+
+
+def is_written(path: Path) -> bool:
+    """Return whether a snapshot has been written completely."""
+    return (path / ".metadata").exists()
 
 
 def read(path: Path, model: PackedModel, optimizer: torch.optim.Optimizer, world: World) -> None:
@@ -82,19 +107,38 @@ def read(path: Path, model: PackedModel, optimizer: torch.optim.Optimizer, world
     _set_random_state(random, world)
 
 
-def read_weights(path: Path) -> Tensors:
-    """Return all weights unsharded, in host memory, by their Hugging Face names; needs no process group.
+def stored_weights(path: Path) -> dict[str, StoredWeight]:
+    """Return type and size of all weights by their Hugging Face names.
 
     Raises:
-        UserError: there is no checkpoint, or it cannot be read.
+        UserError: there is no checkpoint, or it is not complete.
     """
     problem = problem_of(path)
     if problem:
         raise UserError(f"{path} is not a usable checkpoint: {problem}")
-    tensors: Tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+    return {
+        name.removeprefix(_MODEL): StoredWeight(entry.properties.dtype, entry.size)
         for name, entry in _metadata(path).state_dict_metadata.items()
-        if name.startswith(_MODEL) and hasattr(entry, "size")
+        if name.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def read_weights(path: Path, names: Sequence[str] | None = None, dtype: torch.dtype | None = None) -> Tensors:
+    """Return weights unsharded, in host memory, by their Hugging Face names; needs no process group.
+
+    Args:
+        names: the weights to read. None: all of them.
+        dtype: type of the result, for numbers with a fraction. None: the stored types.
+
+    Raises:
+        UserError: there is no checkpoint, or it cannot be read.
+    """
+    stored = stored_weights(path)
+    tensors: Tensors = {
+        _MODEL + name: torch.empty(
+            stored[name].size, dtype=dtype if dtype and stored[name].dtype.is_floating_point else stored[name].dtype
+        )
+        for name in (stored if names is None else names)
     }
     try:
         _transfer(dcp.load, tensors, path, alone=True)
@@ -156,11 +200,25 @@ def _set_random_state(state: Tensors, world: World) -> None:
             torch.set_rng_state(value)
 
 
-def _transfer(action: Callable[..., Any], tensors: Tensors, path: Path, alone: bool) -> None:
+def _write_settings(folder: Path, found: Snapshot) -> None:
+    hf = found.model.hf
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        hf.config.save_pretrained(folder)
+        generation_config = getattr(hf, "generation_config", None)  # classifiers have none
+        if generation_config is not None:
+            generation_config.save_pretrained(folder)
+        if found.tokenizer is not None:
+            found.tokenizer.save_pretrained(folder)
+    except OSError as error:
+        raise RunError(f"{folder} could not be written: {error}") from error
+
+
+def _transfer(action: Callable[..., Any], tensors: Tensors, path: Path, alone: bool, **options: Any) -> None:
     with warnings.catch_warnings():
         # torch warns about the missing process group even if no_dist=True declares it.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        action(tensors, checkpoint_id=path, no_dist=alone)
+        action(tensors, checkpoint_id=path, no_dist=alone, **options)
 
 
 def _metadata(path: Path) -> Metadata:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import UserError
-from hpc_rl.training import packed_attention
-from hpc_rl.training.model import PackedModel, from_pretrained, load_tokenizer, refuse_unsupported_backbone
+from hpc_rl.training.model import PackedModel, load_tokenizer, refuse_unsupported_backbone
 from hpc_rl.training.packed_batch import PackedBatch
+from hpc_rl.training.pretrained import Pretrained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,32 +48,33 @@ class ScalarModel(PackedModel):
         return values_N1[:, 0].clone()  # FSDP warns of views
 
 
-def load_critic(path: str, config: ModelConfig) -> ScalarModel:
-    """Load a critic from a causal language model, with initial values of 0, or from an earlier critic or reward model.
+def critic(path: str, config: ModelConfig) -> Pretrained[ScalarModel]:
+    """Return a critic to be loaded: from a causal language model, or from an earlier critic or reward model.
 
-    Raises:
-        UserError: no model can be loaded, or packed training cannot compute it correctly.
+    Without a trained head the values are 0. This is a better start than random values: the first advantages are then
+    the returns themselves.
     """
-    hf, missing = _load(path, "critic.path", config, getattr(torch, config.dtype))
-    if missing:
-        # Values of 0 are a better start than random values: the first advantages are then the returns themselves.
-        torch.nn.init.zeros_(getattr(hf, _HEAD).weight)
-    model = ScalarModel(hf)
-    model.prepare_training(config)
-    return model
+
+    def wrap(hf: PreTrainedModel, _missing: frozenset[str]) -> ScalarModel:
+        _refuse_unsupported(hf, "critic.path", path)
+        model = ScalarModel(hf)
+        model.prepare_training(config)
+        return model
+
+    return _classifier(path, "critic.path", config, getattr(torch, config.dtype), wrap, new_head=_HEAD)
 
 
-def load_reward_model(path: str, config: ModelConfig, dtype: torch.dtype) -> ScalarModel:
-    """Load a trained reward model, without gradients.
+def reward_model(path: str, config: ModelConfig, dtype: torch.dtype) -> Pretrained[ScalarModel]:
+    """Return a trained reward model to be loaded, without gradients. It needs a trained head with one output."""
 
-    Raises:
-        UserError: no model can be loaded, or it has no trained head with one output.
-    """
-    hf, missing = _load(path, "reward.model", config, dtype)
-    if missing:
-        raise UserError(f"reward.model {path} has no trained head {_HEAD!r}: it is not a sequence classifier")
-    hf.eval().requires_grad_(False)
-    return ScalarModel(hf)
+    def wrap(hf: PreTrainedModel, missing: frozenset[str]) -> ScalarModel:
+        _refuse_unsupported(hf, "reward.model", path)
+        if any(name.startswith(_HEAD) for name in missing):
+            raise UserError(f"reward.model {path} has no trained head {_HEAD!r}: it is not a sequence classifier")
+        hf.eval().requires_grad_(False)
+        return ScalarModel(hf)
+
+    return _classifier(path, "reward.model", config, dtype, wrap)
 
 
 def refuse_other_vocabulary(key: str, path: str, policy: ModelConfig) -> None:
@@ -91,23 +93,19 @@ def refuse_other_vocabulary(key: str, path: str, policy: ModelConfig) -> None:
         )
 
 
-def _load(path: str, key: str, config: ModelConfig, dtype: torch.dtype) -> tuple[Any, bool]:
-    """Return the model, and whether its head was initialised instead of loaded."""
-    from transformers import AutoModelForSequenceClassification
+def _classifier(
+    path: str,
+    key: str,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    wrap: Callable[[PreTrainedModel, frozenset[str]], ScalarModel],
+    new_head: str = "",
+) -> Pretrained[ScalarModel]:
+    auto, remote, one_output = "AutoModelForSequenceClassification", config.trust_remote_code, {"num_labels": 1}
+    return Pretrained(auto, path, key, dtype, remote, wrap, settings=one_output, new_head=new_head)
 
-    packed_attention.register()
-    hf, info = from_pretrained(
-        AutoModelForSequenceClassification,
-        path,
-        "model",
-        key,
-        trust_remote_code=config.trust_remote_code,
-        num_labels=1,
-        dtype=dtype,
-        attn_implementation=packed_attention.ATTENTION,
-        output_loading_info=True,
-    )
+
+def _refuse_unsupported(hf: PreTrainedModel, key: str, path: str) -> None:
     refuse_unsupported_backbone(hf)
     if not hasattr(hf, _HEAD):
         raise UserError(f"{key} {path}: models of type {hf.config.model_type} have no head {_HEAD!r}")
-    return hf, any(name.startswith(_HEAD) for name in info["missing_keys"])

@@ -29,13 +29,18 @@ NODE_SHARE = 0.25
 same size, a reference, activations, and gathered layers."""
 
 
+def is_sharded(world: World) -> bool:
+    """Return whether models are sharded; in a single CPU process they are not."""
+    return world.size > 1 or world.device.type != "cpu"
+
+
 def shard(model: Model, world: World, trainer: TrainingConfig) -> Model:
-    """Shard a model in place and move it to the device; return it. A single CPU process leaves it unchanged.
+    """Shard a model in place, which may be on the meta device; return it. fully_shard moves it to the device.
 
     Raises:
         UserError: trainer.sharding is hybrid, and the nodes have different numbers of ranks.
     """
-    if world.size == 1 and world.device.type == "cpu":
+    if not is_sharded(world):
         return model
     parameters = sum(parameter.numel() for parameter in model.parameters())
     # All ranks need the same answer, also if their devices differ.
@@ -51,7 +56,6 @@ def shard(model: Model, world: World, trainer: TrainingConfig) -> Model:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # The root holds embeddings and LM head. The backward pass begins with them, so they stay gathered until then.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    model.to(world.device)  # buffers; the parameters have been moved by fully_shard
     return model
 
 

@@ -16,7 +16,7 @@ from hpc_rl.training.distributed import World
 from hpc_rl.training.model import PackedModel, load_model
 from hpc_rl.training.model_state import UnreadableError
 from hpc_rl.training.optim import build_optimizer
-from hpc_rl.training.scalar_model import load_critic
+from hpc_rl.training.scalar_model import critic
 from tests.helpers import make_tiny_model
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
@@ -33,7 +33,7 @@ def with_optimizer(model: PackedModel) -> Part:
 
 
 def parts(config: ModelConfig) -> dict[str, Part]:
-    return {ACTOR: with_optimizer(load_model(config)), CRITIC: with_optimizer(load_critic(config.path, config))}
+    return {ACTOR: with_optimizer(load_model(config)), CRITIC: with_optimizer(critic(config.path, config).load())}
 
 
 def learn(part: Part) -> None:
@@ -51,7 +51,7 @@ def weights(part: Part) -> list[torch.Tensor]:
 def save(folder: Path, models: dict[str, Part], step: int, keep: int = 2) -> Path:
     partial = checkpoint.begin(folder, step)
     for name, (model, optimizer) in models.items():
-        model_state.write(partial / name, model, optimizer, None, ALONE)
+        model_state.write(partial / name, model_state.snapshot(model, optimizer, None, ALONE, copy=False), ALONE)
     progress = Progress(samples=10, dtype="float32", parts=tuple(models), step=step, kl_coef=0.25)
     return checkpoint.commit(folder, progress, keep)
 

@@ -32,7 +32,8 @@ def saved_run(tmp_path: Path, dtype: str = "float32", tie: bool = False) -> tupl
             parameter.mul_(1.5)
     folder = tmp_path / "run" / "checkpoints"
     progress = Progress(samples=1, dtype=dtype, step=7)
-    checkpoint.save(folder, model, build_optimizer(model, OptimConfig()), tokenizer, progress, WORLD, keep=2)
+    with checkpoint.Saver(folder, WORLD, keep=2) as saver:
+        saver.save(model, build_optimizer(model, OptimConfig()), tokenizer, progress)
     for file in source.iterdir():
         file.unlink()
     return tmp_path / "run", {name: p.detach().clone() for name, p in model.hf.state_dict().items()}
@@ -84,12 +85,14 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     model, tokenizer = load_model(config), load_tokenizer(config)
     optimizer = build_optimizer(model, OptimConfig())
     folder = tmp_path / "checkpoints"
+    saver = checkpoint.Saver(folder, WORLD, keep=2)
     for step in (1, 2, 3):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
         progress = Progress(samples=5, dtype="float32", step=step, epoch=1, index=2, wandb_id="abc")
-        checkpoint.save(folder, model, optimizer, tokenizer, progress, WORLD, keep=2)
+        saver.save(model, optimizer, tokenizer, progress)
+    saver.wait()
     drawn = torch.rand(3)
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000003"]
 

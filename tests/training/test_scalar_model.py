@@ -12,7 +12,7 @@ from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import UserError
 from hpc_rl.training.model import load_model
 from hpc_rl.training.packed_batch import PackedBatch, pack_samples
-from hpc_rl.training.scalar_model import load_critic, load_reward_model
+from hpc_rl.training.scalar_model import critic, reward_model
 from tests.helpers import make_tiny_model
 
 LENGTHS = [5, 9, 1]
@@ -46,29 +46,29 @@ def packed() -> PackedBatch:
 
 
 def test_a_new_critic_says_zero_and_learns(causal: str) -> None:
-    critic = load_critic(causal, ModelConfig(path=causal))
-    values_N = critic(packed())
+    model = critic(causal, ModelConfig(path=causal)).load()
+    values_N = model(packed())
     assert values_N.shape == (sum(LENGTHS) - len(LENGTHS),) and values_N.dtype == torch.float32
     assert (values_N == 0).all()
-    assert critic.training and all(parameter.requires_grad for parameter in critic.parameters())
+    assert model.training and all(parameter.requires_grad for parameter in model.parameters())
     (values_N - 1).square().sum().backward()
-    assert float(critic.hf.score.weight.grad.norm()) > 0
+    assert float(model.hf.score.weight.grad.norm()) > 0
 
 
 def test_a_critic_starts_from_the_policys_backbone(causal: str) -> None:
     config = ModelConfig(path=causal)
     with torch.no_grad():
-        torch.testing.assert_close(load_critic(causal, config).hidden(packed()), load_model(config).hidden(packed()))
+        torch.testing.assert_close(critic(causal, config).load().hidden(packed()), load_model(config).hidden(packed()))
 
 
 def test_a_critic_may_start_from_a_reward_model(causal: str, classifier: str) -> None:
-    assert float(load_critic(classifier, ModelConfig(path=causal))(packed()).detach().abs().min()) > 0
+    assert float(critic(classifier, ModelConfig(path=causal)).load()(packed()).detach().abs().min()) > 0
 
 
 def test_packed_scores_are_those_of_single_samples(causal: str, classifier: str) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    model = load_reward_model(classifier, ModelConfig(path=causal), torch.float32)
+    model = reward_model(classifier, ModelConfig(path=causal), torch.float32).load()
     assert not model.hf.training and not any(parameter.requires_grad for parameter in model.parameters())
     plain = AutoModelForSequenceClassification.from_pretrained(classifier)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_packed_scores_are_those_of_single_samples(causal: str, classifier: str)
 
 
 def test_a_reward_model_in_half_precision_gives_float32(causal: str, classifier: str) -> None:
-    model = load_reward_model(classifier, ModelConfig(path=causal), torch.bfloat16)
+    model = reward_model(classifier, ModelConfig(path=causal), torch.bfloat16).load()
     assert model.hf.model.embed_tokens.weight.dtype == torch.bfloat16
     assert model.head.weight.dtype == torch.float32
     assert model(packed()).dtype == torch.float32
@@ -88,9 +88,9 @@ def test_a_reward_model_needs_a_trained_head(causal: str) -> None:
     with pytest.raises(
         UserError, match=r"^reward\.model .* has no trained head 'score': it is not a sequence classifier$"
     ):
-        load_reward_model(causal, ModelConfig(path=causal), torch.float32)
+        reward_model(causal, ModelConfig(path=causal), torch.float32).load()
 
 
 def test_no_model_there(causal: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^critic\.path: no model could be loaded"):
-        load_critic(str(tmp_path), ModelConfig(path=causal))
+        critic(str(tmp_path), ModelConfig(path=causal)).load()

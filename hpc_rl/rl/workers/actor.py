@@ -12,14 +12,15 @@ from hpc_rl.rl.workers.held import MicroBatch
 from hpc_rl.rl.workers.learner import Columns, Learner, Parts, add
 from hpc_rl.rl.workers.logprobs import token_logprobs_of
 from hpc_rl.training.distributed import World
-from hpc_rl.training.model import CausalLM, count_flops, disable_dropout, load_model
+from hpc_rl.training.loading import load_sharded
+from hpc_rl.training.model import CausalLM, causal_lm, count_flops, disable_dropout
 
 
 class Actor(Learner[CausalLM]):
     """The policy, which is trained."""
 
     def __init__(self, config: PpoConfig, world: World) -> None:
-        model = world.together(lambda: load_model(config.model))
+        model = load_sharded(causal_lm(config.model), world, config.trainer)
         disable_dropout(model)
         self.flops = count_flops(model)
         super().__init__("actor", model, config.actor.optim, config, world)

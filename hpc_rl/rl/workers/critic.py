@@ -11,8 +11,9 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl.workers.held import Held, MicroBatch
 from hpc_rl.rl.workers.learner import Columns, Learner, Parts, add
 from hpc_rl.training.distributed import World
+from hpc_rl.training.loading import load_sharded
 from hpc_rl.training.model import disable_dropout
-from hpc_rl.training.scalar_model import ScalarModel, load_critic, refuse_other_vocabulary
+from hpc_rl.training.scalar_model import ScalarModel, critic, refuse_other_vocabulary
 from hpc_rl.training.sharding import reshard
 
 
@@ -23,7 +24,7 @@ class Critic(Learner[ScalarModel]):
         path = config.critic.path or config.model.path
         if config.critic.path is not None:
             world.together(lambda: refuse_other_vocabulary("critic.path", path, config.model))
-        model = world.together(lambda: load_critic(path, config.model))
+        model = load_sharded(critic(path, config.model), world, config.trainer)
         disable_dropout(model)
         super().__init__("critic", model, config.critic.optim, config, world)
 

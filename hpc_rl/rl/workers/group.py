@@ -133,8 +133,16 @@ class WorkerGroup:
         return self._all("sleep_engine", combine=_nothing)
 
     def save(self, role: str, path: Path) -> Pending[None]:
-        """Write model and optimizer of actor or critic."""
+        """Begin to write model and optimizer of actor or critic."""
         return self._all("save", role, path, combine=_nothing)
+
+    def saved(self, role: str) -> Pending[None]:
+        """Wait until the latest `save` of a role is complete."""
+        return self._all("saved", role, combine=_nothing)
+
+    def export(self, path: Path, folder: Path) -> Pending[None]:
+        """Write the weights of a checkpoint's first model into the folder of an exported model."""
+        return self._all("export", path, folder, combine=_nothing)
 
     def load(self, role: str, path: Path) -> Pending[None]:
         """Read model and optimizer of actor or critic."""

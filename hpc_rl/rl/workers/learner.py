@@ -12,6 +12,7 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.training import OptimConfig
 from hpc_rl.rl.workers.held import Held, MicroBatch
 from hpc_rl.training import guards, model_state, sharding
+from hpc_rl.training.background import BackgroundWriter
 from hpc_rl.training.distributed import World
 from hpc_rl.training.model import PackedModel
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
@@ -29,15 +30,20 @@ Parts = dict[str, list[torch.Tensor]]
 
 
 class Learner(ABC, Generic[Model]):
-    """One trained model on one rank."""
+    """One trained model on one rank.
+
+    Args:
+        model: loaded by training.loading.
+    """
 
     def __init__(self, name: str, model: Model, optim: OptimConfig, config: PpoConfig, world: World) -> None:
         self.name = name
         self.config = config
         self.world = world
         self.optim = optim
-        self.model = sharding.shard(model, world, config.trainer)
+        self.model = model
         self.optimizer = build_optimizer(self.model, optim)
+        self._writer = BackgroundWriter(world)
 
     @abstractmethod
     def loss(self, micro: MicroBatch, columns: Columns, parts: Parts) -> torch.Tensor:
@@ -66,8 +72,16 @@ class Learner(ABC, Generic[Model]):
         return sums | _add_up(parts)
 
     def save(self, path: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Write model and optimizer to a folder. Every rank calls this."""
-        model_state.write(path, self.model, self.optimizer, tokenizer, self.world)
+        """Begin to write model and optimizer to a folder; `saved` waits. Every rank calls this."""
+        background = self.config.trainer.save_async
+        found = model_state.snapshot(self.model, self.optimizer, tokenizer, self.world, copy=background)
+        self._writer.start(f"checkpoint {path}", lambda own: model_state.write(path, found, own))
+        if not background:
+            self._writer.wait()
+
+    def saved(self) -> None:
+        """Wait until the latest `save` is complete. Raises RunError if it failed, or took too long."""
+        self._writer.wait()
 
     def load(self, path: Path) -> None:
         """Read model and optimizer from a folder. Every rank calls this."""

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl.workers.held import Held
 from hpc_rl.rl.workers.logprobs import held_logprobs
-from hpc_rl.training import sharding
 from hpc_rl.training.distributed import World
-from hpc_rl.training.model import load_model
+from hpc_rl.training.loading import load_sharded
+from hpc_rl.training.model import causal_lm
 
 
 class Reference:
@@ -19,9 +19,7 @@ class Reference:
     def __init__(self, config: PpoConfig, world: World) -> None:
         # A GPU computes in bfloat16, and no optimizer needs more digits of these weights.
         settings = config.model if world.device.type == "cpu" else config.model.updated("dtype", "bfloat16")
-        model = world.together(lambda: load_model(settings))
-        model.requires_grad_(False).eval()
-        self._model = sharding.shard(model, world, config.trainer)
+        self._model = load_sharded(causal_lm(settings, trained=False), world, config.trainer)
         self._temperature = config.rollout.temperature
 
     def logprobs(self, held: Held) -> NDArray[np.float32]:

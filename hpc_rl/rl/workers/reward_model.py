@@ -13,8 +13,9 @@ from hpc_rl.rl.dealing import Shard
 from hpc_rl.rl.workers.held import hold
 from hpc_rl.training import sharding
 from hpc_rl.training.distributed import World
+from hpc_rl.training.loading import load_sharded
 from hpc_rl.training.packed_batch import PackedBatch
-from hpc_rl.training.scalar_model import load_reward_model, refuse_other_vocabulary
+from hpc_rl.training.scalar_model import refuse_other_vocabulary, reward_model
 
 
 class RewardModel:
@@ -26,8 +27,7 @@ class RewardModel:
             raise ValueError("reward.model is not set, so there is no reward model to load")
         world.together(lambda: refuse_other_vocabulary("reward.model", path, config.model))
         dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
-        model = world.together(lambda: load_reward_model(path, config.model, dtype))
-        self._model = sharding.shard(model, world, config.trainer)
+        self._model = load_sharded(reward_model(path, config.model, dtype), world, config.trainer)
         self._world = world
 
     @torch.no_grad()

@@ -32,6 +32,7 @@ from hpc_rl.rl.workers.reference import Reference
 from hpc_rl.rl.workers.reward_model import RewardModel
 from hpc_rl.training import distributed, guards
 from hpc_rl.training.distributed import World
+from hpc_rl.training.export import write_weights
 from hpc_rl.training.model import Flops, load_tokenizer
 from hpc_rl.training.perf import max_memory_gb, peak_flops
 
@@ -146,9 +147,18 @@ class Worker:
         self.engine.sleep()
 
     def save(self, role: str, path: Path) -> None:
-        """Write model and optimizer of actor or critic."""
+        """Begin to write model and optimizer of actor or critic; see Learner.save."""
         learner: Learner[Any] = self._part(role)
         learner.save(path, self._tokenizer() if role == "actor" else None)
+
+    def saved(self, role: str) -> None:
+        """Wait until the latest `save` of a role is complete."""
+        learner: Learner[Any] = self._part(role)
+        learner.saved()
+
+    def export(self, path: Path, folder: Path) -> None:
+        """Write this rank's part of the exported weights; see training.export."""
+        write_weights(path, folder, None, self.rank, self.size)
 
     def load(self, role: str, path: Path) -> None:
         """Read model and optimizer of actor or critic."""

@@ -1,0 +1,62 @@
+"""A checkpoint whose parts are being written by workers, and that the driver names when all are complete."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+
+from hpc_rl.errors import RunError
+from hpc_rl.training import checkpoint, model_state
+from hpc_rl.training.checkpoint import Progress
+
+_POLL_S = 1.0
+"""Time between two looks at the folder. Workers are busy with the next step and cannot report that they are done."""
+
+
+class Saving:
+    """Watches the folder of a new checkpoint in a thread, and names the checkpoint as soon as all parts are written.
+
+    Args:
+        folder: the run's checkpoints.
+        partial: folder of this checkpoint's parts.
+        keep: number of checkpoints to keep.
+    """
+
+    def __init__(self, folder: Path, partial: Path, progress: Progress, keep: int) -> None:
+        self._folder = folder
+        self._partial = partial
+        self._progress = progress
+        self._keep = keep
+        self._parts_are_written = threading.Event()
+        self._named: Future[Path] = Future()
+        threading.Thread(target=self._watch, name="checkpoint", daemon=True).start()
+
+    def finish(self) -> None:
+        """Name the checkpoint now, because the workers have reported that all parts are written.
+
+        Raises:
+            RunError: the folder cannot be written.
+        """
+        self._parts_are_written.set()
+        self.wait(_POLL_S * 60)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the checkpoint has its name.
+
+        Raises:
+            RunError: it could not be written, or not in time.
+        """
+        if not wait_for([self._named], timeout_s).done:
+            raise RunError(f"checkpoint {self._partial} was not written within {timeout_s:.0f} s")
+        self._named.result()
+
+    def _watch(self) -> None:
+        while not all(model_state.is_written(self._partial / part) for part in self._progress.parts):
+            if self._parts_are_written.wait(_POLL_S):  # another node's file may not be visible here yet
+                break
+        try:
+            self._named.set_result(checkpoint.commit(self._folder, self._progress, self._keep))
+        except RunError as error:
+            self._named.set_exception(error)

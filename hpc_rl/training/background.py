@@ -1,0 +1,78 @@
+"""Writing to disk while training goes on.
+
+writer = BackgroundWriter(world)
+writer.start("checkpoint of step 10", write)    # returns at once; `write` runs in a thread
+writer.wait()                                   # raises what went wrong
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from hpc_rl.errors import RunError
+from hpc_rl.training.distributed import World
+
+DEADLINE_S = 30 * 60
+"""How long a write may take before the run gives up."""
+AFTER_ERROR_S = 120
+"""How long a run that failed waits for a write in progress. It may wait in vain for a rank that died."""
+
+
+class BackgroundWriter:
+    """Runs one piece of work at a time in a thread, on every rank of a world.
+
+    The threads of all ranks have a process group of their own (gloo, in host memory), because collectives of the main
+    threads go on at the same time.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.seconds: float | None = None
+        """Duration of the latest successful work."""
+        self._world = world
+        self._executor: ThreadPoolExecutor | None = None
+        self._future: Future[None] | None = None
+        self._what = ""
+
+    def start(self, what: str, work: Callable[[World], None]) -> None:
+        """Start work after the work before it has ended. Every rank calls this.
+
+        Args:
+            what: name of the work for errors.
+            work: gets a World for the thread's collectives. If it raises UserError on some rank, all ranks fail.
+
+        Raises:
+            RunError: the work before it failed.
+        """
+        self.wait()
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="background-writer")
+            if self._world.size > 1:
+                group = dist.new_group(backend="gloo", timeout=timedelta(seconds=DEADLINE_S))
+                self._world = dataclasses.replace(self._world, group=group)
+        self._what = what
+        self._future = self._executor.submit(self._run, work)
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> None:
+        """Wait until nothing is being written.
+
+        Raises:
+            RunError: the work failed, with its cause, or did not end in time. Each failure is raised once.
+        """
+        future, self._future = self._future, None
+        if future is None:
+            return
+        if not wait_for([future], timeout_s).done:
+            raise RunError(f"{self._what} was not written within {timeout_s:.0f} s: check the file system")
+        future.result()
+
+    def _run(self, work: Callable[[World], None]) -> None:
+        began = time.monotonic()
+        self._world.together(lambda: work(self._world))
+        self.seconds = time.monotonic() - began

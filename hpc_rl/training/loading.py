@@ -1,0 +1,229 @@
+"""Load a model that is sharded over ranks, without a whole copy in any process.
+
+The module is built without memory for its parameters (pretrained.py) and sharded; then each rank reads its own rows of
+each weight from the safetensors files. Where stored weights and parameters do not correspond one to one (other file
+formats, merged experts, renamed weights), rank 0 loads the whole model with transformers and sends it piece by piece.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from hpc_rl.config.training import TrainingConfig
+from hpc_rl.errors import UserError
+from hpc_rl.training import sharding
+from hpc_rl.training.distributed import World
+from hpc_rl.training.model import PackedModel
+from hpc_rl.training.pretrained import Pretrained
+from hpc_rl.training.safetensors_files import BUFFER_BYTES, Stored, contents
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Model = TypeVar("Model", bound=PackedModel)
+Tensors = dict[str, torch.Tensor]
+
+
+def load_sharded(pretrained: Pretrained[Model], world: World, trainer: TrainingConfig) -> Model:
+    """Load a model onto the ranks' devices. Every rank calls this. A single CPU process loads it whole.
+
+    Raises:
+        AgreedError: no model can be loaded, or it cannot be used; every rank raises this.
+    """
+    if not sharding.is_sharded(world):
+        return world.together(pretrained.load)
+    hf = world.together(pretrained.empty)
+    stored = world.together(lambda: stored_weights(pretrained, hf))
+    if stored is None:
+        return _from_rank_0(pretrained, hf, world, trainer)
+    missing = frozenset(weights_of(hf).keys() - stored.keys())
+    model = world.together(lambda: pretrained.wrap(hf, missing))
+    _shard(model, world, trainer)
+    if missing and world.is_main:
+        print(f"{pretrained.path} has no {', '.join(sorted(missing))}: values start at 0", flush=True)
+    world.together(lambda: _read(pretrained, weights_of(hf), stored))
+    return model
+
+
+def weights_of(hf: nn.Module) -> Tensors:
+    """Return parameters and persistent buffers by name; tied ones have one name."""
+    persistent = hf.state_dict().keys()
+    buffers = {name: buffer for name, buffer in hf.named_buffers() if name in persistent}
+    return {name: parameter.detach() for name, parameter in hf.named_parameters()} | buffers
+
+
+def stored_weights(pretrained: Pretrained[Any], hf: PreTrainedModel) -> dict[str, Stored] | None:
+    """Return where the weights of a module are stored, or None if transformers has to load them.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    if getattr(hf.config, "quantization_config", None) or changes_weights(hf) or _in_other_types(hf):
+        return None
+    try:
+        files = _files(pretrained.path)
+        found = {name: stored for file in files or () for name, stored in contents(file).items()}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{pretrained.key}: the weights in {pretrained.path!r} cannot be read: {error}") from error
+    weights = weights_of(hf)
+    unexpected = {name for name in found.keys() - weights.keys() if not _is_unused(name, pretrained)}
+    missing = {name for name in weights.keys() - found.keys() if not pretrained.may_be_new(name)}
+    fits = all(found[name].shape == weight.shape for name, weight in weights.items() if name in found)
+    if not found or unexpected or missing or not fits:
+        return None  # transformers explains what does not fit
+    return {name: stored for name, stored in found.items() if name in weights}
+
+
+def changes_weights(hf: PreTrainedModel) -> bool:
+    """Return whether transformers renames, merges or splits weights of such models when it reads and writes them."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:  # transformers 4, which only renames
+        return bool(getattr(hf, "_checkpoint_conversion_mapping", None))
+    return bool(get_model_conversion_mapping(hf, add_legacy=False))
+
+
+def _in_other_types(hf: PreTrainedModel) -> bool:
+    """Return whether transformers keeps some weights in float32 even if the model has another type."""
+    kept = getattr(hf, "_keep_in_fp32_modules", None) or getattr(hf, "_keep_in_fp32_modules_strict", None)
+    return bool(kept) and hf.dtype != torch.float32
+
+
+def _is_unused(name: str, pretrained: Pretrained[Any]) -> bool:
+    """Return whether a stored weight has no use: a computed buffer of older models, or the LM head for a new head."""
+    return name.endswith("rotary_emb.inv_freq") or (bool(pretrained.new_head) and name.startswith("lm_head."))
+
+
+def _files(path: str) -> list[Path] | None:
+    """Return the safetensors files of a folder or of a model of the hub; None if it has none."""
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+    whole = _file(path, SAFE_WEIGHTS_NAME)
+    if whole is not None:
+        return [whole]
+    index = _file(path, SAFE_WEIGHTS_INDEX_NAME)
+    if index is None:
+        return None
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    files = [_file(path, name) for name in names]
+    absent = [name for name, file in zip(names, files, strict=True) if file is None]
+    if absent:
+        raise FileNotFoundError(f"{index.name} names {absent[0]}, which does not exist")
+    return [file for file in files if file is not None]
+
+
+def _file(path: str, name: str) -> Path | None:
+    """Return a file of a folder, or of the hub's cache, into which it is downloaded; None if there is none."""
+    from transformers.utils import cached_file
+
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = cached_file(path, name, **quiet)
+    return None if found is None else Path(found)
+
+
+def _shard(model: PackedModel, world: World, trainer: TrainingConfig) -> None:
+    """Shard a model without memory, then give each rank memory for its part. Tied parameters stay tied."""
+    sharding.shard(model, world, trainer)
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if not parameter.is_meta:
+                continue
+            if parameter not in made:
+                memory = torch.empty_like(parameter, device=world.device)
+                made[parameter] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+            setattr(module, name, made[parameter])
+    model.to(world.device)  # FSDP takes note of the new parameters, and buffers move
+
+
+def _read(pretrained: Pretrained[Any], weights: Tensors, stored: Mapping[str, Stored]) -> None:
+    """Read this rank's part of each weight; weights that are not stored become 0."""
+    for name in weights.keys() - stored.keys():
+        _local(weights[name])[1].zero_()
+    in_order = sorted(stored, key=lambda name: (stored[name].file, stored[name].offset))
+    try:
+        for name in in_order:
+            first, local = _local(weights[name])
+            for row, part in stored[name].rows(first, len(local)):
+                local[row - first :][: len(part)].copy_(part.to(local.device))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{pretrained.key}: the weights in {pretrained.path!r} cannot be read: {error}") from error
+
+
+def _from_rank_0(pretrained: Pretrained[Model], hf: PreTrainedModel, world: World, trainer: TrainingConfig) -> Model:
+    """Load the whole model on rank 0, and send it to all ranks piece by piece."""
+    whole, missing = world.together(lambda: pretrained.load_module() if world.is_main else (None, frozenset()))
+    sources = weights_of(whole) if whole is not None else {}
+    described = {name: (weight.shape, weight.dtype) for name, weight in sources.items()}
+    described, missing = world.broadcast_object((described, missing))
+    world.together(lambda: _take_types(hf, described))
+    model = world.together(lambda: pretrained.wrap(hf, missing))
+    _shard(model, world, trainer)
+    for name, weight in weights_of(hf).items():
+        first, local = _local(weight)
+        for row, part in _pieces(sources.pop(name, None), described[name], world):
+            low, high = max(row, first), min(row + len(part), first + len(local))
+            if low < high:
+                local[low - first : high - first].copy_(part[low - row : high - row])
+    return model
+
+
+def _take_types(hf: PreTrainedModel, described: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+    """Give the parameters of an empty module the types that they have in a loaded one.
+
+    Raises:
+        UserError: the two do not have the same parameters.
+    """
+    weights = weights_of(hf)
+    both = weights.keys() & described.keys()
+    other = weights.keys() ^ described.keys() | {name for name in both if weights[name].shape != described[name][0]}
+    if other:
+        raise UserError(
+            f"{hf.config.name_or_path} cannot be sharded: {', '.join(sorted(other)[:3])} ({len(other)} in all) differ "
+            "between its configuration and its weights; save the model again with save_pretrained"
+        )
+    for name, parameter in hf.named_parameters():
+        if parameter.dtype != described[name][1]:
+            parameter.data = parameter.data.to(described[name][1])
+
+
+def _pieces(
+    source: torch.Tensor | None, described: tuple[torch.Size, torch.dtype], world: World
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (number of the first row, some rows) of a tensor that only rank 0 has."""
+    shape, dtype = described
+    rows = shape if shape else torch.Size([1])
+    step = max(1, BUFFER_BYTES // max(1, rows[1:].numel() * dtype.itemsize))
+    for row in range(0, rows[0], step):
+        count = min(step, rows[0] - row)
+        if source is None:
+            part = torch.empty(count, *rows[1:], dtype=dtype, device=world.device)
+        else:
+            part = source.view(rows)[row : row + count].to(world.device).contiguous()
+        dist.broadcast(part, src=0)
+        yield row, part
+
+
+def _local(weight: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """Return this rank's rows of a weight, and the number of the first one.
+
+    FSDP splits rows as torch.chunk does: all ranks have the same number, but the last ones may have fewer or none.
+    """
+    if not isinstance(weight, DTensor):
+        return 0, weight if weight.ndim else weight.view(1)
+    first = 0
+    for dimension, placement in enumerate(weight.placements):
+        if isinstance(placement, Shard):
+            mesh = weight.device_mesh
+            step = math.ceil(len(weight) / mesh.size(dimension))
+            first = min(len(weight), step * mesh.get_local_rank(dimension))
+    return first, weight.to_local()

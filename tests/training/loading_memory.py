@@ -1,0 +1,29 @@
+"""The largest memory of a rank that loads a model; test_loading_memory.py starts one process for each rank."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hpc_rl.config.training import ModelConfig, TrainingConfig
+from hpc_rl.training import distributed
+from hpc_rl.training.loading import load_sharded
+from hpc_rl.training.model import causal_lm, load_model
+
+if __name__ == "__main__":
+    world = distributed.start("cpu", start_timeout_s=60)
+    config = ModelConfig(path=sys.argv[1])
+    model = load_sharded(causal_lm(config), world, TrainingConfig())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    same = True
+    for ours, whole in zip(model.parameters(), load_model(config).parameters(), strict=True):
+        assert isinstance(ours, DTensor)
+        first = ours.__create_chunk_list__()[0].offsets[0]
+        mine = ours.to_local()
+        same &= torch.equal(mine, whole[first : first + len(mine)])
+    print("found", json.dumps({"peak": peak, "same": same}))
+    distributed.finish()
