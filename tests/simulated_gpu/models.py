@@ -10,8 +10,9 @@ from unittest import mock
 import torch
 
 from hpc_rl.rl.workers import critic, reward_model
-from hpc_rl.training import model, scalar_model
+from hpc_rl.training import loading, pretrained
 from hpc_rl.training.distributed import World
+from hpc_rl.training.pretrained import Pretrained
 
 REWARD_MODEL = "/reward"
 """Path at which a trained classifier is loaded."""
@@ -51,20 +52,27 @@ def loading_without_files(shape: Shape) -> Iterator[None]:
     """Let every load of a model return an untrained one of this shape, and let all ranks agree with this one."""
 
     def from_pretrained(auto: Any, path: str, *_: object, **options: Any) -> Any:
-        from transformers import Qwen2Config
+        from transformers import AutoConfig, Qwen2Config
 
-        settings = {name: options[name] for name in ("dtype", "attn_implementation")}
         labels = {"num_labels": options["num_labels"]} if "num_labels" in options else {}
-        hf = auto.from_config(Qwen2Config(**_SHAPES[shape], **labels), **settings)
-        return (
-            (hf, {"missing_keys": [] if path == REWARD_MODEL else ["score.weight"]})
-            if options.get("output_loading_info")
-            else hf
-        )
+        config = Qwen2Config(**_SHAPES[shape], **labels)
+        if auto is AutoConfig:
+            return config
+        hf = auto.from_config(config, **{name: options[name] for name in ("dtype", "attn_implementation")})
+        return hf, {"missing_keys": [] if path == REWARD_MODEL else ["score.weight"]}
+
+    def stored_weights(pretrained: Pretrained[Any], hf: Any) -> dict[str, None]:
+        """Return the names of the weights that files would have."""
+        return {name: None for name in loading.weights_of(hf) if not pretrained.may_be_new(name)}
+
+    def read(_pretrained: Pretrained[Any], weights: dict[str, torch.Tensor], _stored: object) -> None:
+        for weight in weights.values():
+            weight.zero_()
 
     with (
-        mock.patch.object(model, "from_pretrained", from_pretrained),
-        mock.patch.object(scalar_model, "from_pretrained", from_pretrained),
+        mock.patch.object(pretrained, "from_pretrained", from_pretrained),
+        mock.patch.object(loading, "stored_weights", stored_weights),
+        mock.patch.object(loading, "_read", read),
         mock.patch.object(critic, "refuse_other_vocabulary", lambda *_: None),
         mock.patch.object(reward_model, "refuse_other_vocabulary", lambda *_: None),
         mock.patch.object(World, "together", lambda self, work: work()),

@@ -75,8 +75,8 @@ class Phase:
 def sft_step(job: Job) -> dict[str, Phase]:
     """Load a model for fine-tuning, and make one optimizer step: phases `load` and `update`."""
     from hpc_rl.finetune import trainer
-    from hpc_rl.training import sharding
-    from hpc_rl.training.model import count_flops, load_model
+    from hpc_rl.training.loading import load_sharded
+    from hpc_rl.training.model import causal_lm, count_flops
     from hpc_rl.training.optim import build_optimizer
     from hpc_rl.training.perf import Clock
 
@@ -85,9 +85,8 @@ def sft_step(job: Job) -> dict[str, Phase]:
     with simulated_gpus(job.ranks, job.gpus_per_node, job.where) as gpu, loading_without_files(job.shape):
         phases = _Phases(gpu)
         world = job.world()
-        model = load_model(config.model)
+        model = load_sharded(causal_lm(config.model), world, config.trainer)
         flops = count_flops(model)
-        model = sharding.shard(model, world, config.trainer)
         optimizer = build_optimizer(model, config.optim)
         phases.end("load")
         state = _trainer_state(job, config, world, model, optimizer, flops)

@@ -16,7 +16,8 @@ from hpc_rl.config.training import ModelConfig, TrainingConfig
 from hpc_rl.training import sharding
 from hpc_rl.training.distributed import World
 from hpc_rl.training.lm_head import cross_entropy_sum
-from hpc_rl.training.model import CausalLM, load_model
+from hpc_rl.training.loading import load_sharded
+from hpc_rl.training.model import CausalLM, causal_lm
 from hpc_rl.training.packed_batch import pack_samples
 from tests.simulated_gpu.models import loading_without_files
 from tests.simulated_gpu.process import simulate
@@ -36,10 +37,8 @@ def _compiled_frames(recompute: bool) -> list[int]:
     try:
         with loading_without_files("tiny"), mock.patch.object(torch, "compile", eager):
             world, trainer = World(0, 2, torch.device("cpu")), TrainingConfig()
-            policy = sharding.shard(load_model(config), world, trainer)
-            reference = load_model(config)
-            reference.requires_grad_(False).eval()
-            reference = sharding.shard(reference, world, trainer)
+            policy = load_sharded(causal_lm(config), world, trainer)
+            reference = load_sharded(causal_lm(config, trained=False), world, trainer)
         for step in range(STEPS):
             _train(policy, reference, samples=step + 2)
             found.append(counters["frames"]["total"])
