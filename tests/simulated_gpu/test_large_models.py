@@ -7,7 +7,7 @@ import pytest
 from tests.simulated_gpu.process import simulate
 from tests.simulated_gpu.scenarios import Job, rl_step, sft_step
 
-pytestmark = [pytest.mark.large, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.large, pytest.mark.slow, pytest.mark.timeout(900)]
 
 REFERENCE = ("algorithm.kl.where=loss", "algorithm.kl.estimator=k3")
 
