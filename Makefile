@@ -1,5 +1,6 @@
 # make demo    a model that learns sums on this machine, from nothing: SFT, then PPO
 # make test    everything: lint, types, imports, unit tests, and a real Slurm where root can have one
+# make test-large  memory of 7B and 32B models on simulated GPUs (about 10 minutes)
 # make test-slurm-new   the tests that depend on Slurm's version most, on a newer Slurm (about 600 MB)
 # make bench   the measurements of docs/benchmarks.md
 # make docs    the documentation as a site, in build/docs; fails on any broken link
@@ -12,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export WANDB_MODE ?= offline
 
-.PHONY: demo test test-lowest test-slurm-new lint bench docs clean
+.PHONY: demo test test-large test-lowest test-slurm-new lint bench docs clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo
@@ -23,6 +24,9 @@ test: .venv/test
 	.ci/install-apptainer
 	$(MAKE) --no-print-directory lint
 	.ci/test $(BIN)/python
+
+test-large: .venv/test
+	$(BIN)/python -m pytest -m large tests/simulated_gpu
 
 lint: .venv/test
 	$(BIN)/ruff check .

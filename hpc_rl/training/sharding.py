@@ -129,4 +129,4 @@ def _policy(device: torch.device, trainer: TrainingConfig) -> MixedPrecisionPoli
 
 def _memory_bytes(device: torch.device) -> int | None:
     """Return the memory of an accelerator, or None for a CPU, whose memory all ranks of a node share."""
-    return None if device.type == "cpu" else torch.accelerator.get_memory_info(device)[1]
+    return None if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[1]

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hpc_rl.rl.process import local_rank, narrow_devices
+from hpc_rl.rl.process import group_environment, local_rank, narrow_devices
 
 
 def test_where_ray_shows_a_worker_its_own_devices_alone_nothing_is_to_do() -> None:
@@ -18,3 +18,8 @@ def test_a_worker_that_sees_all_devices_finds_its_own() -> None:
     environ = {**noset, "CUDA_VISIBLE_DEVICES": "4,5,7"}
     narrow_devices(environ, ["5"])
     assert environ["CUDA_VISIBLE_DEVICES"] == "5"
+
+
+def test_the_process_group_finds_the_ranks_of_this_node() -> None:
+    environment = group_environment(5, 8, on_node=4, endpoint="10.0.0.1:29500", local_rank=0)
+    assert (environment["RANK"], environment["WORLD_SIZE"], environment["LOCAL_WORLD_SIZE"]) == ("5", "8", "4")

@@ -98,3 +98,20 @@ def test_models_that_would_be_wrong_are_refused(
     folder = make_tiny_model(tmp_path, kind=kind, **settings)
     with pytest.raises(UserError, match=reason):
         logits(load_model(ModelConfig(path=str(folder))), samples())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_passes_of_several_models_may_alternate(tmp_path: Path, recompute: bool) -> None:
+    """Recomputation in the backward pass uses the samples of its own forward pass, not those of the latest one."""
+    folder = str(make_tiny_model(tmp_path))
+    model = load_model(ModelConfig(path=folder, enable_gradient_checkpointing=recompute))
+    other = load_model(ModelConfig(path=folder))
+    ids = samples()
+    logits(model, ids).square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    loss = logits(model, ids).square().sum()
+    later = logits(model, ids[:2]).sum() * 0 + logits(other, [np.concatenate(ids)]).sum() * 0
+    (loss + later).backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
