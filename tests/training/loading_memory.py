@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
+from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,7 +18,8 @@ if __name__ == "__main__":
     world = distributed.start("cpu", start_timeout_s=60)
     config = ModelConfig(path=sys.argv[1])
     model = load_sharded(causal_lm(config), world, TrainingConfig())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    peak = 1024 * int(status["VmHWM"].split()[0])
     same = True
     for ours, whole in zip(model.parameters(), load_model(config).parameters(), strict=True):
         assert isinstance(ours, DTensor)

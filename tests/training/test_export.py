@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hpc_rl.config.training import ModelConfig, OptimConfig
+from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig
 from hpc_rl.errors import UserError
 from hpc_rl.training import checkpoint
+from hpc_rl.training import export as exporting
 from hpc_rl.training.checkpoint import Progress
 from hpc_rl.training.distributed import World
 from hpc_rl.training.export import export
@@ -21,10 +25,14 @@ from tests.helpers import make_tiny_model
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
-def saved_run(tmp_path: Path, dtype: str = "float32", tie: bool = False) -> tuple[Path, dict[str, torch.Tensor]]:
+
+def saved_run(
+    tmp_path: Path, dtype: str = "float32", tie: bool = False, **settings: Any
+) -> tuple[Path, dict[str, torch.Tensor]]:
     """A run directory with one checkpoint, and its weights. The model that it came from is gone."""
-    source = make_tiny_model(tmp_path / "source", tie=tie)
+    source = make_tiny_model(tmp_path / "source", tie=tie, **settings)
     config = ModelConfig(path=str(source), dtype=dtype)  # type: ignore[arg-type]
     model, tokenizer = load_model(config), load_tokenizer(config)
     with torch.no_grad():
@@ -63,6 +71,43 @@ def test_another_dtype_and_a_single_checkpoint(tmp_path: Path) -> None:
     run_dir, _ = saved_run(tmp_path)
     export(run_dir / "checkpoints" / "step-00000007", tmp_path / "out", dtype="bfloat16")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind, settings", [("qwen2", {}), ("qwen3_moe", EXPERTS)])
+def test_several_processes_write_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, settings: dict[str, int]
+) -> None:
+    """Each writes files of its own; experts, which transformers stores under other names, are written by one."""
+    monkeypatch.setattr(exporting, "_FILE_BYTES", 40_000)
+    run_dir, weights = saved_run(tmp_path, kind=kind, **settings)
+    out = tmp_path / "out"
+    written = []
+    with exporting.new_folder(run_dir, out) as (path, partial):
+        for rank in range(3):
+            before = set(partial.glob("*.safetensors"))
+            exporting.write_weights(path, partial, "float32", rank, 3)
+            written.append(len(set(partial.glob("*.safetensors")) - before))
+    assert min(written) > 0 if kind == "qwen2" else written[1:] == [0, 0]
+    model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, dtype="auto")
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, weights[name], atol=0, rtol=0)
+    sizes = [file.stat().st_size for file in out.glob("*.safetensors")]
+    assert sum(sizes) > json.loads((out / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
+
+
+@pytest.mark.parametrize(
+    "device, options, wanted",
+    [("cuda", {}, "bfloat16"), ("cpu", {}, "float32"), ("cuda", {"export_dtype": "float32"}, "float32")],
+)
+def test_the_type_of_the_exported_model(device: str, options: dict[str, str], wanted: str) -> None:
+    trainer = TrainingConfig(device=device, **options)  # type: ignore[arg-type]
+    assert exporting.export_dtype(ModelConfig(path="x"), trainer) == wanted
+
+
+def test_another_type_of_the_exported_model() -> None:
+    with pytest.raises(ValidationError, match="export_dtype"):
+        TrainingConfig(export_dtype="int8")  # type: ignore[arg-type]
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
