@@ -21,7 +21,8 @@ PASSED = (
     *("SLURM_*", "HPC_RL_*", "HF_*", "TRANSFORMERS_*", "WANDB_*", "RAY_*", "VLLM_*"),
     *("NCCL_*", "GLOO_*", "UCX_*", "FI_*", "OMP_*", "MKL_*", "TORCH_*", "TORCHINDUCTOR_*", "PYTORCH_*", "TRITON_*"),
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "NVIDIA_*", "HIP_VISIBLE_DEVICES"),
-    *("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"),
+    *("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_*", "ONEAPI_DEVICE_SELECTOR", "CCL_KVS_*", "CCL_LOG_LEVEL"),
+    *("ASCEND_RT_VISIBLE_DEVICES", "HCCL_*", "http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"),
     *("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY", "NETRC", "TOKENIZERS_PARALLELISM", "TZ"),
 )
 """Environment variables that are passed into the image, as patterns of bash. The image has its own PATH, PYTHONPATH and

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED, UserError
 from hpc_rl.host.files import Follower, tail
 from hpc_rl.host.processes import end, forward_termination, shell_code, start
-from hpc_rl.node.entry import print_error, run_with_others, worker_defaults
+from hpc_rl.node.entry import add_common_options, print_error, run_with_others, worker_defaults
 from hpc_rl.node.meeting import POLL_S, Meeting, named
 from hpc_rl.node.network import choose_address, free_port
 from hpc_rl.node.rank import RankExit, log_path, read_exits
@@ -31,14 +31,14 @@ _SIGTERM_CODE = 128 + 15
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parse(sys.argv[1:] if argv is None else argv)
+    options = parse(sys.argv[1:] if argv is None else argv)
     return run_with_others(lambda allocation, meeting: _take_part(allocation, meeting, options))
 
 
 def _take_part(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> int:
     with TemporaryDirectory(prefix="hpc-rl-", ignore_cleanup_errors=True) as scratch:
         interface, endpoint = _rendezvous(allocation, meeting, options)
-        environ = process_environment(os.environ, allocation, options.processes, interface)
+        environ = process_environment(os.environ, allocation, options, interface)
         command = torchrun_command(
             allocation, endpoint, options.processes, options.start_timeout, scratch, options.program
         )
@@ -53,10 +53,11 @@ def _take_part(allocation: Allocation, meeting: Meeting, options: argparse.Names
 
 
 def process_environment(
-    environ: Mapping[str, str], allocation: Allocation, processes: int, interface: str
+    environ: Mapping[str, str], allocation: Allocation, options: argparse.Namespace, interface: str
 ) -> dict[str, str]:
     """Return the environment of the ranks. Variables that the user exported take precedence."""
-    return {**worker_defaults(interface, allocation.threads(processes)), **environ}
+    threads = allocation.threads(options.processes)
+    return {**worker_defaults(options.device, interface, options.interface, threads), **environ}
 
 
 def torchrun_command(
@@ -88,10 +89,9 @@ def torchrun_command(
     ]
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hpc_rl.node.torchrun", description=__doc__)
-    parser.add_argument("--processes", type=int, required=True, help="ranks on this node")
-    parser.add_argument("--interface", help="network interface between the nodes (default: from the routing table)")
+    add_common_options(parser)
     parser.add_argument("--start-timeout", type=int, default=300, help="seconds within which all nodes must start")
     parser.add_argument("program", nargs="+", help="-- then SCRIPT or -m MODULE, and its arguments")
     return parser.parse_args(argv)

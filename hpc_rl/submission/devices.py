@@ -7,17 +7,13 @@ options on the command line, the site profile (slurm.node), and what Slurm shows
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from hpc_rl.host.accelerators import find_accelerators
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.capacity import shapes
 from hpc_rl.slurm.cluster import NodeGroup
-
-SMI_TIMEOUT_S = 20
 
 
 class Devices:
@@ -41,13 +37,13 @@ class Devices:
         """
         trainer, slurm = _table(tree, "trainer"), _table(tree, "slurm")
         device = trainer.get("device", "auto")
-        if device not in ("auto", "cuda"):
+        if device == "cpu":
             return {}
-        gpus, found = self._gpus(slurm)
+        kind, gpus, found = self._gpus(slurm)
         if device == "auto" and gpus == 0:
             self.note = "trainer.device=auto: no GPUs found, so the job runs on CPUs"
             return {"trainer.device": "cpu"}
-        found["trainer.device"] = "cuda"
+        found["trainer.device"] = kind if device == "auto" else device
         if "n_gpus_per_node" not in trainer and gpus:
             nodes = trainer.get("nnodes", 1)
             shared_by = nodes if self._local and isinstance(nodes, int) and nodes > 0 else 1
@@ -59,38 +55,30 @@ class Devices:
             )
         return found
 
-    def _gpus(self, slurm: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
-        """Return the GPUs of a node, None if unknown, and other options that describe the node."""
+    def _gpus(self, slurm: Mapping[str, Any]) -> tuple[str, int | None, dict[str, Any]]:
+        """Return torch's name of a node's GPUs, their number (None if unknown), and options that describe the node.
+
+        Slurm does not show whose GPUs they are: for others than NVIDIA's and AMD's, the site profile has the name.
+        """
         if self._local:
-            return local_gpus(os.environ), {}
+            return *find_accelerators(os.environ), {}
         node = _table(slurm, "node")
         if isinstance(node.get("gpus"), int):
-            return node["gpus"], {}
+            return "cuda", node["gpus"], {}
         partition, kind = str(slurm.get("partition") or ""), slurm.get("gpu_type")
         if (partition, kind) not in self._groups:
             self._groups[partition, kind] = _usual_node(partition, kind)
         group = self._groups[partition, kind]
         if group is None or (not group.all_gpus and _names_gpus(slurm)):
-            return None, {}  # a partition without the GPUs that were asked for is refused by the preflight check
+            return (
+                "cuda",
+                None,
+                {},
+            )  # a partition without the GPUs that were asked for is refused by the preflight check
         shape = {"slurm.node.gpus": group.all_gpus}
         if "cpus" not in node:
             shape["slurm.node.cpus"] = group.cpus
-        return group.all_gpus, shape if group.all_gpus else {}
-
-
-def local_gpus(environ: Mapping[str, str]) -> int:
-    """Count the GPUs of this machine that the processes of this shell may use."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")])
-    smi = shutil.which("nvidia-smi", path=environ.get("PATH"))
-    if smi is None:
-        return 0 if not Path("/dev/kfd").exists() else len(list(Path("/dev/dri").glob("renderD*")))
-    try:
-        listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+        return "cuda", group.all_gpus, shape if group.all_gpus else {}
 
 
 def _names_gpus(slurm: Mapping[str, Any]) -> bool:

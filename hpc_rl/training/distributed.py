@@ -7,6 +7,7 @@ It works under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT)
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_rl.errors import AgreedError, UserError
+from hpc_rl.host.accelerators import DEVICES, extension_of
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others in one collective, during which rank 0 may write a large checkpoint. If a rank
@@ -38,6 +40,11 @@ class World:
     def is_main(self) -> bool:
         """Whether this is rank 0, which writes files and prints messages."""
         return self.rank == 0
+
+    @property
+    def on_accelerator(self) -> bool:
+        """Whether this rank computes on a GPU or a similar device."""
+        return self.device.type != "cpu"
 
     def gather_rows(self, values: Sequence[float]) -> torch.Tensor:
         """Return every rank's numbers in one collective: float64 on the CPU, shape [ranks, len(values)]."""
@@ -107,19 +114,20 @@ def start(device: str, start_timeout_s: int) -> World:
     """Join the process group.
 
     Args:
-        device: "cuda" (NCCL, and gloo for tensors in host memory) or "cpu" (gloo).
+        device: torch's name: cuda, npu, xpu (the backend that torch uses for it, and gloo for tensors in host memory)
+            or cpu (gloo).
         start_timeout_s: seconds within which all ranks must arrive.
 
     Raises:
         UserError: the device does not exist, or a rank did not arrive in time.
     """
     rank, size = rank_from_env(), int(os.environ.get("WORLD_SIZE", 1))
-    here = _device(device, int(os.environ.get("LOCAL_RANK", 0)))
-    backend = "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo"
+    here = choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    backend = "gloo" if here.type == "cpu" else f"cpu:gloo,{here.type}:{dist.get_default_backend_for_device(here)}"
     if size > 1:
         store = _meet(rank, size, timedelta(seconds=start_timeout_s))
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_COLLECTIVE_TIMEOUT)
-    elif here.type == "cuda":
+    elif here.type != "cpu":
         # FSDP's mixed precision needs a group even for one GPU.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return World(rank=rank, size=size, device=here)
@@ -140,20 +148,36 @@ def fill_in_device(tree: Mapping[str, Any]) -> dict[str, str]:
     trainer = tree.get("trainer")
     if not isinstance(trainer, Mapping) or trainer.get("device", "auto") != "auto":
         return {}
-    return {"trainer.device": "cuda" if torch.cuda.is_available() else "cpu"}
+    there = torch.accelerator.current_accelerator(check_available=True)
+    return {"trainer.device": there.type if there is not None and there.type in DEVICES else "cpu"}
 
 
-def _device(kind: str, local_rank: int) -> torch.device:
+def choose_device(kind: str, local_rank: int) -> torch.device:
+    """Return the device of this process, and make it torch's current one.
+
+    Args:
+        kind: cuda, npu, xpu or cpu.
+        local_rank: its index among the devices that the process sees.
+
+    Raises:
+        UserError: there is no such device.
+    """
     if kind == "cpu":
         return torch.device("cpu")
-    count = torch.cuda.device_count()
+    if extension := extension_of(kind):
+        try:
+            importlib.import_module(extension)
+        except ImportError as error:
+            raise UserError(f"trainer.device={kind} needs the package {extension}: {error}") from error
+    there = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if there is not None and there.type == kind else 0
     if count <= local_rank:
         raise UserError(
-            f"trainer.device is cuda and this process needs GPU {local_rank}, but {count} GPUs are visible to it on "
+            f"trainer.device is {kind} and this process needs GPU {local_rank}, but {count} GPUs are visible to it on "
             f"{socket.gethostname()}: lower trainer.n_gpus_per_node, or set trainer.device=cpu"
         )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(kind, local_rank)
 
 
 def _meet(rank: int, size: int, timeout: timedelta) -> dist.Store:

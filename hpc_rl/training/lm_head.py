@@ -135,7 +135,7 @@ class _CrossEntropySum(torch.autograd.Function):
         grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
         (upstream,) = grads
         # Reading the value would synchronise a GPU; on a CPU it saves a pass over the weight's gradient.
-        if upstream.is_cuda or upstream.item() != 1.0:
+        if upstream.device.type != "cpu" or upstream.item() != 1.0:
             grad_hidden_NH = None if grad_hidden_NH is None else grad_hidden_NH * upstream.to(grad_hidden_NH.dtype)
             grad_weight_VH = None if grad_weight_VH is None else grad_weight_VH.mul_(upstream)
         return grad_hidden_NH, None if grad_weight_VH is None else grad_weight_VH.to(ctx.dtype), None, None

@@ -40,14 +40,14 @@ class Clock:
 
 def peak_flops(device: torch.device) -> float | None:
     """Return the dense bfloat16 operations per second of a device, or None if they are unknown."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return None
-    name = torch.cuda.get_device_name(device)
+    name = torch.get_device_module(device.type).get_device_name(device)
     return next((peak * 1e12 for pattern, peak in PEAK_TFLOPS.items() if re.search(pattern, name)), None)
 
 
 def max_memory_gb(device: torch.device) -> float:
     """Return the peak memory of this rank so far, in 10^9 bytes: on the GPU, or of the process if it uses none."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
+    if device.type != "cpu":
+        return float(torch.get_device_module(device.type).max_memory_allocated(device)) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -28,7 +28,7 @@ def shard(model: Model, world: World, sharding: Sharding) -> Model:
         mesh = init_device_mesh(world.device.type, (world.size, 1), mesh_dim_names=("replicas", "shards"))
     else:
         mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shards",))
-    if world.device.type == "cuda":
+    if world.on_accelerator:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     else:
         policy = MixedPrecisionPolicy()

@@ -1,3 +1,4 @@
+import argparse
 import json
 import os
 import signal
@@ -9,25 +10,32 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.node.torchrun import process_environment, torchrun_command
+from hpc_rl.node.torchrun import parse, process_environment, torchrun_command
 from hpc_rl.slurm.allocation import Allocation
 
 PAIR = Allocation("7", 1, ("a", "b"), 1, cpus=8)
 
 
+def options(*extra: str, processes: int = 4) -> argparse.Namespace:
+    return parse(["--processes", str(processes), *extra, "--", "train.py"])
+
+
 def test_what_the_user_exported_wins() -> None:
-    environ = process_environment({"NCCL_DEBUG": "INFO", "PATH": "/bin"}, PAIR, 4, "ib0")
-    assert environ["NCCL_DEBUG"] == "INFO"
-    assert environ["OMP_NUM_THREADS"] == "2"
-    assert environ["NCCL_CUMEM_ENABLE"] == "0"
-    assert environ["TOKENIZERS_PARALLELISM"] == "true"
-    assert (environ["NCCL_SOCKET_IFNAME"], environ["GLOO_SOCKET_IFNAME"]) == ("=ib0", "ib0")
+    environ = process_environment({"NCCL_DEBUG": "INFO", "PATH": "/bin"}, PAIR, options(), "ib0")
+    assert environ == {
+        "PATH": "/bin",
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "2",
+        "TOKENIZERS_PARALLELISM": "true",
+        "GLOO_SOCKET_IFNAME": "ib0",
+    }
+    assert process_environment({}, PAIR, options(processes=16), "lo")["OMP_NUM_THREADS"] == "1"
 
 
-def test_nccl_is_not_bound_to_the_loopback() -> None:
-    environ = process_environment({}, PAIR, 16, "lo")
-    assert "NCCL_SOCKET_IFNAME" not in environ
-    assert environ["OMP_NUM_THREADS"] == "1"
+def test_nccl_is_bound_only_to_an_interface_that_the_user_chose() -> None:
+    chosen = options("--interface", "hsn0")
+    assert process_environment({}, PAIR, chosen, "hsn0")["NCCL_SOCKET_IFNAME"] == "=hsn0"
+    assert "NCCL_SOCKET_IFNAME" not in process_environment({}, PAIR, options("--device", "cpu"), "hsn0")
 
 
 def test_ranks_follow_slurms_order_of_nodes() -> None:

@@ -25,7 +25,7 @@ class RewardModel:
         if path is None:
             raise ValueError("reward.model is not set, so there is no reward model to load")
         world.together(lambda: refuse_other_vocabulary("reward.model", path, config.model))
-        dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+        dtype = torch.bfloat16 if world.on_accelerator else torch.float32
         model = world.together(lambda: load_reward_model(path, config.model, dtype))
         self._model = sharding.shard(model, world, config.trainer.sharding)
         self._world = world
