@@ -10,9 +10,9 @@ from typing import get_args, get_type_hints
 import pytest
 
 from hpc_rl.config.engines import ENGINES, EngineSpec, default_engine
-from hpc_rl.host.accelerators import DEVICES
 from hpc_rl.config.ppo import RolloutConfig, engine_dtype, engine_name
 from hpc_rl.errors import UserError
+from hpc_rl.host.accelerators import DEVICES
 from tests.rl.ppo_config import ppo_config
 
 

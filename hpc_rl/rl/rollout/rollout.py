@@ -15,7 +15,7 @@ import ray
 from numpy.typing import NDArray
 
 from hpc_rl.config.ppo import PpoConfig, engine_spec, pool_of
-from hpc_rl.rl.calls import ActorCall, Pending
+from hpc_rl.rl.calls import MODEL_LIMIT, ActorCall, Pending, wait_for_all
 from hpc_rl.rl.pools import Pool, Slot
 from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
 from hpc_rl.rl.rollout.engine_process import EngineProcess
@@ -172,10 +172,10 @@ class SeparateRollout:
 
     def wait_before_workers(self, timeout_s: float) -> None:
         if self._sleeps:  # vLLM measures the free memory of the GPU, which has to stay constant meanwhile
-            self._starting.wait(timeout_s)
+            wait_for_all([self._starting], "rollout engines", MODEL_LIMIT, timeout_s)
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        self._starting.wait(timeout_s)
+        wait_for_all([self._starting], "rollout engines", MODEL_LIMIT, timeout_s)
         self._policy.connect_engines(self._engines, self._transfer).wait(timeout_s)
 
     def sync(self) -> None:
