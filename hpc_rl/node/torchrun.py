@@ -20,7 +20,9 @@ from tempfile import TemporaryDirectory
 
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED, UserError
 from hpc_rl.host.files import Follower, tail
+from hpc_rl.host.jit_caches import jit_cache_defaults
 from hpc_rl.host.processes import end, forward_termination, shell_code, start
+from hpc_rl.host.scratch import local_folder
 from hpc_rl.node.entry import add_common_options, print_error, run_with_others, worker_defaults
 from hpc_rl.node.meeting import POLL_S, Meeting, Progress, named
 from hpc_rl.node.network import choose_address, free_port
@@ -41,9 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _take_part(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> int:
-    with TemporaryDirectory(prefix="hpc-rl-", ignore_cleanup_errors=True) as scratch:
+    local = local_folder(os.environ)
+    with TemporaryDirectory(prefix="hpc-rl-", dir=local, ignore_cleanup_errors=True) as scratch:
         interface, endpoint = _rendezvous(allocation, meeting, options)
-        environ = process_environment(os.environ, allocation, options, interface)
+        environ = process_environment(os.environ, allocation, options, interface, Path(scratch))
         command = torchrun_command(
             allocation, endpoint, options.processes, options.start_timeout, scratch, options.program
         )
@@ -60,11 +63,12 @@ def _take_part(allocation: Allocation, meeting: Meeting, options: argparse.Names
 
 
 def process_environment(
-    environ: Mapping[str, str], allocation: Allocation, options: argparse.Namespace, interface: str
+    environ: Mapping[str, str], allocation: Allocation, options: argparse.Namespace, interface: str, scratch: Path
 ) -> dict[str, str]:
     """Return the environment of the ranks. Variables that the user exported take precedence."""
     threads = allocation.threads(options.processes)
-    return {**worker_defaults(options.device, interface, options.interface, threads), **environ}
+    workers = worker_defaults(options.device, interface, options.interface, threads)
+    return {**workers, **jit_cache_defaults(environ, scratch), **environ}
 
 
 def torchrun_command(

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from hpc_rl.host import jit_caches
 from hpc_rl.node import torchrun
 from hpc_rl.node.rank import RankExit
 from hpc_rl.node.torchrun import await_ranks, parse, process_environment, torchrun_command
 from hpc_rl.slurm.allocation import Allocation
 
+SCRATCH = Path("/tmp/scratch")
 PAIR = Allocation("7", 1, ("a", "b"), 1, cpus=8)
 
 
@@ -24,21 +26,24 @@ def options(*extra: str, processes: int = 4) -> argparse.Namespace:
 
 
 def test_what_the_user_exported_wins() -> None:
-    environ = process_environment({"NCCL_DEBUG": "INFO", "PATH": "/bin"}, PAIR, options(), "ib0")
+    environ = process_environment({"NCCL_DEBUG": "INFO", "PATH": "/bin"}, PAIR, options(), "ib0", SCRATCH)
     assert environ == {
         "PATH": "/bin",
         "NCCL_DEBUG": "INFO",
         "OMP_NUM_THREADS": "2",
         "TOKENIZERS_PARALLELISM": "true",
         "GLOO_SOCKET_IFNAME": "ib0",
+        **{name: environ[name] for name in jit_caches.VARIABLES},
     }
-    assert process_environment({}, PAIR, options(processes=16), "lo")["OMP_NUM_THREADS"] == "1"
+    own = {"TRITON_CACHE_DIR": "/mine"}
+    assert process_environment(own, PAIR, options(), "ib0", SCRATCH)["TRITON_CACHE_DIR"] == "/mine"
+    assert process_environment({}, PAIR, options(processes=16), "lo", SCRATCH)["OMP_NUM_THREADS"] == "1"
 
 
 def test_nccl_is_bound_only_to_an_interface_that_the_user_chose() -> None:
     chosen = options("--interface", "hsn0")
-    assert process_environment({}, PAIR, chosen, "hsn0")["NCCL_SOCKET_IFNAME"] == "=hsn0"
-    assert "NCCL_SOCKET_IFNAME" not in process_environment({}, PAIR, options("--device", "cpu"), "hsn0")
+    assert process_environment({}, PAIR, chosen, "hsn0", SCRATCH)["NCCL_SOCKET_IFNAME"] == "=hsn0"
+    assert "NCCL_SOCKET_IFNAME" not in process_environment({}, PAIR, options("--device", "cpu"), "hsn0", SCRATCH)
 
 
 def test_ranks_follow_slurms_order_of_nodes() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.accelerators import ray_resource
+from hpc_rl.host.jit_caches import jit_cache_defaults
 from hpc_rl.host.ray_version import check_ray, installed_ray
 from hpc_rl.host.scratch import held_scratch, scratch_dir
 from hpc_rl.node.entry import worker_defaults
@@ -72,9 +73,10 @@ class NodeLayout:
     def environment(self, options: argparse.Namespace) -> dict[str, str]:
         """Return the variables that Ray's processes and the driver share."""
         threads = self.allocation.threads(options.processes)
+        workers = worker_defaults(self.device, self.interface, options.interface, threads)
         return shared_environment(
             os.environ,
-            worker_defaults(self.device, self.interface, options.interface, threads),
+            {**workers, **jit_cache_defaults(os.environ, self.scratch)},
             token=self.token,
             scratch=self.scratch,
             temp_dir=self.temp_dir,
