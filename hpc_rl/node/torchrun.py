@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED, UserError
 from hpc_rl.host.files import Follower, tail
 from hpc_rl.host.jit_caches import jit_cache_defaults
+from hpc_rl.host.numa import numa_defaults
 from hpc_rl.host.processes import end, forward_termination, shell_code, start
 from hpc_rl.host.scratch import local_folder
 from hpc_rl.node.entry import add_common_options, print_error, run_with_others, worker_defaults
@@ -68,7 +69,7 @@ def process_environment(
     """Return the environment of the ranks. Variables that the user exported take precedence."""
     threads = allocation.threads(options.processes)
     workers = worker_defaults(options.device, interface, options.interface, threads)
-    return {**workers, **jit_cache_defaults(environ, scratch), **environ}
+    return {**workers, **jit_cache_defaults(environ, scratch), **numa_defaults(environ, options.device), **environ}
 
 
 def torchrun_command(

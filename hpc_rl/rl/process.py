@@ -12,6 +12,7 @@ from pathlib import Path
 import ray
 
 from hpc_rl.host.accelerators import unrestricted_by_ray, visible_devices
+from hpc_rl.host.numa import bind_near
 
 
 def log_to(path: Path) -> None:
@@ -78,6 +79,12 @@ def narrow_devices(environ: MutableMapping[str, str], assigned: list[str]) -> No
     row = unrestricted_by_ray(environ)
     if row is not None and assigned:
         environ[row.visible[0]] = ",".join(assigned)
+
+
+def bind_near_device() -> None:
+    """Keep this process on the CPUs next to its GPU, if the node entry found them."""
+    for device in assigned_devices()[:1]:
+        bind_near(os.environ, device)
 
 
 def assigned_devices() -> list[str]:

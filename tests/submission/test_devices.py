@@ -47,6 +47,14 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             {"trainer.device": "cuda", "trainer.n_gpus_per_node": 6},
         ),
         ({"slurm": {"node": {"gpus": 0}}}, {"trainer.device": "cpu"}),
+        (
+            {"slurm": {"node": {"gpus": 4}}},
+            {"trainer.device": "cuda", "trainer.n_gpus_per_node": 4, "slurm.node.cpus": 64},
+        ),
+        (
+            {"slurm": {"node": {"gpus": 4}, "cpus_per_gpu": 3}},
+            {"trainer.device": "cuda", "trainer.n_gpus_per_node": 4},
+        ),
         ({"slurm": {"partition": "unknown"}}, {"trainer.device": "cuda"}),
         ({"slurm": {"partition": "cpu", "gpu_type": "a100"}}, {"trainer.device": "cuda"}),
         ({"slurm": {"partition": "cpu", "sbatch": {"gres": "gpu:2"}}}, {"trainer.device": "cuda"}),
@@ -73,7 +81,19 @@ def test_what_was_chosen_is_told(slurm: list[int], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(commands, "available", lambda: False)
     unknown = Devices()
     assert unknown.fill_in({}) == {"trainer.device": "cuda"}
-    assert "the job requests 1 per node" in unknown.note
+    cpus = "the number of CPUs per node is unknown, so the job requests one per GPU"
+    assert "the job requests 1 per node" in unknown.note and cpus in unknown.note
+    for slurm_table in (
+        {"cpus_per_gpu": 8},
+        {"cpus_per_task": 8},
+        {"node": {"cpus": 64}},
+        {"sbatch": {"cpus-per-gpu": 8}},
+        {"leave_out": ["cpus-per-task"]},
+    ):
+        unknown.fill_in({"slurm": slurm_table})
+        assert "CPUs" not in unknown.note
+    unknown.fill_in({"trainer": {"device": "cuda", "n_gpus_per_node": 2}})
+    assert unknown.note.startswith(cpus)
 
 
 def smi(folder: Path, gpus: int) -> str:

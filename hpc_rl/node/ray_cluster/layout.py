@@ -13,6 +13,7 @@ from pathlib import Path
 from hpc_rl.errors import UserError
 from hpc_rl.host.accelerators import ray_resource
 from hpc_rl.host.jit_caches import jit_cache_defaults
+from hpc_rl.host.numa import numa_defaults
 from hpc_rl.host.ray_version import check_ray, installed_ray
 from hpc_rl.host.scratch import held_scratch, scratch_dir
 from hpc_rl.node.entry import worker_defaults
@@ -76,7 +77,7 @@ class NodeLayout:
         workers = worker_defaults(self.device, self.interface, options.interface, threads)
         return shared_environment(
             os.environ,
-            {**workers, **jit_cache_defaults(os.environ, self.scratch)},
+            {**workers, **jit_cache_defaults(os.environ, self.scratch), **numa_defaults(os.environ, self.device)},
             token=self.token,
             scratch=self.scratch,
             temp_dir=self.temp_dir,

@@ -72,6 +72,7 @@ class Worker:
         """Join the pool's process group and load the models of the roles."""
         process.quiet_libraries()
         own = process.local_rank(os.environ, process.assigned_devices())
+        process.bind_near_device()
         os.environ.update(process.group_environment(self.rank, self.size, endpoint, own))
         torch.manual_seed(self.config.trainer.seed + self.rank)
         self.world = distributed.start(self.config.trainer.computes_on, self.config.ray.start_timeout_s)
