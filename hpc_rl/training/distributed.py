@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_rl.errors import AgreedError, UserError
-from hpc_rl.host.accelerators import DEVICES, extension_of
+from hpc_rl.host.accelerators import DEVICES, extension_of, visible_devices
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others in one collective, during which rank 0 may write a large checkpoint. If a rank
@@ -122,14 +122,14 @@ def start(device: str, start_timeout_s: int) -> World:
         UserError: the device does not exist, or a rank did not arrive in time.
     """
     rank, size = rank_from_env(), int(os.environ.get("WORLD_SIZE", 1))
+    store = _meet(rank, size, timedelta(seconds=start_timeout_s)) if size > 1 else dist.HashStore()
     here = choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
     backend = "gloo" if here.type == "cpu" else f"cpu:gloo,{here.type}:{dist.get_default_backend_for_device(here)}"
     if size > 1:
-        store = _meet(rank, size, timedelta(seconds=start_timeout_s))
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_COLLECTIVE_TIMEOUT)
     elif here.type != "cpu":
         # FSDP's mixed precision needs a group even for one GPU.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return World(rank=rank, size=size, device=here)
 
 
@@ -201,4 +201,22 @@ def _meet(rank: int, size: int, timeout: timedelta) -> dist.Store:
             f"{size} ranks must start within {timeout.seconds} s (start_timeout_s), and these did not: {missing}; "
             "look for their errors in their logs"
         ) from error
+    refuse_slices(store, size)
     return dist.PrefixStore("hpc_rl", store)
+
+
+def refuse_slices(store: dist.Store, size: int) -> None:
+    """Check that no other rank on this node uses a slice of a GPU (MIG), if this one does.
+
+    Raises:
+        UserError: one does. https://docs.nvidia.com/datacenter/tesla/mig-user-guide/
+    """
+    if not any(name.startswith("MIG-") for name in visible_devices(os.environ, "cuda") or []):
+        return
+    host = socket.gethostname()
+    here = sum(store.get(f"arrived/{rank}").decode() == host for rank in range(size))
+    if here > 1:
+        raise UserError(
+            f"{here} ranks on {host} would use slices of GPUs (MIG), but CUDA shows a process only one slice, and NCCL "
+            "connects no two slices of one GPU: use one process per node (--gpus-per-node 1), or request whole GPUs"
+        )

@@ -20,9 +20,10 @@ PEAK_TFLOPS = {
     r"L40S": 362.0,  # https://www.nvidia.com/en-us/data-center/l40s/
     r"\bL4\b": 121.0,  # https://www.nvidia.com/en-us/data-center/l4/
     r"MI300X": 1307.4,  # https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html
-    r"MI250X": 383.0,  # https://www.amd.com/en/products/accelerators/instinct/mi200/mi250x.html
+    r"MI250X": 191.5,  # https://www.amd.com/en/products/accelerators/instinct/mi200/mi250x.html (one of two dies)
 }
-"""The dense bfloat16 peak of devices by a pattern of their name, in 10^12 operations per second."""
+"""The dense bfloat16 peak of devices by a pattern of the name that torch reports, in 10^12 operations per second. The
+names differ between vendors, so one table holds them all; a device that is not in it has no MFU."""
 
 
 class Clock:

@@ -6,6 +6,7 @@ An engine runs in the policy's processes (`InProcessRollout`), or in a separate 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +16,7 @@ import ray
 from numpy.typing import NDArray
 
 from hpc_rl.config.ppo import PpoConfig, engine_spec, pool_of
+from hpc_rl.host.environment import refuse_expandable_segments
 from hpc_rl.rl.calls import MODEL_LIMIT, ActorCall, Pending, wait_for_all
 from hpc_rl.rl.pools import Pool, Slot
 from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
@@ -144,6 +146,8 @@ class SeparateRollout:
         spec, parallel = engine_spec(config), config.rollout.tensor_parallel_size
         shared = pool_of(config, "rollout") == pool_of(config, "actor")
         self._transfer = choose_transfer(spec.transfers, device, shared)
+        if self._transfer == "ipc":
+            refuse_expandable_segments(os.environ)
         variables = spec.process_environment(device)
         runtime = {"runtime_env": {"env_vars": variables}} if variables else {}
         remote = ray.remote(EngineProcess)
