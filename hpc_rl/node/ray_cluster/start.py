@@ -108,7 +108,7 @@ def start_node(options: StartOptions, answers: TextIO) -> Any:
         num_gpus=options.num_gpus if options.gpu_resource == "GPU" else 0,
         memory=options.memory,
         object_store_memory=options.object_store_memory,
-        resources={"NPU": options.num_gpus} if options.gpu_resource == "NPU" else {},
+        resources={} if options.gpu_resource in ("GPU", "CPU") else {options.gpu_resource: options.num_gpus},
         labels={},
         min_worker_port=first,
         max_worker_port=last,

@@ -156,7 +156,7 @@ class Worker:
     def free_cache(self) -> None:
         """Free the memory that torch keeps for later use, before another process needs it."""
         if self.world.on_accelerator:
-            torch.accelerator.empty_cache()
+            torch.get_device_module(self.world.device.type).empty_cache()
 
     def max_memory_gb(self) -> float:
         """Return the maximum memory held so far, in 10^9 bytes."""
