@@ -7,6 +7,7 @@ options on the command line, the site profile (slurm.node), and what Slurm shows
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -96,7 +97,7 @@ def _leaves_out(slurm: Mapping[str, Any], option: str) -> bool:
 def _names_gpus(slurm: Mapping[str, Any]) -> bool:
     """Return whether the options name GPUs explicitly: their type, or an sbatch option."""
     own = _table(slurm, "sbatch")
-    return bool(slurm.get("gpu_type")) or any("gpu" in str(word) for word in (*own, own.get("gres")))
+    return bool(slurm.get("gpu_type")) or any(re.search(r"[gnx]pu", str(word)) for word in (*own, own.get("gres")))
 
 
 def _usual_node(partition: str, gpu_type: Any) -> NodeGroup | None:

@@ -58,6 +58,10 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ({"slurm": {"partition": "unknown"}}, {"trainer.device": "cuda"}),
         ({"slurm": {"partition": "cpu", "gpu_type": "a100"}}, {"trainer.device": "cuda"}),
         ({"slurm": {"partition": "cpu", "sbatch": {"gres": "gpu:2"}}}, {"trainer.device": "cuda"}),
+        (
+            {"trainer": {"device": "npu"}, "slurm": {"partition": "cpu", "sbatch": {"gres": "npu:2"}}},
+            {"trainer.device": "npu"},
+        ),
     ],
 )
 @pytest.mark.usefixtures("slurm")
