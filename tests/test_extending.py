@@ -25,6 +25,7 @@ from hpc_rl.algorithms.policy_losses import POLICY_LOSSES
 from hpc_rl.config import kinds
 from hpc_rl.config.keys import documented_keys
 from hpc_rl.config.training import ModelConfig
+from hpc_rl.host import accelerators
 from hpc_rl.rewards.load import load_function
 from hpc_rl.training.model import load_model
 from hpc_rl.training.packed_batch import pack_samples
@@ -71,8 +72,8 @@ def row(table: str, module: ModuleType) -> dict[str, Any]:
 
 def test_every_block_is_run() -> None:
     assert {"my/rewards.py", "hpc_rl/algorithms/opo.py", "hpc_rl/algorithms/spo.py"} < FILES.keys()
-    assert ROWS.keys() == {"ESTIMATORS", "POLICY_LOSSES", "KINDS"}
-    assert len(_BLOCKS) == len(FILES) + len(ROWS) == 8
+    assert ROWS.keys() == {"ESTIMATORS", "POLICY_LOSSES", "KINDS", "ACCELERATORS"}
+    assert len(_BLOCKS) == len(FILES) + len(ROWS) == 9
 
 
 def test_reward_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,3 +145,20 @@ def test_job_kind(example: Any) -> None:
     assert kind.schema is module.DpoConfig
     assert "beta" in {key for key, *_ in documented_keys(kind.schema)}
     assert not kind.takes_program
+
+
+def test_vendor_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, text = ROWS["ACCELERATORS"]
+    assert dotted(file) == accelerators.__name__
+    (added,) = eval("(" + text + ")", dict(vars(accelerators)))
+    monkeypatch.setattr(accelerators, "ACCELERATORS", (*accelerators.ACCELERATORS, added))
+    (tmp_path / "dev" / "accel").mkdir(parents=True)
+    for number in range(8):
+        (tmp_path / "dev" / "accel" / f"accel{number}").touch()
+    assert accelerators.find_accelerators({"PATH": ""}, tmp_path) == ("hpu", 8)
+    assert accelerators.ray_resource("hpu") == "HPU"
+    assert accelerators.collective_defaults("hpu", "ib0") == {"HCCL_SOCKET_IFNAME": "ib0"}
+    hpu = pytest.importorskip("ray._private.accelerators.hpu")
+    assert hpu.HPUAcceleratorManager.get_resource_name() == added.resource
+    assert hpu.HPUAcceleratorManager.get_visible_accelerator_ids_env_var() == added.visible[0]
+    assert f"RAY_EXPERIMENTAL_NOSET_{added.noset[0]}" == hpu.NOSET_HABANA_VISIBLE_MODULES_ENV_VAR

@@ -17,7 +17,7 @@ from hpc_rl.host.environment import openmp_defaults
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Describe what an engine needs and what it can do. A device is "cuda" or "cpu"."""
+    """Describe what an engine needs and what it can do. A device has torch's name, such as "cuda" or "cpu"."""
 
     module: str
     """Module whose function `load` returns the engine."""
@@ -56,9 +56,9 @@ _VLLM_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **openmp_defaults(1)}
 ENGINES: dict[str, EngineSpec] = {
     "hf": EngineSpec(
         module="hpc_rl.rl.rollout.hf",
-        dtypes={"cuda": "bfloat16", "cpu": "float32"},
+        dtypes={"cuda": "bfloat16", "npu": "bfloat16", "xpu": "bfloat16", "cpu": "float32"},
         transfers=("host",),
-        default_on=("cpu",),
+        default_on=("cpu", "npu", "xpu"),
         in_process=True,
         exact_on=("cpu",),
     ),

@@ -9,6 +9,7 @@ from pydantic import Field
 from hpc_rl.config.base import Path, Section
 from hpc_rl.config.container import ContainerConfig
 from hpc_rl.config.slurm import SlurmConfig
+from hpc_rl.host.accelerators import DeviceName
 
 
 class TrainerConfig(Section):
@@ -17,8 +18,9 @@ class TrainerConfig(Section):
     n_gpus_per_node: int = Field(1, ge=1)
     """Processes per node: one for each GPU, or CPU processes. Same as --gpus-per-node. If not given: the
     GPUs of a node that the site profile or the partition states, otherwise 1."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device of the processes. auto: GPUs if the nodes have them, otherwise CPUs. cpu: the job requests no GPUs."""
+    device: Literal["auto", "cuda", "npu", "xpu", "cpu"] = "auto"
+    """Device of the processes, by torch's name: cuda (NVIDIA, and AMD with ROCm), xpu (Intel), npu (Huawei Ascend).
+    auto: GPUs if the nodes have them, otherwise CPUs. cpu: the job requests no GPUs."""
 
     @property
     def uses_gpus(self) -> bool:
@@ -26,9 +28,9 @@ class TrainerConfig(Section):
         return self.device != "cpu"
 
     @property
-    def computes_on(self) -> Literal["cuda", "cpu"]:
+    def computes_on(self) -> DeviceName:
         """The device of the job; an open `auto` counts as cuda."""
-        return "cuda" if self.uses_gpus else "cpu"
+        return "cuda" if self.device == "auto" else self.device
 
 
 class CacheConfig(Section):

@@ -208,6 +208,9 @@ class PoolsConfig(Section):
 
 
 class PpoTrainerConfig(TrainingConfig):
+    model_timeout_s: int = Field(1800, ge=1)
+    """Deadline in seconds for the rollout engines to start, and again for all workers to load their models. The nodes
+    and Ray have a limit of their own (ray.start_timeout_s)."""
     val_before_train: bool = True
     """Validate before the first step."""
     log_val_generations: int = Field(8, ge=0)

@@ -10,7 +10,7 @@ from hpc_rl.config.job import JobConfig
 
 class RayConfig(Section):
     start_timeout_s: int = Field(300, ge=1)
-    """Deadline in seconds for all nodes to join the Ray cluster, and again for all workers to start."""
+    """Deadline in seconds for all nodes to join the Ray cluster, and again for Ray to reserve their GPUs."""
     dashboard: bool = False
     """Start Ray's dashboard on the loopback interface of the first node. The log shows how to connect to it."""
     object_store_gb: float | None = Field(None, gt=0)

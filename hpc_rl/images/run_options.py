@@ -15,20 +15,22 @@ from hpc_rl.config.container import ContainerConfig
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.slurm import walltime_s
 from hpc_rl.errors import UserError
+from hpc_rl.host import jit_caches
 from hpc_rl.images.runtimes import find_program, missing, runtime_of
 
 PASSED = (
-    *("SLURM_*", "HPC_RL_*", "HF_*", "TRANSFORMERS_*", "WANDB_*", "RAY_*", "VLLM_*"),
-    *("NCCL_*", "GLOO_*", "UCX_*", "FI_*", "OMP_*", "MKL_*", "TORCH_*", "TORCHINDUCTOR_*", "PYTORCH_*", "TRITON_*"),
-    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "NVIDIA_*", "HIP_VISIBLE_DEVICES"),
-    *("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"),
+    *("SLURM_*", "HPC_RL_*", "HF_*", "TRANSFORMERS_*", "WANDB_*", "RAY_*", "VLLM_*", "TORCH_*", "TORCHINDUCTOR_*"),
+    *("PYTORCH_*", "TRITON_*", "FLASHINFER_*", "NCCL_*", "GLOO_*", "UCX_*", "FI_*", "OMP_*", "MKL_*", "NVIDIA_*"),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_CACHE_PATH", "HIP_VISIBLE_DEVICES"),
+    *("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_*", "ONEAPI_DEVICE_SELECTOR", "CCL_KVS_*", "CCL_LOG_LEVEL"),
+    *("ASCEND_RT_VISIBLE_DEVICES", "HCCL_*", "http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"),
     *("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY", "NETRC", "TOKENIZERS_PARALLELISM", "TZ"),
 )
 """Environment variables that are passed into the image, as patterns of bash. The image has its own PATH, PYTHONPATH and
 LD_LIBRARY_PATH, because a module that is loaded on the host would break its Python."""
 CACHES = (
     *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "TORCH_HOME"),
-    *("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "NETRC"),
+    *(*jit_caches.VARIABLES, "NETRC"),
 )
 """Variables whose folder or file is bound if it exists on the node."""
 LONG_S = 3600

@@ -18,7 +18,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.node_report import report_path
 from hpc_rl.node.doctor_facts import node_facts
 from hpc_rl.node.doctor_trials import FOLDERS, try_all_reduce, try_ray
-from hpc_rl.node.entry import print_error, run_entry, this_allocation, this_attempt_dir
+from hpc_rl.node.entry import add_common_options, print_error, run_entry, this_allocation, this_attempt_dir
 from hpc_rl.node.meeting import POLL_S, Meeting, named
 
 ANSWER_TIMEOUT_S = 60
@@ -97,9 +97,7 @@ def _await_files(meeting: Meeting, names: Sequence[str], timeout_s: float) -> No
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of this entry, and further ones for `hpc_rl.node.ray_cluster.node`."""
     parser = argparse.ArgumentParser(prog="python -m hpc_rl.node.doctor", description=__doc__)
-    parser.add_argument("--processes", type=int, required=True, help="GPUs, or CPU processes, of this node")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--interface", help="network interface between the nodes (default: from the routing table)")
+    add_common_options(parser)
     parser.add_argument("--first-port", type=int, help="first port that Ray uses (default: derived from the job id)")
     parser.add_argument("--start-timeout", type=int, default=90, help="seconds within which all nodes must start")
     return parser.parse_known_args(argv)

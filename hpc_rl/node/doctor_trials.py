@@ -48,7 +48,7 @@ def try_ray(
     if version is None or not token_authentication(version):
         return None
     first = [] if options.first_port is None else ["--first-port", str(options.first_port)]
-    entry = ["hpc_rl.node.ray_cluster.node", *_common(options), "--device", options.device, *first, *ray_options]
+    entry = ["hpc_rl.node.ray_cluster.node", *_common(options), *first, *ray_options]
     driver = [sys.executable, "-P", "-m", "hpc_rl.probes.ray"]
     try:
         return _run(attempt_dir / RAY, [*entry, "--", *driver], options.start_timeout)
@@ -60,7 +60,8 @@ def try_ray(
 
 def _common(options: argparse.Namespace) -> list[str]:
     interface = [] if options.interface is None else ["--interface", options.interface]
-    return ["--processes", str(options.processes), "--start-timeout", str(options.start_timeout), *interface]
+    common = ["--processes", str(options.processes), "--device", options.device]
+    return [*common, "--start-timeout", str(options.start_timeout), *interface]
 
 
 def _run(folder: Path, entry: Sequence[str], start_timeout_s: int) -> Trial:

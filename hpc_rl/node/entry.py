@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -9,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.environment import nccl_defaults, openmp_defaults, tokenizer_defaults
+from hpc_rl.host.accelerators import DEVICES, collective_defaults
+from hpc_rl.host.environment import openmp_defaults, tokenizer_defaults
 from hpc_rl.node.meeting import Meeting
 from hpc_rl.node.usage_recorder import recording_usage
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR
@@ -72,16 +74,25 @@ def this_attempt_dir() -> Path:
     return Path(os.environ[ENV_ATTEMPT_DIR])
 
 
-def worker_defaults(interface: str, threads: int) -> dict[str, str]:
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that all node entries share."""
+    parser.add_argument("--processes", type=int, required=True, help="processes, one for each GPU, of this node")
+    parser.add_argument("--device", choices=DEVICES, default="cuda", help="torch's name of their devices")
+    parser.add_argument("--interface", help="network interface between the nodes (default: from the routing table)")
+
+
+def worker_defaults(device: str, interface: str, configured: str | None, threads: int) -> dict[str, str]:
     """Return the environment of training processes. Variables that the user exported take precedence.
 
     Args:
-        interface: network interface between the nodes.
+        device: cuda, npu, xpu or cpu.
+        interface: network interface between the nodes. Gloo needs it: it would use the address of the host's name.
+        configured: the interface that the user chose, which the devices' library has to use too; or None.
         threads: OpenMP threads of each process.
     """
     return {
         "GLOO_SOCKET_IFNAME": interface,
-        **nccl_defaults(interface),
+        **collective_defaults(device, configured),
         **openmp_defaults(threads),
         **tokenizer_defaults(),
     }

@@ -16,6 +16,8 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.files import write_atomically
 
 POLL_S = 0.05
+PROGRESS_S = 30
+"""Interval between the lines of Progress."""
 SHARED_TIMEOUT_S = 20
 """NFS clients refresh their view if the folder above is listed (close-to-open, nfs(5)). This leaves time for it."""
 
@@ -84,6 +86,12 @@ class Meeting:
         seen = {path.name for path in self.attempt_dir.iterdir()}
         return [name for rank, name in enumerate(self.nodes) if f".node{rank}.here" not in seen]
 
+    def attendance(self) -> str:
+        """Return how many nodes have started, and the names of the others."""
+        missing, every = self.missing(), len(self.nodes)
+        others = f"; {named(missing)} not yet" if missing else ""
+        return f"the nodes: {every - len(missing)} of {every} have started{others}"
+
     def fail(self, exit_code: int) -> None:
         """Record that this node has failed, for the other nodes."""
         failure = Failure(self.node_rank, exit_code, time.time())
@@ -101,6 +109,20 @@ class Meeting:
             raise UserError(
                 f"node {self.nodes[self.node_rank]} cannot write into {self.attempt_dir}: {error.strerror}"
             ) from error
+
+
+class Progress:
+    """Prints from time to time what the job is waiting for."""
+
+    def __init__(self) -> None:
+        self._began = self._shown = time.monotonic()
+
+    def show(self, what: Callable[[], str]) -> None:
+        """Print a line if PROGRESS_S seconds have passed since the last one, or since the beginning."""
+        now = time.monotonic()
+        if now - self._shown >= PROGRESS_S:
+            self._shown = now
+            print(f"hpc-rl: waiting for {what()}, {now - self._began:.0f} s", flush=True)
 
 
 def named(nodes: Sequence[str]) -> str:

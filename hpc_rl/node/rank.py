@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hpc_rl.errors import EXIT_STOPPED
 from hpc_rl.host.files import write_atomically
+from hpc_rl.host.numa import bind_near, gpu_of_rank
 from hpc_rl.host.processes import GRACE_S, die_with_parent, forward_termination, shell_code, start
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR
 
@@ -51,6 +52,7 @@ def main(argv: list[str]) -> int:
     program = argv[argv.index("--") + 1 :]
     attempt_dir = Path(os.environ[ENV_ATTEMPT_DIR])
     rank, node_rank = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])  # as torchrun sets them
+    bind_near(os.environ, gpu_of_rank(os.environ, int(os.environ["LOCAL_RANK"])))
     with log_path(attempt_dir, node_rank, rank).open("ab") as log:
         child = start([sys.executable, "-u", *program], os.environ, log)
         asked_to_end = forward_termination(child, GRACE_S / 2)

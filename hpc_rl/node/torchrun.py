@@ -8,9 +8,11 @@ The job script starts this once on each node. It exits with the code of the firs
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,45 +20,56 @@ from tempfile import TemporaryDirectory
 
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED, UserError
 from hpc_rl.host.files import Follower, tail
+from hpc_rl.host.jit_caches import jit_cache_defaults
+from hpc_rl.host.numa import numa_defaults
 from hpc_rl.host.processes import end, forward_termination, shell_code, start
-from hpc_rl.node.entry import print_error, run_with_others, worker_defaults
-from hpc_rl.node.meeting import POLL_S, Meeting, named
+from hpc_rl.host.scratch import local_folder
+from hpc_rl.node.entry import add_common_options, print_error, run_with_others, worker_defaults
+from hpc_rl.node.meeting import POLL_S, Meeting, Progress, named
 from hpc_rl.node.network import choose_address, free_port
 from hpc_rl.node.rank import RankExit, log_path, read_exits
 from hpc_rl.slurm.allocation import Allocation
 
 LOG_POLL_S = 0.5
 """Interval between reads of rank 0's log, which is on a shared file system."""
+LINGER_S = 300
+"""How long ranks may run after rank 0 has ended."""
+LONGEST_PAUSE_S = 5.0
 _SIGTERM_CODE = 128 + 15
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parse(sys.argv[1:] if argv is None else argv)
+    options = parse(sys.argv[1:] if argv is None else argv)
     return run_with_others(lambda allocation, meeting: _take_part(allocation, meeting, options))
 
 
 def _take_part(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> int:
-    with TemporaryDirectory(prefix="hpc-rl-", ignore_cleanup_errors=True) as scratch:
+    local = local_folder(os.environ)
+    with TemporaryDirectory(prefix="hpc-rl-", dir=local, ignore_cleanup_errors=True) as scratch:
         interface, endpoint = _rendezvous(allocation, meeting, options)
-        environ = process_environment(os.environ, allocation, options.processes, interface)
+        environ = process_environment(os.environ, allocation, options, interface, Path(scratch))
         command = torchrun_command(
             allocation, endpoint, options.processes, options.start_timeout, scratch, options.program
         )
         with (meeting.attempt_dir / f"node{allocation.node_rank}.log").open("ab") as log:
             child = start(command, environ, log)
             try:
-                forward_termination(child)
+                asked_to_end = forward_termination(child)
                 _supervise(child, meeting, options.start_timeout)
             finally:
                 end(child)
+    if child.returncode == 0:
+        await_ranks(meeting.attempt_dir, options.processes * len(allocation.nodes), asked_to_end)
     return _outcome(child, allocation, meeting.attempt_dir)
 
 
 def process_environment(
-    environ: Mapping[str, str], allocation: Allocation, processes: int, interface: str
+    environ: Mapping[str, str], allocation: Allocation, options: argparse.Namespace, interface: str, scratch: Path
 ) -> dict[str, str]:
     """Return the environment of the ranks. Variables that the user exported take precedence."""
-    return {**worker_defaults(interface, allocation.threads(processes)), **environ}
+    threads = allocation.threads(options.processes)
+    workers = worker_defaults(options.device, interface, options.interface, threads)
+    return {**workers, **jit_cache_defaults(environ, scratch), **numa_defaults(environ, options.device), **environ}
 
 
 def torchrun_command(
@@ -88,10 +101,9 @@ def torchrun_command(
     ]
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hpc_rl.node.torchrun", description=__doc__)
-    parser.add_argument("--processes", type=int, required=True, help="ranks on this node")
-    parser.add_argument("--interface", help="network interface between the nodes (default: from the routing table)")
+    add_common_options(parser)
     parser.add_argument("--start-timeout", type=int, default=300, help="seconds within which all nodes must start")
     parser.add_argument("program", nargs="+", help="-- then SCRIPT or -m MODULE, and its arguments")
     return parser.parse_args(argv)
@@ -114,17 +126,34 @@ def _supervise(child: subprocess.Popen[bytes], meeting: Meeting, start_timeout: 
         return
     rank0 = Follower(log_path(meeting.attempt_dir, 0, 0))
     deadline = time.monotonic() + start_timeout
-    missing = meeting.missing()
+    missing, progress = meeting.missing(), Progress()
     while child.poll() is None:
         time.sleep(POLL_S if missing else LOG_POLL_S)
         print(rank0.new_text(), end="", flush=True)
         missing = missing and meeting.missing()
+        if missing:
+            progress.show(meeting.attendance)
         if missing and time.monotonic() > deadline:
             raise UserError(
                 f"{named(missing)} did not start within {start_timeout:.0f} s (slurm.start_timeout_s); "
                 f"the logs are in {meeting.attempt_dir}"
             )
     print(rank0.new_text(), end="", flush=True)
+
+
+def await_ranks(attempt_dir: Path, ranks: int, asked_to_end: threading.Event) -> None:
+    """Wait until all ranks have ended: soon after the first node's task has ended, srun ends the other tasks (--wait).
+
+    Rank 0 may export the model for as long as the walltime allows. Others that still run LINGER_S after it hang.
+    """
+    linger_until, pause_s = math.inf, POLL_S
+    while not asked_to_end.wait(pause_s) and time.monotonic() < linger_until:
+        ended = read_exits(attempt_dir)
+        if len(ended) >= ranks or any(one.exit_code for one in ended):
+            return
+        if any(one.rank == 0 for one in ended):
+            linger_until = min(linger_until, time.monotonic() + LINGER_S)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)  # all nodes read this folder, which is on a shared file system
 
 
 def _outcome(child: subprocess.Popen[bytes], allocation: Allocation, attempt_dir: Path) -> int:

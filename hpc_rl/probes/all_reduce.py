@@ -18,21 +18,21 @@ from hpc_rl.errors import RunError
 from hpc_rl.run_dir import current_attempt_dir
 
 TIMEOUT_S = 60
-BYTES = {"nccl": 256 << 20, "gloo": 16 << 20}
+BYTES = {"cpu": 16 << 20, "gpu": 256 << 20}
 REPEATS = 5
 
 
 def main() -> None:
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S))
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    if device.type != "cpu":
+        device = torch.device(device.type, rank % torch.accelerator.device_count())
+        torch.accelerator.set_device_index(device)
     check_sum(device, ranks)
     latency_s = seconds_each(torch.ones(1, device=device))
-    size = BYTES[backend]
+    size = BYTES["cpu" if device.type == "cpu" else "gpu"]
     seconds = seconds_each(torch.ones(size // 4, device=device))
     result = {
         "backend": backend,
@@ -70,8 +70,8 @@ def seconds_each(tensor: torch.Tensor) -> float:
         dist.barrier()
         began = time.monotonic()
         dist.all_reduce(tensor)
-        if tensor.is_cuda:
-            torch.cuda.synchronize(tensor.device)
+        if tensor.device.type != "cpu":
+            torch.accelerator.synchronize(tensor.device)
         taken.append(time.monotonic() - began)
     return sorted(taken[1:])[REPEATS // 2]
 

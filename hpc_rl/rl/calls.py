@@ -30,6 +30,10 @@ U = TypeVar("U")
 
 CALL_TIMEOUT_S = 6 * 3600
 """Default time limit of a call. Generation for a large batch may take hours; a call to a dead process ends at once."""
+MODEL_LIMIT = "trainer.model_timeout_s"
+"""The option that limits the start of engines and the loading of models."""
+PROGRESS_S = 30
+"""Interval between the lines of `wait_for_all`."""
 _DEATH_NOTICE_S = 10
 """Time within which Ray reports a dead actor. The actors that computed together with it fail earlier, with a less
 useful error."""
@@ -50,16 +54,18 @@ class Pending(Generic[T]):
 
     Args:
         compute: waits for the result, at most the given number of seconds, and returns it.
+        calls: the calls to actors that it waits for.
     """
 
-    def __init__(self, compute: Callable[[float], T]) -> None:
+    def __init__(self, compute: Callable[[float], T], calls: Sequence[ActorCall] = ()) -> None:
         self._compute = compute
+        self.calls = calls
         self._result: list[T] = []
 
     @staticmethod
     def of_calls(calls: Sequence[ActorCall]) -> Pending[list[Any]]:
         """Return the results of the calls, in their order. The first failure ends the wait."""
-        return Pending(lambda timeout_s: _results(calls, timeout_s))
+        return Pending(lambda timeout_s: _results(calls, timeout_s), calls)
 
     @staticmethod
     def of_future(future: Future[T], name: str) -> Pending[T]:
@@ -73,7 +79,7 @@ class Pending(Generic[T]):
 
     def then(self, change: Callable[[T], U]) -> Pending[U]:
         """Return the result after `change`, which runs once, in the process and thread that waits."""
-        return Pending(lambda timeout_s: change(self.wait(timeout_s)))
+        return Pending(lambda timeout_s: change(self.wait(timeout_s)), self.calls)
 
     def wait(self, timeout_s: float = CALL_TIMEOUT_S) -> T:
         """Wait for the result. A second call returns the same object.
@@ -87,16 +93,45 @@ class Pending(Generic[T]):
         return self._result[0]
 
 
-def _results(calls: Sequence[ActorCall], timeout_s: float) -> list[Any]:
+def wait_for_all(pending: Sequence[Pending[Any]], what: str, limit: str, timeout_s: float) -> None:
+    """Wait for results of actors together, and print every PROGRESS_S seconds how many have arrived.
+
+    Args:
+        what: what the actors do, for the lines: `models`, for example.
+        limit: name of the option that sets the time limit, for the error.
+
+    Raises:
+        UserError, RunError: see Pending.wait.
+    """
+    calls = [call for one in pending for call in one.calls]
+    began = time.monotonic()
+
+    def show(arrived: int) -> None:
+        seconds = time.monotonic() - began
+        print(f"waiting for the {what}: {arrived} of {len(calls)} ready, {seconds:.0f} s", flush=True)
+
+    _results(calls, timeout_s, limit, show)
+    for one in pending:
+        one.wait()
+
+
+def _results(
+    calls: Sequence[ActorCall], timeout_s: float, limit: str | None = None, show: Callable[[int], None] | None = None
+) -> list[Any]:
     # Results are taken as they arrive: after a failure the other actors may wait for the failed one forever.
     by_ref = {call.ref: call for call in calls}
     found: dict[Any, Any] = {}
     deadline = time.monotonic() + timeout_s
     left = list(by_ref)
     while left:
-        ready, left = ray.wait(left, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        patience = max(0.0, deadline - time.monotonic())
+        ready, left = ray.wait(left, num_returns=1, timeout=min(patience, PROGRESS_S) if show else patience)
+        if not ready and show and time.monotonic() < deadline:
+            show(len(found))
+            continue
         if not ready:
-            raise RunError(f"no answer within {timeout_s:.0f} s from {', '.join(by_ref[ref].actor for ref in left)}")
+            late = ", ".join(by_ref[ref].actor for ref in left)
+            raise RunError(f"no answer within {timeout_s:.0f} s{f' ({limit})' if limit else ''} from {late}")
         try:
             found[ready[0]] = _result(by_ref[ready[0]])
         except RayTaskError as error:

@@ -16,7 +16,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from hpc_rl.config.compose import dump
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.host.environment import nccl_defaults, tokenizer_defaults
+from hpc_rl.host.accelerators import collective_defaults
+from hpc_rl.host.environment import tokenizer_defaults
 from hpc_rl.host.files import Follower, write_atomically
 from hpc_rl.host.ray_token import make_token
 from hpc_rl.rl.pools import release_pools
@@ -126,8 +127,9 @@ def new_attempt(run: RunDir, config: PpoConfig) -> Path:
 
 def worker_environment(config: PpoConfig) -> dict[str, str]:
     """Return the variables that every process of the run needs. A variable that the user exported keeps its value."""
-    defaults = {**nccl_defaults(), **tokenizer_defaults(), "VLLM_LOGGING_LEVEL": "WARN"}
-    if config.trainer.computes_on == "cpu":
+    device = config.trainer.computes_on
+    defaults = {**collective_defaults(device), **tokenizer_defaults(), "VLLM_LOGGING_LEVEL": "WARN"}
+    if device == "cpu":
         defaults |= _CPU_DEFAULTS
     return {name: os.environ.get(name, value) for name, value in defaults.items()}
 

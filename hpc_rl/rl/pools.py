@@ -12,7 +12,7 @@ import ipaddress
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from ray.util.placement_group import (
@@ -25,8 +25,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hpc_rl.errors import RunError, UserError
-
-Device = Literal["cuda", "cpu"]
+from hpc_rl.host.accelerators import ACCELERATORS, ray_resource
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,10 @@ class Slot:
     group: PlacementGroup
     bundle: int
 
-    def options(self, device: Device, share: float) -> dict[str, Any]:
+    def options(self, device: str, share: float) -> dict[str, Any]:
         """Return Ray options for an actor that takes `share` of the slot."""
-        resource = {"num_gpus": share, "num_cpus": share} if device == "cuda" else {"num_cpus": share}
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle)
-        return {**resource, "scheduling_strategy": strategy}
+        return {**actor_resources(device, share), "scheduling_strategy": strategy}
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,15 @@ class Pool:
         return list(by_node.values())
 
 
+def actor_resources(device: str, share: float) -> dict[str, Any]:
+    """Return Ray options for a share of a device, and of the CPU that belongs to it."""
+    name = ray_resource(device)
+    on_device = {"GPU": {"num_gpus": share}, "CPU": {}}.get(name, {"resources": {name: share}})
+    return {**on_device, "num_cpus": share}
+
+
 def create_pools(
-    spec: Mapping[str, Sequence[int]], device: Device, timeout_s: float, owner: str, strategy: str = "STRICT_PACK"
+    spec: Mapping[str, Sequence[int]], device: str, timeout_s: float, owner: str, strategy: str = "STRICT_PACK"
 ) -> dict[str, Pool]:
     """Reserve all pools until this process's connection to Ray ends or `release_pools` is called.
 
@@ -90,7 +95,7 @@ def create_pools(
     """
     nodes = cluster_nodes()
     check_supply(spec, nodes, device, spread=strategy == "PACK")
-    bundle = {"GPU": 1, "CPU": 1} if device == "cuda" else {"CPU": 1}
+    bundle = {ray_resource(device): 1, "CPU": 1}
     groups = {
         name: [
             placement_group([bundle] * n, strategy=strategy, name=f"{owner}:{name}:{number}")
@@ -124,7 +129,7 @@ def cluster_nodes() -> list[Node]:
     return sorted(nodes, key=lambda node: node.address)
 
 
-def check_supply(spec: Mapping[str, Sequence[int]], nodes: Sequence[Node], device: Device, spread: bool) -> None:
+def check_supply(spec: Mapping[str, Sequence[int]], nodes: Sequence[Node], device: str, spread: bool) -> None:
     """Check that the cluster can hold all entries of all pools at once.
 
     Entries are placed largest first, each on the node with the most free slots.
@@ -135,7 +140,7 @@ def check_supply(spec: Mapping[str, Sequence[int]], nodes: Sequence[Node], devic
     Raises:
         UserError: the pools do not fit; the message compares the request with the resources.
     """
-    left = {node.id: min(node.gpus, node.cpus) if device == "cuda" else node.cpus for node in nodes}
+    left = {node.id: node.cpus if device == "cpu" else min(node.gpus, node.cpus) for node in nodes}
     entries = sorted(((n, name) for name, sizes in spec.items() for n in sizes), reverse=True)
     if spread:
         entries = [(1, name) for n, name in entries for _ in range(n)]
@@ -154,7 +159,7 @@ def _node(info: dict[str, Any]) -> Node:
         id=info["NodeID"],
         name=info["NodeManagerHostname"],
         address=int(ipaddress.ip_address(info["NodeManagerAddress"])),
-        gpus=int(resources.get("GPU", 0)),
+        gpus=sum(int(resources.get(name, 0)) for name in {row.resource for row in ACCELERATORS}),
         cpus=int(resources.get("CPU", 0)),
     )
 
@@ -168,15 +173,15 @@ def _slots(groups: Sequence[PlacementGroup], nodes: Mapping[str, Node]) -> list[
     return [Slot(rank, nodes[node_id], group, bundle) for rank, (_, _, bundle, node_id, group) in enumerate(found)]
 
 
-def _entries(sizes: Sequence[int], device: Device) -> str:
+def _entries(sizes: Sequence[int], device: str) -> str:
     """Return `2 nodes x 8 GPUs`, or `8 + 4 GPUs, each on one node` if the entries differ."""
-    unit = "GPUs" if device == "cuda" else "CPUs"
+    unit = "CPUs" if device == "cpu" else "GPUs"
     if len(set(sizes)) == 1:
         return f"{len(sizes)} node{'s' if len(sizes) > 1 else ''} x {sizes[0]} {unit}"
     return f"{' + '.join(map(str, sizes))} {unit}, each on one node"
 
 
-def _inventory(nodes: Sequence[Node], device: Device) -> str:
+def _inventory(nodes: Sequence[Node], device: str) -> str:
     """Return the resources of all nodes. CPUs are included because each GPU of a pool needs one."""
     if device == "cpu":
         return " + ".join(_counted([f"{node.cpus} CPUs" for node in nodes])) or "no nodes"

@@ -11,21 +11,8 @@ from pathlib import Path
 
 import ray
 
-NOSET = tuple(
-    f"RAY_EXPERIMENTAL_NOSET_{name}"
-    for name in (
-        "CUDA_VISIBLE_DEVICES",
-        "ROCR_VISIBLE_DEVICES",
-        "HIP_VISIBLE_DEVICES",
-        "ASCEND_RT_VISIBLE_DEVICES",
-        "HABANA_VISIBLE_MODULES",
-        "NEURON_RT_VISIBLE_CORES",
-        "TPU_VISIBLE_CHIPS",
-        "ONEAPI_DEVICE_SELECTOR",
-    )
-)
-"""Variables with which a user stops Ray from limiting the devices that a worker sees
-(https://docs.ray.io/en/latest/ray-core/scheduling/accelerators.html)."""
+from hpc_rl.host.accelerators import unrestricted_by_ray, visible_devices
+from hpc_rl.host.numa import bind_near
 
 
 def log_to(path: Path) -> None:
@@ -85,21 +72,24 @@ def local_rank(environ: Mapping[str, str], assigned: list[str]) -> int:
     Args:
         assigned: ids of the accelerators that Ray assigned; empty on CPUs.
     """
-    if not (sees_all_devices(environ) and assigned):
+    row = unrestricted_by_ray(environ)
+    if row is None or not assigned:
         return 0
-    visible = environ.get("CUDA_VISIBLE_DEVICES") or environ.get("HIP_VISIBLE_DEVICES")
-    return visible.split(",").index(assigned[0]) if visible else int(assigned[0])
+    visible = visible_devices(environ, row.device)
+    return visible.index(assigned[0]) if visible else int(assigned[0])
 
 
 def narrow_devices(environ: MutableMapping[str, str], assigned: list[str]) -> None:
-    """Hide other devices from this process, if the user stopped Ray from doing so. Call this before CUDA starts."""
-    if sees_all_devices(environ) and assigned:
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(assigned)
+    """Hide other devices from this process, if the user stopped Ray from doing so. Call this before torch uses one."""
+    row = unrestricted_by_ray(environ)
+    if row is not None and assigned:
+        environ[row.visible[0]] = ",".join(assigned)
 
 
-def sees_all_devices(environ: Mapping[str, str]) -> bool:
-    """Return whether the user stopped Ray from limiting the devices that a worker sees."""
-    return any(environ.get(name, "") not in ("", "0") for name in NOSET)
+def bind_near_device() -> None:
+    """Keep this process on the CPUs next to its GPU, if the node entry found them."""
+    for device in assigned_devices()[:1]:
+        bind_near(os.environ, device)
 
 
 def assigned_devices() -> list[str]:

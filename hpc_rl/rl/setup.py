@@ -14,6 +14,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.rewards.scorer import open_scorer
 from hpc_rl.rl import checkpoints
 from hpc_rl.rl.batches import BatchSource
+from hpc_rl.rl.calls import MODEL_LIMIT, wait_for_all
 from hpc_rl.rl.dealing import mini_batches
 from hpc_rl.rl.pools import Pool, create_pools
 from hpc_rl.rl.rollout.rollout import InProcessRollout, Rollout, SeparateRollout
@@ -39,20 +40,19 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
         UserError: the run cannot work as requested.
         RunError: workers did not start in time, or died.
     """
-    timeout_s = config.ray.start_timeout_s
+    start_s, model_s = config.ray.start_timeout_s, config.trainer.model_timeout_s
     print(describe_step(config), flush=True)
-    pools = create_pools(pool_spec(config), config.trainer.computes_on, timeout_s, str(logs), config.pools.strategy)
+    pools = create_pools(pool_spec(config), config.trainer.computes_on, start_s, str(logs), config.pools.strategy)
     groups, rollout = start_workers(config, pools, logs)
     tokenizer = load_tokenizer(config.model)
     tokenizer.chat_template = chat_template(tokenizer, config.data)  # so that the exported model has it too
     train, val = load_data(config, tokenizer)
-    rollout.wait_before_workers(timeout_s)
+    rollout.wait_before_workers(model_s)
     starting = [group.start() for group in groups.values()]
     of_role = {role: groups[pool_of(config, role)] for role in roles_in_use(config) if role != "rollout"}
     scoring = open_scoring(config, of_role, tokenizer)
-    for pending in starting:
-        pending.wait(timeout_s)
-    rollout.wait_until_ready(timeout_s)
+    wait_for_all(starting, "models", MODEL_LIMIT, model_s)
+    rollout.wait_until_ready(model_s)
 
     actor, critic = of_role["actor"], of_role.get("critic")
     progress = checkpoints.load_latest(run, actor, critic)
@@ -105,7 +105,7 @@ def start_workers(config: PpoConfig, pools: Mapping[str, Pool], logs: Path) -> t
             share = 0.5 if name == engine_pool and not in_process else 1.0
             groups[name] = WorkerGroup(config, pool, roles, share, logs)
     if in_process:
-        return groups, InProcessRollout(groups[engine_pool], frees_memory=config.trainer.computes_on == "cuda")
+        return groups, InProcessRollout(groups[engine_pool], frees_memory=config.trainer.uses_gpus)
     neighbours = groups.get(engine_pool)
     share = 0.5 if neighbours else 1.0
     policy = groups[pool_of(config, "actor")]

@@ -7,17 +7,14 @@ options on the command line, the site profile (slurm.node), and what Slurm shows
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
+import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from hpc_rl.host.accelerators import find_accelerators
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.capacity import shapes
 from hpc_rl.slurm.cluster import NodeGroup
-
-SMI_TIMEOUT_S = 20
 
 
 class Devices:
@@ -41,62 +38,66 @@ class Devices:
         """
         trainer, slurm = _table(tree, "trainer"), _table(tree, "slurm")
         device = trainer.get("device", "auto")
-        if device not in ("auto", "cuda"):
+        if device == "cpu":
             return {}
-        gpus, found = self._gpus(slurm)
+        # Slurm does not show whose GPUs they are: those that torch does not call cuda are named in the site profile.
+        kind, gpus, found = (*find_accelerators(os.environ), {}) if self._local else ("cuda", *self._node(slurm))
         if device == "auto" and gpus == 0:
             self.note = "trainer.device=auto: no GPUs found, so the job runs on CPUs"
             return {"trainer.device": "cpu"}
-        found["trainer.device"] = "cuda"
+        found["trainer.device"] = kind if device == "auto" else device
         if "n_gpus_per_node" not in trainer and gpus:
             nodes = trainer.get("nnodes", 1)
             shared_by = nodes if self._local and isinstance(nodes, int) and nodes > 0 else 1
             found["trainer.n_gpus_per_node"] = max(1, gpus // shared_by)
+        notes = []
         if device == "auto" and gpus is None:
-            self.note = (
+            notes.append(
                 "trainer.device=auto: the number of GPUs per node is unknown, so the job requests "
                 f"{trainer.get('n_gpus_per_node', 1)} per node (set --gpus-per-node, or trainer.device=cpu for none)"
             )
+        if not self._local and "slurm.node.cpus" not in found and _leaves_cpus_open(slurm):
+            notes.append(
+                "the number of CPUs per node is unknown, so the job requests one per GPU, which is few for loading "
+                "data (set slurm.cpus_per_gpu, or slurm.node.cpus in the site profile)"
+            )
+        self.note = "; ".join(notes)
         return found
 
-    def _gpus(self, slurm: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
-        """Return the GPUs of a node, None if unknown, and other options that describe the node."""
-        if self._local:
-            return local_gpus(os.environ), {}
-        node = _table(slurm, "node")
-        if isinstance(node.get("gpus"), int):
-            return node["gpus"], {}
+    def _node(self, slurm: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
+        """Return the GPUs of a node, None if unknown, and the options that describe the node and are open."""
+        stated = _table(slurm, "node").get("gpus")
+        if isinstance(stated, int) and not _leaves_cpus_open(slurm):
+            return stated, {}
         partition, kind = str(slurm.get("partition") or ""), slurm.get("gpu_type")
         if (partition, kind) not in self._groups:
             self._groups[partition, kind] = _usual_node(partition, kind)
         group = self._groups[partition, kind]
+        if isinstance(stated, int):
+            return stated, {"slurm.node.cpus": group.cpus} if group is not None and 0 < stated == group.all_gpus else {}
         if group is None or (not group.all_gpus and _names_gpus(slurm)):
             return None, {}  # a partition without the GPUs that were asked for is refused by the preflight check
         shape = {"slurm.node.gpus": group.all_gpus}
-        if "cpus" not in node:
+        if "cpus" not in _table(slurm, "node"):
             shape["slurm.node.cpus"] = group.cpus
         return group.all_gpus, shape if group.all_gpus else {}
 
 
-def local_gpus(environ: Mapping[str, str]) -> int:
-    """Count the GPUs of this machine that the processes of this shell may use."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")])
-    smi = shutil.which("nvidia-smi", path=environ.get("PATH"))
-    if smi is None:
-        return 0 if not Path("/dev/kfd").exists() else len(list(Path("/dev/dri").glob("renderD*")))
-    try:
-        listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+def _leaves_cpus_open(slurm: Mapping[str, Any]) -> bool:
+    """Return whether no option gives the CPUs of a job on GPUs."""
+    given = slurm.get("cpus_per_task") or slurm.get("cpus_per_gpu") or _table(slurm, "node").get("cpus")
+    return not given and "cpus-per-gpu" not in _table(slurm, "sbatch") and not _leaves_out(slurm, "cpus-per-task")
+
+
+def _leaves_out(slurm: Mapping[str, Any], option: str) -> bool:
+    left_out = slurm.get("leave_out")
+    return isinstance(left_out, list) and option in left_out
 
 
 def _names_gpus(slurm: Mapping[str, Any]) -> bool:
     """Return whether the options name GPUs explicitly: their type, or an sbatch option."""
     own = _table(slurm, "sbatch")
-    return bool(slurm.get("gpu_type")) or any("gpu" in str(word) for word in (*own, own.get("gres")))
+    return bool(slurm.get("gpu_type")) or any(re.search(r"[gnx]pu", str(word)) for word in (*own, own.get("gres")))
 
 
 def _usual_node(partition: str, gpu_type: Any) -> NodeGroup | None:

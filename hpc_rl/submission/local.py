@@ -15,6 +15,7 @@ from typing import IO
 
 from hpc_rl.config.compose import dump
 from hpc_rl.errors import EXIT_STOPPED, UserError
+from hpc_rl.host.accelerators import visible_devices, visible_variable
 from hpc_rl.host.files import write_atomically
 from hpc_rl.host.processes import adopt_orphans, end, end_descendants, shell_code, start
 from hpc_rl.host.scratch import image_folders, remove_scratch, scratch_dir
@@ -114,10 +115,11 @@ def node_environment(
     host = os.uname().nodename
     gpus = {}
     if trainer.uses_gpus:
-        visible = outside.get("CUDA_VISIBLE_DEVICES")
-        every = visible.split(",") if visible else list(map(str, range(trainer.nnodes * trainer.n_gpus_per_node)))
+        visible = visible_devices(outside, trainer.computes_on)
+        every = visible or list(map(str, range(trainer.nnodes * trainer.n_gpus_per_node)))
         first = node_rank * trainer.n_gpus_per_node
-        gpus["CUDA_VISIBLE_DEVICES"] = ",".join(every[first : first + trainer.n_gpus_per_node])
+        own = ",".join(every[first : first + trainer.n_gpus_per_node])
+        gpus[visible_variable(outside, trainer.computes_on)] = own
     return {
         **outside,
         **job_environment(job.config),

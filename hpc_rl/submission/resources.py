@@ -10,6 +10,8 @@ from hpc_rl.config.slurm import SlurmConfig, memory_mb
 
 Directive = tuple[str, str | int | None]
 _GPU_OPTIONS = {"gpus", "gpus-per-node", "gpus-per-task"}
+_GPU_GRES = {"gpu", "npu", "xpu"}
+"""Names that sites give to generic resources with accelerators."""
 _MEMORY_OPTIONS = {"mem-per-cpu", "mem-per-gpu"}
 
 
@@ -99,4 +101,4 @@ def _gpu_value(slurm: SlurmConfig, count: int) -> str | int:
 
 
 def _names_gpus(gres: str | int | None) -> bool:
-    return any(part.split(":")[0] == "gpu" for part in str(gres or "").split(","))
+    return any(part.split(":")[0] in _GPU_GRES for part in str(gres or "").split(","))

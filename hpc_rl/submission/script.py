@@ -165,7 +165,8 @@ def node_options(config: JobConfig, local: bool = False) -> list[str]:
         local: all nodes are this machine, which may lack the cluster's network.
     """
     timeout = config.ray.start_timeout_s if isinstance(config, RayJobConfig) else config.slurm.start_timeout_s
-    options = ["--processes", str(config.trainer.n_gpus_per_node), "--start-timeout", str(timeout)]
+    options = ["--processes", str(config.trainer.n_gpus_per_node), "--device", config.trainer.computes_on]
+    options += ["--start-timeout", str(timeout)]
     if config.slurm.interface and not local:
         options += ["--interface", config.slurm.interface]
     return options + (_ray_options(config) if isinstance(config, RayJobConfig) else [])
@@ -173,7 +174,6 @@ def node_options(config: JobConfig, local: bool = False) -> list[str]:
 
 def _ray_options(config: RayJobConfig) -> list[str]:
     values = {
-        "--device": config.trainer.device,
         "--num-cpus": config.ray_kwargs.num_cpus,
         "--object-store-bytes": config.ray.object_store_bytes,
         "--first-port": config.ray.first_port,

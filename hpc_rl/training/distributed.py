@@ -8,6 +8,7 @@ process.
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_rl.errors import AgreedError, AgreedRunError, RunError, UserError
+from hpc_rl.host.accelerators import DEVICES, extension_of, visible_devices
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others in one collective, during which rank 0 may write a large checkpoint. If a rank
@@ -43,6 +45,11 @@ class World:
     def is_main(self) -> bool:
         """Whether this is rank 0, which writes files and prints messages."""
         return self.rank == 0
+
+    @property
+    def on_accelerator(self) -> bool:
+        """Whether this rank computes on a GPU or a similar device."""
+        return self.device.type != "cpu"
 
     def gather_rows(self, values: Sequence[float]) -> torch.Tensor:
         """Return every rank's numbers in one collective: float64 on the CPU, shape [ranks, len(values)]."""
@@ -113,21 +120,22 @@ def start(device: str, start_timeout_s: int) -> World:
     """Join the process group.
 
     Args:
-        device: "cuda" (NCCL, and gloo for tensors in host memory) or "cpu" (gloo).
+        device: torch's name: cuda, npu, xpu (the backend that torch uses for it, and gloo for tensors in host memory)
+            or cpu (gloo).
         start_timeout_s: seconds within which all ranks must arrive.
 
     Raises:
         UserError: the device does not exist, or a rank did not arrive in time.
     """
     rank, size = rank_from_env(), int(os.environ.get("WORLD_SIZE", 1))
-    here = _device(device, int(os.environ.get("LOCAL_RANK", 0)))
-    backend = "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo"
+    store = _meet(rank, size, timedelta(seconds=start_timeout_s)) if size > 1 else dist.HashStore()
+    here = choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    backend = "gloo" if here.type == "cpu" else f"cpu:gloo,{here.type}:{dist.get_default_backend_for_device(here)}"
     if size > 1:
-        store = _meet(rank, size, timedelta(seconds=start_timeout_s))
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_COLLECTIVE_TIMEOUT)
-    elif here.type == "cuda":
+    elif here.type != "cpu":
         # FSDP's mixed precision needs a group even for one GPU.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     world = World(rank=rank, size=size, device=here)
     on_node = world.gather_rows([float(os.environ.get("LOCAL_WORLD_SIZE", size))])[:, 0].unique().tolist()
     return replace(world, ranks_per_node=int(on_node[0]) if len(on_node) == 1 else None)
@@ -148,20 +156,36 @@ def fill_in_device(tree: Mapping[str, Any]) -> dict[str, str]:
     trainer = tree.get("trainer")
     if not isinstance(trainer, Mapping) or trainer.get("device", "auto") != "auto":
         return {}
-    return {"trainer.device": "cuda" if torch.cuda.is_available() else "cpu"}
+    there = torch.accelerator.current_accelerator(check_available=True)
+    return {"trainer.device": there.type if there is not None and there.type in DEVICES else "cpu"}
 
 
-def _device(kind: str, local_rank: int) -> torch.device:
+def choose_device(kind: str, local_rank: int) -> torch.device:
+    """Return the device of this process, and make it torch's current one.
+
+    Args:
+        kind: cuda, npu, xpu or cpu.
+        local_rank: its index among the devices that the process sees.
+
+    Raises:
+        UserError: there is no such device.
+    """
     if kind == "cpu":
         return torch.device("cpu")
-    count = torch.cuda.device_count()
+    if extension := extension_of(kind):
+        try:
+            importlib.import_module(extension)
+        except ImportError as error:
+            raise UserError(f"trainer.device={kind} needs the package {extension}: {error}") from error
+    there = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if there is not None and there.type == kind else 0
     if count <= local_rank:
         raise UserError(
-            f"trainer.device is cuda and this process needs GPU {local_rank}, but {count} GPUs are visible to it on "
+            f"trainer.device is {kind} and this process needs GPU {local_rank}, but {count} GPUs are visible to it on "
             f"{socket.gethostname()}: lower trainer.n_gpus_per_node, or set trainer.device=cpu"
         )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(kind, local_rank)
 
 
 def _meet(rank: int, size: int, timeout: timedelta) -> dist.Store:
@@ -185,4 +209,22 @@ def _meet(rank: int, size: int, timeout: timedelta) -> dist.Store:
             f"{size} ranks must start within {timeout.seconds} s (start_timeout_s), and these did not: {missing}; "
             "look for their errors in their logs"
         ) from error
+    refuse_slices(store, size)
     return dist.PrefixStore("hpc_rl", store)
+
+
+def refuse_slices(store: dist.Store, size: int) -> None:
+    """Check that no other rank on this node uses a slice of a GPU (MIG), if this one does.
+
+    Raises:
+        UserError: one does. https://docs.nvidia.com/datacenter/tesla/mig-user-guide/
+    """
+    if not any(name.startswith("MIG-") for name in visible_devices(os.environ, "cuda") or []):
+        return
+    host = socket.gethostname()
+    here = sum(store.get(f"arrived/{rank}").decode() == host for rank in range(size))
+    if here > 1:
+        raise UserError(
+            f"{here} ranks on {host} would use slices of GPUs (MIG), but CUDA shows a process only one slice, and NCCL "
+            "connects no two slices of one GPU: use one process per node (--gpus-per-node 1), or request whole GPUs"
+        )

@@ -186,18 +186,19 @@ def _optimizer_tensors(model: PackedModel, optimizer: torch.optim.Optimizer) -> 
 
 def _random_state(world: World) -> Tensors:
     state = {f"{_RANDOM}{world.rank}.cpu": torch.get_rng_state()}
-    if world.device.type == "cuda":
-        state[f"{_RANDOM}{world.rank}.cuda"] = torch.cuda.get_rng_state(world.device)
+    if world.on_accelerator:
+        kind = world.device.type
+        state[f"{_RANDOM}{world.rank}.{kind}"] = torch.get_device_module(kind).get_rng_state(world.device)
     return state
 
 
 def _set_random_state(state: Tensors, world: World) -> None:
     """Set the random state; a rank that did not exist when the checkpoint was written keeps its own."""
     for name, value in state.items():
-        if name.endswith(".cuda"):
-            torch.cuda.set_rng_state(value, world.device)
-        else:
+        if name.endswith(".cpu"):
             torch.set_rng_state(value)
+        else:
+            torch.get_device_module(world.device.type).set_rng_state(value, world.device)
 
 
 def _write_settings(folder: Path, found: Snapshot) -> None:

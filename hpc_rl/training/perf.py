@@ -20,9 +20,10 @@ PEAK_TFLOPS = {
     r"L40S": 362.0,  # https://www.nvidia.com/en-us/data-center/l40s/
     r"\bL4\b": 121.0,  # https://www.nvidia.com/en-us/data-center/l4/
     r"MI300X": 1307.4,  # https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html
-    r"MI250X": 383.0,  # https://www.amd.com/en/products/accelerators/instinct/mi200/mi250x.html
+    r"MI250X": 191.5,  # https://www.amd.com/en/products/accelerators/instinct/mi200/mi250x.html (one of two dies)
 }
-"""The dense bfloat16 peak of devices by a pattern of their name, in 10^12 operations per second."""
+"""The dense bfloat16 peak of devices by a pattern of the name that torch reports, in 10^12 operations per second. The
+names differ between vendors, so one table holds them all; a device that is not in it has no MFU."""
 
 
 class Clock:
@@ -40,14 +41,14 @@ class Clock:
 
 def peak_flops(device: torch.device) -> float | None:
     """Return the dense bfloat16 operations per second of a device, or None if they are unknown."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return None
-    name = torch.cuda.get_device_name(device)
+    name = torch.get_device_module(device.type).get_device_name(device)
     return next((peak * 1e12 for pattern, peak in PEAK_TFLOPS.items() if re.search(pattern, name)), None)
 
 
 def max_memory_gb(device: torch.device) -> float:
     """Return the peak memory of this rank so far, in 10^9 bytes: on the GPU, or of the process if it uses none."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
+    if device.type != "cpu":
+        return float(torch.get_device_module(device.type).max_memory_allocated(device)) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -12,9 +12,8 @@ import pytest
 from hpc_rl.config.engines import ENGINES, EngineSpec, default_engine
 from hpc_rl.config.ppo import RolloutConfig, engine_dtype, engine_name
 from hpc_rl.errors import UserError
+from hpc_rl.host.accelerators import DEVICES
 from tests.rl.ppo_config import ppo_config
-
-DEVICES = {"cuda", "cpu"}
 
 
 def functions(module: str) -> set[str]:
@@ -28,7 +27,7 @@ def functions(module: str) -> set[str]:
 def test_every_row_is_complete(name: str) -> None:
     spec = ENGINES[name]
     assert "load" in functions(spec.module)
-    assert spec.dtypes.keys() <= DEVICES and set(spec.dtypes.values()) <= {"float32", "bfloat16"}
+    assert spec.dtypes.keys() <= set(DEVICES) and set(spec.dtypes.values()) <= {"float32", "bfloat16"}
     assert {*spec.default_on, *spec.exact_on, *spec.environment} <= spec.dtypes.keys()
     assert spec.transfers
 

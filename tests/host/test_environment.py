@@ -1,12 +1,6 @@
 from __future__ import annotations
 
-from hpc_rl.host.environment import nccl_defaults, openmp_defaults
-
-
-def test_nccl_uses_exactly_the_interface_between_the_nodes() -> None:
-    common = {"NCCL_CUMEM_ENABLE": "0", "NCCL_DEBUG": "WARN"}
-    assert nccl_defaults("ib0") == {**common, "NCCL_SOCKET_IFNAME": "=ib0"}
-    assert nccl_defaults("lo") == nccl_defaults() == common
+from hpc_rl.host.environment import openmp_defaults
 
 
 def test_a_process_has_at_least_one_thread() -> None:

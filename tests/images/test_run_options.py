@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -161,6 +162,9 @@ def test_the_login_node_looks_at_the_image(tmp_path: Path, monkeypatch: pytest.M
         checks.check(image_job(tmp_path / "run", tmp_path, **other))
 
 
+KEPT = f"hpc-rl-cache-{os.getuid()}"
+
+
 class Inside:
     """container.sh of a job, with a fake apptainer on PATH."""
 
@@ -182,7 +186,7 @@ class Inside:
         done = subprocess.run(
             self.command, env={**self.environ, **environ}, capture_output=True, text=True, timeout=60, check=False
         )
-        assert list((self.tmp / "local").iterdir()) == []
+        assert {path.name for path in (self.tmp / "local").iterdir()} <= {KEPT}
         return done
 
 
@@ -227,7 +231,34 @@ def test_a_termination_is_handed_on_and_leaves_nothing(tmp_path: Path) -> None:
             time.sleep(0.02)
         running.send_signal(signal.SIGTERM)
         assert running.wait(30) == 9
-    assert list((tmp_path / "local").iterdir()) == []
+    assert {path.name for path in (tmp_path / "local").iterdir()} <= {KEPT}
+
+
+def on_disk(tmp_path: Path) -> None:
+    """Let a folder count as a disk, whatever file system the tests run on."""
+    program = tmp_path / "bin" / "stat"
+    program.write_text(
+        f'#!/bin/sh\ncase "$1" in --file-system) echo ext2/ext3;; *) exec {shutil.which("stat")} "$@";; esac\n'
+    )
+    program.chmod(0o755)
+
+
+def test_compiled_kernels_stay_on_the_node_in_a_private_folder(tmp_path: Path) -> None:
+    inside = Inside(tmp_path)
+    on_disk(tmp_path)
+    assert inside.run().returncode == 0
+    kept = tmp_path / "local" / KEPT
+    assert kept.stat().st_mode & 0o777 == 0o700
+    bind = ["--bind", f"{kept}:/tmp/{KEPT}"]
+    argv = inside.fake.calls("exec")[0]["argv"]
+    assert argv[argv.index(bind[1]) - 1] == bind[0] and argv[2] == f"{argv[2].removesuffix(':/tmp')}:/tmp"
+    kept.chmod(0o755)  # as another user might have made it
+    assert inside.run().returncode == 0
+    kept.rmdir()
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    kept.symlink_to(tmp_path / "theirs")
+    assert inside.run().returncode == 0
+    assert [bind[1] in call["argv"] for call in inside.fake.calls("exec")] == [True, False, False]
 
 
 def test_a_node_that_cannot_run_images_says_so_in_a_line(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.errors import UserError
-from hpc_rl.node.meeting import Meeting
+from hpc_rl.node import meeting as meeting_module
+from hpc_rl.node.meeting import Meeting, Progress
 
 NODES = ("a", "b", "c")
 
@@ -29,3 +30,19 @@ def test_waiting_ends_with_who_is_missing(tmp_path: Path) -> None:
     meeting.check_shared(timeout_s=0.1)
     with pytest.raises(UserError, match="node b waited 0 s for node a"):
         meeting.await_address(timeout_s=0.1)
+
+
+def test_a_long_wait_shows_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds = iter([100.0, 129.0, 130.0, 159.0, 161.0])
+    monkeypatch.setattr(meeting_module.time, "monotonic", lambda: next(seconds))
+    head, progress = Meeting(tmp_path, NODES, 0), Progress()
+    head.arrive()
+    for _ in range(4):
+        progress.show(head.attendance)
+    line = "hpc-rl: waiting for the nodes: 1 of 3 have started; nodes b, c not yet"
+    assert capsys.readouterr().out == f"{line}, 30 s\n{line}, 61 s\n"
+    for rank in (1, 2):
+        Meeting(tmp_path, NODES, rank).arrive()
+    assert head.attendance() == "the nodes: 3 of 3 have started"

@@ -1,33 +1,49 @@
+import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from hpc_rl.node.torchrun import process_environment, torchrun_command
+from hpc_rl.host import jit_caches
+from hpc_rl.node import torchrun
+from hpc_rl.node.rank import RankExit
+from hpc_rl.node.torchrun import await_ranks, parse, process_environment, torchrun_command
 from hpc_rl.slurm.allocation import Allocation
 
+SCRATCH = Path("/tmp/scratch")
 PAIR = Allocation("7", 1, ("a", "b"), 1, cpus=8)
 
 
+def options(*extra: str, processes: int = 4) -> argparse.Namespace:
+    return parse(["--processes", str(processes), *extra, "--", "train.py"])
+
+
 def test_what_the_user_exported_wins() -> None:
-    environ = process_environment({"NCCL_DEBUG": "INFO", "PATH": "/bin"}, PAIR, 4, "ib0")
-    assert environ["NCCL_DEBUG"] == "INFO"
-    assert environ["OMP_NUM_THREADS"] == "2"
-    assert environ["NCCL_CUMEM_ENABLE"] == "0"
-    assert environ["TOKENIZERS_PARALLELISM"] == "true"
-    assert (environ["NCCL_SOCKET_IFNAME"], environ["GLOO_SOCKET_IFNAME"]) == ("=ib0", "ib0")
+    environ = process_environment({"NCCL_DEBUG": "INFO", "PATH": "/bin"}, PAIR, options(), "ib0", SCRATCH)
+    assert environ == {
+        "PATH": "/bin",
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "2",
+        "TOKENIZERS_PARALLELISM": "true",
+        "GLOO_SOCKET_IFNAME": "ib0",
+        **{name: environ[name] for name in jit_caches.VARIABLES},
+    }
+    own = {"TRITON_CACHE_DIR": "/mine"}
+    assert process_environment(own, PAIR, options(), "ib0", SCRATCH)["TRITON_CACHE_DIR"] == "/mine"
+    assert process_environment({}, PAIR, options(processes=16), "lo", SCRATCH)["OMP_NUM_THREADS"] == "1"
 
 
-def test_nccl_is_not_bound_to_the_loopback() -> None:
-    environ = process_environment({}, PAIR, 16, "lo")
-    assert "NCCL_SOCKET_IFNAME" not in environ
-    assert environ["OMP_NUM_THREADS"] == "1"
+def test_nccl_is_bound_only_to_an_interface_that_the_user_chose() -> None:
+    chosen = options("--interface", "hsn0")
+    assert process_environment({}, PAIR, chosen, "hsn0", SCRATCH)["NCCL_SOCKET_IFNAME"] == "=hsn0"
+    assert "NCCL_SOCKET_IFNAME" not in process_environment({}, PAIR, options("--device", "cpu"), "hsn0", SCRATCH)
 
 
 def test_ranks_follow_slurms_order_of_nodes() -> None:
@@ -36,6 +52,40 @@ def test_ranks_follow_slurms_order_of_nodes() -> None:
         command
     )
     assert command[-6:] == ["-m", "hpc_rl.node.rank", "--", "train.py", "--lr", "1"]
+
+
+def ended(folder: Path, *ranks: int, exit_code: int = 0) -> None:
+    for rank in ranks:
+        found = RankExit(rank, 0, exit_code, 1.0)
+        (folder / f".node0-rank{rank}.exit").write_text(json.dumps(found.__dict__))
+
+
+@pytest.mark.parametrize("linger_s", [60, 0])
+def test_a_node_waits_for_rank_0_but_not_for_ranks_that_hang_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linger_s: float
+) -> None:
+    monkeypatch.setattr(torchrun, "LINGER_S", linger_s)
+    ended(tmp_path, 2, 3)
+    waiting = threading.Thread(target=await_ranks, args=(tmp_path, 4, threading.Event()), daemon=True)
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive(), "rank 0 still works"
+    ended(tmp_path, 0)
+    if linger_s:
+        waiting.join(0.3)
+        assert waiting.is_alive(), "rank 1 may still work"
+        ended(tmp_path, 1)
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
+def test_a_failure_or_slurm_ends_the_wait_for_other_ranks(tmp_path: Path) -> None:
+    asked = threading.Event()
+    ended(tmp_path, 3, exit_code=1)
+    await_ranks(tmp_path, 4, asked)
+    (tmp_path / ".node0-rank3.exit").unlink()
+    asked.set()
+    await_ranks(tmp_path, 4, asked)
 
 
 @pytest.fixture

@@ -11,19 +11,23 @@ from tests.rl.ppo_config import ppo_config
 
 
 def test_workers_get_defaults_and_what_the_user_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("NCCL_CUMEM_ENABLE", "TOKENIZERS_PARALLELISM", "VLLM_LOGGING_LEVEL", "MALLOC_TRIM_THRESHOLD_")
+    names = ("TOKENIZERS_PARALLELISM", "VLLM_LOGGING_LEVEL", "MALLOC_TRIM_THRESHOLD_")
     for name in (*names, "MALLOC_MMAP_THRESHOLD_"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     on_gpus = cluster.worker_environment(ppo_config("trainer.device=cuda"))
     assert on_gpus == {
-        "NCCL_CUMEM_ENABLE": "0",
         "NCCL_DEBUG": "INFO",
         "TOKENIZERS_PARALLELISM": "true",
         "VLLM_LOGGING_LEVEL": "WARN",
     }
     on_cpus = cluster.worker_environment(ppo_config())
-    assert on_cpus == {**on_gpus, "MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "268435456"}
+    assert on_cpus == {
+        "TOKENIZERS_PARALLELISM": "true",
+        "VLLM_LOGGING_LEVEL": "WARN",
+        "MALLOC_MMAP_THRESHOLD_": "33554432",
+        "MALLOC_TRIM_THRESHOLD_": "268435456",
+    }
 
 
 def test_each_start_is_an_attempt_with_the_files_of_a_job(tmp_path: Path) -> None:

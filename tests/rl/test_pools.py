@@ -90,3 +90,9 @@ def test_nodes_are_in_the_order_of_their_addresses(monkeypatch: pytest.MonkeyPat
     found = cluster_nodes()
     assert [node.name for node in found] == ["host-9.255.0.3", "host-10.0.0.9", "host-10.0.0.10"]
     assert [(node.gpus, node.cpus) for node in found] == [(0, 8), (0, 8), (4, 8)]
+
+
+def test_actors_ask_for_devices_by_rays_names() -> None:
+    assert pools.actor_resources("cuda", 0.5) == pools.actor_resources("xpu", 0.5) == {"num_gpus": 0.5, "num_cpus": 0.5}
+    assert pools.actor_resources("npu", 0.5) == {"resources": {"NPU": 0.5}, "num_cpus": 0.5}
+    assert pools.actor_resources("cpu", 1.0) == {"num_cpus": 1.0}

@@ -6,7 +6,7 @@ import pytest
 
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.cluster import NodeGroup
-from hpc_rl.submission.devices import Devices, local_gpus
+from hpc_rl.submission.devices import Devices
 
 GPU = NodeGroup("gpu", 10, 64, 500_000, {"a100": 4}, is_default=True)
 PLAIN = NodeGroup("gpu", 12, 16, 100_000, {}, is_default=True, features=("big",))
@@ -35,6 +35,10 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ({"slurm": {"partition": "cpu"}}, {"trainer.device": "cpu"}),
         ({"trainer": {"device": "cpu"}}, {}),
         (
+            {"trainer": {"device": "xpu"}},
+            {"trainer.device": "xpu", "trainer.n_gpus_per_node": 4, "slurm.node.gpus": 4, "slurm.node.cpus": 64},
+        ),
+        (
             {"trainer": {"n_gpus_per_node": 2}},
             {"trainer.device": "cuda", "slurm.node.gpus": 4, "slurm.node.cpus": 64},
         ),
@@ -43,9 +47,21 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             {"trainer.device": "cuda", "trainer.n_gpus_per_node": 6},
         ),
         ({"slurm": {"node": {"gpus": 0}}}, {"trainer.device": "cpu"}),
+        (
+            {"slurm": {"node": {"gpus": 4}}},
+            {"trainer.device": "cuda", "trainer.n_gpus_per_node": 4, "slurm.node.cpus": 64},
+        ),
+        (
+            {"slurm": {"node": {"gpus": 4}, "cpus_per_gpu": 3}},
+            {"trainer.device": "cuda", "trainer.n_gpus_per_node": 4},
+        ),
         ({"slurm": {"partition": "unknown"}}, {"trainer.device": "cuda"}),
         ({"slurm": {"partition": "cpu", "gpu_type": "a100"}}, {"trainer.device": "cuda"}),
         ({"slurm": {"partition": "cpu", "sbatch": {"gres": "gpu:2"}}}, {"trainer.device": "cuda"}),
+        (
+            {"trainer": {"device": "npu"}, "slurm": {"partition": "cpu", "sbatch": {"gres": "npu:2"}}},
+            {"trainer.device": "npu"},
+        ),
     ],
 )
 @pytest.mark.usefixtures("slurm")
@@ -69,7 +85,19 @@ def test_what_was_chosen_is_told(slurm: list[int], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(commands, "available", lambda: False)
     unknown = Devices()
     assert unknown.fill_in({}) == {"trainer.device": "cuda"}
-    assert "the job requests 1 per node" in unknown.note
+    cpus = "the number of CPUs per node is unknown, so the job requests one per GPU"
+    assert "the job requests 1 per node" in unknown.note and cpus in unknown.note
+    for slurm_table in (
+        {"cpus_per_gpu": 8},
+        {"cpus_per_task": 8},
+        {"node": {"cpus": 64}},
+        {"sbatch": {"cpus-per-gpu": 8}},
+        {"leave_out": ["cpus-per-task"]},
+    ):
+        unknown.fill_in({"slurm": slurm_table})
+        assert "CPUs" not in unknown.note
+    unknown.fill_in({"trainer": {"device": "cuda", "n_gpus_per_node": 2}})
+    assert unknown.note.startswith(cpus)
 
 
 def smi(folder: Path, gpus: int) -> str:
@@ -77,17 +105,6 @@ def smi(folder: Path, gpus: int) -> str:
     program.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {n}: NVIDIA A100 (UUID: x)'\n" for n in range(gpus)))
     program.chmod(0o755)
     return str(folder)
-
-
-def test_gpus_of_this_machine(tmp_path: Path) -> None:
-    path = smi(tmp_path, 3)
-    assert local_gpus({"PATH": path}) == 3
-    assert local_gpus({"PATH": path, "CUDA_VISIBLE_DEVICES": "0,2"}) == 2
-    assert local_gpus({"PATH": path, "CUDA_VISIBLE_DEVICES": ""}) == 0
-    assert local_gpus({"PATH": path, "CUDA_VISIBLE_DEVICES": "-1"}) == 0
-    assert local_gpus({"PATH": path, "CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2,MIG-3"}) == 3
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    assert local_gpus({"PATH": path}) == 0
 
 
 def test_nodes_of_a_local_job_share_the_machines_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,3 +115,5 @@ def test_nodes_of_a_local_job_share_the_machines_gpus(tmp_path: Path, monkeypatc
     assert Devices(local=True).fill_in({"trainer": {"nnodes": 8}})["trainer.n_gpus_per_node"] == 1
     monkeypatch.setenv("PATH", smi(tmp_path, 0))
     assert Devices(local=True).fill_in({}) == {"trainer.device": "cpu"}
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1")
+    assert Devices(local=True).fill_in({}) == {"trainer.device": "npu", "trainer.n_gpus_per_node": 2}

@@ -123,3 +123,39 @@ def test_a_mistyped_folder_is_not_taken_for_a_name_on_the_hub(folder: Path, monk
 def test_cpus_of_ray_init_are_a_number() -> None:
     with pytest.raises(UserError, match="num_cpus is 'all'; expected a whole number of CPUs"):
         compose("ray", [], {"ray_kwargs.ray_init": {"num_cpus": "all"}})
+
+
+@pytest.mark.usefixtures("folder")
+def test_engines_on_the_policys_gpus_need_memory_that_they_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512, expandable_segments:True"}
+    on_gpus = {"trainer__device": "cuda", "slurm__python": "python3"}
+    monkeypatch.setattr(checks, "CHECKS", (checks.gpus,))
+    monkeypatch.setattr(checks, "partition", lambda job: iter(()))
+    refused = pytest.raises(UserError, match="read its weights by CUDA IPC")
+    with refused:
+        check_ppo(**on_gpus, slurm__env=on)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    with refused:
+        check_ppo(**on_gpus)
+    check_ppo(**on_gpus, slurm__env={"PYTORCH_ALLOC_CONF": "expandable_segments:False"})
+    check_ppo()
+    check_ppo(**on_gpus, rollout__name="hf")
+    apart = {"spec": {"train": [1], "roll": [1]}, "roles": {"rollout": "roll"}}
+    check_ppo(**on_gpus, trainer__n_gpus_per_node=2, pools=apart)
+
+
+@pytest.mark.parametrize(("kind", "gpu_type", "gpus", "is_refused"), [
+    ("torchrun", "a100_1g.5gb", 2, True),
+    ("torchrun", "nvidia_h100_80gb_hbm3_3g.40gb", 4, True),
+    ("torchrun", "a100_1g.5gb", 1, False),
+    ("torchrun", "h100_80gb", 2, False),
+    ("ray", "a100_1g.5gb", 2, False),
+])  # fmt: skip
+def test_slices_of_gpus_do_not_train_together(kind: str, gpu_type: str, gpus: int, is_refused: bool) -> None:
+    config = compose(kind, [], {"slurm.gpu_type": gpu_type, "trainer.n_gpus_per_node": gpus})
+    questions = list(checks.gpus(Job(kind, config, RunDir(Path("run").absolute()), Path.cwd(), ("x.py",))))
+    if is_refused:
+        with pytest.raises(UserError, match=f"{gpu_type} is a slice of a GPU .MIG., and the job has {gpus} processes"):
+            questions[0].check(*questions[0].arguments)
+    else:
+        assert [one.check(*one.arguments) for one in questions] in ([], [None])

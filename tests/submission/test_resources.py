@@ -57,6 +57,7 @@ def asked(gpus: int = 1, **settings: Any) -> list[str]:
             {"slurm.gpu_option": "gres", "slurm.sbatch": {"gres": "nvme:1"}},
             ["cpus-per-task=2", "gres=gpu:2,nvme:1"],
         ),
+        (2, {"trainer.device": "npu", "slurm.sbatch": {"gres": "npu:2"}}, ["cpus-per-task=2", "gres=npu:2"]),
         (2, {"slurm.sbatch": {"gres": "nvme:1"}}, ["cpus-per-task=2", "gpus-per-node=2", "gres=nvme:1"]),
         (
             2,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpc_rl.node.entry import worker_defaults
-
 _PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy")
 _OTHER_CLUSTER = ("RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_AUTH_TOKEN")
 """Variables that would lead to another cluster of the user, or that hold the token of one."""
@@ -14,9 +12,8 @@ _OTHER_CLUSTER = ("RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_AUTH_TOKEN")
 
 def shared_environment(
     environ: Mapping[str, str],
+    workers: Mapping[str, str],
     *,
-    interface: str,
-    threads: int,
     token: Path,
     scratch: Path,
     temp_dir: Path,
@@ -25,13 +22,14 @@ def shared_environment(
     """Return the variables that Ray's processes and the driver share. Variables that the user exported take precedence.
 
     Args:
+        workers: the defaults of training processes.
         token: the file. The token itself would be readable in /proc.
         scratch: folder on the node's own disk, which is removed at the end.
         temp_dir: Ray's folder in it.
         timeline: whether Ray records a timeline.
     """
     defaults = {
-        **worker_defaults(interface, threads),
+        **workers,
         "VLLM_LOGGING_LEVEL": "WARN",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_enable_metrics_collection": "0",  # it would listen on every interface without a token

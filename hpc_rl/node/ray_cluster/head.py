@@ -15,6 +15,7 @@ from hpc_rl.host.files import Follower
 from hpc_rl.host.processes import end, shell_code, start
 from hpc_rl.host.ray_token import make_token
 from hpc_rl.node.entry import print_error
+from hpc_rl.node.meeting import Progress
 from hpc_rl.node.ray_cluster.environment import driver_environment
 from hpc_rl.node.ray_cluster.layout import NodeLayout
 from hpc_rl.node.ray_cluster.roll_call import RollCall
@@ -89,10 +90,15 @@ class Head:
     def _gather(self, gcs_address: str) -> None:
         nodes = self._watch.meeting.nodes
         everyone = set(range(len(nodes)))
-        deadline = self._began + self._start_timeout_s
-        self._watch.until(self._watch.ray.is_up, self._check, deadline, self._not_up)
+        deadline, progress = self._began + self._start_timeout_s, Progress()
+
+        def check() -> None:
+            self._check()
+            progress.show(self._progress)
+
+        self._watch.until(self._watch.ray.is_up, check, deadline, self._not_up)
         self._watch.meeting.publish(gcs_address)
-        self._watch.until(lambda: self._roll.up == everyone, self._check, deadline, self._not_up)
+        self._watch.until(lambda: self._roll.up == everyone, check, deadline, self._not_up)
         count = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
         print(f"hpc-rl: Ray is up on {count} after {time.monotonic() - self._began:.1f} s", flush=True)
         if self._driver.dashboard:
@@ -134,6 +140,10 @@ class Head:
         for rank, loss in self._roll.lost.items():
             raise self._watch.lost(rank, loss)
         self._shown.show()
+
+    def _progress(self) -> str:
+        meeting, up = self._watch.meeting, len(self._roll.up)
+        return meeting.attendance() if meeting.missing() else f"Ray: {up} of {len(meeting.nodes)} nodes have joined"
 
     def _not_up(self) -> str:
         nodes = self._watch.meeting.nodes

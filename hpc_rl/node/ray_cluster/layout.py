@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.accelerators import ray_resource
+from hpc_rl.host.jit_caches import jit_cache_defaults
+from hpc_rl.host.numa import numa_defaults
 from hpc_rl.host.ray_version import check_ray, installed_ray
 from hpc_rl.host.scratch import held_scratch, scratch_dir
+from hpc_rl.node.entry import worker_defaults
 from hpc_rl.node.network import choose_address
 from hpc_rl.node.ray_cluster.environment import shared_environment
 from hpc_rl.node.ray_cluster.limits import Grant, granted
@@ -32,6 +36,8 @@ class NodeLayout:
     """What Ray's processes on this node are started with."""
 
     allocation: Allocation
+    device: str
+    """torch's name of the devices that Ray gets."""
     interface: str
     address: str
     ports: RayPorts
@@ -56,6 +62,7 @@ class NodeLayout:
             temp_dir=str(self.temp_dir),
             num_cpus=self.grant.cpus,
             num_gpus=self.grant.gpus,
+            gpu_resource=ray_resource(self.device),
             memory=self.grant.memory,
             object_store_memory=self.grant.object_store,
             services=self.ports.services(dashboard),
@@ -64,16 +71,17 @@ class NodeLayout:
             dashboard_port=self.ports.dashboard,
         )
 
-    def environment(self, processes: int, timeline: bool) -> dict[str, str]:
+    def environment(self, options: argparse.Namespace) -> dict[str, str]:
         """Return the variables that Ray's processes and the driver share."""
+        threads = self.allocation.threads(options.processes)
+        workers = worker_defaults(self.device, self.interface, options.interface, threads)
         return shared_environment(
             os.environ,
-            interface=self.interface,
-            threads=self.allocation.threads(processes),
+            {**workers, **jit_cache_defaults(os.environ, self.scratch), **numa_defaults(os.environ, self.device)},
             token=self.token,
             scratch=self.scratch,
             temp_dir=self.temp_dir,
-            timeline=timeline,
+            timeline=options.timeline is not None,
         )
 
 
@@ -93,12 +101,15 @@ def prepared_layout(allocation: Allocation, attempt_dir: Path, options: argparse
         allocation,
         os.environ,
         most_cpus=options.num_cpus,
-        gpus=options.processes if options.device == "cuda" else 0,
+        device=options.device,
+        gpus=0 if options.device == "cpu" else options.processes,
         object_store=options.object_store_bytes,
     )
     before = allocation.nodes[:rank].count(allocation.node)
     with reserve(f"{allocation.job_id}.{rank}", options.first_port, before) as block, held_scratch(scratch):
-        yield NodeLayout(allocation, interface, address, RayPorts(block.first), grant, scratch, attempt_dir / _TOKEN)
+        ports = RayPorts(block.first)
+        token = attempt_dir / _TOKEN
+        yield NodeLayout(allocation, options.device, interface, address, ports, grant, scratch, token)
 
 
 def node_address(allocation: Allocation, configured: str | None) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.accelerators import visible_devices
 from hpc_rl.slurm.allocation import Allocation
 
 OBJECT_STORE_SHARE = 0.3
@@ -41,6 +42,7 @@ def granted(
     environ: Mapping[str, str],
     *,
     most_cpus: int | None = None,
+    device: str = "cuda",
     gpus: int = 0,
     object_store: int | None = None,
     cgroups: Path = Path("/sys/fs/cgroup"),
@@ -51,6 +53,7 @@ def granted(
 
     Args:
         most_cpus: ray_kwargs.ray_init.num_cpus, an upper limit.
+        device: torch's name of the job's devices.
         gpus: smallest number of GPUs that the job needs on each node; 0 to give Ray none.
         object_store: bytes, or None for a share of the memory. In both cases /dev/shm's free space is the limit.
 
@@ -69,7 +72,7 @@ def granted(
             f"object store would get {store:,}, and needs at least {OBJECT_STORE_LEAST:,} and less than the memory; "
             "ask for more --mem, or set ray.object_store_gb"
         )
-    return Grant(max(1, cpus), _gpus(allocation, environ, gpus), memory - store, store)
+    return Grant(max(1, cpus), _gpus(allocation, environ, device, gpus), memory - store, store)
 
 
 def memory_limit(
@@ -133,12 +136,12 @@ def memory_limits(groups: list[Path], environ: Mapping[str, str], cpus: int, pro
     yield int(fields["MemTotal"].split()[0]) << 10
 
 
-def _gpus(allocation: Allocation, environ: Mapping[str, str], wanted: int) -> int:
+def _gpus(allocation: Allocation, environ: Mapping[str, str], device: str, wanted: int) -> int:
     """Return the number of GPUs according to Slurm and the environment, or `wanted` if neither sets one."""
     if wanted == 0:
         return 0
-    visible = [environ[name] for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if environ.get(name)]
-    found = [len(devices.split(",")) for devices in visible]
+    visible = visible_devices(environ, device)
+    found = [len(visible)] if visible else []
     if on_node := environ.get("SLURM_GPUS_ON_NODE"):
         found.append(int(on_node))
     granted = min(found, default=wanted)

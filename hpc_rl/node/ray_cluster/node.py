@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.processes import adopt_orphans, end_descendants
-from hpc_rl.node.entry import print_error, run_with_others
+from hpc_rl.node.entry import add_common_options, print_error, run_with_others
 from hpc_rl.node.meeting import Meeting
 from hpc_rl.node.ray_cluster.environment import ray_environment
 from hpc_rl.node.ray_cluster.head import Driver, Head
@@ -59,7 +59,7 @@ def _take_part(
     layout: NodeLayout, meeting: Meeting, asked_to_end: threading.Event, options: argparse.Namespace
 ) -> tuple[Head | Member, int]:
     """Run this node's Ray to the end. Returns this node's part in the job and the job's exit code."""
-    environ = layout.environment(options.processes, timeline=options.timeline is not None)
+    environ = layout.environment(options)
     rank, attempt_dir = meeting.node_rank, meeting.attempt_dir
     with (attempt_dir / f"node{rank}.log").open("ab") as log:
         ray = RayProcess(ray_environment(environ), log)
@@ -121,9 +121,7 @@ def _copy_end(source: Path, target: Path) -> None:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hpc_rl.node.ray_cluster.node", description=__doc__)
-    parser.add_argument("--processes", type=int, required=True, help="training processes, or GPUs, of this node")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="with cpu, Ray gets no GPUs")
-    parser.add_argument("--interface", help="network interface between the nodes (default: from the routing table)")
+    add_common_options(parser)
     parser.add_argument("--start-timeout", type=int, default=300, help="seconds within which all nodes must join")
     parser.add_argument("--num-cpus", type=int, help="largest number of CPUs that Ray may use on a node")
     parser.add_argument("--object-store-bytes", type=int, help="object store of a node (default: 30 %% of its memory)")

@@ -41,6 +41,8 @@ class StartOptions:
     temp_dir: str
     num_cpus: int
     num_gpus: int
+    gpu_resource: str
+    """Ray's name of the devices: GPU, NPU, or CPU if there are none."""
     memory: int
     object_store_memory: int
     services: dict[str, int]
@@ -103,10 +105,10 @@ def start_node(options: StartOptions, answers: TextIO) -> Any:
         node_name=options.name,
         temp_dir=options.temp_dir,
         num_cpus=options.num_cpus,
-        num_gpus=options.num_gpus,
+        num_gpus=options.num_gpus if options.gpu_resource == "GPU" else 0,
         memory=options.memory,
         object_store_memory=options.object_store_memory,
-        resources={},
+        resources={} if options.gpu_resource in ("GPU", "CPU") else {options.gpu_resource: options.num_gpus},
         labels={},
         min_worker_port=first,
         max_worker_port=last,

@@ -218,7 +218,7 @@ class _Generation:
             else:
                 sources.append(known)
                 targets.append(row)
-        limit = PREFILL_TOKENS["cuda" if self.device.type == "cuda" else "cpu"]
+        limit = PREFILL_TOKENS["cpu" if self.device.type == "cpu" else "cuda"]
         for rows in micro_batches(computed, self.length_B[computed], limit):
             self._prefill(rows)
         if targets:
@@ -264,7 +264,7 @@ class _Generation:
         """
         batch = slice(0, self.live)
         full_B = self.step_B[batch] == self.sampling.max_new_tokens
-        due = self.steps % STEPS_BETWEEN_CHECKS["cuda" if self.device.type == "cuda" else "cpu"] == 0
+        due = self.steps % STEPS_BETWEEN_CHECKS["cpu" if self.device.type == "cpu" else "cuda"] == 0
         if not due and not full_B.any():
             return
         over_B: NDArray[np.bool_] = full_B | self.ended_B[batch].cpu().numpy()

@@ -6,6 +6,7 @@ An engine runs in the policy's processes (`InProcessRollout`), or in a separate 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +16,8 @@ import ray
 from numpy.typing import NDArray
 
 from hpc_rl.config.ppo import PpoConfig, engine_spec, pool_of
-from hpc_rl.rl.calls import ActorCall, Pending
+from hpc_rl.host.environment import refuse_expandable_segments
+from hpc_rl.rl.calls import MODEL_LIMIT, ActorCall, Pending, wait_for_all
 from hpc_rl.rl.pools import Pool, Slot
 from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
 from hpc_rl.rl.rollout.engine_process import EngineProcess
@@ -144,6 +146,8 @@ class SeparateRollout:
         spec, parallel = engine_spec(config), config.rollout.tensor_parallel_size
         shared = pool_of(config, "rollout") == pool_of(config, "actor")
         self._transfer = choose_transfer(spec.transfers, device, shared)
+        if self._transfer == "ipc":
+            refuse_expandable_segments(os.environ)
         variables = spec.process_environment(device)
         runtime = {"runtime_env": {"env_vars": variables}} if variables else {}
         remote = ray.remote(EngineProcess)
@@ -172,10 +176,10 @@ class SeparateRollout:
 
     def wait_before_workers(self, timeout_s: float) -> None:
         if self._sleeps:  # vLLM measures the free memory of the GPU, which has to stay constant meanwhile
-            self._starting.wait(timeout_s)
+            wait_for_all([self._starting], "rollout engines", MODEL_LIMIT, timeout_s)
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        self._starting.wait(timeout_s)
+        wait_for_all([self._starting], "rollout engines", MODEL_LIMIT, timeout_s)
         self._policy.connect_engines(self._engines, self._transfer).wait(timeout_s)
 
     def sync(self) -> None:

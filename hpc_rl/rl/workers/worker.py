@@ -76,6 +76,7 @@ class Worker:
         """Join the pool's process group and load the models of the roles."""
         process.quiet_libraries()
         own = process.local_rank(os.environ, process.assigned_devices())
+        process.bind_near_device()
         os.environ.update(process.group_environment(self.rank, self.size, self.on_node, endpoint, own))
         torch.manual_seed(self.config.trainer.seed + self.rank)
         self.world = distributed.start(self.config.trainer.computes_on, self.config.ray.start_timeout_s)
@@ -167,8 +168,8 @@ class Worker:
 
     def free_cache(self) -> None:
         """Free the memory that torch keeps for later use, before another process needs it."""
-        if self.world.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self.world.on_accelerator:
+            torch.get_device_module(self.world.device.type).empty_cache()
 
     def max_memory_gb(self) -> float:
         """Return the maximum memory held so far, in 10^9 bytes."""

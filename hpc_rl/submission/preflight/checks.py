@@ -6,6 +6,7 @@ import contextlib
 import errno
 import grp
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Hashable, Iterator
@@ -13,13 +14,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpc_rl.config.base import MAX_NAME_BYTES, MAX_PATH_BYTES
-from hpc_rl.config.ppo import PpoConfig, RewardConfig, engine_spec
+from hpc_rl.config.ppo import PpoConfig, RewardConfig, engine_spec, pool_of
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.sft import SftConfig
 from hpc_rl.errors import UserError
+from hpc_rl.host.environment import refuse_expandable_segments
 from hpc_rl.host.ray_version import check_ray, installed_ray
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.rewards.check import check_function, check_url
+from hpc_rl.submission.environment import job_environment
 from hpc_rl.submission.hub import hub_cache
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.preflight.data import check_train_data, check_val_data
@@ -75,6 +78,18 @@ def image(job: Job) -> Iterator[Question]:
     """Ask whether the container image exists and can be run."""
     for one in image_preflight(job.config.container):
         yield Question(one, (job.config.container,))
+
+
+def gpus(job: Job) -> Iterator[Question]:
+    """Ask whether the GPUs can work together as the job needs it."""
+    config = job.config
+    if job.row.name != "ray" and config.trainer.n_gpus_per_node > 1 and config.slurm.gpu_type is not None:
+        yield Question(check_slices, (config.slurm.gpu_type, config.trainer.n_gpus_per_node))
+    if isinstance(config, PpoConfig) and config.trainer.computes_on == "cuda":
+        shared = pool_of(config, "rollout") == pool_of(config, "actor")
+        if shared and "ipc" in engine_spec(config).transfers:
+            environ = {**os.environ, **job_environment(config)}
+            yield Question(check_allocator, tuple(item for item in environ.items() if item[0].startswith("PYTORCH_")))
 
 
 def packages(job: Job) -> Iterator[Question]:
@@ -140,6 +155,7 @@ def partition(job: Job) -> Iterator[Question]:
 CHECKS: tuple[Callable[[Job], Iterator[Question]], ...] = (
     run_directory,
     image,
+    gpus,
     packages,
     model,
     data,
@@ -159,6 +175,20 @@ def check_group(group: str) -> None:
     names = [grp.getgrgid(number).gr_name for number in {os.getgid(), *os.getgroups()}]
     if group not in names and os.geteuid() != 0:
         raise UserError(f"slurm.group {group}: you are not a member of such a group; yours are {', '.join(names)}")
+
+
+def check_slices(gpu_type: str, processes: int) -> None:
+    """Raise UserError if several processes of a training job would use slices of GPUs."""
+    if re.search(r"\dg\.\d+gb", gpu_type):
+        raise UserError(
+            f"slurm.gpu_type {gpu_type} is a slice of a GPU (MIG), and the job has {processes} processes per node: "
+            "NCCL connects no two slices of one GPU; use one process per node (--gpus-per-node 1), or whole GPUs"
+        )
+
+
+def check_allocator(*environ: tuple[str, str]) -> None:
+    """Raise UserError if engines cannot read the weights of the trainer on their GPU."""
+    refuse_expandable_segments(dict(environ))
 
 
 def check_run_dir(path: Path) -> None:

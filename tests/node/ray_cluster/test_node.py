@@ -19,6 +19,20 @@ START_S = 120
 """Deadline of a start in seconds. Ray takes 5 to 15 s on an idle machine."""
 
 
+NPUS = """
+import os, ray
+from hpc_rl.rl.pools import actor_resources
+ray.init(logging_level="error")
+@ray.remote
+class Worker:
+    def device(self):
+        return os.environ["ASCEND_RT_VISIBLE_DEVICES"]
+workers = [Worker.options(**actor_resources("npu", 1.0)).remote() for _ in range(2)]
+seen = ray.get([worker.device.remote() for worker in workers])
+print("npus:", int(ray.cluster_resources()["NPU"]), sorted(seen))
+"""
+
+
 class Jobs:
     """Runs `hpc-rl submit ray --local`, and ends the jobs that still run."""
 
@@ -50,7 +64,8 @@ class Jobs:
     def left(self) -> list[str]:
         """Return the processes of these jobs, identified by their common folder, and the files that they left."""
         marks = [str(self.folder).encode()]
-        found = [str(path) for path in (self.folder / "tmp").iterdir()]
+        kept = f"hpc-rl-cache-{os.getuid()}"  # for the kernels of later jobs
+        found = [str(path) for path in (self.folder / "tmp").iterdir() if path.name != kept]
         for environ in Path("/proc").glob("[0-9]*/environ"):
             try:
                 text = environ.read_bytes()
@@ -97,6 +112,13 @@ def test_two_jobs_at_once_on_one_machine(jobs: Jobs) -> None:
     assert json.loads((jobs.folder / "runs/first/status.json").read_text())["state"] == "STOPPED"
     assert (jobs.attempt("first") / "ray/node1/raylet.out").exists()
     assert not jobs.left()
+
+
+@pytest.mark.slow
+def test_devices_of_other_vendors_are_a_resource_of_ray(jobs: Jobs) -> None:
+    (jobs.folder / "npus.py").write_text(NPUS)
+    code, output = jobs.run("npus", "trainer.device=npu", "trainer.n_gpus_per_node=2", "--", "python", "npus.py")
+    assert (code, "npus: 2 ['0', '1']" in output) == (0, True), output
 
 
 @pytest.mark.slow

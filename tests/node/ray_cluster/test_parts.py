@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.errors import UserError
+from hpc_rl.node.entry import worker_defaults
 from hpc_rl.node.network import free_block
 from hpc_rl.node.ray_cluster.environment import driver_environment, ray_environment, shared_environment
 from hpc_rl.node.ray_cluster.layout import check_length, node_address
@@ -16,7 +17,7 @@ from hpc_rl.slurm.allocation import Allocation
 
 def environment(environ: dict[str, str], timeline: bool = False) -> dict[str, str]:
     paths = {"token": Path("/run/.ray-token"), "scratch": Path("/tmp/0.7.0"), "temp_dir": Path("/tmp/0.7.0/ray")}
-    return shared_environment(environ, interface="ib0", threads=4, timeline=timeline, **paths)
+    return shared_environment(environ, worker_defaults("cuda", "ib0", None, 4), timeline=timeline, **paths)
 
 
 def test_every_port_is_in_the_block_and_used_once() -> None:
@@ -55,7 +56,8 @@ def test_a_block_with_a_taken_port_is_passed_over_or_refused() -> None:
 def test_what_the_user_exported_wins_but_for_the_token() -> None:
     user = {"NCCL_DEBUG": "INFO", "RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "mine", "RAY_ADDRESS": "1.2.3.4:6379"}
     found = environment({**user, "TMPDIR": "/elsewhere"})
-    assert found["NCCL_DEBUG"] == "INFO" and found["NCCL_CUMEM_ENABLE"] == "0" and found["OMP_NUM_THREADS"] == "4"
+    assert found["NCCL_DEBUG"] == "INFO" and found["OMP_NUM_THREADS"] == "4"
+    assert "NCCL_SOCKET_IFNAME" not in found and "NCCL_CUMEM_ENABLE" not in found
     assert found["VLLM_LOGGING_LEVEL"] == "WARN" and found["GLOO_SOCKET_IFNAME"] == "ib0"
     assert (found["RAY_AUTH_MODE"], found["RAY_AUTH_TOKEN_PATH"]) == ("token", "/run/.ray-token")
     assert found["TMPDIR"] == "/tmp/0.7.0" and "RAY_PROFILING" not in found

@@ -12,7 +12,8 @@ import ray
 from ray.exceptions import RayTaskError
 
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.rl.calls import ActorCall, Pending
+from hpc_rl.rl import calls as calls_module
+from hpc_rl.rl.calls import ActorCall, Pending, wait_for_all
 from tests.rl.runs.jobs import TIMEOUT_S
 from tests.rl.runs.member import Member
 
@@ -59,6 +60,20 @@ def test_an_actor_that_is_silent_is_named(members: list[Any]) -> None:
     calls = [*called(members[:1], "give", 1), ActorCall(members[1].work.remote(), "rank 1 of pool test")]
     with pytest.raises(RunError, match=r"^no answer within 1 s from rank 1 of pool test$"):
         Pending.of_calls(calls).wait(1)
+
+
+def test_a_long_wait_shows_how_many_are_ready(
+    members: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calls_module, "PROGRESS_S", 0.2)
+    quick = Pending.of_calls(called(members[:1], "give", 1))
+    assert quick.wait(TIMEOUT_S) == [1]
+    slow = Pending.of_calls([ActorCall(members[1].work.remote(), "rank 1 of pool test")]).then(sum)
+    with pytest.raises(RunError, match=r"^no answer within 1 s \(trainer.limit\) from rank 1 of pool test$"):
+        wait_for_all([quick, slow], "models", "trainer.limit", 1)
+    assert capsys.readouterr().out.startswith("waiting for the models: 1 of 2 ready, 0 s\n")
+    wait_for_all([quick], "models", "trainer.limit", 1)
+    assert capsys.readouterr().out == ""
 
 
 def test_an_actor_that_died_is_named(members: list[Any]) -> None:

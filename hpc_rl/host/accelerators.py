@@ -1,0 +1,188 @@
+"""The kinds of accelerators: one table with everything that depends on the vendor, and their detection on this machine.
+
+To add a vendor whose devices torch supports, add a row to `ACCELERATORS`. Peak speeds are in `hpc_rl.training.perf`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+DeviceName = Literal["cuda", "npu", "xpu", "cpu"]
+DEVICES: tuple[DeviceName, ...] = ("cuda", "npu", "xpu", "cpu")
+"""torch's names of the devices that a job can run on."""
+LIST_TIMEOUT_S = 20
+"""A faulty driver answers late or never."""
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """Describe the devices of one vendor."""
+
+    vendor: str
+    device: DeviceName
+    """torch's name of the devices. AMD's are called cuda too."""
+    visible: tuple[str, ...]
+    """Variables that list the devices of a process, the one that Ray sets first."""
+    noset: tuple[str, ...]
+    """Variables with which a user stops Ray from setting it (ray/_private/accelerators), without their prefix."""
+    interface: str
+    """Variable of the collective library for the network interface, with the form of an exact name."""
+    collectives: Mapping[str, str] = field(default_factory=dict)
+    """Other variables of the collective library."""
+    resource: str = "GPU"
+    """Ray's name of the resource."""
+    extension: str | None = None
+    """Package that adds the devices to torch."""
+    command: tuple[str, ...] = ()
+    """Program that lists the devices of a node, if the vendor has one with a stable form."""
+    line: str = ""
+    """Pattern of the lines of its output that stand for a device."""
+    files: tuple[str, ...] = ()
+    """Patterns of device files that exist on a node with devices. The last one matches a file for each device."""
+
+
+ACCELERATORS: tuple[Accelerator, ...] = (
+    Accelerator(
+        vendor="NVIDIA",
+        device="cuda",
+        visible=("CUDA_VISIBLE_DEVICES",),
+        noset=("CUDA_VISIBLE_DEVICES",),
+        interface="NCCL_SOCKET_IFNAME==",  # without the second sign, NCCL takes the name as a prefix
+        collectives={"NCCL_DEBUG": "WARN"},
+        command=("nvidia-smi", "-L"),
+        line=r"GPU ",
+    ),
+    Accelerator(
+        vendor="AMD",
+        device="cuda",
+        visible=("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+        noset=("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+        interface="NCCL_SOCKET_IFNAME==",  # RCCL reads NCCL's variables
+        collectives={"NCCL_DEBUG": "WARN"},
+        files=("dev/kfd", "dev/dri/renderD*"),
+    ),
+    Accelerator(
+        vendor="Intel",
+        device="xpu",
+        visible=("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
+        noset=("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
+        interface="CCL_KVS_IFACE=",
+        collectives={"CCL_LOG_LEVEL": "warn"},
+        command=("xpu-smi", "discovery", "--dump", "1"),
+        line=r"\d+",
+    ),
+    Accelerator(
+        vendor="Huawei Ascend",
+        device="npu",
+        visible=("ASCEND_RT_VISIBLE_DEVICES",),
+        noset=("ASCEND_RT_VISIBLE_DEVICES",),
+        interface="HCCL_SOCKET_IFNAME==",
+        resource="NPU",
+        extension="torch_npu",
+        files=("dev/davinci_manager", "dev/davinci[0-9]*"),
+    ),
+)
+_NOSET = "RAY_EXPERIMENTAL_NOSET_"
+_NONE = ("", "-1", "NoDevFiles")
+"""Values of the variables that hide all devices."""
+
+
+def rows_of(device: str) -> list[Accelerator]:
+    """Return the vendors whose devices have this name in torch; none for cpu."""
+    return [row for row in ACCELERATORS if row.device == device]
+
+
+def extension_of(device: str) -> str | None:
+    """Return the package that adds these devices to torch, or None if torch has them."""
+    return next((row.extension for row in rows_of(device)), None)
+
+
+def ray_resource(device: str) -> str:
+    """Return Ray's name of the resource: CPU, GPU or NPU."""
+    return next((row.resource for row in rows_of(device)), "CPU")
+
+
+def visible_devices(environ: Mapping[str, str], device: str) -> list[str] | None:
+    """Return the devices that the environment leaves to a process; None if it does not restrict them."""
+    for name in _visible_names(device):
+        if name in environ:
+            return _listed(environ[name])
+    return None
+
+
+def visible_variable(environ: Mapping[str, str], device: str) -> str:
+    """Return the variable that restricts a process to some devices: the one that is set, or the usual one."""
+    names = list(_visible_names(device))
+    return next((name for name in names if name in environ), names[0])
+
+
+def unrestricted_by_ray(environ: Mapping[str, str]) -> Accelerator | None:
+    """Return the vendor of whose devices a worker sees all, because the user stopped Ray from limiting them; or None.
+
+    https://docs.ray.io/en/latest/ray-core/scheduling/accelerators.html
+    """
+    for row in ACCELERATORS:
+        if any(environ.get(_NOSET + name, "") not in ("", "0") for name in row.noset):
+            return row
+    return None
+
+
+def collective_defaults(device: str, interface: str | None = None) -> dict[str, str]:
+    """Return variables of the collective library of these devices: NCCL, RCCL, oneCCL or HCCL.
+
+    Args:
+        interface: the network interface that the user configured; None to let the library choose. It finds fast
+            networks by itself, and the interface of the default route is often a slow one.
+    """
+    found: dict[str, str] = {}
+    for row in rows_of(device):
+        found |= row.collectives
+        if interface not in (None, "lo"):  # NCCL rejects the loopback interface
+            name, _, sign = row.interface.partition("=")
+            found[name] = f"{sign}{interface}"
+    return found
+
+
+def find_accelerators(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[DeviceName, int]:
+    """Return the kind and the number of the devices of this machine that a process may use; ("cpu", 0) for none."""
+    for row in ACCELERATORS:
+        if count := _count(row, environ, root):
+            return row.device, count
+    return "cpu", 0
+
+
+def _count(row: Accelerator, environ: Mapping[str, str], root: Path) -> int:
+    for name in row.visible:
+        if name in environ:
+            return len(_listed(environ[name]))
+    if row.command:
+        return _count_lines(row, environ)
+    matches = [list(root.glob(pattern)) for pattern in row.files]
+    return len(matches[-1]) if all(matches) else 0
+
+
+def _count_lines(row: Accelerator, environ: Mapping[str, str]) -> int:
+    program = shutil.which(row.command[0], path=environ.get("PATH"))
+    if program is None:
+        return 0
+    try:
+        listed = subprocess.run(
+            [program, *row.command[1:]], capture_output=True, text=True, timeout=LIST_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(re.match(row.line, line) is not None for line in listed.stdout.splitlines())
+
+
+def _visible_names(device: str) -> Iterator[str]:
+    return (name for row in rows_of(device) for name in row.visible)
+
+
+def _listed(value: str) -> list[str]:
+    return [name for name in value.split(",") if name.strip() not in _NONE]

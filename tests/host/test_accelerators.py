@@ -1,0 +1,118 @@
+"""The table of vendors: detection with programs and device files that are made up, and the names that Ray uses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.host.accelerators import (
+    ACCELERATORS,
+    DEVICES,
+    collective_defaults,
+    extension_of,
+    find_accelerators,
+    ray_resource,
+    unrestricted_by_ray,
+    visible_devices,
+    visible_variable,
+)
+
+
+def program(folder: Path, name: str, lines: list[str], code: int = 0) -> dict[str, str]:
+    """Write a program that prints these lines, and return an environment that finds it."""
+    file = folder / name
+    file.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines) + f"exit {code}\n")
+    file.chmod(0o755)
+    return {"PATH": str(folder)}
+
+
+def test_nvidias_program_lists_gpus(tmp_path: Path) -> None:
+    listed = ["GPU 0: NVIDIA A100 (UUID: GPU-1)", "  MIG 1g.5gb Device 0: (UUID: MIG-1)", "GPU 1: NVIDIA A100"]
+    environ = program(tmp_path, "nvidia-smi", listed)
+    assert find_accelerators(environ, tmp_path) == ("cuda", 2)
+    for visible, count in {"0,2": 2, "": 0, "-1": 0, "NoDevFiles": 0, "MIG-1,MIG-2,MIG-3": 3}.items():
+        expected = ("cuda", count) if count else ("cpu", 0)
+        assert find_accelerators({**environ, "CUDA_VISIBLE_DEVICES": visible}, tmp_path) == expected
+    assert find_accelerators(program(tmp_path, "nvidia-smi", [], code=9), tmp_path) == ("cpu", 0)
+
+
+def test_intels_program_lists_gpus(tmp_path: Path) -> None:
+    environ = program(tmp_path, "xpu-smi", ["Device ID", "0", "1"])
+    assert find_accelerators(environ, tmp_path) == ("xpu", 2)
+    assert find_accelerators({"ZE_AFFINITY_MASK": "0.0,0.1,1.0"}, tmp_path) == ("xpu", 3)
+
+
+def test_device_files_of_other_vendors(tmp_path: Path) -> None:
+    dev = tmp_path / "dev"
+    (dev / "dri").mkdir(parents=True)
+    for name in ("dri/renderD128", "dri/renderD129", "davinci0"):
+        (dev / name).touch()
+    nowhere = {"PATH": str(tmp_path)}
+    assert find_accelerators(nowhere, tmp_path) == ("cpu", 0), "an integrated GPU is not AMD's compute driver"
+    (dev / "davinci_manager").touch()
+    assert find_accelerators(nowhere, tmp_path) == ("npu", 1)
+    (dev / "kfd").touch()
+    assert find_accelerators(nowhere, tmp_path) == ("cuda", 2)
+
+
+def test_each_library_gets_the_interface_in_its_own_words() -> None:
+    assert collective_defaults("cuda", "ib0") == {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "=ib0"}
+    assert collective_defaults("npu", "ib0") == {"HCCL_SOCKET_IFNAME": "=ib0"}
+    assert collective_defaults("xpu", "ib0") == {"CCL_LOG_LEVEL": "warn", "CCL_KVS_IFACE": "ib0"}
+    assert collective_defaults("cpu", "ib0") == {}
+    assert collective_defaults("cuda") == collective_defaults("cuda", "lo") == {"NCCL_DEBUG": "WARN"}
+
+
+def test_devices_of_a_process() -> None:
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "4,5"}, "cuda") == ["4", "5"]
+    assert visible_devices({"ROCR_VISIBLE_DEVICES": "1"}, "cuda") == ["1"]
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "4,5"}, "npu") is None
+    assert visible_variable({"HIP_VISIBLE_DEVICES": "0"}, "cuda") == "HIP_VISIBLE_DEVICES"
+    assert [visible_variable({}, device) for device in DEVICES[:3]] == [
+        "CUDA_VISIBLE_DEVICES",
+        "ASCEND_RT_VISIBLE_DEVICES",
+        "ZE_AFFINITY_MASK",
+    ]
+    assert [ray_resource(device) for device in DEVICES] == ["GPU", "NPU", "GPU", "CPU"]
+    assert [extension_of(device) for device in DEVICES] == [None, "torch_npu", None, None]
+
+
+def test_ray_uses_the_names_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    managers = pytest.importorskip("ray._private.accelerators")
+    by_vendor = {
+        "NVIDIA": managers.NvidiaGPUAcceleratorManager,
+        "AMD": managers.AMDGPUAcceleratorManager,
+        "Intel": managers.IntelGPUAcceleratorManager,
+        "Huawei Ascend": managers.NPUAcceleratorManager,
+    }
+    for row in ACCELERATORS:
+        manager = by_vendor[row.vendor]
+        assert (manager.get_resource_name(), manager.get_visible_accelerator_ids_env_var()) == (
+            row.resource,
+            row.visible[0],
+        )
+        environ: dict[str, str] = {}
+        monkeypatch.setattr(os, "environ", environ)
+        manager.set_current_process_visible_accelerator_ids(["3"])
+        assert environ == {row.visible[0]: "3"}
+        assert visible_devices(environ, row.device) == ["3"]
+        environ.clear()
+        environ[f"RAY_EXPERIMENTAL_NOSET_{row.noset[0]}"] = "1"
+        manager.set_current_process_visible_accelerator_ids(["3"])
+        assert row.visible[0] not in environ
+        assert unrestricted_by_ray(environ) == row
+
+
+def test_zero_does_not_stop_ray() -> None:
+    assert unrestricted_by_ray({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}) is None
+
+
+def test_torch_has_the_devices_and_their_backends() -> None:
+    torch = pytest.importorskip("torch")
+    backends = torch.distributed.Backend.default_device_backend_map
+    for row in ACCELERATORS:
+        if row.extension is None:
+            assert torch.get_device_module(row.device).get_rng_state
+            assert row.device in backends
