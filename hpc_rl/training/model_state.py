@@ -50,7 +50,7 @@ def write(
         path.mkdir(parents=True, exist_ok=True)
     world.barrier()
     reshard(model)
-    tensors = {**_model_tensors(model), **_optimizer_tensors(model, optimizer), **_random_state(world)}
+    tensors = {**_model_tensors(model), **_optimizer_tensors(model, optimizer), **random_state(world)}
     try:
         _transfer(dcp.save, tensors, path, alone=world.size == 1)
     except CheckpointException as error:  # a BaseException, so no other handler would catch it
@@ -74,12 +74,12 @@ def read(path: Path, model: PackedModel, optimizer: torch.optim.Optimizer, world
     reshard(model)
     tensors = {**_model_tensors(model), **_optimizer_tensors(model, optimizer)}
     known = _metadata(path).state_dict_metadata
-    random = {name: value for name, value in _random_state(world).items() if name in known}
+    random = {name: value for name, value in random_state(world).items() if name in known}
     try:
         _transfer(dcp.load, {**tensors, **random}, path, alone=world.size == 1)
     except CheckpointException as error:
         raise UnreadableError(f"cannot be read: {_first_cause(error)}") from error
-    _set_random_state(random, world)
+    set_random_state(random, world)
 
 
 def read_weights(path: Path) -> Tensors:
@@ -140,14 +140,15 @@ def _optimizer_tensors(model: PackedModel, optimizer: torch.optim.Optimizer) -> 
     }
 
 
-def _random_state(world: World) -> Tensors:
+def random_state(world: World) -> Tensors:
+    """Return this rank's random state, as `set_random_state` restores it."""
     state = {f"{_RANDOM}{world.rank}.cpu": torch.get_rng_state()}
     if world.device.type == "cuda":
         state[f"{_RANDOM}{world.rank}.cuda"] = torch.cuda.get_rng_state(world.device)
     return state
 
 
-def _set_random_state(state: Tensors, world: World) -> None:
+def set_random_state(state: Tensors, world: World) -> None:
     """Set the random state; a rank that did not exist when the checkpoint was written keeps its own."""
     for name, value in state.items():
         if name.endswith(".cuda"):
