@@ -73,6 +73,11 @@ class RunDir:
         return self.path / "model"
 
     @property
+    def profiles(self) -> Path:
+        """profiles/step-N/: traces of the steps of trainer.profile_steps."""
+        return self.path / "profiles"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +31,7 @@ from hpc_rl.training.model import CausalLM, Flops, count_flops, load_model, load
 from hpc_rl.training.model_state import Tensors, random_state, set_random_state
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
 from hpc_rl.training.perf import Clock, max_memory_gb, peak_flops
+from hpc_rl.training.profiling import trace_path, traced
 from hpc_rl.training.stopping import IN_VAIN, Stopping, open_stopping, stopped_line
 
 if TYPE_CHECKING:
@@ -110,7 +112,8 @@ def train(config: SftConfig, run: RunDir, world: World) -> int:
     while state.step < state.total_steps and not state.stop:
         clock = Clock()
         with clock("step"):
-            metrics = step(state, clock)
+            with traced(profile_path(state)):
+                metrics = step(state, clock)
             last = state.step == state.total_steps
             if last or state.stop or state.save:
                 with clock("save_checkpoint"):
@@ -122,6 +125,13 @@ def train(config: SftConfig, run: RunDir, world: World) -> int:
         if metrics:  # else the step was discarded
             state.tracker.log(state.step, {**metrics, **clock.seconds}, state.total_steps)
     return finish(state, finished_before)
+
+
+def profile_path(state: TrainerState) -> Path | None:
+    """Return the path of this rank's trace of the next step; None if it is not to be profiled."""
+    number = state.step + 1
+    is_profiled = number in state.config.trainer.profile_steps
+    return trace_path(state.run, number, state.world.rank) if is_profiled else None
 
 
 def load(config: SftConfig, run: RunDir, world: World) -> TrainerState:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from tensordict import TensorDict
@@ -55,7 +57,8 @@ def train(state: PpoState) -> int:
     while state.step < state.total_steps and not stop:
         clock = Clock()
         with clock("step"):
-            metrics = step(state, clock)
+            with traced(state):
+                metrics = step(state, clock)
             tests = bool(state.val) and validation_is_due(config, state.step, state.total_steps)
             last = state.step == state.total_steps
             stop = not metrics or (not last and stopping.due(work_s(state, tests)))
@@ -116,6 +119,20 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
     if records_training_samples(state.step, state.total_steps):
         state.tracker.log_samples(state.step, training_samples(batch, state.tokenizer), TRAIN)
     return metrics
+
+
+@contextmanager
+def traced(state: PpoState) -> Iterator[None]:
+    """Trace the next step on all workers, if it is one of trainer.profile_steps."""
+    number = state.step + 1
+    if number not in state.config.trainer.profile_steps:
+        yield
+        return
+    for pending in [group.begin_trace() for group in state.groups]:
+        pending.wait()
+    yield
+    for pending in [group.end_trace(state.run, number) for group in state.groups]:
+        pending.wait()
 
 
 def discards(state: PpoState, clock: Clock, position: Position) -> bool:
