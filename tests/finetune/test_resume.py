@@ -65,11 +65,12 @@ def test_stopped_on_one_rank_and_resumed_on_two(sft_config: list[str], tmp_path:
 def test_a_stop_within_a_step_discards_it_on_all_ranks(
     sft_config: list[str], tmp_path: Path, uninterrupted: Path
 ) -> None:
-    runs = [
-        (sft_config, tmp_path / name, [SPLIT, f"trainer.sharding={name}"]) for name in ("full", "gradients", "none")
-    ]
+    options = (SPLIT, "trainer.profile_steps=1")
+    kinds = ("full", "gradients", "none")
+    runs = [(sft_config, tmp_path / kind, [*options, f"trainer.sharding={kind}"]) for kind in kinds]
     for code, out, errors in run_stopped(runs, micro_batch=6, ranks=2):
         assert (code, out.splitlines()[-1:]) == (0, ["exit codes 75 75 75"]), errors
+    assert {path.name for path in tmp_path.glob("full/profiles/step-00000001/*")} == {"rank0.json.gz", "rank1.json.gz"}
     for _, run_dir, _ in runs:
         found = checkpoint.newest(run_dir / "checkpoints")
         assert found is not None and found[1].step == len(series(run_dir, "train/loss")) == 1
