@@ -25,6 +25,8 @@ MARGIN = 1.25
 """Factor by which a step or a checkpoint may take longer than the longest of the latest ones."""
 WINDOW = 10
 """Number of latest steps whose times count."""
+FEW = 3
+"""Number of latest checkpoints and validations whose times count."""
 EARLY_S = 90
 """Slurm may send its warning a minute early (sbatch(1), --signal); a warning before that is a preemption."""
 
@@ -57,15 +59,15 @@ class Stopping:
         self._job_end = job_end
         self._now = now
         self._steps: deque[dict[str, float]] = deque(maxlen=WINDOW)
-        self._saving_s = 0.0
-        self._testing_s = 0.0
+        self._saves: deque[float] = deque(maxlen=FEW)
+        self._tests: deque[float] = deque(maxlen=FEW)
         self.made_a_step = False
         """Whether this attempt has made a step. The first one is always tried: otherwise a run whose steps are longer
         than its walltime would be queued again forever."""
 
     def remember(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Take over the times of earlier attempts, from the records of metrics.jsonl."""
-        for record in records[-WINDOW:]:
+        for record in records:
             seconds = {name: value for name, value in record.items() if isinstance(value, float)}
             self._add(seconds)
             self.note_others(seconds)
@@ -77,8 +79,8 @@ class Stopping:
 
     def note_others(self, seconds: Mapping[str, float]) -> None:
         """Note the times of a checkpoint and a validation, if there are any."""
-        self._saving_s = max(self._saving_s, seconds.get(SAVING, 0.0))
-        self._testing_s = max(self._testing_s, seconds.get(TESTING, 0.0))
+        self._saves.extend([seconds[SAVING]] if SAVING in seconds else [])
+        self._tests.extend([seconds[TESTING]] if TESTING in seconds else [])
 
     def rest_s(self, done: Collection[str] = ()) -> float:
         """Return the longest time of the latest steps, in seconds, for all phases but those that are done."""
@@ -87,8 +89,8 @@ class Stopping:
 
     @property
     def testing_s(self) -> float:
-        """The longest time of a validation, in seconds."""
-        return self._testing_s
+        """The longest time of the latest validations, in seconds."""
+        return max(self._tests, default=0.0)
 
     def due(self, work_s: float) -> bool:
         """Return whether to stop now. If it is because of the walltime, this writes the stop file.
@@ -118,7 +120,8 @@ class Stopping:
         return is_near and self._run.stop.read_text().strip() == WALLTIME
 
     def _needed_s(self, work_s: float) -> float:
-        return MARGIN * work_s + max(float(self._warning_s), MARGIN * self._saving_s + RESERVE_S)
+        saving_s = max(self._saves, default=0.0)
+        return MARGIN * work_s + max(float(self._warning_s), MARGIN * saving_s + RESERVE_S)
 
     def _add(self, seconds: Mapping[str, float]) -> None:
         others = (_WHOLE, SAVING, TESTING)

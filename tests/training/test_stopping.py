@@ -61,9 +61,13 @@ def test_a_long_checkpoint_replaces_the_warning(tmp_path: Path, time: Time) -> N
     found = stopping(tmp_path, time)
     found.note_step(PHASES)
     found.note_others({"timing_s/save_checkpoint": 400.0, "timing_s/testing": 70.0})
-    found.note_others({"timing_s/save_checkpoint": 300.0})
+    for _ in range(2):
+        found.note_others({"timing_s/save_checkpoint": 300.0})
     assert found.testing_s == 70
     assert latest(found, time, tmp_path, found.rest_s()) == 654
+    (tmp_path / "stop").unlink()
+    found.note_others({"timing_s/save_checkpoint": 200.0})
+    assert latest(found, time, tmp_path, 0) == 404  # 1.25 x 300 + 30 = 405
 
 
 def test_phases_that_are_done_no_longer_count(tmp_path: Path, time: Time) -> None:
@@ -85,7 +89,9 @@ def test_only_the_latest_steps_count(tmp_path: Path, time: Time) -> None:
 
 
 def test_the_times_of_an_earlier_attempt_count_and_the_first_step_is_tried(tmp_path: Path, time: Time) -> None:
-    records = [{"step": 3, "timing_s/step": 9.0, "timing_s/gen": 5.0, "timing_s/save_checkpoint": 200.0, "x": None}]
+    records = [{"step": 2, "timing_s/gen": 4.0, "timing_s/save_checkpoint": 200.0}]
+    records += [{"step": 3 + n, "timing_s/gen": 4.0} for n in range(20)]
+    records += [{"step": 40, "timing_s/step": 9.0, "timing_s/gen": 5.0, "x": None}]
     found = stopping(tmp_path, time)
     found.remember(records)
     assert found.rest_s() == 5
