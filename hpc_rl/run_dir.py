@@ -50,7 +50,7 @@ class RunDir:
 
     @property
     def stop(self) -> Path:
-        """The stop file: while it exists, trainers save and exit at the next step. Its text is the reason."""
+        """The stop file: while it exists, trainers save and exit. Its text is the reason."""
         return self.path / "stop"
 
     @property
