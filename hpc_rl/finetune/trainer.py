@@ -32,7 +32,7 @@ from hpc_rl.training.model_state import Tensors, random_state, set_random_state
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
 from hpc_rl.training.perf import Clock, max_memory_gb, peak_flops
 from hpc_rl.training.profiling import trace_path, traced
-from hpc_rl.training.stopping import IN_VAIN, Stopping, open_stopping, stopped_line
+from hpc_rl.training.stopping import IN_VAIN, SAVING, TESTING, Stopping, open_stopping, stopped_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -121,7 +121,8 @@ def train(config: SftConfig, run: RunDir, world: World) -> int:
             if state.val and (last or (not state.stop and due(state.step, config.trainer.test_freq))):
                 with clock("testing"):
                     metrics["val/loss"] = validate(state)
-        state.stopping.note_others(clock.seconds)
+        state.stopping.note_save(clock.seconds.get(SAVING))
+        state.stopping.note_test(clock.seconds.get(TESTING))
         if metrics:  # else the step was discarded
             state.tracker.log(state.step, {**metrics, **clock.seconds}, state.total_steps)
     return finish(state, finished_before)

@@ -38,7 +38,7 @@ from hpc_rl.rl.validation import validate
 from hpc_rl.tracking.report import report_end
 from hpc_rl.tracking.samples import TRAIN, VAL, records_training_samples
 from hpc_rl.training.perf import Clock
-from hpc_rl.training.stopping import IN_VAIN, stopped_line
+from hpc_rl.training.stopping import IN_VAIN, SAVING, TESTING, stopped_line
 
 
 def train(state: PpoState) -> int:
@@ -68,7 +68,8 @@ def train(state: PpoState) -> int:
             if tests and not stop:
                 with clock("testing"):
                     metrics |= test(state)
-        stopping.note_others(clock.seconds)
+        stopping.note_save(clock.seconds.get(SAVING))
+        stopping.note_test(clock.seconds.get(TESTING))
         if metrics:  # else the step was discarded
             state.tracker.log(state.step, {**metrics, **clock.seconds}, state.total_steps)
     return finish(state)

@@ -70,17 +70,23 @@ class Stopping:
         for record in records:
             seconds = {name: value for name, value in record.items() if isinstance(value, float)}
             self._add(seconds)
-            self.note_others(seconds)
+            self.note_save(seconds.get(SAVING))
+            self.note_test(seconds.get(TESTING))
 
     def note_step(self, seconds: Mapping[str, float]) -> None:
         """Note the times of the phases of a completed step, as `Clock` measured them."""
         self._add(seconds)
         self.made_a_step = True
 
-    def note_others(self, seconds: Mapping[str, float]) -> None:
-        """Note the times of a checkpoint and a validation, if there are any."""
-        self._saves.extend([seconds[SAVING]] if SAVING in seconds else [])
-        self._tests.extend([seconds[TESTING]] if TESTING in seconds else [])
+    def note_save(self, seconds: float | None) -> None:
+        """Note the time from the begin of a checkpoint to its last file; None if none was written."""
+        if seconds is not None:
+            self._saves.append(seconds)
+
+    def note_test(self, seconds: float | None) -> None:
+        """Note the time of a validation; None if there was none."""
+        if seconds is not None:
+            self._tests.append(seconds)
 
     def rest_s(self, done: Collection[str] = ()) -> float:
         """Return the longest time of the latest steps, in seconds, for all phases but those that are done."""

@@ -60,13 +60,14 @@ def test_a_long_checkpoint_replaces_the_warning(tmp_path: Path, time: Time) -> N
     """1.25 x 400 s for the checkpoint, 1.25 x 100 s for the step, and 30 s for the end of the processes."""
     found = stopping(tmp_path, time)
     found.note_step(PHASES)
-    found.note_others({"timing_s/save_checkpoint": 400.0, "timing_s/testing": 70.0})
-    for _ in range(2):
-        found.note_others({"timing_s/save_checkpoint": 300.0})
+    found.note_test(70.0)
+    for seconds in (400.0, 300.0, None, 300.0):
+        found.note_save(seconds)
+    found.note_test(None)
     assert found.testing_s == 70
     assert latest(found, time, tmp_path, found.rest_s()) == 654
     (tmp_path / "stop").unlink()
-    found.note_others({"timing_s/save_checkpoint": 200.0})
+    found.note_save(200.0)
     assert latest(found, time, tmp_path, 0) == 404  # 1.25 x 300 + 30 = 405
 
 
