@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
 from tensordict import TensorDict
 
 from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.data.order import Position
 from hpc_rl.errors import EXIT_STOPPED, RunError
 from hpc_rl.rl import checkpoints
 from hpc_rl.rl.batches import Batch, training_samples
@@ -88,13 +87,15 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
     position = state.batches.position
     with clock("gen"):
         state.rollout.wake()
-        batch = state.batches.draw(state.step)
+        batch = state.batches.draw(state.step, lambda: stops(state, ["timing_s/gen"]))
         state.rollout.sleep()
-        experience = batch.experience()
-    if discards(state, clock, position):
+        experience = batch and batch.experience()
+    if batch is None or stops(state, clock.seconds):
+        state.batches.position = position
         return {}
     evaluate(state, batch, experience, clock)
-    if discards(state, clock, position):
+    if stops(state, clock.seconds):
+        state.batches.position = position
         return {}
     with clock("adv"):
         kl_coef = state.kl.coef
@@ -136,17 +137,13 @@ def traced(state: PpoState) -> Iterator[None]:
         pending.wait()
 
 
-def discards(state: PpoState, clock: Clock, position: Position) -> bool:
-    """Return whether the run stops now. Then the position in the data is again that before the step.
+def stops(state: PpoState, done: Collection[str]) -> bool:
+    """Return whether the run stops now, within a step.
 
     Args:
-        clock: has the phases of the step that are done.
-        position: the position before the step.
+        done: names of the phases of the step that are done, or almost.
     """
-    stops = state.stopping.due(state.stopping.rest_s(clock.seconds))
-    if stops:
-        state.batches.position = position
-    return stops
+    return state.stopping.due(state.stopping.rest_s(done))
 
 
 def evaluate(state: PpoState, batch: Batch, experience: TensorDict, clock: Clock) -> None:
