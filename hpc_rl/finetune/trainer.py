@@ -81,13 +81,13 @@ class TrainerState:
     tracker: Tracker
     stopping: Stopping
     """Rank 0 decides; see `agree`."""
-    validates_first: bool
-    """Whether the last attempt stopped before a validation that was due."""
 
     step: int
     position: Position
     total_tokens: int
-    saved_step: int
+    validates_first: bool = False
+    """Whether the last attempt stopped before a validation that was due."""
+    saved_step: int = 0
     """Step of the newest checkpoint, or 0."""
     stop: bool = False
     save: bool = False
@@ -174,12 +174,12 @@ def load(config: SftConfig, run: RunDir, world: World) -> TrainerState:
         total_steps=total_steps,
         tracker=world.together(lambda: open_tracker(config, run, progress.wandb_id, world.is_main)),
         stopping=open_stopping(run, config.slurm.warning_s, records),
-        validates_first=world.broadcast_object(
-            progress.step > 0 and is_due and not has_validation(records, progress.step)
-        ),
         step=progress.step,
         position=position,
         total_tokens=progress.total_tokens,
+        validates_first=world.broadcast_object(
+            progress.step > 0 and is_due and not has_validation(records, progress.step)
+        ),
         saved_step=progress.step,
     )
 
