@@ -23,6 +23,7 @@ from hpc_rl.training import packed_attention, sharding
 from hpc_rl.training.distributed import World
 from hpc_rl.training.model import CausalLM, count_flops
 from hpc_rl.training.optim import build_optimizer
+from hpc_rl.training.stopping import Stopping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,6 +118,7 @@ def trainer_state(
         tracker=Tracker(
             run, {}, loggers=[], project="", name="", wandb_mode="", wandb_proxy=None, wandb_id=None, is_main=False
         ),
+        stopping=Stopping(run, settings.slurm.warning_s, job_end=None),
         step=0,
         position=Position(),
         total_tokens=0,

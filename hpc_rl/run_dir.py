@@ -50,7 +50,7 @@ class RunDir:
 
     @property
     def stop(self) -> Path:
-        """The stop file: while it exists, trainers save and exit at the next step. Its text is the reason."""
+        """The stop file: while it exists, trainers save and exit. Its text is the reason."""
         return self.path / "stop"
 
     @property
@@ -71,6 +71,11 @@ class RunDir:
     def model(self) -> Path:
         """The exported Hugging Face model."""
         return self.path / "model"
+
+    @property
+    def profiles(self) -> Path:
+        """profiles/step-N/: traces of the steps of trainer.profile_steps."""
+        return self.path / "profiles"
 
     @property
     def report(self) -> Path:

@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -236,6 +236,7 @@ def _run_here(request: Request, in_allocation: bool) -> int:
 
     if in_allocation:
         queue.require_slurm()
+        request = replace(request, settings={**request.settings, "slurm.requeue": False})  # only sbatch jobs can be
     job, script = launch.prepare(request, note)
     if in_allocation:
         step_environment(os.environ, job.config.trainer.nnodes)

@@ -72,7 +72,7 @@ class SlurmConfig(Section):
     """Directives to leave out of the script because this cluster refuses them."""
     warning_s: int = Field(180, ge=1, le=65535)
     """Seconds before the walltime at which the run is told to save; it is then queued again. Slurm may send the warning
-    up to a minute early."""
+    up to a minute early. A run whose steps and checkpoints have taken longer saves earlier by itself."""
     requeue: bool = True
     """Queue the job again after it reached its walltime or a node failed."""
     sbatch: dict[str, Line | int | None] = {}

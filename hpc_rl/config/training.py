@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from hpc_rl.config.base import Path, Section
 from hpc_rl.config.job import TrainerConfig
 
 Sharding = Literal["full", "hybrid", "gradients", "none"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+MOST_PROFILED = 10
+"""Largest number of steps of trainer.profile_steps."""
 
 
 class ModelConfig(Section):
@@ -78,6 +81,9 @@ class TrainingConfig(TrainerConfig):
     save_async: bool = True
     """Continue training while a checkpoint is written. This needs host memory for a copy of the weights and of the
     optimizer's state. false: wait until each checkpoint is complete."""
+    profile_steps: list[int] = []
+    """Steps of which torch's profiler writes a trace, one file per rank in `profiles/` of the run directory: [3,4] or
+    10-12. Each file has tens of MB, so at most 10 steps. Profiled steps are slower."""
     export: bool = True
     """Write the Hugging Face folder `model/` into the run directory at the end of training."""
     export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -103,3 +109,20 @@ class TrainingConfig(TrainerConfig):
                 f"trainer.reduce_dtype=bfloat16 with trainer.sharding={self.sharding} would also add up micro-batches "
                 "in bfloat16: use trainer.sharding=full or hybrid, or reduce_dtype=float32"
             )
+
+    @field_validator("profile_steps", mode="before")
+    @classmethod
+    def _steps_of_a_range(cls, value: Any) -> Any:
+        if isinstance(value, str) and (match := re.fullmatch(r"(\d+)-(\d+)", value)):
+            first, last = int(match[1]), int(match[2])
+            if not 0 <= last - first < MOST_PROFILED:
+                raise ValueError(f"{value} is not a range of 1 to {MOST_PROFILED} steps, such as 10-12")
+            return list(range(first, last + 1))
+        return [value] if isinstance(value, int) else value
+
+    @field_validator("profile_steps")
+    @classmethod
+    def _few_steps(cls, value: list[int]) -> list[int]:
+        if len(value) > MOST_PROFILED or min(value, default=1) < 1:
+            raise ValueError(f"write 1 to {MOST_PROFILED} steps, counted from 1, such as [3,4] or 10-12")
+        return value

@@ -20,7 +20,7 @@ from hpc_rl.config.compose import compose, load_config
 from hpc_rl.config.sft import SftConfig
 from hpc_rl.errors import AgreedError, UserError
 from hpc_rl.host.imports import large_imports
-from hpc_rl.run_dir import RunDir, current_run_dir
+from hpc_rl.run_dir import RunDir, current_attempt_dir, current_run_dir
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -62,12 +62,19 @@ def run(arguments: Sequence[str]) -> int:
 
         from hpc_rl.finetune.trainer import train
         from hpc_rl.tracking.report import failure_reported
-        from hpc_rl.training import distributed
+        from hpc_rl.training import distributed, flight_recorder, memory_snapshot
 
+    attempt, rank = current_attempt_dir(), distributed.rank_from_env()
     logging.disable_progress_bar()  # its control characters would fill log files
+    flight_recorder.prepare(attempt)
     world = distributed.start(config.trainer.device, config.slurm.start_timeout_s)
-    with failure_reported(run_dir) if world.is_main else nullcontext():
-        code = train(config, run_dir, world)
+    memory_snapshot.record(world.device, attempt and attempt / f"memory-rank{rank}.pickle")
+    try:
+        with failure_reported(run_dir) if world.is_main else nullcontext():
+            code = train(config, run_dir, world)
+    except RuntimeError as error:
+        flight_recorder.write(error)
+        raise
     distributed.finish()
     return code
 

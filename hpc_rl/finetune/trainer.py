@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,10 +15,11 @@ from hpc_rl.config.sft import SftConfig
 from hpc_rl.data.chat import chat_template
 from hpc_rl.data.order import Position, batches, steps_per_epoch
 from hpc_rl.data.sft_dataset import Sample
-from hpc_rl.errors import EXIT_STOPPED
+from hpc_rl.errors import EXIT_STOPPED, AgreedRunError
 from hpc_rl.finetune.dataset import load_samples
 from hpc_rl.finetune.objectives import OBJECTIVES, Objective
 from hpc_rl.run_dir import RunDir
+from hpc_rl.tracking.metrics import has_validation, read_metrics
 from hpc_rl.tracking.report import report_end
 from hpc_rl.tracking.tracker import Tracker, open_tracker
 from hpc_rl.training import checkpoint, guards, sharding
@@ -27,11 +29,17 @@ from hpc_rl.training.distributed import World
 from hpc_rl.training.export import export, export_dtype
 from hpc_rl.training.loading import load_sharded
 from hpc_rl.training.model import CausalLM, Flops, causal_lm, count_flops, load_tokenizer
+from hpc_rl.training.model_state import Tensors, random_state, set_random_state
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
 from hpc_rl.training.perf import Clock, max_memory_gb, peak_flops
+from hpc_rl.training.profiling import trace_path, traced
+from hpc_rl.training.stopping import IN_VAIN, TESTING, WRITING, Stopping, open_stopping, stopped_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_ASK_EVERY_S = 30
+"""About the time between two questions within a long step whether to stop."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +81,21 @@ class TrainerState:
     total_steps: int
     tracker: Tracker
     saver: checkpoint.Saver
+    stopping: Stopping
+    """Rank 0 decides; see `agree`."""
 
     step: int
     position: Position
     total_tokens: int
+    validates_first: bool = False
+    """Whether the last attempt stopped before a validation that was due."""
+    saved_step: int = 0
+    """Step of the newest checkpoint, or 0."""
     stop: bool = False
     save: bool = False
     saved_at: float = field(default_factory=time.monotonic)
+    ask_every: int = 1
+    """Number of micro-batches after which the ranks agree whether to stop, the same on every rank."""
 
 
 def train(config: SftConfig, run: RunDir, world: World) -> int:
@@ -97,19 +113,37 @@ def loop(state: TrainerState) -> int:
     """Train from the state's step on; see `train`."""
     config = state.config
     finished_before = state.step >= state.total_steps
+    if state.validates_first:
+        clock = Clock()
+        with clock("testing"):
+            found = validate(state)
+        state.tracker.log(state.step, {"val/loss": found, **clock.seconds}, state.total_steps)
     while state.step < state.total_steps and not state.stop:
         clock = Clock()
         with clock("step"):
-            metrics = step(state, clock)
+            with traced(profile_path(state)):
+                metrics = step(state, clock)
             last = state.step == state.total_steps
             if last or state.stop or state.save:
                 with clock("save_checkpoint"):
                     save(state)
-            if state.val and (last or due(state.step, config.trainer.test_freq)):
+                if state.saver.seconds is not None:
+                    clock.seconds[WRITING] = state.saver.seconds
+            if state.val and (last or (not state.stop and due(state.step, config.trainer.test_freq))):
                 with clock("testing"):
                     metrics["val/loss"] = validate(state)
-        state.tracker.log(state.step, {**metrics, **clock.seconds}, state.total_steps)
+        state.stopping.note_save(clock.seconds)
+        state.stopping.note_test(clock.seconds.get(TESTING))
+        if metrics:  # else the step was discarded
+            state.tracker.log(state.step, {**metrics, **clock.seconds}, state.total_steps)
     return finish(state, finished_before)
+
+
+def profile_path(state: TrainerState) -> Path | None:
+    """Return the path of this rank's trace of the next step; None if it is not to be profiled."""
+    number = state.step + 1
+    is_profiled = number in state.config.trainer.profile_steps
+    return trace_path(state.run, number, state.world.rank) if is_profiled else None
 
 
 def load(config: SftConfig, run: RunDir, world: World) -> TrainerState:
@@ -132,6 +166,9 @@ def load(config: SftConfig, run: RunDir, world: World) -> TrainerState:
     checkpoint.refuse_other_data(run.checkpoints, progress, len(samples))
     position = Position(progress.epoch, progress.index)
     steps = config.trainer.total_epochs * steps_per_epoch(len(samples), data.train_batch_size)
+    records = read_metrics(run.metrics) if world.is_main else []
+    total_steps = config.trainer.total_training_steps or steps
+    is_due = bool(val) and (progress.step == total_steps or due(progress.step, config.trainer.test_freq))
     return TrainerState(
         config=config,
         objective=OBJECTIVES[type(config)],
@@ -144,17 +181,26 @@ def load(config: SftConfig, run: RunDir, world: World) -> TrainerState:
         train=samples,
         val=val,
         batches=batches(len(samples), data.train_batch_size, seed=seed, shuffle=data.shuffle, start=position),
-        total_steps=config.trainer.total_training_steps or steps,
+        total_steps=total_steps,
         tracker=world.together(lambda: open_tracker(config, run, progress.wandb_id, world.is_main)),
         saver=checkpoint.Saver(run.checkpoints, world, config.trainer.max_ckpt_to_keep, not config.trainer.save_async),
+        stopping=open_stopping(run, config.slurm.warning_s, records),
         step=progress.step,
         position=position,
         total_tokens=progress.total_tokens,
+        validates_first=world.broadcast_object(
+            progress.step > 0 and is_due and not has_validation(records, progress.step)
+        ),
+        saved_step=progress.step,
     )
 
 
 def step(state: TrainerState, clock: Clock) -> dict[str, float]:
-    """Make one optimizer step on the next global batch; return its metrics, which are the same on every rank."""
+    """Make one optimizer step on the next global batch.
+
+    Returns:
+        its metrics, which are the same on every rank; none if the run stops and the step was discarded.
+    """
     config, world, number = state.config, state.world, state.step + 1
     with clock("data"):
         indices, position = next(state.batches)
@@ -165,20 +211,21 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
             state.objective.collate([samples[index] for index in micro]).to(world.device) for micro in plan
         ]
     with guards.explain_out_of_memory(f"step {number}"), clock("forward_backward"):
+        started, random = time.monotonic(), random_state(world)
         scale = sharding.loss_factor(state.model, world) / work.targets
         loss = torch.zeros((), device=world.device)
         for index, micro_batch in enumerate(micro_batches):
+            if index and index % state.ask_every == 0 and agree(state, left=1 - index / len(micro_batches)):
+                discard(state, random)
+                return {}
             sharding.begin_micro_batch(state.model, config.trainer, last=index == len(micro_batches) - 1)
             part = state.objective.loss(state.model, micro_batch, scale)
             part.backward()
             loss += part.detach()
         norm = clip_gradients(state.model.parameters(), config.optim.clip_grad)
-        # The only exchange of numbers in a step: rank 0's decisions travel with the loss.
-        stop_requested = float(world.is_main and state.run.stop.exists())
-        save_requested = float(save_is_due(state, number))
-        losses, stops, saves = world.gather_rows(
-            [loss.item() / sharding.loss_factor(state.model, world), stop_requested, save_requested]
-        ).T.tolist()
+        # The usual exchange of numbers in a step: rank 0's decisions travel with the loss.
+        own = [loss.item() / sharding.loss_factor(state.model, world), *decisions(state, number, started)]
+        losses, stops, saves, seconds = world.gather_rows(own).T.tolist()
         guards.refuse_not_finite(number, losses, norm)
     with guards.explain_out_of_memory(f"step {number}"), clock("optimizer"):
         lr = config.optim.lr * lr_factor(config.optim, state.step, state.total_steps)
@@ -186,7 +233,9 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
     state.step, state.position, state.stop, state.save = number, position, bool(stops[0]), bool(saves[0])
+    state.ask_every = max(1, int(_ASK_EVERY_S * len(micro_batches) / max(seconds[0], 1e-9)))
     state.total_tokens += work.tokens
+    state.stopping.note_step(clock.seconds)
     return {
         "train/loss": sum(losses),
         "train/grad_norm": norm,
@@ -196,6 +245,45 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
         "perf/total_num_tokens": state.total_tokens,
         **perf_metrics(work, clock, state.flops, world),
     }
+
+
+def decisions(state: TrainerState, number: int, started: float) -> list[float]:
+    """Return rank 0's decisions after this step, as numbers: whether to stop, whether to save, and the step's seconds.
+
+    Args:
+        started: `time.monotonic()` before the first micro-batch.
+    """
+    stopping, seconds = state.stopping, time.monotonic() - started
+    stopping.made_a_step = True  # what is left of it takes no time
+    is_due = bool(state.val) and due(number, state.config.trainer.test_freq)
+    work_s = max(stopping.rest_s(), seconds) + (stopping.testing_s if is_due else 0.0)
+    is_last = number == state.total_steps
+    return [
+        float(state.world.is_main and not is_last and stopping.due(work_s)),
+        float(save_is_due(state, number)),
+        seconds,
+    ]
+
+
+def agree(state: TrainerState, left: float) -> bool:
+    """Return whether rank 0 stops now, within a step. Every rank calls this.
+
+    Args:
+        left: the part of the step's micro-batches that is left, 0 to 1.
+    """
+    stops = state.world.is_main and state.stopping.due(left * state.stopping.rest_s())
+    return bool(state.world.gather_rows([float(stops)])[0, 0])
+
+
+def discard(state: TrainerState, random: Tensors) -> None:
+    """Stop in the middle of a step. The checkpoint will be as if the step had not begun.
+
+    Args:
+        random: the random state before the step.
+    """
+    state.optimizer.zero_grad(set_to_none=True)
+    set_random_state(random, state.world)
+    state.stop = True
 
 
 def perf_metrics(work: Work, clock: Clock, flops: Flops, world: World) -> dict[str, float]:
@@ -217,7 +305,9 @@ def perf_metrics(work: Work, clock: Clock, flops: Flops, world: World) -> dict[s
 
 
 def save(state: TrainerState) -> None:
-    """Write a checkpoint, in the background if configured."""
+    """Write a checkpoint, in the background if configured, unless there is one of this step."""
+    if state.saved_step == state.step:
+        return
     progress = Progress(
         step=state.step,
         epoch=state.position.epoch,
@@ -229,7 +319,7 @@ def save(state: TrainerState) -> None:
         wandb_id=state.tracker.wandb_id,
     )
     state.saver.save(state.model, state.optimizer, state.tokenizer, progress)
-    state.saved_at = time.monotonic()
+    state.saved_step, state.saved_at = state.step, time.monotonic()
 
 
 @torch.no_grad()
@@ -255,10 +345,9 @@ def finish(state: TrainerState, finished_before: bool) -> int:
     if finished_before:
         print_once(state.world, f"{state.run.path} has already finished after {state.step} steps; nothing to train")
     if not done:
-        print_once(
-            state.world,
-            f"stopped after step {state.step} of {state.total_steps}: checkpoint saved; submit again to resume",
-        )
+        if state.world.broadcast_object(state.stopping.is_in_vain()):
+            raise AgreedRunError(IN_VAIN)
+        print_once(state.world, stopped_line(state.step, state.total_steps))
     elif state.config.trainer.export and not (finished_before and exists_for_all(state)):
         export(state.run.path, state.run.model, replace=True, world=state.world)
         print_once(state.world, f"model: {state.run.model}")

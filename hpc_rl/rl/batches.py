@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -65,8 +65,14 @@ class BatchSource:
         self._batches = full_batches(config, len(train), start)
         self.position = start
 
-    def draw(self, step: int) -> Batch:
+    def draw(self, step: int, stops: Callable[[], bool]) -> Batch | None:
         """Generate the batch of a step: train_batch_size prompts with rollout.n responses each.
+
+        Args:
+            stops: is asked between two batches of dynamic sampling whether to stop.
+
+        Returns:
+            the batch; None if the run stops.
 
         Raises:
             RunError: algorithm.filter_groups is set, and too few prompts have responses with different scores.
@@ -76,6 +82,8 @@ class BatchSource:
         needed = self._config.data.train_batch_size * self._config.rollout.n
         kept = _Kept()
         for attempt in range(self._config.algorithm.max_gen_batches):
+            if attempt and stops():
+                return None
             drawn = self._draw(step, attempt)
             refuse_no_scores(drawn.scored.wait(), step + 1)
             kept.add(drawn)

@@ -60,6 +60,7 @@ def wait(state: PpoState) -> None:
     for pending in [group.saved(role) for role, group in learners_of(state.actor, state.critic).items()]:
         pending.wait(DEADLINE_S)
     saving.finish()
+    state.write_s = saving.seconds
 
 
 @contextmanager

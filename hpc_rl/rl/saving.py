@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -31,6 +32,9 @@ class Saving:
         self._keep = keep
         self._parts_are_written = threading.Event()
         self._named: Future[Path] = Future()
+        self._began = time.monotonic()
+        self.seconds: float | None = None
+        """Duration of the writing, after its end."""
         threading.Thread(target=self._watch, name="checkpoint", daemon=True).start()
 
     def finish(self) -> None:
@@ -56,6 +60,7 @@ class Saving:
         while not all(model_state.is_written(self._partial / part) for part in self._progress.parts):
             if self._parts_are_written.wait(_POLL_S):  # another node's file may not be visible here yet
                 break
+        self.seconds = time.monotonic() - self._began
         try:
             self._named.set_result(checkpoint.commit(self._folder, self._progress, self._keep))
         except RunError as error:

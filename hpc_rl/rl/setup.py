@@ -22,9 +22,11 @@ from hpc_rl.rl.scoring import FunctionScoring, ModelScoring, Scoring
 from hpc_rl.rl.state import OldLogprobs, PpoState
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
+from hpc_rl.tracking.metrics import has_validation, read_metrics
 from hpc_rl.tracking.tracker import open_tracker
 from hpc_rl.training.checkpoint import refuse_other_data
 from hpc_rl.training.model import load_tokenizer
+from hpc_rl.training.stopping import open_stopping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,6 +68,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     if progress is not None:
         left = "" if progress.step < total_steps else f", the last of {total_steps}: only the export remains"
         print(f"resuming after step {progress.step}{left}; from {run.checkpoints}", flush=True)
+    step, records = progress.step if progress else 0, read_metrics(run.metrics)
     coef = progress.kl_coef if progress and progress.kl_coef is not None else kl.coef
     return PpoState(
         config=config,
@@ -86,9 +89,14 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
         peak=peak,
         total_steps=total_steps,
         tracker=open_tracker(config, run, progress.wandb_id if progress else None, is_main=True),
+        stopping=open_stopping(run, config.slurm.warning_s, records),
+        validates_first=bool(val)
+        and validation_is_due(config, step, total_steps)
+        and not has_validation(records, step),
         kl=AdaptiveKl(coef, kl.target, kl.horizon),
-        step=progress.step if progress else 0,
+        step=step,
         total_tokens=progress.total_tokens if progress else 0,
+        saved_step=step,
     )
 
 
@@ -150,6 +158,18 @@ def old_logprobs(config: PpoConfig) -> OldLogprobs:
     device, dtype = config.trainer.computes_on, config.model.dtype
     exact = device in engine_spec(config).exact_on and dtype == engine_dtype(rollout, device) == "float32"
     return "rollout" if exact else "recompute"
+
+
+def validation_is_due(config: PpoConfig, step: int, total_steps: int) -> bool:
+    """Return whether the run validates after this step; step 0 is the start."""
+    if step == 0:
+        return config.trainer.val_before_train
+    return step == total_steps or due(step, config.trainer.test_freq)
+
+
+def due(number: int, every: int) -> bool:
+    """Return whether an action that happens every `every` steps is due at this step; 0 means never."""
+    return every > 0 and number % every == 0
 
 
 def responses_per_step(config: PpoConfig) -> int:

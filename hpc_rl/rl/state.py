@@ -17,6 +17,7 @@ from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training.model import Flops
+from hpc_rl.training.stopping import Stopping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,12 +52,19 @@ class PpoState:
     """Floating-point operations per second of one of the policy's devices; None if it is not known."""
     total_steps: int
     tracker: Tracker
+    stopping: Stopping
+    validates_first: bool
+    """Whether to validate before the first step: at the start, or if the last attempt stopped before a validation."""
 
     kl: AdaptiveKl
     step: int
     total_tokens: int
+    saved_step: int
+    """Step of the newest checkpoint, or 0."""
     steps_without_signal: int = 0
     """Number of latest steps, in a row, whose advantages were all 0."""
     saved_at: float = field(default_factory=time.monotonic)
     saving: Saving | None = None
+    write_s: float | None = None
+    """Seconds in which the latest complete checkpoint was written."""
     """The checkpoint that is being written."""

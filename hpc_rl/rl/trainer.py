@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 from tensordict import TensorDict
 
 from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.errors import EXIT_STOPPED
+from hpc_rl.errors import EXIT_STOPPED, RunError
 from hpc_rl.rl import checkpoints
 from hpc_rl.rl.batches import Batch, training_samples
 from hpc_rl.rl.experience import (
@@ -29,11 +31,13 @@ from hpc_rl.rl.metrics import (
     reward_metrics,
 )
 from hpc_rl.rl.scoring import refuse_no_scores
+from hpc_rl.rl.setup import due, validation_is_due
 from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.validation import validate
 from hpc_rl.tracking.report import report_end
 from hpc_rl.tracking.samples import TRAIN, VAL, records_training_samples
 from hpc_rl.training.perf import Clock
+from hpc_rl.training.stopping import IN_VAIN, TESTING, WRITING, stopped_line
 
 
 def train(state: PpoState) -> int:
@@ -42,37 +46,59 @@ def train(state: PpoState) -> int:
     Returns:
         the process's exit code: 0, or 75 if the run stopped early and resumes when it is started again.
     """
-    config, stop = state.config, False
-    if state.step == 0 and config.trainer.val_before_train and state.val:
+    config, stopping = state.config, state.stopping
+    if state.validates_first:
         clock = Clock()
         with clock("testing"):
             metrics = test(state)
-        state.tracker.log(0, {**metrics, **clock.seconds}, state.total_steps)
+        state.tracker.log(state.step, {**metrics, **clock.seconds}, state.total_steps)
+    stop = stopping.due(0)
     while state.step < state.total_steps and not stop:
         clock = Clock()
         with clock("step"):
-            metrics = step(state, clock)
-            stop = state.run.stop.exists()
+            with traced(state):
+                metrics = step(state, clock)
+            tests = bool(state.val) and validation_is_due(config, state.step, state.total_steps)
             last = state.step == state.total_steps
+            stop = not metrics or (not last and stopping.due(work_s(state, tests)))
             if last or stop or save_is_due(state):
                 with clock("save_checkpoint"):
-                    checkpoints.save(state)
-            if state.val and (last or (not stop and due(state.step, config.trainer.test_freq))):
+                    save(state)
+                if state.write_s is not None:
+                    clock.seconds[WRITING] = state.write_s
+            if tests and not stop:
                 with clock("testing"):
                     metrics |= test(state)
-        state.tracker.log(state.step, {**metrics, **clock.seconds}, state.total_steps)
+        stopping.note_save(clock.seconds)
+        stopping.note_test(clock.seconds.get(TESTING))
+        if metrics:  # else the step was discarded
+            state.tracker.log(state.step, {**metrics, **clock.seconds}, state.total_steps)
     return finish(state)
 
 
 def step(state: PpoState, clock: Clock) -> dict[str, float]:
-    """Train one step and return its metrics."""
+    """Train one step.
+
+    Until the first update, the step can be discarded: nothing has changed but the position in the data. After it, the
+    step is completed, because a half-trained policy is of no use.
+
+    Returns:
+        its metrics; none if the run stops and the step was discarded.
+    """
     config, algorithm = state.config, state.config.algorithm
+    position = state.batches.position
     with clock("gen"):
         state.rollout.wake()
-        batch = state.batches.draw(state.step)
+        batch = state.batches.draw(state.step, lambda: stops(state, ["timing_s/gen"]))
         state.rollout.sleep()
-        experience = batch.experience()
+        experience = batch and batch.experience()
+    if batch is None or stops(state, clock.seconds):
+        state.batches.position = position
+        return {}
     evaluate(state, batch, experience, clock)
+    if stops(state, clock.seconds):
+        state.batches.position = position
+        return {}
     with clock("adv"):
         kl_coef = state.kl.coef
         kl_mean = add_rewards(experience, algorithm, kl_coef)
@@ -81,6 +107,7 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
             state.kl.update(kl_mean, len(batch.prompts))
     metrics = learn(state, experience, clock)
     state.step += 1
+    state.stopping.note_step(clock.seconds)
     metrics |= experience_metrics(experience, config)
     metrics |= reward_metrics(batch.scored.wait())
     metrics |= perf_metrics(experience, clock.seconds, state)
@@ -96,6 +123,29 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
     if records_training_samples(state.step, state.total_steps):
         state.tracker.log_samples(state.step, training_samples(batch, state.tokenizer), TRAIN)
     return metrics
+
+
+@contextmanager
+def traced(state: PpoState) -> Iterator[None]:
+    """Trace the next step on all workers, if it is one of trainer.profile_steps."""
+    number = state.step + 1
+    if number not in state.config.trainer.profile_steps:
+        yield
+        return
+    for pending in [group.begin_trace() for group in state.groups]:
+        pending.wait()
+    yield
+    for pending in [group.end_trace(state.run, number) for group in state.groups]:
+        pending.wait()
+
+
+def stops(state: PpoState, done: Collection[str]) -> bool:
+    """Return whether the run stops now, within a step.
+
+    Args:
+        done: names of the phases of the step that are done, or almost.
+    """
+    return state.stopping.due(state.stopping.rest_s(done))
 
 
 def evaluate(state: PpoState, batch: Batch, experience: TensorDict, clock: Clock) -> None:
@@ -187,10 +237,9 @@ def finish(state: PpoState) -> int:
         checkpoints.export_model(state)
         print(f"model: {state.run.model}", flush=True)
     elif not done:
-        print(
-            f"stopped after step {state.step} of {state.total_steps}: checkpoint saved; submit again to resume",
-            flush=True,
-        )
+        if state.stopping.is_in_vain():
+            raise RunError(IN_VAIN)
+        print(stopped_line(state.step, state.total_steps), flush=True)
     code = 0 if done else EXIT_STOPPED
     state.tracker.finish(code)
     if state.run.metrics.exists():
@@ -198,9 +247,16 @@ def finish(state: PpoState) -> int:
     return code
 
 
-def due(number: int, every: int) -> bool:
-    """Return whether an action that happens every `every` steps is due at this step; 0 means never."""
-    return every > 0 and number % every == 0
+def save(state: PpoState) -> None:
+    """Write a checkpoint, unless there is one of this step."""
+    if state.saved_step != state.step:
+        checkpoints.save(state)
+        state.saved_step = state.step
+
+
+def work_s(state: PpoState, tests: bool) -> float:
+    """Return the estimated seconds of the next step, and of a validation before it."""
+    return state.stopping.rest_s() + (state.stopping.testing_s if tests else 0.0)
 
 
 def save_is_due(state: PpoState) -> bool:

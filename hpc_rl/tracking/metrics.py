@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -70,3 +70,8 @@ def parse_line(line: bytes | str) -> Record | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def has_validation(records: Sequence[Record], step: int) -> bool:
+    """Return whether the records contain a validation after this step."""
+    return any(record["step"] == step and any(name.startswith("val/") for name in record) for record in records)

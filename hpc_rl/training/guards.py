@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from hpc_rl.errors import AgreedRunError, RunError
+from hpc_rl.training import memory_snapshot
 
 IN_TRAINING = (
     "lower trainer.micro_tokens, or set model.enable_gradient_checkpointing=true, "
@@ -33,7 +34,9 @@ def explain_out_of_memory(what: str, remedy: str = IN_TRAINING) -> Iterator[None
         if not known:
             raise
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise RunError(f"out of memory in {what}: {remedy} ({first})") from error
+        snapshot = memory_snapshot.write() if isinstance(error, torch.OutOfMemoryError) else None
+        more = f"; what fills the memory: {snapshot}, shown by https://docs.pytorch.org/memory_viz" if snapshot else ""
+        raise RunError(f"out of memory in {what}: {remedy} ({first}){more}") from error
 
 
 def refuse_not_finite(step: int, losses_by_rank: Sequence[float], gradient_norm: float) -> None:

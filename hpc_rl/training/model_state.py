@@ -69,7 +69,7 @@ def snapshot(
     tensors = {**_model_tensors(model), **_optimizer_tensors(model, optimizer)}
     if copy:
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-    return Snapshot({**tensors, **_random_state(world)}, model, tokenizer)
+    return Snapshot({**tensors, **random_state(world)}, model, tokenizer)
 
 
 def write(path: Path, found: Snapshot, world: World) -> None:
@@ -99,12 +99,12 @@ def read(path: Path, model: PackedModel, optimizer: torch.optim.Optimizer, world
     reshard(model)
     tensors = {**_model_tensors(model), **_optimizer_tensors(model, optimizer)}
     known = _metadata(path).state_dict_metadata
-    random = {name: value for name, value in _random_state(world).items() if name in known}
+    random = {name: value for name, value in random_state(world).items() if name in known}
     try:
         _transfer(dcp.load, {**tensors, **random}, path, alone=world.size == 1)
     except CheckpointException as error:
         raise UnreadableError(f"cannot be read: {_first_cause(error)}") from error
-    _set_random_state(random, world)
+    set_random_state(random, world)
 
 
 def stored_weights(path: Path) -> dict[str, StoredWeight]:
@@ -184,7 +184,8 @@ def _optimizer_tensors(model: PackedModel, optimizer: torch.optim.Optimizer) -> 
     }
 
 
-def _random_state(world: World) -> Tensors:
+def random_state(world: World) -> Tensors:
+    """Return this rank's random state, as `set_random_state` restores it."""
     state = {f"{_RANDOM}{world.rank}.cpu": torch.get_rng_state()}
     if world.on_accelerator:
         kind = world.device.type
@@ -192,7 +193,7 @@ def _random_state(world: World) -> Tensors:
     return state
 
 
-def _set_random_state(state: Tensors, world: World) -> None:
+def set_random_state(state: Tensors, world: World) -> None:
     """Set the random state; a rank that did not exist when the checkpoint was written keeps its own."""
     for name, value in state.items():
         if name.endswith(".cpu"):

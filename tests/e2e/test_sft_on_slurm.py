@@ -123,6 +123,25 @@ def test_the_walltime_warning_saves_and_queues_again(
     assert same_losses(workspace.losses("walltime"), uninterrupted)
 
 
+def test_a_run_stops_by_itself_before_the_walltime(workspace: Workspace, uninterrupted: dict[int, float]) -> None:
+    """Slurm states the end of the walltime; the first attempt then takes it to be so near that no second step fits."""
+    (workspace.folder / "early.sh").write_text(
+        'echo "$(date +%s) $HPC_RL_JOB_END" >> "$HPC_RL_RUN_DIR/ends"\n'
+        '[ -d "$HPC_RL_RUN_DIR/attempt-1" ] || HPC_RL_JOB_END=$(($(date +%s) + 170))\n'
+    )
+    setup = f"slurm.setup=['. {workspace.folder}/early.sh']"
+    workspace.ok("submit", "sft", "--nodes", "2", "--time", "30", "--job-name", "by-itself", *QUICK, STEPS, setup)
+    workspace.ok("logs", "-f", "by-itself")
+    log = workspace.ok("logs", "by-itself")
+    assert "stopping: the walltime ends in" in log and "stopped after step" in log
+    assert "saved before the walltime; job" in log
+    status = workspace.status("by-itself")
+    assert (status["state"], status["attempt"]) == ("COMPLETED", 2)
+    assert same_losses(workspace.losses("by-itself"), uninterrupted)
+    ends = [line.split() for line in (workspace.folder / "runs/by-itself/ends").read_text().splitlines()]
+    assert len(ends) == 2 and all(1700 < int(end) - int(now) <= 1800 for now, end in ends), ends
+
+
 @pytest.mark.slow
 def test_slurm_warns_before_the_walltime_by_itself(workspace: Workspace) -> None:
     (workspace.folder / "stopper.py").write_text(

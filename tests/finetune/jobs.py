@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -9,13 +10,17 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
+from hpc_rl.finetune import trainer
 from hpc_rl.finetune.train import parse
 from hpc_rl.finetune.trainer import train
+from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import read_metrics
-from hpc_rl.training import distributed
+from hpc_rl.training import distributed, sharding
 from hpc_rl.training.distributed import World
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
@@ -34,6 +39,26 @@ def run_here(base: Sequence[str], run_dir: Path, *overrides: str) -> int:
 def run_job(base: Sequence[str], run_dir: Path, *overrides: str, ranks: int = 1) -> list[Result]:
     """Processes as a launcher starts them; (exit code, stdout, stderr) of each rank."""
     return spawn(["-m", "hpc_rl.finetune.train", *arguments(base, run_dir, *overrides)], ranks)
+
+
+def run_stopped(
+    runs: Sequence[tuple[Sequence[str], Path, Sequence[str]]], micro_batch: int, ranks: int
+) -> list[Result]:
+    """Like `run_several`; a run is asked to stop when rank 0 begins this micro-batch, counted from 0 over all steps."""
+    return spawn([__file__, json.dumps([arguments(*one[:2], *one[2]) for one in runs]), str(micro_batch)], ranks)
+
+
+def ask_at(patch: pytest.MonkeyPatch, run: RunDir, micro_batch: int) -> None:
+    """Write the stop file when this micro-batch begins, and let the ranks agree after each one."""
+    begin, begun = sharding.begin_micro_batch, itertools.count()
+
+    def begin_and_ask(*arguments: Any, **named: Any) -> None:
+        if next(begun) == micro_batch:
+            run.stop.write_text("user\n")
+        begin(*arguments, **named)
+
+    patch.setattr(sharding, "begin_micro_batch", begin_and_ask)
+    patch.setattr(trainer, "_ASK_EVERY_S", 0)
 
 
 def run_several(
@@ -77,6 +102,12 @@ def series(run_dir: Path, name: str) -> list[float]:
 
 if __name__ == "__main__":
     world = distributed.start("cpu", start_timeout_s=60)
-    codes = [train(*parse(each), world) for each in json.loads(sys.argv[1])]
+    codes = []
+    for each in json.loads(sys.argv[1]):
+        config, run = parse(each)
+        with pytest.MonkeyPatch.context() as patch:
+            if len(sys.argv) > 2:
+                ask_at(patch, run, int(sys.argv[2]) if world.is_main else -1)
+            codes.append(train(config, run, world))
     print("exit codes", *codes)
     distributed.finish()

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from hpc_rl.errors import EXIT_STOPPED, UserError
-from tests.finetune.jobs import run_here, run_job, series
+from hpc_rl.errors import EXIT_STOPPED, RunError, UserError
+from hpc_rl.finetune import sft
+from hpc_rl.run_dir import RunDir
+from hpc_rl.training import checkpoint
+from hpc_rl.training.model import CausalLM
+from hpc_rl.training.packed_batch import PackedBatch
+from tests.finetune.jobs import ask_at, run_here, run_job, run_stopped, series
+
+SPLIT = "trainer.packing=false"
+"""Each of the eight samples of a step is a micro-batch."""
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +60,81 @@ def test_stopped_on_one_rank_and_resumed_on_two(sft_config: list[str], tmp_path:
     assert [code for code, _, _ in results] == [0, 0], results
     assert "resuming after step 2" in results[0][1]
     same_as(uninterrupted, tmp_path)
+
+
+def test_a_stop_within_a_step_discards_it_on_all_ranks(
+    sft_config: list[str], tmp_path: Path, uninterrupted: Path
+) -> None:
+    options = (SPLIT, "trainer.profile_steps=1")
+    kinds = ("full", "gradients", "none")
+    runs = [(sft_config, tmp_path / kind, [*options, f"trainer.sharding={kind}"]) for kind in kinds]
+    for code, out, errors in run_stopped(runs, micro_batch=6, ranks=2):
+        assert (code, out.splitlines()[-1:]) == (0, ["exit codes 75 75 75"]), errors
+    assert {path.name for path in tmp_path.glob("full/profiles/step-00000001/*")} == {"rank0.json.gz", "rank1.json.gz"}
+    for _, run_dir, _ in runs:
+        found = checkpoint.newest(run_dir / "checkpoints")
+        assert found is not None and found[1].step == len(series(run_dir, "train/loss")) == 1
+        (run_dir / "stop").unlink()
+        assert run_here(sft_config, run_dir) == 0
+        same_as(uninterrupted, run_dir)
+
+
+def test_a_discarded_step_leaves_no_trace_in_the_random_state(
+    sft_config: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of this test is random, like that of a model with dropout."""
+    known = sft.loss
+
+    def noisy(model: CausalLM, batch: PackedBatch, scale: float) -> torch.Tensor:
+        return known(model, batch, scale) * (1 + torch.rand(()))
+
+    monkeypatch.setattr(sft, "loss", noisy)
+    assert run_here(sft_config, tmp_path / "whole", SPLIT) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        ask_at(patch, RunDir(tmp_path / "run"), 12)
+        assert run_here(sft_config, tmp_path / "run", SPLIT) == EXIT_STOPPED
+    (tmp_path / "run" / "stop").unlink()
+    assert len(series(tmp_path / "run", "train/loss")) == 1
+    assert run_here(sft_config, tmp_path / "run", SPLIT) == 0
+    assert series(tmp_path / "run", "train/loss") == series(tmp_path / "whole", "train/loss")
+
+
+def test_a_validation_that_a_stop_left_out_is_made_up_for(
+    sft_config: list[str], tmp_path: Path, uninterrupted: Path
+) -> None:
+    (tmp_path / "stop").touch()
+    for _ in range(3):
+        assert run_here(sft_config, tmp_path) == EXIT_STOPPED
+    assert series(tmp_path, "val/loss") == []
+    assert run_here(sft_config, tmp_path) == EXIT_STOPPED
+    assert series(tmp_path, "val/loss") == series(uninterrupted, "val/loss")[:1]
+    (tmp_path / "stop").unlink()
+    assert run_here(sft_config, tmp_path) == 0
+    same_as(uninterrupted, tmp_path)
+
+
+def test_a_run_stops_by_itself_before_the_walltime_and_is_resumed(
+    sft_config: list[str], tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPC_RL_JOB_END", str(int(time.time()) + 100))
+    assert run_here(sft_config, tmp_path) == EXIT_STOPPED
+    assert (tmp_path / "stop").read_text() == "walltime\n"
+    assert series(tmp_path, "train/loss") == series(uninterrupted, "train/loss")[:1]
+    assert checkpoint.newest(tmp_path / "checkpoints") is not None
+    (tmp_path / "stop").unlink()  # as the job script does
+    monkeypatch.delenv("HPC_RL_JOB_END")
+    assert run_here(sft_config, tmp_path) == 0
+    same_as(uninterrupted, tmp_path)
+
+
+def test_a_run_that_cannot_make_a_step_within_its_walltime_is_not_queued_again(
+    sft_config: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPC_RL_JOB_END", str(int(time.time()) + 100))
+    (tmp_path / "stop").write_text("walltime\n")
+    with pytest.raises(RunError, match=r"the walltime ends before the first step of .*raise --time"):
+        run_here(sft_config, tmp_path, SPLIT)
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_damaged_newest_checkpoint_is_skipped(

@@ -14,7 +14,7 @@ from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scores
-from hpc_rl.rl.batches import BatchSource, training_samples
+from hpc_rl.rl.batches import Batch, BatchSource, training_samples
 from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.rollout.engine import Completion, Sampling
 from hpc_rl.rl.trainer import greedy_scores
@@ -54,6 +54,12 @@ def source(config: PpoConfig, score: Score, start: Position = START) -> tuple[Ba
     return BatchSource(config, PROMPTS, engine, Scoring(score), start), engine  # type: ignore[arg-type]
 
 
+def drawn(source: BatchSource, step: int) -> Batch:
+    batch = source.draw(step, lambda: False)
+    assert batch is not None
+    return batch
+
+
 def token(completion: Completion) -> int:
     return int(completion.token_ids[0])
 
@@ -64,7 +70,7 @@ def by_token(_: Prompt, completion: Completion) -> float:
 
 def test_each_prompt_is_answered_n_times_side_by_side() -> None:
     drawing, engine = source(ppo_config("data.shuffle=false"), by_token)
-    batch = drawing.draw(0)
+    batch = drawn(drawing, 0)
     assert [prompt.answer for prompt in batch.prompts] == ["0", "0", "1", "1", "2", "2", "3", "3"]
     assert batch.groups == [0, 0, 1, 1, 2, 2, 3, 3]
     ((prompts, seeds, sampling),) = engine.asked
@@ -75,13 +81,13 @@ def test_each_prompt_is_answered_n_times_side_by_side() -> None:
 
 def test_a_step_draws_the_same_after_a_resume() -> None:
     straight, _ = source(ppo_config(), by_token)
-    batches = [straight.draw(step) for step in range(5)]
+    batches = [drawn(straight, step) for step in range(5)]
     resumed, _ = source(ppo_config(), by_token)
     for step in range(3):
-        resumed.draw(step)
+        drawn(resumed, step)
     resumed, _ = source(ppo_config(), by_token, resumed.position)
     for step in (3, 4):
-        again = resumed.draw(step)
+        again = drawn(resumed, step)
         assert [p.answer for p in again.prompts] == [p.answer for p in batches[step].prompts]
         assert [token(c) for c in again.completions] == [token(c) for c in batches[step].completions]
 
@@ -89,7 +95,7 @@ def test_a_step_draws_the_same_after_a_resume() -> None:
 def test_what_is_left_of_an_epoch_waits_for_another_order() -> None:
     drawing, engine = source(ppo_config(), by_token)
     for step in range(4):
-        drawing.draw(step)
+        drawn(drawing, step)
     epochs = [{prompt for prompts, _, _ in engine.asked[i : i + 2] for prompt in prompts} for i in (0, 2)]
     assert [len(epoch) for epoch in epochs] == [8, 8]
 
@@ -101,7 +107,7 @@ def test_dynamic_sampling_collects_groups_of_differing_score() -> None:
         return by_token(prompt, completion) if int(prompt.answer) % 2 else 1.0
 
     drawing, engine = source(ppo_config("algorithm.filter_groups=true", "rollout.n=4"), score)
-    batch = drawing.draw(0)
+    batch = drawn(drawing, 0)
     assert len(engine.asked) > 1
     assert len(batch.prompts) == len(batch.completions) == 16
     assert all(int(prompt.answer) % 2 for prompt in batch.prompts)
@@ -112,10 +118,17 @@ def test_dynamic_sampling_collects_groups_of_differing_score() -> None:
     assert len({tuple(seeds) for _, seeds, _ in engine.asked}) == len(engine.asked)  # new numbers at each attempt
 
 
+def test_dynamic_sampling_stops_between_two_batches() -> None:
+    drawing, engine = source(ppo_config("algorithm.filter_groups=true", "algorithm.max_gen_batches=5"), lambda *_: 1)
+    answers = iter([False, True])
+    assert drawing.draw(0, lambda: next(answers)) is None
+    assert len(engine.asked) == 2
+
+
 def test_dynamic_sampling_gives_up() -> None:
     drawing, engine = source(ppo_config("algorithm.filter_groups=true", "algorithm.max_gen_batches=3"), lambda *_: 1)
     with pytest.raises(RunError) as caught:
-        drawing.draw(0)
+        drawn(drawing, 0)
     assert str(caught.value) == (
         "algorithm.filter_groups: in 3 batches of 4 prompts (algorithm.max_gen_batches), only 0 prompts had responses "
         "with different scores. The task is too easy or too hard for this model: raise algorithm.max_gen_batches or "
@@ -129,7 +142,7 @@ def test_remax_compares_with_a_greedy_response_to_the_same_prompt() -> None:
         return 100 * int(prompt.answer) + token(completion)
 
     drawing, engine = source(ppo_config("algorithm.advantage=remax", "data.shuffle=false"), score)
-    batch = drawing.draw(0)
+    batch = drawn(drawing, 0)
     (_, _, greedy) = engine.asked[1]
     assert greedy.temperature == 0 and len(engine.asked[1][0]) == 4
     found = greedy_scores(batch)
@@ -138,7 +151,7 @@ def test_remax_compares_with_a_greedy_response_to_the_same_prompt() -> None:
 
 def test_other_estimators_have_no_greedy_scores() -> None:
     drawing, engine = source(ppo_config(), by_token)
-    assert greedy_scores(drawing.draw(0)) is None
+    assert greedy_scores(drawn(drawing, 0)) is None
     assert len(engine.asked) == 1
 
 
@@ -153,7 +166,7 @@ class Words:
 def test_samples_of_a_step_are_the_best_and_the_worst_response() -> None:
     rising = count()
     drawing, _ = source(ppo_config("data.shuffle=false"), lambda prompt, completion: float(next(rising)))
-    batch = drawing.draw(0)
+    batch = drawn(drawing, 0)
     rows = training_samples(batch, Words())  # type: ignore[arg-type]
     assert [row["score"] for row in rows] == [1.0, 0.0, 3.0, 2.0]
     assert [row["response"] for row in rows] == [str(token(batch.completions[index])) for index in (1, 0, 3, 2)]

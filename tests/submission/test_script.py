@@ -44,17 +44,23 @@ def torchrun_job(run_dir: Path, *program: str, **flags: Any) -> Job:
 
 
 def run_script(
-    job: Job, tmp: Path, exits: int = 0, step: str = ""
+    job: Job, tmp: Path, exits: int = 0, step: str = "", first: str = ""
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """Run the rendered script with bash, with a fake srun and scontrol on PATH.
 
     Args:
         exits: the step's exit code.
         step: bash for it to run instead.
+        first: lines of bash before the script.
     """
     programs = tmp / "bin"
     programs.mkdir(exist_ok=True)
-    for name, text in {"srun": FAKE_SRUN.format(python=shutil.which("python3")), "scontrol": "#!/bin/sh\n"}.items():
+    commands = {
+        "srun": FAKE_SRUN.format(python=shutil.which("python3")),
+        "scontrol": "#!/bin/sh\n",
+        "squeue": '#!/bin/sh\n[ "$SLURM_TIME_FORMAT $*" = "%s --noheader --jobs=7 --format=%e" ] && echo 1795290000\n',
+    }
+    for name, text in commands.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     job.run_dir.path.mkdir(parents=True, exist_ok=True)
@@ -64,7 +70,7 @@ def run_script(
         **{"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_NUM_NODES": "1"},
     }
     done = subprocess.run(
-        ["bash"], input=render(job), env=environ, capture_output=True, text=True, timeout=60, check=False
+        ["bash"], input=first + render(job), env=environ, capture_output=True, text=True, timeout=60, check=False
     )
     seen = tmp / "seen.json"
     return done, json.loads(seen.read_text()) if seen.exists() else {}
@@ -175,6 +181,19 @@ def test_the_steps_exit_code_is_the_scripts(tmp_path: Path) -> None:
     assert done.returncode == 3
     status = json.loads(job.run_dir.status.read_text())
     assert status == {"job_id": "7", "attempt": 1, "state": "FAILED", "exit_code": 3}
+
+
+@pytest.mark.parametrize(
+    ("first", "end"),
+    [
+        ("", "1795290000"),
+        ("export SLURM_JOB_END_TIME=1795299999\n", "1795299999"),
+        ("timeout() { return 1; }  # Slurm does not answer\n", ""),
+    ],
+)
+def test_the_trainers_learn_when_the_walltime_ends(tmp_path: Path, first: str, end: str) -> None:
+    done, seen = run_script(torchrun_job(tmp_path / "run"), tmp_path, first=first)
+    assert (done.returncode, seen["env"]["HPC_RL_JOB_END"]) == (0, end)
 
 
 def ray_job(run_dir: Path) -> Job:

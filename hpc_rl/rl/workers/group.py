@@ -26,6 +26,7 @@ from hpc_rl.rl.rollout.rollout import joined, split_requests
 from hpc_rl.rl.weights.base import EngineActors
 from hpc_rl.rl.workers.learner import Sums
 from hpc_rl.rl.workers.worker import Worker
+from hpc_rl.run_dir import RunDir
 from hpc_rl.training.model import Flops
 
 T = TypeVar("T")
@@ -147,6 +148,14 @@ class WorkerGroup:
     def load(self, role: str, path: Path) -> Pending[None]:
         """Read model and optimizer of actor or critic."""
         return self._all("load", role, path, combine=_nothing)
+
+    def begin_trace(self) -> Pending[None]:
+        """Record what the workers compute from now on."""
+        return self._all("begin_trace", combine=_nothing)
+
+    def end_trace(self, run: RunDir, step: int) -> Pending[None]:
+        """Write what they have computed since `begin_trace` as the traces of a step."""
+        return self._all("end_trace", run, step, combine=_nothing)
 
     def free_cache(self) -> Pending[None]:
         """Free GPU memory that the workers do not use, for an engine on the same GPUs."""

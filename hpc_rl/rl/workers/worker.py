@@ -30,11 +30,13 @@ from hpc_rl.rl.workers.learner import Learner, Sums
 from hpc_rl.rl.workers.logprobs import held_logprobs
 from hpc_rl.rl.workers.reference import Reference
 from hpc_rl.rl.workers.reward_model import RewardModel
-from hpc_rl.training import distributed, guards
+from hpc_rl.run_dir import RunDir
+from hpc_rl.training import distributed, flight_recorder, guards, memory_snapshot
 from hpc_rl.training.distributed import World
 from hpc_rl.training.export import write_weights
 from hpc_rl.training.model import Flops, load_tokenizer
 from hpc_rl.training.perf import max_memory_gb, peak_flops
+from hpc_rl.training.profiling import Trace, trace_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,6 +67,7 @@ class Worker:
         self.size = size
         self.on_node = on_node
         self.roles = roles
+        self._logs = logs
         self._parts: dict[str, Any] = {}
         process.log_to(logs / f"node{os.environ.get('SLURM_NODEID', '0')}-{pool}-rank{rank}.log")
 
@@ -79,7 +82,9 @@ class Worker:
         process.bind_near_device()
         os.environ.update(process.group_environment(self.rank, self.size, self.on_node, endpoint, own))
         torch.manual_seed(self.config.trainer.seed + self.rank)
+        flight_recorder.prepare(self._logs, self.pool)
         self.world = distributed.start(self.config.trainer.computes_on, self.config.ray.start_timeout_s)
+        memory_snapshot.record(self.world.device, self._logs / f"memory-{self.pool}-rank{self.rank}.pickle")
         with guards.explain_out_of_memory("loading the models"):
             for role, load in MODELS.items():
                 if role in self.roles:
@@ -165,6 +170,16 @@ class Worker:
         """Read model and optimizer of actor or critic."""
         learner: Learner[Any] = self._part(role)
         learner.load(path)
+
+    def begin_trace(self) -> None:
+        """Record what this rank computes from now on."""
+        self._parts["trace"] = Trace()
+
+    def end_trace(self, run: RunDir, step: int) -> None:
+        """Write what this rank has computed since `begin_trace` as its trace of a step."""
+        trace: Trace = self._part("trace")
+        trace.write(trace_path(run, step, self.rank, self.pool))
+        del self._parts["trace"]
 
     def free_cache(self) -> None:
         """Free the memory that torch keeps for later use, before another process needs it."""

@@ -29,6 +29,7 @@ from hpc_rl.rl.workers import group
 from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import read_metrics
+from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training import distributed
 
 TIMEOUT_S = 120
@@ -104,6 +105,18 @@ class Runs:
                     state.rollout.close()
             finally:
                 release_pools(str(logs))
+
+
+def stop_after(patch: pytest.MonkeyPatch, step: int) -> None:
+    """Ask every run of this process to stop when it has recorded this step: during the next one."""
+    log = Tracker.log
+
+    def log_and_ask(self: Tracker, number: int, *rest: Any) -> None:
+        log(self, number, *rest)
+        if number == step:
+            self._samples.with_name("stop").write_text("user\n")
+
+    patch.setattr(Tracker, "log", log_and_ask)
 
 
 def series(run_dir: Path, name: str) -> list[float]:

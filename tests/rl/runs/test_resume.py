@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hpc_rl.errors import EXIT_STOPPED, UserError
-from tests.rl.runs.jobs import Runs, copy_of, same_metrics, series
+from hpc_rl.errors import EXIT_STOPPED, RunError, UserError
+from hpc_rl.rl import trainer
+from hpc_rl.rl.state import PpoState
+from tests.rl.runs.jobs import Runs, copy_of, metrics, same_metrics, series, stop_after
 
 OPTIONS = (
     "trainer.total_training_steps=4",
@@ -31,17 +35,94 @@ def uninterrupted(run: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_stopped_and_continued(
     run: Runs, tmp_path: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str], before: int, after: int
 ) -> None:
-    (tmp_path / "stop").touch()
     for step in (1, 2):
-        assert run(tmp_path, *OPTIONS, f"trainer.n_gpus_per_node={before}") == EXIT_STOPPED
+        with pytest.MonkeyPatch.context() as patch:
+            stop_after(patch, step)
+            assert run(tmp_path, *OPTIONS, f"trainer.n_gpus_per_node={before}") == EXIT_STOPPED
         assert f"stopped after step {step} of 4" in capsys.readouterr().out
-    (tmp_path / "stop").unlink()
+        (tmp_path / "stop").unlink()
     assert run(tmp_path, *OPTIONS, f"trainer.n_gpus_per_node={after}") == 0
     assert "resuming after step 2" in capsys.readouterr().out
     same_metrics(tmp_path, uninterrupted)
     coefs = series(tmp_path, "actor/kl_coef")
     assert len(set(coefs)) == 4  # it adapts, so that one which started again would be seen
     assert series(tmp_path, "perf/total_num_tokens") == series(uninterrupted, "perf/total_num_tokens")
+
+
+@pytest.mark.parametrize("phase", ["hold", "values"])
+def test_a_stop_during_a_step_discards_it(
+    run: Runs, tmp_path: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str], phase: str
+) -> None:
+    """The stop comes while the responses of step 3 are scored and evaluated; step 3 starts another epoch."""
+    with run.state(tmp_path, *OPTIONS) as state, pytest.MonkeyPatch.context() as patch:
+        known = getattr(state.actor, phase)
+
+        def ask(*arguments: Any) -> Any:
+            if state.step == 2:
+                state.run.stop.write_text("user\n")
+            return known(*arguments)
+
+        patch.setattr(state.actor, phase, ask)
+        assert trainer.train(state) == EXIT_STOPPED
+    assert "stopped after step 2 of 4" in capsys.readouterr().out
+    (tmp_path / "stop").unlink()
+    assert run(tmp_path, *OPTIONS) == 0
+    same_metrics(tmp_path, uninterrupted)
+
+
+def test_a_step_whose_update_has_begun_is_completed(run: Runs, tmp_path: Path, uninterrupted: Path) -> None:
+    with run.state(tmp_path, *OPTIONS) as state, pytest.MonkeyPatch.context() as patch:
+        update = state.actor.update
+
+        def ask(role: str, *arguments: Any) -> Any:
+            if role == "critic":
+                state.run.stop.write_text("user\n")
+            return update(role, *arguments)
+
+        patch.setattr(state.actor, "update", ask)
+        assert trainer.train(state) == EXIT_STOPPED
+        assert state.step == 1
+    (tmp_path / "stop").unlink()
+    assert run(tmp_path, *OPTIONS) == 0
+    same_metrics(tmp_path, uninterrupted)
+
+
+def test_a_validation_that_a_stop_left_out_is_made_up_for(run: Runs, tmp_path: Path, uninterrupted: Path) -> None:
+    with run.state(tmp_path, *OPTIONS) as state, pytest.MonkeyPatch.context() as patch:
+        learn = trainer.learn
+
+        def ask(state: PpoState, *arguments: Any) -> Any:
+            if state.step == 2:
+                state.run.stop.write_text("user\n")
+            return learn(state, *arguments)
+
+        patch.setattr(trainer, "learn", ask)
+        assert trainer.train(state) == EXIT_STOPPED
+        assert state.step == 3
+    assert [step["step"] for step in metrics(tmp_path) if "val/score" in step] == [0]
+    (tmp_path / "stop").unlink()
+    assert run(tmp_path, *OPTIONS) == 0
+    assert [step["step"] for step in metrics(tmp_path) if "val/score" in step] == [0, 3, 4]
+    same_metrics(tmp_path, uninterrupted)
+
+
+def test_a_run_stops_by_itself_before_the_walltime(
+    run: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HPC_RL_JOB_END", str(int(time.time()) + 150))
+    assert run(tmp_path, *OPTIONS) == EXIT_STOPPED
+    out = capsys.readouterr().out
+    assert "stopping: the walltime ends in" in out and "stopped after step 1 of 4" in out
+    assert (tmp_path / "stop").read_text() == "walltime\n"
+
+
+def test_a_run_that_makes_no_step_within_its_walltime_fails(
+    run: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPC_RL_JOB_END", str(int(time.time()) + 150))
+    (tmp_path / "stop").write_text("walltime\n")
+    with pytest.raises(RunError, match=r"the walltime ends before the first step of .*raise --time"):
+        run(tmp_path, *OPTIONS)
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(

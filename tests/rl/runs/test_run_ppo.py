@@ -16,17 +16,18 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import EXIT_STOPPED, RunError, UserError
 from hpc_rl.rl.main_ppo import TaskRunner, run_ppo
 from hpc_rl.run_dir import RunDir
-from tests.rl.runs.jobs import TIMEOUT_S, Runs, ppo, same_metrics, series
+from tests.rl.runs.jobs import TIMEOUT_S, Runs, ppo, same_metrics, series, stop_after
 
 WORKER, DRIVER = "node0-global_pool-rank{}.log", "driver.log"
 
 
 class StoppedRunner(TaskRunner):
-    """A run that is asked to stop during its first step."""
+    """A run that is asked to stop during its second step."""
 
     def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
-        run.stop.touch()
-        return super().run(config, run, logs)
+        with pytest.MonkeyPatch.context() as patch:
+            stop_after(patch, 1)
+            return super().run(config, run, logs)
 
 
 class TellingRunner(TaskRunner):

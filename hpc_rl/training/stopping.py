@@ -1,0 +1,160 @@
+"""When a run stops before its end: somebody asked for it, or the rest of the walltime is too short.
+
+Trainers ask between the parts of a step, with an estimate of the work that has to be done before the next question. It
+comes from the longest of the latest steps: a step is not begun if the checkpoint after it would be late. A stop
+discards the step in progress; the run continues with the same step when it is started again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from hpc_rl.run_dir import RunDir
+
+ENV_JOB_END = "HPC_RL_JOB_END"
+"""Unix time at which the walltime ends; set by the job script, and empty if Slurm did not answer."""
+WALLTIME = "walltime"
+"""If the stop file has this text, the job script requeues its job after saving."""
+RESERVE_S = 30
+"""Time between the end of a checkpoint and the end of the walltime, in which the processes exit."""
+MARGIN = 1.25
+"""Factor by which a step or a checkpoint may take longer than the longest of the latest ones."""
+WINDOW = 10
+"""Number of latest steps whose times count."""
+FEW = 3
+"""Number of latest checkpoints and validations whose times count."""
+EARLY_S = 90
+"""Slurm may send its warning a minute early (sbatch(1), --signal); a warning before that is a preemption."""
+
+IN_VAIN = (
+    "the walltime ends before the first step of this attempt is done, and it would again: raise --time, or make a step "
+    "shorter (a smaller data.train_batch_size, or more nodes)"
+)
+"""The error of a run for which `Stopping.is_in_vain`: to queue it again would never end."""
+
+_PHASE = "timing_s/"
+SAVING, WRITING, TESTING = "timing_s/save_checkpoint", "timing_s/write_checkpoint", "timing_s/testing"
+_WHOLE = "timing_s/step"
+
+
+class Stopping:
+    """Decides when a run stops early, in the process that writes its files.
+
+    Args:
+        run: its stop file is read, and written if the walltime ends too soon.
+        warning_s: shortest time before the end of the walltime at which to save (slurm.warning_s).
+        job_end: Unix time at which the walltime ends; None if it is not known or not limited.
+        now: returns the Unix time.
+    """
+
+    def __init__(
+        self, run: RunDir, warning_s: int, job_end: float | None, now: Callable[[], float] = time.time
+    ) -> None:
+        self._run = run
+        self._warning_s = warning_s
+        self._job_end = job_end
+        self._now = now
+        self._steps: deque[dict[str, float]] = deque(maxlen=WINDOW)
+        self._saves: deque[float] = deque(maxlen=FEW)
+        self._tests: deque[float] = deque(maxlen=FEW)
+        self.made_a_step = False
+        """Whether this attempt has made a step. The first one is always tried: otherwise a run whose steps are longer
+        than its walltime would be queued again forever."""
+
+    def remember(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Take over the times of earlier attempts, from the records of metrics.jsonl."""
+        for record in records:
+            seconds = {name: value for name, value in record.items() if isinstance(value, float)}
+            self._add(seconds)
+            self.note_save(seconds)
+            self.note_test(seconds.get(TESTING))
+
+    def note_step(self, seconds: Mapping[str, float]) -> None:
+        """Note the times of the phases of a completed step, as `Clock` measured them."""
+        self._add(seconds)
+        self.made_a_step = True
+
+    def note_save(self, seconds: Mapping[str, float]) -> None:
+        """Note the time of a checkpoint, if one was begun: the wait for its copy, or the writing of the one before."""
+        found = [seconds[name] for name in (SAVING, WRITING) if name in seconds]
+        if found:
+            self._saves.append(max(found))
+
+    def note_test(self, seconds: float | None) -> None:
+        """Note the time of a validation; None if there was none."""
+        if seconds is not None:
+            self._tests.append(seconds)
+
+    def rest_s(self, done: Collection[str] = ()) -> float:
+        """Return the longest time of the latest steps, in seconds, for all phases but those that are done."""
+        names = {name for seconds in self._steps for name in seconds}.difference(done)
+        return sum(max(seconds.get(name, 0.0) for seconds in self._steps) for name in names)
+
+    @property
+    def testing_s(self) -> float:
+        """The longest time of the latest validations, in seconds."""
+        return max(self._tests, default=0.0)
+
+    def due(self, work_s: float) -> bool:
+        """Return whether to stop now. If it is because of the walltime, this writes the stop file.
+
+        Args:
+            work_s: seconds of work, as estimated, before the run can save.
+        """
+        if self._run.stop.exists():
+            return True
+        if self._job_end is None or not self.made_a_step:
+            return False
+        left_s, needed_s = self._job_end - self._now(), self._needed_s(work_s)
+        if left_s >= needed_s:
+            return False
+        self._run.stop.write_text(f"{WALLTIME}\n")
+        print(
+            f"stopping: the walltime ends in {left_s:.0f} s; continuing and then saving may take {needed_s:.0f} s",
+            flush=True,
+        )
+        return True
+
+    def is_in_vain(self) -> bool:
+        """Return whether the walltime ends before the first step of this attempt is done."""
+        if self.made_a_step or self._job_end is None or not self._run.stop.exists():
+            return False
+        is_near = self._job_end - self._now() <= self._warning_s + EARLY_S
+        return is_near and self._run.stop.read_text().strip() == WALLTIME
+
+    def _needed_s(self, work_s: float) -> float:
+        saving_s = max(self._saves, default=0.0)
+        return MARGIN * work_s + max(float(self._warning_s), MARGIN * saving_s + RESERVE_S)
+
+    def _add(self, seconds: Mapping[str, float]) -> None:
+        others = (_WHOLE, SAVING, WRITING, TESTING)
+        phases = {name: value for name, value in seconds.items() if name.startswith(_PHASE) and name not in others}
+        if phases:
+            self._steps.append(phases)
+
+
+def open_stopping(run: RunDir, warning_s: int, records: Sequence[Mapping[str, Any]]) -> Stopping:
+    """Return the decision for this process's job, with the times of earlier attempts.
+
+    Args:
+        records: what metrics.jsonl contains so far.
+    """
+    stopping = Stopping(run, warning_s, job_end(os.environ))
+    stopping.remember(records)
+    return stopping
+
+
+def job_end(environ: Mapping[str, str]) -> float | None:
+    """Return the Unix time at which the job's walltime ends, or None if it is not known or not limited."""
+    text = environ.get(ENV_JOB_END, "").strip()
+    return float(text) if text.isdecimal() else None
+
+
+def stopped_line(step: int, total_steps: int) -> str:
+    """Return the last line of a run that stops after this step."""
+    saved = "checkpoint saved; submit again to resume" if step else "nothing is saved yet; submit again to start"
+    return f"stopped after step {step} of {total_steps}: {saved}"
