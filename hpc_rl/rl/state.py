@@ -65,6 +65,6 @@ class PpoState:
     """Number of latest steps, in a row, whose advantages were all 0."""
     saved_at: float = field(default_factory=time.monotonic)
     saving: Saving | None = None
+    """The checkpoint that is being written."""
     write_s: float | None = None
     """Seconds in which the latest complete checkpoint was written."""
-    """The checkpoint that is being written."""
