@@ -27,12 +27,13 @@ def model(tmp_path: Path) -> Path:
     return make_tiny_model(tmp_path, vocab=32_000, hidden=1024, layers=12)
 
 
+@pytest.mark.slow
 def test_two_ranks_need_no_second_copy(model: Path) -> None:
     file = model / "model.safetensors"
     size = file.stat().st_size
     assert size > GB
     try:
-        results = spawn(["-m", "tests.training.loading_memory", str(model)], ranks=2)
+        results = spawn(["-m", "tests.training.loading_memory", str(model)], ranks=2, timeout=250)
     finally:
         file.unlink()
     found = []
