@@ -10,6 +10,7 @@ import os
 import re
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 _FILE = "TORCH_FR_DUMP_TEMP_FILE"
@@ -34,6 +35,6 @@ def write(error: Exception) -> None:
     prefix = os.environ.get(_FILE)
     if prefix is None or not dist.is_initialized() or not _OF_A_COLLECTIVE.search(str(error)):
         return
-    from torch._C._distributed_c10d import _dump_fr_trace
-
-    Path(f"{prefix}{dist.get_rank()}").write_bytes(_dump_fr_trace())
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
+    if dump is not None:  # older versions of torch have it for NCCL only
+        Path(f"{prefix}{dist.get_rank()}").write_bytes(dump())

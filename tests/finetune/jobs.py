@@ -45,7 +45,8 @@ def run_stopped(
     runs: Sequence[tuple[Sequence[str], Path, Sequence[str]]], micro_batch: int, ranks: int
 ) -> list[Result]:
     """Like `run_several`; a run is asked to stop when rank 0 begins this micro-batch, counted from 0 over all steps."""
-    return spawn([__file__, json.dumps([arguments(*one[:2], *one[2]) for one in runs]), str(micro_batch)], ranks)
+    command = [__file__, json.dumps([arguments(*one[:2], *one[2]) for one in runs]), str(micro_batch)]
+    return spawn(command, ranks, timeout=270)
 
 
 def ask_at(patch: pytest.MonkeyPatch, run: RunDir, micro_batch: int) -> None:
