@@ -52,6 +52,7 @@ def test_sft_on_two_nodes_in_a_starter_project(workspace: Workspace) -> None:
 
 
 def test_a_trial_of_ppo_on_four_nodes_in_a_starter_project(workspace: Workspace) -> None:
-    workspace.ok("submit", "ppo", "--nodes", "4", "--test", "--wait", "data.max_response_length=8")
+    small = ["data.train_batch_size=8", "data.max_response_length=8"]
+    workspace.ok("submit", "ppo", "--nodes", "4", "--test", "--wait", *small)
     status = workspace.status("ppo-test-1")
     assert (status["state"], status["step"], status["nodes"]) == ("COMPLETED", 2, "node[1-4]")
