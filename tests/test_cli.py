@@ -228,3 +228,12 @@ def test_a_program_may_have_an_equals_sign(folder: Path) -> None:
     (folder / "lr=3" / "train.py").write_text("")
     done = run(folder, "submit", "torchrun", "--dry-run", "slurm.account=me", "--", "lr=3/train.py", "--x", "y=1")
     assert "lr=3/train.py --x y=1 &" in done.stdout and "--account=me" in done.stdout
+
+
+def test_an_encoding_that_lacks_a_character_shows_a_question_mark(folder: Path) -> None:
+    (folder / "runs" / "done").mkdir(parents=True)
+    (folder / "runs" / "done" / "job.sbatch").write_text("")
+    command = [sys.executable, "-m", "hpc_rl.cli", "watch", "done", "--once"]
+    environ = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    shown = subprocess.run(command, cwd=folder, env=environ, capture_output=True, timeout=120, check=False)
+    assert b"Traceback" not in shown.stderr and b"done" in shown.stdout, shown.stderr
