@@ -233,7 +233,11 @@ def test_a_program_may_have_an_equals_sign(folder: Path) -> None:
 def test_an_encoding_that_lacks_a_character_shows_a_question_mark(folder: Path) -> None:
     (folder / "runs" / "done").mkdir(parents=True)
     (folder / "runs" / "done" / "job.sbatch").write_text("")
+    losses = "".join(
+        json.dumps({"step": step, "total_steps": 8, "train/loss": 1 / step}) + "\n" for step in range(1, 9)
+    )
+    (folder / "runs" / "done" / "metrics.jsonl").write_text(losses)
     command = [sys.executable, "-m", "hpc_rl.cli", "watch", "done", "--once"]
     environ = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     shown = subprocess.run(command, cwd=folder, env=environ, capture_output=True, timeout=120, check=False)
-    assert b"Traceback" not in shown.stderr and b"done" in shown.stdout, shown.stderr
+    assert b"Traceback" not in shown.stderr and b"loss" in shown.stdout and b"????" in shown.stdout, shown.stderr
