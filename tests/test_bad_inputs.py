@@ -210,6 +210,7 @@ KEYS = [
     sft("is not an option: write key=value", "trainer.total_epochs"),
     sft("is not an option: write key=value", "=3"),
     sft("is not an option: write key=value", "~optim"),
+    Case("torchrun", ("train.py",), "put -- before the program: hpc-rl submit torchrun -- train.py"),
     sft("choose a site profile with --site typed-gres", "site=typed-gres"),
     *each("sft", "cannot be read", "optim.lr=[1", "optim.lr={", "optim.betas=[0.9,", "optim.lr=]", "optim.lr=a b}",
           "optim.lr='1", "optim.betas=(1,2", "trainer.seed=${"),

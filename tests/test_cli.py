@@ -228,3 +228,16 @@ def test_a_program_may_have_an_equals_sign(folder: Path) -> None:
     (folder / "lr=3" / "train.py").write_text("")
     done = run(folder, "submit", "torchrun", "--dry-run", "slurm.account=me", "--", "lr=3/train.py", "--x", "y=1")
     assert "lr=3/train.py --x y=1 &" in done.stdout and "--account=me" in done.stdout
+
+
+def test_an_encoding_that_lacks_a_character_shows_a_question_mark(folder: Path) -> None:
+    (folder / "runs" / "done").mkdir(parents=True)
+    (folder / "runs" / "done" / "job.sbatch").write_text("")
+    losses = "".join(
+        json.dumps({"step": step, "total_steps": 8, "train/loss": 1 / step}) + "\n" for step in range(1, 9)
+    )
+    (folder / "runs" / "done" / "metrics.jsonl").write_text(losses)
+    command = [sys.executable, "-m", "hpc_rl.cli", "watch", "done", "--once"]
+    environ = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    shown = subprocess.run(command, cwd=folder, env=environ, capture_output=True, timeout=120, check=False)
+    assert b"Traceback" not in shown.stderr and b"loss" in shown.stdout and b"????" in shown.stdout, shown.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import sys
 from typing import NoReturn
 
@@ -16,6 +17,9 @@ _IMPOSSIBLE_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
 
 def main() -> NoReturn:
     """Run a command. Errors of the user are shown without a traceback; the exit code is 2, or 1 for a RunError."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal or a file whose encoding lacks a character shows ?
     try:
         app(standalone_mode=True, prog_name="hpc-rl")
     except UserError as error:

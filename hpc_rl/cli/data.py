@@ -57,16 +57,22 @@ def check(
 
     Example: hpc-rl data check train.jsonl --model Qwen/Qwen2.5-0.5B data.max_length=2048
     """
-    from hpc_rl.config.compose import compose
+    from hpc_rl.config.compose import compose, compose_partly
     from hpc_rl.config.ppo import PpoConfig
     from hpc_rl.config.sft import SftConfig
-    from hpc_rl.data.check import check_data
+    from hpc_rl.data.check import check_data, check_rows
     from hpc_rl.sites.profile import load_profile
     from hpc_rl.submission.hub import hub_cache
 
-    settings = {"data.train_files": [file], **({"model.path": model} if model else {})}
-    config = compose(kind, overrides or [], {**settings, **_UNREAD[kind]}, load_profile(site).values)
+    profile = load_profile(site).values
+    has_model = model is not None or "model.path" not in compose_partly(kind, overrides or [], profile)[1]
+    settings = {"data.train_files": [file], **({} if model is None and has_model else {"model.path": model or "none"})}
+    config = compose(kind, overrides or [], {**settings, **_UNREAD[kind]}, profile)
     assert isinstance(config, SftConfig | PpoConfig)
+    if not has_model:
+        print(check_rows(file, config.data))
+        print("To see a row as tokens, name a model: --model FOLDER_OR_NAME")
+        return
     name = config.model.tokenizer_path or config.model.path
     folder = Path(name).expanduser() if Path(name).expanduser().is_dir() else hub_cache(config).model_folder(name)
     for line in check_data(file, row, config.data, config.model, folder):

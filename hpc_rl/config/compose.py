@@ -73,14 +73,14 @@ def compose_each(
     Raises:
         UserError: see `compose`.
     """
-    schema, known = KINDS[job].schema, groups()
+    known = groups()
     found, base = [], None
     for own in points:
         if any(_needs_hydra(word, known) for word in own):
             tree = _tree(job, [*overrides, *own], site)
         else:
             base = base or _tree(job, overrides, site)
-            tree = _with_values(schema, copy.deepcopy(base), own)
+            tree = _with_values(job, copy.deepcopy(base), own)
         for key, value in (settings or {}).items():
             put(tree, key, value)
         for choose in fill_in:
@@ -153,7 +153,7 @@ def dump(config: BaseModel | Mapping[str, Any]) -> str:
 def _tree(job: str, overrides: Sequence[str], site: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the configuration as nested tables, without the schema's defaults."""
     schema = KINDS[job].schema
-    texts, rest = _split_overrides(schema, overrides)
+    texts, rest = _split_overrides(job, overrides)
     check_choices(rest, {name: f"{name}.path" for name in groups() if find_annotation(schema, f"{name}.path")})
     tree = _hydra_tree(job, rest)
     for name, section in schema.model_fields.items():
@@ -175,9 +175,9 @@ def _tree(job: str, overrides: Sequence[str], site: Mapping[str, Any] | None) ->
     return tree
 
 
-def _with_values(schema: type[BaseModel], tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def _with_values(job: str, tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return the tree with plain values put in, which are parsed with Hydra's grammar but not composed again."""
-    texts, rest = _split_overrides(schema, overrides)
+    texts, rest = _split_overrides(job, overrides)
     for word in rest:
         put(tree, word.partition("=")[0].lstrip("+"), _parsed(word))
     for key, text in texts.items():
@@ -243,15 +243,21 @@ def _hydra_tree(job: str, overrides: Sequence[str]) -> dict[str, Any]:
     return tree  # type: ignore[return-value]
 
 
-def _split_overrides(schema: type[BaseModel], overrides: Sequence[str]) -> tuple[dict[str, str | None], list[str]]:
+def _split_overrides(job: str, overrides: Sequence[str]) -> tuple[dict[str, str | None], list[str]]:
     """Split overrides into values whose type is text, and those that Hydra reads."""
+    schema = KINDS[job].schema
     texts: dict[str, str | None] = {}
     rest: list[str] = []
     for override in overrides:
         key, equals, raw = override.partition("=")
         key = key.lstrip("+")
         if not equals or not key or key.startswith("-"):
-            raise UserError(f"{override!r} is not an option: write key=value, for example trainer.total_epochs=3")
+            example = (
+                f"put -- before the program: hpc-rl submit {job} -- {override}"
+                if KINDS[job].takes_program
+                else "write key=value, for example trainer.total_epochs=3"
+            )
+            raise UserError(f"{override!r} is not an option: {example}")
         if key == "site":
             raise UserError(f"{override}: choose a site profile with --site {raw or 'NAME'}")
         if _is_text(schema, key) and not raw.startswith("["):

@@ -56,7 +56,7 @@ def check_data(file: str, number: int, data: AnyData, model: ModelConfig, folder
         UserError: a row, the chat template or the tokenizer is not valid, or there is no such row.
     """
     rows, row = _checked(file, number, data)
-    yield f"{file}: {rows:,} rows, all valid {'chats' if isinstance(data, DataConfig) else 'prompts'}"
+    yield _count(file, rows, data)
     if row is None:
         raise UserError(f"{file} has {rows:,} rows: choose --row from 1 to {rows}")
     where = f"{file}, row {number}"
@@ -77,6 +77,19 @@ def check_data(file: str, number: int, data: AnyData, model: ModelConfig, folder
     if isinstance(data, PromptDataConfig):
         answer = json.dumps(to_prompt(row, data, where)[1], ensure_ascii=False, default=str)
         yield f"reference answer (data.answer_key={data.answer_key or 'null'}): {answer}"
+
+
+def check_rows(file: str, data: AnyData) -> str:
+    """Check all rows of a file, without a tokenizer; return a line of text.
+
+    Raises:
+        UserError: a row is not valid.
+    """
+    return _count(file, _checked(file, 1, data)[0], data)
+
+
+def _count(file: str, rows: int, data: AnyData) -> str:
+    return f"{file}: {rows:,} rows, all valid {'chats' if isinstance(data, DataConfig) else 'prompts'}"
 
 
 def _checked(file: str, number: int, data: AnyData) -> tuple[int, Row | None]:

@@ -57,7 +57,12 @@ def fetch_model(name: str) -> Path | None:
         UserError: access is denied, or the hub or the cache cannot be reached.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
         folder = Path(snapshot_download(name, ignore_patterns=_OTHER_WEIGHTS))
@@ -70,7 +75,9 @@ def fetch_model(name: str) -> Path | None:
     except RepositoryNotFoundError:
         return None
     except (OSError, HFValidationError) as error:
-        raise UserError(f"cannot fetch {name} from {_endpoint()}: {_first_line(error)}") from error
+        unreachable = "; set https_proxy, or copy the cache from a machine with internet"
+        remedy = unreachable if isinstance(error, LocalEntryNotFoundError) else ""
+        raise UserError(f"cannot fetch {name} from {_endpoint()}: {_first_line(error)}{remedy}") from error
     return folder
 
 

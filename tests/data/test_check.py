@@ -157,9 +157,12 @@ def test_the_command_on_a_light_installation(folder: Path) -> None:
     assert '  loss     "12<|im_end|>"' in done.stdout.splitlines()
     done = command("check", "rows.csv", "--model", "model", "--kind", "ppo", "data.prompt_key=question")
     assert done.stdout.splitlines()[-1] == 'reference answer (data.answer_key=answer): "12"', done.stderr
+    done = command("check", "rows.csv", *pair)
+    (counted, hint) = done.stdout.splitlines()
+    assert "rows, all valid chats" in counted and "--model FOLDER_OR_NAME" in hint and done.returncode == 0
     for arguments, message in (
         (("check", "rows.csv", "--model", "model"), "set data.prompt_key=question data.response_key=answer"),
-        (("check", "rows.csv"), "model.path: required"),
+        (("check", "rows.csv"), "set data.prompt_key=question data.response_key=answer"),
         (("gsm8k", "--source", "openai/gsm8k:main", "--out", "out"), "has no datasets; install it with"),
     ):
         done = command(*arguments)

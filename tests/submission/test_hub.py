@@ -116,6 +116,7 @@ def test_what_cannot_be_fetched_is_a_line(tmp_path: Path, hub: HubServer, words:
 def test_a_hub_that_cannot_be_reached_is_a_line(tmp_path: Path, hub: HubServer) -> None:
     done = hpc_rl(tmp_path, hub, "fetch", "me/Tiny", HF_ENDPOINT="http://127.0.0.1:9")
     assert done.returncode == 2 and "cannot fetch me/Tiny from http://127.0.0.1:9: " in done.stderr
+    assert done.stderr.rstrip().endswith("set https_proxy, or copy the cache from a machine with internet")
 
 
 def test_a_download_that_was_cut_off_is_found(tmp_path: Path, hub: HubServer) -> None:
