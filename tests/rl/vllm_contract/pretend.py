@@ -86,7 +86,9 @@ def pretended_cuda() -> Iterator[None]:
         replace(torch.cuda, get_device_properties=lambda *_: properties, ipc_collect=lambda: None)
         replace(torch.cuda, current_device=lambda: 0, Stream=anything, Event=anything, stream=anything())
         replace(torch.cuda, synchronize=lambda *_: None, current_stream=anything())
-        replace(torch.accelerator, synchronize=lambda *_: None, current_device_index=lambda: 0, current_stream=anything())
+        replace(
+            torch.accelerator, synchronize=lambda *_: None, current_device_index=lambda: 0, current_stream=anything()
+        )
         replace(torch.accelerator, get_memory_info=lambda *_: (10**9, 10**9))
         replace(packed_tensor, reduce_tensor=export)
         replace(torch.multiprocessing.reductions, rebuild_cuda_tensor=lambda handle, *_: exported[handle])

@@ -1,4 +1,4 @@
-"""The arguments, calls, names and variables with which the rollout engine uses vLLM exist in this version of it."""
+"""The calls, names and variables with which the rollout engine uses vLLM exist in this version of it."""
 
 from __future__ import annotations
 
@@ -8,64 +8,18 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
-from packaging.requirements import Requirement
 
 import hpc_rl
 from hpc_rl.config.engines import ENGINES
-from hpc_rl.config.ppo import RolloutConfig
-from hpc_rl.config.training import ModelConfig
 from hpc_rl.rl.rollout import vllm as engine_module
 from hpc_rl.rl.rollout.engine import Placement, Sampling
-from hpc_rl.rl.rollout.vllm import PARTS, VllmEngine, engine_settings
+from hpc_rl.rl.rollout.vllm import PARTS
 from hpc_rl.rl.rollout.vllm_worker import WeightUpdates
-from tests.helpers import make_tiny_model
 from tests.rl.vllm_contract.pretend import make_engine
-
-PLACEMENTS = {
-    "own GPU": Placement("cuda", "nccl"),
-    "shared GPU": Placement("cuda", "ipc", sleeps=True, gpu_share=0.5),
-    "several GPUs": Placement("cuda", "nccl", bundles=(0, 1)),
-    "CPU": Placement("cpu", "host"),
-}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_tiny_model(tmp_path_factory.mktemp("contract") / "model"))
-
-
-class Reached(Exception):
-    """Raised where vLLM would start the engine."""
-
-
-@pytest.mark.parametrize("name", PLACEMENTS)
-def test_llm_accepts_the_arguments(name: str, model: str) -> None:
-    """LLM builds its EngineArgs, which refuse an unknown name."""
-    from transformers import AutoConfig
-    from vllm import LLM
-    from vllm.config.weight_transfer import WeightTransferConfig
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    placement = PLACEMENTS[name]
-    rollout = RolloutConfig(tensor_parallel_size=max(1, len(placement.bundles)))
-    settings = engine_settings(
-        ModelConfig(path=model), rollout, AutoConfig.from_pretrained(model), 256, seed=1, placement=placement
-    )
-    start = mock.create_autospec(LLMEngine.from_engine_args, side_effect=Reached)
-    with mock.patch.object(LLMEngine, "from_engine_args", start), pytest.raises(Reached):
-        LLM(**settings)
-    made = start.call_args.kwargs["engine_args"]
-    for argument, value in settings.items():
-        if argument != "weight_transfer_config":
-            assert getattr(made, argument) == value, argument
-    if placement.transfer != "host":
-        assert isinstance(made.weight_transfer_config, WeightTransferConfig)
-        assert made.weight_transfer_config.backend == placement.transfer
 
 
 @pytest.mark.parametrize("backend", ["ipc", "nccl"])
@@ -81,7 +35,9 @@ def test_one_ray_executor_serves_tensor_parallel_engines(monkeypatch: pytest.Mon
     from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
     def executor(backend: str) -> type:
-        return Executor.get_class(SimpleNamespace(parallel_config=SimpleNamespace(distributed_executor_backend=backend)))
+        return Executor.get_class(
+            SimpleNamespace(parallel_config=SimpleNamespace(distributed_executor_backend=backend))
+        )
 
     assert executor("ray") is RayExecutorV2
     assert [executor(backend).__name__ for backend in ("mp", "uni")] == ["MultiprocExecutor", "UniProcExecutor"]
