@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -11,7 +12,7 @@ import numpy as np
 from benchmarks.workload import GSM8K_LENGTHS, qwen2_config
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 Algorithm = Literal["grpo", "ppo"]
 
@@ -59,11 +60,31 @@ def write(folder: Path, algorithm: Algorithm) -> None:
     config.num_labels = 1
     reward_model = AutoModelForSequenceClassification.from_config(config)
     for name, model in ((POLICY, policy), (REWARD_MODEL, reward_model)):
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-        _without_end(folder / name / "tokenizer_config.json")
+        _save(folder / name, model, tokenizer)
+    write_prompts(folder, prompt_lengths(algorithm))
+
+
+def write_model(path: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write a language model with random weights in bfloat16, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    _save(path, AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), tokenizer)
+
+
+def _save(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    _without_end(path / "tokenizer_config.json")
+
+
+def write_prompts(folder: Path, lengths: Sequence[int]) -> None:
+    """Write prompts of these numbers of tokens."""
     rng = np.random.default_rng(0)
-    rows = [{"prompt": "".join(rng.choice(_LETTERS, length))} for length in prompt_lengths(algorithm)]
+    rows = [{"prompt": "".join(rng.choice(_LETTERS, length))} for length in lengths]
     (folder / DATA).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -71,13 +92,13 @@ def read_prompts(folder: Path) -> list[str]:
     return [json.loads(line)["prompt"] for line in (folder / DATA).read_text().splitlines()]
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
     """Make a tokenizer without an end of sequence that can decode every response: bytes, and names for other tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = ["<pad>", *alphabet, *(f"<{number}>" for number in range(VOCABULARY - len(alphabet) - 1))]
+    names = ["<pad>", *alphabet, *(f"<{number}>" for number in range(vocabulary - len(alphabet) - 1))]
     tokenizer = Tokenizer(models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

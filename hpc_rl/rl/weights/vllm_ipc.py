@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hpc_rl.rl.weights.base import EngineActors, WeightSender, WeightSource
+from hpc_rl.rl.weights.vllm_source import vllm_source
 from hpc_rl.training.distributed import World
 
 
@@ -16,5 +17,5 @@ def open_sender(
     # vLLM refuses a tensor that is larger than the buffer.
     buffer_bytes = max(bucket_bytes, *(entry.nbytes for entry in source.metadata()))
     info = IPCTrainerInitInfo(rank=world.rank, packed=True, packed_buffer_size_bytes=buffer_bytes)
-    sender: WeightSender = WeightTransferTrainerFactory.trainer_init(info, client=engines, source=source)
+    sender: WeightSender = WeightTransferTrainerFactory.trainer_init(info, client=engines, source=vllm_source(source))
     return sender

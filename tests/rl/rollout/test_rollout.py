@@ -19,6 +19,9 @@ from hpc_rl.rl.rollout.rollout import InProcessRollout, SeparateRollout, engine_
 from tests.rl.ppo_config import ppo_config
 
 CUDA = ("trainer.device=cuda", "trainer.n_gpus_per_node=4", "rollout.name=vllm")
+SYNC = ("neighbours.free_cache", "policy.send_weights")
+WAKE = ("neighbours.free_cache", "engine0.wake", "engine1.wake")
+SLEEP = ("engine0.sleep", "engine1.sleep")
 TWO_POOLS = "pools={spec: {train: [2], engines: [2]}, roles: {rollout: engines}}"
 
 
@@ -126,11 +129,27 @@ def test_engines_on_the_policys_gpus_share_them_and_sleep(actors: Actors) -> Non
     setting.rollout.sync()
     setting.rollout.wake()
     setting.rollout.sleep()
-    assert setting.log[2:] == [
-        *("neighbours.free_cache", "policy.send_weights"),
-        *("neighbours.free_cache", "engine0.wake", "engine1.wake"),
-        *("engine0.sleep", "engine1.sleep"),
-    ]
+    assert setting.log[2:] == [*SYNC, *WAKE, *SLEEP]
+
+
+def test_engines_that_share_gpus_sleep_from_their_start_on(actors: Actors) -> None:
+    """They are asleep while the workers load their models, and receive weights before they generate."""
+    setting = Setting(ppo_config(*CUDA), pool(2), 0.5, actors)
+    setting.rollout.wait_before_workers(1.0)
+    assert setting.log == ["engine0.start", "engine1.start", *SLEEP]
+    setting.rollout.wait_until_ready(1.0)
+    setting.rollout.wake()
+    assert setting.log[4:] == ["policy.connect_engines", *SYNC, *WAKE]
+
+
+def test_weights_that_were_lost_in_the_sleep_are_sent_again(actors: Actors) -> None:
+    """A step that does not change the policy ends without a sync."""
+    setting = Setting(ppo_config(*CUDA), pool(2), 0.5, actors)
+    setting.rollout.wake()
+    setting.rollout.wake()
+    setting.rollout.sleep()
+    setting.rollout.wake()
+    assert setting.log[2:] == [*WAKE, *WAKE, *SLEEP, *SYNC, *WAKE]
 
 
 def test_engines_on_other_gpus_do_not_sleep(actors: Actors) -> None:

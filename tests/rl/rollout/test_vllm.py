@@ -20,7 +20,8 @@ from hpc_rl.config.ppo import RolloutConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
-from hpc_rl.rl.rollout.vllm import VllmEngine, engine_settings
+from hpc_rl.rl.rollout.vllm import VllmEngine, engine_settings, refuse_version
+from hpc_rl.rl.rollout.vllm_worker import track_loading
 from hpc_rl.rl.weights.base import EngineActors, WeightReceiver, WeightSource
 from hpc_rl.rl.weights.host import HostSender
 from hpc_rl.rl.weights.transfers import open_sender
@@ -62,12 +63,11 @@ class EngineActor:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(WeightTransferTrainerFactory, "trainer_init", lambda info, client, source: (info, source))
+            patch.setattr(WeightTransferTrainerFactory, "trainer_init", lambda info, client, source: info)
             given = WeightSource(torch.nn.Linear(1000, 3), torch.bfloat16)
             engines = EngineActors([None] * 3, [""] * 3, [""] * 3, 1.0, workers_each=2)
             world = World(rank, 4, torch.device("cpu"))
-            info, source = open_sender(backend, given, engines, world, 500, "10.0.0.1:4567")  # type: ignore[misc]
-        assert source is given
+            info: Any = open_sender(backend, given, engines, world, 500, "10.0.0.1:4567")
         return {"backend": info.backend, "is_sender": info.is_sender, **vars(info)}
 
     def generate(self, *arguments: Any) -> list[Completion]:
@@ -258,6 +258,36 @@ def test_a_missing_vllm_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert "\n" not in str(caught.value)
 
 
+def test_other_versions_of_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    required = ["torch>=2.11; extra == 'train'", "vllm<0.34,>=0.32.0; extra == 'rl'"]
+    monkeypatch.setattr("hpc_rl.rl.rollout.vllm.requires", lambda _: required)
+    for version in ("0.32.0", "0.33.0", "0.33.2"):
+        refuse_version(version)
+    for version in ("0.31.1", "0.34.0"):
+        with pytest.raises(UserError, match=rf"is version {version}, and hpc-rl works with vllm<0.34,>=0.32.0: pip"):
+            refuse_version(version)
+
+
+def test_loading_is_tracked_by_name() -> None:
+    """One set for each update; a model that does not return names counts as complete."""
+
+    class Model(torch.nn.Linear):
+        def load_weights(self, weights: Any) -> Any:
+            return {name for name, _ in weights} if self.out_features == 3 else None
+
+    model: Any = Model(2, 3)
+    first = track_loading(model)
+    assert first == {"weight", "bias"}
+    assert model.load_weights([("weight", None)]) == {"weight"} and first == {"bias"}
+    second = track_loading(model)
+    model.load_weights([("bias", None)])
+    assert (first, second) == ({"bias"}, {"weight"})
+    silent: Any = Model(2, 4)
+    missing = track_loading(silent)
+    silent.load_weights([])
+    assert not missing
+
+
 def test_settings_by_device(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
@@ -265,11 +295,18 @@ def test_settings_by_device(tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(model.path)
     rollout = RolloutConfig(tensor_parallel_size=2, engine_kwargs={"disable_cascade_attn": True, "max_model_len": 50})
     cpu = engine_settings(model, rollout, config, MAX_LENGTH, 1, Placement("cpu"))
-    cuda = engine_settings(model, rollout, config, MAX_LENGTH, 1, Placement("cuda", "ipc", sleeps=True))
+    shared = Placement("cuda", "ipc", sleeps=True, gpu_share=0.5)
+    cuda = engine_settings(model, rollout, config, MAX_LENGTH, 1, shared)
     assert (cpu["dtype"], cpu["distributed_executor_backend"]) == ("float32", "mp")
     assert (cuda["dtype"], cuda["distributed_executor_backend"]) == ("bfloat16", "ray")
     assert cpu["kv_cache_memory_bytes"] == (256 * 5 + 1) * 128 * 2 * 2 * 32 * 4 // 2  # 2 layers, one head of 16
     assert cuda["weight_transfer_config"] == {"backend": "ipc"} and cuda["enable_sleep_mode"]
+    alone = engine_settings(model, rollout, config, MAX_LENGTH, 1, Placement("cuda", "nccl"))
+    assert (cuda["gpu_memory_utilization"], alone["gpu_memory_utilization"]) == (0.5, 0.9)
+    for placement in (shared, Placement("cuda", "nccl")):
+        chosen = rollout.model_copy(update={"gpu_memory_utilization": 0.3})
+        settings = engine_settings(model, chosen, config, MAX_LENGTH, 1, placement)
+        assert settings["gpu_memory_utilization"] == 0.3
     assert not {"enable_sleep_mode", "gpu_memory_utilization", "weight_transfer_config"} & set(cpu)
     for settings in (cpu, cuda):
         assert settings["disable_cascade_attn"] and settings["max_model_len"] == 50

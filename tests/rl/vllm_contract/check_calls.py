@@ -1,0 +1,151 @@
+"""The calls, names and variables with which the rollout engine uses vLLM exist in this version of it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import hpc_rl
+from hpc_rl.config.engines import ENGINES
+from hpc_rl.rl.rollout import vllm as engine_module
+from hpc_rl.rl.rollout.engine import Placement, Sampling
+from hpc_rl.rl.rollout.vllm import PARTS
+from hpc_rl.rl.rollout.vllm_worker import WeightUpdates
+from tests.rl.vllm_contract.pretend import make_engine
+
+
+@pytest.mark.parametrize("backend", ["ipc", "nccl"])
+def test_the_transfers_are_registered(backend: str) -> None:
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
+
+    assert backend in WeightTransferEngineFactory._registry and backend in WeightTransferTrainerFactory._registry
+
+
+def test_one_ray_executor_serves_tensor_parallel_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor takes a share of each GPU in the given bundles, and passes vLLM's variables to its processes."""
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
+
+    def executor(backend: str) -> type:
+        return Executor.get_class(
+            SimpleNamespace(parallel_config=SimpleNamespace(distributed_executor_backend=backend))
+        )
+
+    assert executor("ray") is RayExecutorV2
+    assert [executor(backend).__name__ for backend in ("mp", "uni")] == ["MultiprocExecutor", "UniProcExecutor"]
+    for name in ("VLLM_RAY_PER_WORKER_GPUS", "VLLM_RAY_BUNDLE_INDICES", "CUDA_VISIBLE_DEVICES", "VLLM_CACHE_ROOT"):
+        monkeypatch.setenv(name, "/cache")
+    engine_module._spread_over(Placement("cuda", "nccl", bundles=(2, 3), gpu_share=0.5))
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    import vllm.envs as envs
+    from vllm.v1.executor import ray_executor_v2
+
+    monkeypatch.setattr(ray_executor_v2, "current_platform", SimpleNamespace(ray_device_key="GPU"))
+    assert RayExecutorV2._get_actor_resource_kwargs() == {"num_gpus": 0.5}
+    assert envs.VLLM_RAY_BUNDLE_INDICES == "2,3"
+    assert ray_executor_v2.get_driver_env_vars(worker_specific_vars=set())["VLLM_CACHE_ROOT"] == "/cache"
+
+
+def test_every_variable_of_the_engine_is_read_by_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.envs as envs
+
+    names = {name for device in ENGINES["vllm"].environment.values() for name in device if name.startswith("VLLM_")}
+    used = {*names, "VLLM_LOGGING_LEVEL", "VLLM_CACHE_ROOT", "VLLM_BATCH_INVARIANT"}
+    assert used <= envs.environment_variables.keys()
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/scratch/vllm")
+    assert envs.VLLM_CACHE_ROOT == "/scratch/vllm"
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    assert not envs.VLLM_ENABLE_V1_MULTIPROCESSING
+
+
+def test_a_request_and_its_answer() -> None:
+    """The engine's calls fit LLM's signatures, its requests fit SamplingParams, and it reads vLLM's answer."""
+    from vllm import LLM, SamplingParams
+    from vllm.logprobs import Logprob
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    engine = make_engine(mock.MagicMock(), "ipc")
+    engine._eos_token_ids = [7]
+    logprobs = [{5: Logprob(-0.5)}, {7: Logprob(-1.0)}]
+    output = CompletionOutput(0, "", [5, 7], None, logprobs, finish_reason="stop")
+    engine._llm.generate.return_value = [RequestOutput("0", None, [1, 2], None, [output], True)]
+    sampling = Sampling(9, temperature=0.7, top_p=0.9, top_k=4)
+    (found,) = engine.generate([np.array([1, 2], np.int32)], [3], sampling)
+    assert found.finished and found.token_ids.tolist() == [5, 7] and found.logprobs.tolist() == [-0.5, -1.0]
+    prompts, params = engine._llm.generate.call_args.args
+    assert prompts == [{"prompt_token_ids": [1, 2]}]
+    assert isinstance(params[0], SamplingParams) and isinstance(engine._llm, LLM)
+    assert (params[0].max_tokens, params[0].temperature, params[0].top_k, params[0].seed) == (9, 0.7, 4, 3)
+    assert params[0].stop_token_ids == [7] and params[0].ignore_eos and params[0].logprobs == 0
+
+
+def test_parts_of_memory_and_levels_of_sleep() -> None:
+    """Levels are those of LLM.sleep, and the parts are all that an executor puts to sleep."""
+    from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.executor import abstract
+
+    assert abstract.SLEEP_TAGS == PARTS
+    assert callable(InprocClient.shutdown)
+    engine = make_engine(mock.MagicMock(), "ipc")
+    calls = engine._llm.method_calls
+    engine.sleep()
+    engine.sleep()
+    engine.wake()
+    engine.wake()
+    assert calls == [mock.call.sleep(level=2), mock.call.wake_up(["kv_cache", "weights"])]
+
+
+def test_every_name_that_is_imported_exists() -> None:
+    found = set(imported_names())
+    assert len(found) > 10
+    for module, name in sorted(found):
+        assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
+
+
+def test_every_remote_call_is_a_method_of_the_worker() -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    found = set(remote_methods())
+    assert {"init_weight_transfer_engine", "update_weights", "start_tracked_update"} <= found
+    assert not [name for name in found if not hasattr(Worker, name) and not hasattr(WeightUpdates, name)]
+    assert callable(Worker.get_model) and callable(Worker.start_weight_update) and callable(Worker.finish_weight_update)
+
+
+def test_the_version_is_one_that_is_required() -> None:
+    import vllm
+
+    engine_module.refuse_version(vllm.__version__)
+    if "VLLM_TREE" in os.environ:
+        assert Path(vllm.__file__).is_relative_to(os.environ["VLLM_TREE"])
+
+
+def trees() -> Iterator[ast.Module]:
+    """Yield the syntax trees of the modules that use vLLM."""
+    folder = Path(hpc_rl.__file__).parent / "rl"
+    for path in sorted(folder.rglob("*vllm*.py")):
+        yield ast.parse(path.read_text())
+
+
+def imported_names() -> Iterator[tuple[str, str]]:
+    for tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
+                yield from ((str(node.module), name.name) for name in node.names)
+
+
+def remote_methods() -> Iterator[str]:
+    """Yield the first argument of every collective_rpc, and of `VllmEngine._finish`, which passes it on."""
+    for tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+                first = node.args[0]
+                if node.func.attr in ("collective_rpc", "_finish") and isinstance(first, ast.Constant):
+                    yield first.value
