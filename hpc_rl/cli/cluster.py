@@ -33,6 +33,13 @@ def doctor(
     on_nodes: Annotated[
         int | None, typer.Option(min=1, help="Also check this many nodes, with a short job.", show_default=False)
     ] = None,
+    train: Annotated[
+        bool,
+        typer.Option(
+            "--train",
+            help="Also run every part of training once on these nodes, with small models. Needs --on-nodes.",
+        ),
+    ] = False,
     run_dir: Annotated[
         Path | None,
         typer.Option(help="Run directory to check. The default is a new one below ./runs.", show_default=False),
@@ -47,6 +54,7 @@ def doctor(
     from hpc_rl.doctor.checks import as_text, has_problem
     from hpc_rl.doctor.job import doctor_config, doctor_job, run_on_nodes
     from hpc_rl.doctor.login import container_checks, folder_checks, internet_checks, python_checks, slurm_checks
+    from hpc_rl.sites.record import write_record
     from hpc_rl.submission import queue
     from hpc_rl.submission.environment import job_environment
 
@@ -54,6 +62,8 @@ def doctor(
         raise UserError(
             "the job of `doctor` has a fixed name and does not wait for other jobs: leave out --job-name and --after"
         )
+    if train and on_nodes is None:
+        raise UserError("--train runs on the nodes of a job: add --on-nodes N (and --local for this machine)")
     if on_nodes is None:
         config = doctor_config(overrides or [], flags.settings(), flags.site)
         slurm = [] if local else slurm_checks(config.slurm)
@@ -64,12 +74,19 @@ def doctor(
     else:
         if not local:
             queue.require_slurm()
-        job = doctor_job(on_nodes, overrides or [], flags.settings(), run_dir, flags.site, local=local)
-        results = run_on_nodes(job, local, note)
+        job = doctor_job(on_nodes, overrides or [], flags.settings(), run_dir, flags.site, local=local, trains=train)
+        found = run_on_nodes(job, local, note)
+        results = found.checks if found.report and not as_json else found.everything
     if as_json:
         print(json.dumps([check.as_dict() for check in results], indent=2))
     else:
         print(as_text(results))
+    if on_nodes is not None:
+        results = found.everything
+        if found.report:
+            note(f"the result is in {write_record(found.report)}")
+            if not as_json:
+                print(f"\n{found.report}")
     leave(1 if has_problem(results) else 0)
 
 
