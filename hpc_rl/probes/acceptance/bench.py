@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,21 +15,7 @@ from hpc_rl.config.sft import SftConfig
 from hpc_rl.config.tree import put
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.acceptance import ENV_SCRATCH
-from hpc_rl.probes.tiny_model import make_tiny_model, write_chats
-
-SMALL, LARGE = "small", "large"
-"""Folders of the two models. The numbers are compared on the small one; the speed is measured on the large one."""
-_MODELS: dict[str, dict[str, Any]] = {
-    SMALL: {"kind": "qwen3", "vocab": 512, "hidden": 256, "layers": 2, "num_attention_heads": 4},
-    # The shape of Qwen3-0.6B.
-    LARGE: {
-        **{"kind": "qwen3", "vocab": 151_936, "hidden": 1024, "layers": 28, "tie": True, "head_dim": 128},
-        **{"num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072, "dtype": "bfloat16"},
-    },
-}
-ROWS = 64
-LONG_TOKENS = 1000
-"""About the length of the samples with which the speed is measured on GPUs."""
+from hpc_rl.probes.acceptance.models import LARGE, SMALL
 
 
 class Skip(UserError):
@@ -111,6 +96,7 @@ class Bench:
             "data.train_batch_size": max(4, self.layout.size),
             "rollout.n": 4,
             "rollout.calculate_log_probs": True,
+            "data.answer_key": None,
             "actor.optim.lr": 1e-2,
             "actor.optim.warmup_ratio": 0.0,
             "algorithm.advantage": "grpo",
@@ -132,22 +118,6 @@ class Bench:
         """Return the keys that choose a model and its data."""
         return {"model.path": str(self.scratch / size), "data.train_files": [str(self.scratch / f"{size}.jsonl")]}
 
-    def make(self, size: str) -> None:
-        """Create a model and its data on this node, unless another process of this machine was faster."""
-        make_folder(self.scratch)
-        final = self.scratch / size
-        if final.is_dir():
-            return
-        partial = self.scratch / f".{size}.{os.uname().nodename}.{os.getpid()}"
-        make_tiny_model(partial, **_MODELS[size])
-        data = partial.with_name(f"{partial.name}.jsonl")
-        write_chats(data, ROWS) if size == SMALL else write_long_chats(data)
-        data.replace(self.scratch / f"{size}.jsonl")
-        try:
-            partial.rename(final)
-        except OSError:  # it exists now
-            shutil.rmtree(partial)
-
     def _common(self) -> dict[str, Any]:
         return {
             **self.model_keys(SMALL),
@@ -158,33 +128,6 @@ class Bench:
             "trainer.save_minutes": 0,
             "trainer.logger": [],
         }
-
-
-def make_folder(path: Path) -> None:
-    """Create a folder that only this user can read.
-
-    Raises:
-        RunError: it cannot be created.
-    """
-    try:
-        path.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"{path} on {os.uname().nodename} cannot be created: {error.strerror}") from error
-
-
-def write_long_chats(path: Path) -> None:
-    """Write conversations of about LONG_TOKENS tokens."""
-    import json
-
-    from hpc_rl.probes.tiny_model import chats
-
-    answers = [chat[1]["content"] for chat in chats(ROWS)]
-    with path.open("w", encoding="utf-8") as file:
-        for chat in chats(ROWS):
-            text, number = "", 0
-            while len(text) < 2 * LONG_TOKENS:  # about two characters per token
-                text, number = text + answers[(number * 7 + len(text)) % ROWS], number + 1
-            file.write(json.dumps({"messages": [chat[0], {"role": "assistant", "content": text}]}) + "\n")
 
 
 def _validated(job: str, settings: Mapping[str, Any]) -> Any:

@@ -23,7 +23,8 @@ from tensordict import TensorDict
 from hpc_rl.config.ppo import PpoConfig, engine_dtype
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.files import read_json
-from hpc_rl.probes.acceptance.bench import LARGE, Bench, Failed, Skip
+from hpc_rl.probes.acceptance.bench import Bench, Failed, Skip
+from hpc_rl.probes.acceptance.models import LARGE
 from hpc_rl.probes.acceptance.placements import Placing, placings
 from hpc_rl.probes.acceptance.training import speed_text
 from hpc_rl.rl import setup, trainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from hpc_rl.config.sft import SftConfig
 from hpc_rl.finetune import trainer
 from hpc_rl.finetune.trainer import TrainerState
-from hpc_rl.probes.acceptance.bench import LARGE, SMALL, Bench, Failed
+from hpc_rl.probes.acceptance.bench import Bench, Failed
+from hpc_rl.probes.acceptance.models import LARGE, SMALL, create
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.distributed import World
 from hpc_rl.training.perf import Clock
@@ -35,13 +37,13 @@ class Measured:
     """Of the first step, float32 on the CPU, unsharded."""
 
 
-def make_models(bench: Bench, world: World, _variant: str) -> str:
+def make_models(bench: Bench, _world: World, _variant: str) -> str:
     """Create the models and their data on every node."""
-    for size in {SMALL, bench.large()}:
-        bench.make(size)
-    world.barrier()
-    made = " and ".join(sorted({SMALL, bench.large()}))
-    return f"{made} model with random weights in the temporary folder of each node"
+    sizes = sorted({SMALL, bench.large()})
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        for size in sizes:
+            create(bench.scratch, size)
+    return f"{' and '.join(sizes)}, with random weights, in the temporary folder of each node"
 
 
 def loss_and_gradients(bench: Bench, world: World, _variant: str) -> str:
