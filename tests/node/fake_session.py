@@ -1,6 +1,8 @@
-"""A session of training checks without torch: `python -m tests.node.fake_session RESULTS FOLDER LAUNCHER NAME=FATE...`
+"""A session of training checks without torch.
 
-The fates: pass; die (a rank writes why and exits); kill (a signal); hang; and `never`, for a session that does not start.
+    python -m tests.node.fake_session RANK RESULTS FOLDER LAUNCHER NAME=FATE...
+
+Fates: pass; die (a rank writes why, and exits); kill (by a signal); hang; never and broken (no check starts).
 """
 
 from __future__ import annotations
@@ -13,10 +15,8 @@ from pathlib import Path
 from hpc_rl.host.acceptance import Launcher, Line, append, read, unfinished
 
 
-def main(results: Path, folder: Path, launcher: Launcher, fates: dict[str, str]) -> None:
-    if os.environ["SLURM_NODEID"] != "0":
-        signal.pause()
-    if "never" in fates.values():
+def main(rank: int, results: Path, folder: Path, launcher: Launcher, fates: dict[str, str]) -> None:
+    if rank > 0 or "never" in fates.values():
         signal.pause()
     if "broken" in fates.values():
         sys.exit("hpc-rl: no module named torch")
@@ -36,5 +36,5 @@ def main(results: Path, folder: Path, launcher: Launcher, fates: dict[str, str])
 
 
 if __name__ == "__main__":
-    words = dict(word.split("=") for word in sys.argv[4:])
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], words)  # type: ignore[arg-type]
+    words = dict(word.split("=") for word in sys.argv[5:])
+    main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], words)  # type: ignore[arg-type]

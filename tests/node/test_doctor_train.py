@@ -1,7 +1,6 @@
 """The sessions of the training checks: what crashes or hangs loses only its own result."""
 
 import argparse
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,15 +20,13 @@ OPTIONS = argparse.Namespace(device="cpu", processes=1, start_timeout=90, interf
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Line]]:
     """Run the sessions of torchrun and Ray with checks that have the given fates, and return their lines."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("SLURM_NODEID", "0")
     monkeypatch.setattr(doctor_train, "GRACE_S", 0.2)
 
     def go(nodes: int = 1, **fates: dict[str, str]) -> list[Line]:
         def fake(node: Node, number: int, launcher: str) -> list[str]:
             words = [f"{name}={fate}" for name, fate in fates.get(launcher, {"ok": "pass"}).items()]
-            # A node's rank is part of its environment; the two nodes of this process share one.
-            os.environ["SLURM_NODEID"] = str(node.allocation.node_rank)
-            return ["tests.node.fake_session", str(node.results), str(node.session(number)), launcher, *words]
+            rank = str(node.allocation.node_rank)
+            return ["tests.node.fake_session", rank, str(node.results), str(node.session(number)), launcher, *words]
 
         monkeypatch.setattr(doctor_train, "entry", fake)
         allocation = Allocation("7", 0, ("a", "b")[:nodes], 0, 1)

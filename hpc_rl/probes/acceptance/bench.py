@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,11 @@ class Bench:
             "trainer.save_minutes": 0,
             "trainer.logger": [],
         }
+
+
+def worst(values: Iterable[float]) -> float:
+    """Return the largest value, or infinity if one is not a number (max() may skip it)."""
+    return max(math.inf if math.isnan(value) else value for value in values)
 
 
 def _validated(job: str, settings: Mapping[str, Any]) -> Any:

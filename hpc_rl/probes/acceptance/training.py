@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from hpc_rl.config.sft import SftConfig
 from hpc_rl.finetune import trainer
 from hpc_rl.finetune.trainer import TrainerState
-from hpc_rl.probes.acceptance.bench import Bench, Failed
+from hpc_rl.probes.acceptance.bench import Bench, Failed, worst
 from hpc_rl.probes.acceptance.models import LARGE, SMALL, create
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.distributed import World
@@ -86,7 +86,7 @@ def resume(bench: Bench, world: World, _variant: str) -> str:
     resumed.tracker.finish(0)
     loss, norm = (_relative(again[key], once[key]) for key in ("train/loss", "train/grad_norm"))
     found = f"loss of the next step {again['train/loss']:.6f}, without a resume {once['train/loss']:.6f}"
-    if max(loss, norm) > (1e-6 if world.device.type == "cpu" else 1e-3):
+    if worst([loss, norm]) > (1e-6 if world.device.type == "cpu" else 1e-3):
         raise Failed(f"{found}; gradient norm {again['train/grad_norm']:.6f} and {once['train/grad_norm']:.6f}")
     return found
 
@@ -120,11 +120,11 @@ def speed_text(metrics: Mapping[str, float], mfu: str, processes: int) -> str:
 
 def difference(found: Measured, expected: Measured) -> tuple[float, float]:
     """Return the largest relative differences of (losses, gradients); the norms of all steps count as gradients."""
-    losses = max(map(_relative, found.losses, expected.losses))
-    norms = max(map(_relative, found.norms, expected.norms))
+    losses = worst(map(_relative, found.losses, expected.losses))
+    norms = worst(map(_relative, found.norms, expected.norms))
     apart = sum(float((found.gradients[name] - one).square().sum()) for name, one in expected.gradients.items())
     whole = sum(float(one.square().sum()) for one in expected.gradients.values())
-    return losses, max(norms, (apart / whole) ** 0.5)
+    return losses, worst([norms, (apart / whole) ** 0.5])
 
 
 def measure(config: SftConfig, run: RunDir, world: World) -> Measured:
@@ -155,7 +155,7 @@ def _compared(bench: Bench, world: World, name: str, changes: Mapping[str, Any])
     losses, gradients = difference(found, expected)
     most_losses, most_gradients = TOLERANCE["cpu" if world.device.type == "cpu" else "gpu"]
     text = f"differs from float32 on one CPU by {losses:.1e} in the loss and {gradients:.1e} in the gradients"
-    if not (losses <= most_losses and gradients <= most_gradients):  # also if one is not a number
+    if losses > most_losses or gradients > most_gradients:
         raise Failed(f"{text}; at most {most_losses:.0e} and {most_gradients:.0e} are expected")
     return text
 
