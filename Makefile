@@ -2,6 +2,7 @@
 # make test    everything: lint, types, imports, unit tests, and a real Slurm where root can have one
 # make test-slurm-new   the tests that depend on Slurm's version most, on a newer Slurm (about 600 MB)
 # make bench   the measurements of docs/benchmarks.md
+# make test-gpu   every part of training once on the GPUs of this machine, in an environment of its own
 # make docs    the documentation as a site, in build/docs; fails on any broken link
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export WANDB_MODE ?= offline
 
-.PHONY: demo test test-lowest test-slurm-new lint bench docs clean
+.PHONY: demo test test-lowest test-slurm-new test-gpu lint bench docs clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo
@@ -45,6 +46,16 @@ test-slurm-new: .venv/test
 	$(BIN)/python -m pytest --slurm-tree $(SLURM_TREE) tests/e2e/test_sites_on_slurm.py tests/sandbox/test_sandbox.py \
 		-k "sites or srun or confined or fake_gpus or requeued or accounting"
 
+# It needs a driver and several gigabytes: pip's default builds of torch and vLLM are for CUDA. The report is printed, and
+# the exit code is 1 if a check failed. Fewer GPUs: CUDA_VISIBLE_DEVICES=0,1 make test-gpu.
+test-gpu: .venv-gpu
+	.venv-gpu/bin/hpc-rl doctor --local --on-nodes 1 --train trainer.device=cuda
+
+.venv-gpu: setup.cfg
+	$(PYTHON) -m venv $@
+	$@/bin/pip install --quiet --editable '.[rl]'
+	touch $@
+
 bench: .venv/test
 	$(BIN)/pip install --quiet --no-deps --requirement benchmarks/requirements.txt
 	$(BIN)/python -m benchmarks.sft
@@ -65,7 +76,7 @@ docs: .venv-docs
 	touch $@
 
 clean:
-	rm -rf .venv .venv-lowest .venv-docs build/docs demo
+	rm -rf .venv .venv-lowest .venv-docs .venv-gpu build/docs demo
 
 # torch comes first: what depends on it is then content with this build.
 .venv/train: setup.cfg

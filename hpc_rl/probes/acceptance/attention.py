@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import torch
 
 from hpc_rl.probes.acceptance.bench import Bench, Failed, worst
 from hpc_rl.training import packed_attention
 from hpc_rl.training.distributed import World
+from hpc_rl.training.packed_batch import pack_samples
 
 LENGTHS = (1, 17, 64, 130, 5)
 HEADS, KEY_HEADS, HEAD_SIZE = 8, 2, 64
@@ -46,13 +48,17 @@ def _inputs(device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def _product(inputs: list[torch.Tensor], window: int | None, scale: float | None) -> torch.Tensor:
     query, key, value = inputs
-    ends = list(itertools.accumulate(LENGTHS, initial=0))
-    lengths = {
-        "packed_lengths": LENGTHS,
-        "packed_cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=query.device),
-    }
+    samples = [np.zeros(length, np.int64) for length in LENGTHS]
+    batch = pack_samples(samples, [np.zeros(length, bool) for length in LENGTHS]).to(query.device)
     out, _ = packed_attention.packed_attention(
-        torch.nn.Module(), query, key, value, None, scaling=scale, sliding_window=window, **lengths
+        torch.nn.Module(),
+        query,
+        key,
+        value,
+        None,
+        scaling=scale,
+        sliding_window=window,
+        **packed_attention.attention_kwargs(batch),
     )
     return out
 

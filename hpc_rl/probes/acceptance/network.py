@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 
 from hpc_rl.probes.acceptance.bench import Bench
@@ -32,6 +31,5 @@ def bandwidth(bench: Bench, world: World, where: str) -> str:
 
 def rank_groups(nodes: int, processes: int, where: str) -> list[list[int]]:
     """Return the ranks that add up numbers together: those of each node, or those with the same place on their node."""
-    by_node = torch.arange(nodes * processes).view(nodes, processes)
-    rows: list[list[int]] = (by_node if where == WITHIN else by_node.T).tolist()
-    return rows
+    by_node = [[node * processes + place for place in range(processes)] for node in range(nodes)]
+    return by_node if where == WITHIN else [list(ranks) for ranks in zip(*by_node, strict=True)]
