@@ -20,7 +20,7 @@ from hpc_rl.errors import RunError
 from hpc_rl.run_dir import current_attempt_dir
 
 TIMEOUT_S = 60
-BYTES = {"nccl": 256 << 20, "gloo": 16 << 20}
+BYTES = {"cpu": 16 << 20, "gpu": 256 << 20}
 REPEATS = 5
 
 
@@ -38,13 +38,13 @@ class Result:
 
 
 def main() -> None:
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S))
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    if device.type != "cpu":
+        device = torch.device(device.type, rank % torch.accelerator.device_count())
+        torch.accelerator.set_device_index(device)
     result = measure(device, None, range(ranks))
     folder = current_attempt_dir()
     if rank == 0 and folder is not None:
@@ -64,8 +64,8 @@ def measure(device: torch.device, group: dist.ProcessGroup | None, ranks: Sequen
     """
     check_sum(device, group, ranks)
     latency_s = seconds_each(torch.ones(1, device=device), group)
-    backend = "gloo" if device.type == "cpu" else "nccl"
-    size = BYTES[backend]
+    backend = dist.get_default_backend_for_device(device)
+    size = BYTES["cpu" if device.type == "cpu" else "gpu"]
     seconds = seconds_each(torch.ones(size // 4, device=device), group)
     bandwidth = size / seconds * 2 * (len(ranks) - 1) / len(ranks) / 1e9
     return Result(backend, len(ranks), size, latency_s, seconds, bandwidth)

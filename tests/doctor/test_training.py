@@ -17,6 +17,7 @@ from hpc_rl.host.node_report import report_path
 from hpc_rl.run_dir import RunDir
 from hpc_rl.sites.profile import read as read_profile
 from hpc_rl.sites.record import split, with_record, write_record
+from hpc_rl.submission.script import render
 from tests.doctor.test_doctor import GOOD
 
 HOME = Path("/home/somebody")
@@ -92,7 +93,9 @@ def test_the_job_runs_the_training_checks_and_has_more_time(tmp_path: Path, monk
     monkeypatch.setenv("HOME", str(tmp_path))
     job = doctor_job(2, ["trainer.device=cpu"], {}, None, None, local=True, trains=True)
     assert job.program == ("train",) and job.config.slurm.time == TRAIN_TIME
+    assert render(job).count(" -- train &\n") == 1
     plain = doctor_job(2, ["trainer.device=cpu"], {}, None, None, local=True)
+    assert "train &" not in render(plain)
     assert plain.program == () and plain.config.slurm.time == "10:00"
 
 

@@ -153,6 +153,6 @@ def test_configurations_ignore_the_users_files(tmp_path: Path, monkeypatch: pyte
 
 
 def test_long_samples(tmp_path: Path) -> None:
-    write_long_chats(tmp_path / "long.jsonl")
+    write_long_chats(tmp_path / "long.jsonl", 64)
     lines = (tmp_path / "long.jsonl").read_text().splitlines()
     assert len(lines) == 64 and min(map(len, lines)) > 2500

@@ -1,6 +1,6 @@
 """The models of the acceptance run and their data, on the node's own disk.
 
-    python -m hpc_rl.probes.acceptance.models FOLDER small
+    python -m hpc_rl.probes.acceptance.models FOLDER small 64
 
 A process of its own creates them, because transformers writes no model in a rank other than 0.
 """
@@ -26,19 +26,21 @@ _SHAPES: dict[str, dict[str, Any]] = {
         **{"num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072},
     },
 }
-ROWS = 64
 LONG_CHARACTERS = 2500
 """About the length of the answers with which the speed is measured on GPUs."""
 CREATE_TIMEOUT_S = 400
 
 
-def create(folder: Path, size: str) -> None:
+def create(folder: Path, size: str, rows: int) -> None:
     """Create a model and its data in another process.
+
+    Args:
+        rows: conversations of the data.
 
     Raises:
         RunError: it failed.
     """
-    command = [sys.executable, "-P", "-m", __name__, str(folder), size]
+    command = [sys.executable, "-P", "-m", __name__, str(folder), size, str(rows)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=CREATE_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
@@ -48,18 +50,18 @@ def create(folder: Path, size: str) -> None:
         raise RunError(f"the {size} model could not be created in {folder}: {last}")
 
 
-def write_long_chats(path: Path) -> None:
+def write_long_chats(path: Path, rows: int) -> None:
     """Write conversations with answers of about LONG_CHARACTERS characters."""
-    answers = [chat[1]["content"] for chat in chats(ROWS)]
+    answers = [chat[1]["content"] for chat in chats(100)]
     with path.open("w", encoding="utf-8") as file:
-        for number, chat in enumerate(chats(ROWS)):
+        for number, chat in enumerate(chats(rows)):
             text = ""
             while len(text) < LONG_CHARACTERS:
-                text += answers[(number + len(text)) % ROWS]
+                text += answers[(number + len(text)) % len(answers)]
             file.write(json.dumps({"messages": [chat[0], {"role": "assistant", "content": text}]}) + "\n")
 
 
-def main(folder: Path, size: str) -> None:
+def main(folder: Path, size: str, rows: int) -> None:
     """Create a model and its data, unless they exist."""
     folder.mkdir(mode=0o700, exist_ok=True)
     data = folder / f"{size}.jsonl"
@@ -67,9 +69,9 @@ def main(folder: Path, size: str) -> None:
         return
     make_tiny_model(folder / size, kind="qwen3", **_SHAPES[size])
     partial = data.with_suffix(".partial")
-    write_chats(partial, ROWS) if size == SMALL else write_long_chats(partial)
+    write_chats(partial, rows) if size == SMALL else write_long_chats(partial, rows)
     partial.replace(data)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

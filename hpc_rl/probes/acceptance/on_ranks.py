@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_rl.probes.acceptance.bench import Bench
-from hpc_rl.probes.acceptance.session import Session, Timer, attempt, error_file, function_of, parse, words_of
+from hpc_rl.probes.acceptance.session import Session, attempt, error_file, function_of, parse, words_of
 from hpc_rl.probes.acceptance.table import rows
 from hpc_rl.training import distributed
 from hpc_rl.training.distributed import World
@@ -49,7 +50,7 @@ def run(session: Session) -> None:
     bench = Bench.here(session.layout, session.folder)
     left = world.broadcast_object([row.name for row in session.left("torchrun")] if world.is_main else None)
     for row in [row for row in rows(session.layout) if row.name in left]:
-        timer = Timer()
+        began = time.monotonic()
         if world.is_main:
             session.begin(row)
         blocked = world.broadcast_object(session.blocked(row) if world.is_main else None)
@@ -57,7 +58,7 @@ def run(session: Session) -> None:
         mine = ("skipped", blocked) if blocked else attempt(check)
         outcome = agreed(mine, world)
         if world.is_main:
-            session.end(row, outcome, timer())
+            session.end(row, outcome, time.monotonic() - began)
         free_memory(world)
 
 

@@ -6,12 +6,13 @@ Each check starts a driver of reinforcement learning in an actor of its own, whi
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from functools import partial
 
 from hpc_rl.probes.acceptance.bench import Bench
-from hpc_rl.probes.acceptance.session import Session, Timer, attempt, function_of, parse, words_of
+from hpc_rl.probes.acceptance.session import Session, attempt, function_of, parse, words_of
 
 
 def main(argv: Sequence[str]) -> None:
@@ -23,7 +24,7 @@ def main(argv: Sequence[str]) -> None:
 
 def run(session: Session, bench: Bench) -> None:
     for row in session.left("ray"):
-        timer = Timer()
+        began = time.monotonic()
         session.begin(row)
         blocked = session.blocked(row)
         try:
@@ -31,7 +32,7 @@ def run(session: Session, bench: Bench) -> None:
         except Exception as error:  # noqa: BLE001 - whatever a check raises is its result; its actors end with it
             traceback.print_exc()
             outcome = ("failed", words_of(error))
-        session.end(row, outcome, timer())
+        session.end(row, outcome, time.monotonic() - began)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,16 +92,6 @@ def words_of(error: BaseException) -> str:
     inner: Any = cause if isinstance(cause, BaseException) else error
     lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
     return f"{type(inner).__name__}: {lines[0]}" if lines else type(inner).__name__
-
-
-class Timer:
-    """Measure the seconds since it was made."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-
-    def __call__(self) -> float:
-        return time.monotonic() - self._began
 
 
 def error_file(folder: Path) -> Path:

@@ -23,6 +23,8 @@ STEPS = 2
 """The loss of the second step depends on the gradients of the first."""
 TOLERANCE = {"cpu": (1e-4, 1e-3), "gpu": (2e-2, 1e-1)}
 """Largest relative difference of the losses and of the gradients: of float32 sums in another order, and of bfloat16."""
+SAMPLES_EACH = 32
+"""Samples of each process in a step, if the speed is measured on GPUs."""
 WARM_UP, MEASURED = 3, 3
 """Steps of the measurement of the speed."""
 
@@ -37,12 +39,12 @@ class Measured:
     """Of the first step, float32 on the CPU, unsharded."""
 
 
-def make_models(bench: Bench, _world: World, _variant: str) -> str:
+def make_models(bench: Bench, world: World, _variant: str) -> str:
     """Create the models and their data on every node."""
     sizes = sorted({SMALL, bench.large()})
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         for size in sizes:
-            create(bench.scratch, size)
+            create(bench.scratch, size, rows=max(64, SAMPLES_EACH * world.size))
     return f"{' and '.join(sizes)}, with random weights, in the temporary folder of each node"
 
 
@@ -96,7 +98,11 @@ def speed(bench: Bench, world: World, _variant: str) -> str:
     gpu = bench.large() == LARGE
     changes: dict[str, Any] = {"trainer.total_training_steps": WARM_UP + MEASURED, **bench.model_keys(bench.large())}
     if gpu:
-        lengths = {"data.max_length": 2048, "data.train_batch_size": 32 * world.size, "trainer.micro_tokens": 16_384}
+        lengths = {
+            "data.max_length": 2048,
+            "data.train_batch_size": SAMPLES_EACH * world.size,
+            "trainer.micro_tokens": 16_384,
+        }
         changes |= {**lengths, "model.enable_gradient_checkpointing": True, "optim.lr": 1e-5}
     state = trainer.load(bench.sft(changes), _run_dir(bench, world, "speed"), world)
     steps = [_step(state) for _ in range(WARM_UP + MEASURED)][WARM_UP:]
