@@ -4,6 +4,7 @@
 # make test-slurm-new   the tests that depend on Slurm's version most, on a newer Slurm (about 600 MB)
 # make test-vllm-api   vLLM's API in the oldest and newest wheel for GPUs that setup.cfg admits (downloads 700 MB; no GPU)
 # make bench   the measurements of docs/benchmarks.md
+# make test-gpu   every part of training once on the GPUs of this machine, in an environment of its own
 # make docs    the documentation as a site, in build/docs; fails on any broken link
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export WANDB_MODE ?= offline
 
-.PHONY: demo test test-large test-lowest test-slurm-new test-vllm-api lint bench docs clean
+.PHONY: demo test test-large test-lowest test-slurm-new test-vllm-api test-gpu lint bench docs clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo
@@ -55,6 +56,16 @@ VLLM_WHEELS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpc-rl/vllm-wheels
 test-vllm-api: .venv/test
 	$(BIN)/python -m tests.vllm_wheels --wheels $(VLLM_WHEELS)
 
+# It needs a driver and several gigabytes: pip's default builds of torch and vLLM are for CUDA. The report is printed, and
+# the exit code is 1 if a check failed. Fewer GPUs: CUDA_VISIBLE_DEVICES=0,1 make test-gpu.
+test-gpu: .venv-gpu
+	.venv-gpu/bin/hpc-rl doctor --local --on-nodes 1 --train trainer.device=cuda
+
+.venv-gpu: setup.cfg
+	$(PYTHON) -m venv $@
+	$@/bin/pip install --quiet --editable '.[rl]'
+	touch $@
+
 bench: .venv/test
 	$(BIN)/pip install --quiet --no-deps --requirement benchmarks/requirements.txt
 	$(BIN)/python -m benchmarks.sft
@@ -75,7 +86,7 @@ docs: .venv-docs
 	touch $@
 
 clean:
-	rm -rf .venv .venv-lowest .venv-docs build/docs demo
+	rm -rf .venv .venv-lowest .venv-docs .venv-gpu build/docs demo
 
 # torch comes first: what depends on it is then content with this build.
 .venv/train: setup.cfg

@@ -33,6 +33,13 @@ def doctor(
     on_nodes: Annotated[
         int | None, typer.Option(min=1, help="Also check this many nodes, with a short job.", show_default=False)
     ] = None,
+    train: Annotated[
+        bool,
+        typer.Option(
+            "--train",
+            help="Also run every part of training once on these nodes, with small models. Needs --on-nodes.",
+        ),
+    ] = False,
     run_dir: Annotated[
         Path | None,
         typer.Option(help="Run directory to check. The default is a new one below ./runs.", show_default=False),
@@ -45,7 +52,7 @@ def doctor(
     Example: hpc-rl doctor --on-nodes 2 --partition gpu
     """
     from hpc_rl.doctor.checks import as_text, has_problem
-    from hpc_rl.doctor.job import doctor_config, doctor_job, run_on_nodes
+    from hpc_rl.doctor.job import Findings, doctor_config, doctor_job, run_on_nodes
     from hpc_rl.doctor.login import container_checks, folder_checks, internet_checks, python_checks, slurm_checks
     from hpc_rl.submission import queue
     from hpc_rl.submission.environment import job_environment
@@ -54,23 +61,37 @@ def doctor(
         raise UserError(
             "the job of `doctor` has a fixed name and does not wait for other jobs: leave out --job-name and --after"
         )
+    if train and on_nodes is None:
+        raise UserError("--train runs on the nodes of a job: add --on-nodes N (and --local for this machine)")
     if on_nodes is None:
         config = doctor_config(overrides or [], flags.settings(), flags.site)
         slurm = [] if local else slurm_checks(config.slurm)
         hf_home = job_environment(config).get("HF_HOME")
         folder = folder_checks((run_dir or Path("runs")).absolute(), hf_home)
         python = container_checks(config) if config.container.image else python_checks(config.slurm.python)
-        results = [*slurm, *folder, *python, *internet_checks()]
+        found = Findings([*slurm, *folder, *python, *internet_checks()])
     else:
         if not local:
             queue.require_slurm()
-        job = doctor_job(on_nodes, overrides or [], flags.settings(), run_dir, flags.site, local=local)
-        results = run_on_nodes(job, local, note)
+        job = doctor_job(on_nodes, overrides or [], flags.settings(), run_dir, flags.site, local=local, trains=train)
+        found = run_on_nodes(job, local, note)
     if as_json:
-        print(json.dumps([check.as_dict() for check in results], indent=2))
+        print(json.dumps([check.as_dict() for check in found.everything], indent=2))
     else:
-        print(as_text(results))
-    leave(1 if has_problem(results) else 0)
+        print("\n\n".join(filter(None, [as_text(found.checks), found.report or as_text(found.training)])))
+    if found.report:
+        _record(found.report)
+    leave(1 if has_problem(found.everything) else 0)
+
+
+def _record(report: str) -> None:
+    """Write the result of the training checks into the user's site profile. A failure to do so is only a message."""
+    from hpc_rl.sites.record import write_record
+
+    try:
+        note(f"the result is in {write_record(report)}")
+    except UserError as error:
+        note(str(error))
 
 
 @app.command()

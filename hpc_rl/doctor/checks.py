@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 MOST_NAMED = 4
 """Nodes that a line lists one by one."""
-Level = Literal["ok", "warning", "problem"]
+Level = Literal["ok", "skipped", "warning", "problem"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,10 @@ class Check:
 
 def ok(name: str, found: str) -> Check:
     return Check(name, "ok", found)
+
+
+def skipped(name: str, found: str) -> Check:
+    return Check(name, "skipped", found)
 
 
 def warning(name: str, found: str, remedy: str) -> Check:

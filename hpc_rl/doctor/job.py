@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from hpc_rl.config.compose import compose
 from hpc_rl.config.job import JobConfig
 from hpc_rl.doctor.checks import Check, has_problem, problem
 from hpc_rl.doctor.nodes import judge
+from hpc_rl.doctor.training import report, training_checks
 from hpc_rl.errors import UserError
+from hpc_rl.host import acceptance
 from hpc_rl.host.node_report import NodeReport
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.run_dir import RunDir
@@ -32,6 +36,25 @@ KIND = "doctor"
 PATIENCE_S = 20
 SHORT = {"slurm.time": "10:00", "slurm.warning_s": 60, "slurm.requeue": False}
 """Settings of the doctor's job, which take precedence over those of a profile."""
+TRAIN_TIME = "1:00:00"
+"""Walltime with the training checks, which usually take some minutes: a hanging check waits for its deadline."""
+TRAIN = "train"
+"""The word by which `hpc_rl.node.doctor` runs the training checks."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a doctor's job has found."""
+
+    checks: list[Check]
+    training: list[Check] = field(default_factory=list)
+    """Empty without --train."""
+    report: str = ""
+    """The training checks as a text for a bug report; empty if there are none."""
+
+    @property
+    def everything(self) -> list[Check]:
+        return [*self.checks, *self.training]
 
 
 def doctor_config(overrides: Sequence[str], settings: Mapping[str, Any], site: str | None) -> JobConfig:
@@ -47,8 +70,12 @@ def doctor_job(
     site: str | None,
     *,
     local: bool,
+    trains: bool = False,
 ) -> Job:
     """Return the job, with a run directory of its own.
+
+    Args:
+        trains: whether the job runs the training checks too.
 
     Raises:
         UserError: the options are wrong, the partition has no such nodes, or the directory is not empty or cannot be
@@ -57,10 +84,11 @@ def doctor_job(
     named = {text.partition("=")[0].lstrip("+") for text in overrides} | settings.keys()
     if "trainer.nnodes" in named:
         raise UserError("set the number of nodes with --on-nodes only")
-    short = {key: value for key, value in SHORT.items() if key not in named}
+    defaults = {**SHORT, "slurm.time": TRAIN_TIME} if trains else SHORT
+    short = {key: value for key, value in defaults.items() if key not in named}
     settings = {**short, **settings, "trainer.nnodes": nodes}
     request = Request(KIND, overrides, settings=settings, run_dir=run_dir, site=site, local=local)
-    planned = plan(request)
+    planned = replace(plan(request), program=(TRAIN,) if trains else ())
     ask = None if local else ask_of(planned.config)
     if ask is not None:
         check_partition(ask)
@@ -76,8 +104,8 @@ def doctor_job(
     return reserve(planned)
 
 
-def run_on_nodes(job: Job, local: bool, note: Callable[[str], None]) -> list[Check]:
-    """Run the job to its end and return the checks of its nodes. The run directory stays only if there is a problem.
+def run_on_nodes(job: Job, local: bool, note: Callable[[str], None]) -> Findings:
+    """Run the job to its end and return what it found. The run directory stays only if there is a problem.
 
     Ctrl-C cancels the job.
 
@@ -101,12 +129,12 @@ def run_on_nodes(job: Job, local: bool, note: Callable[[str], None]) -> list[Che
             if not run.attempts():
                 queue.remove(run.path)
         raise
-    checks = read_reports(run)
-    if has_problem(checks):
+    found = read_findings(run, trains=TRAIN in job.program)
+    if has_problem(found.everything):
         note(f"the job's files are in {run.path}")
     else:
         queue.remove(run.path)
-    return checks
+    return found
 
 
 class Patience:
@@ -126,8 +154,8 @@ class Patience:
         self._note = None
 
 
-def read_reports(run: RunDir) -> list[Check]:
-    """Return the checks of an ended job's nodes.
+def read_findings(run: RunDir, trains: bool) -> Findings:
+    """Return what an ended job has found.
 
     Raises:
         UserError: a report is not readable.
@@ -138,8 +166,17 @@ def read_reports(run: RunDir) -> list[Check]:
         reports = [NodeReport.read(file) for file in files]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise UserError(f"a report in {attempts[-1]} is not readable ({error!r}): run the doctor again") from error
-    if reports:
-        return judge(reports)
+    if not reports:
+        return Findings(_without_reports(run))
+    if not trains:
+        return Findings(judge(reports))
+    training = training_checks(acceptance.read(acceptance.results_file(attempts[-1])))
+    text = report(reports, training, date.today().isoformat(), Path.home())
+    return Findings(judge(reports), training, text)
+
+
+def _without_reports(run: RunDir) -> list[Check]:
+    """Return why an ended job has no reports."""
     ended = status_of(run)
     state = f"job {ended.job_id} is {ended.state}{f' ({ended.reason})' if ended.reason else ''}"
     log = Path(ended.log) if ended.log else None

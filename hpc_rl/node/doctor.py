@@ -1,6 +1,6 @@
 """One node of the health check: collects facts, tests what training needs, and writes a report.
 
-    srun --ntasks-per-node=1 python -m hpc_rl.node.doctor --processes 8
+    srun --ntasks-per-node=1 python -m hpc_rl.node.doctor --processes 8 [-- train]
 
 The job script starts this once on each node. The login node evaluates the reports.
 """
@@ -17,22 +17,31 @@ from dataclasses import replace
 from hpc_rl.errors import UserError
 from hpc_rl.host.node_report import report_path
 from hpc_rl.node.doctor_facts import node_facts
+from hpc_rl.node.doctor_train import run_training_checks
 from hpc_rl.node.doctor_trials import FOLDERS, try_all_reduce, try_ray
 from hpc_rl.node.entry import add_common_options, print_error, run_entry, this_allocation, this_attempt_dir
 from hpc_rl.node.meeting import POLL_S, Meeting, named
 
 ANSWER_TIMEOUT_S = 60
+TRAIN = "train"
+"""The word after `--` that asks for the training checks."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options, ray_options = _parse(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
+    split = list(words).index("--") if "--" in words else len(words)
+    options, ray_options = _parse(words[:split])
+    trains = TRAIN in words[split:]
     # Exit normally, so that child processes are ended.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
-    return run_entry(lambda: run_node(options, ray_options))
+    return run_entry(lambda: run_node(options, ray_options, trains))
 
 
-def run_node(options: argparse.Namespace, ray_options: Sequence[str]) -> int:
+def run_node(options: argparse.Namespace, ray_options: Sequence[str], trains: bool = False) -> int:
     """Collect facts, run the tests and write the report. Returns the exit code.
+
+    Args:
+        trains: whether to run the training checks too.
 
     Raises:
         UserError: the nodes do not see each other's files, so there is no shared folder for a report.
@@ -55,6 +64,8 @@ def run_node(options: argparse.Namespace, ray_options: Sequence[str]) -> int:
         report = replace(report, all_reduce=try_all_reduce(attempt_dir, options))
         report = replace(report, ray=try_ray(allocation, attempt_dir, options, ray_options))
         report.write(report_path(attempt_dir, allocation.node_rank))
+        if trains:
+            run_training_checks(allocation, attempt_dir, options, ray_options)
     return 0
 
 

@@ -36,7 +36,7 @@ def try_all_reduce(attempt_dir: Path, options: argparse.Namespace) -> Trial | No
     """Sum over all ranks of all nodes with torchrun. Returns None if this Python has no torch."""
     if importlib.util.find_spec("torch") is None:
         return None
-    entry = ["hpc_rl.node.torchrun", *_common(options)]
+    entry = ["hpc_rl.node.torchrun", *common_options(options)]
     return _run(attempt_dir / ALL_REDUCE, [*entry, "--", "-m", "hpc_rl.probes.all_reduce"], options.start_timeout)
 
 
@@ -48,7 +48,7 @@ def try_ray(
     if version is None or not token_authentication(version):
         return None
     first = [] if options.first_port is None else ["--first-port", str(options.first_port)]
-    entry = ["hpc_rl.node.ray_cluster.node", *_common(options), *first, *ray_options]
+    entry = ["hpc_rl.node.ray_cluster.node", *common_options(options), *first, *ray_options]
     driver = [sys.executable, "-P", "-m", "hpc_rl.probes.ray"]
     try:
         return _run(attempt_dir / RAY, [*entry, "--", *driver], options.start_timeout)
@@ -58,7 +58,8 @@ def try_ray(
         remove_scratch(scratch_dir(os.environ, allocation.job_id, allocation.restart, neighbour))
 
 
-def _common(options: argparse.Namespace) -> list[str]:
+def common_options(options: argparse.Namespace) -> list[str]:
+    """Return the options that both node entries take."""
     interface = [] if options.interface is None else ["--interface", options.interface]
     common = ["--processes", str(options.processes), "--device", options.device]
     return [*common, "--start-timeout", str(options.start_timeout), *interface]

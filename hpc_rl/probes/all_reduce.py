@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch
@@ -22,6 +24,19 @@ BYTES = {"cpu": 16 << 20, "gpu": 256 << 20}
 REPEATS = 5
 
 
+@dataclass(frozen=True)
+class Result:
+    """The speed of an all-reduce."""
+
+    backend: str
+    ranks: int
+    bytes: int
+    latency_s: float
+    seconds: float
+    bandwidth_gb_s: float
+    """Bus bandwidth per rank as nccl-tests defines it (its PERFORMANCE.md), in 10^9 bytes per second."""
+
+
 def main() -> None:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     backend = dist.get_default_backend_for_device(device)
@@ -30,46 +45,54 @@ def main() -> None:
     if device.type != "cpu":
         device = torch.device(device.type, rank % torch.accelerator.device_count())
         torch.accelerator.set_device_index(device)
-    check_sum(device, ranks)
-    latency_s = seconds_each(torch.ones(1, device=device))
-    size = BYTES["cpu" if device.type == "cpu" else "gpu"]
-    seconds = seconds_each(torch.ones(size // 4, device=device))
-    result = {
-        "backend": backend,
-        "ranks": ranks,
-        "bytes": size,
-        "latency_s": latency_s,
-        "seconds": seconds,
-        # Bus bandwidth per rank as nccl-tests defines it (its PERFORMANCE.md), in 10^9 bytes per second.
-        "bandwidth_gb_s": size / seconds * 2 * (ranks - 1) / ranks / 1e9,
-    }
+    result = measure(device, None, range(ranks))
     folder = current_attempt_dir()
     if rank == 0 and folder is not None:
-        (folder / "result.json").write_text(json.dumps(result) + "\n")
+        (folder / "result.json").write_text(json.dumps(asdict(result)) + "\n")
     dist.destroy_process_group()
 
 
-def check_sum(device: torch.device, ranks: int) -> None:
-    """Check the sum of the ranks.
+def measure(device: torch.device, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> Result:
+    """Check and time the all-reduce of a group; all of its ranks call this.
+
+    Args:
+        group: None for all ranks.
+        ranks: the ranks of the group.
+
+    Raises:
+        RunError: the sum is wrong, so the network or a GPU corrupts data.
+    """
+    check_sum(device, group, ranks)
+    latency_s = seconds_each(torch.ones(1, device=device), group)
+    backend = dist.get_default_backend_for_device(device)
+    size = BYTES["cpu" if device.type == "cpu" else "gpu"]
+    seconds = seconds_each(torch.ones(size // 4, device=device), group)
+    bandwidth = size / seconds * 2 * (len(ranks) - 1) / len(ranks) / 1e9
+    return Result(backend, len(ranks), size, latency_s, seconds, bandwidth)
+
+
+def check_sum(device: torch.device, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> None:
+    """Check the sum of the numbers of the ranks.
 
     Raises:
         RunError: the sum is wrong, so the network or a GPU corrupts data.
     """
     numbers = torch.full((1000,), float(dist.get_rank()), device=device)
-    dist.all_reduce(numbers)
-    if numbers.ne(ranks * (ranks - 1) / 2).any():
+    dist.all_reduce(numbers, group=group)
+    if numbers.ne(sum(ranks)).any():
         raise RunError(
-            f"the sum of 0 to {ranks - 1} is {numbers.unique().tolist()}: the network or a GPU corrupts data"
+            f"the sum of the ranks {', '.join(map(str, ranks))} is {numbers.unique().tolist()}: the network or a GPU "
+            "corrupts data"
         )
 
 
-def seconds_each(tensor: torch.Tensor) -> float:
+def seconds_each(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> float:
     """Return the median time of one all-reduce in seconds; the first one is not counted."""
     taken = []
     for _ in range(REPEATS + 1):
-        dist.barrier()
+        dist.barrier(group=group)
         began = time.monotonic()
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=group)
         if tensor.device.type != "cpu":
             torch.accelerator.synchronize(tensor.device)
         taken.append(time.monotonic() - began)

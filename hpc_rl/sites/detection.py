@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import write_atomically
+from hpc_rl.sites import record
 from hpc_rl.sites.proposal import Facts
 from hpc_rl.slurm import cluster, commands
 
@@ -64,7 +65,8 @@ def write(path: Path, text: str, force: bool) -> None:
     check_writable(path, force)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text)
+        _, result = record.split(_text_of(path))
+        write_atomically(path, f"{text}\n{result}\n" if result else text)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from error
 
@@ -76,13 +78,17 @@ def check_writable(path: Path, force: bool) -> None:
         UserError: the path is a folder, or a profile that must not be replaced.
     """
     try:
-        is_folder, is_there = path.is_dir(), path.exists()
+        is_folder, is_there = path.is_dir(), path.is_file() and record.has_settings(_text_of(path))
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from error
     if is_folder:
         raise UserError(f"{path} is a folder: --out takes a file")
     if is_there and not force:
         raise UserError(f"{path} exists already: --force replaces it, --out FILE writes to another file")
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text(errors="replace") if path.is_file() else ""
 
 
 def _group_names() -> list[str]:

@@ -53,3 +53,25 @@ def test_on_two_nodes_and_a_job_that_is_killed_for_lack_of_memory(workspace: Wor
     explained = workspace.ok("explain", "hungry")
     assert "oom-kill" in explained or "OUT_OF_MEMORY" in explained
     assert "Request more memory (`--mem 64G`" in explained
+
+
+@pytest.mark.slow
+def test_training_checks_on_two_nodes(workspace: Workspace) -> None:
+    home = workspace.folder / "home"
+    home.mkdir()
+    own = Workspace(workspace.folder, {**workspace.environ, "HOME": str(home)}, workspace.login)
+    asked = ["--on-nodes", "2", "--train", "--cpus-per-task", "2", "--mem", "6G", "trainer.device=cpu"]
+    out = own.ok("doctor", *asked, timeout=280)
+    report = out[out.index("hpc-rl doctor --train, ") :].splitlines()
+    lines = {line.split("  ")[1].strip(): line for line in report if line.startswith(("ok ", "skipped "))}
+    assert lines["sharding (full)"].startswith("ok ") and lines["checkpoint and resume"].startswith("ok ")
+    assert (
+        lines["bandwidth (between nodes)"].startswith("ok ") and "gloo, 2 ranks" in lines["bandwidth (between nodes)"]
+    )
+    assert lines["weight transfer (vllm, same devices, host)"].startswith("ok ")
+    assert lines["weight transfer (hf, other devices, host)"].startswith("ok ")
+    assert lines["sleep and wake"].startswith("skipped ") and "applies to GPUs only" in lines["sleep and wake"]
+    assert "tokens/s on 2 processes" in lines["speed of PPO"]
+    profile = (home / ".config" / "hpc-rl" / "site.yaml").read_text()
+    assert all(line.strip() in profile for line in report)
+    own.ok("site", "show")

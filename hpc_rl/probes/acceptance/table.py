@@ -1,0 +1,272 @@
+"""CHECKS: the table of the checks of `hpc-rl doctor --train`. To add a check, write its function and add a row.
+
+A function on torchrun's ranks has the signature `(bench, world, variant) -> found`, one on the Ray cluster
+`(bench, variant) -> found`. It uses the product's own code, returns what it found in words, raises `Failed` if numbers
+are wrong and `Skip` if it finds out that it does not apply. Any other error is a failure too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from hpc_rl.config.engines import ENGINES
+from hpc_rl.config.training import TrainingConfig
+from hpc_rl.host.acceptance import Launcher, Line
+from hpc_rl.probes.acceptance.bench import Layout
+from hpc_rl.probes.acceptance.network import BETWEEN, WITHIN
+from hpc_rl.probes.acceptance.placements import Placing, placings, splits
+
+Need = Callable[[Layout, str], str | None]
+"""From the layout and the variant to the reason why the check does not apply, or None."""
+MODELS = "models"
+"""The first check, without which no other one can run."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    name: str
+    function: str
+    """Module in this package, and function."""
+    launcher: Launcher
+    meaning: str
+    """What a failure means."""
+    setting: str
+    """The setting that avoids the problem."""
+    variants: Callable[[Layout], Sequence[str]] = lambda _layout: ("",)
+    """One line of the report for each."""
+    needs: tuple[Need, ...] = ()
+    after: Callable[[str], str] = lambda _variant: MODELS
+    """From the variant to the check that must have passed."""
+    deadline_s: float = 180
+
+
+def modes(_layout: Layout) -> Sequence[str]:
+    """Return the values of trainer.sharding, without `auto`, which selects one of the others."""
+    found = get_args(TrainingConfig.model_fields["sharding"].annotation)
+    return [mode for mode in found if mode != "auto"]
+
+
+def gpus(layout: Layout, _variant: str) -> str | None:
+    return None if layout.uses_gpus else "applies to GPUs only"
+
+
+def several(layout: Layout, _variant: str) -> str | None:
+    return None if layout.size > 1 else "needs 2 processes"
+
+
+def two_on_a_node(layout: Layout, _variant: str) -> str | None:
+    return None if layout.processes > 1 else "needs 2 processes on a node"
+
+
+def two_nodes(layout: Layout, _variant: str) -> str | None:
+    return None if layout.nodes > 1 else "needs 2 nodes"
+
+
+def for_where(layout: Layout, where: str) -> str | None:
+    return two_on_a_node(layout, where) if where == WITHIN else two_nodes(layout, where)
+
+
+def ray(layout: Layout, _variant: str) -> str | None:
+    missing = sorted({"ray", "tensordict"} - layout.packages)
+    return f"not installed: {', '.join(missing)}" if missing else None
+
+
+def vllm(layout: Layout, _variant: str) -> str | None:
+    return None if "vllm" in layout.packages else "not installed: vllm"
+
+
+def engine(layout: Layout, variant: str) -> str | None:
+    package = ENGINES[variant].package
+    return f"not installed: {package}" if package and package not in layout.packages else None
+
+
+def engine_of_placing(layout: Layout, variant: str) -> str | None:
+    placing = Placing.of_name(variant, layout.device)
+    if not placing.shared and splits(layout) is None:
+        return "needs 2 processes, one for the trainer and one for the engine"
+    return engine(layout, placing.engine)
+
+
+def engines(layout: Layout) -> Sequence[str]:
+    """Return the engines that support the device."""
+    return list(dict.fromkeys(placing.engine for placing in placings(layout.device)))
+
+
+def _after_placing(variant: str) -> str:
+    engine_name, where, *_ = variant.split(", ")
+    return f"log-probabilities ({engine_name})" if where == Placing.SAME else MODELS
+
+
+_NUMBERS = "training gives wrong results with this setting"
+_REPORT = "report it with this text"
+
+CHECKS: tuple[Case, ...] = (
+    Case(
+        name=MODELS,
+        function="training:make_models",
+        launcher="torchrun",
+        meaning="a node's own disk cannot hold the test's models, or transformers cannot create them",
+        setting="slurm.env.TMPDIR=FOLDER on a local disk with 5 GB of free space",
+        after=lambda _variant: "",
+        deadline_s=600,
+    ),
+    Case(
+        name="attention kernels",
+        function="attention:kernels",
+        launcher="torchrun",
+        meaning="this build of torch computes attention over packed samples wrongly on these devices",
+        setting="another version of torch; trainer.device=cpu is correct, but slow",
+    ),
+    Case(
+        name="loss and gradients",
+        function="training:loss_and_gradients",
+        launcher="torchrun",
+        meaning="a training step on these devices differs from float32 on a CPU by more than rounding explains",
+        setting="another version of torch or of the driver",
+    ),
+    Case(
+        name="packing",
+        function="training:packing",
+        launcher="torchrun",
+        meaning="packed samples and single samples give different results",
+        setting="trainer.packing=false for supervised fine-tuning",
+    ),
+    Case(
+        name="recomputation",
+        function="training:recomputation",
+        launcher="torchrun",
+        meaning=_NUMBERS,
+        setting="model.enable_gradient_checkpointing=false",
+    ),
+    Case(
+        name="sharding",
+        function="training:sharding",
+        launcher="torchrun",
+        meaning=_NUMBERS,
+        setting="trainer.sharding, with a value that passed",
+        variants=modes,
+        needs=(several,),
+    ),
+    Case(
+        name="compile",
+        function="training:compiled",
+        launcher="torchrun",
+        meaning="torch.compile fails or gives wrong results",
+        setting="model.use_torch_compile=false",
+        needs=(gpus,),
+        deadline_s=600,
+    ),
+    Case(
+        name="checkpoint and resume",
+        function="training:resume",
+        launcher="torchrun",
+        meaning="a run cannot resume from its checkpoint as if it had not stopped",
+        setting="--run-dir on another shared file system",
+    ),
+    Case(
+        name="speed of SFT",
+        function="training:speed",
+        launcher="torchrun",
+        meaning="a supervised training step fails on a model of 0.6 billion parameters",
+        setting="a lower trainer.micro_tokens",
+        deadline_s=600,
+    ),
+    Case(
+        name="bandwidth",
+        function="network:bandwidth",
+        launcher="torchrun",
+        meaning="the processes cannot exchange tensors over this part of the network",
+        setting="slurm.interface; slurm.env.NCCL_IB_DISABLE=1 or slurm.env.NCCL_P2P_DISABLE=1 shows which part fails",
+        variants=lambda _layout: (WITHIN, BETWEEN),
+        needs=(for_where,),
+        after=lambda _variant: "",
+    ),
+    Case(
+        name="log-probabilities",
+        function="generation:log_probabilities",
+        launcher="ray",
+        meaning="the rollout engine and the trainer compute different probabilities from the same weights",
+        setting="algorithm.tis_cap=2, rollout.dtype=float32, or another rollout.name",
+        variants=engines,
+        needs=(ray, engine),
+        deadline_s=900,
+    ),
+    Case(
+        name="weight transfer",
+        function="generation:weight_transfer",
+        launcher="ray",
+        meaning="the rollout engine does not receive the weights of the trainer",
+        setting="pools.spec and rollout.name, with a placement that passed",
+        variants=lambda layout: [placing.name for placing in placings(layout.device)],
+        needs=(ray, engine_of_placing),
+        after=_after_placing,
+        deadline_s=900,
+    ),
+    Case(
+        name="sleep and wake",
+        function="generation:sleep_and_wake",
+        launcher="ray",
+        meaning="vllm does not release its GPU memory while the trainer uses it",
+        setting="pools.spec, with separate GPUs for the engine",
+        needs=(gpus, ray, vllm),
+        after=lambda _variant: "log-probabilities (vllm)",
+        deadline_s=900,
+    ),
+    Case(
+        name="tensor parallel 2",
+        function="generation:tensor_parallel",
+        launcher="ray",
+        meaning="vllm cannot split a model over 2 GPUs, or computes other probabilities then",
+        setting="rollout.tensor_parallel_size=1; slurm.env.NCCL_P2P_DISABLE=1 if vllm stops at its start",
+        needs=(ray, vllm, two_on_a_node),
+        deadline_s=900,
+    ),
+    Case(
+        name="speed of PPO",
+        function="generation:speed",
+        launcher="ray",
+        meaning="a step of reinforcement learning fails on a model of 0.6 billion parameters",
+        setting="a lower trainer.micro_tokens, or pools.spec with separate GPUs for the engine",
+        needs=(ray,),
+        deadline_s=900,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table for one variant."""
+
+    case: Case
+    variant: str
+    reason: str | None
+    """Why it does not apply to the layout; None if it does."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.name} ({self.variant})" if self.variant else self.case.name
+
+    @property
+    def after(self) -> str:
+        """Name of the check that must have passed, or an empty text."""
+        return self.case.after(self.variant)
+
+    def line(self) -> Line:
+        """Return the line that plans it; a check that does not apply is skipped at once."""
+        case = self.case
+        planned = Line(self.name, case.launcher, "planned", case.meaning, case.setting, deadline_s=case.deadline_s)
+        return planned if self.reason is None else planned.ended("skipped", self.reason)
+
+
+def rows(layout: Layout, checks: Sequence[Case] = CHECKS) -> list[Row]:
+    """Return the rows of a layout, in the order in which they run."""
+    found = []
+    for case in checks:
+        for variant in case.variants(layout):
+            reasons = (need(layout, variant) for need in case.needs)
+            found.append(Row(case, variant, next((reason for reason in reasons if reason), None)))
+    return found
