@@ -202,7 +202,8 @@ def _generate(state: PpoState, visible: Mapping[str, str]) -> tuple[TensorDict, 
     """Generate a step's responses and evaluate them, as `hpc_rl.rl.trainer.step` does; measure the memory."""
     memory: dict[str, int] = {}
     state.rollout.wake()
-    batch = state.batches.draw(state.step)
+    batch = state.batches.draw(state.step, lambda: False)
+    assert batch is not None  # nothing stops it
     if (used := used_memory(visible, state.config)) is not None:
         memory["awake"] = used
     state.rollout.sleep()

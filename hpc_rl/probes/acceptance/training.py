@@ -79,6 +79,7 @@ def resume(bench: Bench, world: World, _variant: str) -> str:
     state = trainer.load(config, run, world)
     trainer.step(state, Clock())
     trainer.save(state)
+    state.saver.wait()
     once = trainer.step(state, Clock())
     state.tracker.finish(0)
     resumed = trainer.load(config, run, world)
