@@ -27,7 +27,7 @@ def test_grpo_of_32b_on_32_gpus() -> None:
     assert found["update actor"].peak < 42e9
 
 
-@pytest.mark.parametrize(("sharding", "limit_gb"), [("full", 32), ("gradients", 74), ("none", 150)])
+@pytest.mark.parametrize(("sharding", "limit_gb"), [("full", 32), ("gradients", 70), ("none", 150)])
 def test_sft_of_7b_on_8_gpus(sharding: str, limit_gb: float) -> None:
     job = Job("7B", ranks=8, micro_tokens=16384, length=1024, options=(f"trainer.sharding={sharding}",))
     assert simulate(sft_step, job)["update"].peak < limit_gb * 1e9
@@ -35,6 +35,6 @@ def test_sft_of_7b_on_8_gpus(sharding: str, limit_gb: float) -> None:
 
 def test_sft_of_7b_on_two_nodes_keeps_parameters_within_each_node() -> None:
     found = simulate(sft_step, Job("7B", ranks=16, micro_tokens=16384, length=1024))["update"]
-    assert found.peak < 36e9
+    assert found.peak < 32e9
     # Only an eighth of the float32 gradient travels between nodes: 4 bytes x 7.6 x 10^9 / 8.
     assert 3.7e9 < found.traffic["allreduce_"] < 3.9e9
