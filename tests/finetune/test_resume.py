@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hpc_rl.errors import EXIT_STOPPED, RunError, UserError
 from hpc_rl.finetune import sft
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training import checkpoint
+from hpc_rl.training import checkpoint, model_state
 from hpc_rl.training.model import CausalLM
 from hpc_rl.training.packed_batch import PackedBatch
 from tests.finetune.jobs import ask_at, run_here, run_job, run_stopped, series
@@ -56,10 +57,16 @@ def test_stopped_on_one_rank_and_resumed_on_two(sft_config: list[str], tmp_path:
     assert run_here(sft_config, tmp_path) == EXIT_STOPPED
     assert run_here(sft_config, tmp_path) == EXIT_STOPPED
     (tmp_path / "stop").unlink()
-    results = run_job(sft_config, tmp_path, "trainer.sharding=none", ranks=2)
+    options = ("trainer.sharding=none", "trainer.save_async=false", "trainer.export=true")
+    results = run_job(sft_config, tmp_path, *options, ranks=2)
     assert [code for code, _, _ in results] == [0, 0], results
     assert "resuming after step 2" in results[0][1]
     same_as(uninterrupted, tmp_path)
+    stored = checkpoint.newest(tmp_path / "checkpoints")
+    assert stored is not None
+    weights = model_state.read_weights(stored[0] / checkpoint.MODEL)
+    for name, weight in AutoModelForCausalLM.from_pretrained(tmp_path / "model").named_parameters():
+        assert torch.equal(weight, weights[name]), name
 
 
 def test_a_stop_within_a_step_discards_it_on_all_ranks(
