@@ -56,7 +56,7 @@ class Setting:
 SETTINGS = {
     "0.6B": Setting(8_192, "26,005 tokens/s, 16.8 % MFU, 34.0 GB on 1 H100", 0.35),
     "4B": Setting(16_384, "28.4 % MFU on 8 H200", 0.50),
-    "tiny": Setting(256),
+    "tiny": Setting(1_024),
 }
 LENGTHS = ("GSM8K", "full")
 

@@ -58,7 +58,9 @@ def test_the_tables_compare_whole_steps() -> None:
     assert "| gen | 1.5 |" in text and "| step |" not in text
 
 
-def test_fine_tuning_is_measured_with_both_kinds_of_lengths() -> None:
+def test_fine_tuning_is_measured_with_both_kinds_of_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MICRO_BATCHES": 1, "WARM_UP": 0, "STEPS": 1}.items():
+        monkeypatch.setattr(sft_gpu, name, value)
     world = World(0, 1, torch.device("cpu"))
     results = {
         f"tiny, {lengths}": sft_gpu.measure("tiny", lengths, world, recompute=True) for lengths in sft_gpu.LENGTHS
