@@ -229,7 +229,7 @@ KEYS = [
           "data.max_length=1k", "trainer.nnodes=[2]", "trainer.nnodes=null"),
     *each("sft", "valid number", "optim.lr=fast", "optim.lr=1e", "optim.lr=[1]", "optim.lr=null"),
     *each("sft", "valid boolean", "trainer.packing=maybe", "data.shuffle=2", "model.trust_remote_code=[true]"),
-    sft("'cuda' or 'cpu'", "trainer.device=tpu"),
+    sft("'npu', 'xpu' or 'cpu'", "trainer.device=tpu"),
     sft("'cosine', 'linear' or 'constant'", "optim.lr_scheduler=step"),
     sft("'float32' or 'bfloat16'", "model.dtype=float16"),
     sft("'auto', 'full', 'hybrid', 'gradients' or 'none'", "trainer.sharding=zero3"),

@@ -99,7 +99,7 @@ def test_all_errors_are_reported_at_once_with_dotted_keys() -> None:
         ("slurm.sbatch.nodes=3", "use --nodes"),
         ("slurm.sbatch.Exclusive=1", "not a long option of sbatch"),
         ("slurm.env.1A=x", "not the name of an environment variable"),
-        ("trainer.device=tpu", "'cuda' or 'cpu'"),
+        ("trainer.device=tpu", "'npu', 'xpu' or 'cpu'"),
     ],
 )
 def test_what_is_wrong_is_said(override: str, said: str) -> None:

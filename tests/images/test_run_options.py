@@ -251,7 +251,7 @@ def test_compiled_kernels_stay_on_the_node_in_a_private_folder(tmp_path: Path) -
     assert kept.stat().st_mode & 0o777 == 0o700
     bind = ["--bind", f"{kept}:/tmp/{KEPT}"]
     argv = inside.fake.calls("exec")[0]["argv"]
-    assert argv[argv.index(bind[1]) - 1] == bind[0] and argv[2] == f"{argv[2].removesuffix(':/tmp')}:/tmp"
+    assert argv[argv.index(bind[1]) - 1] == bind[0] and argv[2].endswith("/tmp:/tmp")
     kept.chmod(0o755)  # as another user might have made it
     assert inside.run().returncode == 0
     kept.rmdir()
