@@ -1,4 +1,4 @@
-"""When the loop asks whether to stop, and what it then does. Parts of a step are stand-ins; tests/rl/runs has real runs."""
+"""When the loop asks whether to stop, and what follows. Parts of a step are stand-ins; tests/rl/runs has real ones."""
 
 from __future__ import annotations
 
