@@ -1,0 +1,181 @@
+"""When the loop asks whether to stop, and what follows. Parts of a step are stand-ins; tests/rl/runs has real ones."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hpc_rl.data.order import Position
+from hpc_rl.errors import EXIT_STOPPED, RunError
+from hpc_rl.rl import checkpoints, trainer
+from hpc_rl.rl.workers.worker import Worker
+from hpc_rl.run_dir import RunDir
+from hpc_rl.training.perf import Clock
+from hpc_rl.training.stopping import Stopping
+from tests.rl.ppo_config import ppo_config
+
+BEFORE, AFTER = Position(0, 4), Position(0, 8)
+
+
+class Batches:
+    """Moves on in the data with each batch."""
+
+    position = BEFORE
+
+    def draw(self, step: int, stops: Callable[[], bool]) -> Any:
+        self.position = AFTER
+        return SimpleNamespace(experience=lambda: "responses")
+
+
+class Loop:
+    """A run of four steps that validates after the second, and records what it does."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, job_end: float | None = None) -> None:
+        self.did: list[str] = []
+        self.stop_in: Callable[[int], bool] = lambda step: False
+        run = RunDir(folder)
+        self.state: Any = SimpleNamespace(
+            config=ppo_config("trainer.test_freq=2", "trainer.save_minutes=0", "trainer.export=false"),
+            run=run,
+            stopping=Stopping(run, 180, job_end),
+            batches=Batches(),
+            rollout=SimpleNamespace(wake=lambda: None, sleep=lambda: None),
+            tracker=SimpleNamespace(log=lambda step, *_: self.did.append(f"log {step}"), finish=lambda _: None),
+            **{"step": 0, "total_steps": 4, "saved_step": 0, "saved_at": 0.0, "val": ["prompt"]},
+            validates_first=False,
+        )
+        patch.setattr(trainer, "step", self.step)
+        patch.setattr(trainer, "test", lambda state: self.did.append(f"test {state.step}") or {"val/score": 1.0})
+        patch.setattr(checkpoints, "save", lambda state: self.did.append(f"save {state.step}"))
+
+    def step(self, state: Any, clock: Clock) -> dict[str, float]:
+        with clock("gen"):
+            if self.stop_in(state.step + 1):
+                state.run.stop.write_text("user\n")
+        state.step += 1
+        state.stopping.note_step(clock.seconds)
+        return {"loss": 1.0}
+
+    def run(self) -> int:
+        return trainer.train(self.state)
+
+
+@pytest.fixture
+def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loop:
+    return Loop(tmp_path, monkeypatch)
+
+
+def test_a_whole_run(loop: Loop) -> None:
+    assert loop.run() == 0
+    assert loop.did == ["log 1", "test 2", "log 2", "log 3", "save 4", "test 4", "log 4"]
+
+
+def test_a_stop_saves_and_leaves_out_the_validation(loop: Loop, capsys: pytest.CaptureFixture[str]) -> None:
+    loop.stop_in = lambda step: step == 2
+    assert loop.run() == EXIT_STOPPED
+    assert loop.did == ["log 1", "save 2", "log 2"]
+    assert "stopped after step 2 of 4: checkpoint saved" in capsys.readouterr().out
+
+
+def test_a_validation_that_was_left_out_comes_first(loop: Loop) -> None:
+    loop.state.step = loop.state.saved_step = 2
+    loop.state.validates_first = True
+    assert loop.run() == 0
+    assert loop.did == ["test 2", "log 2", "log 3", "save 4", "test 4", "log 4"]
+
+
+def test_a_stop_before_the_first_step_saves_nothing(loop: Loop, capsys: pytest.CaptureFixture[str]) -> None:
+    loop.state.run.stop.write_text("user\n")
+    assert loop.run() == EXIT_STOPPED
+    assert loop.did == []
+    assert "stopped after step 0 of 4: nothing is saved yet" in capsys.readouterr().out
+
+
+def test_a_stop_in_the_last_step_changes_nothing(loop: Loop) -> None:
+    loop.stop_in = lambda step: step == 4
+    assert loop.run() == 0
+    assert loop.did[-3:] == ["save 4", "test 4", "log 4"]
+
+
+def test_a_discarded_step_is_not_recorded_and_the_one_before_is_saved_once(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = loop.step
+    monkeypatch.setattr(trainer, "step", lambda state, clock: made(state, clock) if state.step < 3 else {})
+    assert loop.run() == EXIT_STOPPED
+    assert loop.did == ["log 1", "test 2", "log 2", "log 3", "save 3"]
+
+
+def test_the_walltime_ends_too_soon_for_a_second_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(tmp_path, monkeypatch, job_end=time.time() + 170)
+    assert loop.run() == EXIT_STOPPED
+    assert loop.did == ["save 1", "log 1"]
+    assert loop.state.run.stop.read_text() == "walltime\n"
+
+
+def test_a_walltime_that_is_too_short_for_a_step_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(tmp_path, monkeypatch, job_end=time.time() + 170)
+    loop.state.run.stop.write_text("walltime\n")
+    with pytest.raises(RunError, match="the walltime ends before the first step of this attempt is done"):
+        loop.run()
+
+
+@pytest.mark.parametrize("stopped_in, evaluated", [("draw", False), ("evaluate", True)])
+def test_a_step_that_is_discarded_returns_to_its_position(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_in: str, evaluated: bool
+) -> None:
+    step, did = trainer.step, []
+    state = Loop(tmp_path, monkeypatch).state
+
+    def evaluate(*_: Any) -> None:
+        did.append("evaluate")
+        state.run.stop.write_text("user\n")
+
+    draw = state.batches.draw
+    if stopped_in == "draw":
+        state.batches.draw = lambda *rest: state.run.stop.write_text("user\n") and draw(*rest)
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    monkeypatch.setattr(trainer, "learn", lambda *_: pytest.fail("a discarded step changed the policy"))
+    assert step(state, Clock()) == {}
+    assert (state.batches.position, state.step) == (BEFORE, 0)
+    assert did == (["evaluate"] if evaluated else [])
+
+
+def test_a_step_stops_while_dynamic_sampling_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state = trainer.step, Loop(tmp_path, monkeypatch).state
+    state.batches.draw = lambda number, stops: None
+    assert step(state, Clock()) == {}
+
+
+def test_a_worker_traces_what_lies_between_two_calls(tmp_path: Path) -> None:
+    worker = Worker.__new__(Worker)
+    worker.pool, worker.rank, worker._parts = "train", 1, {}
+    worker.begin_trace()
+    torch.ones(3, 3) @ torch.ones(3, 3)
+    worker.end_trace(RunDir(tmp_path), 7)
+    trace = tmp_path / "profiles" / "step-00000007" / "train-rank1.json.gz"
+    assert "aten::mm" in {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert worker._parts == {}
+
+
+def test_the_chosen_steps_are_traced_on_all_groups(tmp_path: Path) -> None:
+    did: list[Any] = []
+    pending = SimpleNamespace(wait=lambda: None)
+    group = SimpleNamespace(
+        begin_trace=lambda: did.append("begin") or pending, end_trace=lambda run, step: did.append(step) or pending
+    )
+    state: Any = SimpleNamespace(
+        config=ppo_config("trainer.profile_steps=[2]"), step=0, groups=[group, group], run=None
+    )
+    for state.step in (0, 1, 2):
+        with trainer.traced(state):
+            did.append("step")
+    assert did == ["step", "begin", "begin", "step", 2, 2, "step"]
