@@ -33,9 +33,8 @@ def test_keys_and_groups_are_suggested_by_their_beginning() -> None:
 
 
 def test_values_follow_a_single_key_so_that_bash_adds_no_space() -> None:
-    assert words("sft", "trainer.dev") == [
-        "trainer.device=", "trainer.device=auto", "trainer.device=cuda", "trainer.device=cpu",
-    ]  # fmt: skip
+    values = ("", "auto", "cuda", "npu", "xpu", "cpu")
+    assert words("sft", "trainer.dev") == [f"trainer.device={value}" for value in values]
     assert words("sft", "optim.eps") == ["optim.eps=", "optim.eps=1.0e-08"]
 
 
