@@ -15,6 +15,8 @@ from hpc_rl.rl.pools import Node, Pool, Slot
 from hpc_rl.rl.rollout import rollout
 from hpc_rl.rl.workers import group, worker
 
+pytestmark = pytest.mark.slow
+
 
 class Here:
     """Stands for `ray.remote(Worker)`: an actor in this process, whose calls return their results at once."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -242,7 +243,7 @@ def _run(bench: Bench, placing: Placing) -> dict[str, Any]:
     """Return the measurements of a placement, from an earlier check if there was one."""
     if placing.name not in bench.memory:
         try:
-            name = "-".join(placing.name.replace(",", "").split())
+            name = re.sub(r"\W+", "-", placing.name)
             bench.memory[placing.name] = _measured(bench, name, placing.settings(bench.layout))
         except (UserError, RayError) as error:
             bench.memory[placing.name] = error
