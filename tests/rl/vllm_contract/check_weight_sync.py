@@ -79,6 +79,20 @@ def test_a_parameter_that_no_update_brought_is_an_error(setting: Setting) -> Non
         setting.sender().send_weights()
 
 
+@pytest.mark.parametrize("setting", ["ipc"], indirect=True)
+def test_buckets_in_host_memory_bring_the_weights_too(setting: Setting) -> None:
+    """The way for CPUs: vLLM reloads the model layer by layer, from buckets that our methods in its worker read."""
+    engine = make_engine(setting.worker, "host")
+    engine._bucket_bytes = SMALL_BUFFER
+    for _ in range(2):
+        for parameter in setting.policy.parameters():
+            parameter.add_(torch.randn(parameter.shape))
+        engine.load_weights(setting.policy.named_parameters())
+        setting.assert_equal()
+    with pytest.raises(RunError, match=r"no weights for 2 of its parameters \(first.bias, first.weight\)"):
+        engine.load_weights((f"second.{name}", weight) for name, weight in setting.policy.second.named_parameters())
+
+
 def test_other_ranks_only_gather(setting: Setting) -> None:
     before = [parameter.clone() for parameter in setting.model.parameters()]
     setting.sender(rank=1, size=2).send_weights()
