@@ -91,8 +91,8 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
         state.rollout.wake()
         batch = state.batches.draw(state.step, lambda: stops(state, ["timing_s/gen"]))
         state.rollout.sleep()
-        experience = batch and batch.experience()
-    if batch is None or stops(state, clock.seconds):
+        experience = None if batch is None else batch.experience()
+    if batch is None or experience is None or stops(state, clock.seconds):
         state.batches.position = position
         return {}
     evaluate(state, batch, experience, clock)
