@@ -20,6 +20,7 @@ from hpc_rl.finetune.trainer import TrainerState
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training import packed_attention, sharding
+from hpc_rl.training.checkpoint import Saver
 from hpc_rl.training.distributed import World
 from hpc_rl.training.model import CausalLM, count_flops
 from hpc_rl.training.optim import build_optimizer
@@ -118,6 +119,7 @@ def trainer_state(
         tracker=Tracker(
             run, {}, loggers=[], project="", name="", wandb_mode="", wandb_proxy=None, wandb_id=None, is_main=False
         ),
+        saver=Saver(run.checkpoints, world, keep=1),
         stopping=Stopping(run, settings.slurm.warning_s, job_end=None),
         step=0,
         position=Position(),

@@ -46,7 +46,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_late_rank_is_named_with_the_collective(recorded: Path) -> None:
     (line,) = explanations(recorded)
     assert re.sub(r":\d+", ":N", line) == (
-        "flight recorder: rank 1 did not reach all_gather [[1, 1]], number 3 of group default_pg, in which rank 0 "
+        "flight recorder: rank 1 did not reach all_gather [[1, 1]], number 4 of group default_pg, in which rank 0 "
         "waits at late_rank.py:N; the last one was all_gather at late_rank.py:N"
     )
 

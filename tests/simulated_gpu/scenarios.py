@@ -168,14 +168,17 @@ def _trainer_state(job: Job, config: SftConfig, world: World, model: Any, optimi
     from hpc_rl.finetune.objectives import OBJECTIVES
     from hpc_rl.finetune.trainer import TrainerState
     from hpc_rl.run_dir import RunDir
+    from hpc_rl.training.checkpoint import Saver
+    from hpc_rl.training.stopping import Stopping
 
+    run = RunDir(Path("/nonexistent"))
     count = job.ranks * job.micro_batches * job.samples
     mask = np.arange(job.length) > 0
     samples = [Sample(np.zeros(job.length, np.int32), mask)] * count
     return TrainerState(
         config=config,
         objective=OBJECTIVES[SftConfig],
-        run=RunDir(Path("/nonexistent")),
+        run=run,
         world=world,
         tokenizer=None,  # type: ignore[arg-type]  # a step reads neither tokenizer nor tracker
         model=model,
@@ -186,7 +189,10 @@ def _trainer_state(job: Job, config: SftConfig, world: World, model: Any, optimi
         batches=iter([(np.arange(count), Position(0, count))]),
         total_steps=10,
         tracker=None,  # type: ignore[arg-type]
+        saver=Saver(run.checkpoints, world, keep=1),
+        stopping=Stopping(run, config.slurm.warning_s, job_end=None),
         step=0,
         position=Position(0, 0),
         total_tokens=0,
+        ask_every=1000,  # as after the first step
     )
