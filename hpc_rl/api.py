@@ -77,7 +77,7 @@ class Run:
         return "".join(file.read_text(errors="replace") for file in files)
 
     def stop(self) -> str:
-        """Ask the run to save at its next step and exit. Return a line that describes what was done."""
+        """Ask the run to save as soon as it can and exit. Return a line that describes what was done."""
         from hpc_rl.runs.control import stop
 
         return stop(self._dir)

@@ -92,7 +92,7 @@ def cancel(run: RunOrSweepArgument) -> None:
 
 @app.command()
 def stop(run: RunOrSweepArgument) -> None:
-    """Ask a run, or all runs of a sweep, to save at the next step and exit.
+    """Ask a run, or all runs of a sweep, to save as soon as it can and exit.
 
     Example: hpc-rl stop sft-1
     """

@@ -67,7 +67,7 @@ def newest_checkpoint(run: RunDir) -> str | None:
 
 
 def stop(run: RunDir) -> str:
-    """Ask the run to save at its next step and exit. Return a line that describes what was done."""
+    """Ask the run to save as soon as it can and exit. Return a line that describes what was done."""
     now = status_of(run)
     if not now.active or now.job_id is None:
         return f"run {run.name} has no job to stop: its state is {now.state}"
@@ -76,7 +76,7 @@ def stop(run: RunDir) -> str:
         note_cancelled(now)
         return f"job {now.job_id} of run {run.name} was waiting; it was removed from the queue"
     ask_to_stop(run)
-    return f"run {run.name} will save at its next step and exit with code {EXIT_STOPPED}"
+    return f"run {run.name} will save as soon as it can and exit with code {EXIT_STOPPED}"
 
 
 def ask_to_stop(run: RunDir, reason: str = "user") -> None:

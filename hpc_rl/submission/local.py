@@ -195,7 +195,7 @@ def count_interrupts(job: Job) -> Callable[[], int]:
         count += 2 if number == signal.SIGTERM else 1
         if count == 1:
             job.run_dir.stop.write_text("user\n")
-            print("\nhpc-rl: saving and exiting at the next step; Ctrl-C again to end immediately", file=sys.stderr)
+            print("\nhpc-rl: saving and exiting; Ctrl-C again to end immediately", file=sys.stderr)
 
     signal.signal(signal.SIGINT, interrupted)
     signal.signal(signal.SIGTERM, interrupted)

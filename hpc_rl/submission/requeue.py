@@ -58,7 +58,7 @@ def _from_within(run: RunDir, now: RunStatus) -> str:
             f"run hpc-rl stop {run.name} first, then hpc-rl requeue {run.name}"
         )
     control.ask_to_stop(run, REQUEUE)
-    return f"job {now.job_id} of run {run.name} will save at its next step and then be requeued"
+    return f"job {now.job_id} of run {run.name} will save as soon as it can and then be requeued"
 
 
 def requeue_sweep(sweep: SweepDir) -> str:

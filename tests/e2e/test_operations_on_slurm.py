@@ -157,7 +157,7 @@ def test_a_running_job_saves_and_is_queued_again(workspace: Workspace, slurm_clu
     wait_for_line(workspace, run, "attempt 1")
     job_id = workspace.status("again")["job_id"]
     slurm_cluster.drain(True)  # the job stays in the queue until the test has looked at it there
-    assert "will save at its next step and then be requeued" in workspace.ok("requeue", "again")
+    assert "will save as soon as it can and then be requeued" in workspace.ok("requeue", "again")
     workspace.wait_until(lambda: workspace.status("again")["state"] == "PENDING", "queued again")
     assert "is already waiting in the queue" in workspace.ok("requeue", "again")
     slurm_cluster.drain(False)

@@ -71,7 +71,7 @@ def test_a_run_that_never_started_still_waits(tmp_path: Path) -> None:
 def test_a_script_that_never_queues_itself_again_is_not_asked_to(tmp_path: Path, slurm: Path) -> None:
     mine = run(tmp_path, job={"job_id": "5"}, status={"job_id": "5", "attempt": 1, "state": "RUNNING"})
     (slurm / "squeue.text").write_text("5|RUNNING|node1|None|\n")
-    assert "will save at its next step" in requeue(mine)
+    assert "will save as soon as it can" in requeue(mine)
     mine.stop.unlink()
     mine.script.write_text("srun true\n")
     with pytest.raises(UserError, match="was submitted with slurm"):
