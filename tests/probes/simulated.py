@@ -20,9 +20,9 @@ from hpc_rl.probes.acceptance.bench import Bench, Layout
 from hpc_rl.probes.acceptance.session import attempt
 from hpc_rl.probes.tiny_model import make_tokenizer
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training import model
 from hpc_rl.training.distributed import World
 from tests.simulated_gpu.gpu import simulated_gpus
+from tests.simulated_gpu.models import untrained
 
 RANKS = 8
 HIDDEN = 64
@@ -82,24 +82,11 @@ def _world() -> World:
 @contextlib.contextmanager
 def _without_files() -> Iterator[None]:
     """Let loads of models return untrained ones, let data be made up, and let all ranks agree with this one."""
-    load = model.from_pretrained
+    from transformers import Qwen3Config
 
-    def from_pretrained(auto: Any, path: str, what: str, **options: Any) -> Any:
-        from transformers import Qwen3Config
-
-        if what != "model":
-            return load(auto, path, what, **options)
-        shape = {"hidden_size": HIDDEN, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 320}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-        settings = {name: options[name] for name in ("dtype", "attn_implementation")}
-        return auto.from_config(Qwen3Config(**shape, **heads), **settings)
-
+    shape = {"hidden_size": HIDDEN, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 320}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     mask = np.arange(40) >= 20
     samples = [Sample(input_ids=np.zeros(40, np.int32), loss_mask=mask) for _ in range(64 * RANKS)]
-    with (
-        mock.patch.object(model, "from_pretrained", from_pretrained),
-        mock.patch.object(trainer, "load_samples", lambda *_: samples),
-        mock.patch.object(World, "together", lambda self, work: work()),
-        mock.patch.object(World, "broadcast_object", lambda self, value: value),
-    ):
+    with untrained(Qwen3Config(**shape, **heads)), mock.patch.object(trainer, "load_samples", lambda *_: samples):
         yield

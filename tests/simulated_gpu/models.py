@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from unittest import mock
 
 import torch
@@ -13,6 +14,9 @@ from hpc_rl.rl.workers import critic, reward_model
 from hpc_rl.training import loading, pretrained
 from hpc_rl.training.distributed import World
 from hpc_rl.training.pretrained import Pretrained
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 REWARD_MODEL = "/reward"
 """Path at which a trained classifier is loaded."""
@@ -50,22 +54,39 @@ _SHAPES: dict[Shape, dict[str, int]] = {
 @contextlib.contextmanager
 def loading_without_files(shape: Shape) -> Iterator[None]:
     """Let every load of a model return an untrained one of this shape, and let all ranks agree with this one."""
+    from transformers import Qwen2Config
 
-    def from_pretrained(auto: Any, path: str, *_: object, **options: Any) -> Any:
-        from transformers import AutoConfig, Qwen2Config
+    with (
+        untrained(Qwen2Config(**_SHAPES[shape])),
+        mock.patch.object(critic, "refuse_other_vocabulary", lambda *_: None),
+        mock.patch.object(reward_model, "refuse_other_vocabulary", lambda *_: None),
+    ):
+        yield
 
-        labels = {"num_labels": options["num_labels"]} if "num_labels" in options else {}
-        config = Qwen2Config(**_SHAPES[shape], **labels)
+
+@contextlib.contextmanager
+def untrained(config: PretrainedConfig) -> Iterator[None]:
+    """Let models have this configuration and weights of 0, and let all ranks agree with this one."""
+    load = pretrained.from_pretrained
+
+    def from_pretrained(auto: Any, path: str, what: str, *arguments: Any, **options: Any) -> Any:
+        from transformers import AutoConfig
+
+        if what != "model":
+            return load(auto, path, what, *arguments, **options)
+        own = copy.deepcopy(config)
+        if "num_labels" in options:
+            own.num_labels = options["num_labels"]
         if auto is AutoConfig:
-            return config
-        hf = auto.from_config(config, **{name: options[name] for name in ("dtype", "attn_implementation")})
+            return own
+        hf = auto.from_config(own, **{name: options[name] for name in ("dtype", "attn_implementation")})
         return hf, {"missing_keys": [] if path == REWARD_MODEL else ["score.weight"]}
 
-    def stored_weights(pretrained: Pretrained[Any], hf: Any) -> dict[str, None]:
+    def stored_weights(model: Pretrained[Any], hf: Any) -> dict[str, None]:
         """Return the names of the weights that files would have."""
-        return {name: None for name in loading.weights_of(hf) if not pretrained.may_be_new(name)}
+        return {name: None for name in loading.weights_of(hf) if not model.may_be_new(name)}
 
-    def read(_pretrained: Pretrained[Any], weights: dict[str, torch.Tensor], _stored: object) -> None:
+    def read(_model: Pretrained[Any], weights: dict[str, torch.Tensor], _stored: object) -> None:
         for weight in weights.values():
             weight.zero_()
 
@@ -73,8 +94,6 @@ def loading_without_files(shape: Shape) -> Iterator[None]:
         mock.patch.object(pretrained, "from_pretrained", from_pretrained),
         mock.patch.object(loading, "stored_weights", stored_weights),
         mock.patch.object(loading, "_read", read),
-        mock.patch.object(critic, "refuse_other_vocabulary", lambda *_: None),
-        mock.patch.object(reward_model, "refuse_other_vocabulary", lambda *_: None),
         mock.patch.object(World, "together", lambda self, work: work()),
         mock.patch.object(World, "broadcast_object", lambda self, value: value),
     ):
