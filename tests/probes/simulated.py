@@ -76,7 +76,7 @@ def _bench(folder: Path) -> Bench:
 
 
 def _world() -> World:
-    return World(0, RANKS, torch.device("cuda", 0))
+    return World(0, RANKS, torch.device("cuda", 0), ranks_per_node=RANKS)
 
 
 @contextlib.contextmanager
@@ -88,5 +88,9 @@ def _without_files() -> Iterator[None]:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     mask = np.arange(40) >= 20
     samples = [Sample(input_ids=np.zeros(40, np.int32), loss_mask=mask) for _ in range(64 * RANKS)]
-    with untrained(Qwen3Config(**shape, **heads)), mock.patch.object(trainer, "load_samples", lambda *_: samples):
+    with (
+        untrained(Qwen3Config(**shape, **heads)),
+        mock.patch.object(trainer, "load_samples", lambda *_: samples),
+        mock.patch.object(trainer, "agree", lambda *_, left: False),  # a simulated answer of rank 0 is a one: stop
+    ):
         yield
