@@ -123,7 +123,7 @@ def visible_variable(environ: Mapping[str, str], device: str) -> str:
 
 
 def unrestricted_by_ray(environ: Mapping[str, str]) -> Accelerator | None:
-    """Return the vendor whose devices are all visible to a worker because the user stopped Ray from limiting them, if any.
+    """Return the vendor whose devices Ray does not limit because of a variable of the user, or None.
 
     https://docs.ray.io/en/latest/ray-core/scheduling/accelerators.html
     """
