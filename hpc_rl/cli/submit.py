@@ -236,7 +236,7 @@ def _run_here(request: Request, in_allocation: bool) -> int:
 
     if in_allocation:
         queue.require_slurm()
-        request = replace(request, settings={**request.settings, "slurm.requeue": False})  # only sbatch jobs can be
+        request = replace(request, settings={**request.settings, "slurm.requeue": False})  # needs sbatch
     job, script = launch.prepare(request, note)
     if in_allocation:
         step_environment(os.environ, job.config.trainer.nnodes)

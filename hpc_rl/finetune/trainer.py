@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ASK_EVERY_S = 30
-"""About the time between two questions within a long step whether to stop."""
+"""Approximate time between two checks, within a long step, whether to stop."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ DeviceName = Literal["cuda", "npu", "xpu", "cpu"]
 DEVICES: tuple[DeviceName, ...] = ("cuda", "npu", "xpu", "cpu")
 """torch's names of the devices that a job can run on."""
 LIST_TIMEOUT_S = 20
-"""A faulty driver answers late or never."""
+"""Time limit of the program: a faulty driver answers late or never."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def visible_variable(environ: Mapping[str, str], device: str) -> str:
 
 
 def unrestricted_by_ray(environ: Mapping[str, str]) -> Accelerator | None:
-    """Return the vendor of whose devices a worker sees all, because the user stopped Ray from limiting them; or None.
+    """Return the vendor whose devices Ray does not limit because of a variable of the user, or None.
 
     https://docs.ray.io/en/latest/ray-core/scheduling/accelerators.html
     """

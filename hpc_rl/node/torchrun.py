@@ -144,7 +144,8 @@ def _supervise(child: subprocess.Popen[bytes], meeting: Meeting, start_timeout: 
 def await_ranks(attempt_dir: Path, ranks: int, asked_to_end: threading.Event) -> None:
     """Wait until all ranks have ended: soon after the first node's task has ended, srun ends the other tasks (--wait).
 
-    Rank 0 may export the model for as long as the walltime allows. Others that still run LINGER_S after it hang.
+    Rank 0 may export the model for as long as the walltime allows. Others that still run LINGER_S after it count as
+    hanging.
     """
     linger_until, pause_s = math.inf, POLL_S
     while not asked_to_end.wait(pause_s) and time.monotonic() < linger_until:

@@ -15,7 +15,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""ChatML, with the marks that say which tokens the assistant writes."""
+"""ChatML, with the marks that show which tokens the assistant writes."""
 
 
 def make_tiny_model(

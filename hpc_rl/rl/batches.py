@@ -69,7 +69,7 @@ class BatchSource:
         """Generate the batch of a step: train_batch_size prompts with rollout.n responses each.
 
         Args:
-            stops: is asked between two batches of dynamic sampling whether to stop.
+            stops: called between two batches of dynamic sampling; returns whether to stop.
 
         Returns:
             the batch; None if the run stops.

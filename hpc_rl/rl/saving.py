@@ -53,7 +53,9 @@ class Saving:
             RunError: it could not be written, or not in time.
         """
         if not wait_for([self._named], timeout_s).done:
-            raise RunError(f"checkpoint {self._partial} was not written within {timeout_s:.0f} s")
+            raise RunError(
+                f"checkpoint {self._partial} was not written within {timeout_s:.0f} s: check the file system"
+            )
         self._named.result()
 
     def _watch(self) -> None:

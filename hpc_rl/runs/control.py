@@ -28,7 +28,7 @@ def wait(run: RunDir, on_poll: Callable[[], None] = lambda: None) -> int:
     while True:
         on_poll()
         written = run.status.stat().st_mtime_ns if run.status.exists() else None
-        if written != seen:  # the job has just written its state: Slurm knows of it now or soon
+        if written != seen:  # the job has just written its state, and Slurm will report it soon
             interval, next_look, seen = STATE_POLL_S[0], 0.0, written
         if time.monotonic() >= next_look:
             now = status_of(run)

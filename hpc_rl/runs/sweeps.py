@@ -90,7 +90,7 @@ def stop(sweep: SweepDir) -> str:
     for now in running:
         control.ask_to_stop(run_of(now))
     return (
-        f"{len(running)} running jobs of sweep {sweep.name} will save at their next step and exit with code "
+        f"{len(running)} running jobs of sweep {sweep.name} will save as soon as they can and exit with code "
         f"{EXIT_STOPPED}; {len(waiting)} waiting jobs were removed from the queue"
     )
 

@@ -58,8 +58,8 @@ class Devices:
             )
         if not self._local and "slurm.node.cpus" not in found and _leaves_cpus_open(slurm):
             notes.append(
-                "the number of CPUs per node is unknown, so the job requests one per GPU, which is few for loading "
-                "data (set slurm.cpus_per_gpu, or slurm.node.cpus in the site profile)"
+                "the number of CPUs per node is unknown, so the job requests one per GPU, which is usually too few "
+                "to load data (set slurm.cpus_per_gpu, or slurm.node.cpus in the site profile)"
             )
         self.note = "; ".join(notes)
         return found

@@ -226,5 +226,5 @@ def refuse_slices(store: dist.Store, size: int) -> None:
     if here > 1:
         raise UserError(
             f"{here} ranks on {host} would use slices of GPUs (MIG), but CUDA shows a process only one slice, and NCCL "
-            "connects no two slices of one GPU: use one process per node (--gpus-per-node 1), or request whole GPUs"
+            "cannot connect two slices of one GPU: use one process per node (--gpus-per-node 1), or request whole GPUs"
         )

@@ -31,10 +31,10 @@ EARLY_S = 90
 """Slurm may send its warning a minute early (sbatch(1), --signal); a warning before that is a preemption."""
 
 IN_VAIN = (
-    "the walltime ends before the first step of this attempt is done, and it would again: raise --time, or make a step "
-    "shorter (a smaller data.train_batch_size, or more nodes)"
+    "the walltime ends before the first step of this attempt is done, and another attempt would not change that: raise "
+    "--time, or make a step shorter (a smaller data.train_batch_size, or more nodes)"
 )
-"""The error of a run for which `Stopping.is_in_vain`: to queue it again would never end."""
+"""Error of a run if `Stopping.is_in_vain` returns True: it would be queued again forever."""
 
 _PHASE = "timing_s/"
 SAVING, WRITING, TESTING = "timing_s/save_checkpoint", "timing_s/write_checkpoint", "timing_s/testing"

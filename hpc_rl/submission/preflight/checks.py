@@ -182,7 +182,7 @@ def check_slices(gpu_type: str, processes: int) -> None:
     if re.search(r"\dg\.\d+gb", gpu_type):
         raise UserError(
             f"slurm.gpu_type {gpu_type} is a slice of a GPU (MIG), and the job has {processes} processes per node: "
-            "NCCL connects no two slices of one GPU; use one process per node (--gpus-per-node 1), or whole GPUs"
+            "NCCL cannot connect two slices of one GPU; use one process per node (--gpus-per-node 1), or whole GPUs"
         )
 
 
