@@ -60,7 +60,7 @@ def test_training_checks_on_two_nodes(workspace: Workspace) -> None:
     home = workspace.folder / "home"
     home.mkdir()
     own = Workspace(workspace.folder, {**workspace.environ, "HOME": str(home)}, workspace.login)
-    asked = ["--on-nodes", "2", "--train", "--cpus-per-task", "2", "--mem", "6G", "trainer.device=cpu"]
+    asked = ["--on-nodes", "2", "--train", "--cpus-per-task", "2", "--mem", "6000M", "trainer.device=cpu"]
     out = own.ok("doctor", *asked)
     report = out[out.index("hpc-rl doctor --train, ") :].splitlines()
     lines = {line.split("  ")[1].strip(): line for line in report if line.startswith(("ok ", "skipped "))}
