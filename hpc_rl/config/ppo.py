@@ -345,7 +345,7 @@ def pool_of(config: PpoConfig, role: Role) -> str:
 
 
 def engine_name(rollout: RolloutConfig, device: str) -> str:
-    """Return the name of the rollout engine; rollout.name=auto depends on the device (cuda or cpu)."""
+    """Return the name of the rollout engine; rollout.name=auto depends on the device."""
     return default_engine(device) if rollout.name == "auto" else rollout.name
 
 

@@ -127,11 +127,11 @@ def loop(state: TrainerState) -> int:
             if last or state.stop or state.save:
                 with clock("save_checkpoint"):
                     save(state)
-                if state.saver.seconds is not None:
-                    clock.seconds[WRITING] = state.saver.seconds
-            if state.val and (last or (not state.stop and due(state.step, config.trainer.test_freq))):
+            if state.val and (last or (not state.stop and checkpoint.due(state.step, config.trainer.test_freq))):
                 with clock("testing"):
                     metrics["val/loss"] = validate(state)
+        if (seconds := state.saver.take_seconds()) is not None:
+            clock.seconds[WRITING] = seconds
         state.stopping.note_save(clock.seconds)
         state.stopping.note_test(clock.seconds.get(TESTING))
         if metrics:  # else the step was discarded
@@ -168,7 +168,7 @@ def load(config: SftConfig, run: RunDir, world: World) -> TrainerState:
     steps = config.trainer.total_epochs * steps_per_epoch(len(samples), data.train_batch_size)
     records = read_metrics(run.metrics) if world.is_main else []
     total_steps = config.trainer.total_training_steps or steps
-    is_due = bool(val) and (progress.step == total_steps or due(progress.step, config.trainer.test_freq))
+    is_due = bool(val) and (progress.step == total_steps or checkpoint.due(progress.step, config.trainer.test_freq))
     return TrainerState(
         config=config,
         objective=OBJECTIVES[type(config)],
@@ -255,12 +255,12 @@ def decisions(state: TrainerState, number: int, started: float) -> list[float]:
     """
     stopping, seconds = state.stopping, time.monotonic() - started
     stopping.made_a_step = True  # what is left of it takes no time
-    is_due = bool(state.val) and due(number, state.config.trainer.test_freq)
+    is_due = bool(state.val) and checkpoint.due(number, state.config.trainer.test_freq)
     work_s = max(stopping.rest_s(), seconds) + (stopping.testing_s if is_due else 0.0)
     is_last = number == state.total_steps
     return [
         float(state.world.is_main and not is_last and stopping.due(work_s)),
-        float(save_is_due(state, number)),
+        float(checkpoint.save_is_due(state.config.trainer, number, state.saved_at)),
         seconds,
     ]
 
@@ -361,18 +361,6 @@ def finish(state: TrainerState, finished_before: bool) -> int:
 def exists_for_all(state: TrainerState) -> bool:
     """Return whether the run has been exported, as rank 0 sees it."""
     return bool(state.world.broadcast_object(state.run.model.exists()))
-
-
-def due(step: int, every: int) -> bool:
-    """Return whether an action with this interval in steps is due after this step (interval 0: never)."""
-    return every > 0 and step % every == 0
-
-
-def save_is_due(state: TrainerState, step: int) -> bool:
-    """Return whether to save, by steps or by time. Clocks differ, so rank 0 decides."""
-    minutes = state.config.trainer.save_minutes
-    late = minutes > 0 and time.monotonic() - state.saved_at >= 60 * minutes
-    return late or due(step, state.config.trainer.save_freq)
 
 
 def print_once(world: World, text: str) -> None:

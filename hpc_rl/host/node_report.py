@@ -36,7 +36,7 @@ class NodeReport:
     missing: list[str]
     """Nodes that did not start in time. Only the first node fills this in."""
     device: str
-    """cuda or cpu: the device that the job is to use."""
+    """torch's name of the device that the job is to use, such as cuda or cpu."""
     processes: int
     """GPUs, or CPU processes, that the job uses on each node."""
     environ: dict[str, str]

@@ -78,6 +78,8 @@ def remove_scratch(folder: Path) -> bool:
 
 def remove_tree(folder: Path) -> None:
     """Remove as much of a folder as possible, including read-only parts, which unpacked images contain."""
+    if folder.is_symlink():
+        return
     for path, _, _ in os.walk(folder):
         with contextlib.suppress(OSError):
             Path(path).chmod(0o700)

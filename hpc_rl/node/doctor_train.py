@@ -236,8 +236,7 @@ def entry(node: Node, number: int, launcher: str) -> list[str]:
         return ["hpc_rl.node.torchrun", *common, "--", "-m", "hpc_rl.probes.acceptance.on_ranks", *program]
     first = [] if options.first_port is None else ["--first-port", str(options.first_port)]
     driver = [sys.executable, "-P", "-m", "hpc_rl.probes.acceptance.on_ray", *program]
-    own = ["--device", options.device, *first, *node.ray_options]
-    return ["hpc_rl.node.ray_cluster.node", *common, *own, "--", *driver]
+    return ["hpc_rl.node.ray_cluster.node", *common, *first, *node.ray_options, "--", *driver]
 
 
 def finish(node: Node, number: int, child: subprocess.Popen[bytes]) -> Ended:

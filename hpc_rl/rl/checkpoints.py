@@ -60,7 +60,16 @@ def wait(state: PpoState) -> None:
     for pending in [group.saved(role) for role, group in learners_of(state.actor, state.critic).items()]:
         pending.wait(DEADLINE_S)
     saving.finish()
-    state.write_s = saving.seconds
+    state.write_s = saving.seconds if state.config.trainer.save_async else None
+
+
+def take_seconds(state: PpoState) -> float | None:
+    """Return how long a checkpoint took that has been written in the background since the last call, or None."""
+    if state.saving is not None and state.saving.seconds is not None:
+        found, state.saving.seconds = state.saving.seconds, None
+    else:
+        found, state.write_s = state.write_s, None
+    return found
 
 
 @contextmanager

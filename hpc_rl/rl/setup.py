@@ -24,7 +24,7 @@ from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import has_validation, read_metrics
 from hpc_rl.tracking.tracker import open_tracker
-from hpc_rl.training.checkpoint import refuse_other_data
+from hpc_rl.training import checkpoint
 from hpc_rl.training.model import load_tokenizer
 from hpc_rl.training.stopping import open_stopping
 
@@ -59,7 +59,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     actor, critic = of_role["actor"], of_role.get("critic")
     progress = checkpoints.load_latest(run, actor, critic)
     if progress is not None:
-        refuse_other_data(run.checkpoints, progress, len(train))
+        checkpoint.refuse_other_data(run.checkpoints, progress, len(train))
         rollout.sync()
     flops, peak = actor.flops().wait()
     kl = config.algorithm.kl
@@ -164,12 +164,7 @@ def validation_is_due(config: PpoConfig, step: int, total_steps: int) -> bool:
     """Return whether the run validates after this step; step 0 is the start."""
     if step == 0:
         return config.trainer.val_before_train
-    return step == total_steps or due(step, config.trainer.test_freq)
-
-
-def due(number: int, every: int) -> bool:
-    """Return whether an action that happens every `every` steps is due at this step; 0 means never."""
-    return every > 0 and number % every == 0
+    return step == total_steps or checkpoint.due(step, config.trainer.test_freq)
 
 
 def responses_per_step(config: PpoConfig) -> int:

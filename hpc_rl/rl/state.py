@@ -67,4 +67,4 @@ class PpoState:
     saving: Saving | None = None
     """The checkpoint that is being written."""
     write_s: float | None = None
-    """Seconds in which the latest complete checkpoint was written."""
+    """Seconds in which the latest complete checkpoint was written, until `checkpoints.take_seconds` returns them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
@@ -31,11 +30,12 @@ from hpc_rl.rl.metrics import (
     reward_metrics,
 )
 from hpc_rl.rl.scoring import refuse_no_scores
-from hpc_rl.rl.setup import due, validation_is_due
+from hpc_rl.rl.setup import validation_is_due
 from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.validation import validate
 from hpc_rl.tracking.report import report_end
 from hpc_rl.tracking.samples import TRAIN, VAL, records_training_samples
+from hpc_rl.training import checkpoint
 from hpc_rl.training.perf import Clock
 from hpc_rl.training.stopping import IN_VAIN, TESTING, WRITING, stopped_line
 
@@ -61,14 +61,14 @@ def train(state: PpoState) -> int:
             tests = bool(state.val) and validation_is_due(config, state.step, state.total_steps)
             last = state.step == state.total_steps
             stop = not metrics or (not last and stopping.due(work_s(state, tests)))
-            if last or stop or save_is_due(state):
+            if last or stop or checkpoint.save_is_due(config.trainer, state.step, state.saved_at):
                 with clock("save_checkpoint"):
                     save(state)
-                if state.write_s is not None:
-                    clock.seconds[WRITING] = state.write_s
             if tests and not stop:
                 with clock("testing"):
                     metrics |= test(state)
+        if (seconds := checkpoints.take_seconds(state)) is not None:
+            clock.seconds[WRITING] = seconds
         stopping.note_save(clock.seconds)
         stopping.note_test(clock.seconds.get(TESTING))
         if metrics:  # else the step was discarded
@@ -257,10 +257,3 @@ def save(state: PpoState) -> None:
 def work_s(state: PpoState, tests: bool) -> float:
     """Return the estimated seconds of the next step, and of a validation before it."""
     return state.stopping.rest_s() + (state.stopping.testing_s if tests else 0.0)
-
-
-def save_is_due(state: PpoState) -> bool:
-    """Return whether a checkpoint is due by steps or by time."""
-    minutes = state.config.trainer.save_minutes
-    late = minutes > 0 and time.monotonic() - state.saved_at >= 60 * minutes
-    return late or due(state.step, state.config.trainer.save_freq)

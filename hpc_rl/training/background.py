@@ -8,15 +8,17 @@ writer.wait()                                   # raises what went wrong
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
-from hpc_rl.errors import RunError
+from hpc_rl.errors import RunError, UserError
 from hpc_rl.training.distributed import World
 
 DEADLINE_S = 30 * 60
@@ -33,8 +35,7 @@ class BackgroundWriter:
     """
 
     def __init__(self, world: World) -> None:
-        self.seconds: float | None = None
-        """Duration of the latest successful work."""
+        self._seconds: float | None = None
         self._world = world
         self._executor: ThreadPoolExecutor | None = None
         self._future: Future[None] | None = None
@@ -52,7 +53,7 @@ class BackgroundWriter:
         """
         self.wait()
         if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="background-writer")
+            self._executor = ThreadPoolExecutor(1, "background-writer", initializer=self._use_device)
             if self._world.size > 1:
                 group = dist.new_group(backend="gloo", timeout=timedelta(seconds=DEADLINE_S))
                 self._world = dataclasses.replace(self._world, group=group)
@@ -72,7 +73,23 @@ class BackgroundWriter:
             raise RunError(f"{self._what} was not written within {timeout_s:.0f} s: check the file system")
         future.result()
 
+    def take_seconds(self) -> float | None:
+        """Return the duration of work that has ended successfully since the last call; None if there is none."""
+        seconds, self._seconds = self._seconds, None
+        return seconds
+
+    def _use_device(self) -> None:
+        """Choose the rank's device for the thread. torch's current device belongs to a thread, and a new one has 0."""
+        if self._world.on_accelerator:
+            torch.accelerator.set_device_index(self._world.device)
+
     def _run(self, work: Callable[[World], None]) -> None:
         began = time.monotonic()
-        self._world.together(lambda: work(self._world))
-        self.seconds = time.monotonic() - began
+        try:
+            self._world.together(lambda: work(self._world))
+        except UserError as error:
+            # `wait` raises it, but perhaps only at the next checkpoint.
+            if self._world.is_main:
+                print(f"warning: {self._what}: {error}", file=sys.stderr, flush=True)
+            raise
+        self._seconds = time.monotonic() - began

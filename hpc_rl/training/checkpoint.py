@@ -14,6 +14,7 @@ import json
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hpc_rl.config.training import TrainingConfig
 from hpc_rl.errors import AgreedError, RunError, UserError
 from hpc_rl.training import model_state
 from hpc_rl.training.background import AFTER_ERROR_S, DEADLINE_S, BackgroundWriter
@@ -58,6 +60,21 @@ class Progress:
     wandb_id: str | None = None
     kl_coef: float | None = None
     """Weight of the KL penalty, if it adapts."""
+
+
+def due(step: int, every: int) -> bool:
+    """Return whether an action with this interval in steps is due after this step (interval 0: never)."""
+    return every > 0 and step % every == 0
+
+
+def save_is_due(trainer: TrainingConfig, step: int, saved_at: float) -> bool:
+    """Return whether a checkpoint is due after this step, by steps or by time. Clocks differ, so one process decides.
+
+    Args:
+        saved_at: `time.monotonic()` of the latest checkpoint.
+    """
+    late = trainer.save_minutes > 0 and time.monotonic() - saved_at >= 60 * trainer.save_minutes
+    return late or due(step, trainer.save_freq)
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -155,10 +172,9 @@ class Saver:
         self._waits = wait
         self._writer = BackgroundWriter(world)
 
-    @property
-    def seconds(self) -> float | None:
-        """Seconds from the copy to the complete folder, of the latest checkpoint."""
-        return self._writer.seconds
+    def take_seconds(self) -> float | None:
+        """Return how long a checkpoint took that has been written in the background since the last call, or None."""
+        return None if self._waits else self._writer.take_seconds()
 
     def save(
         self,

@@ -23,8 +23,8 @@ from hpc_rl.errors import AgreedError, AgreedRunError, RunError, UserError
 from hpc_rl.host.accelerators import DEVICES, extension_of, visible_devices
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others in one collective, during which rank 0 may write a large checkpoint. If a rank
-dies, the job ends sooner, because the launcher sees its exit."""
+"""How long a rank waits for the others in one collective, during which rank 0 may load or export a large model. If a
+rank dies, the job ends sooner, because the launcher sees its exit."""
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """torch's flight recorder: what each rank's latest collectives were, in a file of the attempt if one times out.
 
-For NCCL, torch writes the file itself (TORCH_NCCL_DUMP_ON_TIMEOUT). For gloo, torch only keeps the record, and `write`
-writes it. `hpc-rl explain` reads the files: hpc_rl/doctor/flight_recorder.py.
+For NCCL, torch writes the file itself (TORCH_NCCL_DUMP_ON_TIMEOUT). For gloo, torch only keeps the record, and
+fine-tuning calls `write`. `hpc-rl explain` reads the files: hpc_rl/doctor/flight_recorder.py.
 """
 
 from __future__ import annotations

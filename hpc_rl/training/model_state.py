@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.training.distributed import World
+from hpc_rl.training.loading import weights_of
 from hpc_rl.training.model import PackedModel
 from hpc_rl.training.sharding import reshard
 
@@ -141,7 +143,7 @@ def read_weights(path: Path, names: Sequence[str] | None = None, dtype: torch.dt
         for name in (stored if names is None else names)
     }
     try:
-        _transfer(dcp.load, tensors, path, alone=True)
+        _transfer(dcp.load, tensors, path, alone=True, storage_reader=_Reader(path))
     except CheckpointException as error:
         raise UserError(f"{path} cannot be read: {_first_cause(error)}") from error
     return {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items()}
@@ -169,10 +171,7 @@ _MODEL, _OPTIMIZER, _RANDOM = "model.", "optimizer.", "random."
 
 def _model_tensors(model: PackedModel) -> Tensors:
     """Return weights and persistent buffers by their Hugging Face names, tied weights once."""
-    tensors = {_MODEL + name: parameter.detach() for name, parameter in model.hf.named_parameters()}
-    persistent = model.hf.state_dict().keys()
-    tensors |= {_MODEL + name: buffer for name, buffer in model.hf.named_buffers() if name in persistent}
-    return tensors
+    return {_MODEL + name: tensor for name, tensor in weights_of(model.hf).items()}
 
 
 def _optimizer_tensors(model: PackedModel, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -223,7 +222,20 @@ def _transfer(action: Callable[..., Any], tensors: Tensors, path: Path, alone: b
         action(tensors, checkpoint_id=path, no_dist=alone, **options)
 
 
+class _Reader(dcp.FileSystemReader):
+    """Reads a checkpoint of which the description has been read before. It has an entry for each part of a tensor."""
+
+    def read_metadata(self, *_arguments: Any, **_named: Any) -> Metadata:
+        return _metadata(Path(self.path))
+
+
 def _metadata(path: Path) -> Metadata:
+    stat = (path / ".metadata").stat()
+    return _read_metadata(path, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=4)
+def _read_metadata(path: Path, _mtime_ns: int, _size: int) -> Metadata:
     return dcp.FileSystemReader(path).read_metadata()
 
 

@@ -9,9 +9,11 @@ rank holds one complete shard. These two exchange gradients once per step.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -46,7 +48,7 @@ def shard(model: Model, world: World, trainer: TrainingConfig) -> Model:
     # All ranks need the same answer, also if their devices differ.
     memory = world.broadcast_object(_memory_bytes(world.device))
     model.sharding = choose(trainer.sharding, parameters, world, memory)
-    mesh = _mesh(model.sharding, world)
+    mesh = _mesh(model.sharding, world, dist.group.WORLD)
     policy = _policy(world.device, trainer)
     reshard = model.sharding in ("full", "hybrid")
     for module in model.float32_modules():
@@ -111,7 +113,9 @@ def loss_factor(model: PackedModel, world: World) -> float:
     return float(world.size) if isinstance(model, FSDPModule) else 1.0
 
 
-def _mesh(sharding: Sharding, world: World) -> DeviceMesh:
+@cache
+def _mesh(sharding: Sharding, world: World, _group: dist.ProcessGroup | None) -> DeviceMesh:
+    """Return the ranks as a mesh. All models of a process group share it, and with it the communicators."""
     shards = {"none": 1, "hybrid": world.ranks_per_node or 1}.get(sharding, world.size)
     if sharding in ("none", "hybrid"):
         shape, names = (world.size // shards, shards), ("replicas", "shards")

@@ -60,6 +60,7 @@ class Stopping:
         self._now = now
         self._steps: deque[dict[str, float]] = deque(maxlen=WINDOW)
         self._saves: deque[float] = deque(maxlen=FEW)
+        self._writes: deque[float] = deque(maxlen=FEW)
         self._tests: deque[float] = deque(maxlen=FEW)
         self.made_a_step = False
         """Whether this attempt has made a step. The first one is always tried: otherwise a run whose steps are longer
@@ -79,10 +80,10 @@ class Stopping:
         self.made_a_step = True
 
     def note_save(self, seconds: Mapping[str, float]) -> None:
-        """Note the time of a checkpoint, if one was begun: the wait for its copy, or the writing of the one before."""
-        found = [seconds[name] for name in (SAVING, WRITING) if name in seconds]
-        if found:
-            self._saves.append(max(found))
+        """Note for how long training waited for a checkpoint, and how long one was written in the background, if so."""
+        for name, found in ((SAVING, self._saves), (WRITING, self._writes)):
+            if name in seconds:
+                found.append(seconds[name])
 
     def note_test(self, seconds: float | None) -> None:
         """Note the time of a validation; None if there was none."""
@@ -127,7 +128,8 @@ class Stopping:
         return is_near and self._run.stop.read_text().strip() == WALLTIME
 
     def _needed_s(self, work_s: float) -> float:
-        saving_s = max(self._saves, default=0.0)
+        # A stop may have to wait for a checkpoint that is being written, before it writes another one.
+        saving_s = max(self._saves, default=0.0) + 2 * max(self._writes, default=0.0)
         return MARGIN * work_s + max(float(self._warning_s), MARGIN * saving_s + RESERVE_S)
 
     def _add(self, seconds: Mapping[str, float]) -> None:

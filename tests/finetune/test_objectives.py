@@ -11,7 +11,8 @@ from hpc_rl.config.sft import SftConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.finetune.objectives import OBJECTIVES, Objective
-from hpc_rl.finetune.trainer import Work, due, perf_metrics
+from hpc_rl.finetune.trainer import Work, perf_metrics
+from hpc_rl.training.checkpoint import due
 from hpc_rl.training.distributed import World
 from hpc_rl.training.model import CausalLM, Flops, load_model
 from hpc_rl.training.packed_attention import attention_kwargs

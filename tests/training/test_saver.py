@@ -94,7 +94,8 @@ def test_a_checkpoint_has_the_state_of_its_step(training: Training, config: Mode
     release.set()
     training.saver.wait()
     assert training.names() == ["step-00000001"]
-    assert training.saver.seconds is not None and training.saver.seconds > 0
+    seconds = training.saver.take_seconds()
+    assert seconds is not None and seconds > 0 and training.saver.take_seconds() is None
     other = Training(config, training.folder)
     assert checkpoint.load_latest(training.folder, other.model, other.optimizer, ALONE) is not None
     for found, value in zip(other.state(), wanted, strict=True):

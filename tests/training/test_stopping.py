@@ -61,14 +61,17 @@ def test_a_long_checkpoint_replaces_the_warning(tmp_path: Path, time: Time) -> N
     found = stopping(tmp_path, time)
     found.note_step(PHASES)
     found.note_test(70.0)
-    for name, seconds in ((SAVING, 400.0), (WRITING, 300.0), ("timing_s/gen", 9000.0), (SAVING, 300.0)):
+    for name, seconds in ((SAVING, 400.0), (SAVING, 300.0), ("timing_s/gen", 9000.0), (SAVING, 300.0)):
         found.note_save({name: seconds})
     found.note_test(None)
     assert found.testing_s == 70
     assert latest(found, time, tmp_path, found.rest_s()) == 654
     (tmp_path / "stop").unlink()
-    found.note_save({SAVING: 2.0, WRITING: 200.0})
+    found.note_save({SAVING: 200.0})
     assert latest(found, time, tmp_path, 0) == 404  # 1.25 x 300 + 30 = 405
+    (tmp_path / "stop").unlink()
+    found.note_save({WRITING: 100.0})
+    assert latest(found, time, tmp_path, 0) == 654  # 1.25 x (300 + 2 x 100) + 30 = 655
 
 
 def test_phases_that_are_done_no_longer_count(tmp_path: Path, time: Time) -> None:
@@ -99,7 +102,7 @@ def test_the_times_of_an_earlier_attempt_count_and_the_first_step_is_tried(tmp_p
     time.left_s = 1
     assert not found.due(found.rest_s())
     found.made_a_step = True
-    assert latest(found, time, tmp_path, 5) == 286  # 1.25 x 200 + 30 + 1.25 x 5 = 286.25
+    assert latest(found, time, tmp_path, 5) == 538  # 1.25 x (2 + 2 x 200) + 30 + 1.25 x 5 = 538.75
 
 
 def test_a_run_without_progress_is_in_vain_only_at_the_walltime(tmp_path: Path, time: Time) -> None:

@@ -92,7 +92,7 @@ class Placement:
     """Where an engine runs, and how its weights arrive."""
 
     device: str
-    """cuda or cpu."""
+    """torch's name of the device, such as cuda or cpu."""
     transfer: str = "host"
     """Name in `hpc_rl.rl.weights.transfers.WEIGHT_TRANSFERS`; unused by an engine in the policy's process."""
     sleeps: bool = False

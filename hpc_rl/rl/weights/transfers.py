@@ -22,7 +22,7 @@ class TransferSpec:
     module: str
     """Module whose function `open_sender` returns the sender."""
     fits: Callable[[str, bool], bool]
-    """Whether the transfer works, given the device (cuda or cpu), and whether engines share the policy's GPUs."""
+    """Whether the transfer works, given torch's name of the device, and whether engines share the policy's GPUs."""
 
 
 WEIGHT_TRANSFERS: dict[str, TransferSpec] = {
@@ -55,7 +55,7 @@ def choose_transfer(supported: Sequence[str], device: str, shared: bool) -> str:
 
     Args:
         supported: names of transfers, best first.
-        device: cuda or cpu.
+        device: torch's name of the device, such as cuda or cpu.
         shared: whether engines share the GPUs of the policy's workers.
     """
     return next(name for name in supported if WEIGHT_TRANSFERS[name].fits(device, shared))
