@@ -239,14 +239,14 @@ def test_any_torchrun_program_runs_with_its_arguments(workspace: Workspace) -> N
         "import os, sys, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
         "total = torch.tensor([dist.get_rank()]); dist.all_reduce(total)\n"
-        "print(sys.argv[1:], total.item(), os.environ['GLOO_SOCKET_IFNAME'], os.environ['NCCL_DEBUG'])\n"
+        "print(sys.argv[1:], total.item(), os.environ['GLOO_SOCKET_IFNAME'], os.environ['OMP_NUM_THREADS'])\n"
         "dist.barrier()\n"  # all have printed before the first one ends
         "dist.destroy_process_group()\n"
         "sys.exit(3 if dist.is_torchelastic_launched() else 4)\n"
     )
     arguments = ["--nodes", "2", "--cpus-per-task", "2", "trainer.device=cpu", "trainer.n_gpus_per_node=2"]
     done = workspace.hpc_rl("submit", "torchrun", *arguments, "--follow", "--", "own.py", "--lr", "1e-4", "a b;$HOME")
-    assert "['--lr', '1e-4', 'a b;$HOME'] 6 eth0 WARN" in done.stdout, done.stdout + done.stderr
+    assert "['--lr', '1e-4', 'a b;$HOME'] 6 eth0 1" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 3
 
 
