@@ -1,6 +1,7 @@
 """`hpc-rl doctor` and `explain` on a real Slurm."""
 
 import json
+import re
 import uuid
 
 import pytest
@@ -63,7 +64,7 @@ def test_training_checks_on_two_nodes(workspace: Workspace) -> None:
     asked = ["--on-nodes", "2", "--train", "--cpus-per-task", "2", "--mem", "6000M", "trainer.device=cpu"]
     out = own.ok("doctor", *asked)
     report = out[out.index("hpc-rl doctor --train, ") :].splitlines()
-    lines = {line.split("  ")[1].strip(): line for line in report if line.startswith(("ok ", "skipped "))}
+    lines = {re.split(r" {2,}", line)[1]: line for line in report if line.startswith(("ok ", "skipped "))}
     assert lines["sharding (full)"].startswith("ok ") and lines["checkpoint and resume"].startswith("ok ")
     assert (
         lines["bandwidth (between nodes)"].startswith("ok ") and "gloo, 2 ranks" in lines["bandwidth (between nodes)"]
