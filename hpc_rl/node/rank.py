@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_rl.errors import EXIT_STOPPED
+from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED
 from hpc_rl.host.files import write_atomically
 from hpc_rl.host.numa import bind_near, gpu_of_rank
 from hpc_rl.host.processes import GRACE_S, die_with_parent, forward_termination, shell_code, start
@@ -23,6 +23,8 @@ from hpc_rl.run_dir import ENV_ATTEMPT_DIR
 
 SAVE_TIMEOUT_S = 1800
 """How long a stopped rank waits for ranks that are still saving. The walltime usually ends it sooner."""
+MESSAGE_TIMEOUT_S = 60
+"""How long a rank that ends because of bad input waits for rank 0, which prints the message."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +60,19 @@ def main(argv: list[str]) -> int:
         asked_to_end = forward_termination(child, GRACE_S / 2)
         ended = RankExit(rank, node_rank, shell_code(child.wait()), time.time())
     write_atomically(attempt_dir / f".node{node_rank}-rank{rank}.exit", json.dumps(ended.__dict__))
+    # torchrun treats both codes as failures and would end the other ranks, which may still be saving, or rank 0, which
+    # prints a mistake that all ranks have found.
     if ended.exit_code == EXIT_STOPPED:
-        # torchrun treats this as a failure and would end the other ranks, which may still be saving.
-        _await_all(attempt_dir, int(os.environ["WORLD_SIZE"]), asked_to_end)
+        _await_exits(attempt_dir, set(range(int(os.environ["WORLD_SIZE"]))), SAVE_TIMEOUT_S, asked_to_end)
+    elif ended.exit_code == EXIT_BAD_INPUT:
+        _await_exits(attempt_dir, {0}, MESSAGE_TIMEOUT_S, asked_to_end)
     return ended.exit_code
 
 
-def _await_all(attempt_dir: Path, ranks: int, asked_to_end: threading.Event) -> None:
-    """Wait until every rank of the job has ended, or this one is asked to end."""
-    deadline = time.monotonic() + SAVE_TIMEOUT_S
-    while len(read_exits(attempt_dir)) < ranks and time.monotonic() < deadline:
+def _await_exits(attempt_dir: Path, ranks: set[int], timeout_s: float, asked_to_end: threading.Event) -> None:
+    """Wait until these ranks have ended, or this one is asked to end."""
+    deadline = time.monotonic() + timeout_s
+    while not ranks <= {ended.rank for ended in read_exits(attempt_dir)} and time.monotonic() < deadline:
         if asked_to_end.wait(0.2):
             return
 

@@ -76,6 +76,10 @@ class World:
         dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
         return box[0]
 
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is true on some rank. Every rank calls this."""
+        return bool(self.gather_rows([float(flag)]).any())
+
     def barrier(self) -> None:
         """Wait until every rank has called this."""
         if self.size > 1:

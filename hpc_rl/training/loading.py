@@ -44,7 +44,7 @@ def load_sharded(pretrained: Pretrained[Model], world: World, trainer: TrainingC
     hf = world.together(pretrained.empty)
     stored = world.together(lambda: stored_weights(pretrained, hf))
     # Some ranks may not find a file, for example without a connection to the hub. All have to load in the same way.
-    if bool(world.gather_rows([float(stored is None)]).any()) or stored is None:
+    if world.any(stored is None) or stored is None:
         return _from_rank_0(pretrained, hf, world, trainer)
     missing = frozenset(weights_of(hf).keys() - stored.keys())
     model = world.together(lambda: pretrained.wrap(hf, missing))

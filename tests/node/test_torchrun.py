@@ -165,7 +165,9 @@ def test_a_killed_rank_is_told_from_one_that_left(entry: Entry) -> None:
 
 
 def test_bad_input_is_one_line(entry: Entry) -> None:
-    code, out, err = entry.run(RANK + "if rank == '0': print('data.x: wrong')\nsys.exit(2)")
+    """Rank 0, which prints the message, is the last to end."""
+    slow = "import time\nif rank == '0':\n    time.sleep(3); print('data.x: wrong')\nsys.exit(2)"
+    code, out, err = entry.run(RANK + slow)
     assert (code, out, err) == (2, "data.x: wrong\n", "")
 
 

@@ -28,6 +28,9 @@ class _Rank0(World):
     def broadcast_object(self, value: Any) -> Any:
         return value
 
+    def any(self, flag: bool) -> bool:
+        return flag
+
 
 def _load(path: str, role: str) -> dict[str, Any]:
     """Load a model, and copy it for a checkpoint."""
