@@ -1,6 +1,6 @@
 # make demo    a model that learns sums on this machine, from nothing: SFT, then PPO
 # make test    everything: lint, types, imports, unit tests, and a real Slurm where root can have one
-# make test-large  memory of 7B and 32B models on simulated GPUs (about 10 minutes)
+# make test-large  memory of 7B and 32B models on simulated GPUs
 # make test-slurm-new   the tests that depend on Slurm's version most, on a newer Slurm (about 600 MB)
 # make test-vllm-api   vLLM's API in the oldest and newest wheel for GPUs that setup.cfg admits (downloads 700 MB; no GPU)
 # make bench   the measurements of docs/benchmarks.md

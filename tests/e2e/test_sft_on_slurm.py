@@ -139,7 +139,7 @@ def test_a_run_stops_by_itself_before_the_walltime(workspace: Workspace, uninter
     assert (status["state"], status["attempt"]) == ("COMPLETED", 2)
     assert same_losses(workspace.losses("by-itself"), uninterrupted)
     ends = [line.split() for line in (workspace.folder / "runs/by-itself/ends").read_text().splitlines()]
-    assert len(ends) == 2 and all(1700 < int(end) - int(now) <= 1800 for now, end in ends), ends
+    assert len(ends) == 2 and all(1000 < int(end) - int(now) <= 1800 for now, end in ends), ends
 
 
 @pytest.mark.slow
