@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import cross_entropy, log_softmax
 
 from benchmarks.common import publish, table
-from hpc_rl.training.lm_head import cross_entropy_sum, token_logprobs
+from hpc_rl.training.models.lm_head import cross_entropy_sum, token_logprobs
 
 TOKENS, VOCABULARY, HIDDEN = 4096, 151_936, 896
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -36,9 +36,9 @@ from benchmarks.ppo_workload import (
 )
 from hpc_rl.rl.rollout.engine import Sampling
 from hpc_rl.rl.rollout.hf import HfEngine
-from hpc_rl.training import packed_attention
 from hpc_rl.training.batching import pack
-from hpc_rl.training.packed_batch import pack_samples
+from hpc_rl.training.models import packed_attention
+from hpc_rl.training.models.packed_batch import pack_samples
 
 WARM_UP = 2
 Part = Callable[[], None]

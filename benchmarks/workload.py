@@ -19,10 +19,11 @@ from hpc_rl.finetune.objectives import OBJECTIVES
 from hpc_rl.finetune.trainer import TrainerState
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.tracker import Tracker
-from hpc_rl.training import packed_attention, sharding
-from hpc_rl.training.checkpoint import Saver
+from hpc_rl.training import sharding
+from hpc_rl.training.checkpoints.checkpoint import Saver
 from hpc_rl.training.distributed import World
-from hpc_rl.training.model import CausalLM, count_flops
+from hpc_rl.training.models import packed_attention
+from hpc_rl.training.models.causal_lm import CausalLM, count_flops
 from hpc_rl.training.optim import build_optimizer
 from hpc_rl.training.stopping import Stopping
 

@@ -27,8 +27,8 @@ from hpc_rl.config.keys import documented_keys
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.host import accelerators
 from hpc_rl.rewards.load import load_function
-from hpc_rl.training.model import load_model
-from hpc_rl.training.packed_batch import pack_samples
+from hpc_rl.training.models.causal_lm import load_model
+from hpc_rl.training.models.packed_batch import pack_samples
 from tests.helpers import make_tiny_model
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"

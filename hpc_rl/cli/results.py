@@ -106,7 +106,7 @@ def export(
 
     folder = Path(source) if Path(source, "trainer.json").is_file() else find_run(source).path
     try:
-        from hpc_rl.training.export import export as export_model
+        from hpc_rl.training.checkpoints.export import export as export_model
     except ModuleNotFoundError as error:
         raise UserError(
             f"export needs {error.name}, which is not installed: {install_command('train', sys.executable)}"

@@ -13,8 +13,8 @@ import torch
 from hpc_rl.config.sft import SftConfig
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.finetune import sft
-from hpc_rl.training.model import CausalLM
-from hpc_rl.training.packed_batch import PackedBatch
+from hpc_rl.training.models.causal_lm import CausalLM
+from hpc_rl.training.models.packed_batch import PackedBatch
 
 
 class Objective(Protocol):

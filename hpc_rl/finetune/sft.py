@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from hpc_rl.data.sft_dataset import Sample
-from hpc_rl.training.lm_head import cross_entropy_sum
-from hpc_rl.training.model import CausalLM
-from hpc_rl.training.packed_batch import PackedBatch, filler, pack_samples
+from hpc_rl.training.models.causal_lm import CausalLM
+from hpc_rl.training.models.lm_head import cross_entropy_sum
+from hpc_rl.training.models.packed_batch import PackedBatch, filler, pack_samples
 
 
 def collate(samples: Sequence[Sample]) -> PackedBatch:

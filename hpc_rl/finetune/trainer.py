@@ -22,14 +22,15 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import has_validation, read_metrics
 from hpc_rl.tracking.report import report_end
 from hpc_rl.tracking.tracker import Tracker, open_tracker
-from hpc_rl.training import checkpoint, guards, sharding
+from hpc_rl.training import guards, sharding
 from hpc_rl.training.batching import plan_batch
-from hpc_rl.training.checkpoint import Progress
+from hpc_rl.training.checkpoints import checkpoint
+from hpc_rl.training.checkpoints.checkpoint import Progress
+from hpc_rl.training.checkpoints.export import export, export_dtype
+from hpc_rl.training.checkpoints.model_state import Tensors, random_state, set_random_state
 from hpc_rl.training.distributed import World
-from hpc_rl.training.export import export, export_dtype
-from hpc_rl.training.loading import load_sharded
-from hpc_rl.training.model import CausalLM, Flops, causal_lm, count_flops, load_tokenizer
-from hpc_rl.training.model_state import Tensors, random_state, set_random_state
+from hpc_rl.training.models.causal_lm import CausalLM, Flops, causal_lm, count_flops, load_tokenizer
+from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
 from hpc_rl.training.perf import Clock, max_memory_gb, peak_flops
 from hpc_rl.training.profiling import trace_path, traced

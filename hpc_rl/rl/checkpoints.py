@@ -11,11 +11,11 @@ from hpc_rl.rl.saving import Saving
 from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training import checkpoint
-from hpc_rl.training.background import AFTER_ERROR_S, DEADLINE_S
-from hpc_rl.training.checkpoint import ACTOR, CRITIC, Progress
-from hpc_rl.training.export import export_dtype, new_folder
-from hpc_rl.training.model_state import UnreadableError
+from hpc_rl.training.checkpoints import checkpoint
+from hpc_rl.training.checkpoints.background import AFTER_ERROR_S, DEADLINE_S
+from hpc_rl.training.checkpoints.checkpoint import ACTOR, CRITIC, Progress
+from hpc_rl.training.checkpoints.export import export_dtype, new_folder
+from hpc_rl.training.checkpoints.model_state import UnreadableError
 
 
 def save(state: PpoState) -> None:

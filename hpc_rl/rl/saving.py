@@ -9,8 +9,8 @@ from concurrent.futures import wait as wait_for
 from pathlib import Path
 
 from hpc_rl.errors import RunError
-from hpc_rl.training import checkpoint, model_state
-from hpc_rl.training.checkpoint import Progress
+from hpc_rl.training.checkpoints import checkpoint, model_state
+from hpc_rl.training.checkpoints.checkpoint import Progress
 
 _POLL_S = 1.0
 """Time between two looks at the folder. Workers are busy with the next step and cannot report that they are done."""

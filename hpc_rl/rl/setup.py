@@ -24,8 +24,8 @@ from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import has_validation, read_metrics
 from hpc_rl.tracking.tracker import open_tracker
-from hpc_rl.training import checkpoint
-from hpc_rl.training.model import load_tokenizer
+from hpc_rl.training.checkpoints import checkpoint
+from hpc_rl.training.models.causal_lm import load_tokenizer
 from hpc_rl.training.stopping import open_stopping
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from hpc_rl.rl.scoring import Scoring
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.tracker import Tracker
-from hpc_rl.training.model import Flops
+from hpc_rl.training.models.causal_lm import Flops
 from hpc_rl.training.stopping import Stopping
 
 if TYPE_CHECKING:

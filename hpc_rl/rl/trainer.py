@@ -35,7 +35,7 @@ from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.validation import validate
 from hpc_rl.tracking.report import report_end
 from hpc_rl.tracking.samples import TRAIN, VAL, records_training_samples
-from hpc_rl.training import checkpoint
+from hpc_rl.training.checkpoints import checkpoint
 from hpc_rl.training.perf import Clock
 from hpc_rl.training.stopping import IN_VAIN, TESTING, WRITING, stopped_line
 

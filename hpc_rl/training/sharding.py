@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from hpc_rl.config.training import Sharding, TrainingConfig
 from hpc_rl.errors import UserError
 from hpc_rl.training.distributed import World
-from hpc_rl.training.model import PackedModel
+from hpc_rl.training.models.causal_lm import PackedModel
 
 Model = TypeVar("Model", bound=PackedModel)
 

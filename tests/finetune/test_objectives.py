@@ -12,10 +12,10 @@ from hpc_rl.config.training import ModelConfig
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.finetune.objectives import OBJECTIVES, Objective
 from hpc_rl.finetune.trainer import Work, perf_metrics
-from hpc_rl.training.checkpoint import due
+from hpc_rl.training.checkpoints.checkpoint import due
 from hpc_rl.training.distributed import World
-from hpc_rl.training.model import CausalLM, Flops, load_model
-from hpc_rl.training.packed_attention import attention_kwargs
+from hpc_rl.training.models.causal_lm import CausalLM, Flops, load_model
+from hpc_rl.training.models.packed_attention import attention_kwargs
 from hpc_rl.training.perf import Clock
 from tests.helpers import make_tiny_model
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from hpc_rl.errors import EXIT_STOPPED, RunError, UserError
 from hpc_rl.finetune import sft
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training import checkpoint, model_state
-from hpc_rl.training.model import CausalLM
-from hpc_rl.training.packed_batch import PackedBatch
+from hpc_rl.training.checkpoints import checkpoint, model_state
+from hpc_rl.training.models.causal_lm import CausalLM
+from hpc_rl.training.models.packed_batch import PackedBatch
 from tests.finetune.jobs import ask_at, run_here, run_job, run_stopped, series
 
 SPLIT = "trainer.packing=false"

@@ -8,8 +8,8 @@ import pytest
 
 from hpc_rl.errors import RunError
 from hpc_rl.rl.saving import Saving
-from hpc_rl.training import checkpoint
-from hpc_rl.training.checkpoint import ACTOR, CRITIC, Progress
+from hpc_rl.training.checkpoints import checkpoint
+from hpc_rl.training.checkpoints.checkpoint import ACTOR, CRITIC, Progress
 
 SOON_S = 60
 

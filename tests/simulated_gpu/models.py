@@ -11,9 +11,9 @@ from unittest import mock
 import torch
 
 from hpc_rl.rl.workers import critic, reward_model
-from hpc_rl.training import loading, pretrained
 from hpc_rl.training.distributed import World
-from hpc_rl.training.pretrained import Pretrained
+from hpc_rl.training.models import loading, pretrained
+from hpc_rl.training.models.pretrained import Pretrained
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

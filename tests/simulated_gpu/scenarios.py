@@ -75,8 +75,8 @@ class Phase:
 def sft_step(job: Job) -> dict[str, Phase]:
     """Load a model for fine-tuning, and make one optimizer step: phases `load` and `update`."""
     from hpc_rl.finetune import trainer
-    from hpc_rl.training.loading import load_sharded
-    from hpc_rl.training.model import causal_lm, count_flops
+    from hpc_rl.training.models.causal_lm import causal_lm, count_flops
+    from hpc_rl.training.models.loading import load_sharded
     from hpc_rl.training.optim import build_optimizer
     from hpc_rl.training.perf import Clock
 
@@ -168,7 +168,7 @@ def _trainer_state(job: Job, config: SftConfig, world: World, model: Any, optimi
     from hpc_rl.finetune.objectives import OBJECTIVES
     from hpc_rl.finetune.trainer import TrainerState
     from hpc_rl.run_dir import RunDir
-    from hpc_rl.training.checkpoint import Saver
+    from hpc_rl.training.checkpoints.checkpoint import Saver
     from hpc_rl.training.stopping import Stopping
 
     run = RunDir(Path("/nonexistent"))

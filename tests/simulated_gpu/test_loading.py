@@ -35,12 +35,12 @@ class _Rank0(World):
 def _load(path: str, role: str) -> dict[str, Any]:
     """Load a model, and copy it for a checkpoint."""
     from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig
-    from hpc_rl.training import model_state
-    from hpc_rl.training.loading import load_sharded
-    from hpc_rl.training.model import causal_lm
+    from hpc_rl.training.checkpoints import model_state
+    from hpc_rl.training.models.causal_lm import causal_lm
+    from hpc_rl.training.models.loading import load_sharded
+    from hpc_rl.training.models.pretrained import Pretrained
+    from hpc_rl.training.models.scalar_model import critic
     from hpc_rl.training.optim import build_optimizer
-    from hpc_rl.training.pretrained import Pretrained
-    from hpc_rl.training.scalar_model import critic
 
     config = ModelConfig(path=path)
     pretrained = critic(path, config) if role == "critic" else causal_lm(config)

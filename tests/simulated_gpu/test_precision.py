@@ -12,7 +12,7 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl.workers.critic import Critic
 from hpc_rl.rl.workers.held import hold
 from hpc_rl.rl.workers.reference import Reference
-from hpc_rl.training.lm_head import CHUNK_BYTES, cross_entropy_sum, token_logprobs
+from hpc_rl.training.models.lm_head import CHUNK_BYTES, cross_entropy_sum, token_logprobs
 from tests.rl.ppo_config import ppo_config
 from tests.simulated_gpu.gpu import simulated_gpus
 from tests.simulated_gpu.models import loading_without_files

@@ -15,10 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hpc_rl.config.training import ModelConfig, TrainingConfig
 from hpc_rl.training import sharding
 from hpc_rl.training.distributed import World
-from hpc_rl.training.lm_head import cross_entropy_sum
-from hpc_rl.training.loading import load_sharded
-from hpc_rl.training.model import CausalLM, causal_lm
-from hpc_rl.training.packed_batch import pack_samples
+from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
+from hpc_rl.training.models.lm_head import cross_entropy_sum
+from hpc_rl.training.models.loading import load_sharded
+from hpc_rl.training.models.packed_batch import pack_samples
 from tests.simulated_gpu.models import loading_without_files
 from tests.simulated_gpu.process import simulate
 

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from hpc_rl.config.ppo import PpoConfig, engine_spec
 from hpc_rl.data.chat import chat_template, end_of_turn
-from hpc_rl.training.model import load_tokenizer
+from hpc_rl.training.models.causal_lm import load_tokenizer
 
 if TYPE_CHECKING:
-    from hpc_rl.training.model import CausalLM
+    from hpc_rl.training.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)

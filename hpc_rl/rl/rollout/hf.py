@@ -23,7 +23,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
 from hpc_rl.rl.rollout.kv_cache import Decode, KVCache, Prefill, PrefillDone
 from hpc_rl.rl.rollout.sampling import TokenSampler, uniforms
-from hpc_rl.training.model import CausalLM, load_model
+from hpc_rl.training.models.causal_lm import CausalLM, load_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

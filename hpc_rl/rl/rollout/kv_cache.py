@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from hpc_rl.training.packed_attention import SampleBounds, packed_attention
+from hpc_rl.training.models.packed_attention import SampleBounds, packed_attention
 
 
 class KVCache:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm import RequestOutput, SamplingParams
 
-    from hpc_rl.training.model import CausalLM
+    from hpc_rl.training.models.causal_lm import CausalLM
 
 WORKER_EXTENSION = "hpc_rl.rl.rollout.vllm_worker.WeightUpdates"
 PARTS = frozenset({"weights", "kv_cache"})

@@ -12,8 +12,8 @@ from hpc_rl.rl.workers.held import MicroBatch
 from hpc_rl.rl.workers.learner import Columns, Learner, Parts, add
 from hpc_rl.rl.workers.logprobs import token_logprobs_of
 from hpc_rl.training.distributed import World
-from hpc_rl.training.loading import load_sharded
-from hpc_rl.training.model import CausalLM, causal_lm, count_flops, disable_dropout
+from hpc_rl.training.models.causal_lm import CausalLM, causal_lm, count_flops, disable_dropout
+from hpc_rl.training.models.loading import load_sharded
 
 
 class Actor(Learner[CausalLM]):

@@ -11,9 +11,9 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl.workers.held import Held, MicroBatch
 from hpc_rl.rl.workers.learner import Columns, Learner, Parts, add
 from hpc_rl.training.distributed import World
-from hpc_rl.training.loading import load_sharded
-from hpc_rl.training.model import disable_dropout
-from hpc_rl.training.scalar_model import ScalarModel, critic, refuse_other_vocabulary
+from hpc_rl.training.models.causal_lm import disable_dropout
+from hpc_rl.training.models.loading import load_sharded
+from hpc_rl.training.models.scalar_model import ScalarModel, critic, refuse_other_vocabulary
 from hpc_rl.training.sharding import reshard
 
 

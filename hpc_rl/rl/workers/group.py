@@ -27,7 +27,7 @@ from hpc_rl.rl.weights.base import EngineActors
 from hpc_rl.rl.workers.learner import Sums
 from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training.model import Flops
+from hpc_rl.training.models.causal_lm import Flops
 
 T = TypeVar("T")
 

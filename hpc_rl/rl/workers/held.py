@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hpc_rl.rl.dealing import Shard
-from hpc_rl.training.packed_batch import PackedBatch, filler, pack_samples
+from hpc_rl.training.models.packed_batch import PackedBatch, filler, pack_samples
 
 
 @dataclass(frozen=True)

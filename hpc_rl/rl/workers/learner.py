@@ -11,10 +11,11 @@ import torch
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.training import OptimConfig
 from hpc_rl.rl.workers.held import Held, MicroBatch
-from hpc_rl.training import guards, model_state, sharding
-from hpc_rl.training.background import BackgroundWriter
+from hpc_rl.training import guards, sharding
+from hpc_rl.training.checkpoints import model_state
+from hpc_rl.training.checkpoints.background import BackgroundWriter
 from hpc_rl.training.distributed import World
-from hpc_rl.training.model import PackedModel
+from hpc_rl.training.models.causal_lm import PackedModel
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
 
 if TYPE_CHECKING:

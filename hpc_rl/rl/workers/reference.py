@@ -9,8 +9,8 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl.workers.held import Held
 from hpc_rl.rl.workers.logprobs import held_logprobs
 from hpc_rl.training.distributed import World
-from hpc_rl.training.loading import load_sharded
-from hpc_rl.training.model import causal_lm
+from hpc_rl.training.models.causal_lm import causal_lm
+from hpc_rl.training.models.loading import load_sharded
 
 
 class Reference:

@@ -13,9 +13,9 @@ from hpc_rl.rl.dealing import Shard
 from hpc_rl.rl.workers.held import hold
 from hpc_rl.training import sharding
 from hpc_rl.training.distributed import World
-from hpc_rl.training.loading import load_sharded
-from hpc_rl.training.packed_batch import PackedBatch
-from hpc_rl.training.scalar_model import refuse_other_vocabulary, reward_model
+from hpc_rl.training.models.loading import load_sharded
+from hpc_rl.training.models.packed_batch import PackedBatch
+from hpc_rl.training.models.scalar_model import refuse_other_vocabulary, reward_model
 
 
 class RewardModel:

@@ -32,9 +32,9 @@ from hpc_rl.rl.workers.reference import Reference
 from hpc_rl.rl.workers.reward_model import RewardModel
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training import distributed, flight_recorder, guards, memory_snapshot
+from hpc_rl.training.checkpoints.export import write_weights
 from hpc_rl.training.distributed import World
-from hpc_rl.training.export import write_weights
-from hpc_rl.training.model import Flops, load_tokenizer
+from hpc_rl.training.models.causal_lm import Flops, load_tokenizer
 from hpc_rl.training.perf import max_memory_gb, peak_flops
 from hpc_rl.training.profiling import Trace, trace_path
 

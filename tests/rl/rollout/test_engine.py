@@ -13,7 +13,7 @@ from hpc_rl.rl.rollout.engine import Placement, Sampling, eos_token_ids, load_en
 from hpc_rl.rl.rollout.hf import HfEngine
 from hpc_rl.rl.weights.base import BucketReceiver, receiver_of
 from hpc_rl.rl.weights.buckets import pack
-from hpc_rl.training.model import load_model, load_tokenizer
+from hpc_rl.training.models.causal_lm import load_model, load_tokenizer
 from tests.helpers import make_tiny_model
 from tests.rl.ppo_config import ppo_config
 

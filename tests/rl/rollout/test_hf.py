@@ -14,9 +14,9 @@ from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import UserError
 from hpc_rl.rl.rollout.engine import Completion, Sampling
 from hpc_rl.rl.rollout.hf import STEPS_BETWEEN_CHECKS, HfEngine, micro_batches
-from hpc_rl.training.lm_head import token_logprobs
-from hpc_rl.training.model import CausalLM, load_model
-from hpc_rl.training.packed_batch import pack_samples
+from hpc_rl.training.models.causal_lm import CausalLM, load_model
+from hpc_rl.training.models.lm_head import token_logprobs
+from hpc_rl.training.models.packed_batch import pack_samples
 from tests.helpers import make_tiny_model
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0)

@@ -26,7 +26,7 @@ from hpc_rl.rl.weights.base import EngineActors, WeightReceiver, WeightSource
 from hpc_rl.rl.weights.host import HostSender
 from hpc_rl.rl.weights.transfers import open_sender
 from hpc_rl.training.distributed import World
-from hpc_rl.training.lm_head import token_logprobs
+from hpc_rl.training.models.lm_head import token_logprobs
 from tests.helpers import make_tiny_model
 
 TIMEOUT_S = 240

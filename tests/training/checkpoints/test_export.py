@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig
 from hpc_rl.errors import UserError
-from hpc_rl.training import checkpoint
-from hpc_rl.training import export as exporting
-from hpc_rl.training.checkpoint import Progress
+from hpc_rl.training.checkpoints import checkpoint
+from hpc_rl.training.checkpoints import export as exporting
+from hpc_rl.training.checkpoints.checkpoint import Progress
+from hpc_rl.training.checkpoints.export import export
 from hpc_rl.training.distributed import World
-from hpc_rl.training.export import export
-from hpc_rl.training.model import load_model, load_tokenizer
+from hpc_rl.training.models.causal_lm import load_model, load_tokenizer
 from hpc_rl.training.optim import build_optimizer
 from tests.helpers import make_tiny_model
 

@@ -8,8 +8,8 @@ import torch
 
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import UserError
-from hpc_rl.training.model import CausalLM, load_model
-from hpc_rl.training.packed_batch import pack_samples
+from hpc_rl.training.models.causal_lm import CausalLM, load_model
+from hpc_rl.training.models.packed_batch import pack_samples
 from tests.helpers import make_tiny_model
 
 LENGTHS = [5, 1, 17, 9, 17]

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.training.distributed import World
-from hpc_rl.training.loading import weights_of
-from hpc_rl.training.model import PackedModel
+from hpc_rl.training.models.causal_lm import PackedModel
+from hpc_rl.training.models.loading import weights_of
 from hpc_rl.training.sharding import reshard
 
 if TYPE_CHECKING:

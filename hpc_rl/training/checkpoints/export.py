@@ -22,10 +22,11 @@ import torch
 from hpc_rl.config.training import ModelConfig, TrainingConfig
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training import checkpoint, model_state, safetensors_files
+from hpc_rl.training.checkpoints import checkpoint, model_state
 from hpc_rl.training.distributed import World
-from hpc_rl.training.loading import changes_weights, weights_of
-from hpc_rl.training.pretrained import parameters_on_meta
+from hpc_rl.training.models import safetensors_files
+from hpc_rl.training.models.loading import changes_weights, weights_of
+from hpc_rl.training.models.pretrained import parameters_on_meta
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

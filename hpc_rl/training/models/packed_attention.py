@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from hpc_rl.errors import UserError
-from hpc_rl.training.packed_batch import PackedBatch
+from hpc_rl.training.models.packed_batch import PackedBatch
 
 ATTENTION = "hpc_rl_packed"
 

@@ -22,9 +22,9 @@ from hpc_rl.config.training import TrainingConfig
 from hpc_rl.errors import UserError
 from hpc_rl.training import sharding
 from hpc_rl.training.distributed import World
-from hpc_rl.training.model import PackedModel
-from hpc_rl.training.pretrained import Pretrained
-from hpc_rl.training.safetensors_files import BUFFER_BYTES, Stored, contents
+from hpc_rl.training.models.causal_lm import PackedModel
+from hpc_rl.training.models.pretrained import Pretrained
+from hpc_rl.training.models.safetensors_files import BUFFER_BYTES, Stored, contents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,9 +10,9 @@ import torch
 
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import UserError
-from hpc_rl.training.model import load_model
-from hpc_rl.training.packed_batch import PackedBatch, pack_samples
-from hpc_rl.training.scalar_model import critic, reward_model
+from hpc_rl.training.models.causal_lm import load_model
+from hpc_rl.training.models.packed_batch import PackedBatch, pack_samples
+from hpc_rl.training.models.scalar_model import critic, reward_model
 from tests.helpers import make_tiny_model
 
 LENGTHS = [5, 9, 1]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hpc_rl.errors import UserError
-from hpc_rl.training import packed_attention
+from hpc_rl.training.models import packed_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,9 +10,9 @@ from torch import nn
 
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import UserError
-from hpc_rl.training.model import PackedModel, load_tokenizer, refuse_unsupported_backbone
-from hpc_rl.training.packed_batch import PackedBatch
-from hpc_rl.training.pretrained import Pretrained
+from hpc_rl.training.models.causal_lm import PackedModel, load_tokenizer, refuse_unsupported_backbone
+from hpc_rl.training.models.packed_batch import PackedBatch
+from hpc_rl.training.models.pretrained import Pretrained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hpc_rl.training import lm_head
-from hpc_rl.training.lm_head import cross_entropy_sum, token_logprobs
+from hpc_rl.training.models import lm_head
+from hpc_rl.training.models.lm_head import cross_entropy_sum, token_logprobs
 
 
 @pytest.fixture(autouse=True)

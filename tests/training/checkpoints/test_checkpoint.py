@@ -10,13 +10,13 @@ import torch
 
 from hpc_rl.config.training import ModelConfig, OptimConfig
 from hpc_rl.errors import UserError
-from hpc_rl.training import checkpoint, model_state
-from hpc_rl.training.checkpoint import ACTOR, CRITIC, Progress
+from hpc_rl.training.checkpoints import checkpoint, model_state
+from hpc_rl.training.checkpoints.checkpoint import ACTOR, CRITIC, Progress
+from hpc_rl.training.checkpoints.model_state import UnreadableError
 from hpc_rl.training.distributed import World
-from hpc_rl.training.model import PackedModel, load_model
-from hpc_rl.training.model_state import UnreadableError
+from hpc_rl.training.models.causal_lm import PackedModel, load_model
+from hpc_rl.training.models.scalar_model import critic
 from hpc_rl.training.optim import build_optimizer
-from hpc_rl.training.scalar_model import critic
 from tests.helpers import make_tiny_model
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))

@@ -11,9 +11,9 @@ from torch import nn
 
 from hpc_rl.config.training import ModelConfig, Sharding
 from hpc_rl.errors import UserError
-from hpc_rl.training import packed_attention
-from hpc_rl.training.packed_batch import PackedBatch
-from hpc_rl.training.pretrained import Pretrained, from_pretrained
+from hpc_rl.training.models import packed_attention
+from hpc_rl.training.models.packed_batch import PackedBatch
+from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hpc_rl.config.training import ModelConfig, OptimConfig
 from hpc_rl.errors import RunError
-from hpc_rl.training import checkpoint, model_state
-from hpc_rl.training.background import BackgroundWriter
-from hpc_rl.training.checkpoint import Progress, Saver
+from hpc_rl.training.checkpoints import checkpoint, model_state
+from hpc_rl.training.checkpoints.background import BackgroundWriter
+from hpc_rl.training.checkpoints.checkpoint import Progress, Saver
 from hpc_rl.training.distributed import World
-from hpc_rl.training.model import PackedModel, load_model, load_tokenizer
+from hpc_rl.training.models.causal_lm import PackedModel, load_model, load_tokenizer
 from hpc_rl.training.optim import build_optimizer
 from tests.finetune.jobs import spawn
 from tests.helpers import make_tiny_model

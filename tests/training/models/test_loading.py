@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hpc_rl.errors import UserError
-from hpc_rl.training.loading import stored_weights, weights_of
+from hpc_rl.training.models.loading import stored_weights, weights_of
 from tests.finetune.jobs import spawn
 from tests.helpers import make_tiny_model
-from tests.training import loaded
+from tests.training.models import loaded
 
 UNEVEN = 323
 """A vocabulary that two ranks cannot share evenly."""

@@ -25,11 +25,11 @@ import torch
 
 from hpc_rl.config.training import TrainingConfig
 from hpc_rl.errors import AgreedError, RunError, UserError
-from hpc_rl.training import model_state
-from hpc_rl.training.background import AFTER_ERROR_S, DEADLINE_S, BackgroundWriter
+from hpc_rl.training.checkpoints import model_state
+from hpc_rl.training.checkpoints.background import AFTER_ERROR_S, DEADLINE_S, BackgroundWriter
+from hpc_rl.training.checkpoints.model_state import UnreadableError
 from hpc_rl.training.distributed import World
-from hpc_rl.training.model import PackedModel
-from hpc_rl.training.model_state import UnreadableError
+from hpc_rl.training.models.causal_lm import PackedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
