@@ -28,7 +28,7 @@ test: .venv/test
 	.ci/test $(BIN)/python
 
 test-large: .venv/test
-	$(BIN)/python -m pytest -m large tests/simulated_gpu
+	$(BIN)/python -m pytest -m large --capture=no tests/simulated_gpu
 
 lint: .venv/test
 	$(BIN)/ruff check .
