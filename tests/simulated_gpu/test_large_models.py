@@ -17,10 +17,10 @@ REFERENCE = ("algorithm.kl.where=loss", "algorithm.kl.estimator=k3")
 
 def show(job: Job, found: dict[str, Phase]) -> dict[str, Phase]:
     """Print the peaks of a job's phases."""
-    phases = ", ".join(f"{name} {phase.peak / 1e9:.1f} (kept {phase.live / 1e9:.1f})" for name, phase in found.items())
-    print(
-        f"\n{job.shape}, {job.ranks} GPUs, {job.micro_tokens:,} tokens, {' '.join(job.options)}: 10^9 bytes: {phases}"
-    )
+    print(f"\n{job.shape}, {job.ranks} GPUs, {job.micro_tokens:,} tokens, {' '.join(job.options)}; in 10^9 bytes:")
+    for name, phase in found.items():
+        traffic = ", ".join(f"{collective} {size / 1e9:.1f}" for collective, size in phase.traffic.items())
+        print(f"  {name}: peak {phase.peak / 1e9:.1f}, kept {phase.live / 1e9:.1f}, {traffic or 'no traffic'}")
     return found
 
 
@@ -45,6 +45,11 @@ def test_grpo_of_32b_on_32_gpus() -> None:
 def test_sft_of_7b_on_8_gpus(sharding: str, limit_gb: float) -> None:
     job = Job("7B", ranks=8, micro_tokens=16384, length=1024, options=(f"trainer.sharding={sharding}",))
     assert show(job, simulate(sft_step, job))["update"].peak < limit_gb * 1e9
+
+
+def test_sft_of_7b_on_two_nodes_shards_over_all_gpus() -> None:
+    job = Job("7B", ranks=16, micro_tokens=16384, length=1024, options=("trainer.sharding=full",))
+    assert show(job, simulate(sft_step, job))["update"].peak < 24e9
 
 
 def test_sft_of_7b_on_two_nodes_keeps_parameters_within_each_node() -> None:
