@@ -26,18 +26,20 @@ CHAT_TEMPLATE = (
     "{% else %}{{ m['content'] + '<|im_start|>' }}{% endif %}{% endfor %}"
 )
 """Question and answer without roles: half the tokens of ChatML in so short a chat."""
+WORDS = ("What is ", " + ")
+"""The words of every question, as a token each: a third fewer tokens."""
 DATA = ("data.train_files=demo/data/train.jsonl", "data.val_files=demo/data/val.jsonl", "trainer.device=cpu")
 SFT = (
     *("submit", "sft", "--local", "--nodes", "2", "--run-dir", "demo/sft", "model.path=demo/model", *DATA),
     *("data.max_length=32", "data.train_batch_size=256", "optim.lr=1e-3", "trainer.sharding=none"),
-    *("trainer.total_training_steps=500", "trainer.test_freq=250"),
+    *("trainer.total_training_steps=400", "trainer.test_freq=200"),
 )
 PPO = (
     *("submit", "ppo", "--local", "--nodes", "2", "--run-dir", "demo/ppo", "model.path=demo/sft/model", *DATA),
     *("data.max_prompt_length=24", "data.max_response_length=6", "reward.function=exact"),
     *("data.train_batch_size=128", "rollout.n=4", "actor.mini_batch_size=256", "trainer.sharding=none"),
     *("actor.optim.lr=3e-4", "actor.optim.lr_scheduler=linear", "critic.optim.lr=1e-3"),
-    *("trainer.total_training_steps=70", "trainer.test_freq=35"),
+    *("trainer.total_training_steps=60", "trainer.test_freq=30"),
 )
 
 
@@ -81,6 +83,7 @@ def make_model(folder: Path) -> None:
     make_tiny_model(folder, hidden=128, layers=3, tie=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.add_tokens(list(WORDS))
     tokenizer.save_pretrained(folder)
 
 
