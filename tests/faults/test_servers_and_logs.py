@@ -1,0 +1,101 @@
+"""Servers that accept connections and never answer, and a log of a gigabyte."""
+
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.e2e.workspace import QUICK, Workspace, make_workspace
+from tests.faults.outcomes import Outcome
+from tests.sandbox.cluster import Cluster
+from tests.sandbox.processes import DEADLINE_S
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.faults]
+ON_NODE1 = ("--nodes", "1", "--sbatch", "nodelist=node1")
+STEPS = "trainer.total_training_steps=4"
+MUTE = """
+import pathlib, signal, socket, sys, time
+signal.alarm(int(sys.argv[2]))
+server = socket.create_server(("127.0.0.1", 0))
+pathlib.Path(sys.argv[1]).write_text(str(server.getsockname()[1]))
+kept = []
+while True:
+    kept.append(server.accept())
+"""
+"""A server that accepts every connection and never answers: mute.py PORT_FILE SECONDS."""
+
+
+@pytest.fixture(scope="module")
+def workspace(slurm_cluster: Cluster) -> Workspace:
+    return make_workspace(slurm_cluster.shared / f"servers-{uuid.uuid4().hex[:8]}", slurm_cluster.env)
+
+
+@pytest.fixture(scope="module")
+def mute(workspace: Workspace, slurm_cluster: Cluster) -> str:
+    """Address of a server on node1 that never answers. It ends by itself."""
+    (workspace.folder / "mute.py").write_text(MUTE)
+    port = workspace.folder / "port"
+    start = f"cd {workspace.folder}; setsid python3 mute.py port {DEADLINE_S:.0f} > /dev/null 2>&1 < /dev/null &"
+    slurm_cluster.exec_on("node1", ["bash", "-c", start], check=True)
+    workspace.wait_until(lambda: port.exists() and port.read_text() != "", "the server to listen")
+    return f"http://127.0.0.1:{port.read_text()}"
+
+
+@pytest.fixture(scope="module")
+def expected(workspace: Workspace) -> dict[int, float]:
+    workspace.ok("submit", "sft", *ON_NODE1, "--wait", "--job-name", "whole", *QUICK, STEPS)
+    return workspace.losses("whole")
+
+
+def log_of(workspace: Workspace, run: str) -> str:
+    return workspace.ok("logs", run)
+
+
+def line_with(text: str, words: str) -> str:
+    return next((line for line in text.splitlines() if words in line), "")
+
+
+def test_a_mute_wandb_server(
+    workspace: Workspace, mute: str, expected: dict[int, float], observed: Callable[[Outcome], None]
+) -> None:
+    wandb = ["trainer.logger=[console,wandb]", "trainer.wandb_mode=online"]
+    server = [f"slurm.env.WANDB_BASE_URL={mute}", f"slurm.env.WANDB_API_KEY={'0' * 40}", "slurm.env.WANDB_MODE=online"]
+    began = time.monotonic()
+    workspace.ok("submit", "sft", *ON_NODE1, "--wait", "--job-name", "no-wandb", *QUICK, STEPS, *wandb, *server)
+    message = line_with(log_of(workspace, "no-wandb"), "wandb cannot be used online")
+    assert message
+    losses = workspace.losses("no-wandb")
+    assert losses == expected
+    observed(Outcome("wandb server never answers", "sft", time.monotonic() - began, message, "completed", None,
+                     losses_equal=True))  # fmt: skip
+
+
+def test_a_mute_hub(workspace: Workspace, mute: str, observed: Callable[[Outcome], None]) -> None:
+    online = [f"slurm.env.HF_ENDPOINT={mute}", "slurm.env.HF_HUB_OFFLINE=0", "slurm.env.TRANSFORMERS_OFFLINE=0"]
+    began = time.monotonic()
+    words = ["submit", "sft", *ON_NODE1, "--wait", "--job-name", "no-hub", *QUICK, STEPS, "model.path=owner/model"]
+    done = workspace.hpc_rl(*words, *online)
+    found = done.stdout + done.stderr
+    assert done.returncode == 2, found
+    message = line_with(found, "owner/model")
+    assert message and "Traceback" not in found
+    observed(Outcome("hub never answers", "sft", time.monotonic() - began, message, "exit code 2", None))
+
+
+def test_a_log_of_a_gigabyte(
+    workspace: Workspace, expected: dict[int, float], observed: Callable[[Outcome], None]
+) -> None:
+    """The commands that read logs keep to little memory."""
+    run = workspace.folder / "runs" / "whole"
+    log = next(run.glob("job-*.log"))
+    block = b"a line that a reward function prints in every call\n" * 20_000
+    with log.open("ab") as stream:
+        for _ in range(1024**3 // len(block)):
+            stream.write(block)
+    limited = replace(workspace, login=[*workspace.login, "prlimit", f"--as={1024**3}"])
+    for command in (["status", "whole"], ["explain", "whole"], ["watch", "whole", "--once"], ["report", "whole"]):
+        limited.ok(*command)
+    log.unlink()
+    observed(Outcome("log of 1 GB", "sft", None, "", "unaffected: at most 1 GiB of address space", None))
