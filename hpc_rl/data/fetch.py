@@ -6,13 +6,13 @@ cache's location (HF_HOME) when they are imported.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_rl.data.hub import load_splits
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
+from hpc_rl.host.hub import hub_address
 from hpc_rl.host.installation import install_command
 
 _OTHER_FORMATS = ["*.onnx*", "*.gguf", "*.h5", "*.msgpack", "*.ot", "*.pth", "*.pt", "original/*", "onnx/*"]
@@ -77,7 +77,7 @@ def fetch_model(name: str) -> Path | None:
     except (OSError, HFValidationError) as error:
         unreachable = "; set https_proxy, or copy the cache from a machine with internet"
         remedy = unreachable if isinstance(error, LocalEntryNotFoundError) else ""
-        raise UserError(f"cannot fetch {name} from {_endpoint()}: {_first_line(error)}{remedy}") from error
+        raise UserError(f"cannot fetch {name} from {hub_address()}: {_first_line(error)}{remedy}") from error
     return folder
 
 
@@ -96,17 +96,13 @@ def _dataset_line(name: str) -> str:
     except UserError as error:
         if isinstance(error.__cause__, DatasetNotFoundError):
             raise UserError(
-                f"{_endpoint()} has no {'' if ':' in name else 'model and no '}data set {name} that you may read: "
+                f"{hub_address()} has no {'' if ':' in name else 'model and no '}data set {name} that you may read: "
                 "check the name, or run `hf auth login`"
             ) from error
-        raise UserError(f"cannot fetch {name} from {_endpoint()}: {_first_line(error.__cause__ or error)}") from error
+        raise UserError(f"cannot fetch {name} from {hub_address()}: {_first_line(error.__cause__ or error)}") from error
     rows = ", ".join(f"{split} {len(data):,}" for split, data in splits.items())
     folder = next((Path(file["filename"]).parent for data in splits.values() for file in data.cache_files), "memory")
     return f"data set {name}: {rows} rows in {folder}"
-
-
-def _endpoint() -> str:
-    return os.environ.get("HF_ENDPOINT", "https://huggingface.co")
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.hub import check_hub
 from hpc_rl.host.installation import install_command
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def load_splits(name: str) -> DatasetDict:
         name: a folder, a name on the hub, or `name:configuration` if the data set has several (openai/gsm8k:main).
 
     Raises:
-        UserError: the data set is not found or not reachable, or `datasets` is not installed.
+        UserError: the data set is not found or not reachable, the hub does not answer, or `datasets` is not installed.
     """
     try:
         from datasets import load_dataset
@@ -48,6 +49,8 @@ def load_splits(name: str) -> DatasetDict:
             "or give a jsonl, csv or parquet file instead of the name"
         ) from error
 
+    if not Path(name).exists():
+        check_hub(name)
     path, _, configuration = (name, "", "") if Path(name).exists() else name.partition(":")
     try:
         return load_dataset(path, configuration or None)

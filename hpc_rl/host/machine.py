@@ -83,9 +83,14 @@ def internet_addresses(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def no_answer(timeout_s: float) -> str:
+    """Return what `reach` returns for an address that accepts connections, or drops them, and stays silent."""
+    return f"no answer within {timeout_s:.0f} s"
+
+
 def reach(addresses: Mapping[str, str], timeout_s: float = REACH_TIMEOUT_S) -> dict[str, str]:
     """Return for each name why its address cannot be reached, or an empty text. Uses the proxies of the environment."""
-    answers = dict.fromkeys(addresses, f"no answer within {timeout_s:.0f} s")
+    answers = dict.fromkeys(addresses, no_answer(timeout_s))
 
     def ask(name: str, address: str) -> None:
         answers[name] = _ask(address, timeout_s)
@@ -107,7 +112,8 @@ def _ask(address: str, timeout_s: float) -> str:
     except urllib.error.HTTPError:
         return ""  # any answer shows that the address can be reached
     except (OSError, ValueError) as error:
-        return str(getattr(error, "reason", error))
+        reason = getattr(error, "reason", error)
+        return no_answer(timeout_s) if isinstance(reason, TimeoutError) else str(reason)
 
 
 def file_latency_s(folder: Path, times: int = 10) -> float:

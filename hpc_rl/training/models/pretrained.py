@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.hub import check_hub
 from hpc_rl.training.models import packed_attention
 
 if TYPE_CHECKING:
@@ -112,8 +114,10 @@ def from_pretrained(auto: Any, path: str, what: str, key: str = "model.path", **
         key: the option that names `path`, for the error.
 
     Raises:
-        UserError: it cannot be loaded; the message is one line.
+        UserError: it cannot be loaded, or the hub does not answer; the message is one line.
     """
+    if not Path(path).is_dir():
+        check_hub(path)
     with _in_one_line(what, path, key):
         return auto.from_pretrained(path, **options)
 

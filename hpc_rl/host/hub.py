@@ -1,0 +1,38 @@
+"""The hub of models and data sets, before its libraries use it."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+from hpc_rl.errors import UserError
+from hpc_rl.host.machine import internet_addresses, no_answer, reach
+
+_TRUE = ("1", "on", "true", "yes")
+
+
+def hub_address() -> str:
+    """Return the address of the hub that this process uses."""
+    return internet_addresses(os.environ)["Hugging Face"]
+
+
+@cache
+def check_hub(name: str, timeout_s: float = 30) -> None:
+    """Check that the hub answers, because its libraries would wait for an answer forever.
+
+    A hub that refuses connections is not an error here: the libraries then use their cache.
+
+    Args:
+        name: what is looked up there, for the error.
+
+    Raises:
+        UserError: the hub did not answer in time.
+    """
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in _TRUE:
+        return
+    address = hub_address()
+    if reach({"hub": address}, timeout_s)["hub"] == no_answer(timeout_s):
+        raise UserError(
+            f"{name} is looked up on the hub, and {address} did not answer within {timeout_s:.0f} s: if nodes have no "
+            f"internet, run `hpc-rl fetch {name}` on the login node and set cache.offline=true"
+        )
