@@ -79,7 +79,7 @@ def test_a_mute_hub(workspace: Workspace, mute: str, observed: Callable[[Outcome
     done = workspace.hpc_rl(*words, *online)
     found = done.stdout + done.stderr
     assert done.returncode == 2, found
-    message = line_with(found, "owner/model")
+    message = line_with(found, "did not answer within")
     assert message and "Traceback" not in found
     observed(Outcome("hub never answers", "sft", time.monotonic() - began, message, "exit code 2", None))
 
