@@ -124,7 +124,7 @@ def _require_locks(folder: Path) -> None:
             return
     raise UserError(
         f"file locks do not reach from node to node in {folder}, and the ranks need them to meet: put the run "
-        "directory on another file system (home folders on NFS have them), or ask the administrators for such locks (Lustre: "
+        "directory on another file system (home folders on NFS have them), or ask the administrators for them (Lustre: "
         "mount option flock instead of localflock; BeeGFS: tuneUseGlobalFileLocks=true)"
     )
 
