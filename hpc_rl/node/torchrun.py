@@ -116,7 +116,7 @@ def _rendezvous(
         meeting.publish(f"{address}:{free_port(address)}:{secrets.token_hex(8)}")
     host, port, name = meeting.await_address(options.start_timeout).split(":")
     # One node needs no shared file system, and no file locks on one.
-    folder = meeting.attempt_dir if others else scratch
+    folder = meeting.attempt_dir if len(allocation.nodes) > 1 else scratch
     return interface, {
         ENV_NODE_RANK: str(allocation.node_rank),
         ENV_NODES: str(len(allocation.nodes)),
