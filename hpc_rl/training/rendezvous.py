@@ -24,6 +24,8 @@ from hpc_rl.host.accelerators import visible_devices
 from hpc_rl.host.files import write_atomically
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+_NCCL_LOOKS_EVERY = ("TORCH_NCCL_COORD_CHECK_MILSEC", "10000")
+"""How often a thread of each rank asks the store whether another rank has failed; by default every second."""
 _RANK = "rank-"
 _LOCK = "lock"
 
@@ -55,6 +57,7 @@ def meet(folder: Path, rank: int, size: int, timeout_s: float) -> dist.Store:
             "locks (Lustre without the mount option flock), put the run directory on another one"
         ) from error
     refuse_slices(hosts)
+    os.environ.setdefault(*_NCCL_LOOKS_EVERY)
     return dist.PrefixStore("hpc_rl", dist.FileStore(str(folder / "store"), -1))
 
 

@@ -152,6 +152,22 @@ def test_each_rank_has_a_log_and_rank_0_is_shown(entry: Entry) -> None:
     assert (entry.attempt / "node0.log").exists()
 
 
+def test_programs_meet_by_torchs_own_variables_or_in_the_private_folder(entry: Entry) -> None:
+    program = """
+import os, torch, torch.distributed as dist
+store = dist.FileStore(os.environ["HPC_RL_GROUP_DIR"] + ".store", -1)
+places = [{}, {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}]
+for place in places:
+    dist.init_process_group("gloo", **place)
+    sum = torch.ones(1) + dist.get_rank()
+    dist.all_reduce(sum)
+    assert sum == 3, sum
+    dist.destroy_process_group()
+print(os.environ["TORCHELASTIC_RUN_ID"], os.environ["GROUP_RANK"], os.environ["LOCAL_WORLD_SIZE"])
+"""
+    assert entry.run(program) == (0, "7.0 0 2\n", "")
+
+
 @pytest.mark.parametrize("code", [3, 75])
 def test_the_ranks_exit_code_is_the_entrys_own(entry: Entry, code: int) -> None:
     assert entry.run(f"raise SystemExit({code})")[0] == code

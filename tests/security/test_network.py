@@ -88,7 +88,7 @@ def test_there_are_enough_attempts() -> None:
 def test_nobody_gets_into_a_fine_tuning_job(workspace: Workspace, slurm_cluster: Cluster) -> None:
     steps = "trainer.total_training_steps=6"
     held = [*QUICK, steps, *workspace.hold_at(3)]
-    workspace.ok("submit", "sft", "--nodes", "2", "--nodelist", "node[1-2]", "--job-name", "attacked", *held)
+    workspace.ok("submit", "sft", "--nodes", "2", "--sbatch", "nodelist=node[1-2]", "--job-name", "attacked", *held)
     workspace.ok("submit", "sft", "--nodes", "2", "--wait", "--job-name", "quiet", *QUICK, steps)
     workspace.wait_for_step("attacked", 3)
     run, mark = workspace.folder / "runs" / "attacked", slurm_cluster.shared / "mark-sft"
@@ -100,7 +100,7 @@ def test_nobody_gets_into_a_fine_tuning_job(workspace: Workspace, slurm_cluster:
 
 @pytest.mark.usefixtures("occupied_ports")
 def test_nobody_gets_into_a_ppo_job(workspace: Workspace, slurm_cluster: Cluster) -> None:
-    options = ["--nodes", "2", "--nodelist", "node[1-2]", "--mem", "4G", "--job-name", "ppo", *PPO]
+    options = ["--nodes", "2", "--sbatch", "nodelist=node[1-2]", "--mem", "4G", "--job-name", "ppo", *PPO]
     more = ["model.path=policy", "ray.dashboard=true", "trainer.total_training_steps=100000"]
     workspace.ok("submit", "ppo", *options, *more)
     metrics = workspace.folder / "runs" / "ppo" / "metrics.jsonl"
