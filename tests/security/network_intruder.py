@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import encodings.idna  # noqa: F401 - sockets import it later, when this program may not read it
+import errno
 import http.client
 import json
 import os
@@ -268,15 +269,19 @@ def reset_connections(target: Target) -> str | None:
 
 
 def take_over_ports(target: Target) -> str | None:
-    """Listen on the job's own address and ports."""
+    """Listen on the job's ports, at its own address or at all of them."""
     for port in target.ports:
-        for address in ("", target.host):
-            with contextlib.suppress(OSError), socket.socket() as taken:
-                taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-                taken.bind((address, port))
-                taken.listen()
-                return f"{address}:{port}"
+        for address in (target.host, ""):
+            try:
+                with socket.socket() as taken:
+                    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                    taken.bind((address, port))
+                    taken.listen()
+                    return f"{address}:{port}"
+            except OSError as error:
+                if error.errno == errno.EADDRNOTAVAIL:  # the job is on another node
+                    return None
     return None
 
 
