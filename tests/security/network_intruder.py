@@ -1,9 +1,10 @@
 """What another user tries against running jobs over the network, as a table: ATTEMPTS. It runs as a program on a node.
 
-    python -m tests.security.network_intruder OWNER HOST PORTS RUN_DIR MARK
+    python -m tests.security.network_intruder OWNER HOST PORTS RUN_DIR MARK [NAME ...]
 
-HOST is a node of the job, PORTS its listening ports (`-`: look for them), and MARK a file that a pickle would create.
-It becomes user INTRUDER after its imports, because Python may be in a folder that only the owner reads. Each line that
+HOST is a node of the job, PORTS its listening ports (`-`: look for them), MARK a file that a pickle would create.
+NAME selects attempts. It
+becomes user INTRUDER after its imports, because Python may be in a folder that only the owner reads. Each line that
 it prints is JSON: the attempt, and what it reached (null: nothing).
 """
 
@@ -401,7 +402,7 @@ def become_intruder() -> None:
 def main(words: Sequence[str]) -> None:
     if words[0] == "occupy":
         return occupy()
-    owner, host, ports, run_dir, mark = words
+    owner, host, ports, run_dir, mark, *names = words
     with_ray = ports != "-" and (Path(run_dir) / "attempt-1" / ".ray-token").exists()
     if with_ray:
         pass
@@ -409,7 +410,7 @@ def main(words: Sequence[str]) -> None:
     found = open_ports(host) if ports == "-" else [int(port) for port in ports.split(",") if port]
     target = Target(int(owner), host, tuple(found), Path(run_dir), Path(mark))
     print(json.dumps(["ports", found]), flush=True)
-    for what in ATTEMPTS:
+    for what in [one for one in ATTEMPTS if not names or one.__name__ in names]:
         began = time.monotonic()
         reached = attempt(what, target)
         print(json.dumps([what.__name__, reached, round(time.monotonic() - began, 1)]), flush=True)

@@ -6,24 +6,44 @@ start while the intruder holds ports on all nodes, and they end as if nobody had
 
 from __future__ import annotations
 
+import http.server
 import json
+import pickle
+import socket
 import subprocess
 import sys
+import threading
+import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.e2e.test_ppo_on_slurm import PPO, REWARD
 from tests.e2e.workspace import QUICK, Workspace, make_workspace
 from tests.helpers import make_tiny_model
 from tests.sandbox.cluster import Cluster
-from tests.security.network_intruder import ATTEMPTS, OCCUPIED, SLURM
+from tests.sandbox.processes import DEADLINE_S
+from tests.security.network_intruder import (
+    ATTEMPTS,
+    OCCUPIED,
+    SLURM,
+    Target,
+    attempt,
+    find_a_tcp_store,
+    join_as_a_rank,
+    read_config,
+    send_pickles,
+    use_http,
+    use_the_control_store,
+    write_stop_file,
+)
 
-pytestmark = [pytest.mark.sandbox, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 INTRUDER = [sys.executable, "-m", "tests.security.network_intruder"]
 
@@ -71,12 +91,12 @@ def attack(cluster: Cluster, run: Path, mark: Path, **auth: str) -> list[str]:
 
 
 def one_attack(
-    cluster: Cluster, node: str, host: str, ports: str, run: Path, mark: Path, auth: dict[str, str]
+    cluster: Cluster, node: str, host: str, ports: str, run: Path, mark: Path, auth: dict[str, str], *names: str
 ) -> list[str]:
-    command = ["env", f"--chdir={ROOT}", *INTRUDER, "0", host, ports, str(run), str(mark)]
+    command = ["env", f"--chdir={ROOT}", *INTRUDER, "0", host, ports, str(run), str(mark), *names]
     done = cluster.exec_on(node, command, env={**cluster.env, **auth})
     made = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {what.__name__ for what in ATTEMPTS} <= {one[0] for one in made}, done.stdout + done.stderr
+    assert set(names or [what.__name__ for what in ATTEMPTS]) <= {one[0] for one in made}, done.stdout + done.stderr
     return [f"{node} -> {host}: {one[0]} reached {one[1]}" for one in made if one[0] != "ports" and one[1] is not None]
 
 
@@ -84,6 +104,58 @@ def test_there_are_enough_attempts() -> None:
     assert len(ATTEMPTS) >= 20
 
 
+RANK_0 = """
+import sys, torch.distributed as dist
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=2)
+"""
+
+
+class Trusting(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"jobs")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_attempts_succeed_where_nothing_is_protected(tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    target = Target(0, "127.0.0.1", (store.port,), tmp_path, tmp_path / "mark")
+    assert attempt(find_a_tcp_store, target)
+    (tmp_path / "config.yaml").write_text("secret: 1")
+    assert attempt(read_config, target) == "secret: 1"
+    assert attempt(write_stop_file, target)
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        read = pool.submit(lambda: pickle.loads(server.accept()[0].recv(1000)))
+        reached = attempt(send_pickles, replace(target, ports=(server.getsockname()[1],)))
+        assert read.result(30) == 0 and reached == f"created {target.mark}"
+    target.mark.unlink()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Trusting) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert attempt(use_http, replace(target, ports=(server.server_port,)))
+        server.shutdown()
+
+
+def test_torchs_own_rendezvous_lets_a_stranger_join(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    rank = subprocess.Popen([sys.executable, "-c", RANK_0, f"tcp://127.0.0.1:{port}"])
+    target = Target(0, "127.0.0.1", (port,), tmp_path, tmp_path / "mark")
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not attempt(join_as_a_rank, target):
+            assert time.monotonic() < deadline
+        assert rank.wait(60) == 0
+    finally:
+        rank.kill()
+        rank.wait(60)
+
+
+@pytest.mark.sandbox
+@pytest.mark.slow
 @pytest.mark.usefixtures("occupied_ports")
 def test_nobody_gets_into_a_fine_tuning_job(workspace: Workspace, slurm_cluster: Cluster) -> None:
     steps = "trainer.total_training_steps=6"
@@ -98,6 +170,8 @@ def test_nobody_gets_into_a_fine_tuning_job(workspace: Workspace, slurm_cluster:
     assert workspace.losses("attacked") == workspace.losses("quiet")
 
 
+@pytest.mark.sandbox
+@pytest.mark.slow
 @pytest.mark.usefixtures("occupied_ports")
 def test_nobody_gets_into_a_ppo_job(workspace: Workspace, slurm_cluster: Cluster) -> None:
     options = ["--nodes", "2", "--sbatch", "nodelist=node[1-2]", "--mem", "4G", "--job-name", "ppo", *PPO]
@@ -113,6 +187,12 @@ def test_nobody_gets_into_a_ppo_job(workspace: Workspace, slurm_cluster: Cluster
     mark = slurm_cluster.shared / "mark-ppo"
     found = attack(slurm_cluster, metrics.parent, mark, RAY_AUTH_MODE="disabled")
     reached = step()
+    host, port = (metrics.parent / "attempt-1" / ".rendezvous").read_text().split(":")
+    token = (metrics.parent / "attempt-1" / ".ray-token").read_text()
+    for given, opens in (("0" * 64, False), (token, True)):  # only the token makes the difference
+        auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": given}
+        call = (slurm_cluster, "node4", host, port, metrics.parent, mark, auth, use_the_control_store.__name__)
+        assert bool(one_attack(*call)) == opens
     workspace.wait_until(lambda: step() >= reached + 2, "2 more steps")
     workspace.ok("stop", "ppo")
     workspace.wait_until(lambda: workspace.status("ppo")["state"] == "STOPPED", "stopped")
