@@ -35,7 +35,7 @@ INTRUDER = 64242
 """A user id that nobody has."""
 BRIEF = timedelta(seconds=2)
 CONNECT_S = 2.0
-ATTEMPT_S = 10
+ATTEMPT_S = 5
 FIRST_PORT, LAST_PORT = 1024, 65535
 OCCUPIED = range(12000, 32768, 50)
 """Ports that the intruder holds on every node, so that nowhere 50 ports in a row are free."""
