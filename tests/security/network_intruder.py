@@ -30,6 +30,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+from ray._raylet import GcsClient
 
 INTRUDER = 64242
 """A user id that nobody has."""
@@ -328,8 +329,6 @@ def use_http(target: Target) -> str | None:
 
 def use_the_control_store(target: Target) -> str | None:
     """Write a key into Ray's control store and list the nodes, with Ray's own client and no or a wrong token."""
-    from ray._raylet import GcsClient
-
     for port in target.ports:
         try:
             client = GcsClient(address=f"{target.host}:{port}")
