@@ -19,11 +19,16 @@ def open_sender(source: WeightSource, engines: EngineActors, world: World, bucke
     network can reach. Here NCCL's unique id, which contains a secret number, reaches the engines through Ray.
     """
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
-    from vllm.distributed.weight_transfer import nccl_common, nccl_engine
+    from vllm.distributed.weight_transfer.nccl_common import (
+        NCCLWeightTransferInitInfo,
+        uid_init_process_group,
+        worker_init_payload,
+    )
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
     # A tensor that is larger than the buffer would not fit.
     buffer_bytes = max(bucket_bytes, *(entry.nbytes for entry in source.metadata()))
-    sender = nccl_engine.NCCLTrainerWeightTransferEngine(
+    sender = NCCLTrainerWeightTransferEngine(
         client=engines,
         source=vllm_source(source),
         is_sender=world.is_main,
@@ -33,7 +38,7 @@ def open_sender(source: WeightSource, engines: EngineActors, world: World, bucke
     if world.is_main:
         ranks = 1 + len(engines.actors) * engines.workers_each
         unique_id = bytes(NCCLLibrary().ncclGetUniqueId())
-        info = nccl_common.NCCLWeightTransferInitInfo(
+        info = NCCLWeightTransferInitInfo(
             nccl_unique_id_b64=base64.b64encode(unique_id).decode(),
             rank_offset=1,
             world_size=ranks,
@@ -41,9 +46,9 @@ def open_sender(source: WeightSource, engines: EngineActors, world: World, bucke
             packed_buffer_size_bytes=buffer_bytes,
         )
         with ThreadPoolExecutor(1) as thread:  # both sides wait for each other in NCCL
-            joined = thread.submit(engines.init_weight_transfer_engine, nccl_common.worker_init_payload(info))
+            joined = thread.submit(engines.init_weight_transfer_engine, worker_init_payload(info))
             device = torch.accelerator.current_device_index()
-            sender.model_update_group = nccl_common.uid_init_process_group(unique_id, 0, ranks, device)
+            sender.model_update_group = uid_init_process_group(unique_id, 0, ranks, device)
             joined.result()
     found: WeightSender = sender
     return found
