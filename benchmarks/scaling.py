@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -45,15 +44,12 @@ def launch(ranks: int, sharding: str) -> float:
 
     The fastest step counts because other load on two cores slows two ranks, which wait for each other, more than one.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.scaling", "--rank-of", sharding]
-    processes = [
-        subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-        for rank in range(ranks)
-    ]
-    outputs = [process.communicate()[0] for process in processes]
+    with tempfile.TemporaryDirectory() as group:
+        common = {"WORLD_SIZE": str(ranks), "HPC_RL_GROUP_DIR": group, "OMP_NUM_THREADS": "1"}
+        environs = [{**os.environ, **common, "RANK": str(rank)} for rank in range(ranks)]
+        processes = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for env in environs]
+        outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         raise SystemExit("benchmarks.scaling: a rank failed")
     return float(json.loads(outputs[0].splitlines()[-1]))

@@ -6,10 +6,10 @@ Each shape is measured with samples of GSM8K's lengths, and with samples that fi
 what the anchors measured: prime-rl's published figures for these shapes, on one H100 (0.6B) and on eight H200 (4B).
 The goals are at least 35 % MFU for 0.6B and 50 % for 4B, with less memory than the anchors.
 
-It needs the `train` extra, but no data and no network. `torchrun --nproc-per-node 8 -m benchmarks.sft_gpu` uses several
-devices. `--recompute` turns on activation checkpointing, for devices that cannot hold 64 GB of weights, gradients and
-optimizer state of the 4B model in addition to its activations. `--device cpu --shape tiny` tests the benchmark itself
-and only prints.
+It needs the `train` extra, but no data and no network. `HPC_RL_GROUP_DIR=$(mktemp -d) torchrun --nproc-per-node 8 -m
+benchmarks.sft_gpu` uses several devices. `--recompute` turns on activation checkpointing, for devices that cannot hold
+64 GB of weights, gradients and optimizer state of the 4B model in addition to its activations. `--device cpu --shape
+tiny` tests the benchmark itself and only prints.
 """
 
 from __future__ import annotations

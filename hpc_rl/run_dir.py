@@ -16,6 +16,8 @@ from hpc_rl.host.files import write_atomically
 
 ENV_RUN_DIR = "HPC_RL_RUN_DIR"
 ENV_ATTEMPT_DIR = "HPC_RL_ATTEMPT_DIR"
+ENV_GROUP_DIR = "HPC_RL_GROUP_DIR"
+"""Variable with the private folder in which the ranks of a process group meet; see `hpc_rl.training.rendezvous`."""
 
 
 @dataclass(frozen=True)

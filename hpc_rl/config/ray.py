@@ -16,8 +16,8 @@ class RayConfig(Section):
     object_store_gb: float | None = Field(None, gt=0)
     """Shared memory for Ray's objects on each node, in 10^9 bytes. null: 30 % of the memory that the job has there."""
     first_port: int | None = Field(None, ge=1024, le=65024)
-    """First of the 512 consecutive ports that Ray uses on each node, for sites with a firewall. null: a free range that
-    is derived from the job id."""
+    """First of the 512 consecutive ports that Ray uses on each node, for sites with a firewall. null: free
+    ports in random places below the kernel's ephemeral range."""
 
     @property
     def object_store_bytes(self) -> int | None:

@@ -189,9 +189,7 @@ def load(config: SftConfig, run: RunDir, world: World) -> TrainerState:
         step=progress.step,
         position=position,
         total_tokens=progress.total_tokens,
-        validates_first=world.broadcast_object(
-            progress.step > 0 and is_due and not has_validation(records, progress.step)
-        ),
+        validates_first=world.broadcast(progress.step > 0 and is_due and not has_validation(records, progress.step)),
         saved_step=progress.step,
     )
 
@@ -346,7 +344,7 @@ def finish(state: TrainerState, finished_before: bool) -> int:
     if finished_before:
         print_once(state.world, f"{state.run.path} has already finished after {state.step} steps; nothing to train")
     if not done:
-        if state.world.broadcast_object(state.stopping.is_in_vain()):
+        if state.world.broadcast(state.stopping.is_in_vain()):
             raise AgreedRunError(IN_VAIN)
         print_once(state.world, stopped_line(state.step, state.total_steps))
     elif state.config.trainer.export and not (finished_before and exists_for_all(state)):
@@ -361,7 +359,7 @@ def finish(state: TrainerState, finished_before: bool) -> int:
 
 def exists_for_all(state: TrainerState) -> bool:
     """Return whether the run has been exported, as rank 0 sees it."""
-    return bool(state.world.broadcast_object(state.run.model.exists()))
+    return bool(state.world.broadcast(state.run.model.exists()))
 
 
 def print_once(world: World, text: str) -> None:

@@ -13,10 +13,10 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.machine import file_latency_s, internet_addresses, python_facts, reach
 from hpc_rl.host.node_report import NodeReport
 from hpc_rl.host.scratch import scratch_dir
-from hpc_rl.node.network import free_block, given_block, interface_addresses
+from hpc_rl.node.network import interface_addresses
 from hpc_rl.node.ray_cluster.layout import node_address
 from hpc_rl.node.ray_cluster.limits import cpu_quotas, memory_limits, own_cgroups
-from hpc_rl.node.ray_cluster.ports import BLOCK, SETTING
+from hpc_rl.node.ray_cluster.ports import reserve
 from hpc_rl.slurm.allocation import Allocation
 
 RUNTIMES = ("apptainer", "singularity", "enroot", "podman")
@@ -64,7 +64,7 @@ def node_facts(allocation: Allocation, attempt_dir: Path, options: argparse.Name
         interfaces=interface_addresses(),
         interface=interface,
         interface_problem=interface_problem,
-        ports_problem=_ports_problem(allocation, options.first_port),
+        ports_problem=_ports_problem(options.first_port),
         scratch=str(scratch),
         scratch_free=shutil.disk_usage(scratch).free,
         runtimes=[name for name in RUNTIMES if shutil.which(name)],
@@ -79,11 +79,10 @@ def _interface(allocation: Allocation, configured: str | None) -> tuple[str, str
         return "", str(error)
 
 
-def _ports_problem(allocation: Allocation, first: int | None) -> str:
+def _ports_problem(first: int | None) -> str:
     """Reserve the ports that Ray would use and release them at once. Returns the problem, if any."""
-    key = f"{allocation.job_id}.{allocation.node_rank}"
     try:
-        (free_block(key, BLOCK) if first is None else given_block(first, BLOCK, SETTING)).close()
+        reserve(first, 0).close()
     except UserError as error:
         return str(error)
     return ""

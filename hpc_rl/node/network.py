@@ -5,10 +5,9 @@ from __future__ import annotations
 import array
 import fcntl
 import ipaddress
+import random
 import socket
 import struct
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -95,31 +94,31 @@ def _listed(addresses: dict[str, str]) -> str:
     return ", ".join(f"{name} ({address})" for name, address in addresses.items()) or "none"
 
 
-def free_port(key: str, address: str) -> int:
-    """Return a port that is free on `address`, below the kernel's ephemeral range.
+def free_port(address: str) -> int:
+    """Return a random port that is free on `address`, below the kernel's ephemeral range.
 
-    The search starts at a port derived from `key` (job id and restart), so that two jobs that start on one node at the
-    same time do not compete for the same port.
+    It is random so that two jobs on one node rarely compete for a port, and so that nobody can occupy it beforehand.
 
     Raises:
         UserError: all ports of the range are taken.
     """
     last = _last_port()
-    for port in _candidates(key, _FIRST_PORT, last):
+    for port in _shuffled(range(_FIRST_PORT, last + 1)):
         if _is_free(port, address):
             return port
     raise UserError(f"no free TCP port between {_FIRST_PORT} and {last} on {socket.gethostname()}")
 
 
-class PortBlock:
-    """Consecutive ports that are reserved for this process by a socket on the first of them.
+class PortBlocks:
+    """Blocks of consecutive ports that are reserved for this process by a socket on the first port of each.
 
     A context manager. Two jobs that start on one node at the same time cannot get the same block.
     """
 
-    def __init__(self, first: int, guard: socket.socket) -> None:
-        self.first = first
-        self._guard = guard
+    def __init__(self) -> None:
+        self.firsts: tuple[int, ...] = ()
+        """The first port of each block."""
+        self._guards: list[socket.socket] = []
 
     def __enter__(self) -> Self:
         return self
@@ -129,56 +128,70 @@ class PortBlock:
     ) -> None:
         self.close()
 
+    def take(self, first: int, size: int) -> bool:
+        """Reserve the block of `size` ports from `first` on, if all of them are free on every interface."""
+        guard = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            guard.bind(("", first))  # without SO_REUSEADDR, so that no other process can bind it
+        except OSError:
+            guard.close()
+            return False
+        if not all(_is_free(port, "") for port in range(first + 1, first + size)):
+            guard.close()
+            return False
+        self.firsts += (first,)
+        self._guards.append(guard)
+        return True
+
     def close(self) -> None:
-        self._guard.close()
+        for guard in self._guards:
+            guard.close()
 
 
-def free_block(key: str, size: int) -> PortBlock:
-    """Reserve a block of `size` ports that are free on every interface, below the kernel's ephemeral range.
+def free_blocks(count: int, size: int) -> PortBlocks:
+    """Reserve `count` blocks of `size` ports in random places below the kernel's ephemeral range.
+
+    Blocks are small and scattered, because a single listening socket makes a block useless.
 
     Raises:
-        UserError: there is no such block.
+        UserError: there are not so many.
     """
-    last = _last_port()
-    for number in _candidates(key, 0, (last - _FIRST_PORT + 1) // size - 1):
-        first = _FIRST_PORT + number * size
-        if block := _take(first, size):
-            return block
-    raise UserError(f"no {size} free TCP ports in a row between {_FIRST_PORT} and {last} on {socket.gethostname()}")
+    last, found = _last_port(), PortBlocks()
+    for number in _shuffled(range((last - _FIRST_PORT + 1) // size)):
+        if len(found.firsts) == count:
+            return found
+        found.take(_FIRST_PORT + number * size, size)
+    if len(found.firsts) == count:
+        return found
+    found.close()
+    raise UserError(
+        f"no {count * size} free TCP ports in blocks of {size} between {_FIRST_PORT} and {last} on "
+        f"{socket.gethostname()}"
+    )
 
 
-def given_block(first: int, size: int, setting: str) -> PortBlock:
-    """Reserve the block that the user configured.
+def given_blocks(first: int, count: int, size: int, setting: str) -> PortBlocks:
+    """Reserve the consecutive blocks that the user configured.
 
     Args:
         setting: name of the option, for the message.
 
     Raises:
-        UserError: one of its ports is taken or above 65535.
+        UserError: one of their ports is taken or above 65535.
     """
-    ports = f"ports {first} to {first + size - 1} ({setting})"
-    if first + size - 1 > 65535:
+    last = first + count * size - 1
+    ports = f"ports {first} to {last} ({setting})"
+    if last > 65535:
         raise UserError(f"{ports}: the highest port is 65535; choose a lower {setting}")
-    if block := _take(first, size):
-        return block
-    taken = next((port for port in range(first, first + size) if not _is_free(port, "")), first)
+    found = PortBlocks()
+    if all(found.take(block, size) for block in range(first, last + 1, size)):
+        return found
+    found.close()
+    taken = next((port for port in range(first, last + 1) if not _is_free(port, "")), first)
     raise UserError(
         f"{ports} are occupied on {socket.gethostname()}: something uses port {taken}; "
         f"choose others, or leave {setting} out"
     )
-
-
-def _take(first: int, size: int) -> PortBlock | None:
-    guard = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        guard.bind(("", first))  # without SO_REUSEADDR, so that no other process can bind it
-    except OSError:
-        guard.close()
-        return None
-    if all(_is_free(port, "") for port in range(first + 1, first + size)):
-        return PortBlock(first, guard)
-    guard.close()
-    return None
 
 
 def _is_free(port: int, address: str) -> bool:
@@ -191,10 +204,8 @@ def _is_free(port: int, address: str) -> bool:
     return True
 
 
-def _candidates(key: str, first: int, last: int) -> Iterator[int]:
-    size = last - first + 1
-    start = zlib.crc32(key.encode()) % size
-    return (first + (start + step) % size for step in range(size))
+def _shuffled(numbers: range) -> list[int]:
+    return random.SystemRandom().sample(numbers, len(numbers))
 
 
 def _last_port() -> int:

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from hpc_rl.host.numa import bind_near, gpu_of_rank
 from hpc_rl.host.processes import GRACE_S, die_with_parent, forward_termination, shell_code, start
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR
 
+ENV_NODE_RANK, ENV_NODES = "HPC_RL_NODE_RANK", "HPC_RL_NODES"
+"""Variables with this node's place in the job, and the number of its nodes. Every node has equally many ranks."""
 SAVE_TIMEOUT_S = 1800
 """How long a stopped rank waits for ranks that are still saving. The walltime usually ends it sooner."""
 MESSAGE_TIMEOUT_S = 60
@@ -53,7 +56,8 @@ def main(argv: list[str]) -> int:
     die_with_parent()
     program = argv[argv.index("--") + 1 :]
     attempt_dir = Path(os.environ[ENV_ATTEMPT_DIR])
-    rank, node_rank = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])  # as torchrun sets them
+    os.environ.update(place_in_job(os.environ))
+    rank, node_rank = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
     bind_near(os.environ, gpu_of_rank(os.environ, int(os.environ["LOCAL_RANK"])))
     with log_path(attempt_dir, node_rank, rank).open("ab") as log:
         child = start([sys.executable, "-u", *program], os.environ, log)
@@ -67,6 +71,17 @@ def main(argv: list[str]) -> int:
     elif ended.exit_code == EXIT_BAD_INPUT:
         _await_exits(attempt_dir, {0}, MESSAGE_TIMEOUT_S, asked_to_end)
     return ended.exit_code
+
+
+def place_in_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return torchrun's variables for the ranks of all nodes. Each node's torchrun counts only its own."""
+    node, nodes = int(environ[ENV_NODE_RANK]), int(environ[ENV_NODES])
+    local, on_node = int(environ["LOCAL_RANK"]), int(environ["LOCAL_WORLD_SIZE"])
+    rank, size = str(node * on_node + local), str(nodes * on_node)
+    return {
+        **{"RANK": rank, "ROLE_RANK": rank, "WORLD_SIZE": size, "ROLE_WORLD_SIZE": size},
+        **{"GROUP_RANK": str(node), "GROUP_WORLD_SIZE": str(nodes)},
+    }
 
 
 def _await_exits(attempt_dir: Path, ranks: set[int], timeout_s: float, asked_to_end: threading.Event) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import secrets
 import subprocess
 import sys
 import threading
@@ -27,7 +28,8 @@ from hpc_rl.host.scratch import local_folder
 from hpc_rl.node.entry import add_common_options, print_error, run_with_others, worker_defaults
 from hpc_rl.node.meeting import POLL_S, Meeting, Progress, named
 from hpc_rl.node.network import choose_address, free_port
-from hpc_rl.node.rank import RankExit, log_path, read_exits
+from hpc_rl.node.rank import ENV_NODE_RANK, ENV_NODES, RankExit, log_path, read_exits
+from hpc_rl.run_dir import ENV_GROUP_DIR
 from hpc_rl.slurm.allocation import Allocation
 
 LOG_POLL_S = 0.5
@@ -46,11 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _take_part(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> int:
     local = local_folder(os.environ)
     with TemporaryDirectory(prefix="hpc-rl-", dir=local, ignore_cleanup_errors=True) as scratch:
-        interface, endpoint = _rendezvous(allocation, meeting, options)
-        environ = process_environment(os.environ, allocation, options, interface, Path(scratch))
-        command = torchrun_command(
-            allocation, endpoint, options.processes, options.start_timeout, scratch, options.program
-        )
+        interface, place = _rendezvous(allocation, meeting, options, Path(scratch))
+        environ = process_environment(os.environ, allocation, options, interface, Path(scratch)) | place
+        command = torchrun_command(allocation, options.processes, scratch, options.program)
         with (meeting.attempt_dir / f"node{allocation.node_rank}.log").open("ab") as log:
             child = start(command, environ, log)
             try:
@@ -72,27 +72,20 @@ def process_environment(
     return {**workers, **jit_cache_defaults(environ, scratch), **numa_defaults(environ, options.device), **environ}
 
 
-def torchrun_command(
-    allocation: Allocation, endpoint: str, processes: int, start_timeout: int, scratch: str, program: Sequence[str]
-) -> list[str]:
-    """Return torchrun's command line. The static rendezvous keeps Slurm's order of nodes; c10d would sort them by name.
+def torchrun_command(allocation: Allocation, processes: int, scratch: str, program: Sequence[str]) -> list[str]:
+    """Return torchrun's command line for this node's ranks; `hpc_rl.node.rank` numbers them in Slurm's order of nodes.
 
     torchrun does not restart ranks: Slurm requeues the job.
 
     Args:
         scratch: folder for torchrun's own files, which it would otherwise create in /tmp.
     """
-    host, port = endpoint.rsplit(":", 1)
     return [
-        *(sys.executable, "-P", "-m", "torch.distributed.run"),
-        f"--nnodes={len(allocation.nodes)}",
+        *(sys.executable, "-P", "-m", "hpc_rl.node.agent"),
+        "--nnodes=1",
         f"--nproc-per-node={processes}",
-        f"--node-rank={allocation.node_rank}",
-        "--rdzv-backend=static",
-        f"--master-addr={host}",
-        f"--master-port={port}",
+        "--rdzv-backend=local",
         f"--rdzv-id={allocation.job_id}.{allocation.restart}",
-        f"--rdzv-conf=timeout={start_timeout}",
         "--max-restarts=0",
         f"--log-dir={scratch}",
         "--monitor-interval=0.1",
@@ -109,14 +102,28 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _rendezvous(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> tuple[str, str]:
-    """Return (interface of this node, `host:port` of node 0's store)."""
+def _rendezvous(
+    allocation: Allocation, meeting: Meeting, options: argparse.Namespace, scratch: Path
+) -> tuple[str, dict[str, str]]:
+    """Return the interface of this node, and variables by which the ranks find their place and each other.
+
+    hpc-rl's own programs meet in a private folder. MASTER_ADDR and MASTER_PORT are for programs that open a store of
+    torch. They are not on a command line, which everyone on the node can read.
+    """
     others = [name for name in allocation.nodes if name != allocation.node]
     interface, address = choose_address(options.interface, others[0] if others else None)
     if allocation.is_head:
-        port = free_port(f"{allocation.job_id}.{allocation.restart}", address)
-        meeting.publish(f"{address}:{port}")
-    return interface, meeting.await_address(options.start_timeout)
+        meeting.publish(f"{address}:{free_port(address)}:{secrets.token_hex(8)}")
+    host, port, name = meeting.await_address(options.start_timeout).split(":")
+    # One node needs no shared file system, and no file locks on one.
+    folder = meeting.attempt_dir if len(allocation.nodes) > 1 else scratch
+    return interface, {
+        ENV_NODE_RANK: str(allocation.node_rank),
+        ENV_NODES: str(len(allocation.nodes)),
+        ENV_GROUP_DIR: str(folder / f".group-{name}"),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+    }
 
 
 def _supervise(child: subprocess.Popen[bytes], meeting: Meeting, start_timeout: float) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from hpc_rl.errors import RunError
 from hpc_rl.run_dir import current_attempt_dir
+from hpc_rl.training import distributed
 
 TIMEOUT_S = 60
 BYTES = {"cpu": 16 << 20, "gpu": 256 << 20}
@@ -40,8 +41,8 @@ class Result:
 def main() -> None:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S))
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    store, rank, ranks = distributed.meet(TIMEOUT_S)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S))
     if device.type != "cpu":
         device = torch.device(device.type, rank % torch.accelerator.device_count())
         torch.accelerator.set_device_index(device)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
+import tempfile
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import ray
 
 from hpc_rl.host.accelerators import unrestricted_by_ray, visible_devices
 from hpc_rl.host.numa import bind_near
+from hpc_rl.run_dir import ENV_GROUP_DIR
 
 
 def log_to(path: Path) -> None:
@@ -37,29 +38,27 @@ def quiet_libraries() -> None:
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
-def free_endpoint() -> str:
-    """Return `host:port` of this node, with a port that is free now, for a process group's store."""
-    address = ray.util.get_node_ip_address()
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((address, 0))
-        return f"{address}:{probe.getsockname()[1]}"
+def new_group_dir(logs: Path, is_on_one_node: bool) -> Path:
+    """Return a new private folder in which the ranks of a process group meet (`hpc_rl.training.rendezvous`).
+
+    Args:
+        logs: a folder that all nodes share. A group on one node needs none.
+    """
+    return Path(tempfile.mkdtemp(prefix=".group-", dir=None if is_on_one_node else logs))
 
 
-def group_environment(rank: int, size: int, on_node: int, endpoint: str, local_rank: int) -> dict[str, str]:
-    """Return the variables by which torch.distributed, and libraries that expect torchrun, find the process group.
+def group_environment(rank: int, size: int, on_node: int, group_dir: Path, local_rank: int) -> dict[str, str]:
+    """Return the variables by which `hpc_rl.training.distributed` finds the process group.
 
     Args:
         on_node: number of the group's ranks on this node.
     """
-    host, port = endpoint.rsplit(":", 1)
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(on_node),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": port,
-        "DIST_INIT_METHOD": f"tcp://{endpoint}",
+        ENV_GROUP_DIR: str(group_dir),
     }
 
 

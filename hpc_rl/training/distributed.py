@@ -2,25 +2,30 @@
 
     world = distributed.start("cpu", start_timeout_s=300)
 
-It works under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and in a single plain
-process.
+It works under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE) and in a single plain process. The ranks meet
+in a private folder (`hpc_rl.training.rendezvous`). What they exchange is tensors and JSON: a pickle from the network
+could run any program.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hpc_rl.errors import AgreedError, AgreedRunError, RunError, UserError
-from hpc_rl.host.accelerators import DEVICES, extension_of, visible_devices
+from hpc_rl.host.accelerators import DEVICES, extension_of
+from hpc_rl.run_dir import ENV_GROUP_DIR
+from hpc_rl.training import plain_pickles, rendezvous
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others in one collective, during which rank 0 may load or export a large model. If a
@@ -68,13 +73,27 @@ class World:
         rows = self._all_gather(padded)
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's picklable value on every rank."""
-        if self.size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
-        return box[0]
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value on every rank as JSON returns it: tuples become lists.
+
+        Raises:
+            TypeError: rank 0's value cannot be written as JSON.
+        """
+        text = _as_bytes(value if self.is_main else None)
+        if self.size > 1:
+            length = torch.tensor([len(text)])
+            dist.broadcast(length, src=0, group=self.group)
+            text = text if self.is_main else text.new_empty(int(length))
+            dist.broadcast(text, src=0, group=self.group)
+        return _from_bytes(text)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks as JSON returns them, in the order of the ranks.
+
+        Raises:
+            TypeError: this rank's value cannot be written as JSON.
+        """
+        return [_from_bytes(text) for text in self.gather_varied(_as_bytes(value))]
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is true on some rank. Every rank calls this."""
@@ -97,11 +116,7 @@ class World:
             result = work()
         except UserError as error:
             failure = (str(error), isinstance(error, RunError))
-        failures: list[tuple[str, bool] | None] = [failure]
-        if self.size > 1:
-            failures = [None] * self.size
-            dist.all_gather_object(failures, failure, group=self.group)
-        failed = {rank: found for rank, found in enumerate(failures) if found is not None}
+        failed = {rank: tuple(found) for rank, found in enumerate(self.gather(failure)) if found is not None}
         if not failed:
             return result  # type: ignore[return-value]
         first = min(failed)
@@ -113,6 +128,15 @@ class World:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(parts, tensor, group=self.group)
         return parts
+
+
+def _as_bytes(value: Any) -> torch.Tensor:
+    """Return a value as JSON: uint8 [bytes]."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_bytes(text: torch.Tensor) -> Any:
+    return json.loads(text.numpy().tobytes())
 
 
 def rank_from_env() -> int:
@@ -131,8 +155,7 @@ def start(device: str, start_timeout_s: int) -> World:
     Raises:
         UserError: the device does not exist, or a rank did not arrive in time.
     """
-    rank, size = rank_from_env(), int(os.environ.get("WORLD_SIZE", 1))
-    store = _meet(rank, size, timedelta(seconds=start_timeout_s)) if size > 1 else dist.HashStore()
+    store, rank, size = meet(start_timeout_s)
     here = choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
     backend = "gloo" if here.type == "cpu" else f"cpu:gloo,{here.type}:{dist.get_default_backend_for_device(here)}"
     if size > 1:
@@ -192,43 +215,22 @@ def choose_device(kind: str, local_rank: int) -> torch.device:
     return torch.device(kind, local_rank)
 
 
-def _meet(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """Return the store that torchrun's environment names, after every rank has written to it.
+def meet(timeout_s: float) -> tuple[dist.Store, int, int]:
+    """Return (store for a process group, rank, number of ranks) after all ranks have arrived.
+
+    From now on, torch unpickles only plain data of other ranks.
 
     Raises:
-        UserError: the store cannot be reached, or a rank did not arrive in time.
+        UserError: a rank did not arrive in time, or the folder in which they meet cannot be used.
     """
-    try:
-        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
-    except dist.DistError as error:
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise UserError(f"rank {rank} could not reach {address} within {timeout.seconds} s: {error}") from error
-    store.set(f"arrived/{rank}", socket.gethostname())
-    keys = [f"arrived/{other}" for other in range(size)]
-    try:
-        store.wait(keys, timeout)
-    except dist.DistError as error:
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+    plain_pickles.require()
+    rank, size = rank_from_env(), int(os.environ.get("WORLD_SIZE", 1))
+    if size == 1:
+        return dist.HashStore(), 0, 1
+    if ENV_GROUP_DIR not in os.environ:
         raise UserError(
-            f"{size} ranks must start within {timeout.seconds} s (start_timeout_s), and these did not: {missing}; "
-            "look for their errors in their logs"
-        ) from error
-    refuse_slices(store, size)
-    return dist.PrefixStore("hpc_rl", store)
-
-
-def refuse_slices(store: dist.Store, size: int) -> None:
-    """Check that no other rank on this node uses a slice of a GPU (MIG), if this one does.
-
-    Raises:
-        UserError: one does. https://docs.nvidia.com/datacenter/tesla/mig-user-guide/
-    """
-    if not any(name.startswith("MIG-") for name in visible_devices(os.environ, "cuda") or []):
-        return
-    host = socket.gethostname()
-    here = sum(store.get(f"arrived/{rank}").decode() == host for rank in range(size))
-    if here > 1:
-        raise UserError(
-            f"{here} ranks on {host} would use slices of GPUs (MIG), but CUDA shows a process only one slice, and NCCL "
-            "cannot connect two slices of one GPU: use one process per node (--gpus-per-node 1), or request whole GPUs"
+            f"{size} ranks need a private folder in which they meet, and {ENV_GROUP_DIR} is not set: start them with "
+            f"hpc-rl submit --local, or set {ENV_GROUP_DIR} to a new, empty folder that all of them see "
+            f"({ENV_GROUP_DIR}=$(mktemp -d) torchrun --nproc-per-node {size})"
         )
+    return rendezvous.meet(Path(os.environ[ENV_GROUP_DIR]), rank, size, timeout_s), rank, size

@@ -46,7 +46,7 @@ def shard(model: Model, world: World, trainer: TrainingConfig) -> Model:
         return model
     parameters = sum(parameter.numel() for parameter in model.parameters())
     # All ranks need the same answer, also if their devices differ.
-    memory = world.broadcast_object(_memory_bytes(world.device))
+    memory = world.broadcast(_memory_bytes(world.device))
     model.sharding = choose(trainer.sharding, parameters, world, memory)
     mesh = _mesh(model.sharding, world, dist.group.WORLD)
     policy = _policy(world.device, trainer)

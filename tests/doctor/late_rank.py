@@ -1,6 +1,6 @@
 """Two ranks of gloo, of which one does not join the last collective. Each leaves the record of torch's flight recorder.
 
-    python late_rank.py FOLDER RANK PORT
+    python late_rank.py FOLDER RANK GROUP
 
 Rank 1 waits for the record of rank 0, whose collective times out, and then leaves its own.
 """
@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from hpc_rl.training import distributed, flight_recorder
 
-folder, rank, port = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+folder, rank, group = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "HPC_RL_GROUP_DIR": group}
 flight_recorder.prepare(folder)
 distributed._COLLECTIVE_TIMEOUT = timedelta(seconds=4)
 world = distributed.start("cpu", start_timeout_s=60)

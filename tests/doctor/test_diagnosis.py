@@ -27,7 +27,7 @@ from hpc_rl.doctor.known_failures import ANY_EXCEPTION, KNOWN_FAILURES, page
 from hpc_rl.errors import UserError
 from hpc_rl.host.ray_version import check_ray
 from hpc_rl.node.meeting import Meeting
-from hpc_rl.node.network import choose_address, given_block
+from hpc_rl.node.network import choose_address, given_blocks
 from hpc_rl.node.ray_cluster.layout import check_length
 from hpc_rl.node.ray_cluster.limits import granted
 from hpc_rl.run_dir import RunDir
@@ -216,7 +216,7 @@ def error_of(action: Callable[[], object]) -> str:
 
 def occupied_block() -> None:
     with socket.create_server(("", 0)) as taken:
-        given_block(taken.getsockname()[1], 2, "ray.first_port")
+        given_blocks(taken.getsockname()[1], 1, 2, "ray.first_port")
 
 
 def second_listener() -> None:

@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,12 +27,10 @@ TIMEOUT_S = 120
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks of gloo leave, of which rank 1 has not joined the third collective."""
     folder = tmp_path_factory.mktemp("attempt")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    group = str(tmp_path_factory.mktemp("ranks") / "group")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_")}
     ranks = [
-        subprocess.Popen([sys.executable, str(LATE), str(folder), str(rank), port], env=environ) for rank in (1, 0)
+        subprocess.Popen([sys.executable, str(LATE), str(folder), str(rank), group], env=environ) for rank in (1, 0)
     ]
     try:
         assert [rank.wait(TIMEOUT_S) for rank in ranks] == [0, 0]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import socket
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,9 @@ def run_several(
 
 
 def spawn(command: Sequence[str], ranks: int, timeout: float = 120, ranks_per_node: int | None = None) -> list[Result]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    group = tempfile.mkdtemp(prefix="group-")
     shared = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    torchrun = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if ranks > 1 else {}
+    torchrun = {"WORLD_SIZE": str(ranks), "HPC_RL_GROUP_DIR": group} if ranks > 1 else {}
     if ranks_per_node is not None:
         torchrun["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
     processes = [
@@ -93,6 +92,7 @@ def spawn(command: Sequence[str], ranks: int, timeout: float = 120, ranks_per_no
     finally:
         for process in processes:
             process.kill()
+        shutil.rmtree(group)
     return [(process.returncode, *text) for process, text in zip(processes, texts, strict=True)]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from hpc_rl.host import jit_caches
 from hpc_rl.node import torchrun
-from hpc_rl.node.rank import RankExit
+from hpc_rl.node.rank import RankExit, place_in_job
 from hpc_rl.node.torchrun import await_ranks, parse, process_environment, torchrun_command
 from hpc_rl.slurm.allocation import Allocation
 
@@ -46,12 +46,18 @@ def test_nccl_is_bound_only_to_an_interface_that_the_user_chose() -> None:
     assert "NCCL_SOCKET_IFNAME" not in process_environment({}, PAIR, options("--device", "cpu"), "hsn0", SCRATCH)
 
 
-def test_ranks_follow_slurms_order_of_nodes() -> None:
-    command = torchrun_command(PAIR, "10.0.0.1:12345", 4, 60, "/tmp/scratch", ["train.py", "--lr", "1"])
-    assert {"--node-rank=1", "--nnodes=2", "--nproc-per-node=4", "--master-addr=10.0.0.1", "--master-port=12345"} < set(
-        command
-    )
+def test_each_node_has_a_torchrun_of_its_own() -> None:
+    command = torchrun_command(PAIR, 4, "/tmp/scratch", ["train.py", "--lr", "1"])
+    assert {"--nnodes=1", "--nproc-per-node=4", "--rdzv-backend=local"} < set(command)
     assert command[-6:] == ["-m", "hpc_rl.node.rank", "--", "train.py", "--lr", "1"]
+
+
+def test_ranks_follow_slurms_order_of_nodes() -> None:
+    environ = {"HPC_RL_NODE_RANK": "2", "HPC_RL_NODES": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "RANK": "1"}
+    assert place_in_job(environ) == {
+        **{"RANK": "9", "ROLE_RANK": "9", "WORLD_SIZE": "12", "ROLE_WORLD_SIZE": "12"},
+        **{"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3"},
+    }
 
 
 def ended(folder: Path, *ranks: int, exit_code: int = 0) -> None:
@@ -144,6 +150,22 @@ def test_each_rank_has_a_log_and_rank_0_is_shown(entry: Entry) -> None:
     assert (code, out) == (0, "rank 0 of 2 ['a b']\n")
     assert (entry.attempt / "node0-rank1.log").read_text() == "rank 1 of 2 ['a b']\n"
     assert (entry.attempt / "node0.log").exists()
+
+
+def test_programs_meet_by_torchs_own_variables_or_in_the_private_folder(entry: Entry) -> None:
+    program = """
+import os, torch, torch.distributed as dist
+store = dist.FileStore(os.environ["HPC_RL_GROUP_DIR"] + ".store", -1)
+places = [{}, {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}]
+for place in places:
+    dist.init_process_group("gloo", **place)
+    sum = torch.ones(1) + dist.get_rank()
+    dist.all_reduce(sum)
+    assert sum == 3, sum
+    dist.destroy_process_group()
+print(os.environ["TORCHELASTIC_RUN_ID"], os.environ["GROUP_RANK"], os.environ["LOCAL_WORLD_SIZE"])
+"""
+    assert entry.run(program) == (0, "7.0 0 2\n", "")
 
 
 @pytest.mark.parametrize("code", [3, 75])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 from hpc_rl.rl.process import group_environment, local_rank, narrow_devices
 
 
@@ -21,5 +23,5 @@ def test_a_worker_that_sees_all_devices_finds_its_own() -> None:
 
 
 def test_the_process_group_finds_the_ranks_of_this_node() -> None:
-    environment = group_environment(5, 8, on_node=4, endpoint="10.0.0.1:29500", local_rank=0)
+    environment = group_environment(5, 8, on_node=4, group_dir=Path("/run/g"), local_rank=0)
     assert (environment["RANK"], environment["WORLD_SIZE"], environment["LOCAL_WORLD_SIZE"]) == ("5", "8", "4")

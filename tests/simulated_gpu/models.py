@@ -95,7 +95,7 @@ def untrained(config: PretrainedConfig) -> Iterator[None]:
         mock.patch.object(loading, "stored_weights", stored_weights),
         mock.patch.object(loading, "_read", read),
         mock.patch.object(World, "together", lambda self, work: work()),
-        mock.patch.object(World, "broadcast_object", lambda self, value: value),
+        mock.patch.object(World, "broadcast", lambda self, value: value),
         mock.patch.object(World, "any", lambda self, flag: flag),
     ):
         yield

@@ -25,7 +25,7 @@ class _Rank0(World):
     def together(self, work: Callable[[], T]) -> T:
         return work()
 
-    def broadcast_object(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         return value
 
     def any(self, flag: bool) -> bool:

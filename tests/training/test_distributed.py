@@ -54,16 +54,3 @@ def test_a_device_that_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
     with pytest.raises(UserError, match=r"trainer\.device is npu and this process needs GPU 0, but 0 GPUs are visible"):
         distributed.choose_device("npu", 0)
-
-
-def test_ranks_on_slices_of_one_node_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed.socket, "gethostname", lambda: "node1")
-    store = torch.distributed.HashStore()
-    for rank, host in enumerate(["node1", "node2", "node1"]):
-        store.set(f"arrived/{rank}", host)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
-    distributed.refuse_slices(store, 2)
-    with pytest.raises(UserError, match=r"2 ranks on node1 would use slices of GPUs \(MIG\)"):
-        distributed.refuse_slices(store, 3)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    distributed.refuse_slices(store, 3)

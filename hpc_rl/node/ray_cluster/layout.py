@@ -106,8 +106,8 @@ def prepared_layout(allocation: Allocation, attempt_dir: Path, options: argparse
         object_store=options.object_store_bytes,
     )
     before = allocation.nodes[:rank].count(allocation.node)
-    with reserve(f"{allocation.job_id}.{rank}", options.first_port, before) as block, held_scratch(scratch):
-        ports = RayPorts(block.first)
+    with reserve(options.first_port, before) as blocks, held_scratch(scratch):
+        ports = RayPorts(blocks.firsts)
         token = attempt_dir / _TOKEN
         yield NodeLayout(allocation, options.device, interface, address, ports, grant, scratch, token)
 

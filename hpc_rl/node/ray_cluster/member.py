@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from hpc_rl.node.ray_cluster.layout import NodeLayout
-from hpc_rl.node.ray_cluster.ports import RayPorts
+from hpc_rl.node.ray_cluster.ports import roll_call_port
 from hpc_rl.node.ray_cluster.roll_call import Caller
 from hpc_rl.node.ray_cluster.watch import POLL_S, JobEnd, Watch
 
@@ -63,7 +63,7 @@ class Member:
     def _call(self, gcs_address: str) -> Caller:
         """Connect to node 0's roll call, until the deadline."""
         host, gcs_port = gcs_address.rsplit(":", 1)
-        port = RayPorts.of_gcs(int(gcs_port)).roll_call
+        port = roll_call_port(int(gcs_port))
         secret = self._layout.token.read_bytes()
         while True:
             try:

@@ -1,66 +1,68 @@
-"""The ports of a Ray node, all of them fixed, in one block."""
+"""The ports of a Ray node, all of them fixed, in small blocks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpc_rl.node.network import PortBlock, free_block, given_block
+from hpc_rl.node.network import PortBlocks, free_blocks, given_blocks
 
-BLOCK = 512
-"""Number of ports of one node. All jobs use blocks of this size, so that blocks never overlap."""
+BLOCKS, BLOCK_SIZE = 32, 16
+"""Number of blocks of one node, and of ports in a block."""
 SETTING = "ray.first_port"
 
 
 @dataclass(frozen=True)
 class RayPorts:
-    """The ports in the block that starts at `first`, which is reserved and not listened on."""
+    """The ports in the blocks that start at `firsts`, which are reserved and not listened on.
 
-    first: int
+    The first block is for services, the others are for workers.
+    """
+
+    firsts: tuple[int, ...]
 
     @property
     def gcs(self) -> int:
         """Ray's global control store."""
-        return self.first + 1
-
-    @property
-    def roll_call(self) -> int:
-        """Connections of the other nodes' entries."""
-        return self.first + 2
+        return self.firsts[0] + 1
 
     @property
     def dashboard(self) -> int:
         """Ray's dashboard."""
-        return self.first + 3
+        return self.firsts[0] + 3
+
+    @property
+    def roll_call(self) -> int:
+        """Connections of the other nodes' entries."""
+        return roll_call_port(self.gcs)
 
     def services(self, dashboard: bool) -> dict[str, int]:
         """Return the ports of a node's services by Ray's names; 0 for none."""
         names = ["node_manager_port", "object_manager_port", "runtime_env_agent_port"]
         for_dashboard = ["metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"]
-        ports = {name: self.first + 4 + offset for offset, name in enumerate([*names, *for_dashboard])}
+        ports = {name: self.firsts[0] + 4 + offset for offset, name in enumerate([*names, *for_dashboard])}
         return ports if dashboard else {**ports, **dict.fromkeys(for_dashboard, 0)}
 
     @property
-    def workers(self) -> tuple[int, int]:
-        """First and last port for drivers, tasks and actors, which use one each."""
-        return self.first + 16, self.first + BLOCK - 1
-
-    @classmethod
-    def of_gcs(cls, port: int) -> RayPorts:
-        """Return the ports of the node whose control store listens on `port`."""
-        return cls(port - 1)
+    def workers(self) -> list[int]:
+        """The ports for drivers, tasks and actors, which use one each."""
+        return [port for first in self.firsts[1:] for port in range(first + 1, first + BLOCK_SIZE)]
 
 
-def reserve(key: str, first: int | None, nodes_before: int) -> PortBlock:
+def roll_call_port(gcs: int) -> int:
+    """Return the port of the roll call on the node whose control store listens on `gcs`."""
+    return gcs + 1
+
+
+def reserve(first: int | None, nodes_before: int) -> PortBlocks:
     """Reserve the ports of one node.
 
     Args:
-        key: determines where the search starts.
         first: ray.first_port.
         nodes_before: number of nodes of this job that share the machine and precede this one.
 
     Raises:
-        UserError: the configured ports are occupied, or no block is free.
+        UserError: the configured ports are occupied, or there are not enough free blocks.
     """
     if first is None:
-        return free_block(key, BLOCK)
-    return given_block(first + nodes_before * BLOCK, BLOCK, SETTING)
+        return free_blocks(BLOCKS, BLOCK_SIZE)
+    return given_blocks(first + nodes_before * BLOCKS * BLOCK_SIZE, BLOCKS, BLOCK_SIZE, SETTING)

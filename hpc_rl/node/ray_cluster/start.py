@@ -47,7 +47,7 @@ class StartOptions:
     object_store_memory: int
     services: dict[str, int]
     """Ports of the node's services."""
-    worker_ports: tuple[int, int]
+    worker_ports: list[int]
     dashboard: bool
     """Whether the job has a dashboard. Every node reports to it."""
     dashboard_port: int
@@ -97,7 +97,6 @@ def start_node(options: StartOptions, answers: TextIO) -> Any:
             if options.dashboard:
                 super().start_api_server(**settings)
 
-    first, last = options.worker_ports
     parameters = RayParams(
         gcs_address=None if options.head else options.gcs_address,
         gcs_server_port=int(options.gcs_address.rpartition(":")[2]) if options.head else None,
@@ -110,8 +109,7 @@ def start_node(options: StartOptions, answers: TextIO) -> Any:
         object_store_memory=options.object_store_memory,
         resources={} if options.gpu_resource in ("GPU", "CPU") else {options.gpu_resource: options.num_gpus},
         labels={},
-        min_worker_port=first,
-        max_worker_port=last,
+        worker_port_list=",".join(map(str, options.worker_ports)),
         include_dashboard=options.dashboard,
         dashboard_host="127.0.0.1",
         dashboard_port=options.dashboard_port,

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from hpc_rl.probes.acceptance.bench import Bench
 from hpc_rl.probes.acceptance.session import Session, attempt, error_file, function_of, parse, words_of
@@ -48,12 +47,12 @@ def run(session: Session) -> None:
         session.plan()
     world.barrier()
     bench = Bench.here(session.layout, session.folder)
-    left = world.broadcast_object([row.name for row in session.left("torchrun")] if world.is_main else None)
+    left = world.broadcast([row.name for row in session.left("torchrun")] if world.is_main else None)
     for row in [row for row in rows(session.layout) if row.name in left]:
         began = time.monotonic()
         if world.is_main:
             session.begin(row)
-        blocked = world.broadcast_object(session.blocked(row) if world.is_main else None)
+        blocked = world.broadcast(session.blocked(row) if world.is_main else None)
         check = partial(function_of(row), bench, world, row.variant)
         mine = ("skipped", blocked) if blocked else attempt(check)
         outcome = agreed(mine, world)
@@ -64,10 +63,7 @@ def run(session: Session) -> None:
 
 def agreed(mine: tuple[str, str], world: World) -> tuple[str, str]:
     """Return the outcome of all ranks: the first failure, else the first skip, else rank 0's."""
-    everyone: list[tuple[str, str]] = [mine]
-    if world.size > 1:
-        everyone = [mine] * world.size
-        dist.all_gather_object(everyone, mine)
+    everyone: list[tuple[str, str]] = [(state, words) for state, words in world.gather(mine)]
     for state in ("failed", "skipped"):
         for rank, (found, words) in enumerate(everyone):
             if found == state:

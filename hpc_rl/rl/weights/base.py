@@ -1,6 +1,6 @@
 """What all weight transfers share: the policy's weights, the engines that receive them, and both ends' interfaces.
 
-    sender = open_sender(name, source, engines, world, bucket_bytes, endpoint)   # on every training rank, once
+    sender = open_sender(name, source, engines, world, bucket_bytes)   # on every training rank, once
     sender.send_weights()                                                        # on every rank, after each update
 
 A transfer makes vLLM's four calls on every engine (https://docs.vllm.ai/en/latest/training/weight_transfer/): init,

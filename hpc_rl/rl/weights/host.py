@@ -12,7 +12,6 @@ from typing import Any
 
 import ray
 import torch
-import torch.distributed as dist
 
 from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.weights.base import EngineActors, WeightSource
@@ -31,10 +30,7 @@ class HostSender:
         self._source = source
         self._timeout_s = engines.timeout_s
         own = ray.get_runtime_context().get_node_id()
-        rank_nodes = [own] * world.size
-        if world.size > 1:
-            dist.all_gather_object(rank_nodes, own)
-        mine = assign_engines(engines.nodes, rank_nodes)[world.rank]
+        mine = assign_engines(engines.nodes, world.gather(own))[world.rank]
         self._near = engines.subset([index for index in mine if engines.nodes[index] == own])
         self._far = engines.subset([index for index in mine if engines.nodes[index] != own])
         self._buckets = plan_buckets(source.metadata(), bucket_bytes // IN_FLIGHT)
@@ -90,9 +86,7 @@ class HostSender:
         return Pending.of_calls(self._near.calls(method) + self._far.calls(method))
 
 
-def open_sender(
-    source: WeightSource, engines: EngineActors, world: World, bucket_bytes: int, endpoint: str
-) -> HostSender:
+def open_sender(source: WeightSource, engines: EngineActors, world: World, bucket_bytes: int) -> HostSender:
     """See `hpc_rl.rl.weights.transfers.Opener`."""
     return HostSender(source, engines, world, bucket_bytes)
 

@@ -35,9 +35,7 @@ WEIGHT_TRANSFERS: dict[str, TransferSpec] = {
 class Opener(Protocol):
     """The function `open_sender` of a transfer's module."""
 
-    def __call__(
-        self, source: WeightSource, engines: EngineActors, world: World, bucket_bytes: int, endpoint: str
-    ) -> WeightSender:
+    def __call__(self, source: WeightSource, engines: EngineActors, world: World, bucket_bytes: int) -> WeightSender:
         """Connect to the engines, which have started. Every training rank calls this at the same time.
 
         Args:
@@ -45,7 +43,6 @@ class Opener(Protocol):
             engines: all engines.
             world: the training ranks.
             bucket_bytes: most bytes in transit at a time. A single tensor that is larger is sent nevertheless.
-            endpoint: free `host:port` on rank 0's node.
         """
         ...
 
@@ -62,8 +59,8 @@ def choose_transfer(supported: Sequence[str], device: str, shared: bool) -> str:
 
 
 def open_sender(
-    name: str, source: WeightSource, engines: EngineActors, world: World, bucket_bytes: int, endpoint: str
+    name: str, source: WeightSource, engines: EngineActors, world: World, bucket_bytes: int
 ) -> WeightSender:
     """Connect a training rank to the engines by the transfer of this name; see `Opener`."""
     opener: Opener = importlib.import_module(WEIGHT_TRANSFERS[name].module).open_sender
-    return opener(source, engines, world, bucket_bytes, endpoint)
+    return opener(source, engines, world, bucket_bytes)

@@ -7,9 +7,7 @@ from hpc_rl.rl.weights.vllm_source import vllm_source
 from hpc_rl.training.distributed import World
 
 
-def open_sender(
-    source: WeightSource, engines: EngineActors, world: World, bucket_bytes: int, endpoint: str
-) -> WeightSender:
+def open_sender(source: WeightSource, engines: EngineActors, world: World, bucket_bytes: int) -> WeightSender:
     """See `hpc_rl.rl.weights.transfers.Opener`. There is one buffer of `bucket_bytes` on each GPU."""
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo

@@ -64,8 +64,8 @@ class WorkerGroup:
 
     def start(self) -> Pending[None]:
         """Join the process group and load models."""
-        endpoint = self._workers[0].endpoint.remote()
-        return self._all("start", endpoint, combine=_nothing)
+        group_dir = self._workers[0].new_group_dir.remote()
+        return self._all("start", group_dir, combine=_nothing)
 
     def hold(self, experience: TensorDict) -> Pending[None]:
         """Deal a step's responses to the ranks, for all calls until the next `hold`."""
@@ -122,8 +122,7 @@ class WorkerGroup:
 
     def connect_engines(self, engines: EngineActors, transfer: str) -> Pending[None]:
         """Prepare to send weights to engines in other processes, after they have started; see weights.transfers."""
-        endpoint = self._workers[0].endpoint.remote()
-        return self._all("connect_engines", engines, transfer, endpoint, combine=_nothing)
+        return self._all("connect_engines", engines, transfer, combine=_nothing)
 
     def send_weights(self) -> Pending[None]:
         """Send the policy's weights to these engines."""

@@ -71,16 +71,16 @@ class Worker:
         self._parts: dict[str, Any] = {}
         process.log_to(logs / f"node{os.environ.get('SLURM_NODEID', '0')}-{pool}-rank{rank}.log")
 
-    def endpoint(self) -> str:
-        """Return a free `host:port` of this node."""
-        return process.free_endpoint()
+    def new_group_dir(self) -> Path:
+        """Return a new folder in which the ranks of the pool meet."""
+        return process.new_group_dir(self._logs, self.on_node == self.size)
 
-    def start(self, endpoint: str) -> None:
+    def start(self, group_dir: Path) -> None:
         """Join the pool's process group and load the models of the roles."""
         process.quiet_libraries()
         own = process.local_rank(os.environ, process.assigned_devices())
         process.bind_near_device()
-        os.environ.update(process.group_environment(self.rank, self.size, self.on_node, endpoint, own))
+        os.environ.update(process.group_environment(self.rank, self.size, self.on_node, group_dir, own))
         torch.manual_seed(self.config.trainer.seed + self.rank)
         flight_recorder.prepare(self._logs, self.pool)
         self.world = distributed.start(self.config.trainer.computes_on, self.config.ray.start_timeout_s)
@@ -138,10 +138,10 @@ class Worker:
         if self.is_sharded:
             engine.load_weights(self._weights())
 
-    def connect_engines(self, engines: EngineActors, transfer: str, endpoint: str) -> None:
+    def connect_engines(self, engines: EngineActors, transfer: str) -> None:
         """Prepare `send_weights`. Every rank calls this, after the engines have started."""
         bucket_bytes = self.config.rollout.sync_bucket_mb * 10**6
-        self._parts["sender"] = open_sender(transfer, self._weights(), engines, self.world, bucket_bytes, endpoint)
+        self._parts["sender"] = open_sender(transfer, self._weights(), engines, self.world, bucket_bytes)
 
     def send_weights(self) -> None:
         """Send the policy's weights to engines in other processes. Every rank calls this."""

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -238,8 +238,8 @@ def load_latest(folder: Path, model: PackedModel, optimizer: torch.optim.Optimiz
     Raises:
         AgreedError: there are checkpoints but none is usable, and starting from the beginning would lose them.
     """
-    candidates = world.broadcast_object(list(usable(folder)) if world.is_main else None)
-    for path, progress in candidates:
+    found = [(str(path), asdict(progress)) for path, progress in usable(folder)] if world.is_main else None
+    for path, progress in ((Path(path), _progress(values)) for path, values in world.broadcast(found)):
         try:
             model_state.read(path / MODEL, model, optimizer, world)
         except UnreadableError as error:
@@ -257,8 +257,11 @@ def read_progress(path: Path) -> Progress:
     Raises:
         OSError, ValueError, TypeError, KeyError: it is missing or not valid.
     """
-    found = json.loads((path / "trainer.json").read_text())
-    return Progress(**{**found, "parts": tuple(found["parts"])})
+    return _progress(json.loads((path / "trainer.json").read_text()))
+
+
+def _progress(values: dict[str, Any]) -> Progress:
+    return Progress(**{**values, "parts": tuple(values["parts"])})
 
 
 def warn_passed_over(path: Path, problem: str) -> None:

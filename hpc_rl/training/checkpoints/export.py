@@ -59,7 +59,7 @@ def export(source: Path, out: Path, dtype: str | None = None, replace: bool = Fa
         folders = world.together(
             lambda: stack.enter_context(new_folder(source, out, dtype, replace)) if world.is_main else None
         )
-        path, partial = world.broadcast_object(folders)
+        path, partial = map(Path, world.broadcast(folders and [str(folder) for folder in folders]))
         world.together(lambda: write_weights(path, partial, dtype, world.rank, world.size))
         world.together(stack.close)
     return path

@@ -164,10 +164,11 @@ def _from_rank_0(pretrained: Pretrained[Model], hf: PreTrainedModel, world: Worl
     """Load the whole model on rank 0, and send it to all ranks piece by piece."""
     whole, missing = world.together(lambda: pretrained.load_module() if world.is_main else (None, frozenset()))
     sources = weights_of(whole) if whole is not None else {}
-    described = {name: (weight.shape, weight.dtype) for name, weight in sources.items()}
-    described, missing = world.broadcast_object((described, missing))
+    listed = {name: (list(weight.shape), str(weight.dtype)) for name, weight in sources.items()}
+    listed, absent = world.broadcast((listed, sorted(missing)))
+    described = {name: (torch.Size(shape), _dtype(dtype)) for name, (shape, dtype) in listed.items()}
     world.together(lambda: _take_types(hf, described))
-    model = world.together(lambda: pretrained.wrap(hf, missing))
+    model = world.together(lambda: pretrained.wrap(hf, frozenset(absent)))
     _shard(model, world, trainer)
     for name, weight in weights_of(hf).items():
         first, local = _local(weight)
@@ -176,6 +177,12 @@ def _from_rank_0(pretrained: Pretrained[Model], hf: PreTrainedModel, world: Worl
             if low < high:
                 local[low - first : high - first].copy_(part[low - row : high - row])
     return model
+
+
+def _dtype(name: str) -> torch.dtype:
+    """Return the type that torch prints as `name`: torch.bfloat16."""
+    found: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return found
 
 
 def _take_types(hf: PreTrainedModel, described: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:

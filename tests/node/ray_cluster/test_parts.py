@@ -1,17 +1,18 @@
 """The parts of a Ray node: ports, environment, address and logs."""
 
 import socket
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 from hpc_rl.errors import UserError
+from hpc_rl.node import network
 from hpc_rl.node.entry import worker_defaults
-from hpc_rl.node.network import free_block
 from hpc_rl.node.ray_cluster.environment import driver_environment, ray_environment, shared_environment
 from hpc_rl.node.ray_cluster.layout import check_length, node_address
 from hpc_rl.node.ray_cluster.node import LOG_FILE_BYTES, copy_logs
-from hpc_rl.node.ray_cluster.ports import BLOCK, RayPorts, reserve
+from hpc_rl.node.ray_cluster.ports import BLOCK_SIZE, BLOCKS, RayPorts, reserve, roll_call_port
 from hpc_rl.slurm.allocation import Allocation
 
 
@@ -20,37 +21,65 @@ def environment(environ: dict[str, str], timeline: bool = False) -> dict[str, st
     return shared_environment(environ, worker_defaults("cuda", "ib0", None, 4), timeline=timeline, **paths)
 
 
-def test_every_port_is_in_the_block_and_used_once() -> None:
-    ports = RayPorts(20000)
+def test_every_port_is_in_a_block_and_used_once() -> None:
+    ports = RayPorts((20000, 14000, 30000))
     used = [ports.gcs, ports.roll_call, ports.dashboard, *ports.services(dashboard=True).values()]
-    first, last = ports.workers
-    assert len(set(used)) == len(used) and all(20000 < port < first for port in used)
-    assert last == 20000 + BLOCK - 1
-    assert RayPorts.of_gcs(ports.gcs) == ports
+    assert len({*used, *ports.workers}) == len(used) + len(ports.workers)
+    assert all(20000 < port < 20000 + BLOCK_SIZE for port in used)
+    assert ports.workers == [*range(14001, 14000 + BLOCK_SIZE), *range(30001, 30000 + BLOCK_SIZE)]
+    assert roll_call_port(ports.gcs) == ports.roll_call
     assert sorted(ports.services(dashboard=False).values())[:3] == [0, 0, 0]
 
 
-def test_two_jobs_never_get_the_same_block() -> None:
-    with free_block("same key", BLOCK) as first, free_block("same key", BLOCK) as second:
-        assert abs(first.first - second.first) >= BLOCK
-    with free_block("same key", BLOCK) as again:
-        assert again.first == first.first
+def test_two_jobs_never_get_the_same_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_shuffled", list)  # both look in the same places
+    with reserve(None, 0) as first, reserve(None, 0) as second:
+        assert len(first.firsts) == len(second.firsts) == BLOCKS
+        assert not set(first.firsts) & set(second.firsts)
+    with reserve(None, 0) as again:
+        assert again.firsts == first.firsts
 
 
-def test_a_block_with_a_taken_port_is_passed_over_or_refused() -> None:
-    with free_block("taken", BLOCK) as block:
-        start = block.first
+def test_the_places_are_random() -> None:
+    with reserve(None, 0) as first:
+        pass
+    with reserve(None, 0) as second:
+        assert first.firsts != second.firsts
+
+
+def test_many_listening_sockets_of_others_do_not_defeat_the_search() -> None:
+    with ExitStack() as others:
+        for port in range(12000, 32768, 50):  # no 50 ports in a row are free
+            taken = others.enter_context(socket.socket())
+            with suppress(OSError):
+                taken.bind(("127.0.0.1", port))
+                taken.listen()
+        with reserve(None, 0) as found:
+            assert len(found.firsts) == BLOCKS
+            assert not [first for first in found.firsts if any(p % 50 == 12000 % 50 for p in around(first))]
+
+
+def around(first: int) -> range:
+    return range(first, first + BLOCK_SIZE)
+
+
+def test_if_nearly_all_ports_are_taken_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_shuffled", lambda numbers: list(numbers)[: BLOCKS - 1])
+    with pytest.raises(UserError, match="no 512 free TCP ports in blocks of 16 between 12000 and"):
+        reserve(None, 0)
+
+
+def test_configured_ports_that_are_taken_are_refused() -> None:
+    start, size = 20000, BLOCKS * BLOCK_SIZE
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", start + 100))
         taken.listen()
-        with free_block("taken", BLOCK) as other:
-            assert other.first != start
         with pytest.raises(UserError, match=rf"\(ray\.first_port\) are occupied on .* uses port {start + 100}"):
-            reserve("key", start, 0)
-    with reserve("key", start - BLOCK, 1) as wanted:  # the second node on this machine
-        assert wanted.first == start
+            reserve(start, 0)
+    with reserve(start - size, 1) as wanted:  # the second node on this machine
+        assert wanted.firsts == tuple(range(start, start + size, BLOCK_SIZE))
     with pytest.raises(UserError, match="the highest port is 65535"):
-        reserve("key", 65000, 1)
+        reserve(65000, 1)
 
 
 def test_what_the_user_exported_wins_but_for_the_token() -> None:

@@ -15,7 +15,7 @@ SECRET = b"of this job"
 
 @pytest.fixture
 def roll() -> Iterator[tuple[RollCall, int]]:
-    port = free_port("roll call", "127.0.0.1")
+    port = free_port("127.0.0.1")
     roll = RollCall("127.0.0.1", port, 3, SECRET)
     yield roll, port
     roll.close()

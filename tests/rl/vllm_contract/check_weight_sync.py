@@ -32,7 +32,7 @@ class Setting:
     def sender(self, rank: int = 0, size: int = 1) -> Any:
         source = WeightSource(self.policy, torch.float32)
         world = World(rank, size, CPU)
-        return open_sender(self.backend, source, DirectEngines(self.engine), world, SMALL_BUFFER, "127.0.0.1:1")
+        return open_sender(self.backend, source, DirectEngines(self.engine), world, SMALL_BUFFER)
 
     def assert_equal(self) -> None:
         expected = dict(self.policy.named_parameters())

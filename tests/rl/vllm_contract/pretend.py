@@ -19,6 +19,7 @@ from hpc_rl.rl.weights.base import EngineActors
 
 TIMEOUT_S = 60
 CPU = torch.device("cpu")
+UNIQUE_ID = bytes(range(128))
 
 
 class Model(nn.Module):
@@ -47,6 +48,10 @@ class Bus:
     def __init__(self) -> None:
         self._sent: queue.Queue[torch.Tensor] = queue.Queue()
 
+    def join(self, unique_id: bytes, rank: int) -> Any:
+        assert unique_id == UNIQUE_ID
+        return self.receiver() if rank else self.sender()
+
     def sender(self) -> Any:
         return SimpleNamespace(broadcast=lambda tensor, src, **_: self._sent.put(tensor.clone()))
 
@@ -57,10 +62,20 @@ class Bus:
         return SimpleNamespace(broadcast=broadcast, destroy=lambda: None)
 
 
+class PretendedNccl:
+    """Stands for the library: it makes the id of a new communicator."""
+
+    def ncclGetUniqueId(self) -> Any:
+        from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
+
+        return ncclUniqueId.from_buffer_copy(UNIQUE_ID)
+
+
 @contextlib.contextmanager
 def pretended_cuda() -> Iterator[None]:
     """Replace what asks CUDA, in torch and in vLLM's weight transfers. Tensors stay in host memory."""
-    from vllm.distributed.weight_transfer import nccl_engine, packed_tensor
+    from vllm.distributed.device_communicators import pynccl_wrapper
+    from vllm.distributed.weight_transfer import nccl_common, packed_tensor
 
     properties = SimpleNamespace(uuid="GPU-0")
     exported: dict[int, torch.Tensor] = {}
@@ -92,8 +107,8 @@ def pretended_cuda() -> Iterator[None]:
         replace(torch.accelerator, get_memory_info=lambda *_: (10**9, 10**9))
         replace(packed_tensor, reduce_tensor=export)
         replace(torch.multiprocessing.reductions, rebuild_cuda_tensor=lambda handle, *_: exported[handle])
-        replace(nccl_engine, open_trainer_endpoint=lambda *_: bus.sender())
-        replace(nccl_engine, worker_init_process_group=lambda *_: bus.receiver())
+        replace(pynccl_wrapper, NCCLLibrary=PretendedNccl)
+        replace(nccl_common, uid_init_process_group=lambda unique_id, rank, *_: bus.join(unique_id, rank))
         yield
 
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import tempfile
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -92,8 +91,8 @@ class Holder:
 class Trainer:
     """One of two training ranks, in a Ray actor."""
 
-    def __init__(self, rank: int, port: int) -> None:
-        environment = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    def __init__(self, rank: int, group: str) -> None:
+        environment = {"RANK": rank, "WORLD_SIZE": 2, "HPC_RL_GROUP_DIR": group}
         os.environ.update({name: str(value) for name, value in environment.items()})
         self.both = distributed.start("cpu", TIMEOUT_S)
 
@@ -124,11 +123,10 @@ class Trainer:
 class Setting:
     """Two training ranks and two engines, one of which counts as being on another node."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: str) -> None:
         engine, trainer = ray.remote(num_cpus=0)(Holder), ray.remote(num_cpus=0)(Trainer)
-        port = free_port()
         self.engines = [engine.remote() for _ in range(2)]
-        self.ranks = [trainer.remote(rank, port) for rank in range(2)]
+        self.ranks = [trainer.remote(rank, group) for rank in range(2)]
         self.active = self.ranks
 
     def build(self, ranks: int, dtype: torch.dtype) -> None:
@@ -162,7 +160,7 @@ def setting() -> Iterator[Setting]:
         ray.init(
             num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20, _temp_dir=folder
         )
-        yield Setting()
+        yield Setting(f"{folder}/group")
         ray.shutdown()
 
 
@@ -214,10 +212,3 @@ def test_a_dead_engine_is_named(setting: Setting) -> None:
     os.kill(ray.get(setting.engines[1].pid.remote(), timeout=TIMEOUT_S), signal.SIGKILL)
     with pytest.raises(RunError, match="RunError: second died"):
         setting.calls("send")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -1,0 +1,60 @@
+"""What torch may unpickle that came from another rank: descriptions of checkpoints, and nothing that runs a program.
+
+torch's collectives of objects are pickles. hpc-rl's own exchanges are tensors and JSON, but
+torch.distributed.checkpoint plans with such collectives. A pickle may call any function that Python can import, so the
+classes in it are limited to those that a plan, its result or its error consists of.
+"""
+
+from __future__ import annotations
+
+import builtins
+import enum
+import pathlib
+import pickle
+import traceback
+from dataclasses import is_dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint import filesystem, metadata, planner, storage
+from torch.distributed.checkpoint.api import CheckpointException
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Admits the data types of checkpoint plans, torch's types of numbers, and Python's own errors."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = _admitted().get((module, name))
+        if found is None:
+            raise pickle.UnpicklingError(f"another rank sent an object of {module}.{name}, which hpc-rl does not admit")
+        return found
+
+
+def require() -> None:
+    """Let torch's collectives of objects in this process use PlainUnpickler.
+
+    Raises:
+        RuntimeError: this version of torch unpickles in another place.
+    """
+    if not hasattr(distributed_c10d, "_unpickler"):
+        raise RuntimeError(f"hpc-rl does not know how torch {torch.__version__} unpickles the objects of other ranks")
+    distributed_c10d._unpickler = PlainUnpickler  # type: ignore[misc, assignment]
+
+
+@cache
+def _admitted() -> dict[tuple[str, str], Any]:
+    """Return (module, name) -> object of everything that a pickle may name."""
+    named = [torch.serialization._get_layout, CheckpointException, traceback.StackSummary, traceback.FrameSummary]
+    found: dict[tuple[str, str], Any] = {(one.__module__, one.__name__): one for one in named}
+    found |= {("torch", "Size"): torch.Size, ("pathlib", "PosixPath"): pathlib.PosixPath, ("builtins", "set"): set}
+    found |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    for module in (builtins, filesystem, metadata, planner, storage):
+        own = ((name, value) for name, value in vars(module).items() if isinstance(value, type))
+        found |= {(module.__name__, name): value for name, value in own if _is_plain(value)}
+    return found
+
+
+def _is_plain(kind: type) -> bool:
+    return is_dataclass(kind) or issubclass(kind, enum.Enum | Exception)
