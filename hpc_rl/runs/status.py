@@ -96,7 +96,12 @@ def is_sweep(path: Path) -> bool:
 
 
 def current_job(run: RunDir) -> str | None:
-    """Return the id of the run's newest job, written at submission (job.json) or when it started (status.json)."""
+    """Return the id of the job that holds the run directory's lock, or else of its newest job.
+
+    The newest one was written at submission (job.json) or when it started (status.json).
+    """
+    if (holder := run.holder()) is not None:
+        return holder
     marks = [path for path in (run.job, run.status) if path.is_file()]
     newest = max(marks, key=lambda path: path.stat().st_mtime_ns, default=None)
     return None if newest is None else str(read_json(newest).get("job_id"))

@@ -22,6 +22,7 @@ from hpc_rl.host.environment import refuse_expandable_segments
 from hpc_rl.host.ray_version import check_ray, installed_ray
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.rewards.check import check_function, check_url
+from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.environment import job_environment
 from hpc_rl.submission.hub import hub_cache
 from hpc_rl.submission.job import Job
@@ -69,7 +70,7 @@ def check(*jobs: Job, local: bool = False) -> list[str]:
 
 def run_directory(job: Job) -> Iterator[Question]:
     """Ask whether the run directory can be written."""
-    yield Question(check_run_dir, (job.run_dir.path,))
+    yield Question(check_run_dir, (job.run_dir.path, job.config.slurm.group))
     if job.config.slurm.group is not None:
         yield Question(check_group, (job.config.slurm.group,))
 
@@ -191,11 +192,14 @@ def check_allocator(*environ: tuple[str, str]) -> None:
     refuse_expandable_segments(dict(environ))
 
 
-def check_run_dir(path: Path) -> None:
-    """Check that a run directory can be created and written.
+def check_run_dir(path: Path, group: str | None = None) -> None:
+    """Check that a run directory can be created and written by this user, and by nobody else.
+
+    Args:
+        group: UNIX group that may read it.
 
     Raises:
-        UserError: its path is impossible, it is below a file, or it is not writable.
+        UserError: its path is impossible, it is below a file, it is not writable, or other users could change it.
     """
     is_long = any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in path.parts)
     if is_long or len(os.fsencode(path / LONGEST_FILE)) > MAX_PATH_BYTES:
@@ -212,6 +216,7 @@ def check_run_dir(path: Path) -> None:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise UserError(f"run directory {path} is not writable: {existing}: {error.strerror}") from error
+    RunDir(path).check_owner(group)
 
 
 def _shortened(path: Path) -> str:
