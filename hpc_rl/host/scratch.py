@@ -10,7 +10,6 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import write_atomically
@@ -55,14 +54,14 @@ def held_scratch(environ: Mapping[str, str], job_id: str, attempt_dir: Path, nod
     parent = local_folder(environ)
     remove_abandoned(own_folders(parent, f"{os.getuid()}.*"))
     folder = parent / new_name(job_id)
-    try:
-        folder.mkdir(mode=0o700)
-        lock = hold(folder)
-        write_atomically(_record(attempt_dir, node_rank), str(folder))
-    except OSError as error:
-        remove_tree(folder)
-        raise UserError(f"temporary folder {folder} cannot be created: {error.strerror}") from error
-    with lock:
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(mode=0o700)
+            stack.enter_context(held(folder))
+            write_atomically(_record(attempt_dir, node_rank), str(folder))
+        except OSError as error:
+            remove_tree(folder)
+            raise UserError(f"temporary folder {folder} cannot be created: {error.strerror}") from error
         try:
             yield folder
         finally:
@@ -71,23 +70,20 @@ def held_scratch(environ: Mapping[str, str], job_id: str, attempt_dir: Path, nod
         raise UserError(f"temporary folder {folder} cannot be removed from {os.uname().nodename}")
 
 
-def hold(folder: Path) -> IO[str]:
-    """Mark a new folder as in use until the returned file is closed: the kernel does so if the process is killed."""
-    mark = (folder / f"{_MARK}.new").open("x")  # another job sees the mark when it is locked, not before
-    with contextlib.suppress(OSError):  # a network file system without locks
-        fcntl.flock(mark, fcntl.LOCK_EX)
-    (folder / f"{_MARK}.new").rename(folder / _MARK)
-    return mark
-
-
-def release(folder: Path, mark: IO[str]) -> None:
-    """End `hold`, for a folder that stays."""
-    mark.close()
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Mark a new folder as in use. If this process is killed, the kernel ends that, and the folder is abandoned."""
+    unlocked = folder / f"{_MARK}.new"  # another process sees the mark when it is locked, not before
+    with unlocked.open("x") as mark:
+        with contextlib.suppress(OSError):  # a network file system without locks
+            fcntl.flock(mark, fcntl.LOCK_EX)
+        unlocked.rename(folder / _MARK)
+        yield
     (folder / _MARK).unlink(missing_ok=True)
 
 
 def remove_abandoned(folders: list[Path]) -> None:
-    """Remove those folders of this user whose process was killed after `hold`."""
+    """Remove those folders of this user that a killed process held."""
     for folder in folders:
         with contextlib.suppress(OSError), open_own(folder / _MARK) as mark:
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
