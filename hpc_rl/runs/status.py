@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import read_json
+from hpc_rl.host.files import open_regular, read_json
 from hpc_rl.run_dir import RunDir
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.states import ENDED, JobState
@@ -235,7 +235,7 @@ def runs_below(root: Path) -> Iterator[Path]:
 def _last_metrics(path: Path) -> dict[str, Any]:
     """Return the last complete record; the last line may be half-written."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, path.stat().st_size - 65536))
             lines = file.read().decode(errors="replace").splitlines()
     except FileNotFoundError:

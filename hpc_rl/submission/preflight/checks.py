@@ -35,6 +35,10 @@ LONGEST_FILE = "attempt-1000/" + "x" * 64
 """At least as long as any path in a run directory. If this one is below the file system's limit, all of them are."""
 
 
+_SECRET = re.compile(r"(HF|HUGGING_FACE_HUB|GITHUB|RAY_AUTH)_TOKEN|\w*(API_KEY|ACCESS_KEY|PASSWORD|_SECRET)")
+"""Names of variables whose values are secret."""
+
+
 class Question(NamedTuple):
     """A function and its arguments. Equal questions of several jobs are asked once."""
 
@@ -73,6 +77,11 @@ def run_directory(job: Job) -> Iterator[Question]:
     yield Question(check_run_dir, (job.run_dir.path, job.config.slurm.group))
     if job.config.slurm.group is not None:
         yield Question(check_group, (job.config.slurm.group,))
+
+
+def secrets(job: Job) -> Iterator[Question]:
+    """Ask whether the configuration, which many files and commands show, contains a secret."""
+    yield Question(check_secrets, tuple(sorted(job.config.slurm.env)))
 
 
 def image(job: Job) -> Iterator[Question]:
@@ -155,6 +164,7 @@ def partition(job: Job) -> Iterator[Question]:
 
 CHECKS: tuple[Callable[[Job], Iterator[Question]], ...] = (
     run_directory,
+    secrets,
     image,
     gpus,
     packages,
@@ -169,6 +179,16 @@ PROGRAMS: dict[str, Callable[[tuple[str, ...]], str | None]] = {
     "hpc_rl.node.ray_cluster.node": check_ray_program,
 }
 """Node entry -> the check of the programs that it starts."""
+
+
+def check_secrets(*names: str) -> None:
+    """Raise UserError if one of the variables in slurm.env usually holds a secret."""
+    for name in names:
+        if _SECRET.fullmatch(name):
+            raise UserError(
+                f"slurm.env.{name}: the job script, config.yaml, job.json and the report would show it; leave it out, "
+                f"and `export {name}=...` before you submit: sbatch passes on the variables of the shell"
+            )
 
 
 def check_group(group: str) -> None:
