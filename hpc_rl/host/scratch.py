@@ -120,8 +120,9 @@ def remove_tree(folder: Path) -> None:
 
 
 def job_folders(environ: Mapping[str, str], job_id: str) -> list[Path]:
-    """Return all temporary folders of a job on this machine that are still there."""
-    return own_folders(local_folder(environ), f"{os.getuid()}.{job_id}.*")
+    """Return all temporary folders of a job on this machine that are still there, in /tmp too."""
+    parents = {local_folder(environ), Path("/tmp")}
+    return [folder for parent in sorted(parents) for folder in own_folders(parent, f"{os.getuid()}.{job_id}.*")]
 
 
 def file_system(path: Path, mounts: str) -> str:

@@ -80,11 +80,11 @@ def test_a_folder_with_read_only_parts_is_removed(tmp_path: Path) -> None:
 
 
 def test_folders_of_a_job_are_found_by_its_id(tmp_path: Path) -> None:
-    for name in ("7.image.abc", "7.def", "77.abc", "70.0"):
+    for name in ("987654.image.abc", "987654.def", "9876547.abc", "98765.0"):
         (tmp_path / f"{os.getuid()}.{name}").mkdir()
-    (tmp_path / f"{os.getuid()}.7.link").symlink_to(tmp_path)
-    found = job_folders({"TMPDIR": str(tmp_path)}, "7")
-    assert sorted(path.name for path in found) == [f"{os.getuid()}.7.def", f"{os.getuid()}.7.image.abc"]
+    (tmp_path / f"{os.getuid()}.987654.link").symlink_to(tmp_path)
+    found = job_folders({"TMPDIR": str(tmp_path)}, "987654")
+    assert [path.name for path in found] == [f"{os.getuid()}.987654.def", f"{os.getuid()}.987654.image.abc"]
 
 
 def test_the_longest_mount_point_above_a_path_counts() -> None:
