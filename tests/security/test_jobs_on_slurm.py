@@ -23,7 +23,7 @@ STEPS = ["trainer.total_training_steps=4", "trainer.save_freq=2"]
 PLANT = """cd /tmp
 mkdir -m 777 0.zz && mkfifo -m 666 0.zz/.hpc-rl
 for id in {1..99}; do ln -s $PRECIOUS 0.$id.0; mkdir 0.$id.1; done
-mkdir -m 777 hpc-rl-cache-0 0.hpc-rl-images
+mkdir -p -m 777 hpc-rl-cache-0 0.hpc-rl-images
 """
 ATTEMPTS = {
     "list the temporary folder": "ls $SCRATCH",
@@ -62,6 +62,7 @@ def workspace(slurm_cluster: Cluster) -> Iterator[Workspace]:
     resource.setrlimit(resource.RLIMIT_CORE, (limits[1], limits[1]))  # a user who allows core dumps
     yield found
     resource.setrlimit(resource.RLIMIT_CORE, limits)
+    on_node(slurm_cluster, f"find /tmp -mindepth 1 -maxdepth 1 -user {INTRUDER} -exec rm -rf {{}} +")
 
 
 def job_id(workspace: Workspace, run: str) -> str:
