@@ -130,6 +130,12 @@ def test_a_running_job_is_out_of_reach_and_leaves_nothing(workspace: Workspace, 
         code, said = intrude(slurm_cluster, commands, SCRATCH=scratch, RUN=str(run), JOB=job, RANK=rank)
         assert code != 0, f"the intruder could {what}: {said}"
     expect_no_secret(slurm_cluster, workspace, "held", list(SECRETS.values()))
+    script = ["sbatch", "--parsable", "--nodelist=node2", str(run / "job.sbatch")]  # past hpc-rl and its lock
+    second = slurm_cluster.run(script, check=True).stdout.strip()
+    assert slurm_cluster.wait_job(second) == "FAILED"
+    assert f"finds job {job} running" in (run / f"job-{second}.log").read_text()
+    status = workspace.status("held")
+    assert (status["job_id"], status["state"], status["attempt"]) == (job, "RUNNING", 1)
     workspace.release("held")
     assert slurm_cluster.wait_job(job) == "COMPLETED", workspace.logs()
     assert list((run / "wandb").iterdir()) and list((run / "profiles").iterdir()) and (run / "report.html").exists()
