@@ -166,3 +166,11 @@ def test_links_on_the_way_are_followed_and_loops_end(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(OSError, match="too many symbolic links"):
         weakness(tmp_path / "loop" / "run")
+
+
+@needs_root
+def test_a_folder_of_another_user_below_an_own_one_is_not_own(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert weakness(tmp_path / "run") is None
+    os.chown(tmp_path / "run", OTHER, OTHER)
+    assert weakness(tmp_path / "run") == f"it belongs to user {OTHER}"
