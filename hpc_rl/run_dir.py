@@ -6,18 +6,28 @@ library only, because login node, node entry and trainer all import it.
 
 from __future__ import annotations
 
+import fcntl
+import grp
 import json
 import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_rl.host.files import write_atomically
+from hpc_rl.errors import UserError
+from hpc_rl.host.files import open_regular, read_json, write_atomically
+from hpc_rl.host.ownership import weakness
 
 ENV_RUN_DIR = "HPC_RL_RUN_DIR"
 ENV_ATTEMPT_DIR = "HPC_RL_ATTEMPT_DIR"
 ENV_GROUP_DIR = "HPC_RL_GROUP_DIR"
 """Variable with the private folder in which the ranks of a process group meet; see `hpc_rl.training.rendezvous`."""
+SHARED_MODE = 0o2750
+"""Permissions of a run directory with slurm.group: files that are created in it belong to the group too (setgid)."""
+_SHARED_BITS = stat.S_ISGID | stat.S_IRGRP
+_UNFINISHED = ("RUNNING", "REQUEUED")
+"""States in status.json of a job that has not ended."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,48 @@ class RunDir:
         """git.txt: commit and uncommitted changes of the folder that the job was submitted from."""
         return self.path / "git.txt"
 
+    @property
+    def lock(self) -> Path:
+        """The file that the running job has locked. Its last line is the job's id."""
+        return self.path / ".lock"
+
+    def holder(self) -> str | None:
+        """Return the id of the job that holds the lock; None if there is none, or the file system has no locks."""
+        try:
+            with open_regular(self.lock) as lock:
+                ids = lock.read().decode(errors="replace").split()
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            own = read_json(self.status)
+            # A job that has just taken the lock has not written its id yet.
+            has_ended = own.get("job_id") == ids[-1] and own.get("state") not in _UNFINISHED if ids else True
+            return None if has_ended else ids[-1]
+        except OSError:
+            return None
+        return None
+
+    def check_owner(self, group: str | None = None) -> None:
+        """Check that this user owns the directory, if it exists, and that nobody else can write to it or replace it.
+
+        A script, a configuration or a stop file in it would otherwise be the work of other users.
+
+        Args:
+            group: the UNIX group that may read the directory. Its members are trusted: folders above the directory may
+                belong to them. None: the group that an existing directory was shared with.
+
+        Raises:
+            UserError: somebody else could.
+        """
+        try:
+            found = weakness(self.path, _group_id(self.path, group))
+        except OSError as error:
+            raise UserError(f"run directory {self.path}: {error.strerror or error}") from error
+        if found is not None:
+            raise UserError(
+                f"run directory {self.path}: {found}, so other users could run code as you; choose a --run-dir in a "
+                "folder that only you can write to (chmod go-w FOLDER), or set slurm.group to a group that you trust"
+            )
+
     def attempts(self) -> list[Path]:
         """Return the folders attempt-1, attempt-2 and so on, one for each start of the job, oldest first."""
         found = [(int(m[1]), p) for p in self.path.glob("attempt-*") if (m := re.fullmatch(r"attempt-(\d+)", p.name))]
@@ -102,6 +154,18 @@ class RunDir:
         """
         status = {"job_id": job_id, "attempt": attempt, "state": state, "exit_code": exit_code}
         write_atomically(self.status, json.dumps(status) + "\n")
+
+
+def _group_id(path: Path, group: str | None) -> int | None:
+    if group is not None:
+        try:
+            return grp.getgrnam(group).gr_gid
+        except KeyError:
+            return None
+    if not path.exists():
+        return None
+    found = path.stat()
+    return found.st_gid if found.st_mode & _SHARED_BITS == _SHARED_BITS else None
 
 
 def current_run_dir() -> RunDir | None:

@@ -41,7 +41,7 @@ class SlurmConfig(Section):
     """Partition (queue). null: Slurm's default partition."""
     group: Line | None = None
     """UNIX group that may read the run directory, its metrics and its exported model. The logs of its attempts
-    stay private. null: nobody else."""
+    stay private. Its members are trusted: they may own the folders above the run directory. null: nobody else."""
     test_partition: Line | None = None
     """Partition for short trials (`submit --test`), usually called debug or test. null: the job's own partition."""
     account: Line | None = None

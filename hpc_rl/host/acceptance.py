@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from hpc_rl.host.scratch import local_folder
+from hpc_rl.host.scratch import local_folder, new_name
 
 State = Literal["planned", "started", "passed", "skipped", "failed"]
 Launcher = Literal["torchrun", "ray"]
@@ -59,9 +59,9 @@ def results_file(attempt_dir: Path) -> Path:
     return attempt_dir / FOLDER / RESULTS
 
 
-def scratch_folder(environ: Mapping[str, str], job_id: str, restart: int) -> Path:
-    """Return the folder for the model and the data of a job on this machine's own disk."""
-    return local_folder(environ) / f"hpc-rl-train.{os.getuid()}.{job_id}.{restart}"
+def scratch_folder(environ: Mapping[str, str], job_id: str) -> Path:
+    """Return a new name for the folder of a job's model and data on a machine's own disk."""
+    return local_folder(environ) / new_name(job_id)
 
 
 def append(path: Path, lines: Sequence[Line]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from hpc_rl.errors import UserError
 
@@ -30,7 +32,7 @@ class Follower:
     def new_text(self) -> str:
         """Return what was appended since the last call."""
         try:
-            with self.path.open("rb") as log:
+            with open_regular(self.path) as log:
                 log.seek(self._offset)
                 new = log.read()
         except FileNotFoundError:
@@ -39,10 +41,23 @@ class Follower:
         return self._decoder.decode(new)
 
 
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file for reading without waiting, as opening a FIFO would.
+
+    Raises:
+        FileNotFoundError: there is no regular file.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise FileNotFoundError(errno.ENOENT, "not a regular file", str(path))
+    return file
+
+
 def tail(path: Path, lines: int = 20) -> str:
     """Return the last lines of a log, indented. Only the end of a large log is read."""
     try:
-        with path.open("rb") as log:
+        with open_regular(path) as log:
             log.seek(max(0, path.stat().st_size - 200 * lines))
             found = log.read().decode(errors="replace").splitlines()
     except FileNotFoundError:
@@ -53,7 +68,8 @@ def tail(path: Path, lines: int = 20) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or an empty one if the file is missing, unreadable or incomplete."""
     try:
-        found = json.loads(path.read_text())
+        with open_regular(path) as file:
+            found = json.loads(file.read())
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -67,6 +83,7 @@ def replacing(path: Path) -> Iterator[Path]:
     contains the host and the process, so that the nodes of a job do not share one.
     """
     partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)  # of a killed process, or a link that would lead elsewhere
     try:
         yield partial
         partial.replace(path)
@@ -76,8 +93,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a text file so that readers never see a part of it."""
-    with replacing(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+    with replacing(path) as partial, partial.open("x", encoding="utf-8") as file:
+        file.write(text)
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> int:
@@ -92,7 +109,7 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> int:
     count = 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as partial, partial.open("w", encoding="utf-8") as lines:
+        with replacing(path) as partial, partial.open("x", encoding="utf-8") as lines:
             for row in rows:
                 lines.write(json.dumps(row, ensure_ascii=False) + "\n")
                 count += 1

@@ -10,13 +10,13 @@ import contextlib
 import os
 import platform
 import shutil
-import stat
 import sys
 import zlib
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
+from hpc_rl.host.ownership import keeps_entries, private_folder
 from hpc_rl.host.scratch import file_system, local_folder
 
 VARIABLES = {
@@ -56,11 +56,7 @@ def kept_folder(base: Path) -> Path | None:
     if file_system(base, Path("/proc/self/mounts").read_text()) in _IN_MEMORY:
         return None
     try:
-        if not _is_safe_parent(base.stat()):
-            return None
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        if not _is_private(folder.lstat()):
+        if not keeps_entries(base) or not private_folder(folder):
             return None
         boot = f"{zlib.crc32(_BOOT.read_bytes()):08x}"
         _remove_earlier_boots(folder, boot)
@@ -76,17 +72,6 @@ def installation() -> str:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions.append(f"{package} {metadata.version(package)}")
     return "\n".join([sys.prefix, platform.python_version(), *platform.libc_ver(), *versions])
-
-
-def _is_private(found: os.stat_result) -> bool:
-    """Return whether this is a folder, not a link, of this user alone."""
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
-
-
-def _is_safe_parent(found: os.stat_result) -> bool:
-    """Return whether no other user can replace this user's folders in it: /tmp is safe by its sticky bit."""
-    others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return found.st_uid in (0, os.getuid()) and (not others_write or bool(found.st_mode & stat.S_ISVTX))
 
 
 def _remove_earlier_boots(folder: Path, boot: str) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
+TOKEN = ".ray-token"
+"""Name of the file in an attempt's folder. The job script removes it at the end of the job."""
+
 
 def make_token(path: Path) -> bytes:
     """Write a new token to a file that only its owner can read, and return it."""

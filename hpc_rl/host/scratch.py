@@ -1,94 +1,128 @@
-"""The temporary folder of a job on a node's own disk."""
+"""The temporary folder of a job on a node's own disk: one on each node, for everything that the job writes there."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.files import write_atomically
+from hpc_rl.host.ownership import is_own_folder, keeps_entries, make_writable, open_own, own_folders
 
 REMOVE_TIMEOUT_S = 5
 _MARK = ".hpc-rl"
-"""Marks a folder as temporary. The file is locked while the job runs."""
+"""Marks a folder as temporary. The file is locked while the folder is in use."""
+_SUFFIX_BYTES = 3
+"""Random bytes in the name of a folder, each of two characters. Nobody can take all names in advance."""
 SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "ceph", "fuse.sshfs", "wekafs", "pvfs2")
 """Network file systems: UNIX sockets and locks on them may not be local to the node."""
 
 
-def scratch_dir(environ: Mapping[str, str], job_id: str, restart: int, place: int | None) -> Path:
-    """Return the path of the job's temporary folder on this node: below TMPDIR if it is set, or else below /tmp.
-
-    Args:
-        place: the node's rank if several nodes of the job share this machine, or else None.
-    """
-    return local_folder(environ) / f"{os.getuid()}.{job_id}.{restart}{'' if place is None else f'.{place}'}"
+def new_name(job_id: str) -> str:
+    """Return a name for a temporary folder of a job, which nobody can predict."""
+    return f"{os.getuid()}.{job_id}.{secrets.token_hex(_SUFFIX_BYTES)}"
 
 
 def local_folder(environ: Mapping[str, str]) -> Path:
-    """Return a folder on this machine's own disk: TMPDIR, or /tmp if TMPDIR is missing or on a network file system."""
+    """Return a folder on this machine's own disk: TMPDIR if it is one, or else /tmp.
+
+    TMPDIR is not used if other users could replace what is in it, or on a network file system.
+    """
     folder = Path(environ.get("TMPDIR") or "/tmp")
-    if not folder.is_dir() or file_system(folder, Path("/proc/self/mounts").read_text()) in SHARED:
-        return Path("/tmp")
-    return folder
+    with contextlib.suppress(OSError):
+        is_shared = file_system(folder, Path("/proc/self/mounts").read_text()) in SHARED
+        if folder.is_dir() and not is_shared and keeps_entries(folder):
+            return folder
+    return Path("/tmp")
 
 
 @contextlib.contextmanager
-def held_scratch(folder: Path) -> Iterator[None]:
-    """Create the folder, private to its user, and remove it at the end.
+def held_scratch(environ: Mapping[str, str], job_id: str, attempt_dir: Path, node_rank: int) -> Iterator[Path]:
+    """Create a temporary folder of a job on this node, private to its user, and remove it at the end.
 
-    Also removes the folders of this user's killed jobs, which are recognised by their locks: the kernel releases them.
+    Its path is recorded in the attempt's folder. The folders of this user's killed jobs are removed too.
 
     Raises:
         UserError: the folder cannot be created or removed.
     """
-    for mark in folder.parent.glob(f"{os.getuid()}.*/{_MARK}"):
-        with contextlib.suppress(OSError), mark.open("rb") as abandoned:
-            fcntl.flock(abandoned, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(mark.parent, ignore_errors=True)
-    unlocked = folder.with_name(f".{folder.name}")  # so that another job does not remove it before it is locked
-    try:
-        unlocked.mkdir(mode=0o700)
-        lock = (unlocked / _MARK).open("wb")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        unlocked.rename(folder)
-    except OSError as error:
-        raise UserError(f"temporary folder {folder} cannot be created: {error.strerror}") from error
-    with lock:
+    parent = local_folder(environ)
+    remove_abandoned(own_folders(parent, f"{os.getuid()}.*"))
+    folder = parent / new_name(job_id)
+    with contextlib.ExitStack() as stack:
         try:
-            yield
+            folder.mkdir(mode=0o700)
+            stack.enter_context(held(folder))
+            write_atomically(_record(attempt_dir, node_rank), str(folder))
+        except OSError as error:
+            remove_tree(folder)
+            raise UserError(f"temporary folder {folder} cannot be created: {error.strerror}") from error
+        try:
+            yield folder
         finally:
             removed = remove_scratch(folder)
     if not removed:
         raise UserError(f"temporary folder {folder} cannot be removed from {os.uname().nodename}")
 
 
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Mark a new folder as in use. If this process is killed, the kernel ends that, and the folder is abandoned."""
+    unlocked = folder / f"{_MARK}.new"  # another process sees the mark when it is locked, not before
+    with unlocked.open("x") as mark:
+        with contextlib.suppress(OSError):  # a network file system without locks
+            fcntl.flock(mark, fcntl.LOCK_EX)
+        unlocked.rename(folder / _MARK)
+        yield
+    (folder / _MARK).unlink(missing_ok=True)
+
+
+def remove_abandoned(folders: list[Path]) -> None:
+    """Remove those folders of this user that a killed process held."""
+    for folder in folders:
+        with contextlib.suppress(OSError), open_own(folder / _MARK) as mark:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_tree(folder)
+
+
+def remove_recorded(attempt_dir: Path, node_rank: int) -> None:
+    """Remove the temporary folder that a killed node entry left on this machine, if it did."""
+    with contextlib.suppress(OSError):
+        remove_scratch(Path(_record(attempt_dir, node_rank).read_text()))
+
+
 def remove_scratch(folder: Path) -> bool:
-    """Remove the folder and return whether it is gone. It retries while ending processes still write into it."""
+    """Remove a folder of this user and return whether it is gone. It retries while ending processes write into it."""
     deadline = time.monotonic() + REMOVE_TIMEOUT_S
-    while folder.exists() and time.monotonic() < deadline:
+    while is_own_folder(folder) and time.monotonic() < deadline:
         remove_tree(folder)
-        if folder.exists():
+        if is_own_folder(folder):
             time.sleep(0.05)
-    return not folder.exists()
+    return not is_own_folder(folder)
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove as much of a folder as possible, including read-only parts, which unpacked images contain."""
-    if folder.is_symlink():
+    """Remove as much of a folder of this user as possible, with read-only parts, which unpacked images contain.
+
+    Nothing happens to another user's folder, or to the target of a link.
+    """
+    if not is_own_folder(folder):
         return
     for path, _, _ in os.walk(folder):
         with contextlib.suppress(OSError):
-            Path(path).chmod(0o700)
+            make_writable(Path(path))
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def image_folders(environ: Mapping[str, str], job_id: str) -> list[Path]:
-    """Return the folders that container.sh created for a job's tasks on this machine and that are still there."""
-    return list(local_folder(environ).glob(f"{os.getuid()}.{job_id}.image.*"))
+def job_folders(environ: Mapping[str, str], job_id: str) -> list[Path]:
+    """Return all temporary folders of a job on this machine that are still there, in /tmp too."""
+    parents = {local_folder(environ), Path("/tmp")}
+    return [folder for parent in sorted(parents) for folder in own_folders(parent, f"{os.getuid()}.{job_id}.*")]
 
 
 def file_system(path: Path, mounts: str) -> str:
@@ -97,3 +131,8 @@ def file_system(path: Path, mounts: str) -> str:
     points = [line.split()[1:3] for line in mounts.splitlines()]
     above = [(point, kind) for point, kind in points if resolved.is_relative_to(point)]
     return max(above, key=lambda found: len(found[0]), default=("/", ""))[1]
+
+
+def _record(attempt_dir: Path, node_rank: int) -> Path:
+    """Return the file in an attempt's folder that names a node's temporary folder."""
+    return attempt_dir / f".node{node_rank}.scratch"

@@ -22,6 +22,7 @@ from typing import NoReturn
 from hpc_rl import __version__
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.files import Follower, read_json, write_atomically
+from hpc_rl.host.ownership import private_folder
 from hpc_rl.host.processes import adopt_orphans, end, end_descendants, shell_code, start
 from hpc_rl.host.scratch import local_folder, remove_tree
 from hpc_rl.host.shipped import shipped
@@ -189,14 +190,11 @@ def _lock(out: Path) -> Iterator[None]:
 def _workplace() -> Iterator[tuple[Path, Path]]:
     """Yield (folder of this build, cache) on a local disk; builds on a network file system take hours or fail.
 
-    Raises:
-        UserError: another user has created a folder of that name.
+    If another user has taken the name of the folder that stays, this build has no cache.
     """
-    base = local_folder(os.environ) / f"{os.getuid()}.hpc-rl-images"
-    base.mkdir(mode=0o700, exist_ok=True)
-    found = base.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or base.is_symlink():
-        raise UserError(f"{base} is not a private folder of yours: remove it, or set TMPDIR to another folder")
+    base = kept = local_folder(os.environ) / f"{os.getuid()}.hpc-rl-images"
+    if not private_folder(kept):
+        base = Path(tempfile.mkdtemp(prefix=f"{kept.name}.", dir=kept.parent))
     given = os.environ.get("APPTAINER_CACHEDIR") or os.environ.get("SINGULARITY_CACHEDIR")
     cache = Path(given) if given else base / "cache"
     cache.mkdir(exist_ok=True)
@@ -204,7 +202,7 @@ def _workplace() -> Iterator[tuple[Path, Path]]:
     try:
         yield work, cache
     finally:
-        _remove(work)
+        _remove(work if base == kept else base)
 
 
 def _check_space(source: Source, work: Path, target: Path) -> None:

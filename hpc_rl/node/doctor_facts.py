@@ -12,7 +12,7 @@ from pathlib import Path
 from hpc_rl.errors import UserError
 from hpc_rl.host.machine import file_latency_s, internet_addresses, python_facts, reach
 from hpc_rl.host.node_report import NodeReport
-from hpc_rl.host.scratch import scratch_dir
+from hpc_rl.host.scratch import local_folder
 from hpc_rl.node.network import interface_addresses
 from hpc_rl.node.ray_cluster.layout import node_address
 from hpc_rl.node.ray_cluster.limits import cpu_quotas, memory_limits, own_cgroups
@@ -39,7 +39,7 @@ def node_facts(allocation: Allocation, attempt_dir: Path, options: argparse.Name
     """Return this node's report, without the tests that all nodes run together."""
     groups = list(own_cgroups(Path("/proc"), Path("/sys/fs/cgroup")))
     shm = shutil.disk_usage("/dev/shm")
-    scratch = scratch_dir(os.environ, allocation.job_id, allocation.restart, None).parent
+    scratch = local_folder(os.environ)
     interface, interface_problem = _interface(allocation, options.interface)
     driver, gpus = _gpus()
     return NodeReport(

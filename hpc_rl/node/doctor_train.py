@@ -32,7 +32,7 @@ from hpc_rl.host.acceptance import (
 )
 from hpc_rl.host.files import read_json, write_atomically
 from hpc_rl.host.processes import GRACE_S, end, shell_code, start
-from hpc_rl.host.scratch import remove_scratch, scratch_dir
+from hpc_rl.host.scratch import remove_recorded, remove_scratch
 from hpc_rl.node.doctor_trials import common_options, last_words
 from hpc_rl.node.entry import print_error
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR
@@ -103,7 +103,7 @@ def run_training_checks(
 ) -> None:
     """Run all checks on this node, together with the other nodes. Node 0 writes the results."""
     node = Node(allocation, attempt_dir, options, ray_options)
-    scratch = scratch_folder(os.environ, allocation.job_id, allocation.restart)
+    scratch = scratch_folder(os.environ, allocation.job_id)
     try:
         if allocation.is_head:
             lead(node, scratch)
@@ -220,8 +220,7 @@ def processes(node: Node, number: int, announced: Announcement) -> Iterator[subp
             yield child
         finally:
             end(child)
-            if announced.launcher == "ray":  # if Ray was killed, its files are still there
-                remove_scratch(ray_scratch(node.allocation))
+            remove_recorded(folder, node.allocation.node_rank)  # if it was killed, its files are still there
 
 
 def entry(node: Node, number: int, launcher: str) -> list[str]:
@@ -295,9 +294,3 @@ def announce(node: Node, number: int, announced: Announcement) -> None:
 def log_of(node: Node, number: int) -> Path:
     """Return the path of the output of this node's processes."""
     return node.session(number) / f"{node.allocation.node_rank}.out"
-
-
-def ray_scratch(allocation: Allocation) -> Path:
-    """Return the folder of Ray's files on this node."""
-    neighbour = allocation.node_rank if allocation.nodes.count(allocation.node) > 1 else None
-    return scratch_dir(os.environ, allocation.job_id, allocation.restart, neighbour)

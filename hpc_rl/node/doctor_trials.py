@@ -19,7 +19,7 @@ from hpc_rl.host.files import read_json, tail
 from hpc_rl.host.node_report import Trial
 from hpc_rl.host.processes import end, shell_code, start
 from hpc_rl.host.ray_version import installed_ray, token_authentication
-from hpc_rl.host.scratch import remove_scratch, scratch_dir
+from hpc_rl.host.scratch import remove_recorded
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR
 from hpc_rl.slurm.allocation import Allocation
 
@@ -53,9 +53,7 @@ def try_ray(
     try:
         return _run(attempt_dir / RAY, [*entry, "--", *driver], options.start_timeout)
     finally:
-        # If Ray was killed, its files are still there.
-        neighbour = allocation.node_rank if allocation.nodes.count(allocation.node) > 1 else None
-        remove_scratch(scratch_dir(os.environ, allocation.job_id, allocation.restart, neighbour))
+        remove_recorded(attempt_dir / RAY, allocation.node_rank)  # if Ray was killed, its files are still there
 
 
 def common_options(options: argparse.Namespace) -> list[str]:

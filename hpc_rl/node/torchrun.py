@@ -17,14 +17,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED, UserError
 from hpc_rl.host.files import Follower, tail
 from hpc_rl.host.jit_caches import jit_cache_defaults
 from hpc_rl.host.numa import numa_defaults
 from hpc_rl.host.processes import end, forward_termination, shell_code, start
-from hpc_rl.host.scratch import local_folder
+from hpc_rl.host.scratch import held_scratch
 from hpc_rl.node.entry import add_common_options, print_error, run_with_others, worker_defaults
 from hpc_rl.node.meeting import POLL_S, Meeting, Progress, named
 from hpc_rl.node.network import choose_address, free_port
@@ -46,11 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _take_part(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> int:
-    local = local_folder(os.environ)
-    with TemporaryDirectory(prefix="hpc-rl-", dir=local, ignore_cleanup_errors=True) as scratch:
-        interface, place = _rendezvous(allocation, meeting, options, Path(scratch))
-        environ = process_environment(os.environ, allocation, options, interface, Path(scratch)) | place
-        command = torchrun_command(allocation, options.processes, scratch, options.program)
+    with held_scratch(os.environ, allocation.job_id, meeting.attempt_dir, allocation.node_rank) as scratch:
+        interface, place = _rendezvous(allocation, meeting, options, scratch)
+        environ = process_environment(os.environ, allocation, options, interface, scratch) | place
+        command = torchrun_command(allocation, options.processes, str(scratch), options.program)
         with (meeting.attempt_dir / f"node{allocation.node_rank}.log").open("ab") as log:
             child = start(command, environ, log)
             try:
@@ -66,10 +64,15 @@ def _take_part(allocation: Allocation, meeting: Meeting, options: argparse.Names
 def process_environment(
     environ: Mapping[str, str], allocation: Allocation, options: argparse.Namespace, interface: str, scratch: Path
 ) -> dict[str, str]:
-    """Return the environment of the ranks. Variables that the user exported take precedence."""
+    """Return the environment of the ranks. Variables that the user exported take precedence, except for TMPDIR.
+
+    Args:
+        scratch: folder on the node's own disk, which is removed at the end.
+    """
     threads = allocation.threads(options.processes)
     workers = worker_defaults(options.device, interface, options.interface, threads)
-    return {**workers, **jit_cache_defaults(environ, scratch), **numa_defaults(environ, options.device), **environ}
+    defaults = {**workers, **jit_cache_defaults(environ, scratch), **numa_defaults(environ, options.device)}
+    return {**defaults, **environ, "TMPDIR": str(scratch)}
 
 
 def torchrun_command(allocation: Allocation, processes: int, scratch: str, program: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.host.files import read_json, write_atomically
+from hpc_rl.host.ownership import is_own_folder
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import RunStatus, in_slurm, process_alive, status_of
 from hpc_rl.slurm import commands
@@ -48,6 +49,7 @@ def exit_code(ended: RunStatus) -> int:
 
 def cancel(run: RunDir) -> str:
     """End the run's job immediately. Return a line that describes what was done."""
+    _check_own(run)
     now = status_of(run)
     if not now.active or now.job_id is None:
         return f"run {run.name} has no job to cancel: its state is {now.state}"
@@ -68,6 +70,7 @@ def newest_checkpoint(run: RunDir) -> str | None:
 
 def stop(run: RunDir) -> str:
     """Ask the run to save as soon as it can and exit. Return a line that describes what was done."""
+    _check_own(run)
     now = status_of(run)
     if not now.active or now.job_id is None:
         return f"run {run.name} has no job to stop: its state is {now.state}"
@@ -91,6 +94,11 @@ def note_cancelled(pending: RunStatus) -> None:
     """
     if pending.state == "PENDING":
         RunDir(Path(pending.run_dir)).write_status(pending.job_id, 0, "CANCELLED", None)
+
+
+def _check_own(run: RunDir) -> None:
+    if not is_own_folder(run.path.resolve()):
+        raise UserError(f"run {run.name} belongs to another user, who may have written any job's id: {run.path}")
 
 
 def _end_process(run: RunDir) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import read_json
+from hpc_rl.host.files import open_regular, read_json
 from hpc_rl.run_dir import RunDir
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.states import ENDED, JobState
@@ -96,7 +96,12 @@ def is_sweep(path: Path) -> bool:
 
 
 def current_job(run: RunDir) -> str | None:
-    """Return the id of the run's newest job, written at submission (job.json) or when it started (status.json)."""
+    """Return the id of the job that holds the run directory's lock, or else of its newest job.
+
+    The newest one was written at submission (job.json) or when it started (status.json).
+    """
+    if (holder := run.holder()) is not None:
+        return holder
     marks = [path for path in (run.job, run.status) if path.is_file()]
     newest = max(marks, key=lambda path: path.stat().st_mtime_ns, default=None)
     return None if newest is None else str(read_json(newest).get("job_id"))
@@ -230,7 +235,7 @@ def runs_below(root: Path) -> Iterator[Path]:
 def _last_metrics(path: Path) -> dict[str, Any]:
     """Return the last complete record; the last line may be half-written."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, path.stat().st_size - 65536))
             lines = file.read().decode(errors="replace").splitlines()
     except FileNotFoundError:

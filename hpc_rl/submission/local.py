@@ -17,8 +17,10 @@ from hpc_rl.config.compose import dump
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.host.accelerators import visible_devices, visible_variable
 from hpc_rl.host.files import write_atomically
+from hpc_rl.host.ownership import open_own
 from hpc_rl.host.processes import adopt_orphans, end, end_descendants, shell_code, start
-from hpc_rl.host.scratch import image_folders, remove_scratch, scratch_dir
+from hpc_rl.host.ray_token import TOKEN
+from hpc_rl.host.scratch import job_folders, remove_scratch
 from hpc_rl.images.run_options import has_container_script
 from hpc_rl.images.runtimes import find_program, missing, runtime_of
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR, ENV_RUN_DIR
@@ -30,6 +32,8 @@ from hpc_rl.submission.resources import cpus_per_node
 from hpc_rl.submission.script import job_python, node_options, render_container
 
 POLL_S = 0.1
+LOCK_TIMEOUT_S = 2.0
+"""A command such as `status` holds the lock for a moment to see whether a job has it."""
 _CANCELLED = 128 + signal.SIGTERM
 _CONTAINER = "container.sh"
 
@@ -40,10 +44,11 @@ def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
     The first Ctrl-C asks the job to save and exit; the second one ends it immediately.
     """
     job_id = f"local-{os.getpid()}"
-    queue.prepare(job, script)
-    lock = _lock(job, job_id)
-    host, began = os.uname().nodename, process_start_time(os.getpid())
-    queue.record(job, job_id, host=host, pid=os.getpid(), start_time=began)
+    with queue.reserved(job):
+        lock = _lock(job, job_id)
+        queue.prepare(job, script)
+        host, began = os.uname().nodename, process_start_time(os.getpid())
+        queue.record(job, job_id, host=host, pid=os.getpid(), start_time=began)
     attempt = job.run_dir.path / f"attempt-{len(job.run_dir.attempts()) + 1}"
     attempt.mkdir(mode=0o700)
     job.run_dir.stop.unlink(missing_ok=True)
@@ -85,19 +90,33 @@ def check_local(job: Job) -> None:
 
 def _lock(job: Job, job_id: str) -> IO[str]:
     """Lock a run directory, as the job script does, so that it holds one job at a time. Closing the file unlocks it."""
-    lock = (job.run_dir.path / ".lock").open("a+")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        owner = lock.read().split()[-1:]
-        lock.close()
-        raise UserError(f"job {' '.join(owner)} is running in {job.run_dir.path}: choose another --job-name") from None
+        lock = open_own(job.run_dir.path.resolve() / job.run_dir.lock.name, "a+")
+    except OSError as error:
+        raise UserError(f"cannot lock {job.run_dir.path}: {job.run_dir.lock.name} {error.strerror}") from error
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    try:
+        while not _locked(lock):
+            if time.monotonic() > deadline:
+                lock.seek(0)
+                owner = lock.read().split()[-1:]
+                lock.close()
+                raise UserError(f"job {' '.join(owner)} is running in {job.run_dir.path}: choose another --job-name")
+            time.sleep(POLL_S)
     except OSError as error:  # a file system without locks; the submission has already checked for a running job
         print(f"hpc-rl: no file lock in {job.run_dir.path}: {error.strerror}", file=sys.stderr)
     lock.write(job_id + "\n")
     lock.flush()
     return lock
+
+
+def _locked(lock: IO[str]) -> bool:
+    """Take the lock and return True, or return False if another process has it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def node_environment(
@@ -175,10 +194,9 @@ def _run_nodes(job: Job, job_id: str, attempt: Path, on_poll: Callable[[], None]
             end(node)
         # Processes that a killed entry left behind.
         end_descendants()
-        for rank, environ in enumerate(environs):
-            remove_scratch(scratch_dir(environ, job_id, 0, rank if len(environs) > 1 else None))
-        for folder in image_folders(environs[0], job_id):
+        for folder in job_folders(environs[0], job_id):
             remove_scratch(folder)
+        (attempt / TOKEN).unlink(missing_ok=True)
         on_poll()
 
 
@@ -194,7 +212,7 @@ def count_interrupts(job: Job) -> Callable[[], int]:
         nonlocal count
         count += 2 if number == signal.SIGTERM else 1
         if count == 1:
-            job.run_dir.stop.write_text("user\n")
+            write_atomically(job.run_dir.stop, "user\n")
             print("\nhpc-rl: saving and exiting; Ctrl-C again to end immediately", file=sys.stderr)
 
     signal.signal(signal.SIGINT, interrupted)

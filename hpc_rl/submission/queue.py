@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json, write_atomically
+from hpc_rl.host.ownership import open_own
 from hpc_rl.host.processes import held_interrupts
-from hpc_rl.run_dir import RunDir
+from hpc_rl.run_dir import SHARED_MODE, RunDir
 from hpc_rl.runs.status import ROOT, is_run, status_of
 from hpc_rl.slurm import commands
 from hpc_rl.submission.job import Job
 
 GIT_MAX_BYTES = 1_000_000
 GIT_TIMEOUT_S = 20
+_SUBMISSION = ".submission"
+"""Locked while a job of the folder is being submitted."""
 
 
 def check_free(run: RunDir) -> None:
@@ -30,7 +37,7 @@ def check_free(run: RunDir) -> None:
     """
     if not run.path.is_dir():
         return  # the preflight checks report a folder that cannot be created
-    if not is_run(run.path) and any(run.path.iterdir()):
+    if not is_run(run.path) and any(path.name != _SUBMISSION for path in run.path.iterdir()):
         raise UserError(f"{run.path} is neither empty nor a run directory; choose another --run-dir or --job-name")
     now = status_of(run)
     if now.active:
@@ -42,11 +49,55 @@ def check_free(run: RunDir) -> None:
 
 def reserve(path: Path) -> bool:
     """Create the folder of a run or sweep; return False if it exists, so that two submissions never share one."""
+    for parent in reversed([folder for folder in path.parents if not folder.exists()]):
+        parent.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: nobody else may replace a run
     try:
-        path.mkdir(mode=0o700, parents=True)
+        path.mkdir(mode=0o700)
     except FileExistsError:
         return False
     return True
+
+
+@contextmanager
+def reserved(job: Job) -> Iterator[bool]:
+    """Hold a run directory, from the check that it is free to the record of its job.
+
+    Yields:
+        whether it is new. It is created if it does not exist.
+
+    Raises:
+        UserError: it is not free, another submission holds it, or other users could write to it.
+    """
+    run = job.run_dir
+    reserve(run.path)
+    run.check_owner(job.config.slurm.group)
+    with submitting(run.path):
+        check_free(run)
+        yield not is_run(run.path)
+
+
+@contextmanager
+def submitting(folder: Path) -> Iterator[None]:
+    """Hold the folder of a run or sweep, so that no other command submits it at the same time.
+
+    Raises:
+        UserError: another command holds it.
+    """
+    try:
+        lock = open_own(folder.resolve() / _SUBMISSION, "a+")
+    except OSError as error:
+        raise UserError(f"cannot submit {folder.name}: {folder}: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_there = os.path.samestat(os.fstat(lock.fileno()), (folder / _SUBMISSION).stat())
+        except (BlockingIOError, FileNotFoundError):  # the other one may just have failed and removed the folder
+            is_there = False
+        except OSError:  # a file system without locks
+            is_there = True
+        if not is_there:
+            raise UserError(f"run {folder.name} is being submitted by another command: wait for it (hpc-rl status)")
+        yield
 
 
 def prepare(job: Job, script: str, code: str | None = None) -> None:
@@ -55,7 +106,9 @@ def prepare(job: Job, script: str, code: str | None = None) -> None:
     Args:
         code: the snapshot, if it was taken already for several runs.
     """
-    job.run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    reserve(job.run_dir.path)
+    job.run_dir.check_owner(job.config.slurm.group)
+    job.run_dir.path.chmod(stat.S_IMODE(job.run_dir.path.stat().st_mode) & ~0o022)
     if job.config.slurm.group is not None:
         share(job.run_dir.path, job.config.slurm.group)
     write_atomically(job.run_dir.script, script)
@@ -70,7 +123,7 @@ def share(folder: Path, group: str) -> None:
     """
     try:
         shutil.chown(folder, group=group)
-        folder.chmod(0o2750)
+        folder.chmod(SHARED_MODE)
     except (LookupError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no such group"
         raise UserError(f"slurm.group {group}: {reason}; choose a group that `id` lists for you") from error
@@ -109,17 +162,17 @@ def submit(job: Job, script: str) -> str:
     Raises:
         UserError: sbatch refused. Then, and after Ctrl-C, nothing is left behind.
     """
-    made = not job.run_dir.path.exists() or not any(job.run_dir.path.iterdir())
-    job.run_dir.stop.unlink(missing_ok=True)  # written for an earlier job
-    job_id = None
-    try:
-        prepare(job, script)
-        job_id = queue(script, job.after.sbatch_options if job.after else [])
-    finally:
-        if job_id is None and made and job.run_dir.path.exists():
-            remove(job.run_dir.path)
-    record(job, job_id, **({"after": job.after.target} if job.after else {}))
-    return job_id
+    with reserved(job) as is_new:
+        job.run_dir.stop.unlink(missing_ok=True)  # written for an earlier job
+        job_id = None
+        try:
+            prepare(job, script)
+            job_id = queue(script, job.after.sbatch_options if job.after else [])
+        finally:
+            if job_id is None and is_new:
+                remove(job.run_dir.path)
+        record(job, job_id, **({"after": job.after.target} if job.after else {}))
+        return job_id
 
 
 def queue(script: str, options: Sequence[str] = ()) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.ownership import open_own
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
 from hpc_rl.runs.status import RunStatus, in_slurm, status_of, statuses_of
@@ -25,6 +27,12 @@ def requeue(run: RunDir) -> str:
     Raises:
         UserError: the run was not a Slurm job, it has no script, or its job was submitted without requeueing.
     """
+    run.check_owner()
+    with queue.submitting(run.path):
+        return _requeue(run)
+
+
+def _requeue(run: RunDir) -> str:
     now = status_of(run)
     if now.state == "COMPLETED":
         return f"run {run.name} has nothing to resume: its state is {now.state}"
@@ -32,27 +40,28 @@ def requeue(run: RunDir) -> str:
         return f"job {now.job_id} of run {run.name} is already waiting in the queue"
     if not run.script.is_file():
         raise UserError(f"run {run.name} has no {run.script.name}: submit it again with --job-name {run.name}")
+    script = _own_script(run.script)
     if now.active:
-        return _from_within(run, now)
+        return _from_within(run, now, script)
     if now.job_id is not None and not in_slurm(run):
         raise UserError(
             f"run {run.name} was not queued by Slurm: run the command that started it again, with --job-name {run.name}"
         )
     after = find_after_again([run])
     run.stop.unlink(missing_ok=True)
-    job_id = queue.queue(run.script.read_text(), after.sbatch_options if after else [])
+    job_id = queue.queue(script, after.sbatch_options if after else [])
     queue.record_again(run, job_id)
     waits = f" after job {', '.join(after.job_ids)}" if after and after.job_ids else ""
     return f"submitted job {job_id}{waits}: run {run.name} will resume (previous state: {now.state})"
 
 
-def _from_within(run: RunDir, now: RunStatus) -> str:
+def _from_within(run: RunDir, now: RunStatus, script: str) -> str:
     if not in_slurm(run):
         raise UserError(
             f"run {run.name} was not queued by Slurm: stop it, and run the command that started it again, "
             f"with --job-name {run.name}"
         )
-    if "scontrol requeue" not in run.script.read_text():
+    if "scontrol requeue" not in script:
         raise UserError(
             f"job {now.job_id} of run {run.name} was submitted with slurm.requeue=false: "
             f"run hpc-rl stop {run.name} first, then hpc-rl requeue {run.name}"
@@ -61,12 +70,34 @@ def _from_within(run: RunDir, now: RunStatus) -> str:
     return f"job {now.job_id} of run {run.name} will save as soon as it can and then be requeued"
 
 
+def _own_script(path: Path) -> str:
+    """Read a job script that this user wrote, and nobody else can have changed.
+
+    Raises:
+        UserError: somebody else could have written it.
+    """
+    try:
+        with open_own(path.parent.resolve() / path.name) as script:
+            return script.read()
+    except OSError as error:
+        raise UserError(
+            f"{path} {error.strerror}, and would run as you: look at it, and submit the run again "
+            f"(hpc-rl submit with --job-name {path.parent.name}), which writes a new one"
+        ) from error
+
+
 def requeue_sweep(sweep: SweepDir) -> str:
     """Queue the runs that ended without completing again, as one array. Return a line that describes what was done.
 
     Raises:
         UserError: the sweep has no script.
     """
+    RunDir(sweep.path).check_owner()
+    with queue.submitting(sweep.path):
+        return _requeue_sweep(sweep)
+
+
+def _requeue_sweep(sweep: SweepDir) -> str:
     found = statuses_of(sweep.runs())
     again = {
         number: now
@@ -77,7 +108,10 @@ def requeue_sweep(sweep: SweepDir) -> str:
         return f"sweep {sweep.name} has nothing to resume: {states(found)}"
     if not sweep.script.is_file():
         raise UserError(f"sweep {sweep.name} has no {sweep.script.name}: requeue its runs one by one")
-    script = sweep.script.read_text()
+    script = _own_script(sweep.script)
+    for now in again.values():  # the array runs these scripts
+        run_of(now).check_owner()
+        _own_script(run_of(now).script)
     limit = re.search(r"^#SBATCH --array=\S*?(%\d+)$", script, re.MULTILINE)
     after = find_after_again(sweep.runs())
     for now in again.values():

@@ -105,9 +105,15 @@ def submit(planned: Plan) -> str:
     Raises:
         UserError: sbatch refused, or another process has just created a sweep of this name.
     """
-    sweep, after, job_id = planned.sweep, planned.jobs[0].after, None
+    sweep = planned.sweep
     if not queue.reserve(sweep.path):
         raise UserError(f"{sweep.path} has just been created by another process: choose another --job-name")
+    with queue.submitting(sweep.path):
+        return _submit(planned)
+
+
+def _submit(planned: Plan) -> str:
+    sweep, after, job_id = planned.sweep, planned.jobs[0].after, None
     try:
         if (group := planned.jobs[0].config.slurm.group) is not None:
             queue.share(sweep.path, group)

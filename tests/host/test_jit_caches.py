@@ -75,6 +75,7 @@ def test_the_folder_of_another_user_is_not_used(disk: Path, monkeypatch: pytest.
     folder = disk / f"hpc-rl-cache-{me + 1}"
     folder.mkdir(mode=0o700)
     monkeypatch.setattr(os, "getuid", lambda: me + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
     assert kept_folder(disk) is None  # neither the folder nor what is above it is this user's
 
 

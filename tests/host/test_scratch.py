@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -6,39 +7,67 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.scratch import file_system, held_scratch, image_folders, local_folder, remove_tree, scratch_dir
+from hpc_rl.host.scratch import file_system, held_scratch, job_folders, local_folder, remove_recorded, remove_tree
 
 
 def test_the_temporary_folder_is_private_and_goes_with_all_in_it(tmp_path: Path) -> None:
-    folder = scratch_dir({"TMPDIR": str(tmp_path)}, "7", 1, None)
-    assert folder == tmp_path / f"{os.getuid()}.7.1"
-    assert scratch_dir({"TMPDIR": "/no/such"}, "7", 1, 3) == Path(f"/tmp/{os.getuid()}.7.1.3")
-    with held_scratch(folder):
+    node, attempt = tmp_path / "node", tmp_path / "attempt"
+    node.mkdir()
+    attempt.mkdir()
+    with held_scratch({"TMPDIR": str(node)}, "7", attempt, 1) as folder:
+        assert folder.parent == node and re.fullmatch(rf"{os.getuid()}\.7\.[0-9a-f]{{6}}", folder.name)
         assert folder.stat().st_mode & 0o777 == 0o700
+        assert (attempt / ".node1.scratch").read_text() == str(folder)
         (folder / "a" / "b").mkdir(parents=True)
-    assert not any(tmp_path.iterdir())
+    assert not any(node.iterdir())
+    with held_scratch({"TMPDIR": str(node)}, "7", attempt, 1) as another:
+        assert another != folder
 
 
 def test_folders_of_killed_jobs_are_removed_and_no_others(tmp_path: Path) -> None:
-    killed, living = tmp_path / f"{os.getuid()}.1.0", tmp_path / f"{os.getuid()}.2.0"
-    make = "import sys, pathlib; from hpc_rl.host.scratch import held_scratch\n"
-    hold = make + "with held_scratch(pathlib.Path(sys.argv[1])): print(flush=True); input()"
+    environ = {"TMPDIR": str(tmp_path)}
+    make = "import os, sys, pathlib; from hpc_rl.host.scratch import held_scratch\n"
+    hold = make + "with held_scratch(os.environ, '1', pathlib.Path('.'), 0) as path: print(path, flush=True); input()"
     with subprocess.Popen(
-        [sys.executable, "-c", hold, killed], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as job:
-        assert job.stdout and job.stdout.readline() == "\n"
+        [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path,
+        env={**os.environ, **environ},
+    ) as job:  # fmt: skip
+        assert job.stdout
+        killed = Path(job.stdout.readline().strip())
         job.kill()
     assert killed.is_dir()
     own = tmp_path / f"{os.getuid()}.backup"
     own.mkdir()
-    with held_scratch(living), held_scratch(tmp_path / f"{os.getuid()}.3.0"):
+    with held_scratch(environ, "2", tmp_path, 0) as living, held_scratch(environ, "3", tmp_path, 0):
         assert living.is_dir() and own.is_dir() and not killed.exists()
 
 
-def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be created: Not a directory"), held_scratch(tmp_path / "file" / "x"):
+def test_what_a_killed_node_entry_left_is_found_by_its_record(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    left.mkdir()
+    (tmp_path / ".node3.scratch").write_text(str(left))
+    remove_recorded(tmp_path, 2)
+    assert left.is_dir()
+    remove_recorded(tmp_path, 3)
+    assert not left.exists()
+
+
+def test_a_folder_that_cannot_be_created_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    environ = {"TMPDIR": str(tmp_path)}
+    with (
+        pytest.raises(UserError, match="cannot be created: No such file"),
+        held_scratch(environ, "7", tmp_path / "no", 0),
+    ):
         pass
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_temporary_folder_that_others_can_change_is_not_used(tmp_path: Path) -> None:
+    assert local_folder({"TMPDIR": str(tmp_path)}) == tmp_path
+    tmp_path.chmod(0o777)
+    assert local_folder({"TMPDIR": str(tmp_path)}) == Path("/tmp")
+    tmp_path.chmod(0o1777)
+    assert local_folder({"TMPDIR": str(tmp_path)}) == tmp_path
 
 
 def test_a_folder_with_read_only_parts_is_removed(tmp_path: Path) -> None:
@@ -50,11 +79,12 @@ def test_a_folder_with_read_only_parts_is_removed(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
-def test_images_of_a_job_are_found_by_its_id(tmp_path: Path) -> None:
-    for name in ("7.image.abc", "7.image.def", "77.image.abc", "7.0"):
+def test_folders_of_a_job_are_found_by_its_id(tmp_path: Path) -> None:
+    for name in ("987654.image.abc", "987654.def", "9876547.abc", "98765.0"):
         (tmp_path / f"{os.getuid()}.{name}").mkdir()
-    found = image_folders({"TMPDIR": str(tmp_path)}, "7")
-    assert sorted(path.name for path in found) == [f"{os.getuid()}.7.image.abc", f"{os.getuid()}.7.image.def"]
+    (tmp_path / f"{os.getuid()}.987654.link").symlink_to(tmp_path)
+    found = job_folders({"TMPDIR": str(tmp_path)}, "987654")
+    assert [path.name for path in found] == [f"{os.getuid()}.987654.def", f"{os.getuid()}.987654.image.abc"]
 
 
 def test_the_longest_mount_point_above_a_path_counts() -> None:

@@ -26,10 +26,12 @@ def options(*extra: str, processes: int = 4) -> argparse.Namespace:
 
 
 def test_what_the_user_exported_wins() -> None:
-    environ = process_environment({"NCCL_DEBUG": "INFO", "PATH": "/bin"}, PAIR, options(), "ib0", SCRATCH)
+    exported = {"NCCL_DEBUG": "INFO", "PATH": "/bin", "TMPDIR": "/var/tmp"}
+    environ = process_environment(exported, PAIR, options(), "ib0", SCRATCH)
     assert environ == {
         "PATH": "/bin",
         "NCCL_DEBUG": "INFO",
+        "TMPDIR": str(SCRATCH),  # which is below the user's
         "OMP_NUM_THREADS": "2",
         "TOKENIZERS_PARALLELISM": "true",
         "GLOO_SOCKET_IFNAME": "ib0",

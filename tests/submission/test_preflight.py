@@ -159,3 +159,13 @@ def test_slices_of_gpus_do_not_train_together(kind: str, gpu_type: str, gpus: in
             questions[0].check(*questions[0].arguments)
     else:
         assert [one.check(*one.arguments) for one in questions] in ([], [None])
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD"])
+def test_a_secret_in_the_configuration_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=f"slurm.env.{name}: the job script, .* would show it; .* `export {name}=...`"):
+        checks.check_secrets("HF_HOME", name)
+
+
+def test_other_variables_are_no_secrets() -> None:
+    checks.check_secrets("HF_TOKEN_PATH", "TOKENIZERS_PARALLELISM", "MAX_TOKENS", "EOS_TOKEN", "WANDB_MODE")

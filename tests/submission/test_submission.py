@@ -54,6 +54,35 @@ def test_ctrl_c_during_a_submission_leaves_neither_job_nor_folder(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("command", [("submit", "torchrun", "--job-name", "mine", *PROGRAM), ("requeue", "mine")])
+def test_of_four_submissions_of_a_run_at_the_same_time_one_is_accepted(
+    tmp_path: Path, slurm: Path, command: Sequence[str]
+) -> None:
+    if command[0] == "requeue":
+        run(tmp_path, job={"job_id": "5"}, status={"job_id": "5", "attempt": 1, "state": "FAILED", "exit_code": 1})
+    stop = tmp_path / "runs" / "mine" / "stop"
+    hold = slurm / "sbatch.hold"
+    hold.touch()
+    started = [
+        subprocess.Popen([sys.executable, "-m", "hpc_rl.cli", *command], stderr=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    deadline = time.monotonic() + 120
+    try:
+        while sum(one.poll() is None for one in started) > 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        stop.write_text("user\n")  # written while the first one still submits: the refused ones leave it
+    finally:
+        hold.unlink()
+    codes = [one.wait(60) for one in started]
+    said = [one.stderr.read() for one in started if one.stderr]
+    assert sorted(codes) == [0, 2, 2, 2], said
+    refusals = [text for code, text in zip(codes, said, strict=True) if code == 2]
+    assert all(text.startswith("hpc-rl: run mine is ") and text.count("\n") == 1 for text in refusals), refusals
+    assert sum(call.startswith("sbatch ") for call in calls(tmp_path)) == 1
+    assert stop.read_text() == "user\n"
+
+
 def test_a_run_that_has_started_waits_no_longer(tmp_path: Path) -> None:
     job = {"job_id": "5", "after": "3", "working_dir": str(tmp_path)}
     mine = run(tmp_path, job=job, status={"job_id": "5", "attempt": 1, "state": "FAILED", "exit_code": 1})

@@ -14,8 +14,9 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.accelerators import ray_resource
 from hpc_rl.host.jit_caches import jit_cache_defaults
 from hpc_rl.host.numa import numa_defaults
+from hpc_rl.host.ray_token import TOKEN
 from hpc_rl.host.ray_version import check_ray, installed_ray
-from hpc_rl.host.scratch import held_scratch, scratch_dir
+from hpc_rl.host.scratch import held_scratch, local_folder, new_name
 from hpc_rl.node.entry import worker_defaults
 from hpc_rl.node.network import choose_address
 from hpc_rl.node.ray_cluster.environment import shared_environment
@@ -28,7 +29,6 @@ SOCKET_BYTES = 107
 """Longest path of a UNIX socket (unix(7))."""
 SESSION_BYTES = 64
 """Ray's part of that path: `/session_2026-01-02_03-04-05_678901_1234567/sockets/plasma_store` and a number."""
-_TOKEN = ".ray-token"
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,9 @@ def prepared_layout(allocation: Allocation, attempt_dir: Path, options: argparse
         UserError: something that Ray needs is missing or occupied.
     """
     check_ray(installed_ray(), sys.executable)
-    rank, neighbours = allocation.node_rank, allocation.nodes.count(allocation.node)
+    rank = allocation.node_rank
     interface, address = node_address(allocation, options.interface)
-    scratch = scratch_dir(os.environ, allocation.job_id, allocation.restart, rank if neighbours > 1 else None)
-    check_length(scratch)
+    check_length(local_folder(os.environ) / new_name(allocation.job_id))
     grant = granted(
         allocation,
         os.environ,
@@ -106,9 +105,12 @@ def prepared_layout(allocation: Allocation, attempt_dir: Path, options: argparse
         object_store=options.object_store_bytes,
     )
     before = allocation.nodes[:rank].count(allocation.node)
-    with reserve(options.first_port, before) as blocks, held_scratch(scratch):
+    with (
+        reserve(options.first_port, before) as blocks,
+        held_scratch(os.environ, allocation.job_id, attempt_dir, rank) as scratch,
+    ):
         ports = RayPorts(blocks.firsts)
-        token = attempt_dir / _TOKEN
+        token = attempt_dir / TOKEN
         yield NodeLayout(allocation, options.device, interface, address, ports, grant, scratch, token)
 
 

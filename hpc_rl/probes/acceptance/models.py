@@ -8,14 +8,13 @@ A process of its own creates them, because transformers writes no model in a ran
 from __future__ import annotations
 
 import json
-import os
-import stat
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import RunError
+from hpc_rl.host.ownership import private_folder
 from hpc_rl.probes.tiny_model import chats, make_tiny_model, write_chats
 
 SMALL, LARGE = "small", "large"
@@ -65,9 +64,7 @@ def write_long_chats(path: Path, rows: int) -> None:
 
 def main(folder: Path, size: str, rows: int) -> None:
     """Create a model and its data, unless they exist."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not private_folder(folder):
         raise SystemExit(
             f"{folder} belongs to somebody else, or others can open it: set TMPDIR to a folder of your own"
         )

@@ -22,6 +22,7 @@ from hpc_rl.host.environment import refuse_expandable_segments
 from hpc_rl.host.ray_version import check_ray, installed_ray
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.rewards.check import check_function, check_url
+from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.environment import job_environment
 from hpc_rl.submission.hub import hub_cache
 from hpc_rl.submission.job import Job
@@ -32,6 +33,10 @@ from hpc_rl.submission.preflight.program import check_packages, check_ray_progra
 
 LONGEST_FILE = "attempt-1000/" + "x" * 64
 """At least as long as any path in a run directory. If this one is below the file system's limit, all of them are."""
+
+
+_SECRET = re.compile(r"(HF|HUGGING_FACE_HUB|GITHUB|RAY_AUTH)_TOKEN|\w*(API_KEY|ACCESS_KEY|PASSWORD|_SECRET)")
+"""Names of variables whose values are secret."""
 
 
 class Question(NamedTuple):
@@ -69,9 +74,14 @@ def check(*jobs: Job, local: bool = False) -> list[str]:
 
 def run_directory(job: Job) -> Iterator[Question]:
     """Ask whether the run directory can be written."""
-    yield Question(check_run_dir, (job.run_dir.path,))
+    yield Question(check_run_dir, (job.run_dir.path, job.config.slurm.group))
     if job.config.slurm.group is not None:
         yield Question(check_group, (job.config.slurm.group,))
+
+
+def secrets(job: Job) -> Iterator[Question]:
+    """Ask whether the configuration, which many files and commands show, contains a secret."""
+    yield Question(check_secrets, tuple(sorted(job.config.slurm.env)))
 
 
 def image(job: Job) -> Iterator[Question]:
@@ -154,6 +164,7 @@ def partition(job: Job) -> Iterator[Question]:
 
 CHECKS: tuple[Callable[[Job], Iterator[Question]], ...] = (
     run_directory,
+    secrets,
     image,
     gpus,
     packages,
@@ -168,6 +179,16 @@ PROGRAMS: dict[str, Callable[[tuple[str, ...]], str | None]] = {
     "hpc_rl.node.ray_cluster.node": check_ray_program,
 }
 """Node entry -> the check of the programs that it starts."""
+
+
+def check_secrets(*names: str) -> None:
+    """Raise UserError if one of the variables in slurm.env usually holds a secret."""
+    for name in names:
+        if _SECRET.fullmatch(name):
+            raise UserError(
+                f"slurm.env.{name}: the job script, config.yaml, job.json and the report would show it; leave it out, "
+                f"and `export {name}=...` before you submit: sbatch passes on the variables of the shell"
+            )
 
 
 def check_group(group: str) -> None:
@@ -191,11 +212,14 @@ def check_allocator(*environ: tuple[str, str]) -> None:
     refuse_expandable_segments(dict(environ))
 
 
-def check_run_dir(path: Path) -> None:
-    """Check that a run directory can be created and written.
+def check_run_dir(path: Path, group: str | None = None) -> None:
+    """Check that a run directory can be created and written by this user, and by nobody else.
+
+    Args:
+        group: UNIX group that may read it.
 
     Raises:
-        UserError: its path is impossible, it is below a file, or it is not writable.
+        UserError: its path is impossible, it is below a file, it is not writable, or other users could change it.
     """
     is_long = any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in path.parts)
     if is_long or len(os.fsencode(path / LONGEST_FILE)) > MAX_PATH_BYTES:
@@ -212,6 +236,7 @@ def check_run_dir(path: Path) -> None:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise UserError(f"run directory {path} is not writable: {existing}: {error.strerror}") from error
+    RunDir(path).check_owner(group)
 
 
 def _shortened(path: Path) -> str:

@@ -9,6 +9,7 @@ called `rank` 0 to N - 1,
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import stat
@@ -21,6 +22,8 @@ import torch
 
 from hpc_rl.config.training import ModelConfig, TrainingConfig
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.host.ownership import own_folders
+from hpc_rl.host.scratch import held, remove_abandoned
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.checkpoints import checkpoint, model_state
 from hpc_rl.training.distributed import World
@@ -74,7 +77,7 @@ def export_dtype(model: ModelConfig, trainer: TrainingConfig) -> str:
 def new_folder(source: Path, out: Path, dtype: str | None = None, replace: bool = False) -> Iterator[tuple[Path, Path]]:
     """Yield a checkpoint and a folder in which only the weights are missing; name the folder `out` at the end.
 
-    The arguments and errors are those of `export`.
+    The arguments and errors are those of `export`. What killed exports of `out` left is removed.
     """
     path = checkpoint.find(source, RunDir(source).checkpoints)
     if out.exists() and not replace and (not out.is_dir() or any(out.iterdir())):
@@ -82,9 +85,12 @@ def new_folder(source: Path, out: Path, dtype: str | None = None, replace: bool 
     partial = out.with_name(f".{out.name}.tmp{os.getpid()}")
     try:
         with _explained(out):
+            remove_abandoned(own_folders(out.parent, f".{glob.escape(out.name)}.tmp*"))
             partial.mkdir(parents=True)
-            _write_settings(path, partial, dtype)
-        yield path, partial
+        with held(partial):
+            with _explained(out):
+                _write_settings(path, partial, dtype)
+            yield path, partial
         with _explained(out):
             _follow_umask(partial)
             if out.exists():

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig
 from hpc_rl.errors import UserError
+from hpc_rl.host.scratch import held
 from hpc_rl.training.checkpoints import checkpoint
 from hpc_rl.training.checkpoints import export as exporting
 from hpc_rl.training.checkpoints.checkpoint import Progress
@@ -108,6 +109,20 @@ def test_the_type_of_the_exported_model(device: str, options: dict[str, str], wa
 def test_another_type_of_the_exported_model() -> None:
     with pytest.raises(ValidationError, match="export_dtype"):
         TrainingConfig(export_dtype="int8")  # type: ignore[arg-type]
+
+
+def test_what_a_killed_export_left_is_removed_and_no_other_export(tmp_path: Path) -> None:
+    run_dir, _ = saved_run(tmp_path)
+    left, running = tmp_path / ".out.tmp1", tmp_path / ".out.tmp2"
+    for folder in (left, running):
+        folder.mkdir()
+    with held(running):
+        with held(left):
+            mark = (left / ".hpc-rl").read_text()
+        (left / ".hpc-rl").write_text(mark)  # as if its process had been killed
+        export(run_dir, tmp_path / "out")
+        assert running.is_dir() and not left.exists()
+    assert not [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")]
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

@@ -1,0 +1,198 @@
+"""Files and folders that nobody but this user can have written or can replace.
+
+Folders such as /tmp are shared: any user can create a file, a FIFO or a symbolic link of any name there. What is found
+in them is therefore opened and removed only through this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+_MODES = {"r": os.O_RDONLY, "a+": os.O_RDWR | os.O_APPEND | os.O_CREAT}
+_MOST_LINKS = 40
+"""Symbolic links in one path; Linux follows as many (path_resolution(7))."""
+_ANY_ID = 2**32 - 1
+
+
+def open_own(path: Path, mode: str = "r") -> IO[str]:
+    """Open a regular file of this user in a folder of this user, neither of them through a symbolic link.
+
+    It never blocks, as opening another user's FIFO would.
+
+    Args:
+        mode: "r", or "a+" to create the file (0600) if it is missing.
+
+    Raises:
+        OSError: there is no such file, or it may be another user's work.
+    """
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _expect(os.fstat(folder).st_uid == os.geteuid(), path.parent, "belongs to another user")
+        file = os.open(path.name, _MODES[mode] | flags, 0o600, dir_fd=folder)
+    finally:
+        os.close(folder)
+    try:
+        found = os.fstat(file)
+        _expect(stat.S_ISREG(found.st_mode), path, "is not a regular file")
+        _expect(found.st_uid == os.geteuid(), path, "belongs to another user")
+        _expect(found.st_nlink == 1, path, "has several names (hard links)")
+        _expect(not others_write(found), path, "can be changed by other users")
+        return os.fdopen(file, mode)
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def own_folders(parent: Path, pattern: str) -> list[Path]:
+    """Return the real folders of this user in a folder that others may write to, by a pattern of their names."""
+    return sorted(path for path in parent.glob(pattern) if is_own_folder(path))
+
+
+def is_own_folder(path: Path) -> bool:
+    """Return whether this is a folder, not a link, of this user."""
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return False
+
+
+def private_folder(path: Path) -> bool:
+    """Create a folder unless it exists, and return whether it is this user's alone (mode 0700, no link)."""
+    with contextlib.suppress(OSError):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        return is_own_folder(path) and not path.lstat().st_mode & 0o077
+    return False
+
+
+def make_writable(path: Path) -> None:
+    """Give this user all permissions for a folder of its own, and leave everything else as it is.
+
+    Raises:
+        OSError: this is no folder, or a symbolic link.
+    """
+    folder = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(folder).st_uid == os.geteuid():
+            Path(f"/proc/self/fd/{folder}").chmod(0o700)  # fchmod(2) does not accept such a descriptor
+    finally:
+        os.close(folder)
+
+
+def keeps_entries(folder: Path) -> bool:
+    """Return whether no other user can replace this user's entries of a folder: /tmp is safe by its sticky bit."""
+    found = folder.stat()
+    return _is_trusted(found.st_uid) and (not others_write(found) or bool(found.st_mode & stat.S_ISVTX))
+
+
+def others_write(found: os.stat_result) -> bool:
+    """Return whether other users can write: everybody, or a group with members other than this user.
+
+    The permissions of a group also cover access control lists (acl(5)).
+    """
+    if found.st_mode & stat.S_IWOTH:
+        return True
+    return bool(found.st_mode & stat.S_IWGRP) and not _is_group_of_one(found.st_gid)
+
+
+def weakness(path: Path, group: int | None = None) -> str | None:
+    """Return how another user could write to a folder of this user or replace it, or None.
+
+    Every folder and symbolic link on the way to it is examined. If the folder does not exist, those that do count.
+
+    Args:
+        group: id of a group whose members this user trusts.
+    """
+    for folder, entry in _way(path):
+        above = folder.stat()
+        trusted = group is not None and above.st_gid == group
+        if not _is_trusted(above.st_uid) and not trusted:
+            return f"{folder} belongs to {_user(above.st_uid)}"
+        open_to_others = others_write(above) and not (trusted and not above.st_mode & stat.S_IWOTH)
+        if open_to_others and not above.st_mode & stat.S_ISVTX:
+            return f"{folder} can be changed by {_writers(above)}"
+        try:
+            found = entry.lstat()
+        except FileNotFoundError:
+            return None
+        if (open_to_others or stat.S_ISLNK(found.st_mode)) and not _is_trusted(found.st_uid):
+            return f"{entry} belongs to {_user(found.st_uid)}"
+    found = path.stat()
+    if found.st_uid != os.geteuid():
+        return f"it belongs to {_user(found.st_uid)}"
+    if others_write(found):
+        return f"it can be changed by {_writers(found)}"
+    return None
+
+
+def _way(path: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield each (folder, entry of it) that the kernel passes on the way to a path, links' targets included.
+
+    Raises:
+        OSError: there are too many links.
+    """
+    at, names, links = Path("/"), list(path.absolute().parts[1:]), 0
+    while names:
+        name = names.pop(0)
+        if name == "..":
+            at = at.parent
+            continue
+        entry = at / name
+        yield at, entry
+        if not entry.is_symlink():
+            at = entry
+            continue
+        links += 1
+        if links > _MOST_LINKS:
+            raise OSError(f"too many symbolic links on the way to {path}")
+        target = entry.readlink()
+        at = Path("/") if target.is_absolute() else at
+        names = [*target.parts[target.is_absolute() :], *names]
+
+
+def _is_trusted(uid: int) -> bool:
+    """Return whether a user is this one or root. A user namespace shows root as an overflow id (user_namespaces(7))."""
+    if uid in (0, os.geteuid()):
+        return True
+    maps = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    shows_all = sum(int(count) for *_, count in maps) >= _ANY_ID
+    return not shows_all and uid == int(Path("/proc/sys/fs/overflowuid").read_text())
+
+
+def _is_group_of_one(gid: int) -> bool:
+    """Return whether a group is the private group of this user: it has the user's name and no other member."""
+    try:
+        name, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(gid)
+    except KeyError:
+        return False
+    others = {user.pw_name for user in pwd.getpwall() if user.pw_gid == gid} | set(group.gr_mem)
+    return group.gr_name == name and others <= {name}
+
+
+def _expect(holds: bool, path: Path, problem: str) -> None:
+    if not holds:
+        raise PermissionError(0, problem, str(path))
+
+
+def _writers(found: os.stat_result) -> str:
+    if found.st_mode & stat.S_IWOTH:
+        return "all users"
+    try:
+        return f"group {grp.getgrgid(found.st_gid).gr_name}"
+    except KeyError:
+        return f"group {found.st_gid}"
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"user {uid}"

@@ -1,0 +1,176 @@
+import grp
+import os
+import pwd
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hpc_rl.host.ownership import make_writable, open_own, others_write, own_folders, private_folder, weakness
+
+OTHER = 64242
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+
+
+def test_an_own_file_is_opened_and_created(tmp_path: Path) -> None:
+    with open_own(tmp_path / "new", "a+") as file:
+        file.write("text")
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
+    with open_own(tmp_path / "new") as file:
+        assert file.read() == "text"
+    with pytest.raises(FileNotFoundError):
+        open_own(tmp_path / "none")
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def link(path: Path) -> None:
+    (path.parent / "target").touch()
+    path.symlink_to("target")
+
+
+def second_name(path: Path) -> None:
+    path.touch()
+    path.with_name("second").hardlink_to(path)
+
+
+def open_to_all(path: Path) -> None:
+    path.touch()
+    path.chmod(0o666)
+
+
+def of_another_user(path: Path) -> None:
+    path.touch()
+    os.chown(path, OTHER, OTHER)
+
+
+def in_a_folder_of_another_user(path: Path) -> None:
+    path.touch()
+    os.chown(path.parent, OTHER, OTHER)
+
+
+def in_a_linked_folder(path: Path) -> None:
+    path.touch()
+    path.parent.rename(path.parent.with_name("real"))
+    path.parent.symlink_to("real")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        fifo,
+        Path.mkdir,
+        link,
+        second_name,
+        open_to_all,
+        in_a_linked_folder,
+        pytest.param(of_another_user, marks=needs_root),
+        pytest.param(in_a_folder_of_another_user, marks=needs_root),
+    ],
+)
+@pytest.mark.parametrize("mode", ["r", "a+"])
+def test_what_may_be_another_users_is_refused_at_once(tmp_path: Path, make: Callable[[Path], None], mode: str) -> None:
+    path = tmp_path / "folder" / "file"
+    path.parent.mkdir()
+    make(path)
+    caught: list[OSError] = []
+
+    def attempt() -> None:
+        try:
+            open_own(path, mode).close()
+        except OSError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=attempt, daemon=True)  # opening a FIFO would wait for ever
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive() and caught
+
+
+@needs_root
+def test_own_folders_are_real_and_of_this_user(tmp_path: Path) -> None:
+    for name in ("7.mine", "7.theirs", "8.mine"):
+        (tmp_path / name).mkdir()
+    os.chown(tmp_path / "7.theirs", OTHER, OTHER)
+    (tmp_path / "7.link").symlink_to("7.mine")
+    (tmp_path / "7.file").touch()
+    assert own_folders(tmp_path, "7.*") == [tmp_path / "7.mine"]
+    assert [private_folder(tmp_path / name) for name in ("7.new", "7.mine", "7.theirs", "7.link", "7.file")] == [
+        *(True, False, False, False, False)
+    ]
+
+
+def test_only_folders_are_made_writable_and_no_links_target(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o500)
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(OSError, match="Not a directory"):
+        make_writable(tmp_path / "link")
+    assert folder.stat().st_mode & 0o777 == 0o500
+    make_writable(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_group_with_the_users_name_and_no_other_member_is_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o770)
+    me, gid = pwd.getpwuid(os.geteuid()), tmp_path.stat().st_gid
+    accounts = [me]
+    monkeypatch.setattr(pwd, "getpwall", lambda: accounts)
+    found: dict[str, object] = {"gr_name": me.pw_name, "gr_mem": []}
+    monkeypatch.setattr(grp, "getgrgid", lambda _gid: SimpleNamespace(**found))
+    assert not others_write(tmp_path.stat())
+    found["gr_mem"] = ["alice"]
+    assert others_write(tmp_path.stat())
+    found |= {"gr_name": "users", "gr_mem": []}
+    assert others_write(tmp_path.stat())
+    found["gr_name"] = me.pw_name
+    accounts.append(pwd.struct_passwd(("alice", "x", 1000, gid, "", "/", "/bin/sh")))
+    assert others_write(tmp_path.stat())
+
+
+@needs_root
+def test_a_group_that_is_trusted_may_own_the_folders_above(tmp_path: Path) -> None:
+    lab, project = 64243, tmp_path / "project"
+    (project / "me" / "run").mkdir(parents=True)
+    os.chown(project, OTHER, lab)
+    project.chmod(0o2770)
+    run = project / "me" / "run"
+    assert weakness(run) == f"{project} belongs to user {OTHER}"
+    assert weakness(run, OTHER) is not None
+    assert weakness(run, lab) is None
+    os.chown(project, 0, lab)
+    assert weakness(run) == f"{project} can be changed by group {lab}"
+    assert weakness(run, lab) is None
+    project.chmod(0o2777)
+    assert weakness(run, lab) == f"{project} can be changed by all users"
+    project.chmod(0o2770)
+    run.chmod(0o2770)
+    os.chown(run, 0, lab)
+    assert weakness(run, lab) == f"it can be changed by group {lab}"  # the run directory itself is only read
+
+
+def test_links_on_the_way_are_followed_and_loops_end(tmp_path: Path) -> None:
+    (tmp_path / "real" / "run").mkdir(parents=True)
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to(tmp_path / "real")
+    assert weakness(tmp_path / "a" / "run") is None
+    assert weakness(tmp_path / "a" / ".." / "real" / "none") is None
+    (tmp_path / "real").chmod(0o777)
+    assert weakness(tmp_path / "a" / "run") == f"{tmp_path / 'real'} can be changed by all users"
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="too many symbolic links"):
+        weakness(tmp_path / "loop" / "run")
+
+
+@needs_root
+def test_a_folder_of_another_user_below_an_own_one_is_not_own(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert weakness(tmp_path / "run") is None
+    os.chown(tmp_path / "run", OTHER, OTHER)
+    assert weakness(tmp_path / "run") == f"it belongs to user {OTHER}"

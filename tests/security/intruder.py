@@ -1,0 +1,27 @@
+"""Another user of the machine, who plants files where the user's commands and jobs will look."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+INTRUDER = 64242
+"""A user id that nobody has."""
+
+
+def as_intruder(commands: str, environ: Mapping[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run lines of bash as the intruder, in a folder. Return what they printed and their exit code."""
+    return subprocess.run(
+        ["bash", "-uc", commands],
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", **environ},
+        user=INTRUDER,
+        group=INTRUDER,
+        extra_groups=[],
+        umask=0,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
