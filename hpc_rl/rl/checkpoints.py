@@ -11,10 +11,10 @@ from hpc_rl.rl.saving import Saving
 from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training.checkpoints import checkpoint
+from hpc_rl.training.checkpoints import checkpoint, folders
 from hpc_rl.training.checkpoints.background import AFTER_ERROR_S, DEADLINE_S
-from hpc_rl.training.checkpoints.checkpoint import ACTOR, CRITIC, Progress
 from hpc_rl.training.checkpoints.export import export_dtype, new_folder
+from hpc_rl.training.checkpoints.folders import ACTOR, CRITIC, Progress
 from hpc_rl.training.checkpoints.model_state import UnreadableError
 
 
@@ -26,7 +26,7 @@ def save(state: PpoState) -> None:
     """
     wait(state)
     trainer = state.config.trainer
-    partial = checkpoint.begin(state.run.checkpoints, state.step)
+    partial = folders.begin(state.run.checkpoints, state.step)
     learners = learners_of(state.actor, state.critic)
     for pending in [group.save(role, partial / role) for role, group in learners.items()]:
         pending.wait()
@@ -103,6 +103,7 @@ def load_latest(run: RunDir, actor: WorkerGroup, critic: WorkerGroup | None) -> 
         except UnreadableError as error:
             checkpoint.warn_passed_over(path, str(error))
             continue
+        folders.set_aside_after(run.checkpoints, progress.step)
         return progress
     checkpoint.refuse_none_usable(run.checkpoints)
     return None

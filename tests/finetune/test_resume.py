@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from hpc_rl.errors import EXIT_STOPPED, RunError, UserError
 from hpc_rl.finetune import sft
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training.checkpoints import checkpoint, model_state
+from hpc_rl.training.checkpoints import checkpoint, folders, model_state
 from hpc_rl.training.models.causal_lm import CausalLM
 from hpc_rl.training.models.packed_batch import PackedBatch
 from tests.finetune.jobs import ask_at, run_here, run_job, run_stopped, series
@@ -64,7 +64,7 @@ def test_stopped_on_one_rank_and_resumed_on_two(sft_config: list[str], tmp_path:
     same_as(uninterrupted, tmp_path)
     stored = checkpoint.newest(tmp_path / "checkpoints")
     assert stored is not None
-    weights = model_state.read_weights(stored[0] / checkpoint.MODEL)
+    weights = model_state.read_weights(stored[0] / folders.MODEL)
     for name, weight in AutoModelForCausalLM.from_pretrained(tmp_path / "model").named_parameters():
         assert torch.equal(weight, weights[name]), name
 
@@ -153,10 +153,11 @@ def test_a_damaged_newest_checkpoint_is_skipped(
     (copy / "checkpoints" / "step-00000009.tmp").mkdir()
     assert run_here(sft_config, copy) == 0
     out, errors = capsys.readouterr()
-    assert f"warning: checkpoint {newest} is skipped: model: __0_0.distcp has" in errors
+    assert f"warning: checkpoint {newest} is skipped: model/__0_0.distcp has" in errors
     assert "resuming after step 6" in out
     same_as(uninterrupted, copy)
-    assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["step-00000006", "step-00000008"]
+    names = sorted(path.name for path in (copy / "checkpoints").iterdir())
+    assert names == ["step-00000006", "step-00000008", "step-00000008.aside"]
 
 
 def test_contents_that_cannot_be_read_are_skipped_too(
@@ -166,7 +167,7 @@ def test_contents_that_cannot_be_read_are_skipped_too(
     data.write_bytes(bytes(data.stat().st_size))
     assert run_here(sft_config, copy) == 0
     out, errors = capsys.readouterr()
-    assert "step-00000008 is skipped: cannot be read" in errors
+    assert "step-00000008 is skipped: model/__0_0.distcp does not match its checksum" in errors
     assert "resuming after step 6" in out
     same_as(uninterrupted, copy)
 

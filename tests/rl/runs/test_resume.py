@@ -134,7 +134,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
     assert run(run_dir, *OPTIONS) == 0
     out, errors = capsys.readouterr()
-    assert f"warning: checkpoint {newest} is skipped: critic: __0_0.distcp has" in errors
+    assert f"warning: checkpoint {newest} is skipped: critic/__0_0.distcp has" in errors
     assert "resuming after step 2" in out
     same_metrics(run_dir, uninterrupted)
 
@@ -147,7 +147,7 @@ def test_contents_that_cannot_be_read_are_passed_over_too(
     data.write_bytes(bytes(data.stat().st_size))
     assert run(run_dir, *OPTIONS) == 0
     out, errors = capsys.readouterr()
-    assert "step-00000004 is skipped: cannot be read" in errors
+    assert "step-00000004 is skipped: actor/__0_0.distcp does not match its checksum" in errors
     assert "resuming after step 2" in out
     same_metrics(run_dir, uninterrupted)
 

@@ -16,8 +16,8 @@ from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig
 from hpc_rl.errors import UserError
 from hpc_rl.training.checkpoints import checkpoint
 from hpc_rl.training.checkpoints import export as exporting
-from hpc_rl.training.checkpoints.checkpoint import Progress
 from hpc_rl.training.checkpoints.export import export
+from hpc_rl.training.checkpoints.folders import Progress
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import load_model, load_tokenizer
 from hpc_rl.training.optim import build_optimizer
