@@ -63,8 +63,10 @@ def old_checkpoints(found: Iterable[Usage], keep: int) -> list[Removal]:
         if usage.active:
             continue
         every = sorted(path for path in usage.run.checkpoints.glob("step-*") if path.is_dir())
-        complete = [path for _, path in folders.numbered(usage.run.checkpoints) if folders.problem_of(path) is None]
-        removals += [Removal(path, _measure(path)[1]) for path in every if path not in complete[:keep]]
+        finished = [path for _, path in folders.numbered(usage.run.checkpoints)]
+        complete = [path for path in finished if folders.problem_of(path) is None]
+        kept = (complete or finished)[:keep]
+        removals += [Removal(path, _measure(path)[1]) for path in every if path not in kept]
     return removals
 
 
@@ -111,4 +113,3 @@ def _measure(folder: Path) -> tuple[float, int]:
             seen.add((facts.st_dev, facts.st_ino))
             total += facts.st_size
     return changed, total
-

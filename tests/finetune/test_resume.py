@@ -172,6 +172,71 @@ def test_contents_that_cannot_be_read_are_skipped_too(
     same_as(uninterrupted, copy)
 
 
+def test_two_ranks_fall_back_to_the_same_step(sft_config: list[str], tmp_path: Path, uninterrupted: Path) -> None:
+    """Only the rank that reads a file sees that it is damaged."""
+    options = ("trainer.save_freq=3", "trainer.max_ckpt_to_keep=3")
+    assert [code for code, _, _ in run_job(sft_config, tmp_path, *options, ranks=2)] == [0, 0]
+    newest = tmp_path / "checkpoints" / "step-00000008"
+    flip(newest / "model" / "__1_0.distcp")
+    results = run_job(sft_config, tmp_path, *options, ranks=2)
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert f"{newest} is skipped: rank 1: model/__1_0.distcp does not match its checksum" in results[0][2]
+    assert "resuming after step 6" in results[0][1]
+    same_as(uninterrupted, tmp_path)
+
+
+@pytest.mark.parametrize("file", [".metadata", "hf/config.json", "checksums.json"])
+def test_every_damaged_file_is_found(
+    sft_config: list[str], copy: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    flip(copy / "checkpoints" / "step-00000008" / "model" / file)
+    assert run_here(sft_config, copy) == 0
+    out, errors = capsys.readouterr()
+    assert f"step-00000008 is skipped: model/{file} does not match its checksum" in errors
+    assert "resuming after step 6" in out and "step-00000008 is now step-00000008.aside" in out
+    same_as(uninterrupted, copy)
+
+
+def test_a_step_that_can_be_read_again_does_not_replace_what_was_trained(
+    sft_config: list[str], copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With one checkpoint to keep, the run resumes before a damaged one and stops after one more step."""
+    data = copy / "checkpoints" / "step-00000008" / "model" / "__0_0.distcp"
+    whole = data.read_bytes()
+    data.write_bytes(whole[:100])
+    (copy / "stop").touch()
+    keep = "trainer.max_ckpt_to_keep=1"
+    assert run_here(sft_config, copy, keep) == EXIT_STOPPED
+    names = sorted(path.name for path in (copy / "checkpoints").iterdir())
+    assert names == ["step-00000007", "step-00000008.aside"]
+    (copy / "stop").unlink()
+    (copy / "checkpoints" / "step-00000008.aside" / "model" / "__0_0.distcp").write_bytes(whole)
+    capsys.readouterr()
+    assert run_here(sft_config, copy, keep) == 0
+    assert "resuming after step 7" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_checksums(
+    sft_config: list[str], copy: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in copy.glob("checkpoints/**/checksums.json"):
+        file.unlink()
+    shutil.rmtree(copy / "checkpoints" / "step-00000008" / "model" / "hf")
+    assert run_here(sft_config, copy) == 0
+    out, errors = capsys.readouterr()
+    assert "step-00000008 is skipped: model/hf/config.json has 0 of 1 bytes" in errors
+    assert "resuming after step 6" in out
+    same_as(uninterrupted, copy)
+
+
+def flip(file: Path) -> None:
+    """Change 64 bits in the middle of a file."""
+    data = bytearray(file.read_bytes())
+    for place in range(len(data) // 2, min(len(data), len(data) // 2 + 64)):
+        data[place] ^= 1
+    file.write_bytes(data)
+
+
 def test_a_run_without_any_usable_checkpoint_does_not_start_over(sft_config: list[str], copy: Path) -> None:
     for metadata in copy.glob("checkpoints/*/*/.metadata"):
         metadata.unlink()

@@ -172,10 +172,12 @@ def problem_of(path: Path) -> str | None:
     try:
         parts = read_progress(path).parts
         own = checksums.read(path)
+        if own is None and any((path / part / checksums.NAME).exists() for part in parts):
+            return f"{checksums.NAME} is missing"
+        if own and (problem := checksums.wrong_size(path, own) or checksums.wrong_contents(path, own, own)):
+            return problem
     except (OSError, ValueError, TypeError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
-    if own and (problem := checksums.wrong_size(path, own) or checksums.wrong_contents(path, own, own)):
-        return problem
     problems = ((part, part_problem(path / part)) for part in parts)
     return next((f"{part}/{problem}" for part, problem in problems if problem), None)
 
