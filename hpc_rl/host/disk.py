@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -103,7 +104,8 @@ def refuse_unwritable(folder: Path, what: str) -> None:
 def tolerate_lost_output() -> None:
     """Let this process go on if its output cannot be written: a full disk must not end what it reports about."""
     for number, name in ((1, "stdout"), (2, "stderr")):
-        getattr(sys, name).flush()
+        with contextlib.suppress(OSError):
+            getattr(sys, name).flush()
         raw = LossyFile(number)
         setattr(sys, name, io.TextIOWrapper(raw, encoding="utf-8", errors="replace", write_through=True))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hpc_rl.data.order import Position
+from hpc_rl.errors import RunError
 from hpc_rl.rl.saving import Saving
 from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.workers.group import WorkerGroup
@@ -28,8 +29,12 @@ def save(state: PpoState) -> None:
     trainer = state.config.trainer
     partial = folders.begin(state.run.checkpoints, state.step)
     learners = learners_of(state.actor, state.critic)
-    for pending in [group.save(role, partial / role) for role, group in learners.items()]:
-        pending.wait()
+    try:
+        for pending in [group.save(role, partial / role) for role, group in learners.items()]:
+            pending.wait()
+    except RunError:
+        folders.discard(state.run.checkpoints, state.step)
+        raise
     progress = Progress(
         samples=len(state.train),
         dtype=export_dtype(state.config.model, trainer),
@@ -57,9 +62,13 @@ def wait(state: PpoState) -> None:
     saving, state.saving = state.saving, None
     if saving is None:
         return
-    for pending in [group.saved(role) for role, group in learners_of(state.actor, state.critic).items()]:
-        pending.wait(DEADLINE_S)
-    saving.finish()
+    try:
+        for pending in [group.saved(role) for role, group in learners_of(state.actor, state.critic).items()]:
+            pending.wait(DEADLINE_S)
+        saving.finish()
+    except RunError:
+        saving.discard()
+        raise
     state.write_s = saving.seconds if state.config.trainer.save_async else None
 
 

@@ -33,6 +33,7 @@ class Saving:
         self._progress = progress
         self._keep = keep
         self._parts_are_written = threading.Event()
+        self._is_given_up = threading.Event()
         self._named: Future[Path] = Future()
         self._began = time.monotonic()
         self.seconds: float | None = None
@@ -60,9 +61,16 @@ class Saving:
             )
         self._named.result()
 
+    def discard(self) -> None:
+        """Give up, and remove what has been written."""
+        self._is_given_up.set()
+        folders.discard(self._folder, self._progress.step)
+
     def _watch(self) -> None:
         reported_at = None
         while not all(model_state.is_written(self._partial / part) for part in self._progress.parts):
+            if self._is_given_up.is_set():
+                return
             if reported_at is None:
                 reported_at = time.monotonic() if self._parts_are_written.wait(_POLL_S) else None
             elif time.monotonic() - reported_at < _VISIBLE_S:

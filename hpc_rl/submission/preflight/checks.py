@@ -8,7 +8,6 @@ import grp
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from hpc_rl.config.ppo import PpoConfig, RewardConfig, engine_spec, pool_of
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.sft import SftConfig
 from hpc_rl.errors import UserError
+from hpc_rl.host.disk import refuse_unwritable, space_of
 from hpc_rl.host.environment import refuse_expandable_segments
 from hpc_rl.host.ray_version import check_ray, installed_ray
 from hpc_rl.images.run_options import image_preflight
@@ -191,8 +191,11 @@ def check_allocator(*environ: tuple[str, str]) -> None:
     refuse_expandable_segments(dict(environ))
 
 
-def check_run_dir(path: Path) -> None:
-    """Check that a run directory can be created and written.
+def check_run_dir(path: Path) -> str | None:
+    """Check that a run directory can be created, and that its file system has space and inodes.
+
+    Returns:
+        a warning if there is little of them.
 
     Raises:
         UserError: its path is impossible, it is below a file, or it is not writable.
@@ -208,10 +211,9 @@ def check_run_dir(path: Path) -> None:
     existing = next(folder for folder in [path, *path.parents] if folder.exists())
     if not existing.is_dir():
         raise UserError(f"run directory {path}: {existing} is a file")
-    try:
-        tempfile.TemporaryFile(dir=existing).close()
-    except OSError as error:
-        raise UserError(f"run directory {path} is not writable: {existing}: {error.strerror}") from error
+    refuse_unwritable(existing, f"run directory {path}")
+    space = space_of(existing)
+    return f"run directory {path}: {space}, which is little for a job" if space.problem else None
 
 
 def _shortened(path: Path) -> str:
