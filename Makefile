@@ -1,6 +1,7 @@
 # make demo    a model that learns sums on this machine, from nothing: SFT, then PPO
 # make test    everything: lint, types, imports, unit tests, and a real Slurm where root can have one
 # make test-large  memory of 7B and 32B models on simulated GPUs
+# make test-faults  faults injected into jobs on real nodes, and a table of what they did
 # make test-slurm-new   the tests that depend on Slurm's version most, on a newer Slurm (about 600 MB)
 # make test-vllm-api   vLLM's API in the oldest and newest wheel for GPUs that setup.cfg admits (downloads 700 MB; no GPU)
 # make bench   the measurements of docs/benchmarks.md
@@ -15,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export WANDB_MODE ?= offline
 
-.PHONY: demo test test-large test-lowest test-slurm-new test-vllm-api test-gpu lint bench docs clean
+.PHONY: demo test test-large test-faults test-lowest test-slurm-new test-vllm-api test-gpu lint bench docs clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo
@@ -29,6 +30,11 @@ test: .venv/test
 
 test-large: .venv/test
 	$(BIN)/python -m pytest -m large tests/simulated_gpu
+
+test-faults: .venv/test
+	.ci/install-slurm
+	rm -rf build/faults
+	$(BIN)/python -m pytest -m faults tests/faults
 
 lint: .venv/test
 	$(BIN)/ruff check .
