@@ -38,9 +38,9 @@ def run_with_others(take_part: Callable[[Allocation, Meeting], int]) -> int:
 
     def entry() -> int:
         allocation, attempt_dir = this_allocation(), this_attempt_dir()
-        refuse_full_disks(allocation, attempt_dir)
         meeting = Meeting(attempt_dir, allocation.nodes, allocation.node_rank)
         meeting.check_shared()
+        refuse_full_disks(allocation, attempt_dir)
         meeting.arrive()
         try:
             return recording_usage(allocation, attempt_dir, lambda: take_part(allocation, meeting))
