@@ -112,7 +112,7 @@ def load_latest(run: RunDir, actor: WorkerGroup, critic: WorkerGroup | None) -> 
         except UnreadableError as error:
             checkpoint.warn_passed_over(path, str(error))
             continue
-        folders.set_aside_after(run.checkpoints, progress.step)
+        folders.resume_after(run.checkpoints, progress.step)
         return progress
     checkpoint.refuse_none_usable(run.checkpoints)
     return None

@@ -1,6 +1,6 @@
 """Kill a small run at random moments, and resume it each time.
 
-    python -m tests.faults.kills '[{"kind": "sft", "folder": "F", "options": ["model.path=..."], "kills": 5, "seed": 1}]'
+    python -m tests.faults.kills '[{"kind": "sft", "folder": "F", "options": ["model.path=M"], "kills": 5, "seed": 1}]'
 
 The processes of a run are forked from this one, which has imported everything, so that a start takes about a second.
 SFT runs as two ranks. PPO runs as a driver and two workers, and pipes between them stand for Ray.

@@ -183,7 +183,7 @@ def load_latest(folder: Path, model: PackedModel, optimizer: torch.optim.Optimiz
             if world.is_main:
                 warn_passed_over(path, str(error))
             continue
-        world.together(lambda: folders.set_aside_after(folder, progress.step) if world.is_main else None)  # noqa: B023
+        world.together(lambda: folders.resume_after(folder, progress.step) if world.is_main else None)  # noqa: B023
         return progress
     world.together(lambda: refuse_none_usable(folder))
     return None

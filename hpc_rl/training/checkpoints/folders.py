@@ -80,8 +80,7 @@ def begin(folder: Path, step: int) -> Path:
     """
     partial = partial_folder(folder, step)
     try:
-        for leftover in folder.glob("step-*.tmp"):
-            shutil.rmtree(leftover)
+        _remove_unfinished(folder)
         partial.mkdir(parents=True)
     except OSError as error:
         raise RunError(f"{partial} could not be written: {explained(error, partial)}") from error
@@ -118,37 +117,45 @@ def commit(folder: Path, progress: Progress, keep: int) -> Path:
 
 
 def remove_old(folder: Path, keep: int) -> None:
-    """Remove what is older than the newest `keep` complete checkpoints. One that cannot be removed stays."""
+    """Remove what is older than the newest `keep` complete checkpoints. One that cannot be removed stays.
+
+    Each is renamed first, so that a partly removed one is never read; `begin` removes what a killed process left.
+    """
     kept = 0
-    for _, path in numbered(folder):
+    for step, path in numbered(folder):
         if kept >= keep:
             try:
-                shutil.rmtree(path)
+                shutil.rmtree(path.rename(partial_folder(folder, step)))
             except OSError as error:
                 print(f"warning: {path} could not be removed: {error}", file=sys.stderr, flush=True)
         elif problem_of(path) is None:
             kept += 1
 
 
-def set_aside_after(folder: Path, step: int) -> None:
-    """Rename the checkpoints of later steps than the one that a run resumes from, so that they are never used.
+def resume_after(folder: Path, step: int) -> None:
+    """Prepare a folder for a run that resumes after a step: set later checkpoints aside, and remove unfinished ones.
 
-    They could not be used now. If one could be read later, it would replace the steps that are trained from here on.
+    Later ones could not be used now. If one could be read again, it would replace the steps that are trained from here.
 
     Raises:
         RunError: the folder cannot be written.
     """
-    for number, path in numbered(folder):
-        if number > step:
-            try:
-                aside = _set_aside(path)
-            except OSError as error:
-                raise RunError(f"{path} could not be renamed: {explained(error, path)}") from error
-            print(
-                f"checkpoint {path.name} is now {aside.name}, because the run resumes after step {step}; "
-                "hpc-rl clean --checkpoints lists it",
-                flush=True,
-            )
+    try:
+        _remove_unfinished(folder)
+        later = [(path, _set_aside(path)) for number, path in numbered(folder) if number > step]
+    except OSError as error:
+        raise RunError(f"{folder} could not be written: {explained(error, folder)}") from error
+    for path, aside in later:
+        print(
+            f"checkpoint {path.name} is now {aside.name}, because the run resumes after step {step}; "
+            "hpc-rl clean --checkpoints lists it",
+            flush=True,
+        )
+
+
+def _remove_unfinished(folder: Path) -> None:
+    for leftover in folder.glob("step-*.tmp"):
+        shutil.rmtree(leftover)
 
 
 def _set_aside(path: Path) -> Path:

@@ -92,7 +92,7 @@ def test_a_later_unreadable_one_neither_counts_nor_comes_back(tmp_path: Path) ->
     broken = save(tmp_path, 80, keep=2)
     good = (broken / ACTOR / DATA).read_bytes()
     truncate(broken)
-    folders.set_aside_after(tmp_path, 75)
+    folders.resume_after(tmp_path, 75)
     assert names(tmp_path) == ["step-00000075", "step-00000080.aside"]
     save(tmp_path, 76, keep=1)
     assert names(tmp_path) == ["step-00000076", "step-00000080.aside"]
@@ -103,7 +103,7 @@ def test_a_later_unreadable_one_neither_counts_nor_comes_back(tmp_path: Path) ->
 def test_what_is_set_aside_replaces_nothing(tmp_path: Path) -> None:
     for _ in range(3):
         save(tmp_path, 80)
-        folders.set_aside_after(tmp_path, 75)
+        folders.resume_after(tmp_path, 75)
     assert names(tmp_path) == ["step-00000080.aside", "step-00000080.aside1", "step-00000080.aside2"]
 
 
@@ -148,8 +148,23 @@ def test_an_old_one_that_cannot_be_removed_is_no_failure(
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
     save(tmp_path, 2, keep=1)
-    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert names(tmp_path) == ["step-00000001.tmp", "step-00000002"]  # the next save tries again
     assert "warning: " in (errors := capsys.readouterr().err) and "could not be removed" in errors
+
+
+def test_one_that_is_partly_removed_is_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1, keep=1)
+
+    def killed(path: Path) -> None:
+        (path / "trainer.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", killed)
+        save(tmp_path, 2, keep=1)
+    assert [step for step, _ in folders.numbered(tmp_path)] == [2]
+    save(tmp_path, 3, keep=1)
+    assert names(tmp_path) == ["step-00000003"]
 
 
 def test_what_a_failed_save_wrote_is_removed(tmp_path: Path) -> None:
