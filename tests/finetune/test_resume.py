@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from transformers import AutoModelForCausalLM
 from hpc_rl.errors import EXIT_STOPPED, RunError, UserError
 from hpc_rl.finetune import sft
 from hpc_rl.run_dir import RunDir
+from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training.checkpoints import checkpoint, folders, model_state
 from hpc_rl.training.models.causal_lm import CausalLM
 from hpc_rl.training.models.packed_batch import PackedBatch
 from tests.finetune.jobs import ask_at, run_here, run_job, run_stopped, series
+from tests.small_disk import needs_root, small_disk
 
 SPLIT = "trainer.packing=false"
 """Each of the eight samples of a step is a micro-batch."""
@@ -227,6 +230,52 @@ def test_a_checkpoint_of_an_earlier_version_has_no_checksums(
     assert "step-00000008 is skipped: model/hf/config.json has 0 of 1 bytes" in errors
     assert "resuming after step 6" in out
     same_as(uninterrupted, copy)
+
+
+@needs_root
+@pytest.mark.parametrize("outage", ["full", "read-only"])
+def test_a_disk_without_space_for_a_checkpoint(
+    sft_config: list[str], tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, outage: str
+) -> None:
+    """The disk is full, or read-only, when step 6 is saved. The checkpoint of step 3 stays, and the run resumes."""
+    with small_disk(tmp_path / "disk") as disk:
+        run_dir, options = disk.path / "run", ("trainer.save_freq=3", "trainer.max_ckpt_to_keep=2")
+        step, log = disk.fill if outage == "full" else disk.read_only, Tracker.log
+
+        def log_and_break(self: Tracker, number: int, *rest: Any) -> None:
+            log(self, number, *rest)
+            if number == 5:
+                step()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Tracker, "log", log_and_break)
+            reason = "No space left on device" if outage == "full" else "Read-only file system"
+            with pytest.raises(RunError, match=rf"step-00000006.tmp\S* could not be written: .*{reason}.*{disk.path} "):
+                run_here(sft_config, run_dir, *options)
+        disk.read_only(False)
+        disk.free()
+        assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000003"]
+        assert run_here(sft_config, run_dir, *options) == 0
+        same_as(uninterrupted, run_dir)
+
+
+@needs_root
+def test_a_run_goes_on_while_its_metrics_cannot_be_written(
+    sft_config: list[str], tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        log = Tracker.log
+
+        def log_and_change(self: Tracker, number: int, *rest: Any) -> None:
+            if number in (2, 6):
+                disk.read_only(number == 2)
+            log(self, number, *rest)
+            if number == 5:
+                assert len(series(disk.path / "run", "train/loss")) == 1
+
+        monkeypatch.setattr(Tracker, "log", log_and_change)
+        assert run_here(sft_config, disk.path / "run") == 0
+        same_as(uninterrupted, disk.path / "run")
 
 
 def flip(file: Path) -> None:
