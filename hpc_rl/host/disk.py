@@ -62,6 +62,14 @@ def space_of(path: Path) -> Space:
     return Space(mount, kind, found.f_bavail * found.f_frsize, files, bool(found.f_flag & os.ST_RDONLY))
 
 
+def disk_problem(path: Path) -> str | None:
+    """Return why a path's file system cannot be written, or hardly; None if it can, or does not answer."""
+    try:
+        return space_of(path).problem
+    except OSError:
+        return None
+
+
 def mount_of(path: Path, mounts: str) -> tuple[str, str]:
     """Return mount point and type of a path's file system: the longest mount point above it (proc(5), mounts)."""
     resolved = path.resolve()
