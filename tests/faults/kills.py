@@ -47,8 +47,14 @@ _OUTLIVES_S = 0.3
 """How long the other processes may live on after the first one was killed."""
 
 
-def kill_runs(kind: str, folder: str, options: Sequence[str], kills: int, seed: int) -> dict[str, int]:
-    """Kill runs until there were enough kills, and let each run end. Return how many there were of both."""
+def kill_runs(
+    kind: str, folder: str, options: Sequence[str], kills: int, seed: int, damage: str | None = None
+) -> dict[str, int]:
+    """Kill runs until there were enough kills, and let each run end. Return how many there were of both.
+
+    Args:
+        damage: file of the newest checkpoint that is changed at the end, before the last run starts again.
+    """
     start, chance = {"sft": start_sft, "ppo": start_ppo}[kind], random.Random(seed)
     done, runs = 0, 0
     while done < kills or not runs:
@@ -57,6 +63,12 @@ def kill_runs(kind: str, folder: str, options: Sequence[str], kills: int, seed: 
         while not attempt(start, run, options, chance if done < kills else None):
             done += 1
             check(run)
+    if damage:
+        _, newest = folders.numbered(run.checkpoints)[0]
+        data = bytearray((newest / damage).read_bytes())
+        data[len(data) // 2] ^= 1
+        (newest / damage).write_bytes(data)
+        attempt(start, run, options, None)
     return {"kills": done, "runs": runs}
 
 

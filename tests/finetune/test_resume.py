@@ -175,19 +175,6 @@ def test_contents_that_cannot_be_read_are_skipped_too(
     same_as(uninterrupted, copy)
 
 
-def test_two_ranks_fall_back_to_the_same_step(sft_config: list[str], tmp_path: Path, uninterrupted: Path) -> None:
-    """Only the rank that reads a file sees that it is damaged."""
-    options = ("trainer.save_freq=3", "trainer.max_ckpt_to_keep=3")
-    assert [code for code, _, _ in run_job(sft_config, tmp_path, *options, ranks=2)] == [0, 0]
-    newest = tmp_path / "checkpoints" / "step-00000008"
-    flip(newest / "model" / "__1_0.distcp")
-    results = run_job(sft_config, tmp_path, *options, ranks=2)
-    assert [code for code, _, _ in results] == [0, 0], results
-    assert f"{newest} is skipped: rank 1: model/__1_0.distcp does not match its checksum" in results[0][2]
-    assert "resuming after step 6" in results[0][1]
-    same_as(uninterrupted, tmp_path)
-
-
 @pytest.mark.parametrize("file", [".metadata", "hf/config.json", "checksums.json"])
 def test_every_damaged_file_is_found(
     sft_config: list[str], copy: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str], file: str
