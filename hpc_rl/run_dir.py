@@ -145,6 +145,13 @@ class RunDir:
         found = [(int(m[1]), p) for p in self.path.glob("attempt-*") if (m := re.fullmatch(r"attempt-(\d+)", p.name))]
         return [path for _, path in sorted(found)]
 
+    def edited_since(self) -> Path | None:
+        """Return the folder of the newest attempt with settings if config.yaml was changed after it, or None."""
+        attempt = next((path for path in reversed(self.attempts()) if (path / self.config.name).is_file()), None)
+        if attempt is None or not self.config.is_file():
+            return None
+        return attempt if self.config.read_bytes() != (attempt / self.config.name).read_bytes() else None
+
     def write_status(self, job_id: str | None, attempt: int, state: str, exit_code: int | None) -> None:
         """Write status.json, in the format of the job script's `report` function.
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import io
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from hpc_rl.cli import submit, sweep, runs, results, config, data, cluster, image  # noqa: F401 # isort: skip - in order
 from hpc_rl.cli.app import app
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
+from hpc_rl.host.disk import UNWRITABLE, explained
 
 _IMPOSSIBLE_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
 """Errors of paths that come from the user and cannot be opened: bad input in every command."""
@@ -29,9 +31,10 @@ def main() -> NoReturn:
     except BrokenPipeError:
         sys.exit(1)
     except OSError as error:
-        if error.errno not in _IMPOSSIBLE_PATH:
+        if error.errno not in (*_IMPOSSIBLE_PATH, *UNWRITABLE):
             raise
-        path = str(error.filename)
-        print(f"hpc-rl: {path if len(path) < 100 else f'{path[:100]}...'}: {error.strerror}", file=sys.stderr)
+        path = str(error.filename or Path.cwd())
+        reason = explained(error, Path(path)) if error.errno in UNWRITABLE else error.strerror
+        print(f"hpc-rl: {path if len(path) < 100 else f'{path[:100]}...'}: {reason}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
     sys.exit(0)

@@ -18,7 +18,7 @@ from hpc_rl.cli.app import (
     leave,
     note,
 )
-from hpc_rl.cli.text import explanation_text, runs_table, status_text
+from hpc_rl.cli.text import explanation_text, runs_table, short_path, size_text, status_text
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import ENV_RUN_DIR
 
@@ -133,14 +133,24 @@ def runs(
             show_default=False,
         ),
     ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Read all checkpoints of these runs, or of one run, and compare their checksums."
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List runs with state, step, last metric and node hours.
+    """List runs with state, step, last metric and node hours, or verify their checkpoints.
 
     Example: hpc-rl runs --filter FAILED --filter optim.lr=1e-5 --sort val/loss
     """
     from hpc_rl.runs import table
 
+    if verify:
+        if sort is not None or reverse or conditions:
+            raise UserError("--verify reads all checkpoints: it cannot be combined with --sort, --reverse or --filter")
+        leave(_verify(target, as_json))
     found = table.find_rows(target)
     rows = table.filtered(found, conditions or ())
     if sort is not None:
@@ -155,6 +165,29 @@ def runs(
         note(f"none of the {len(found)} runs matches the filter")
     else:
         note(f"no runs in {Path(target or 'runs').absolute()}")
+
+
+def _verify(target: str | None, as_json: bool) -> int:
+    """Verify checkpoints and print a line for each; return 1 if one is damaged."""
+    from hpc_rl.runs import verification
+
+    damaged = count = 0
+    for found in verification.verify(verification.runs_named(target)):
+        count += 1
+        damaged += found.state == verification.DAMAGED
+        if as_json:
+            print(json.dumps(found.as_dict()), flush=True)
+        else:
+            reason = f": {found.problem}" if found.problem else ""
+            print(f"{found.state:<9} {size_text(found.size):>9}  {short_path(found.path)}{reason}", flush=True)
+    if not count:
+        note("no checkpoints")
+    elif damaged:
+        note(
+            f"{damaged} of {count} checkpoints are damaged: runs skip them when they resume, and hpc-rl clean "
+            "--checkpoints lists them"
+        )
+    return int(damaged > 0)
 
 
 @app.command()

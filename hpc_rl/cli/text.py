@@ -39,10 +39,13 @@ def status_text(found: RunStatus) -> str:
     rows += [(key, f"{found.metrics[key]:.6g}") for key in shown if found.metrics.get(key) is not None]
     if found.state == "RUNNING" and found.metrics.get("perf/eta_s") is not None:
         rows.append(("time left", duration(found.metrics["perf/eta_s"])))
+    if found.disk:
+        rows.append(("disk", found.disk))
     if found.log and Path(found.log).exists():
         rows.append(("log", short_path(Path(found.log))))
     elif found.state == "FAILED" and not found.attempt:
-        rows.append(("log", "none: the job could not write it. Is the run directory on a shared file system?"))
+        reason = "Its file system is full" if found.disk else "Is the run directory on a shared file system?"
+        rows.append(("log", f"none: the job could not write it. {reason}"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 

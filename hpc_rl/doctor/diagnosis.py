@@ -187,6 +187,9 @@ def error_lines(text: str, count: int = MOST_LINES) -> list[str]:
 def _other_texts(run: RunDir, status: RunStatus, most_files: int) -> Iterator[LogText]:
     """Yield Slurm's state, the metrics, and the logs of ranks, nodes and Ray's processes."""
     yield LogText("Slurm", f"state {status.state} {status.reason}")
+    if status.disk:  # a full disk may have no log about it
+        reason = "Read-only file system" if status.disk.endswith("read-only") else "No space left on device"
+        yield LogText(str(run.path), f"{reason}: {status.disk}")
     if run.metrics.exists():
         yield LogText(str(run.metrics), read_ends(run.metrics))
     for attempt in run.attempts()[-1:]:

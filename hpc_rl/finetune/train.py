@@ -19,6 +19,7 @@ from typing import NoReturn
 from hpc_rl.config.compose import compose, load_config
 from hpc_rl.config.sft import SftConfig
 from hpc_rl.errors import AgreedError, UserError
+from hpc_rl.host.disk import tolerate_lost_output
 from hpc_rl.host.imports import large_imports
 from hpc_rl.run_dir import RunDir, current_attempt_dir, current_run_dir
 
@@ -116,4 +117,5 @@ def leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    tolerate_lost_output()
     main(sys.argv[1:])

@@ -25,8 +25,8 @@ from hpc_rl.tracking.tracker import Tracker, open_tracker
 from hpc_rl.training import guards, sharding
 from hpc_rl.training.batching import plan_batch
 from hpc_rl.training.checkpoints import checkpoint
-from hpc_rl.training.checkpoints.checkpoint import Progress
 from hpc_rl.training.checkpoints.export import export, export_dtype
+from hpc_rl.training.checkpoints.folders import Progress
 from hpc_rl.training.checkpoints.model_state import Tensors, random_state, set_random_state
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import CausalLM, Flops, causal_lm, count_flops, load_tokenizer

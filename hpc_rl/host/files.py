@@ -7,12 +7,17 @@ import errno
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Self
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.disk import UNWRITABLE, explained
+
+MOST_PENDING_BYTES = 16 * 2**20
+"""Lines that a `LineFile` keeps while it cannot write; older ones are lost."""
 
 
 class Follower:
@@ -52,6 +57,52 @@ def open_regular(path: Path) -> IO[bytes]:
         file.close()
         raise FileNotFoundError(errno.ENOENT, "not a regular file", str(path))
     return file
+
+
+class LineFile:
+    """Appends lines to a file. What a full file system does not take is kept, and written when there is space again.
+
+    A line that a killed process left unfinished is ended first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
+        self._pending = b"\n" if unfinished else b""
+        self._is_failing = False
+
+    def write(self, *lines: str) -> None:
+        """Append lines; they are in the file when this returns, unless the file system is full or read-only."""
+        self._pending += "".join(f"{line}\n" for line in lines).encode("utf-8", "replace")
+        if len(self._pending) > MOST_PENDING_BYTES:
+            start = self._pending.find(b"\n", len(self._pending) - MOST_PENDING_BYTES) + 1
+            self._pending = self._pending[start:]
+        self.flush()
+
+    def flush(self) -> None:
+        """Try to write what could not be written before."""
+        try:
+            if self._pending:
+                self._append()
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise
+            if not self._is_failing:
+                print(f"warning: {self.path} cannot be written: {explained(error, self.path)}", file=sys.stderr)
+            self._is_failing = True
+            return
+        if self._is_failing:
+            print(f"{self.path} can be written again", file=sys.stderr)
+        self._is_failing = False
+
+    def _append(self) -> None:
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            while self._pending:
+                self._pending = self._pending[os.write(descriptor, self._pending) :]
+        finally:
+            os.close(descriptor)
 
 
 def tail(path: Path, lines: int = 20) -> str:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.accelerators import DEVICES, collective_defaults
+from hpc_rl.host.disk import refuse_unwritable
 from hpc_rl.host.environment import openmp_defaults, tokenizer_defaults
+from hpc_rl.host.scratch import local_folder
 from hpc_rl.node.meeting import Meeting
 from hpc_rl.node.usage_recorder import recording_usage
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR
@@ -38,6 +40,7 @@ def run_with_others(take_part: Callable[[Allocation, Meeting], int]) -> int:
         allocation, attempt_dir = this_allocation(), this_attempt_dir()
         meeting = Meeting(attempt_dir, allocation.nodes, allocation.node_rank)
         meeting.check_shared()
+        refuse_full_disks(allocation, attempt_dir)
         meeting.arrive()
         try:
             return recording_usage(allocation, attempt_dir, lambda: take_part(allocation, meeting))
@@ -46,6 +49,16 @@ def run_with_others(take_part: Callable[[Allocation, Meeting], int]) -> int:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     return run_entry(entry)
+
+
+def refuse_full_disks(allocation: Allocation, attempt_dir: Path) -> None:
+    """Check that this node can write where the job writes. Without space, Ray's processes end without a reason.
+
+    Raises:
+        UserError: it cannot.
+    """
+    for folder, what in ((attempt_dir, "the run directory"), (local_folder(os.environ), "the temporary folder")):
+        refuse_unwritable(folder, f"{what} of node {allocation.node}")
 
 
 def this_allocation() -> Allocation:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED
+from hpc_rl.host.disk import tolerate_lost_output
 from hpc_rl.host.files import write_atomically
 from hpc_rl.host.numa import bind_near, gpu_of_rank
 from hpc_rl.host.processes import GRACE_S, die_with_parent, forward_termination, shell_code, start
@@ -93,4 +94,5 @@ def _await_exits(attempt_dir: Path, ranks: set[int], timeout_s: float, asked_to_
 
 
 if __name__ == "__main__":
+    tolerate_lost_output()
     sys.exit(main(sys.argv[1:]))

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED, UserError
+from hpc_rl.host.disk import tolerate_lost_output
 from hpc_rl.host.files import Follower, tail
 from hpc_rl.host.jit_caches import jit_cache_defaults
 from hpc_rl.host.numa import numa_defaults
@@ -203,4 +204,5 @@ def _explain(first: RankExit, node: str, attempt_dir: Path) -> None:
 
 
 if __name__ == "__main__":
+    tolerate_lost_output()
     sys.exit(main())

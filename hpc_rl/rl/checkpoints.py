@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hpc_rl.data.order import Position
+from hpc_rl.errors import RunError
 from hpc_rl.rl.saving import Saving
 from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training.checkpoints import checkpoint
+from hpc_rl.training.checkpoints import checkpoint, folders
 from hpc_rl.training.checkpoints.background import AFTER_ERROR_S, DEADLINE_S
-from hpc_rl.training.checkpoints.checkpoint import ACTOR, CRITIC, Progress
 from hpc_rl.training.checkpoints.export import export_dtype, new_folder
+from hpc_rl.training.checkpoints.folders import ACTOR, CRITIC, Progress
 from hpc_rl.training.checkpoints.model_state import UnreadableError
 
 
@@ -26,10 +27,14 @@ def save(state: PpoState) -> None:
     """
     wait(state)
     trainer = state.config.trainer
-    partial = checkpoint.begin(state.run.checkpoints, state.step)
+    partial = folders.begin(state.run.checkpoints, state.step)
     learners = learners_of(state.actor, state.critic)
-    for pending in [group.save(role, partial / role) for role, group in learners.items()]:
-        pending.wait()
+    try:
+        for pending in [group.save(role, partial / role) for role, group in learners.items()]:
+            pending.wait()
+    except RunError:
+        folders.discard(state.run.checkpoints, state.step)
+        raise
     progress = Progress(
         samples=len(state.train),
         dtype=export_dtype(state.config.model, trainer),
@@ -57,9 +62,13 @@ def wait(state: PpoState) -> None:
     saving, state.saving = state.saving, None
     if saving is None:
         return
-    for pending in [group.saved(role) for role, group in learners_of(state.actor, state.critic).items()]:
-        pending.wait(DEADLINE_S)
-    saving.finish()
+    try:
+        for pending in [group.saved(role) for role, group in learners_of(state.actor, state.critic).items()]:
+            pending.wait(DEADLINE_S)
+        saving.finish()
+    except RunError:
+        saving.discard()
+        raise
     state.write_s = saving.seconds if state.config.trainer.save_async else None
 
 
@@ -103,6 +112,7 @@ def load_latest(run: RunDir, actor: WorkerGroup, critic: WorkerGroup | None) -> 
         except UnreadableError as error:
             checkpoint.warn_passed_over(path, str(error))
             continue
+        folders.resume_after(run.checkpoints, progress.step)
         return progress
     checkpoint.refuse_none_usable(run.checkpoints)
     return None

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from hpc_rl.config.compose import compose, load_config
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.host.disk import tolerate_lost_output
 from hpc_rl.host.imports import large_imports
 from hpc_rl.run_dir import RunDir, current_attempt_dir, current_run_dir
 
@@ -112,4 +113,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    tolerate_lost_output()
     sys.exit(main(sys.argv[1:]))

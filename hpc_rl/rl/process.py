@@ -12,6 +12,7 @@ from pathlib import Path
 import ray
 
 from hpc_rl.host.accelerators import unrestricted_by_ray, visible_devices
+from hpc_rl.host.disk import tolerate_lost_output
 from hpc_rl.host.numa import bind_near
 from hpc_rl.run_dir import ENV_GROUP_DIR
 
@@ -25,8 +26,7 @@ def log_to(path: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    # Ray has replaced the streams with its own, which write to its session's folder.
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    tolerate_lost_output()  # Ray has replaced the streams with its own, which write to its session's folder
 
 
 def quiet_libraries() -> None:

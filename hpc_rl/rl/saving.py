@@ -9,11 +9,13 @@ from concurrent.futures import wait as wait_for
 from pathlib import Path
 
 from hpc_rl.errors import RunError
-from hpc_rl.training.checkpoints import checkpoint, model_state
-from hpc_rl.training.checkpoints.checkpoint import Progress
+from hpc_rl.training.checkpoints import folders, model_state
+from hpc_rl.training.checkpoints.folders import Progress
 
 _POLL_S = 1.0
 """Time between two looks at the folder. Workers are busy with the next step and cannot report that they are done."""
+_VISIBLE_S = 120
+"""Time within which a network file system shows files of other nodes here."""
 
 
 class Saving:
@@ -31,6 +33,7 @@ class Saving:
         self._progress = progress
         self._keep = keep
         self._parts_are_written = threading.Event()
+        self._is_given_up = threading.Event()
         self._named: Future[Path] = Future()
         self._began = time.monotonic()
         self.seconds: float | None = None
@@ -44,7 +47,7 @@ class Saving:
             RunError: the folder cannot be written.
         """
         self._parts_are_written.set()
-        self.wait(_POLL_S * 60)
+        self.wait(2 * _VISIBLE_S)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the checkpoint has its name.
@@ -58,12 +61,24 @@ class Saving:
             )
         self._named.result()
 
+    def discard(self) -> None:
+        """Give up, and remove what has been written."""
+        self._is_given_up.set()
+        folders.discard(self._folder, self._progress.step)
+
     def _watch(self) -> None:
+        reported_at = None
         while not all(model_state.is_written(self._partial / part) for part in self._progress.parts):
-            if self._parts_are_written.wait(_POLL_S):  # another node's file may not be visible here yet
+            if self._is_given_up.is_set():
+                return
+            if reported_at is None:
+                reported_at = time.monotonic() if self._parts_are_written.wait(_POLL_S) else None
+            elif time.monotonic() - reported_at < _VISIBLE_S:
+                time.sleep(_POLL_S)
+            else:
                 break
         self.seconds = time.monotonic() - self._began
         try:
-            self._named.set_result(checkpoint.commit(self._folder, self._progress, self._keep))
+            self._named.set_result(folders.commit(self._folder, self._progress, self._keep))
         except RunError as error:
             self._named.set_exception(error)

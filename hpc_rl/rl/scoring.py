@@ -77,10 +77,14 @@ class ModelScoring:
         return Scores(values_B.numpy(), [(index, "not finite") for index in bad])
 
 
+class NoScoresError(RunError):
+    """The reward failed for every response of a step."""
+
+
 def refuse_no_scores(scores: Scores, number: int) -> None:
-    """Raise RunError if the reward failed for every response of a step, since there is nothing to learn from."""
+    """Raise NoScoresError if the reward failed for every response of a step: there is nothing to learn from."""
     if len(scores.errors) == len(scores.values):
-        raise RunError(
+        raise NoScoresError(
             f"step {number}: none of {len(scores.values)} responses could be scored; the first error: "
             f"{scores.errors[0][1]}"
         )

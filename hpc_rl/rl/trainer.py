@@ -29,7 +29,7 @@ from hpc_rl.rl.metrics import (
     probs_diff_warning,
     reward_metrics,
 )
-from hpc_rl.rl.scoring import refuse_no_scores
+from hpc_rl.rl.scoring import NoScoresError, refuse_no_scores
 from hpc_rl.rl.setup import validation_is_due
 from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.validation import validate
@@ -95,7 +95,11 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
     if batch is None or experience is None or stops(state, clock.seconds):
         state.batches.position = position
         return {}
-    evaluate(state, batch, experience, clock)
+    try:
+        evaluate(state, batch, experience, clock)
+    except NoScoresError as error:
+        state.batches.position = position
+        raise saved_first(state, error) from error
     if stops(state, clock.seconds):
         state.batches.position = position
         return {}
@@ -252,6 +256,15 @@ def save(state: PpoState) -> None:
     if state.saved_step != state.step:
         checkpoints.save(state)
         state.saved_step = state.step
+
+
+def saved_first(state: PpoState, error: NoScoresError) -> RunError:
+    """Save the weights, which the failed step has not changed; return the error for the user."""
+    if state.step == 0:
+        return error
+    save(state)
+    checkpoints.wait(state)
+    return RunError(f"{error}; saved after step {state.step}: repair the reward and start the run again to resume")
 
 
 def work_s(state: PpoState, tests: bool) -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import RunStatus
+from hpc_rl.training.checkpoints import folders
 
 DAY_S = 86_400
 
@@ -53,15 +54,19 @@ def usage_of(run: RunDir, status: RunStatus, now: float | None = None) -> Usage:
 
 
 def old_checkpoints(found: Iterable[Usage], keep: int) -> list[Removal]:
-    """Return the checkpoints of ended runs, except the newest `keep` of each run."""
+    """Return the checkpoints of ended runs, except the newest `keep` complete ones of each run.
+
+    Unfinished ones are among them, and those that were set aside when the run resumed from an earlier step.
+    """
     removals = []
     for usage in found:
         if usage.active:
             continue
-        saved = sorted(
-            (path for path in usage.run.checkpoints.glob("step-*") if path.is_dir()), key=lambda path: _step(path.name)
-        )
-        removals += [Removal(path, _measure(path)[1]) for path in (saved[:-keep] if keep else saved)]
+        every = sorted(path for path in usage.run.checkpoints.glob("step-*") if path.is_dir())
+        finished = [path for _, path in folders.numbered(usage.run.checkpoints)]
+        complete = [path for path in finished if folders.problem_of(path) is None]
+        kept = (complete or finished)[:keep]
+        removals += [Removal(path, _measure(path)[1]) for path in every if path not in kept]
     return removals
 
 
@@ -108,8 +113,3 @@ def _measure(folder: Path) -> tuple[float, int]:
             seen.add((facts.st_dev, facts.st_ino))
             total += facts.st_size
     return changed, total
-
-
-def _step(name: str) -> int:
-    digits = name.removeprefix("step-")
-    return int(digits) if digits.isdigit() else -1

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.disk import disk_problem
 from hpc_rl.host.files import open_regular, read_json
 from hpc_rl.run_dir import RunDir
 from hpc_rl.slurm import commands
@@ -47,6 +48,8 @@ class RunStatus:
     total_steps: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     log: str | None = None
+    disk: str = ""
+    """What is free on the run directory's file system, if it is hardly anything."""
 
     @property
     def ended(self) -> bool:
@@ -151,6 +154,7 @@ def _status(run: RunDir, ask: Callable[[str], JobState | None]) -> RunStatus:
         total_steps=latest.pop("total_steps", None),
         metrics=latest,
         log=str(job_log(run, job_id)) if job_id else None,
+        disk=disk_problem(run.path) or "",
     )
 
 

@@ -59,19 +59,25 @@ def resumed(job: Job) -> list[str]:
     """
     if not job.run_dir.config.is_file() or job.row.trainer is None:
         return []
+    edited = job.run_dir.edited_since()
     try:
-        before = flat(read_tree(job.run_dir.config))
+        before = flat(read_tree(edited / job.run_dir.config.name if edited else job.run_dir.config))
     except UserError as error:
         return [f"run {job.run_dir.name} resumes; the settings of its last attempt cannot be read: {error}"]
     after = flat(job.config.model_dump(mode="json"))
     changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+    note = (
+        [f"{job.run_dir.config} was edited after {edited.name}: only settings given as key=value count"]
+        if edited
+        else []
+    )
     saved = newest_checkpoint(job.run_dir)
     start = f"resumes from {saved}" if saved else "starts from the beginning: it has no checkpoint"
     head = f"run {job.run_dir.name} {start}"
     if not changed:
-        return [f"{head}, with the same settings as its last attempt"]
+        return [*note, f"{head}, with the same settings as its last attempt"]
     lines = [f"{key}: {_shown(before, key)} -> {_shown(after, key)}" for key in changed]
-    return [f"{head}, with settings that differ from its last attempt:", *(f"  {line}" for line in lines)]
+    return [*note, f"{head}, with settings that differ from its last attempt:", *(f"  {line}" for line in lines)]
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

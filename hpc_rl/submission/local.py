@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -221,4 +222,6 @@ def count_interrupts(job: Job) -> Callable[[], int]:
 
 
 def _report(job: Job, job_id: str, state: str, exit_code: int | None) -> None:
-    job.run_dir.write_status(job_id, len(job.run_dir.attempts()), state, exit_code)
+    """Record the state, unless the disk is full: that must not replace the outcome."""
+    with contextlib.suppress(OSError):
+        job.run_dir.write_status(job_id, len(job.run_dir.attempts()), state, exit_code)

@@ -41,6 +41,7 @@ def _requeue(run: RunDir) -> str:
     if not run.script.is_file():
         raise UserError(f"run {run.name} has no {run.script.name}: submit it again with --job-name {run.name}")
     script = _own_script(run.script)
+    refuse_edited_settings(run)
     if now.active:
         return _from_within(run, now, script)
     if now.job_id is not None and not in_slurm(run):
@@ -53,6 +54,16 @@ def _requeue(run: RunDir) -> str:
     queue.record_again(run, job_id)
     waits = f" after job {', '.join(after.job_ids)}" if after and after.job_ids else ""
     return f"submitted job {job_id}{waits}: run {run.name} will resume (previous state: {now.state})"
+
+
+def refuse_edited_settings(run: RunDir) -> None:
+    """Raise UserError if config.yaml was edited: the job's script would overwrite it without the edit."""
+    if attempt := run.edited_since():
+        raise UserError(
+            f"{run.config} was edited after {attempt.name}, and a requeued job uses the settings in {run.script.name}: "
+            f"submit the run again with --job-name {run.name} and the changed settings as key=value, or undo the edit "
+            f"(cp {attempt / run.config.name} {run.config})"
+        )
 
 
 def _from_within(run: RunDir, now: RunStatus, script: str) -> str:

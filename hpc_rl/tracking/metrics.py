@@ -19,30 +19,29 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from hpc_rl.host.files import LineFile
 
 Record = dict[str, Any]
 
 
 class MetricsFile:
-    """Appends to metrics.jsonl; a line is in the file when `write` returns."""
+    """Appends to metrics.jsonl; a line is in the file when `write` returns, unless the disk is full; see LineFile."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = path.open("a", encoding="utf-8")
-        if path.stat().st_size and not path.read_bytes().endswith(b"\n"):  # a killed process left half a line
-            self._file.write("\n")
+        self._lines = LineFile(path)
 
     def write(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> Record:
         """Append one line; NaN and infinities become null, which JSON can hold."""
         record: Record = {"step": step, "total_steps": total_steps, "time": round(time.time(), 3)}
         record |= {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        self._lines.write(json.dumps(record, allow_nan=False))
         return record
 
     def close(self) -> None:
-        self._file.close()
+        """Write what could not be written before, if that is possible now."""
+        self._lines.flush()
 
 
 def read_metrics(path: Path) -> list[Record]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from hpc_rl.config.job import CacheConfig
 from hpc_rl.config.training import TrainingConfig
+from hpc_rl.host.files import LineFile
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.formatting import step_line
 from hpc_rl.tracking.metrics import MetricsFile
@@ -74,7 +75,7 @@ class Tracker:
         is_main: bool,
     ) -> None:
         self._wandb_id = wandb_id
-        self._samples = run_dir.samples
+        self._samples = LineFile(run_dir.samples) if is_main else None
         self._console = "console" in loggers
         self._file = MetricsFile(run_dir.metrics) if is_main else None
         self._wandb: WandbRun | None = None
@@ -115,19 +116,17 @@ class Tracker:
             samples: rows with the same columns.
             split: "train" or "val".
         """
-        if self._file is None or not samples:
+        if self._samples is None or not samples:
             return
-        with self._samples.open("a", encoding="utf-8") as file:
-            file.writelines(
-                json.dumps({"step": step, "split": split, **row}, ensure_ascii=False) + "\n" for row in samples
-            )
+        self._samples.write(*(json.dumps({"step": step, "split": split, **row}, ensure_ascii=False) for row in samples))
         if self._wandb is not None:
             self._wandb.log_table(step, f"{split}/generations", samples)
 
     def finish(self, exit_code: int = 0) -> None:
         """Close the files and end the wandb run; print how to upload an offline one."""
-        if self._file is not None:
+        if self._file is not None and self._samples is not None:
             self._file.close()
+            self._samples.flush()
         if self._wandb is not None:
             self._wandb.finish(exit_code)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from transformers import AutoModelForCausalLM
 from hpc_rl.errors import EXIT_STOPPED, RunError, UserError
 from hpc_rl.finetune import sft
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training.checkpoints import checkpoint, model_state
+from hpc_rl.tracking.tracker import Tracker
+from hpc_rl.training.checkpoints import checkpoint, folders, model_state
 from hpc_rl.training.models.causal_lm import CausalLM
 from hpc_rl.training.models.packed_batch import PackedBatch
 from tests.finetune.jobs import ask_at, run_here, run_job, run_stopped, series
+from tests.small_disk import needs_root, small_disk
 
 SPLIT = "trainer.packing=false"
 """Each of the eight samples of a step is a micro-batch."""
@@ -64,7 +67,7 @@ def test_stopped_on_one_rank_and_resumed_on_two(sft_config: list[str], tmp_path:
     same_as(uninterrupted, tmp_path)
     stored = checkpoint.newest(tmp_path / "checkpoints")
     assert stored is not None
-    weights = model_state.read_weights(stored[0] / checkpoint.MODEL)
+    weights = model_state.read_weights(stored[0] / folders.MODEL)
     for name, weight in AutoModelForCausalLM.from_pretrained(tmp_path / "model").named_parameters():
         assert torch.equal(weight, weights[name]), name
 
@@ -153,10 +156,11 @@ def test_a_damaged_newest_checkpoint_is_skipped(
     (copy / "checkpoints" / "step-00000009.tmp").mkdir()
     assert run_here(sft_config, copy) == 0
     out, errors = capsys.readouterr()
-    assert f"warning: checkpoint {newest} is skipped: model: __0_0.distcp has" in errors
+    assert f"warning: checkpoint {newest} is skipped: model/__0_0.distcp has" in errors
     assert "resuming after step 6" in out
     same_as(uninterrupted, copy)
-    assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["step-00000006", "step-00000008"]
+    names = sorted(path.name for path in (copy / "checkpoints").iterdir())
+    assert names == ["step-00000006", "step-00000008", "step-00000008.aside"]
 
 
 def test_contents_that_cannot_be_read_are_skipped_too(
@@ -166,9 +170,107 @@ def test_contents_that_cannot_be_read_are_skipped_too(
     data.write_bytes(bytes(data.stat().st_size))
     assert run_here(sft_config, copy) == 0
     out, errors = capsys.readouterr()
-    assert "step-00000008 is skipped: cannot be read" in errors
+    assert "step-00000008 is skipped: model/__0_0.distcp does not match its checksum" in errors
     assert "resuming after step 6" in out
     same_as(uninterrupted, copy)
+
+
+@pytest.mark.parametrize("file", [".metadata", "hf/config.json", "checksums.json"])
+def test_every_damaged_file_is_found(
+    sft_config: list[str], copy: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    flip(copy / "checkpoints" / "step-00000008" / "model" / file)
+    assert run_here(sft_config, copy) == 0
+    out, errors = capsys.readouterr()
+    assert f"step-00000008 is skipped: model/{file} does not match its checksum" in errors
+    assert "resuming after step 6" in out and "step-00000008 is now step-00000008.aside" in out
+    same_as(uninterrupted, copy)
+
+
+def test_a_step_that_can_be_read_again_does_not_replace_what_was_trained(
+    sft_config: list[str], copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With one checkpoint to keep, the run resumes before a damaged one and stops after one more step."""
+    data = copy / "checkpoints" / "step-00000008" / "model" / "__0_0.distcp"
+    whole = data.read_bytes()
+    data.write_bytes(whole[:100])
+    (copy / "stop").touch()
+    keep = "trainer.max_ckpt_to_keep=1"
+    assert run_here(sft_config, copy, keep) == EXIT_STOPPED
+    names = sorted(path.name for path in (copy / "checkpoints").iterdir())
+    assert names == ["step-00000007", "step-00000008.aside"]
+    (copy / "stop").unlink()
+    (copy / "checkpoints" / "step-00000008.aside" / "model" / "__0_0.distcp").write_bytes(whole)
+    capsys.readouterr()
+    assert run_here(sft_config, copy, keep) == 0
+    assert "resuming after step 7" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_checksums(
+    sft_config: list[str], copy: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in copy.glob("checkpoints/**/checksums.json"):
+        file.unlink()
+    shutil.rmtree(copy / "checkpoints" / "step-00000008" / "model" / "hf")
+    assert run_here(sft_config, copy) == 0
+    out, errors = capsys.readouterr()
+    assert "step-00000008 is skipped: model/hf/config.json has 0 of 1 bytes" in errors
+    assert "resuming after step 6" in out
+    same_as(uninterrupted, copy)
+
+
+@needs_root
+@pytest.mark.parametrize("outage", ["full", "read-only"])
+def test_a_disk_without_space_for_a_checkpoint(
+    sft_config: list[str], tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, outage: str
+) -> None:
+    """The disk is full, or read-only, when step 6 is saved. The checkpoint of step 3 stays, and the run resumes."""
+    with small_disk(tmp_path / "disk") as disk:
+        run_dir, options = disk.path / "run", ("trainer.save_freq=3", "trainer.max_ckpt_to_keep=2")
+        step, log = disk.fill if outage == "full" else disk.read_only, Tracker.log
+
+        def log_and_break(self: Tracker, number: int, *rest: Any) -> None:
+            log(self, number, *rest)
+            if number == 5:
+                step()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Tracker, "log", log_and_break)
+            reason = "No space left on device" if outage == "full" else "Read-only file system"
+            with pytest.raises(RunError, match=rf"step-00000006.tmp\S* could not be written: .*{reason}.*{disk.path} "):
+                run_here(sft_config, run_dir, *options)
+        disk.read_only(False)
+        disk.free()
+        assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000003"]
+        assert run_here(sft_config, run_dir, *options) == 0
+        same_as(uninterrupted, run_dir)
+
+
+@needs_root
+def test_a_run_goes_on_while_its_metrics_cannot_be_written(
+    sft_config: list[str], tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        log = Tracker.log
+
+        def log_and_change(self: Tracker, number: int, *rest: Any) -> None:
+            if number in (2, 6):
+                disk.read_only(number == 2)
+            log(self, number, *rest)
+            if number == 5:
+                assert len(series(disk.path / "run", "train/loss")) == 1
+
+        monkeypatch.setattr(Tracker, "log", log_and_change)
+        assert run_here(sft_config, disk.path / "run") == 0
+        same_as(uninterrupted, disk.path / "run")
+
+
+def flip(file: Path) -> None:
+    """Change 64 bits in the middle of a file."""
+    data = bytearray(file.read_bytes())
+    for place in range(len(data) // 2, min(len(data), len(data) // 2 + 64)):
+        data[place] ^= 1
+    file.write_bytes(data)
 
 
 def test_a_run_without_any_usable_checkpoint_does_not_start_over(sft_config: list[str], copy: Path) -> None:

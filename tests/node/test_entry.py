@@ -3,11 +3,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.small_disk import needs_root, small_disk
+
 PROGRAM = """
 import os, signal, sys
 from hpc_rl.node.entry import run_with_others
 
 code = run_with_others(lambda allocation, meeting: 75)
+if code == 2:
+    sys.exit(code)
 os.kill(os.getpid(), signal.SIGTERM)  # as Slurm does when another node has ended first
 sys.exit(code)
 """
@@ -20,3 +26,28 @@ def test_slurms_signal_at_the_end_does_not_replace_the_exit_code(tmp_path: Path)
     environ = {**os.environ, **slurm, "HPC_RL_ATTEMPT_DIR": str(attempt)}
     ended = subprocess.run([sys.executable, "-c", PROGRAM], env=environ, timeout=120, check=False)
     assert ended.returncode == 75
+
+
+@needs_root
+@pytest.mark.parametrize("full", ["temporary", "run"])
+def test_a_full_disk_of_a_node_is_named_before_anything_starts(tmp_path: Path, full: str) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        attempt, temporary = tmp_path / "attempt-1", tmp_path / "tmp"
+        for folder in (attempt, temporary):
+            folder.mkdir()
+        disk.fill()
+        places = {"HPC_RL_ATTEMPT_DIR": str(attempt), "TMPDIR": str(temporary)}
+        places["TMPDIR" if full == "temporary" else "HPC_RL_ATTEMPT_DIR"] = str(disk.path)
+        slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "SLURM_NODEID": "0"}
+        ended = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env={**os.environ, **slurm, **places},
+            timeout=120,
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"hpc-rl: the {full}") and "of node localhost is not writable" in line
+    assert f"No space left on device: file system {tmp_path}/disk (tmpfs) has 0 bytes" in line

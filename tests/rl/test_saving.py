@@ -7,22 +7,23 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.errors import RunError
+from hpc_rl.rl import saving as saving_module
 from hpc_rl.rl.saving import Saving
-from hpc_rl.training.checkpoints import checkpoint
-from hpc_rl.training.checkpoints.checkpoint import ACTOR, CRITIC, Progress
+from hpc_rl.training.checkpoints import checksums, folders, model_state
+from hpc_rl.training.checkpoints.folders import ACTOR, CRITIC, Progress
 
 SOON_S = 60
 
 
 def begin(folder: Path) -> tuple[Path, Saving]:
-    partial = checkpoint.begin(folder, 7)
+    partial = folders.begin(folder, 7)
     progress = Progress(samples=1, dtype="float32", parts=(ACTOR, CRITIC), step=7)
     return partial, Saving(folder, partial, progress, keep=2)
 
 
 def write(part: Path) -> None:
     part.mkdir(parents=True)
-    (part / ".metadata").touch()
+    checksums.write(part, {})
 
 
 def test_it_is_named_when_both_parts_are_there(tmp_path: Path) -> None:
@@ -33,19 +34,40 @@ def test_it_is_named_when_both_parts_are_there(tmp_path: Path) -> None:
     write(partial / CRITIC)
     saving.wait(SOON_S)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
-    assert checkpoint.read_progress(tmp_path / "step-00000007").parts == (ACTOR, CRITIC)
+    assert folders.read_progress(tmp_path / "step-00000007").parts == (ACTOR, CRITIC)
 
 
-def test_the_workers_word_counts_too(tmp_path: Path) -> None:
-    """A shared file system may show a file of another node only later."""
+def test_a_file_of_another_node_may_be_visible_later_than_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter([False, False, True])
+    monkeypatch.setattr(saving_module, "_POLL_S", 0.01)
+    monkeypatch.setattr(model_state, "is_written", lambda part: part.name == CRITIC or next(looks))
     partial, saving = begin(tmp_path)
-    partial.joinpath(ACTOR).mkdir()
+    write(partial / ACTOR)
+    write(partial / CRITIC)
     saving.finish()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
+    assert next(looks, None) is None
+
+
+def test_a_part_that_is_missing_after_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving_module, "_VISIBLE_S", 0)
+    monkeypatch.setattr(saving_module, "_POLL_S", 0.01)
+    partial, saving = begin(tmp_path)
+    write(partial / CRITIC)
+    with pytest.raises(RunError, match=r"step-00000007 could not be written: No such file"):
+        saving._parts_are_written.set()
+        saving.wait(SOON_S)
+    assert folders.numbered(tmp_path) == []
 
 
 def test_a_failure_has_its_cause(tmp_path: Path) -> None:
     partial, saving = begin(tmp_path)
-    partial.rmdir()
-    with pytest.raises(RunError, match=r"step-00000007 could not be written: .*No such file or directory"):
-        saving.finish()
+    for part in (ACTOR, CRITIC):
+        write(partial / part)
+    saving.wait(SOON_S)
+    (tmp_path / "step-00000007").rename(tmp_path / "step-00000006.tmp")
+    second = Saving(tmp_path / "absent", tmp_path / "step-00000006.tmp", Progress(1, "float32", (ACTOR,), 6), keep=2)
+    with pytest.raises(RunError, match=r"step-00000006 could not be written: No such file or directory"):
+        second.wait(SOON_S)

@@ -9,6 +9,8 @@ from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.cleaning import DAY_S, Usage, old_checkpoints, older_than, remove, usage_of, whole_runs
 from hpc_rl.runs.status import RunStatus, status_of
+from hpc_rl.training.checkpoints import folders
+from hpc_rl.training.checkpoints.folders import Progress
 
 
 def make_run(folder: Path, name: str, state: str = "COMPLETED", steps: tuple[int, ...] = (10, 20, 9)) -> RunDir:
@@ -45,6 +47,19 @@ def test_the_newest_checkpoints_stay(tmp_path: Path) -> None:
     assert [one.path.name for one in old_checkpoints([usage(run)], 2)] == ["step-00000009"]
     assert len(old_checkpoints([usage(run)], 0)) == 3
     assert [one.size for one in old_checkpoints([usage(run)], 1)] == [9000, 10_000]
+
+
+def test_incomplete_checkpoints_and_those_set_aside_go_first(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "a", steps=())
+    for step in (1, 2, 3):
+        folders.begin(run.checkpoints, step)
+        folders.commit(run.checkpoints, Progress(samples=1, dtype="float32", parts=(), step=step), keep=5)
+    (run.checkpoints / "step-00000003" / "trainer.json").write_text("{")
+    (run.checkpoints / "step-00000004.aside").mkdir()
+    (run.checkpoints / "step-00000004.tmp").mkdir()
+    left = ["step-00000003", "step-00000004.aside", "step-00000004.tmp"]
+    assert [one.path.name for one in old_checkpoints([usage(run)], 2)] == left
+    assert [one.path.name for one in old_checkpoints([usage(run)], 1)] == ["step-00000001", *left]
 
 
 def test_active_runs_are_never_touched(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.script import bash_word, directive_word, render
+from tests.small_disk import needs_root, small_disk
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NASTY = "a b'c\"d$HOME`id`;e\\f\n#SBATCH --uid=0\n!{x}*?~%j\té"
@@ -226,6 +227,49 @@ def test_each_start_is_an_attempt_and_forgets_an_old_warning(tmp_path: Path) -> 
     run_script(job, tmp_path)
     assert [path.name for path in job.run_dir.attempts()] == ["attempt-1", "attempt-2"]
     assert not job.run_dir.stop.exists()
+
+
+@needs_root
+def test_a_full_disk_is_found_before_anything_starts(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        job = torchrun_job(disk.path / "run")
+        job.run_dir.path.mkdir()
+        disk.fill(leave_bytes=500_000)
+        done, seen = run_script(job, tmp_path)
+        assert (done.returncode, seen) == (2, {})
+        last = done.stderr.splitlines()[-1]
+        assert "cannot write 1 MB into the run directory" in last and f"(free space and inodes: {disk.path}" in last
+        assert not job.run_dir.attempts() and not list(job.run_dir.path.glob(".probe*"))
+
+
+@needs_root
+def test_a_disk_that_fills_up_does_not_stop_the_clean_up(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", inodes=60) as disk:
+        job = torchrun_job(disk.path / "run", **{"slurm.epilogue": ["touch /dev/shm/$MARK"]})
+        done, _ = run_script(
+            job,
+            tmp_path,
+            step=f"for i in {{1..99}}; do touch {disk.path}/$i; done; exit 3",
+            first=f"export MARK={disk.path.parent.name}\n",
+        )
+        assert done.returncode == 3
+    mark = Path("/dev/shm") / disk.path.parent.name
+    assert mark.exists()  # the commands at the end did run
+    mark.unlink()
+
+
+def test_an_edited_configuration_is_reported_and_kept(tmp_path: Path) -> None:
+    config = compose("sft", ["model.path=m", "data.train_files=t.jsonl"], {"slurm.python": "/usr/bin/python3"})
+    job = Job("sft", config, RunDir(tmp_path / "run"), Path("/"))
+    assert "edited" not in run_script(job, tmp_path)[0].stdout
+    assert "edited" not in run_script(job, tmp_path)[0].stdout
+    first = job.run_dir.config.read_text()
+    job.run_dir.config.write_text(first + "# mine\n")
+    assert job.run_dir.edited_since() == job.run_dir.path / "attempt-2"
+    done, _ = run_script(job, tmp_path)
+    assert "hpc-rl: config.yaml was edited after the last attempt. The edit is not used" in done.stdout
+    assert (job.run_dir.path / "attempt-3" / "config.edited.yaml").read_text() == first + "# mine\n"
+    assert job.run_dir.config.read_text() == first and job.run_dir.edited_since() is None
 
 
 def test_a_missing_python_or_folder_is_one_line(tmp_path: Path) -> None:

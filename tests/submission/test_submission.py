@@ -14,6 +14,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.requeue import requeue
 from tests.fake_slurm import calls, fake_slurm
+from tests.small_disk import needs_root, small_disk
 
 PROGRAM = ("trainer.device=cpu", "--", "train.py")
 
@@ -106,3 +107,47 @@ def test_a_script_that_never_queues_itself_again_is_not_asked_to(tmp_path: Path,
     with pytest.raises(UserError, match="was submitted with slurm"):
         requeue(mine)
     assert not mine.stop.exists()
+
+
+def test_a_run_with_edited_settings_is_not_requeued(tmp_path: Path) -> None:
+    status = {"job_id": "5", "attempt": 1, "state": "FAILED", "exit_code": 1}
+    mine = run(tmp_path, job={"job_id": "5", "working_dir": str(tmp_path)}, status=status)
+    attempt = mine.path / "attempt-1"
+    attempt.mkdir()
+    (attempt / "config.yaml").write_text("lr: 1\n")
+    mine.config.write_text("lr: 2\n")
+    with pytest.raises(
+        UserError, match=r"config.yaml was edited after attempt-1, .* with --job-name mine and the changed"
+    ):
+        requeue(mine)
+    assert not any(call.startswith("sbatch") for call in calls(tmp_path))
+    mine.config.write_text("lr: 1\n")
+    assert requeue(mine).startswith("submitted job 7")
+
+
+@needs_root
+@pytest.mark.parametrize("outage", ["full", "no inodes", "read-only"])
+@pytest.mark.parametrize("command", [("submit", "torchrun"), ("sweep", "torchrun", "slurm.env.LR=1,2")])
+def test_a_submission_to_a_full_disk_is_one_message(tmp_path: Path, command: Sequence[str], outage: str) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        (disk.path / "train.py").touch()
+        {"full": disk.fill, "no inodes": disk.use_all_inodes, "read-only": disk.read_only}[outage]()
+        line = [sys.executable, "-m", "hpc_rl.cli", *command, *PROGRAM]
+        done = subprocess.run(line, cwd=disk.path, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+        assert f"{disk.path} (tmpfs)" in done.stderr and len(done.stderr.splitlines()) <= 3, done.stderr
+        assert not any(call.startswith("sbatch") for call in calls(tmp_path))
+
+
+@needs_root
+def test_a_full_disk_is_shown_afterwards(tmp_path: Path) -> None:
+    """The job could not write a log."""
+    with small_disk(tmp_path / "disk") as disk:
+        status = {"job_id": "5", "attempt": 0, "state": "FAILED", "exit_code": 2}
+        mine = run(disk.path, job={"job_id": "5"}, status=status)
+        disk.fill()
+        for command in ("status", "explain"):
+            line = [sys.executable, "-m", "hpc_rl.cli", command, str(mine.path)]
+            done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+            assert "No space left on device" in done.stdout, (command, done.stdout, done.stderr)
+            assert f"file system {disk.path} (tmpfs) has 0 bytes" in done.stdout, (command, done.stdout)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.disk import tolerate_lost_output
 from hpc_rl.host.processes import adopt_orphans, end_descendants
 from hpc_rl.node.entry import add_common_options, print_error, run_with_others
 from hpc_rl.node.meeting import Meeting
@@ -133,4 +134,5 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    tolerate_lost_output()
     sys.exit(main())

@@ -8,7 +8,6 @@ import grp
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from hpc_rl.config.ppo import PpoConfig, RewardConfig, engine_spec, pool_of
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.sft import SftConfig
 from hpc_rl.errors import UserError
+from hpc_rl.host.disk import refuse_unwritable, space_of
 from hpc_rl.host.environment import refuse_expandable_segments
 from hpc_rl.host.ray_version import check_ray, installed_ray
 from hpc_rl.images.run_options import image_preflight
@@ -212,11 +212,14 @@ def check_allocator(*environ: tuple[str, str]) -> None:
     refuse_expandable_segments(dict(environ))
 
 
-def check_run_dir(path: Path, group: str | None = None) -> None:
-    """Check that a run directory can be created and written by this user, and by nobody else.
+def check_run_dir(path: Path, group: str | None = None) -> str | None:
+    """Check that a run directory can be created and written by this user, and by nobody else, and that there is space.
 
     Args:
         group: UNIX group that may read it.
+
+    Returns:
+        a warning if its file system has little space or few inodes.
 
     Raises:
         UserError: its path is impossible, it is below a file, it is not writable, or other users could change it.
@@ -232,11 +235,10 @@ def check_run_dir(path: Path, group: str | None = None) -> None:
     existing = next(folder for folder in [path, *path.parents] if folder.exists())
     if not existing.is_dir():
         raise UserError(f"run directory {path}: {existing} is a file")
-    try:
-        tempfile.TemporaryFile(dir=existing).close()
-    except OSError as error:
-        raise UserError(f"run directory {path} is not writable: {existing}: {error.strerror}") from error
+    refuse_unwritable(existing, f"run directory {path}")
     RunDir(path).check_owner(group)
+    space = space_of(existing)
+    return f"run directory {path}: {space}, which is little for a job" if space.problem else None
 
 
 def _shortened(path: Path) -> str:

@@ -22,10 +22,12 @@ import torch
 
 from hpc_rl.config.training import ModelConfig, TrainingConfig
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.host.disk import explained
 from hpc_rl.host.ownership import own_folders
 from hpc_rl.host.scratch import held, remove_abandoned
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training.checkpoints import checkpoint, model_state
+from hpc_rl.training.checkpoints import checkpoint, folders, model_state
+from hpc_rl.training.checkpoints.model_state import UnreadableError
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models import safetensors_files
 from hpc_rl.training.models.loading import changes_weights, weights_of
@@ -111,6 +113,10 @@ def write_weights(path: Path, folder: Path, dtype: str | None, rank: int, ranks:
         RunError: the folder cannot be written.
     """
     part, target = _part(path), _type(path, dtype)
+    try:
+        model_state.refuse_damage(part, rank, ranks)
+    except UnreadableError as error:
+        raise UserError(f"checkpoint {path} cannot be exported: {error}; export another step of the run") from error
     hf = _empty(part, target)
     stored = model_state.stored_weights(part)
     names = [name for name in weights_of(hf) if name not in (hf._keys_to_ignore_on_save or ())]
@@ -157,11 +163,11 @@ def _write_whole(hf: PreTrainedModel, part: Path, dtype: torch.dtype, folder: Pa
 
 def _part(path: Path) -> Path:
     """Return the folder of the model that is exported: the first part of a checkpoint."""
-    return path / checkpoint.read_progress(path).parts[0]
+    return path / folders.read_progress(path).parts[0]
 
 
 def _type(path: Path, dtype: str | None) -> torch.dtype:
-    found: torch.dtype = getattr(torch, dtype or checkpoint.read_progress(path).dtype)
+    found: torch.dtype = getattr(torch, dtype or folders.read_progress(path).dtype)
     return found
 
 
@@ -179,7 +185,7 @@ def _explained(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(f"cannot write the model to {out}: {error.strerror or error}") from error
+        raise RunError(f"cannot write the model to {out}: {explained(error, out)}") from error
 
 
 def _follow_umask(folder: Path) -> None:

@@ -2,25 +2,33 @@
 
 .metadata, __0_0.distcp, ...   weights, optimizer and random state; each rank writes its shards
 hf/                            model configuration and tokenizer, so that an export needs nothing else
+checksums.json                 of all these files; written last
 """
 
 from __future__ import annotations
 
+import json
+import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from hpc_rl.errors import RunError, UserError
+from hpc_rl.errors import AgreedError, RunError, UserError
+from hpc_rl.host.disk import explained
+from hpc_rl.training.checkpoints import checksums, folders
+from hpc_rl.training.checkpoints.checksums import Checksum, SummedStream
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import PackedModel
 from hpc_rl.training.models.loading import weights_of
@@ -75,29 +83,37 @@ def snapshot(
 
 
 def write(path: Path, found: Snapshot, world: World) -> None:
-    """Write a snapshot into the folder `path`. Every rank calls this, in any thread. `.metadata` is written last.
+    """Write a snapshot into the folder `path`. Every rank calls this, in any thread. checksums.json is written last.
 
     Raises:
         RunError: the folder cannot be written; every rank raises this.
     """
     world.together(lambda: _write_settings(path / HF, found) if world.is_main else None)
+    writer = _Writer(path)
     try:
-        _transfer(dcp.save, found.tensors, path, alone=world.size == 1, process_group=world.group)
+        with _without_torchs_checksums():
+            _transfer(dcp.save, found.tensors, path, world.size == 1, process_group=world.group, storage_writer=writer)
     except CheckpointException as error:  # a BaseException, so no other handler would catch it
-        raise RunError(f"{path} could not be written: {_first_cause(error)}") from error
+        raise RunError(f"{path} could not be written: {explained(_first_cause(error), path)}") from error
+    sums = _gathered(writer.sums, world)
+    world.together(lambda: _write_checksums(path, sums) if world.is_main else None)
 
 
 def is_written(path: Path) -> bool:
     """Return whether a snapshot has been written completely."""
-    return (path / ".metadata").exists()
+    return (path / checksums.NAME).exists()
 
 
 def read(path: Path, model: PackedModel, optimizer: torch.optim.Optimizer, world: World) -> None:
     """Read the folder `path` into model and optimizer, and restore the random state. Every rank calls this.
 
     Raises:
-        UnreadableError: the folder cannot be read; every rank raises this.
+        UnreadableError: the folder cannot be read, or a file is not as it was written; every rank raises this.
     """
+    try:
+        world.together(lambda: _refuse_damage(path, world))
+    except AgreedError as error:
+        raise UnreadableError(str(error)) from error
     reshard(model)
     tensors = {**_model_tensors(model), **_optimizer_tensors(model, optimizer)}
     known = _metadata(path).state_dict_metadata
@@ -115,8 +131,7 @@ def stored_weights(path: Path) -> dict[str, StoredWeight]:
     Raises:
         UserError: there is no checkpoint, or it is not complete.
     """
-    problem = problem_of(path)
-    if problem:
+    if problem := problem_of(path):
         raise UserError(f"{path} is not a usable checkpoint: {problem}")
     return {
         name.removeprefix(_MODEL): StoredWeight(entry.properties.dtype, entry.size)
@@ -149,13 +164,30 @@ def read_weights(path: Path, names: Sequence[str] | None = None, dtype: torch.dt
     return {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items()}
 
 
+def refuse_damage(path: Path, rank: int = 0, ranks: int = 1) -> None:
+    """Read one rank's share of the files, and check that they are as they were written.
+
+    Raises:
+        UnreadableError: one is not.
+    """
+    if problem := problem_of(path) or folders.part_damage(path, rank, ranks):
+        raise UnreadableError(f"{path.name}/{problem}")
+    try:
+        _metadata(path)  # every rank reads this file
+    except _BAD_METADATA as error:
+        raise UnreadableError(f"{path.name}/{error}") from error
+
+
 def problem_of(path: Path) -> str | None:
     """Return why a folder is not complete, judged by its files and their sizes; None if it is complete."""
+    if (problem := folders.part_problem(path)) or is_written(path):
+        return problem
+    # A checkpoint of an earlier version, without checksums.
     try:
         stored = _metadata(path).storage_data or {}
-    except (OSError, ValueError, TypeError, EOFError, UnpicklingError, CheckpointException) as error:
+    except _BAD_METADATA as error:
         return f"{type(error).__name__}: {error}"
-    ends: dict[str, int] = {}
+    ends: dict[str, int] = {f"{HF}/config.json": 1}
     for part in stored.values():
         ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
     for name, end in ends.items():
@@ -166,6 +198,7 @@ def problem_of(path: Path) -> str | None:
     return None
 
 
+_BAD_METADATA = (OSError, ValueError, TypeError, EOFError, UnpicklingError, CheckpointException)
 _MODEL, _OPTIMIZER, _RANDOM = "model.", "optimizer.", "random."
 
 
@@ -201,6 +234,64 @@ def set_random_state(state: Tensors, world: World) -> None:
             torch.get_device_module(world.device.type).set_rng_state(value, world.device)
 
 
+class _SummedFiles(FileSystem):
+    """Writes files and computes their checksums."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Checksum] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            summed = SummedStream(cast(IO[bytes], stream))
+            yield summed
+        self.sums[Path(path).name.removesuffix(".tmp")] = summed.checksum  # `.metadata` is renamed later
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes this rank's tensors to one file, and computes its checksum."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.fs = _SummedFiles()
+
+    @property
+    def sums(self) -> dict[str, Checksum]:
+        """Checksums of what this rank has written."""
+        return self.fs.sums
+
+
+@contextmanager
+def _without_torchs_checksums() -> Iterator[None]:
+    """Leave out the checksums that torch.save computes, which torch.load does not verify."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _gathered(own: dict[str, Checksum], world: World) -> dict[str, Checksum]:
+    """Return the checksums of all ranks, exchanged as text."""
+    text = json.dumps([[name, one.size, one.crc32] for name, one in own.items()]).encode()
+    everyone = world.gather_varied(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    rows = [row for found in everyone for row in json.loads(found.numpy().tobytes())]
+    return {name: Checksum(size, crc32) for name, size, crc32 in rows}
+
+
+def _write_checksums(path: Path, sums: dict[str, Checksum]) -> None:
+    try:
+        settings = {f"{HF}/{file.name}": checksums.of_file(file) for file in sorted((path / HF).iterdir())}
+        checksums.write(path, {**sums, **settings})
+    except OSError as error:
+        raise RunError(f"{path} could not be written: {explained(error, path)}") from error
+
+
+def _refuse_damage(path: Path, world: World) -> None:
+    refuse_damage(path, world.rank, world.size)
+
+
 def _write_settings(folder: Path, found: Snapshot) -> None:
     hf = found.model.hf
     try:
@@ -211,8 +302,10 @@ def _write_settings(folder: Path, found: Snapshot) -> None:
             generation_config.save_pretrained(folder)
         if found.tokenizer is not None:
             found.tokenizer.save_pretrained(folder)
+        for file in folder.iterdir():
+            checksums.sync(file)
     except OSError as error:
-        raise RunError(f"{folder} could not be written: {error}") from error
+        raise RunError(f"{folder} could not be written: {explained(error, folder)}") from error
 
 
 def _transfer(action: Callable[..., Any], tensors: Tensors, path: Path, alone: bool, **options: Any) -> None:
@@ -236,6 +329,10 @@ def _metadata(path: Path) -> Metadata:
 
 @lru_cache(maxsize=4)
 def _read_metadata(path: Path, _mtime_ns: int, _size: int) -> Metadata:
+    # Damaged, it could not be unpickled safely.
+    sums = checksums.read(path) or {}
+    if problem := checksums.wrong_contents(path, sums, sums.keys() & {".metadata"}):
+        raise ValueError(problem)
     return dcp.FileSystemReader(path).read_metadata()
 
 

@@ -114,7 +114,8 @@ def stop_after(patch: pytest.MonkeyPatch, step: int) -> None:
     def log_and_ask(self: Tracker, number: int, *rest: Any) -> None:
         log(self, number, *rest)
         if number == step:
-            self._samples.with_name("stop").write_text("user\n")
+            assert self._samples is not None
+            self._samples.path.with_name("stop").write_text("user\n")
 
     patch.setattr(Tracker, "log", log_and_ask)
 

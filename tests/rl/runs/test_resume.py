@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from hpc_rl.errors import EXIT_STOPPED, RunError, UserError
-from hpc_rl.rl import trainer
+from hpc_rl.rl import checkpoints, trainer
 from hpc_rl.rl.state import PpoState
+from hpc_rl.tracking.tracker import Tracker
 from tests.rl.runs.jobs import Runs, copy_of, metrics, same_metrics, series, stop_after
+from tests.small_disk import needs_root, small_disk
 
 OPTIONS = (
     "trainer.total_training_steps=4",
@@ -134,7 +136,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
     assert run(run_dir, *OPTIONS) == 0
     out, errors = capsys.readouterr()
-    assert f"warning: checkpoint {newest} is skipped: critic: __0_0.distcp has" in errors
+    assert f"warning: checkpoint {newest} is skipped: critic/__0_0.distcp has" in errors
     assert "resuming after step 2" in out
     same_metrics(run_dir, uninterrupted)
 
@@ -147,7 +149,7 @@ def test_contents_that_cannot_be_read_are_passed_over_too(
     data.write_bytes(bytes(data.stat().st_size))
     assert run(run_dir, *OPTIONS) == 0
     out, errors = capsys.readouterr()
-    assert "step-00000004 is skipped: cannot be read" in errors
+    assert "step-00000004 is skipped: actor/__0_0.distcp does not match its checksum" in errors
     assert "resuming after step 2" in out
     same_metrics(run_dir, uninterrupted)
 
@@ -182,3 +184,32 @@ def test_other_data_is_refused(run: Runs, tmp_path: Path, uninterrupted: Path) -
     train = next(word for word in run.base if word.startswith("data.train_files=")).partition("=")[2]
     with pytest.raises(UserError, match="was trained on 23 samples, and the training data now has 46"):
         run(run_dir, *OPTIONS, f"data.train_files=[{train},{train}]")
+
+
+@needs_root
+def test_a_disk_without_space_for_a_checkpoint_is_named(run: Runs, tmp_path: Path, uninterrupted: Path) -> None:
+    """The disk is full when step 4 is saved. The checkpoint of step 2 stays, and the run resumes from it."""
+    with small_disk(tmp_path / "disk", size="16m") as disk:
+        run_dir = disk.path / "run"
+        log = Tracker.log
+
+        def log_and_fill(self: Tracker, number: int, *rest: Any) -> None:
+            log(self, number, *rest)
+            if number == 3:
+                disk.fill()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tracker, "log", log_and_fill)
+            message = (
+                rf"step-00000004.tmp\S* could not be written: .*No space left on device.* file system {disk.path} "
+            )
+            with (
+                run.state(run_dir, *OPTIONS) as state,
+                pytest.raises(RunError, match=message),
+                checkpoints.finished(state),
+            ):
+                trainer.train(state)
+        disk.free()
+        assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000002"]
+        assert run(run_dir, *OPTIONS) == 0
+        same_metrics(run_dir, uninterrupted)

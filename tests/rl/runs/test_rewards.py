@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.rl import trainer
 from hpc_rl.rl.batches import greedy_sampling
 from tests.helpers import make_tiny_model, make_tokenizer
 from tests.http_server import serving
 from tests.rl.runs.jobs import Runs, metrics, same_metrics
 
 OWN = """
+import os
+
 def score(response, answer, row, prompt, scale=1.0):
     assert answer == row["answer"] and prompt.endswith("assistant\\n")
     if len(response) % 3 == 0:
@@ -29,6 +32,11 @@ def broken(response, answer):
 
 def narrow(response):
     return 1.0
+
+def outage(response, answer, switch):
+    if os.path.exists(switch):
+        raise OSError("the service does not answer")
+    return len(response)
 
 def flat(response, answer):
     return {"score": 0.25, "letters": sum(map(str.isalpha, response)), "constant": 3, "text": response}
@@ -62,6 +70,32 @@ def test_a_function_that_never_works_ends_the_run(plain: Runs, tmp_path: Path, o
     message = r"step 1: none of 16 responses could be scored; the first error: NameError: .*undefined_name"
     with pytest.raises(RunError, match=message):
         plain(tmp_path, "reward.workers=1", f"reward.function={own}:broken")
+
+
+def test_a_step_without_any_score_ends_the_run_after_it_has_saved(
+    plain: Runs, tmp_path: Path, own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reward fails in step 3, and works again in the next attempt."""
+    options = ("reward.workers=1", "trainer.total_training_steps=4", f"reward.function={own}:outage")
+    switch = tmp_path / "outage"
+    run_dir = tmp_path / "run"
+    assert plain(tmp_path / "whole", *options, "reward.kwargs={switch: /nowhere}") == 0
+    message = r"step 3: none of 16 responses could be scored; .*; saved after step 2: repair the reward and start"
+    with (
+        plain.state(run_dir, *options, f"reward.kwargs={{switch: '{switch}'}}") as state,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        note = state.stopping.note_step
+        fail = lambda done: (note(done), switch.touch() if state.step == 2 else None)  # noqa: E731
+        patch.setattr(state.stopping, "note_step", fail)
+        with pytest.raises(RunError, match=message):
+            trainer.train(state)
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000002"]
+    switch.unlink()
+    capsys.readouterr()
+    assert plain(run_dir, *options, f"reward.kwargs={{switch: '{switch}'}}") == 0
+    assert "resuming after step 2" in capsys.readouterr().out
+    same_metrics(run_dir, tmp_path / "whole")
 
 
 def test_a_function_of_the_wrong_signature_is_refused(plain: Runs, tmp_path: Path, own: Path) -> None:

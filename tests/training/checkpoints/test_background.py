@@ -16,7 +16,8 @@ from hpc_rl.config.training import ModelConfig, OptimConfig
 from hpc_rl.errors import RunError
 from hpc_rl.training.checkpoints import checkpoint, model_state
 from hpc_rl.training.checkpoints.background import BackgroundWriter
-from hpc_rl.training.checkpoints.checkpoint import Progress, Saver
+from hpc_rl.training.checkpoints.checkpoint import Saver
+from hpc_rl.training.checkpoints.folders import Progress
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import PackedModel, load_model, load_tokenizer
 from hpc_rl.training.optim import build_optimizer

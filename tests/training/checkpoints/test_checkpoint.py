@@ -10,8 +10,8 @@ import torch
 
 from hpc_rl.config.training import ModelConfig, OptimConfig
 from hpc_rl.errors import UserError
-from hpc_rl.training.checkpoints import checkpoint, model_state
-from hpc_rl.training.checkpoints.checkpoint import ACTOR, CRITIC, Progress
+from hpc_rl.training.checkpoints import checkpoint, folders, model_state
+from hpc_rl.training.checkpoints.folders import ACTOR, CRITIC, Progress
 from hpc_rl.training.checkpoints.model_state import UnreadableError
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import PackedModel, load_model
@@ -49,11 +49,11 @@ def weights(part: Part) -> list[torch.Tensor]:
 
 
 def save(folder: Path, models: dict[str, Part], step: int, keep: int = 2) -> Path:
-    partial = checkpoint.begin(folder, step)
+    partial = folders.begin(folder, step)
     for name, (model, optimizer) in models.items():
         model_state.write(partial / name, model_state.snapshot(model, optimizer, None, ALONE, copy=False), ALONE)
     progress = Progress(samples=10, dtype="float32", parts=tuple(models), step=step, kl_coef=0.25)
-    return checkpoint.commit(folder, progress, keep)
+    return folders.commit(folder, progress, keep)
 
 
 def test_each_part_is_restored_and_learns_the_same(config: ModelConfig, tmp_path: Path) -> None:
@@ -98,9 +98,9 @@ def test_only_the_newest_are_kept_and_leftovers_go(config: ModelConfig, tmp_path
         (lambda path: (path / "trainer.json").unlink(), "FileNotFoundError"),
         (lambda path: (path / "trainer.json").write_text("{"), "JSONDecodeError"),
         (lambda path: (path / "trainer.json").write_text(json.dumps({"step": 2})), "KeyError: 'parts'"),
-        (lambda path: (path / CRITIC / ".metadata").write_bytes(b""), "critic: "),
-        (lambda path: (path / CRITIC / "__0_0.distcp").unlink(), "critic: __0_0.distcp has 0 of "),
-        (lambda path: (path / ACTOR / "__0_0.distcp").write_bytes(bytes(99)), "actor: __0_0.distcp has 99 of "),
+        (lambda path: (path / CRITIC / ".metadata").write_bytes(b""), "critic/"),
+        (lambda path: (path / CRITIC / "__0_0.distcp").unlink(), "critic/__0_0.distcp is missing"),
+        (lambda path: (path / ACTOR / "__0_0.distcp").write_bytes(bytes(99)), "actor/__0_0.distcp has 99 of "),
     ],
 )
 def test_an_incomplete_one_is_skipped(
@@ -118,7 +118,7 @@ def test_contents_that_cannot_be_read(config: ModelConfig, tmp_path: Path) -> No
     models = parts(config)
     data = save(tmp_path, models, 1) / ACTOR / "__0_0.distcp"
     data.write_bytes(bytes(data.stat().st_size))
-    with pytest.raises(UnreadableError, match=r"^cannot be read: "):
+    with pytest.raises(UnreadableError, match=r"^actor/__0_0.distcp does not match its checksum"):
         model_state.read(data.parent, *models[ACTOR], ALONE)
 
 

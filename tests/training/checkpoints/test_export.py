@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.scratch import held
 from hpc_rl.training.checkpoints import checkpoint
 from hpc_rl.training.checkpoints import export as exporting
-from hpc_rl.training.checkpoints.checkpoint import Progress
 from hpc_rl.training.checkpoints.export import export
+from hpc_rl.training.checkpoints.folders import Progress
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import load_model, load_tokenizer
 from hpc_rl.training.optim import build_optimizer
@@ -196,3 +197,26 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot write the model to .*file/out: Not a directory"):
         export(run_dir, tmp_path / "file" / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run", "source"]
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    run_dir, _ = saved_run(tmp_path, "float32", False)
+    path = run_dir / "checkpoints" / "step-00000007"
+    data = path / "model" / "__0_0.distcp"
+    whole = bytearray(data.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    data.write_bytes(whole)
+    for source in (run_dir, path):
+        with pytest.raises(UserError, match=r"step-00000007 cannot be exported: model/__0_0.distcp does not match its"):
+            export(source, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_checkpoint_without_the_models_configuration_is_not_exported(tmp_path: Path) -> None:
+    run_dir, _ = saved_run(tmp_path, "float32", False)
+    path = run_dir / "checkpoints" / "step-00000007"
+    shutil.rmtree(path / "model" / "hf")
+    with pytest.raises(UserError, match=r"step-00000007 cannot be used: model/hf/\S+ is missing"):
+        export(path, tmp_path / "model")
+    with pytest.raises(UserError, match=r"is neither a checkpoint nor a run directory with one"):
+        export(run_dir, tmp_path / "model")

@@ -1,0 +1,99 @@
+"""Full disks under jobs on real nodes: the run directory's, and the temporary folder's."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from tests.conftest import sandbox_cluster
+from tests.e2e.test_ppo_on_slurm import PPO, REWARD
+from tests.e2e.workspace import QUICK, Workspace, make_workspace
+from tests.faults.outcomes import Outcome
+from tests.sandbox.cluster import Cluster
+from tests.small_disk import SmallDisk, small_disk
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.faults]
+SMALL_PPO = ("data.train_batch_size=8", "actor.mini_batch_size=16")
+SAVES = ("trainer.save_freq=1", "trainer.total_training_steps=400", "trainer.test_freq=0", "trainer.export=false")
+
+
+@pytest.fixture(scope="module")
+def disk() -> Iterator[SmallDisk]:
+    """A disk that the nodes see too: it is mounted before they start."""
+    with small_disk(
+        Path(tempfile.mkdtemp(dir="/var/tmp", prefix="hpc-rl-")) / "disk", size="64m", inodes=5000
+    ) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def cluster(disk: SmallDisk, slurm_tree: str) -> Iterator[Cluster]:
+    yield from sandbox_cluster("pytest-disks", nodes=2, cpus=2, memory_mb=6000, tree=slurm_tree)
+
+
+@pytest.fixture(scope="module")
+def workspace(cluster: Cluster) -> Workspace:
+    workspace = make_workspace(cluster.shared / f"disks-{uuid.uuid4().hex[:8]}", cluster.env)
+    workspace.ok("data", "arithmetic", "--out", "sums", "--train", "400", "--val", "40")
+    (workspace.folder / "reward.py").write_text(REWARD)
+    return workspace
+
+
+def steps(run: Path) -> dict[int, float]:
+    """Return what each step measured: the loss, or the mean reward."""
+    lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
+    records = [record for line in lines if line.startswith("{") and line.endswith("}") and (record := json.loads(line))]
+    names = ("train/loss", "critic/score/mean")
+    return {record["step"]: record[name] for record in records for name in names if name in record}
+
+
+@pytest.mark.parametrize("job", ["sft", "ppo"])
+def test_the_disk_of_the_run_directory_fills_up(
+    workspace: Workspace, disk: SmallDisk, job: Literal["sft", "ppo"], observed: Callable[[Outcome], None]
+) -> None:
+    run = disk.path / job
+    options = [*(QUICK if job == "sft" else (*PPO, *SMALL_PPO)), *SAVES]
+    command = ["submit", job, "--nodes", "2", "--mem", "4G", "--run-dir", str(run), *options]
+    workspace.ok(*command)
+    workspace.wait_until(lambda: max(steps(run), default=0) >= 3, "3 steps")
+    disk.fill()
+    workspace.wait_until(lambda: workspace.status(str(run))["state"] == "FAILED", "the job failed")
+    assert workspace.status(str(run))["exit_code"] == 1
+    for view in ("status", "explain"):
+        assert "No space left on device" in workspace.ok(view, str(run))
+    assert f"file system {disk.path} (tmpfs) has" in workspace.ok("status", str(run))
+    refused = workspace.hpc_rl(*command)
+    assert refused.returncode == 2 and "is not writable" in refused.stderr and "Traceback" not in refused.stderr
+    disk.free()
+    before = steps(run)
+    saved = max(int(path.name.removeprefix("step-")) for path in run.glob("checkpoints/step-????????"))
+    last = saved + 2
+    workspace.ok(*command, f"trainer.total_training_steps={last}", "--wait")
+    after = steps(run)
+    assert sorted(after) == list(range(1, last + 1))
+    lost = max(before) - saved
+    observed(
+        Outcome("full disk of the run directory", job, None, "No space left on device", "exit code 1; resumed", lost)
+    )
+
+
+@pytest.mark.parametrize("job", ["sft", "ppo"])
+def test_the_temporary_folder_of_a_node_is_full_at_the_start(
+    workspace: Workspace, disk: SmallDisk, job: Literal["sft", "ppo"], observed: Callable[[Outcome], None]
+) -> None:
+    disk.fill()
+    options = [*(QUICK if job == "sft" else PPO), f"slurm.env.TMPDIR={disk.path}", "trainer.total_training_steps=1"]
+    ended = workspace.hpc_rl(
+        "submit", job, "--nodes", "1", "--mem", "4G", "--job-name", f"tmp-{job}", "--wait", *options
+    )
+    disk.free()
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    message = next(line for line in workspace.ok("logs", f"tmp-{job}").splitlines() if line.startswith("hpc-rl: "))
+    assert message.startswith("hpc-rl: the temporary folder of node node") and "No space left on device" in message
+    observed(Outcome("full temporary folder at the start", job, None, message, "exit code 2", None))

@@ -1,0 +1,56 @@
+"""`hpc-rl runs --verify`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from hpc_rl.training.checkpoints import checksums, folders
+from hpc_rl.training.checkpoints.folders import MODEL, Progress
+
+
+def make_run(folder: Path, name: str, steps: int = 2) -> Path:
+    run = folder / "runs" / name
+    for step in range(1, steps + 1):
+        part = folders.begin(run / "checkpoints", step) / MODEL
+        part.mkdir()
+        (part / "__0_0.distcp").write_bytes(bytes(100))
+        checksums.write(part, {"__0_0.distcp": checksums.of_file(part / "__0_0.distcp")})
+        folders.commit(run / "checkpoints", Progress(samples=1, dtype="float32", step=step), keep=5)
+    (run / "config.yaml").touch()
+    return run
+
+
+def verify(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hpc_rl.cli", "runs", "--verify", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path, "a"), make_run(tmp_path, "b", steps=1)
+    done = verify(tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["intact"] * 3
+
+    (run / "checkpoints" / "step-00000002" / MODEL / "__0_0.distcp").write_bytes(bytes(99) + b"x")
+    done = verify(tmp_path)
+    assert done.returncode == 1
+    assert "runs/a/checkpoints/step-00000002: model/__0_0.distcp does not match its checksum" in done.stdout
+    assert "1 of 3 checkpoints are damaged" in done.stderr
+    (line,) = [json.loads(line) for line in verify(tmp_path, "--json", "b").stdout.splitlines()]
+    assert (line["state"], line["problem"]) == ("intact", "") and line["bytes"] > 100
+
+
+def test_checkpoints_of_an_earlier_version_cannot_be_verified(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "a", steps=1)
+    for file in run.glob("checkpoints/**/checksums.json"):
+        file.unlink()
+    done = verify(tmp_path, "a")
+    assert done.returncode == 0 and done.stdout.startswith("unknown") and "it has no checksums" in done.stdout
+
+
+def test_nothing_to_verify(tmp_path: Path) -> None:
+    assert "no checkpoints" in verify(tmp_path).stderr
+    done = verify(tmp_path, "--reverse")
+    assert done.returncode == 2 and "cannot be combined" in done.stderr
+    assert verify(tmp_path, "nothing").returncode == 2
