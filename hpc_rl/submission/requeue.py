@@ -9,6 +9,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
 from hpc_rl.runs.status import RunStatus, in_slurm, status_of, statuses_of
 from hpc_rl.runs.sweeps import SweepDir, run_of, states
+from hpc_rl.slurm import commands
 from hpc_rl.submission import queue
 from hpc_rl.submission.after import find_after_again
 
@@ -25,7 +26,7 @@ def requeue(run: RunDir) -> str:
     Raises:
         UserError: the run was not a Slurm job, it has no script, or its job was submitted without requeueing.
     """
-    now = status_of(run)
+    now = status_of(run, commands.TIMEOUT_S)
     if now.state == "COMPLETED":
         return f"run {run.name} has nothing to resume: its state is {now.state}"
     if now.state == "PENDING":
