@@ -159,3 +159,15 @@ def test_slices_of_gpus_do_not_train_together(kind: str, gpu_type: str, gpus: in
             questions[0].check(*questions[0].arguments)
     else:
         assert [one.check(*one.arguments) for one in questions] in ([], [None])
+
+
+@pytest.mark.parametrize("key", ["setup", "epilogue"])
+@pytest.mark.usefixtures("folder")
+def test_commands_that_bash_cannot_read_are_refused(key: str) -> None:
+    def check(*lines: str) -> list[str]:
+        config = compose("ray", [], {f"slurm.{key}": list(lines)})
+        return checks.check(Job("ray", config, RunDir(Path("run").absolute()), Path.cwd(), ("python", "driver.py")))
+
+    check("if true", "then cd /", "fi")
+    with pytest.raises(UserError, match=rf"^slurm\.{key}: bash cannot read 'echo \"a': line 1: unexpected EOF"):
+        check('echo "a')

@@ -7,6 +7,7 @@ import errno
 import grp
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Hashable, Iterator
@@ -30,6 +31,7 @@ from hpc_rl.submission.preflight.model import check_chat_template, check_model, 
 from hpc_rl.submission.preflight.partition import ask_of, check_partition
 from hpc_rl.submission.preflight.program import check_packages, check_ray_program, check_torchrun_program
 
+BASH_TIMEOUT_S = 20
 LONGEST_FILE = "attempt-1000/" + "x" * 64
 """At least as long as any path in a run directory. If this one is below the file system's limit, all of them are."""
 
@@ -72,6 +74,13 @@ def run_directory(job: Job) -> Iterator[Question]:
     yield Question(check_run_dir, (job.run_dir.path,))
     if job.config.slurm.group is not None:
         yield Question(check_group, (job.config.slurm.group,))
+
+
+def commands(job: Job) -> Iterator[Question]:
+    """Ask whether bash can read the commands of the configuration."""
+    for key, lines in {"slurm.setup": job.config.slurm.setup, "slurm.epilogue": job.config.slurm.epilogue}.items():
+        if lines:
+            yield Question(check_bash, (key, tuple(lines)))
 
 
 def image(job: Job) -> Iterator[Question]:
@@ -154,6 +163,7 @@ def partition(job: Job) -> Iterator[Question]:
 
 CHECKS: tuple[Callable[[Job], Iterator[Question]], ...] = (
     run_directory,
+    commands,
     image,
     gpus,
     packages,
@@ -175,6 +185,16 @@ def check_group(group: str) -> None:
     names = [grp.getgrgid(number).gr_name for number in {os.getgid(), *os.getgroups()}]
     if group not in names and os.geteuid() != 0:
         raise UserError(f"slurm.group {group}: you are not a member of such a group; yours are {', '.join(names)}")
+
+
+def check_bash(key: str, lines: tuple[str, ...]) -> None:
+    """Raise UserError if bash cannot read these lines of the job script, such as a quote that is not closed."""
+    done = subprocess.run(
+        ["bash", "-n", "-c", "\n".join(lines)], capture_output=True, text=True, timeout=BASH_TIMEOUT_S, check=False
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        raise UserError(f"{key}: bash cannot read {'; '.join(lines)!r}: {said[-1].removeprefix('bash: -c: ')}")
 
 
 def check_slices(gpu_type: str, processes: int) -> None:
