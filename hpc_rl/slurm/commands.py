@@ -142,6 +142,28 @@ def node_groups() -> list[cluster.NodeGroup]:
     return cluster.read_sinfo(_output(["sinfo", "-a", "-h", "-e", "-o", cluster.SINFO_FORMAT]))
 
 
+class NodeListing:
+    """The nodes that sinfo lists, for one command of the user: sinfo is called when they are first needed, and once."""
+
+    def __init__(self) -> None:
+        self._found: list[cluster.NodeGroup] | NoAnswer | None = None
+
+    def groups(self) -> list[cluster.NodeGroup]:
+        """Return `node_groups`.
+
+        Raises:
+            NoAnswer: the controller does not answer.
+        """
+        if self._found is None:
+            try:
+                self._found = node_groups()
+            except NoAnswer as error:
+                self._found = error
+        if isinstance(self._found, NoAnswer):
+            raise self._found
+        return self._found
+
+
 def partitions() -> list[cluster.Partition]:
     """Return every partition of the cluster, including hidden ones.
 

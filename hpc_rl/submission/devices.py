@@ -22,11 +22,12 @@ class Devices:
 
     Args:
         local: the job runs on this machine and uses its GPUs.
+        nodes: the nodes of the cluster, if another part of the command needs them too.
     """
 
-    def __init__(self, local: bool = False) -> None:
+    def __init__(self, local: bool = False, nodes: commands.NodeListing | None = None) -> None:
         self._local = local
-        self._groups: dict[tuple[str, Any], NodeGroup | None] = {}
+        self.nodes = nodes or commands.NodeListing()
         self.note = ""
         """What was chosen, in a sentence for the user; empty if nothing was left open."""
 
@@ -69,10 +70,7 @@ class Devices:
         stated = _table(slurm, "node").get("gpus")
         if isinstance(stated, int) and not _leaves_cpus_open(slurm):
             return stated, {}
-        partition, kind = str(slurm.get("partition") or ""), slurm.get("gpu_type")
-        if (partition, kind) not in self._groups:
-            self._groups[partition, kind] = _usual_node(partition, kind)
-        group = self._groups[partition, kind]
+        group = _usual_node(self.nodes, str(slurm.get("partition") or ""), slurm.get("gpu_type"))
         if isinstance(stated, int):
             return stated, {"slurm.node.cpus": group.cpus} if group is not None and 0 < stated == group.all_gpus else {}
         if group is None or (not group.all_gpus and _names_gpus(slurm)):
@@ -100,12 +98,12 @@ def _names_gpus(slurm: Mapping[str, Any]) -> bool:
     return bool(slurm.get("gpu_type")) or any(re.search(r"[gnx]pu", str(word)) for word in (*own, own.get("gres")))
 
 
-def _usual_node(partition: str, gpu_type: Any) -> NodeGroup | None:
+def _usual_node(nodes: commands.NodeListing, partition: str, gpu_type: Any) -> NodeGroup | None:
     """Return the most frequent kind of node in a partition, of those with GPUs if there are any; None if unknown."""
     if not commands.available():
         return None
     try:
-        groups = commands.node_groups()
+        groups = nodes.groups()
     except commands.NoAnswer:
         return None
     names = partition.split(",") if partition else [group.partition for group in groups if group.is_default]

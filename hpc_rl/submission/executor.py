@@ -18,6 +18,7 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from hpc_rl.errors import UserError
 from hpc_rl.slurm import commands
+from hpc_rl.submission.directives import overruled
 
 SUBMIT_TIMEOUT_S = 120
 """A site's submit plugin may be slow, and an interrupted submission may still have been accepted."""
@@ -82,7 +83,7 @@ class ScriptExecutor(SlurmExecutor):
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         # Inside an allocation, its SLURM_* variables would become options of the new job and contradict the script.
         inherited = [name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"]
-        clean = [word for name in inherited for word in ("-u", name)]
+        clean = [word for name in [*inherited, *overruled(os.environ, self._script)] for word in ("-u", name)]
         return ["env", *clean, "timeout", str(SUBMIT_TIMEOUT_S), "sbatch", *self._options, str(submission_file_path)]
 
     def _num_tasks(self) -> int:

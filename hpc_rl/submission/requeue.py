@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from hpc_rl.errors import UserError
@@ -12,6 +13,7 @@ from hpc_rl.runs.sweeps import SweepDir, run_of, states
 from hpc_rl.slurm import commands
 from hpc_rl.submission import queue
 from hpc_rl.submission.after import find_after_again
+from hpc_rl.submission.directives import environment_notes
 
 REQUEUE = "requeue"
 """If the stop file has this text, the job script requeues its job after saving."""
@@ -44,7 +46,8 @@ def requeue(run: RunDir) -> str:
     job_id = queue.queue(run.script.read_text(), after.sbatch_options if after else [])
     queue.record_again(run, job_id)
     waits = f" after job {', '.join(after.job_ids)}" if after and after.job_ids else ""
-    return f"submitted job {job_id}{waits}: run {run.name} will resume (previous state: {now.state})"
+    submitted = f"submitted job {job_id}{waits}: run {run.name} will resume (previous state: {now.state})"
+    return "\n".join([submitted, *environment_notes(os.environ, run.script.read_text())])
 
 
 def _from_within(run: RunDir, now: RunStatus) -> str:
@@ -88,7 +91,8 @@ def requeue_sweep(sweep: SweepDir) -> str:
     for number, now in again.items():
         queue.record_again(run_of(now), f"{job_id}_{number}")
     before = states(again.values())
-    return (
+    submitted = (
         f"submitted job {job_id}: {len(again)} of {len(found)} runs of sweep {sweep.name} will resume "
         f"(previous states: {before})"
     )
+    return "\n".join([submitted, *environment_notes(os.environ, script)])

@@ -158,7 +158,7 @@ def program(job: Job) -> Iterator[Question]:
 def partition(job: Job) -> Iterator[Question]:
     """Ask whether the partition has enough nodes, and time, for the job."""
     if ask := ask_of(job.config):
-        yield Question(check_partition, (ask,))
+        yield Question(check_partition, (ask, job.nodes))
 
 
 CHECKS: tuple[Callable[[Job], Iterator[Question]], ...] = (
