@@ -63,7 +63,7 @@ def test_detect_asks_each_program_once_and_never_replaces(login_node: Callable[[
     done = hpc_rl("site", "detect", "--yes")
     assert done.returncode == 0 and "partition gpu, default account" in done.stdout, done.stderr
     asked = [line.split()[0] + (" " + line.split()[2] if "scontrol" in line else "") for line in calls(tmp_path)]
-    assert asked == ["ip", "sacctmgr", "scontrol config", "scontrol partition", "sinfo", "srun"]
+    assert asked == ["ip", "sacctmgr", "sbatch", "sbatch", "scontrol config", "scontrol partition", "sinfo", "srun"]
     profile = tmp_path / "home/.config/hpc-rl/site.yaml"
     profile.write_text("slurm: {partition: mine}\n")
     refused = hpc_rl("site", "detect", "--yes")

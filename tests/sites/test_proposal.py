@@ -9,7 +9,7 @@ import pytest
 from hpc_rl.config.compose import compose
 from hpc_rl.run_dir import RunDir
 from hpc_rl.sites.profile import Profile, load_profile
-from hpc_rl.sites.proposal import Facts, choose_accounts, choose_partitions, propose
+from hpc_rl.sites.proposal import Facts, choose_accounts, choose_partitions, first_choice, propose
 from hpc_rl.slurm.cluster import read_associations, read_config, read_interfaces, read_partitions, read_sinfo
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.script import render
@@ -40,7 +40,8 @@ def facts(cluster: str) -> Facts:
 def proposed(found: Facts, tmp_path: Path, name: str | None = None, account: str | None = None) -> Profile:
     partitions = {one.name: one for one in choose_partitions(found)}
     partition = partitions[name] if name else next(iter(partitions.values()))
-    (tmp_path / "site.yaml").write_text(propose(found, partition, account, "2026-01-01"))
+    choice = first_choice(found, partition, account)
+    (tmp_path / "site.yaml").write_text(propose(found, partition, choice, "2026-01-01"))
     return load_profile(str(tmp_path / "site.yaml"), environ={})
 
 
