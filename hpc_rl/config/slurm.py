@@ -169,8 +169,8 @@ class SlurmConfig(Section):
             yield f"slurm.mem is {self.mem}, but slurm.mem_option=none: leave mem out, or use mem_option=mem"
         elif not memory_mb(self.mem):
             yield (
-                f"slurm.mem is {self.mem!r}, which slurm.mem_option={self.mem_option} cannot divide: write a size, such "
-                "as 64G"
+                f"slurm.mem is {self.mem!r}, which slurm.mem_option={self.mem_option} cannot divide: write a size, "
+                "such as 64G"
             )
 
 

@@ -81,7 +81,6 @@ def _node_lines(spec: Spec, subnet: str) -> list[str]:
         first = spec.node_names.index(names[0]) + 1 if shape.runs else 0
         # A node without a machine gets an address at which nothing listens.
         address = f"{subnet}.{_range(first, shape.count)}" if shape.runs else "127.0.0.1"
-        number = _number(shape, names[0])
         options = {
             "NodeAddr": address,
             "Sockets": shape.sockets,
@@ -93,12 +92,15 @@ def _node_lines(spec: Spec, subnet: str) -> list[str]:
             "State": "UNKNOWN",
         }
         words = [f"{key}={value}" for key, value in options.items() if value]
-        lines.append(" ".join([f"NodeName={shape.prefix}{_range(number, shape.count)}{shape.suffix}", *words]))
+        lines.append(" ".join([f"NodeName={_hostlist(shape, names)}", *words]))
     return lines
 
 
-def _number(shape: Shape, node: str) -> int:
-    return int(node.removeprefix(shape.prefix).removesuffix(shape.suffix))
+def _hostlist(shape: Shape, names: list[str]) -> str:
+    """Return the nodes of a shape as in slurm.conf, which accepts a range only at the end of a name."""
+    if shape.suffix:
+        return ",".join(names)
+    return f"{shape.prefix}{_range(int(names[0].removeprefix(shape.prefix)), shape.count)}"
 
 
 def _range(first: int, count: int) -> str:
@@ -119,8 +121,7 @@ def gres_conf(spec: Spec) -> str:
         for gpus in shape.gpus:
             for files, cores in _device_files(gpus, device):
                 options = [f"Type={gpus.type}"] * bool(gpus.type) + [f"Cores={cores}"] * bool(cores)
-                nodes = f"{shape.prefix}{_range(_number(shape, names[0]), shape.count)}{shape.suffix}"
-                line = [f"NodeName={nodes} Name=gpu", *options, f"File={spec.base}/gpus/gpu{files}"]
+                line = [f"NodeName={_hostlist(shape, names)} Name=gpu", *options, f"File={spec.base}/gpus/gpu{files}"]
                 lines.append(" ".join(line))
             device += gpus.count
     return "\n".join([*lines, ""])

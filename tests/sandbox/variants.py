@@ -110,8 +110,8 @@ STRICT: dict[str, Any] = {
     },
 }
 """Plugins refuse jobs without an account, a quality of service, the type of GPU in --gres, and --mem-per-cpu, one after
-the other. The default partition is hidden, and its nodes have several sizes and fully qualified names. Another partition
-is preemptible. A TaskProlog sets a long TMPDIR."""
+the other. The default partition is hidden, and its nodes have several sizes and fully qualified names. Another one is
+preemptible. A TaskProlog sets a long TMPDIR."""
 
 VARIANTS = {"typed-gres": TYPED_GRES, "whole-nodes": WHOLE_NODES, "shared-nodes": SHARED_NODES, "strict": STRICT}
 
