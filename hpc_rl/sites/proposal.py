@@ -206,9 +206,9 @@ def _queue(facts: Facts, partition: Partition, choice: Choice) -> Iterator[str]:
 
 
 def _qualities(facts: Facts, partition: Partition) -> list[str]:
-    """Return the user's qualities of service that the partition allows, and those for spare resources last."""
+    """Return the user's qualities of service that the partition allows: Slurm's `normal`, others, spare resources."""
     names = {name for one in facts.associations for name in one.qos if partition.qos is None or name in partition.qos}
-    return sorted(names, key=lambda name: (bool(_SPARE.search(name)), name))
+    return sorted(names, key=lambda name: (bool(_SPARE.search(name)), name != "normal", name))
 
 
 def _time(facts: Facts, partition: Partition) -> str | None:

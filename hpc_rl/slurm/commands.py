@@ -17,7 +17,7 @@ from hpc_rl.slurm.states import JobState, newer, read_sacct, read_scontrol, read
 
 TIMEOUT_S = 30
 """A controller under load answers within seconds. If it is down, its clients block."""
-LOOK_S = 7
+LOOK_S = 5
 """Deadline for a user who looks at a run. After it, the state that the job itself recorded is shown."""
 _LEAST_S = 0.5
 """Time for a program if the deadline of the question has almost passed."""

@@ -22,6 +22,16 @@ _IRREGULAR = {
     "WAIT4SWITCH": "switches",
 }
 """Variables that are not named after their option: name without SBATCH_ -> option."""
+_REGULAR = (
+    "ACCOUNT", "ACCTG_FREQ", "BATCH", "BURST_BUFFER", "CLUSTERS", "CLUSTER_CONSTRAINT", "CONSTRAINT", "CONTAINER",
+    "CORE_SPEC", "CPUS_PER_GPU", "DELAY_BOOT", "DISTRIBUTION", "ERROR", "EXCLUSIVE", "EXPORT", "GET_USER_ENV",
+    "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "GPU_BIND", "GPU_FREQ", "GRES", "GRES_FLAGS",
+    "HINT", "IGNORE_PBS", "INPUT", "JOB_NAME", "MEM_BIND", "MEM_PER_CPU", "MEM_PER_GPU", "NETWORK", "NO_KILL",
+    "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "OVERCOMMIT", "PARTITION", "POWER", "PROFILE", "QOS", "REQUEUE",
+    "RESERVATION", "SEGMENT_SIZE", "SIGNAL", "SPREAD_JOB", "THREADS_PER_CORE", "THREAD_SPEC", "TRES_BIND",
+    "TRES_PER_TASK", "USE_MIN_NODES", "WAIT", "WAIT_ALL_NODES", "WCKEY",
+)  # fmt: skip
+"""Other variables, which are named after their option, without SBATCH_."""
 _SHORT = {
     "A": "account", "a": "array", "C": "constraint", "c": "cpus-per-task", "e": "error", "G": "gpus", "J": "job-name",
     "N": "nodes", "n": "ntasks", "o": "output", "p": "partition", "q": "qos", "t": "time",
@@ -88,9 +98,9 @@ def environment_notes(environ: Mapping[str, str], script: str) -> list[str]:
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of sbatch in an environment -> the option that each of them sets."""
-    names = sorted(name for name in environ if name.startswith(_PREFIX))
-    rest = {name: name.removeprefix(_PREFIX) for name in names}
-    return {name: _IRREGULAR.get(word) or word.lower().replace("_", "-") for name, word in rest.items()}
+    options = _IRREGULAR | {word: word.lower().replace("_", "-") for word in _REGULAR}
+    rest = {name: name.removeprefix(_PREFIX) for name in sorted(environ) if name.startswith(_PREFIX)}
+    return {name: options[word] for name, word in rest.items() if word in options}
 
 
 def _written(directive: str) -> str:

@@ -58,6 +58,7 @@ function slurm_cli_pre_submit(options, offset)
     slurm.log_error(text)
     return slurm.ERROR
   end
+  if options["type"] ~= "sbatch" then return slurm.SUCCESS end
   if options["account"] == nil then return refuse("state your project with --account") end
   if options["gpus-per-node"] ~= nil then return refuse("request GPUs with --gres=gpu:TYPE:NUMBER") end
   local gres = options["gres"]

@@ -65,7 +65,7 @@ def test_an_array_of_the_script_and_equal_values() -> None:
         "from the environment: --account=mine (SBATCH_ACCOUNT), --wckey=a (SBATCH_WCKEY)",
         "SBATCH_ARRAY_INX=7 is ignored: the job has --array=1-2",
     ]
-    assert environment_notes({"HOME": "/"}, script) == []
+    assert environment_notes({"HOME": "/", "SBATCH_OF_MY_OWN": "1"}, script) == []
 
 
 def test_sbatch_gets_only_variables_that_the_script_leaves_open(
