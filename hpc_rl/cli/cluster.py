@@ -162,7 +162,7 @@ def detect(
     from hpc_rl.sites.profile import USER
     from hpc_rl.sites.proposal import choose_accounts, choose_partitions, dimensions, first_choice, propose
     from hpc_rl.slurm.commands import NoAnswer
-    from hpc_rl.submission.trial import profile_refusal
+    from hpc_rl.submission.trial import limited_trials
 
     path = out or USER.expanduser()
     login_node.check_writable(path, force)
@@ -178,10 +178,12 @@ def detect(
     _warn(facts, accounts)
     today, first = date.today().isoformat(), first_choice(facts, partition, account)
     options = dimensions(facts, partition, first, is_account_fixed=not yes and len(accounts) > 1)
+    refusal = limited_trials()
     try:
-        choice, refused = search(first, options, lambda one: profile_refusal(propose(facts, partition, one, today)))
+        choice, refused = search(first, options, lambda one: refusal(propose(facts, partition, one, today)))
     except NoAnswer as error:
-        choice, refused = first, str(error)
+        choice, refused = first, None
+        note(f"the profile has not been tried: {error}")
     login_node.write(path, propose(facts, partition, choice, today, refused), force)
     charged = f"account {choice.account}" if choice.account else "default account"
     print(f"wrote {path}: partition {partition.name}, {charged}")

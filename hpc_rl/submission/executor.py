@@ -78,7 +78,7 @@ class ScriptExecutor(SlurmExecutor):
             with contextlib.redirect_stderr(io.StringIO()):
                 job = self._submit_command("")
         except FailedJobError as error:
-            raise UserError(f"sbatch refused the job: {_words(str(error))}") from error
+            raise UserError(f"sbatch refused the job: {refused_because(str(error))}") from error
         assert isinstance(job, ScriptJob)
         return job
 
@@ -102,7 +102,7 @@ def refusal(script: str) -> str | None:
     done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
     if done.returncode in _NOT_RUN:
         raise commands.NoAnswer(f"sbatch --test-only does not answer within {commands.TIMEOUT_S} s, or is missing")
-    return _words(done.stderr) if done.returncode else None
+    return refused_because(done.stderr) if done.returncode else None
 
 
 def _sbatch(script: str, timeout_s: int) -> list[str]:
@@ -113,6 +113,7 @@ def _sbatch(script: str, timeout_s: int) -> list[str]:
     return ["env", *clean, "timeout", str(timeout_s), "sbatch"]
 
 
-def _words(stderr: str) -> str:
+def refused_because(stderr: str) -> str:
+    """Return sbatch's errors on one line."""
     lines = [line.strip().removeprefix("sbatch: ").removeprefix("error: ") for line in stderr.splitlines()]
     return "; ".join(line for line in lines if line) or f"no answer within {SUBMIT_TIMEOUT_S} s"

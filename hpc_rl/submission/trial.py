@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -11,9 +13,25 @@ from hpc_rl.config.compose import compose
 from hpc_rl.config.tree import flat
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import ROOT
+from hpc_rl.slurm.commands import NoAnswer
 from hpc_rl.submission.executor import refusal
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.script import render
+
+TRIALS_S = 180
+"""Deadline for all trials of one search."""
+
+
+def limited_trials() -> Callable[[str], str | None]:
+    """Return `profile_refusal` with a deadline for all calls together; after it, they raise NoAnswer."""
+    deadline = time.monotonic() + TRIALS_S
+
+    def refuses(profile: str) -> str | None:
+        if time.monotonic() > deadline:
+            raise NoAnswer(f"sbatch --test-only accepted no job within {TRIALS_S} s")
+        return profile_refusal(profile)
+
+    return refuses
 
 
 def profile_refusal(profile: str) -> str | None:

@@ -74,6 +74,9 @@ def record(variant: str, tree: str = "") -> Path:
         gpus = "shared" if "shared" in cluster.spec.partitions else "gpu"
         for name, command in commands_of(variant).items():
             write(cluster, folder / f"{name}.txt", command.format(gpus=gpus, node=cluster.nodes[0]))
+        for name, command in ON_NODE.items():
+            for short, machine in (("ctl", "ctl"), ("node1", cluster.nodes[0])):
+                write(cluster, folder / f"{name}-{short}.txt", command, machine)
         if variant == "strict":
             return folder
         for state, job in jobs(cluster, gpus).items():
@@ -81,9 +84,6 @@ def record(variant: str, tree: str = "") -> Path:
                 write(cluster, folder / f"{name}-{state}.txt", command.format(job=job))
         for name, command in ALL_JOBS.items():
             write(cluster, folder / f"{name}.txt", command)
-        for name, command in ON_NODE.items():
-            for machine in ("ctl", "node1"):
-                write(cluster, folder / f"{name}-{machine}.txt", command, machine)
     return folder
 
 

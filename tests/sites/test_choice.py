@@ -7,7 +7,9 @@ import pytest
 
 from hpc_rl.sites.choice import MOST_QUESTIONS, Choice, search
 from hpc_rl.sites.proposal import choose_partitions, dimensions, first_choice
-from tests.sites.test_proposal import facts
+from hpc_rl.submission.executor import refused_because
+from tests.helpers import recorded
+from tests.sites.test_proposal import CLUSTERS, facts
 
 FOUND = facts("typed-gres-22.05.8")
 FOUND = replace(FOUND, associations=[replace(one, qos=("normal", "gpu-long")) for one in FOUND.associations])
@@ -77,3 +79,36 @@ def test_the_account_that_the_user_has_chosen_stays() -> None:
     asked: list[Choice] = []
     _, refused = search(first, dimensions(FOUND, PARTITION, first, True), site("account", asked=asked))
     assert refused == RULES["account"][1] and {one.account for one in asked} == {"mlgroup"}
+
+
+@pytest.mark.parametrize("cluster", [name for name in CLUSTERS if name.startswith("strict")])
+@pytest.mark.parametrize(
+    ("file", "field", "value"),
+    [
+        ("refused-by-cli-filter-account", "account", "mlgroup"),
+        ("refused-by-cli-filter-gpus", "gpu_option", "gres"),
+        ("refused-by-cli-filter-type", "gpu_type", "a100"),
+        ("refused-by-cli-filter-mem", "mem_option", "mem-per-gpu"),
+        ("refused-by-job-submit-qos", "qos", "standard"),
+        ("refused-qos", "qos", "standard"),
+        ("refused-account", "account", "mlgroup"),
+    ],
+)
+def test_a_recorded_refusal_names_the_option_to_change(cluster: str, file: str, field: str, value: str) -> None:
+    found = facts(cluster)
+    partition = choose_partitions(found)[0]
+    first = replace(first_choice(found, partition, None), gpu_type=None)
+    asked: list[Choice] = []
+
+    def refusal(choice: Choice) -> str | None:
+        asked.append(choice)
+        return None if getattr(choice, field) == value else refused_because(recorded(cluster, file))
+
+    accepted, refused = search(first, dimensions(found, partition, replace(first, gpu_type="a100"), False), refusal)
+    assert refused is None and getattr(accepted, field) == value
+    changed = {name for one in asked for name in vars(one) if getattr(one, name) != getattr(first, name)}
+    assert changed <= {
+        field,
+        "gpu_type" if field == "gpu_option" else field,
+        "gpu_option" if field == "gpu_type" else field,
+    }

@@ -135,3 +135,26 @@ def test_a_profile_is_an_option_not_an_override(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hpc_rl.cli", "config", "torchrun", "site=typed-gres"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and "choose a site profile with --site typed-gres" in done.stderr
+
+
+def test_a_profile_that_sbatch_refuses_or_cannot_judge_is_written_with_a_message(
+    login_node: Callable[[str], Command], tmp_path: Path
+) -> None:
+    hpc_rl = login_node("typed-gres-22.05.8")
+    sbatch = tmp_path / "bin" / "sbatch"
+    needs = "teaching"
+    sbatch.write_text(
+        "#!/bin/sh\ncat > script\ngrep -q -- --account=$(cat needs) script && exit 0\n"
+        "echo 'sbatch: error: state a valid project' >&2\nexit 1\n"
+    )
+    (tmp_path / "needs").write_text(needs)
+    done = hpc_rl("site", "detect", "--yes", "--out", "site.yaml")
+    assert done.returncode == 0 and "partition gpu, account teaching" in done.stdout and done.stderr == ""
+    (tmp_path / "needs").write_text("nobodys")
+    done = hpc_rl("site", "detect", "--yes", "--force", "--out", "site.yaml")
+    assert "sbatch refuses a test job with this profile: state a valid project; edit site.yaml" in done.stderr
+    text = (tmp_path / "site.yaml").read_text()
+    assert "# sbatch refuses a test job with these settings: state a valid project" in text and "  # account: " in text
+    sbatch.write_text("#!/bin/sh\nexit 124\n")
+    done = hpc_rl("site", "detect", "--yes", "--force", "--out", "site.yaml")
+    assert done.returncode == 0 and "the profile has not been tried: sbatch --test-only does not answer" in done.stderr
