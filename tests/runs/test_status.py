@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,19 @@ def test_a_silent_database_leaves_the_controller_time_to_answer(
     now = status_of(running)
     assert (now.state, now.nodes, now.is_last_recorded) == ("RUNNING", "node1", False)
     assert slurm.asked == ["sacct"]
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_the_table_states_that_slurm_does_not_answer(
+    running: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    programs = fake_slurm(tmp_path, monkeypatch)
+    if answers:
+        (programs / "squeue.text").write_text("7 |RUNNING |node1 |None |N/A |\n")
+    else:
+        (programs / "squeue").write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_rl.cli", "runs", str(running.path.parent)],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert "RUNNING" in done.stdout and ("Slurm does not answer" in done.stderr) != answers
