@@ -158,8 +158,11 @@ def detect(
     Example: hpc-rl site detect --yes --out site.yaml
     """
     from hpc_rl.sites import detection as login_node
+    from hpc_rl.sites.choice import search
     from hpc_rl.sites.profile import USER
-    from hpc_rl.sites.proposal import choose_accounts, choose_partitions, propose
+    from hpc_rl.sites.proposal import choose_accounts, choose_partitions, dimensions, first_choice, propose
+    from hpc_rl.slurm.commands import NoAnswer
+    from hpc_rl.submission.trial import limited_trials
 
     path = out or USER.expanduser()
     login_node.check_writable(path, force)
@@ -173,8 +176,21 @@ def detect(
     accounts = choose_accounts(facts, partition)
     account = _only(accounts, partition) if yes else _ask_account(accounts)
     _warn(facts, accounts)
-    login_node.write(path, propose(facts, partition, account, date.today().isoformat()), force)
-    print(f"wrote {path}: partition {partition.name}, {f'account {account}' if account else 'default account'}")
+    today, first = date.today().isoformat(), first_choice(facts, partition, account)
+    options = dimensions(facts, partition, first, is_account_fixed=not yes and len(accounts) > 1)
+    refusal = limited_trials()
+    try:
+        choice, refused = search(first, options, lambda one: refusal(propose(facts, partition, one, today)))
+    except NoAnswer as error:
+        choice, refused = first, None
+        note(f"the profile has not been tried: {error}")
+    login_node.write(path, propose(facts, partition, choice, today, refused), force)
+    charged = f"account {choice.account}" if choice.account else "default account"
+    print(f"wrote {path}: partition {partition.name}, {charged}")
+    if refused:
+        note(
+            f"sbatch refuses a test job with this profile: {refused}; edit {path} as your cluster's documentation says"
+        )
     print("  hpc-rl site show\n  hpc-rl doctor")
 
 

@@ -165,6 +165,8 @@ def runs(
         note(f"none of the {len(found)} runs matches the filter")
     else:
         note(f"no runs in {Path(target or 'runs').absolute()}")
+    if any(row.status.is_last_recorded for row in rows):
+        note("Slurm does not answer: the states of unfinished runs are the last ones that their jobs recorded")
 
 
 def _verify(target: str | None, as_json: bool) -> int:

@@ -130,6 +130,7 @@ def submit(
     Example: hpc-rl submit sft --nodes 2 --gpus-per-node 4 model=qwen2.5-0.5b data.train_files=train.jsonl
     """
     from hpc_rl.submission import launch, queue
+    from hpc_rl.submission.directives import environment_notes
     from hpc_rl.submission.preflight.checks import check_run_dir
     from hpc_rl.submission.request import job_of_script
 
@@ -146,6 +147,8 @@ def submit(
         queue.require_slurm()
         check_run_dir(job.run_dir.path)
         queue.check_free(job.run_dir)
+        for line in environment_notes(os.environ, text):
+            note(line)
         return _queued(job, queue.submit(job, text), wait, follow)
     request = request_of(context, kind, arguments, flags, run_dir, local=local)
     request = launch.as_test(request) if test else request

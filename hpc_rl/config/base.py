@@ -45,6 +45,13 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
+    def _null_removes(cls, value: Any, info: ValidationInfo) -> Any:
+        """Return the default of a section, table or list for null, which removes what a lower layer set."""
+        default = cls.model_fields[str(info.field_name)].default
+        return default if value is None and isinstance(default, BaseModel | dict | list) else value
+
+    @field_validator("*", mode="before")
+    @classmethod
     def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
         types = leaf_types(cls.model_fields[str(info.field_name)].annotation)
         if isinstance(value, bool) and types & {int, float} and bool not in types:

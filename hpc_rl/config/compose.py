@@ -21,7 +21,7 @@ from hpc_rl.config.groups import check_choices, find_cycle, folders, groups, not
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.keys import documented_keys, find_annotation, leaf_types, nearest
 from hpc_rl.config.kinds import KINDS
-from hpc_rl.config.tree import merged, put, read_tree
+from hpc_rl.config.tree import flat, merged, put, read_tree
 from hpc_rl.errors import UserError
 from hpc_rl.host.shipped import shipped
 
@@ -86,6 +86,7 @@ def compose_each(
         for choose in fill_in:
             for key, value in choose(tree).items():
                 put(tree, key, value)
+        _check_references(tree)
         example = partial(_example_command, job, tree, words=[*overrides, *own], settings=settings or {})
         found.append(validate(job, tree, example))
     return found
@@ -183,6 +184,22 @@ def _with_values(job: str, tree: dict[str, Any], overrides: Sequence[str]) -> di
     for key, text in texts.items():
         put(tree, key, text)
     return tree
+
+
+def _check_references(tree: Mapping[str, Any]) -> None:
+    """Check that every `${` in a text is closed: bash and Hydra, which read such texts later, would fail.
+
+    Raises:
+        UserError: names every such key, a line each.
+    """
+    open_ones = [
+        f"{key}: {_short(text)!r} has an unfinished `${{`: close it with }}, or leave it out"
+        for key, value in flat(tree).items()
+        for text in (value if isinstance(value, list) else [value])
+        if isinstance(text, str) and re.search(r"\$\{[^}]*$", text)
+    ]
+    if open_ones:
+        raise UserError("\n".join(open_ones))
 
 
 def _needs_hydra(override: str, known: set[str]) -> bool:

@@ -14,7 +14,7 @@ _SLURM_TIME = re.compile(r"(\d+|\d+:\d{2}|\d+:\d{2}:\d{2}|\d+-\d{1,2}(:\d{2}){0,
 
 
 GpuOption = Literal["gpus-per-node", "gpus-per-task", "gres"]
-MemOption = Literal["mem", "mem-per-gpu", "none"]
+MemOption = Literal["mem", "mem-per-cpu", "mem-per-gpu", "none"]
 Omittable = Literal[
     "job-name", "ntasks-per-node", "ntasks", "cpus-per-task", "gpus-per-node", "gpus-per-task", "gres",
     "open-mode", "signal", "requeue", "no-requeue",
@@ -169,8 +169,8 @@ class SlurmConfig(Section):
             yield f"slurm.mem is {self.mem}, but slurm.mem_option=none: leave mem out, or use mem_option=mem"
         elif not memory_mb(self.mem):
             yield (
-                f"slurm.mem is {self.mem!r}, which slurm.mem_option=mem-per-gpu cannot divide among the GPUs: write a "
-                "size, such as 64G"
+                f"slurm.mem is {self.mem!r}, which slurm.mem_option={self.mem_option} cannot divide: write a size, "
+                "such as 64G"
             )
 
 

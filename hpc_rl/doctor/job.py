@@ -91,7 +91,7 @@ def doctor_job(
     planned = replace(plan(request), program=(TRAIN,) if trains else ())
     ask = None if local else ask_of(planned.config)
     if ask is not None:
-        check_partition(ask)
+        check_partition(ask, planned.nodes)
     for check in image_preflight(planned.config.container):
         check(planned.config.container)
     if local:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_STOPPED, UserError
@@ -32,7 +32,7 @@ def wait(run: RunDir, on_poll: Callable[[], None] = lambda: None) -> int:
         if written != seen:  # the job has just written its state, and Slurm will report it soon
             interval, next_look, seen = STATE_POLL_S[0], 0.0, written
         if time.monotonic() >= next_look:
-            now = status_of(run)
+            now = status_of(run, commands.TIMEOUT_S)
             if not now.active:
                 on_poll()
                 return exit_code(now)
@@ -48,7 +48,11 @@ def exit_code(ended: RunStatus) -> int:
 
 
 def cancel(run: RunDir) -> str:
-    """End the run's job immediately. Return a line that describes what was done."""
+    """End the run's job immediately. Return a line that describes what was done.
+
+    Raises:
+        UserError: Slurm does not answer, so the job may go on.
+    """
     _check_own(run)
     now = status_of(run)
     if not now.active or now.job_id is None:
@@ -56,8 +60,7 @@ def cancel(run: RunDir) -> str:
     if not in_slurm(run):
         _end_process(run)
     else:
-        commands.cancel(now.job_id)
-        note_cancelled(now)
+        cancel_jobs([now])
     saved = newest_checkpoint(run)
     left = f"submit it again to resume from {saved}" if saved else "it had not saved a checkpoint yet"
     return f"cancelled job {now.job_id} of run {run.name}; {left}"
@@ -75,8 +78,7 @@ def stop(run: RunDir) -> str:
     if not now.active or now.job_id is None:
         return f"run {run.name} has no job to stop: its state is {now.state}"
     if now.state == "PENDING":
-        commands.cancel(now.job_id)
-        note_cancelled(now)
+        cancel_jobs([now])
         return f"job {now.job_id} of run {run.name} was waiting; it was removed from the queue"
     ask_to_stop(run)
     return f"run {run.name} will save as soon as it can and exit with code {EXIT_STOPPED}"
@@ -87,13 +89,23 @@ def ask_to_stop(run: RunDir, reason: str = "user") -> None:
     write_atomically(run.stop, f"{reason}\n")
 
 
-def note_cancelled(pending: RunStatus) -> None:
-    """Record in the run directory that a waiting job was cancelled.
+def cancel_jobs(active: Sequence[RunStatus]) -> None:
+    """Cancel the jobs of some runs, and record in the run directories of waiting jobs that they were cancelled.
 
-    Without accounting, Slurm forgets such a job within minutes, and a task of an array immediately.
+    Without accounting, Slurm forgets a waiting job within minutes, and a task of an array immediately.
+
+    Raises:
+        UserError: Slurm does not answer, or refuses.
     """
-    if pending.state == "PENDING":
-        RunDir(Path(pending.run_dir)).write_status(pending.job_id, 0, "CANCELLED", None)
+    if silent := next((now for now in active if now.is_last_recorded), None):
+        raise UserError(
+            f"job {silent.job_id} of run {silent.run} is not cancelled: its state is {silent.state} ({silent.reason}); "
+            f"try again later, or let it save and exit, which needs no answer of Slurm: hpc-rl stop {silent.run}"
+        )
+    commands.cancel(*(str(now.job_id) for now in active), within_s=commands.LOOK_S)
+    for now in active:
+        if now.state == "PENDING":
+            RunDir(Path(now.run_dir)).write_status(now.job_id, 0, "CANCELLED", None)
 
 
 def _check_own(run: RunDir) -> None:

@@ -6,6 +6,7 @@ import difflib
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ SWEEP_MARK = "sweep.json"
 """A folder with this file contains the run directories of a sweep, which are named after it and numbered."""
 NOT_SUBMITTED = "NOT SUBMITTED"
 UNKNOWN = "UNKNOWN"
-"""Slurm does not answer, so the state of the job is unknown."""
+"""Slurm does not answer, and the job has not recorded a state."""
 STOPPED = "STOPPED"
 """A state of hpc-rl: the run saved and exited early. In Slurm its job has the state FAILED with exit code 75."""
 
@@ -50,6 +51,8 @@ class RunStatus:
     log: str | None = None
     disk: str = ""
     """What is free on the run directory's file system, if it is hardly anything."""
+    is_last_recorded: bool = False
+    """Whether Slurm does not answer, so that the state is the last one that the job recorded. It may have ended."""
 
     @property
     def ended(self) -> bool:
@@ -120,16 +123,20 @@ def in_slurm(run: RunDir) -> bool:
     return "pid" not in job or job.get("job_id") != current_job(run)
 
 
-def status_of(run: RunDir) -> RunStatus:
-    """Read the state from Slurm, or from the run directory if Slurm has no record; the progress from metrics.jsonl."""
-    return _status(run, commands.job_state)
+def status_of(run: RunDir, within_s: float = commands.LOOK_S) -> RunStatus:
+    """Read the state from Slurm, or from the run directory if Slurm has no record; the progress from metrics.jsonl.
+
+    Args:
+        within_s: seconds to wait for Slurm. After that, the state is the last one that the job recorded.
+    """
+    return _status(run, lambda job_id: commands.job_state(job_id, within_s))
 
 
-def statuses_of(found: Sequence[RunDir]) -> list[RunStatus]:
-    """Read the states of many runs with a constant number of queries to Slurm."""
+def statuses_of(found: Sequence[RunDir], within_s: float = commands.LOOK_S) -> list[RunStatus]:
+    """Read the states of many runs with a constant number of queries to Slurm. See `status_of`."""
     ids = {job_id for run in found if (job_id := current_job(run)) and in_slurm(run)}
     try:
-        states = commands.job_states(ids)
+        states = commands.job_states(ids, within_s)
     except commands.NoAnswer as error:
         silence = error
 
@@ -193,7 +200,7 @@ def _job_fields(run: RunDir, job_id: str | None, ask: Callable[[str], JobState |
     try:
         slurm = ask(job_id)
     except commands.NoAnswer as error:
-        return {**own_fields, "state": UNKNOWN, "reason": str(error)} if unfinished else own_fields
+        return {**own_fields, **_last_recorded(run, str(error), own_fields["state"])} if unfinished else own_fields
     if slurm is None:
         gone = {"state": "FAILED", "reason": "Slurm has no record of the job, and the job did not record how it ended"}
         return {**gone, "exit_code": 1} if unfinished else own_fields
@@ -202,6 +209,14 @@ def _job_fields(run: RunDir, job_id: str | None, ask: Callable[[str], JobState |
     exit_code = own.get("exit_code") if slurm.ended and slurm.exit_code is None else slurm.exit_code
     fields = {"state": slurm.state, "reason": slurm.reason, "nodes": slurm.nodes}
     return {**fields, "expected_start": slurm.expected_start, "exit_code": exit_code}
+
+
+def _last_recorded(run: RunDir, silence: str, state: str) -> dict[str, Any]:
+    """Return the fields for a job that may have ended since it recorded its state."""
+    if state == UNKNOWN:
+        return {"reason": f"{silence}; the job has not recorded a state yet", "is_last_recorded": True}
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.status.stat().st_mtime))
+    return {"reason": f"{silence}; this is the last recorded state, of {at}", "is_last_recorded": True}
 
 
 def _run_of_job(job_id: str) -> RunDir:

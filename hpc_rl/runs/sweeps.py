@@ -14,7 +14,6 @@ from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
 from hpc_rl.runs.status import ROOT, SWEEP_MARK, RunStatus, is_sweep, statuses_of
-from hpc_rl.slurm import commands
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def cancel(sweep: SweepDir) -> str:
     active = [now for now in found if now.active]
     if not active:
         return f"sweep {sweep.name} has no job to cancel: {states(found)}"
-    _cancel(active)
+    control.cancel_jobs(active)
     return f"cancelled {_jobs(active)} of sweep {sweep.name} (previous states: {states(active)})"
 
 
@@ -86,7 +85,7 @@ def stop(sweep: SweepDir) -> str:
     if not waiting and not running:
         return f"sweep {sweep.name} has no job to stop: {states(found)}"
     if waiting:  # first, so that none of them starts when a running one exits
-        _cancel(waiting)
+        control.cancel_jobs(waiting)
     for now in running:
         control.ask_to_stop(run_of(now))
     return (
@@ -98,12 +97,6 @@ def stop(sweep: SweepDir) -> str:
 def states(found: Iterable[RunStatus]) -> str:
     """Count states, the most frequent first: `3 COMPLETED, 1 FAILED`."""
     return ", ".join(f"{count} {state}" for state, count in Counter(now.state for now in found).most_common())
-
-
-def _cancel(active: list[RunStatus]) -> None:
-    commands.cancel(*(str(now.job_id) for now in active))
-    for now in active:
-        control.note_cancelled(now)
 
 
 def run_of(now: RunStatus) -> RunDir:

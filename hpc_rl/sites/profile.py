@@ -2,6 +2,7 @@
 
 Profiles are layered. Later layers take precedence, key by key:
 
+    environment   variables of sbatch, such as SBATCH_ACCOUNT
     system-wide   /etc/hpc-rl/site.yaml, or the profile that $HPC_RL_SITE names
     user          ~/.config/hpc-rl/site.yaml
     project       ./site.yaml
@@ -33,6 +34,15 @@ SYSTEM = Path("/etc/hpc-rl/site.yaml")
 USER = Path("~/.config/hpc-rl/site.yaml")
 PROJECT = Path("site.yaml")
 
+VARIABLES = {
+    "SBATCH_ACCOUNT": "slurm.account",
+    "SBATCH_CONSTRAINT": "slurm.constraint",
+    "SBATCH_PARTITION": "slurm.partition",
+    "SBATCH_QOS": "slurm.qos",
+    "SBATCH_TIMELIMIT": "slurm.time",
+}
+"""Variables of sbatch that are part of the configuration -> key. The checks before submission need these values, and
+scripts state them."""
 _SECTIONS: dict[str, type[BaseModel]] = {
     name: section
     for name, field in JobConfig.model_fields.items()
@@ -48,13 +58,13 @@ _PICKED = {
 
 @dataclass(frozen=True)
 class Origin:
-    """The line that sets a value."""
+    """The line that sets a value, or the variable, such as `$SBATCH_QOS`, which has no line."""
 
     file: Path
-    line: int
+    line: int | None
 
     def __str__(self) -> str:
-        return f"{short(self.file)}, line {self.line}"
+        return short(self.file) if self.line is None else f"{short(self.file)}, line {self.line}"
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,9 @@ def load_profile(site: str | None = None, environ: Mapping[str, str] = os.enviro
     values: dict[str, Any] = {}
     origins: dict[str, Origin] = {}
     problems: list[tuple[Origin, str]] = []
+    for variable, key in VARIABLES.items():
+        if value := environ.get(variable):
+            values[key], origins[key] = value, Origin(Path(f"${variable}"), None)
     for layer in layers:
         if not layer.found:
             continue
@@ -104,7 +117,7 @@ def load_profile(site: str | None = None, environ: Mapping[str, str] = os.enviro
             values[key], origins[key] = value, origin
     problems += _wrong_values(values, origins)
     if problems:
-        in_order = sorted(problems, key=lambda found: (str(found[0].file), found[0].line))
+        in_order = sorted(problems, key=lambda found: (str(found[0].file), found[0].line or 0))
         raise UserError("\n".join(f"{origin}: {problem}" for origin, problem in in_order))
     return Profile(values, origins, layers)
 

@@ -1,20 +1,27 @@
-"""Proposal of a site profile from facts about a cluster. Pure functions."""
+"""Proposal of a site profile from facts about a cluster, and from what it accepts. Pure functions."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_rl.config.slurm import walltime_s
+from hpc_rl.sites.choice import Choice, Dimension
 from hpc_rl.slurm.capacity import describe, shapes
 from hpc_rl.slurm.cluster import Association, NodeGroup, Partition
 
 LONGEST_S = 24 * 3600
 """Walltime that most queues start soon, in seconds. A longer run resumes in the next job."""
 _SHORTEST_S = 600
+_SHORTER = ("04:00:00", "01:00:00", "00:30:00")
+"""Walltimes to try if a longer one is refused."""
 _LISTED = 12
+_MOST_FEATURES = 4
+_LONGEST_MESSAGE = 300
+_SPARE = re.compile(r"preempt|scaven|spot|standby|idle|low|debug|test", re.IGNORECASE)
+"""Names that sites give to qualities of service for spare resources or trials."""
 _PART_OF_A_GPU = re.compile(r"\d+g\.\d+gb")
 """NVIDIA's names of MIG devices: slices, then memory."""
 
@@ -47,19 +54,35 @@ class Facts:
 
 
 def choose_partitions(facts: Facts) -> list[Partition]:
-    """Return the partitions that the user may use: first those with GPUs, then the default one, then larger ones."""
+    """Return the partitions that the user may use, the likely ones first.
+
+    The order is: those with GPUs, those whose jobs are not preempted, the default one, larger ones.
+    """
     accounts = {one.account for one in facts.associations}
+    highest = max((one.priority_tier for one in facts.partitions), default=0)
 
     def usable(one: Partition) -> bool:
         may = one.groups is None or one.groups & facts.unix_groups
         pays = one.accounts is None or not accounts or one.accounts & accounts
-        return bool(one.state == "UP" and not one.is_hidden and may and pays and groups_of(facts, one))
+        shown = one.is_default or not one.is_hidden
+        return bool(one.state == "UP" and shown and may and pays and groups_of(facts, one))
 
-    def likely(one: Partition) -> tuple[bool, bool, int, int]:
+    def likely(one: Partition) -> tuple[bool, bool, bool, int, int]:
         whole = {kind: n for kind, n in count_gpus(facts, one).items() if not _PART_OF_A_GPU.search(kind)}
-        return bool(whole), one.is_default, sum(whole.values()), walltime_s(one.max_time) or LONGEST_S * 365
+        stays = not is_preemptible(facts, one, highest)
+        return bool(whole), stays, one.is_default, sum(whole.values()), walltime_s(one.max_time) or LONGEST_S * 365
 
     return sorted(filter(usable, facts.partitions), key=likely, reverse=True)
+
+
+def is_preemptible(facts: Facts, partition: Partition, highest: int) -> bool:
+    """Return whether jobs of other partitions preempt those of this one.
+
+    Args:
+        highest: PriorityTier of the partition with the highest one.
+    """
+    by_partition = facts.config.get("PreemptType") == "preempt/partition_prio"
+    return by_partition and partition.preempt_mode != "OFF" and partition.priority_tier < highest
 
 
 def choose_accounts(facts: Facts, partition: Partition) -> list[str]:
@@ -81,100 +104,196 @@ def count_gpus(facts: Facts, partition: Partition) -> Counter[str]:
     return found
 
 
-def propose(facts: Facts, partition: Partition, account: str | None, date: str) -> str:
-    """Return the profile as YAML with comments. Guesses are commented out.
+def first_choice(facts: Facts, partition: Partition, account: str | None) -> Choice:
+    """Return the options that Slurm's configuration suggests.
 
     Args:
         account: None for Slurm's default.
     """
-    kinds = count_gpus(facts, partition)
-    kind = max(kinds, key=lambda name: (not _PART_OF_A_GPU.search(name), kinds[name]), default=None)
+    kind = _usual_gpu(facts, partition)
+    gpu_option = None if kind is None else "gpus-per-node" if _selects_gpus(facts) else "gres"
+    return Choice(
+        time=_time(facts, partition),
+        account=account,
+        gpu_option=gpu_option,
+        gpu_type=kind or None,
+        mem_option=_mem_option(facts, partition),
+        exclusive=partition.exclusive,
+    )
+
+
+def dimensions(facts: Facts, partition: Partition, first: Choice, is_account_fixed: bool) -> list[Dimension]:
+    """Return the options that the cluster may require otherwise, for `search`.
+
+    Args:
+        is_account_fixed: the user has chosen the account.
+    """
+    accounts = [] if is_account_fixed else choose_accounts(facts, partition)
+    features = sorted({feature for group in groups_of(facts, partition) for feature in group.features})
+    gpus = [(option, kind) for option in ("gpus-per-node", "gres") for kind in (first.gpu_type, None)]
+    gpus += [("gpus-per-task", first.gpu_type)]
+    memory = ("mem", "mem-per-cpu", "mem-per-gpu", "none")
+    shorter = [time for time in _SHORTER if (walltime_s(time) or 0) < (walltime_s(first.time or "") or 0)]
+    directives = ("requeue", "open-mode", "signal", "ntasks-per-node")
+    return [
+        Dimension("account|project", [{"account": one} for one in accounts]),
+        Dimension("qos|quality", [{"qos": one} for one in _qualities(facts, partition)]),
+        Dimension(
+            "gpu|gres|type|generic resource",
+            [{"gpu_option": option, "gpu_type": kind} for option, kind in gpus] if first.gpu_option else [],
+        ),
+        Dimension(r"\bmem(ory)?\b", [{"mem_option": one} for one in memory] if _allocates_memory(facts) else []),
+        Dimension("constraint|feature", [{"constraint": one} for one in features[:_MOST_FEATURES]]),
+        Dimension("exclusive|whole node|full node", [{"exclusive": True}], only_if_mentioned=True),
+        Dimension("time|limit", [{"time": one} for one in shorter], only_if_mentioned=True),
+        *(Dimension(one, [{"leave_out": (one,)}], only_if_mentioned=True) for one in directives),
+    ]
+
+
+def propose(facts: Facts, partition: Partition, choice: Choice, date: str, refused: str | None = None) -> str:
+    """Return the profile as YAML with comments. Guesses are commented out.
+
+    Args:
+        choice: the options that the cluster accepts, if `refused` is None.
+        refused: sbatch's message if it accepts no choice.
+    """
     lines = [
         f"# Cluster {facts.config.get('ClusterName', '?')}, Slurm {facts.config.get('SLURM_VERSION', '?')}; written by "
         f"`hpc-rl site detect` on {date}. You can edit it.",
         "# `hpc-rl site show` prints the settings in effect; `hpc-rl config sft --help` explains every key.",
         "slurm:",
-        *_indented(_queue(facts, partition, account)),
-        *_indented(_gpus(facts, kinds, kind)),
-        *_indented(_shape(facts, partition, kind)),
+        *_indented(_queue(facts, partition, choice)),
+        *_indented(_gpus(facts, partition, choice)),
+        *_indented(_shape(facts, partition, choice)),
+        *([f"  leave_out: [{', '.join(choice.leave_out)}]"] if choice.leave_out else []),
+        *_indented(f"# sbatch refuses a test job with these settings: {line}" for line in _wrapped(refused)),
         *_indented(_surroundings(facts)),
-        *_elsewhere(facts, kind),
+        *_elsewhere(facts, choice),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _queue(facts: Facts, partition: Partition, account: str | None) -> Iterator[str]:
+def _queue(facts: Facts, partition: Partition, choice: Choice) -> Iterator[str]:
+    usable = choose_partitions(facts)
+    highest = max((one.priority_tier for one in facts.partitions), default=0)
     yield "# Partitions that you may use:"
-    for one in choose_partitions(facts)[:_LISTED]:
-        yield f"#   {one.name}, at most {one.max_time}:"
+    for one in usable[:_LISTED]:
+        preempted = ", preemptible" if is_preemptible(facts, one, highest) else ""
+        yield f"#   {one.name}, at most {one.max_time}{preempted}:"
         yield from (f"#     {describe(shape)}" for shape in shapes(groups_of(facts, one))[:_LISTED])
     yield f"partition: {_yaml(partition.name)}"
+    if partition.jobs_per_cpu > 1:
+        yield f"# Up to {partition.jobs_per_cpu} jobs run on the same CPUs of this partition at a time."
     accounts = choose_accounts(facts, partition)
     if accounts:
         yield f"# Your accounts: {', '.join(accounts)}. Without `account`, Slurm charges your default account."
-        yield f"account: {_yaml(account)}" if account else f"# account: {_yaml(accounts[0])}"
+        yield f"account: {_yaml(choice.account)}" if choice.account else f"# account: {_yaml(accounts[0])}"
     elif facts.needs_account:
         yield "# Slurm lists no account of yours, and rejects jobs without one: ask the cluster's administrators."
         yield "# account: my-project"
-    qos = sorted({name for one in facts.associations for name in one.qos})
+    qos = _qualities(facts, partition)
     if qos:
-        yield f"# qos: {_yaml(qos[0])}    # yours: {', '.join(qos)}"
+        mark = "" if choice.qos else "# "
+        yield f"{mark}qos: {_yaml(choice.qos or qos[0])}    # yours: {', '.join(qos)}"
     features = sorted({feature for group in groups_of(facts, partition) for feature in group.features})
     if features:
-        yield f"# constraint: {_yaml(features[0])}    # features of its nodes: {', '.join(features)}"
-    yield from _time(facts, partition)
+        mark = "" if choice.constraint else "# "
+        listed = f"    # features of its nodes: {', '.join(features)}"
+        yield f"{mark}constraint: {_yaml(choice.constraint or features[0])}{listed}"
+    if choice.time:
+        yield "# Before the walltime ends, a run saves and requeues itself. In quotes: YAML reads 24:00:00 as a number."
+        yield f'time: "{choice.time}"'
 
 
-def _time(facts: Facts, partition: Partition) -> Iterator[str]:
+def _qualities(facts: Facts, partition: Partition) -> list[str]:
+    """Return the user's qualities of service that the partition allows: Slurm's `normal`, others, spare resources."""
+    names = {name for one in facts.associations for name in one.qos if partition.qos is None or name in partition.qos}
+    return sorted(names, key=lambda name: (bool(_SPARE.search(name)), name != "normal", name))
+
+
+def _time(facts: Facts, partition: Partition) -> str | None:
     limits = [partition.max_time, *(one.max_time for one in facts.associations if one.max_time)]
     shortest = min(limits, key=lambda limit: walltime_s(limit) or LONGEST_S * 365)
     seconds = walltime_s(shortest)
     time = "24:00:00" if seconds is None or seconds > LONGEST_S else shortest
-    if (walltime_s(time) or 0) >= _SHORTEST_S:
-        yield "# Before the walltime ends, a run saves and requeues itself. In quotes: YAML reads 24:00:00 as a number."
-        yield f'time: "{time}"'
+    return time if (walltime_s(time) or 0) >= _SHORTEST_S else None
 
 
-def _gpus(facts: Facts, kinds: Mapping[str, int], kind: str | None) -> Iterator[str]:
-    if kind is None:
+def _usual_gpu(facts: Facts, partition: Partition) -> str | None:
+    """Return the most frequent type of GPU, if possible of whole ones; empty if it has no name; None without GPUs."""
+    kinds = count_gpus(facts, partition)
+    return max(kinds, key=lambda name: (not _PART_OF_A_GPU.search(name), kinds[name]), default=None)
+
+
+def _selects_gpus(facts: Facts) -> bool:
+    return facts.config.get("SelectType", "") == "select/cons_tres"
+
+
+def _allocates_memory(facts: Facts) -> bool:
+    return "MEMORY" in facts.config.get("SelectTypeParameters", "")
+
+
+def _mem_option(facts: Facts, partition: Partition) -> str:
+    if not _allocates_memory(facts) or "DefMemPerGPU" in partition.job_defaults:
+        return "none"
+    node = _usual_shape(facts, partition)
+    limit = _mem_per_cpu(facts, partition)
+    return "mem-per-cpu" if limit and limit * node.cpus < node.memory_mb else "mem"
+
+
+def _mem_per_cpu(facts: Facts, partition: Partition) -> int:
+    """Return the most memory for each CPU in MB; 0 for no limit. A partition's limit replaces the cluster's."""
+    if partition.max_mem_per_cpu_mb or partition.max_mem_per_node_mb:
+        return partition.max_mem_per_cpu_mb or 0
+    cluster = facts.config.get("MaxMemPerCPU", "")
+    return int(cluster) if cluster.isdigit() else 0
+
+
+def _gpus(facts: Facts, partition: Partition, choice: Choice) -> Iterator[str]:
+    if choice.gpu_option is None:
         return
-    select = facts.config.get("SelectType", "")
-    if select == "select/cons_tres":
-        yield "gpu_option: gpus-per-node"
-    else:
-        yield f"# {select} supports no other option for GPUs."
-        yield "gpu_option: gres"
-    if kind:
-        others = [f"{name} ({count})" for name, count in kinds.items() if name != kind]
-        yield f"gpu_type: {_yaml(kind)}" + (f"    # there are also {', '.join(others)}" if others else "")
+    if not _selects_gpus(facts):
+        yield f"# {facts.config.get('SelectType', '')} supports no other option for GPUs."
+    yield f"gpu_option: {choice.gpu_option}"
+    kinds = count_gpus(facts, partition)
+    others = [f"{name} ({count})" for name, count in kinds.items() if name and name != choice.gpu_type]
+    if choice.gpu_type:
+        yield f"gpu_type: {_yaml(choice.gpu_type)}" + (f"    # there are also {', '.join(others)}" if others else "")
+    elif others:
+        yield f"# gpu_type: {_yaml(_usual_gpu(facts, partition) or '')}    # there are {', '.join(others)}"
 
 
-def _shape(facts: Facts, partition: Partition, kind: str | None) -> Iterator[str]:
+def _shape(facts: Facts, partition: Partition, choice: Choice) -> Iterator[str]:
     """Yield the node size that requests are scaled by, and settings for how the cluster shares nodes and memory."""
-    if partition.exclusive:
+    if choice.exclusive:
         yield "# Jobs get whole nodes: all CPUs and all memory."
         yield "exclusive: true"
     defaults = partition.job_defaults
-    gives_memory = "MEMORY" in facts.config.get("SelectTypeParameters", "")
-    if not gives_memory:
+    if not _allocates_memory(facts):
         yield "# Slurm does not allocate memory on this cluster."
-        yield "mem_option: none"
     elif "DefMemPerGPU" in defaults:
         yield f"# The partition allocates {defaults['DefMemPerGPU']} MB with each GPU."
-        yield "mem_option: none"
+    if choice.mem_option != "mem":
+        yield f"mem_option: {choice.mem_option}"
     if "DefCpuPerGPU" in defaults:
         yield f"cpus_per_gpu: {defaults['DefCpuPerGPU']}    # the partition's default"
-    groups = groups_of(facts, partition)
-    node = shapes([group for group in groups if kind is None or kind in group.gpus])[0]
-    cpus = _cpus(partition, node, alone=len(shapes(groups)) == 1)
-    memory = _memory(partition, node, cpus)
+    kind, every = _usual_gpu(facts, partition), shapes(groups_of(facts, partition))
+    node = _usual_shape(facts, partition)
+    cpus = _cpus(partition, node, alone=len(every) == 1)
+    memory = _memory(facts, partition, node, cpus)
     shape = {"gpus": node.gpus.get(kind) if kind is not None else None, "cpus": cpus}
-    shape["mem_mb"] = memory if gives_memory and memory > 1 else None
-    share = "" if partition.exclusive else " A job with half of the GPUs requests half of the CPUs and memory."
+    shape["mem_mb"] = memory if _allocates_memory(facts) and memory > 1 else None
+    share = "" if choice.exclusive else " A job with half of the GPUs requests half of the CPUs and memory."
     yield f"# The size of its nodes.{share}"
-    if len(shapes(groups)) > 1:
+    if len(every) > 1:
         yield "# There are several sizes (see above); this is the most common one."
     yield f"node: {{{', '.join(f'{key}: {value}' for key, value in shape.items() if value)}}}"
+
+
+def _usual_shape(facts: Facts, partition: Partition) -> NodeGroup:
+    """Return the most frequent kind of node, of those with the usual GPU."""
+    kind = _usual_gpu(facts, partition)
+    return shapes([group for group in groups_of(facts, partition) if kind is None or kind in group.gpus])[0]
 
 
 def _cpus(partition: Partition, node: NodeGroup, alone: bool) -> int:
@@ -183,9 +302,8 @@ def _cpus(partition: Partition, node: NodeGroup, alone: bool) -> int:
     return min(cpus, partition.max_cpus_per_node or cpus)
 
 
-def _memory(partition: Partition, node: NodeGroup, cpus: int) -> int:
-    limits = [node.memory_mb, partition.max_mem_per_node_mb]
-    limits += [partition.max_mem_per_cpu_mb * cpus if partition.max_mem_per_cpu_mb else None]
+def _memory(facts: Facts, partition: Partition, node: NodeGroup, cpus: int) -> int:
+    limits = [node.memory_mb, partition.max_mem_per_node_mb, _mem_per_cpu(facts, partition) * cpus]
     return min(limit for limit in limits if limit)
 
 
@@ -203,9 +321,9 @@ def _surroundings(facts: Facts) -> Iterator[str]:
     yield '# setup: ["export TMPDIR=/local/$SLURM_JOB_ID"]    # commands before the run; `epilogue` for those after it'
 
 
-def _elsewhere(facts: Facts, kind: str | None) -> Iterator[str]:
+def _elsewhere(facts: Facts, choice: Choice) -> Iterator[str]:
     """Yield the other sections."""
-    if kind is None:
+    if choice.gpu_option is None:
         yield "trainer:"
         yield "  device: cpu    # this partition has no GPUs"
     folder = f", hf_home: {_yaml(facts.hf_home)}" if facts.hf_home else ""
@@ -214,7 +332,12 @@ def _elsewhere(facts: Facts, kind: str | None) -> Iterator[str]:
         yield f"# container: {{image: /path/to/image.sif}}    # installed: {', '.join(facts.runtimes)}"
 
 
-def _indented(lines: Iterator[str]) -> Iterator[str]:
+def _wrapped(refused: str | None) -> list[str]:
+    """Return a message on one line, and nothing without one."""
+    return [] if refused is None else [" ".join(refused.split())[:_LONGEST_MESSAGE]]
+
+
+def _indented(lines: Iterable[str]) -> Iterator[str]:
     return (f"  {line}" for line in lines)
 
 

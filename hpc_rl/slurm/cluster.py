@@ -49,6 +49,8 @@ class Partition:
     """Accounts that may use it, or None for all."""
     groups: frozenset[str] | None
     """UNIX groups that may use it, or None for all."""
+    qos: frozenset[str] | None
+    """Qualities of service that its jobs may have, or None for all."""
     is_hidden: bool
     """Whether Slurm lists it only if it is asked for by name."""
     max_time: str
@@ -59,8 +61,12 @@ class Partition:
     """What happens to a preempted job: OFF, REQUEUE, SUSPEND and so on."""
     grace_s: int
     """Seconds between SIGTERM and SIGKILL for a preempted job."""
+    priority_tier: int
+    """With preempt/partition_prio, jobs of a partition with a higher one preempt those of this partition."""
     exclusive: bool
     """Whether jobs always get whole nodes."""
+    jobs_per_cpu: int
+    """Jobs that Slurm starts on the same CPUs without being asked (OverSubscribe=FORCE:N)."""
     nodes: int
     cpus: int
     """CPUs of all nodes that jobs can use, without those reserved for the system."""
@@ -169,6 +175,7 @@ def read_interfaces(text: str) -> dict[str, str]:
 
 def _partition(fields: Mapping[str, str]) -> Partition:
     tres = dict(_pairs(fields.get("TRES", "")))
+    sharing = fields.get("OverSubscribe", "NO")
     nodes, every = _whole(fields.get("TotalNodes", "")), _whole(fields.get("TotalCPUs", ""))
     return Partition(
         name=fields["PartitionName"],
@@ -176,12 +183,15 @@ def _partition(fields: Mapping[str, str]) -> Partition:
         state=fields.get("State", "UP"),
         accounts=_names(fields.get("AllowAccounts", "ALL")),
         groups=_names(fields.get("AllowGroups", "ALL")),
+        qos=_names(fields.get("AllowQos", "ALL")),
         is_hidden=fields.get("Hidden") == "YES",
         max_time=fields.get("MaxTime", "UNLIMITED"),
         default_time=fields.get("DefaultTime", "NONE"),
         preempt_mode=fields.get("PreemptMode", "OFF"),
         grace_s=_whole(fields.get("GraceTime", "")),
-        exclusive=fields.get("OverSubscribe") == "EXCLUSIVE",
+        priority_tier=_whole(fields.get("PriorityTier", "")),
+        exclusive=sharing == "EXCLUSIVE",
+        jobs_per_cpu=_whole(sharing.removeprefix("FORCE:")) if sharing.startswith("FORCE:") else 1,
         nodes=nodes,
         cpus=_whole(tres.get("cpu", "")) or every,
         max_cpus_per_node=_limit(fields.get("MaxCPUsPerNode", "")),

@@ -1,4 +1,4 @@
-"""The only calls to Slurm's programs, except for submission, which submitit does. Each call has a deadline."""
+"""The only calls to Slurm's programs, except for submission, which submitit does. Each question has a deadline."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pwd
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable, Sequence
 
 from hpc_rl.errors import UserError
@@ -16,6 +17,10 @@ from hpc_rl.slurm.states import JobState, newer, read_sacct, read_scontrol, read
 
 TIMEOUT_S = 30
 """A controller under load answers within seconds. If it is down, its clients block."""
+LOOK_S = 5
+"""Deadline for a user who looks at a run. After it, the state that the job itself recorded is shown."""
+_LEAST_S = 0.5
+"""Time for a program if the deadline of the question has almost passed."""
 
 
 def available() -> bool:
@@ -30,38 +35,46 @@ class NoAnswer(Exception):
     """
 
 
-def job_state(job_id: str) -> JobState | None:
+def job_state(job_id: str, within_s: float = TIMEOUT_S) -> JobState | None:
     """Return the state of a job, or None if Slurm has no record of it.
 
     The sources are sacct (complete, but it needs accounting), then squeue, then scontrol (until minutes after the end).
 
+    Args:
+        within_s: seconds for all of them together.
+
     Raises:
-        NoAnswer: none of them answered.
+        NoAnswer: the controller did not answer in time.
     """
-    recorded = read_sacct(_output([*_SACCT, array_id(job_id)]), job_id)
+    deadline = time.monotonic() + within_s
+    recorded = read_sacct(_recorded(array_id(job_id), within_s), job_id)
     # Accounting lags behind a requeue. While the job is in the queue, the controller is more recent.
-    if recorded and recorded.ended and not _is_queued(job_id):
+    if recorded and recorded.ended and not _is_queued(job_id, deadline):
         return recorded
-    queued = read_squeue(_output([*_SQUEUE, job_id]), job_id)
+    queued = read_squeue(_output([*_SQUEUE, job_id], deadline), job_id)
     if queued and not queued.ended:
         return queued
-    return _scontrol(job_id) or queued or recorded
+    return _scontrol(job_id, deadline) or queued or recorded
 
 
-def job_states(job_ids: Iterable[str]) -> dict[str, JobState]:
+def job_states(job_ids: Iterable[str], within_s: float = TIMEOUT_S) -> dict[str, JobState]:
     """Return the states of many jobs with one call of sacct and one of squeue. Unknown jobs are left out.
 
     Exit codes are available only with accounting.
 
+    Args:
+        within_s: seconds for both of them together.
+
     Raises:
-        NoAnswer: the controller does not answer.
+        NoAnswer: the controller did not answer in time.
     """
+    deadline = time.monotonic() + within_s
     asked = set(job_ids)
     if not asked:
         return {}
     ids = ",".join(sorted({array_id(job_id) for job_id in asked}))
-    recorded = sacct_states(_output([*_SACCT, ids]))
-    result = _run([*_SQUEUE, ids])
+    recorded = sacct_states(_recorded(ids, within_s))
+    result = _run([*_SQUEUE, ids], deadline)
     if result is None or (result.returncode and "Invalid job id" not in result.stderr):
         raise NoAnswer(f"Slurm does not answer: {_message(result)}")
     queued = squeue_states(result.stdout)
@@ -79,7 +92,7 @@ def job_log(job_id: str) -> str | None:
     Raises:
         NoAnswer: the controller does not answer.
     """
-    state = _scontrol(job_id)
+    state = _scontrol(job_id, time.monotonic() + LOOK_S)
     return state.stdout or None if state else None
 
 
@@ -106,14 +119,14 @@ def attach_argv(job_id: str, node: str, command: Sequence[str], terminal: bool) 
     return ["srun", f"--jobid={match[1]}", "--overlap", *where, *(["--pty"] if terminal else []), *command]
 
 
-def cancel(*job_ids: str) -> None:
+def cancel(*job_ids: str, within_s: float = TIMEOUT_S) -> None:
     """Cancel jobs.
 
     Raises:
-        UserError: scancel failed. The message is that of scancel.
+        UserError: scancel failed, or took longer than `within_s` seconds. The message is that of scancel.
     """
     try:
-        result = _run(["scancel", *job_ids])
+        result = _run(["scancel", *job_ids], time.monotonic() + within_s)
     except NoAnswer as error:
         raise UserError(str(error)) from error
     if result is None or result.returncode:
@@ -127,6 +140,28 @@ def node_groups() -> list[cluster.NodeGroup]:
         NoAnswer: the controller does not answer.
     """
     return cluster.read_sinfo(_output(["sinfo", "-a", "-h", "-e", "-o", cluster.SINFO_FORMAT]))
+
+
+class NodeListing:
+    """The nodes that sinfo lists, for one command of the user: sinfo is called when they are first needed, and once."""
+
+    def __init__(self) -> None:
+        self._found: list[cluster.NodeGroup] | NoAnswer | None = None
+
+    def groups(self) -> list[cluster.NodeGroup]:
+        """Return `node_groups`.
+
+        Raises:
+            NoAnswer: the controller does not answer.
+        """
+        if self._found is None:
+            try:
+                self._found = node_groups()
+            except NoAnswer as error:
+                self._found = error
+        if isinstance(self._found, NoAnswer):
+            raise self._found
+        return self._found
 
 
 def partitions() -> list[cluster.Partition]:
@@ -190,20 +225,28 @@ _SQUEUE = [
 ]
 
 
-def _scontrol(job_id: str) -> JobState | None:
-    result = _run(["scontrol", "show", "job", "-o", job_id])
+def _recorded(job_ids: str, within_s: float) -> str:
+    """Return the output of sacct; nothing if the database needs more than half of the time."""
+    try:
+        return _output([*_SACCT, job_ids], time.monotonic() + within_s / 2)
+    except NoAnswer:
+        return ""
+
+
+def _scontrol(job_id: str, deadline: float) -> JobState | None:
+    result = _run(["scontrol", "show", "job", "-o", job_id], deadline)
     if result is None or (result.returncode and "Invalid job id" not in result.stderr):
         raise NoAnswer(f"Slurm does not answer: {_message(result)}")
     return read_scontrol(result.stdout)
 
 
-def _is_queued(job_id: str) -> bool:
-    return bool(_output(["squeue", "-h", "-o", "%i", "-j", job_id]).strip())
+def _is_queued(job_id: str, deadline: float) -> bool:
+    return bool(_output(["squeue", "-h", "-o", "%i", "-j", job_id], deadline).strip())
 
 
-def _output(argv: list[str]) -> str:
+def _output(argv: list[str], deadline: float | None = None) -> str:
     """Return the standard output, or an empty text if the program is missing or fails."""
-    result = _run(argv)
+    result = _run(argv, deadline)
     return result.stdout if result is not None and result.returncode == 0 else ""
 
 
@@ -214,15 +257,16 @@ def _checked_output(argv: list[str]) -> str:
     return result.stdout
 
 
-def _run(argv: list[str]) -> subprocess.CompletedProcess[str] | None:
-    """Run a command. Returns None if there is no such program."""
+def _run(argv: list[str], deadline: float | None = None) -> subprocess.CompletedProcess[str] | None:
+    """Run a command until a deadline (`time.monotonic()`). Returns None if there is no such program."""
     environ = {**os.environ, "SLURM_BITSTR_LEN": "0"}  # never `12_[1,3,...]` (sacct's manual page)
+    timeout = TIMEOUT_S if deadline is None else max(_LEAST_S, deadline - time.monotonic())
     try:
-        return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=timeout, check=False)
     except FileNotFoundError:
         return None
     except subprocess.TimeoutExpired as error:
-        raise NoAnswer(f"Slurm does not answer: {argv[0]} took longer than {TIMEOUT_S} s") from error
+        raise NoAnswer(f"Slurm does not answer: {argv[0]} took longer than {timeout:.0f} s") from error
 
 
 def _message(result: subprocess.CompletedProcess[str] | None) -> str:

@@ -70,7 +70,7 @@ def _after_runs(target: str, path: Path, found: list[RunDir], model: Path | None
     for run, now in zip(found, statuses_of(found), strict=True):
         if now.state == NOT_SUBMITTED or (now.active and not in_slurm(run)):
             raise UserError(f"--after {target}: run {now.run} has no Slurm job")
-        if now.state == UNKNOWN:
+        if now.state == UNKNOWN or now.is_last_recorded:
             raise UserError(f"--after {target}: the state of run {now.run} is unknown: {now.reason}")
         if now.ended and now.state != COMPLETED:
             raise UserError(

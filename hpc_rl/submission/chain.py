@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.slurm import commands
 from hpc_rl.submission import queue
 from hpc_rl.submission.after import After
+from hpc_rl.submission.directives import environment_notes
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.launch import notes_on
 from hpc_rl.submission.local import check_local
@@ -37,9 +39,10 @@ def plan(requests: Sequence[Request], local: bool = False) -> tuple[list[Stage],
     if len(requests) < 2:
         raise UserError("a chain needs at least two stages: hpc-rl chain sft KEY=VALUE ... -- ppo KEY=VALUE ...")
     jobs: list[Job] = []
+    nodes = commands.NodeListing()
     for number, request in enumerate(requests, 1):
         _check_stage(number, request)
-        jobs.append(_planned(request, jobs))
+        jobs.append(_planned(request, jobs, nodes))
     if len({job.run_dir for job in jobs}) < len(jobs):
         raise UserError("two stages have the same run directory: give each its own --job-name")
     for number, job in enumerate(jobs[:-1], 1):
@@ -50,8 +53,9 @@ def plan(requests: Sequence[Request], local: bool = False) -> tuple[list[Stage],
         queue.check_free(job.run_dir)
         if local:
             check_local(job)
-    notes = notes_on(jobs, local)
-    return [Stage(job, render(job)) for job in jobs], notes
+    stages = [Stage(job, render(job)) for job in jobs]
+    environment = [] if local else [line for stage in stages for line in environment_notes(os.environ, stage.script)]
+    return stages, [*notes_on(jobs, local), *dict.fromkeys(environment)]
 
 
 def submit(stages: Sequence[Stage]) -> list[tuple[Job, str]]:
@@ -82,13 +86,13 @@ def submit(stages: Sequence[Stage]) -> list[tuple[Job, str]]:
     return submitted
 
 
-def _planned(request: Request, before: Sequence[Job]) -> Job:
+def _planned(request: Request, before: Sequence[Job], nodes: commands.NodeListing) -> Job:
     """Return the job of a stage, which trains the model of the previous stage."""
     if not before:
-        return plan_job(request)
+        return plan_job(request, nodes=nodes)
     model = before[-1].run_dir.model
     request = replace(request, settings={**request.settings, "model.path": str(model)})
-    job = plan_job(request, frozenset(job.run_dir.name for job in before))
+    job = plan_job(request, frozenset(job.run_dir.name for job in before), nodes)
     return _on_model_of(job, before[-1].run_dir, ())
 
 

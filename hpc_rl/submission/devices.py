@@ -22,11 +22,12 @@ class Devices:
 
     Args:
         local: the job runs on this machine and uses its GPUs.
+        nodes: the nodes of the cluster, if another part of the command needs them too.
     """
 
-    def __init__(self, local: bool = False) -> None:
+    def __init__(self, local: bool = False, nodes: commands.NodeListing | None = None) -> None:
         self._local = local
-        self._groups: dict[tuple[str, Any], NodeGroup | None] = {}
+        self.nodes = nodes or commands.NodeListing()
         self.note = ""
         """What was chosen, in a sentence for the user; empty if nothing was left open."""
 
@@ -41,7 +42,9 @@ class Devices:
         if device == "cpu":
             return {}
         # Slurm does not show whose GPUs they are: those that torch does not call cuda are named in the site profile.
-        kind, gpus, found = (*find_accelerators(os.environ), {}) if self._local else ("cuda", *self._node(slurm))
+        asked = trainer.get("n_gpus_per_node")
+        most = asked if isinstance(asked, int) else 0
+        kind, gpus, found = (*find_accelerators(os.environ), {}) if self._local else ("cuda", *self._node(slurm, most))
         if device == "auto" and gpus == 0:
             self.note = "trainer.device=auto: no GPUs found, so the job runs on CPUs"
             return {"trainer.device": "cpu"}
@@ -64,17 +67,25 @@ class Devices:
         self.note = "; ".join(notes)
         return found
 
-    def _node(self, slurm: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
-        """Return the GPUs of a node, None if unknown, and the options that describe the node and are open."""
+    def _node(self, slurm: Mapping[str, Any], wanted: int) -> tuple[int | None, dict[str, Any]]:
+        """Return the GPUs of a node, None if unknown, and the options that describe the node and are open.
+
+        Args:
+            wanted: GPUs of each node that the job requests; 0 if this is open. If the partition has nodes of several
+                sizes, and those of the profile are too small, larger ones are described.
+        """
         stated = _table(slurm, "node").get("gpus")
-        if isinstance(stated, int) and not _leaves_cpus_open(slurm):
+        is_too_small = isinstance(stated, int) and 0 < stated < wanted
+        if isinstance(stated, int) and not _leaves_cpus_open(slurm) and not is_too_small:
             return stated, {}
-        partition, kind = str(slurm.get("partition") or ""), slurm.get("gpu_type")
-        if (partition, kind) not in self._groups:
-            self._groups[partition, kind] = _usual_node(partition, kind)
-        group = self._groups[partition, kind]
+        group = _usual_node(self.nodes, str(slurm.get("partition") or ""), slurm.get("gpu_type"), wanted)
+        if is_too_small and group is not None and group.all_gpus >= wanted:
+            shape = {"gpus": group.all_gpus, "cpus": group.cpus, "mem_mb": group.memory_mb}
+            described = {key: size for key, size in shape.items() if _table(slurm, "node").get(key)}
+            return group.all_gpus, {f"slurm.node.{key}": size for key, size in described.items()}
         if isinstance(stated, int):
-            return stated, {"slurm.node.cpus": group.cpus} if group is not None and 0 < stated == group.all_gpus else {}
+            is_it = group is not None and 0 < stated == group.all_gpus and _leaves_cpus_open(slurm)
+            return stated, {"slurm.node.cpus": group.cpus} if group is not None and is_it else {}
         if group is None or (not group.all_gpus and _names_gpus(slurm)):
             return None, {}  # a partition without the GPUs that were asked for is refused by the preflight check
         shape = {"slurm.node.gpus": group.all_gpus}
@@ -100,18 +111,23 @@ def _names_gpus(slurm: Mapping[str, Any]) -> bool:
     return bool(slurm.get("gpu_type")) or any(re.search(r"[gnx]pu", str(word)) for word in (*own, own.get("gres")))
 
 
-def _usual_node(partition: str, gpu_type: Any) -> NodeGroup | None:
-    """Return the most frequent kind of node in a partition, of those with GPUs if there are any; None if unknown."""
+def _usual_node(nodes: commands.NodeListing, partition: str, gpu_type: Any, wanted: int) -> NodeGroup | None:
+    """Return the most frequent kind of node in a partition, of those with enough GPUs if there are any.
+
+    Returns:
+        None if it is unknown.
+    """
     if not commands.available():
         return None
     try:
-        groups = commands.node_groups()
+        groups = nodes.groups()
     except commands.NoAnswer:
         return None
     names = partition.split(",") if partition else [group.partition for group in groups if group.is_default]
     there = shapes([group for group in groups if group.partition in names])
     with_gpus = [group for group in there if group.all_gpus and (gpu_type is None or gpu_type in group.gpus)]
-    return next(iter(with_gpus or there), None)
+    large_enough = [group for group in with_gpus if group.all_gpus >= wanted]
+    return next(iter(large_enough or with_gpus or there), None)
 
 
 def _table(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,14 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from hpc_rl.errors import UserError
 from hpc_rl.slurm import commands
+from hpc_rl.submission.directives import overruled
 
 SUBMIT_TIMEOUT_S = 120
 """A site's submit plugin may be slow, and an interrupted submission may still have been accepted."""
+
+
+_NOT_RUN = (124, 126, 127)
+"""Exit codes of timeout(1): the time is over, or the program cannot be executed, or is missing."""
 
 
 class StateWatcher(SlurmInfoWatcher):
@@ -72,7 +78,7 @@ class ScriptExecutor(SlurmExecutor):
             with contextlib.redirect_stderr(io.StringIO()):
                 job = self._submit_command("")
         except FailedJobError as error:
-            raise UserError(f"sbatch refused the job: {_words(str(error))}") from error
+            raise UserError(f"sbatch refused the job: {refused_because(str(error))}") from error
         assert isinstance(job, ScriptJob)
         return job
 
@@ -80,15 +86,34 @@ class ScriptExecutor(SlurmExecutor):
         return self._script
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        # Inside an allocation, its SLURM_* variables would become options of the new job and contradict the script.
-        inherited = [name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"]
-        clean = [word for name in inherited for word in ("-u", name)]
-        return ["env", *clean, "timeout", str(SUBMIT_TIMEOUT_S), "sbatch", *self._options, str(submission_file_path)]
+        return [*_sbatch(self._script, SUBMIT_TIMEOUT_S), *self._options, str(submission_file_path)]
 
     def _num_tasks(self) -> int:
         return 1
 
 
-def _words(stderr: str) -> str:
+def refusal(script: str) -> str | None:
+    """Return why sbatch would refuse a script, or None if it would accept it. Nothing is submitted.
+
+    Raises:
+        NoAnswer: sbatch is missing, or takes too long.
+    """
+    command = [*_sbatch(script, commands.TIMEOUT_S), "--test-only"]
+    done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
+    if done.returncode in _NOT_RUN:
+        raise commands.NoAnswer(f"sbatch --test-only does not answer within {commands.TIMEOUT_S} s, or is missing")
+    return refused_because(done.stderr) if done.returncode else None
+
+
+def _sbatch(script: str, timeout_s: int) -> list[str]:
+    """Return the beginning of a command that calls sbatch with the variables that this script leaves open."""
+    # Inside an allocation, its SLURM_* variables would become options of the new job and contradict the script.
+    inherited = [name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"]
+    clean = [word for name in [*inherited, *overruled(os.environ, script)] for word in ("-u", name)]
+    return ["env", *clean, "timeout", str(timeout_s), "sbatch"]
+
+
+def refused_because(stderr: str) -> str:
+    """Return sbatch's errors on one line."""
     lines = [line.strip().removeprefix("sbatch: ").removeprefix("error: ") for line in stderr.splitlines()]
     return "; ".join(line for line in lines if line) or f"no answer within {SUBMIT_TIMEOUT_S} s"

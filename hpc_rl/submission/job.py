@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.kinds import KINDS, JobKind
 from hpc_rl.run_dir import RunDir
+from hpc_rl.slurm.commands import NodeListing
 
 if TYPE_CHECKING:
     from hpc_rl.submission.after import After
@@ -32,6 +33,8 @@ class Job:
     """The command that requested the job, for job.json."""
     is_named: bool = True
     """Whether the user chose the run directory. Otherwise its name is the first free one, until it is reserved."""
+    nodes: NodeListing = field(default_factory=NodeListing, compare=False)
+    """The nodes of the cluster, which planning and checking share."""
     note: str = ""
     """A sentence about what was chosen for the user when the job was planned."""
 

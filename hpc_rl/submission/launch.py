@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from hpc_rl.config.tree import flat, read_tree
 from hpc_rl.errors import UserError
 from hpc_rl.runs.control import newest_checkpoint
 from hpc_rl.submission import queue
+from hpc_rl.submission.directives import environment_notes
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import check_local
 from hpc_rl.submission.preflight.checks import check
@@ -35,9 +37,10 @@ def prepare(request: Request, note: Note) -> tuple[Job, str]:
     queue.check_free(job.run_dir)
     if request.local:
         check_local(job)
-    for line in notes_on([job], request.local):
+    script = render(job)
+    for line in [*notes_on([job], request.local), *([] if request.local else environment_notes(os.environ, script))]:
         note(line)
-    return job, render(job)
+    return job, script
 
 
 def notes_on(jobs: Sequence[Job], local: bool = False) -> list[str]:

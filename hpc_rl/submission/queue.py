@@ -39,7 +39,7 @@ def check_free(run: RunDir) -> None:
         return  # the preflight checks report a folder that cannot be created
     if not is_run(run.path) and any(path.name != _SUBMISSION for path in run.path.iterdir()):
         raise UserError(f"{run.path} is neither empty nor a run directory; choose another --run-dir or --job-name")
-    now = status_of(run)
+    now = status_of(run, commands.TIMEOUT_S)
     if now.active:
         raise UserError(
             f"run {run.name} is {now.state} as job {now.job_id} in {run.path}: "

@@ -16,6 +16,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.run_dir import ENV_RUN_DIR, RunDir
 from hpc_rl.runs.status import ROOT
 from hpc_rl.sites.profile import load_profile
+from hpc_rl.slurm.commands import NodeListing
 from hpc_rl.slurm.states import run_dir_of_script
 from hpc_rl.submission import queue
 from hpc_rl.submission.after import find_after
@@ -50,7 +51,7 @@ class Request:
     """The command line, for job.json."""
 
 
-def plan(request: Request, taken: frozenset[str] = frozenset()) -> Job:
+def plan(request: Request, taken: frozenset[str] = frozenset(), nodes: NodeListing | None = None) -> Job:
     """Plan the job that a request describes: compose its configuration and name it. Changes nothing.
 
     A job without a name gets the first free name of sft-1, sft-2 and so on, so that a dry run shows exactly the script
@@ -58,6 +59,7 @@ def plan(request: Request, taken: frozenset[str] = frozenset()) -> Job:
 
     Args:
         taken: names that other jobs of the same command will have.
+        nodes: the nodes of the cluster, if other jobs of the same command need them too.
 
     Raises:
         UserError: the configuration is invalid, or the job to wait for does not exist.
@@ -70,16 +72,19 @@ def plan(request: Request, taken: frozenset[str] = frozenset()) -> Job:
             f"-- {request.program[0]}: {request.kind} runs hpc-rl's own trainer; "
             f"only {takers} accept a program after --"
         )
-    devices = Devices(request.local)
+    devices = Devices(request.local, nodes)
     on_test_partition = request.is_test and "slurm.partition" not in request.settings
     fill_in = [*([_choose_test_partition] if on_test_partition else []), devices.fill_in]
     site = load_profile(request.site).values
     config = compose(request.kind, request.overrides, request.settings, site, fill_in)
-    return job_of(request, config, taken, devices.note)
+    return job_of(request, config, taken, devices)
 
 
-def job_of(request: Request, config: JobConfig, taken: frozenset[str] = frozenset(), note: str = "") -> Job:
+def job_of(request: Request, config: JobConfig, taken: frozenset[str], devices: Devices) -> Job:
     """Return the job of a request whose configuration is already composed.
+
+    Args:
+        devices: what was chosen by the hardware of the nodes.
 
     Raises:
         UserError: its name is invalid, or the job to wait for does not exist.
@@ -97,7 +102,10 @@ def job_of(request: Request, config: JobConfig, taken: frozenset[str] = frozense
         stem, is_named, config = f"{stem}-test", False, config.updated("slurm.job_name", None)
     path = request.run_dir or ROOT / (stem if is_named else free_name(stem, taken))
     run_dir = RunDir(_possible(path.absolute()))
-    return Job(request.kind, config, run_dir, Path.cwd(), request.program, after, request.command, is_named, note)
+    return Job(
+        request.kind, config, run_dir, Path.cwd(), request.program, after, request.command, is_named,
+        nodes=devices.nodes, note=devices.note,
+    )  # fmt: skip
 
 
 def reserve(job: Job) -> Job:

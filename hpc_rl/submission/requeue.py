@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
 from hpc_rl.runs.status import RunStatus, in_slurm, status_of, statuses_of
 from hpc_rl.runs.sweeps import SweepDir, run_of, states
+from hpc_rl.slurm import commands
 from hpc_rl.submission import queue
 from hpc_rl.submission.after import find_after_again
+from hpc_rl.submission.directives import environment_notes
 
 REQUEUE = "requeue"
 """If the stop file has this text, the job script requeues its job after saving."""
@@ -33,7 +36,7 @@ def requeue(run: RunDir) -> str:
 
 
 def _requeue(run: RunDir) -> str:
-    now = status_of(run)
+    now = status_of(run, commands.TIMEOUT_S)
     if now.state == "COMPLETED":
         return f"run {run.name} has nothing to resume: its state is {now.state}"
     if now.state == "PENDING":
@@ -53,7 +56,8 @@ def _requeue(run: RunDir) -> str:
     job_id = queue.queue(script, after.sbatch_options if after else [])
     queue.record_again(run, job_id)
     waits = f" after job {', '.join(after.job_ids)}" if after and after.job_ids else ""
-    return f"submitted job {job_id}{waits}: run {run.name} will resume (previous state: {now.state})"
+    submitted = f"submitted job {job_id}{waits}: run {run.name} will resume (previous state: {now.state})"
+    return "\n".join([submitted, *environment_notes(os.environ, run.script.read_text())])
 
 
 def refuse_edited_settings(run: RunDir) -> None:
@@ -132,7 +136,8 @@ def _requeue_sweep(sweep: SweepDir) -> str:
     for number, now in again.items():
         queue.record_again(run_of(now), f"{job_id}_{number}")
     before = states(again.values())
-    return (
+    submitted = (
         f"submitted job {job_id}: {len(again)} of {len(found)} runs of sweep {sweep.name} will resume "
         f"(previous states: {before})"
     )
+    return "\n".join([submitted, *environment_notes(os.environ, script)])

@@ -76,6 +76,10 @@ def _memory(config: JobConfig) -> Iterator[Directive]:
         total = slurm.node.mem_mb if asked == "0" else memory_mb(asked)
         if total:
             yield "mem-per-gpu", f"{total // config.trainer.n_gpus_per_node}M"
+    elif slurm.mem_option == "mem-per-cpu":
+        total = slurm.node.mem_mb if asked == "0" else memory_mb(asked)
+        if total:
+            yield "mem-per-cpu", f"{max(1, total // cpus_per_node(config))}M"
     else:
         yield "mem", asked
 

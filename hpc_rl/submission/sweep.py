@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from hpc_rl.sites.profile import load_profile
 from hpc_rl.slurm import commands
 from hpc_rl.submission import queue
 from hpc_rl.submission.devices import Devices
+from hpc_rl.submission.directives import directives, environment_notes, option_of
 from hpc_rl.submission.grid import Point, grid
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.launch import notes_on
@@ -60,7 +60,7 @@ def plan(request: Request, max_parallel: int | None) -> Plan:
     swept = [point.overrides for point in points]
     configs = compose_each(request.kind, common, swept, request.settings, site, [devices.fill_in])
     stem = free_name(f"{request.kind}-sweep")
-    first = job_of(request, configs[0], note=devices.note)
+    first = job_of(request, configs[0], frozenset(), devices)
     sweep = SweepDir((request.run_dir or ROOT / (configs[0].slurm.job_name or stem)).absolute())
     if sweep.path.exists():
         raise UserError(
@@ -74,7 +74,7 @@ def plan(request: Request, max_parallel: int | None) -> Plan:
     scripts = [render(job) for job in found]
     _check_same_resources(points, scripts)
     script = array_script(sweep, request.kind, scripts, max_parallel)
-    return Plan(sweep, points, found, scripts, script, notes)
+    return Plan(sweep, points, found, scripts, script, [*notes, *environment_notes(os.environ, script)])
 
 
 def array_script(sweep: SweepDir, kind: str, scripts: Sequence[str], max_parallel: int | None) -> str:
@@ -82,7 +82,7 @@ def array_script(sweep: SweepDir, kind: str, scripts: Sequence[str], max_paralle
     tasks = f"1-{len(scripts)}" + (f"%{max_parallel}" if max_parallel else "")
     log = f"{log_folder(sweep.path / sweep.name)}_%a/job-%A_%a.log"
     asked = directives(scripts[0])
-    has_name = any(_option(line) == "job-name" for line in asked)  # unless slurm.leave_out removes it
+    has_name = any(option_of(line) == "job-name" for line in asked)  # unless slurm.leave_out removes it
     return fill(
         "sweep.sbatch.j2",
         {
@@ -91,7 +91,7 @@ def array_script(sweep: SweepDir, kind: str, scripts: Sequence[str], max_paralle
             "directives": [
                 *([f"#SBATCH --job-name={directive_word(sweep.name)}"] if has_name else []),
                 f"#SBATCH --array={tasks}",
-                *(line for line in asked if _option(line) not in _OWN_OPTIONS),
+                *(line for line in asked if option_of(line) not in _OWN_OPTIONS),
                 f"#SBATCH --output={directive_word(log)}",
             ],
             "runs": f"{sweep.path / sweep.name}_",
@@ -137,19 +137,8 @@ def _submit(planned: Plan) -> str:
     return job_id
 
 
-def directives(script: str) -> list[str]:
-    """Return the #SBATCH lines that sbatch reads: those above the first command."""
-    head = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), script.splitlines())
-    return [line for line in head if line.startswith("#SBATCH")]
-
-
-def _option(directive: str) -> str:
-    match = re.match(r"#SBATCH\s+--([\w-]+)", directive)
-    return match[1] if match else directive
-
-
 def _check_same_resources(points: Sequence[Point], scripts: Sequence[str]) -> None:
-    asked = [[line for line in directives(script) if _option(line) not in _OWN_OPTIONS] for script in scripts]
+    asked = [[line for line in directives(script) if option_of(line) not in _OWN_OPTIONS] for script in scripts]
     for point, lines in zip(points, asked, strict=True):
         if lines != asked[0]:
             mine, first = (sorted(set(a) - set(b)) for a, b in ((lines, asked[0]), (asked[0], lines)))

@@ -1,4 +1,6 @@
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -61,7 +63,7 @@ def test_text_arrives_as_it_was_typed(override: str, value: str) -> None:
 @settings(max_examples=25, deadline=None)
 @given(
     st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1).filter(
-        lambda t: t[0] not in "['\"" and t != "null"
+        lambda t: t[0] not in "['\"" and t != "null" and "${" not in t
     )
 )
 def test_any_text_of_an_environment_variable_arrives_intact(text: str) -> None:
@@ -172,3 +174,20 @@ def test_a_key_of_the_actors_optimizer_leaves_its_learning_rate() -> None:
     assert isinstance(config, PpoConfig)
     assert (config.actor.optim.lr, config.critic.optim.lr) == (1e-6, 1e-5)
     assert dict((key, default) for key, _, default, _ in documented_keys(PpoConfig))["actor.optim.lr"] == "1.0e-06"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        ({"overrides": ["slurm.account=a${"]}, "slurm.account"),
+        ({"overrides": ["slurm.env.X=${A} ${B"]}, "slurm.env.X"),
+        ({"settings": {"slurm.partition": "${"}}, "slurm.partition"),
+        ({"site": {"slurm.setup": ["true", "export A=${B"]}}, "slurm.setup"),
+        ({"site": {"slurm.sbatch.comment": "${x"}}, "slurm.sbatch.comment"),
+    ],
+)
+def test_an_unfinished_reference_is_refused(arguments: dict[str, Any], key: str) -> None:
+    with pytest.raises(UserError, match=rf"^{re.escape(key)}: '.*' has an unfinished `\$\{{`: close it with }}"):
+        compose("torchrun", **arguments)
+    closed = compose("torchrun", site={"slurm.setup": ["export A=${B:-1}"], "slurm.env.X": "$ {"})
+    assert (closed.slurm.setup, closed.slurm.env) == (["export A=${B:-1}"], {"X": "$ {"})

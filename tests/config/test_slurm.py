@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_rl.config.slurm import memory_mb, walltime_s
+from hpc_rl.config.compose import compose
+from hpc_rl.config.slurm import NodeConfig, memory_mb, walltime_s
 
 
 @pytest.mark.parametrize(
@@ -23,3 +24,15 @@ def test_sizes_are_those_that_sbatch_accepts(text: str, size: int | None) -> Non
 )
 def test_times(text: str, seconds: int | None) -> None:
     assert walltime_s(text) == seconds
+
+
+@pytest.mark.parametrize("where", ["override", "profile"])
+def test_null_removes_a_section_a_table_or_a_list_of_the_profile(where: str) -> None:
+    site = {"slurm.node.gpus": 4, "slurm.modules": ["cuda"], "slurm.sbatch.reservation": "x", "slurm.partition": "gpu"}
+    keys = ["slurm.node", "slurm.modules", "slurm.sbatch", "slurm.partition"]
+    if where == "override":
+        config = compose("torchrun", [f"{key}=null" for key in keys], site=site)
+    else:
+        config = compose("torchrun", site=dict.fromkeys(keys))
+    slurm = config.slurm
+    assert (slurm.node, slurm.modules, slurm.sbatch, slurm.partition) == (NodeConfig(), [], {}, None)

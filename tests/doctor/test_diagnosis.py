@@ -28,7 +28,6 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.ray_version import check_ray
 from hpc_rl.node.meeting import Meeting
 from hpc_rl.node.network import choose_address, given_blocks
-from hpc_rl.node.ray_cluster.layout import check_length
 from hpc_rl.node.ray_cluster.limits import granted
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import RunStatus
@@ -240,10 +239,6 @@ REAL: dict[str, tuple[Callable[[Path], object], str]] = {
     "port": (lambda _: second_listener(), "A port is in use"),
     "gpus": (lambda _: granted(HERE, {"SLURM_GPUS_ON_NODE": "2"}, gpus=4), "Fewer GPUs than requested"),
     "memory": (lambda _: granted(HERE, {"SLURM_MEM_PER_NODE": "100"}), "Shared memory too small"),
-    "temporary folder": (
-        lambda _: check_length(Path("/scratch/" + "x" * 60)),
-        "The temporary folder's path is too long",
-    ),
     "socket": (lambda _: long_socket(), "The temporary folder's path is too long"),
     "old Ray": (lambda _: check_ray("2.40.0", "python"), "Ray rejects a token"),
     "module": (lambda _: __import__("ray.no_such_thing"), "Python or a package is missing on the nodes"),

@@ -6,7 +6,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ PPO = [
     *("data.train_batch_size=8", "rollout.n=2", "actor.mini_batch_size=16", "trainer.total_training_steps=1"),
 ]
 OPTIONS = {"sft": SFT, "ppo": PPO}
-TRAINED = {"typed-gres": ["sft"], "whole-nodes": ["ppo"], "shared-nodes": ["sft", "ppo"]}
+TRAINED = {"typed-gres": ["sft"], "whole-nodes": ["ppo"], "shared-nodes": ["sft", "ppo"], "strict": []}
 """What is trained on each kind of cluster. The doctor starts Ray and a process group on all of them."""
 
 
@@ -54,6 +55,10 @@ def workspace(cluster: Cluster, materials: Path) -> Workspace:
     return workspace
 
 
+def variant_of(cluster: Cluster) -> str:
+    return cluster.name.removeprefix("pytest-").rpartition("-")[0]
+
+
 def test_slurm_takes_what_the_profile_asks_for(workspace: Workspace, cluster: Cluster) -> None:
     (workspace.folder / "train.py").touch()
     script = workspace.ok("submit", "torchrun", "--nodes", "2", "--gpus-per-node", "1", "--dry-run", "--", "train.py")
@@ -63,15 +68,88 @@ def test_slurm_takes_what_the_profile_asks_for(workspace: Workspace, cluster: Cl
     assert ("#SBATCH --mem" in script) == cluster.spec.memory_allocated
 
 
-def test_the_doctor_finds_nothing_wrong(workspace: Workspace) -> None:
-    for where in ([], ["--on-nodes", "2"]):
+def test_the_doctor_finds_nothing_wrong(workspace: Workspace, cluster: Cluster) -> None:
+    on_nodes = [["--on-nodes", "2"]] if variant_of(cluster) not in SPECIAL else []  # SPECIAL starts Ray on two nodes
+    for where in ([], *on_nodes):
         checks = json.loads(workspace.ok("doctor", *where, "--json", "trainer.device=cpu"))
         assert not [check for check in checks if check["level"] == "problem"]
 
 
 def test_two_nodes_train(workspace: Workspace, cluster: Cluster) -> None:
-    for kind in TRAINED[cluster.name.removeprefix("pytest-").rpartition("-")[0]]:
+    for kind in TRAINED[variant_of(cluster)]:
         workspace.ok("submit", kind, "--nodes", "2", "--wait", "--job-name", kind, *OPTIONS[kind])
         status = workspace.status(kind)
         assert (status["state"], status["step"]) == ("COMPLETED", status["total_steps"])
         assert (workspace.folder / "runs" / kind / "model" / "config.json").exists()
+
+
+def test_what_is_special_about_a_cluster(workspace: Workspace, cluster: Cluster) -> None:
+    for check in SPECIAL.get(variant_of(cluster), ()):
+        check(workspace, cluster)
+
+
+def the_plugins_are_satisfied(workspace: Workspace, cluster: Cluster) -> None:
+    """The profile is in use without a change: `test_slurm_takes_what_the_profile_asks_for`."""
+    values = json.loads(workspace.ok("site", "show", "--json"))["values"]
+    expected = {"partition": "gpu", "account": "mlgroup", "qos": "normal", "gpu_option": "gres", "gpu_type": "a100"}
+    expected["mem_option"] = "mem-per-cpu"
+    assert {key: values[f"slurm.{key}"]["value"] for key in expected} == expected
+
+
+def explicit_options_win(workspace: Workspace, cluster: Cluster) -> None:
+    variables = {"PARTITION": "spot", "ACCOUNT": "teaching", "TIMELIMIT": "5", "OUTPUT": "/tmp/x", "WCKEY": "mine"}
+    variables |= {"WAIT": "1"}
+    environ = {**workspace.environ, **{f"SBATCH_{name}": value for name, value in variables.items()}}
+    elsewhere = Workspace(workspace.folder, environ, workspace.login)
+    submit = ["submit", "torchrun", "--job-name", "held", "--time", "1:00:00", "--sbatch", "hold", "trainer.device=cpu"]
+    done = elsewhere.hpc_rl(*submit, "--", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "from the environment: --wckey=mine (SBATCH_WCKEY)" in done.stderr
+    assert "SBATCH_PARTITION=spot is ignored: the job has --partition=gpu" in done.stderr
+    job_id = str(workspace.status("held")["job_id"])
+    job = cluster.run(["scontrol", "show", "job", "-o", job_id], check=True).stdout
+    for field in ("Partition=gpu", "Account=mlgroup", "TimeLimit=01:00:00", f"StdOut={workspace.folder}/runs/held/"):
+        assert field in job
+
+
+def a_silent_controller_does_not_hold_the_user(workspace: Workspace, cluster: Cluster) -> None:
+    workspace.ok(
+        "submit", "torchrun", "--job-name", "quiet", "--sbatch", "hold", "trainer.device=cpu", "--", "train.py"
+    )
+    signal_controller(cluster, "STOP")
+    try:
+        began = time.monotonic()
+        status = workspace.status("quiet")
+        cancelled = workspace.hpc_rl("cancel", "quiet")
+        assert time.monotonic() - began < 2 * 30, (
+            "each of them waited for several programs of Slurm, one after the other"
+        )
+    finally:
+        signal_controller(cluster, "CONT")
+    assert status["is_last_recorded"] and "Slurm does not answer" in str(status["reason"])
+    assert cancelled.returncode == 2 and "of run quiet is not cancelled" in cancelled.stderr
+    workspace.ok("cancel", "quiet")
+    workspace.ok("cancel", "held")
+
+
+def ray_starts_with_a_long_tmpdir(workspace: Workspace, cluster: Cluster) -> None:
+    program = ["python", "-c", "import os, ray; ray.init(); print(len(ray.nodes()), 'in', os.environ['TMPDIR'])"]
+    workspace.ok("submit", "ray", "--nodes", "2", "--job-name", "long", "--wait", "trainer.device=cpu", "--", *program)
+    log = workspace.ok("logs", "long")
+    for node in cluster.nodes[:2]:
+        assert f"node {node}: Ray's files are in /tmp, because the paths of its sockets would have" in log
+    assert "2 in /tmp/" in log
+
+
+def signal_controller(cluster: Cluster, name: str) -> None:
+    cluster.exec_on("ctl", ["sh", "-c", f"kill -{name} $(cat {cluster.base}/run/slurmctld.pid)"], check=True)
+
+
+SPECIAL: dict[str, tuple[Callable[[Workspace, Cluster], None], ...]] = {
+    "strict": (
+        the_plugins_are_satisfied,
+        explicit_options_win,
+        a_silent_controller_does_not_hold_the_user,
+        ray_starts_with_a_long_tmpdir,
+    ),
+}

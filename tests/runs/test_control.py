@@ -28,7 +28,7 @@ class Job:
             self.run.status.write_text("COMPLETED")
         self.now += seconds
 
-    def status_of(self, run: RunDir) -> RunStatus:
+    def status_of(self, run: RunDir, _within_s: float) -> RunStatus:
         self.asked.append(self.now)
         state = "COMPLETED" if self.now >= self.ends_at else "RUNNING"
         return RunStatus(run.name, str(run.path), "7", state, exit_code=0)

@@ -2,13 +2,18 @@ from __future__ import annotations
 
 import fcntl
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from hpc_rl.cli.text import status_text
+from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
-from hpc_rl.runs.status import current_job, status_of
+from hpc_rl.runs import control
+from hpc_rl.runs.status import current_job, status_of, statuses_of
+from hpc_rl.slurm import commands
 from tests.fake_slurm import fake_slurm
 
 
@@ -48,3 +53,92 @@ def test_looking_at_the_lock_leaves_it_free(tmp_path: Path) -> None:
     assert run.holder() is None
     with run.lock.open("a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+class SilentSlurm:
+    """Clients of a controller that is down: each waits until it is ended. The clock is the test's own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, recorded: str = "") -> None:
+        self.now, self.asked, self._recorded = 0.0, list[str](), recorded
+        monkeypatch.setattr(commands, "time", self)
+        monkeypatch.setattr(commands.subprocess, "run", self.run)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def run(self, argv: list[str], timeout: float, **_: object) -> subprocess.CompletedProcess[str]:
+        self.asked.append(argv[0])
+        if argv[0] == "sacct" and self._recorded:
+            return subprocess.CompletedProcess(argv, 0, self._recorded, "")
+        self.now += timeout
+        raise subprocess.TimeoutExpired(argv, timeout)
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> RunDir:
+    """A run whose job has recorded that it runs."""
+    run = RunDir(tmp_path / "sft-1")
+    run.path.mkdir()
+    run.job.write_text(json.dumps({"job_id": "7"}))
+    run.write_status("7", 1, "RUNNING", None)
+    return run
+
+
+@pytest.mark.parametrize("recorded", ["", "7|RUNNING|0:0|node1|None\n", "7|COMPLETED|0:0|node1|None\n"])
+def test_without_a_controller_the_last_recorded_state_is_shown_soon(
+    running: RunDir, monkeypatch: pytest.MonkeyPatch, recorded: str
+) -> None:
+    slurm = SilentSlurm(monkeypatch, recorded)
+    now = status_of(running)
+    assert slurm.now <= 9
+    assert (now.state, now.is_last_recorded, now.active) == ("RUNNING", True, True)
+    shown = status_text(now)
+    assert "state  RUNNING (Slurm does not answer: s" in shown and "; this is the last recorded state, of 20" in shown
+    assert [one.state for one in statuses_of([running])] == ["RUNNING"]
+    slurm.asked.clear()
+    with pytest.raises(UserError, match=r"job 7 of run sft-1 is not cancelled: .*; try again .*: hpc-rl stop sft-1"):
+        control.cancel(running)
+    assert "scancel" not in slurm.asked
+    assert "will save as soon as it can" in control.stop(running) and running.stop.exists()
+
+
+def test_a_job_that_has_recorded_nothing_is_unknown_without_a_controller(
+    running: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running.status.unlink()
+    SilentSlurm(monkeypatch)
+    now = status_of(running)
+    assert (now.state, now.is_last_recorded, now.active) == ("UNKNOWN", True, True)
+    assert now.reason.endswith("the job has not recorded a state yet")
+
+
+def test_a_silent_database_leaves_the_controller_time_to_answer(
+    running: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = SilentSlurm(monkeypatch)
+
+    def run(argv: list[str], timeout: float, **settings: object) -> subprocess.CompletedProcess[str]:
+        if argv[0] == "squeue":
+            return subprocess.CompletedProcess(argv, 0, "7 |RUNNING |node1 |None |N/A |\n", "")
+        return slurm.run(argv, timeout, **settings)
+
+    monkeypatch.setattr(commands.subprocess, "run", run)
+    now = status_of(running)
+    assert (now.state, now.nodes, now.is_last_recorded) == ("RUNNING", "node1", False)
+    assert slurm.asked == ["sacct"]
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_the_table_states_that_slurm_does_not_answer(
+    running: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    programs = fake_slurm(tmp_path, monkeypatch)
+    if answers:
+        (programs / "squeue.text").write_text("7 |RUNNING |node1 |None |N/A |\n")
+    else:
+        (programs / "squeue").write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_rl.cli", "runs", str(running.path.parent)],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert "RUNNING" in done.stdout and ("Slurm does not answer" in done.stderr) != answers

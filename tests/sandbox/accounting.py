@@ -51,7 +51,11 @@ def _associations(spec: Spec) -> list[str]:
     commands = []
     for account in dict.fromkeys(account for accounts in spec.accounts.values() for account in accounts):
         commands.append(f"sacctmgr --immediate add account {account} Cluster={spec.name}")
+    if spec.qos:
+        commands.append(f"sacctmgr --immediate add qos {','.join(spec.qos)}")
     for user, accounts in spec.accounts.items():
         which = f"Account={','.join(accounts)} DefaultAccount={accounts[0]} Cluster={spec.name}"
         commands.append(f"sacctmgr --immediate add user {user} {which}")
+        if spec.qos:
+            commands.append(f"sacctmgr --immediate modify user {user} set qos+={','.join(spec.qos)}")
     return commands

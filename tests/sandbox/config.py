@@ -3,7 +3,7 @@
 import re
 
 from tests.sandbox.network import CONTROLLER
-from tests.sandbox.spec import Gpus, Spec
+from tests.sandbox.spec import Gpus, Shape, Spec
 
 SLURMCTLD_PORT = 6817  # Slurm's default; each sandbox has an address of its own
 
@@ -53,7 +53,7 @@ def slurm_conf(spec: Spec, subnet: str, confined: bool, cores: bool) -> str:
         "SchedulerType=sched/backfill",
         "SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1",
     ]
-    if spec.memory_allocated:
+    if spec.memory_allocated and "DefMemPerCPU" not in spec.settings:
         lines += [f"DefMemPerCPU={min(shape.memory_mb // shape.cpus for shape in spec.all_shapes)}"]
     if spec.accounting:
         lines += ["AccountingStorageType=accounting_storage/slurmdbd", f"AccountingStorageHost={controller}"]
@@ -62,6 +62,8 @@ def slurm_conf(spec: Spec, subnet: str, confined: bool, cores: bool) -> str:
         lines += ["AccountingStorageTRES=gres/gpu"] if _has_gpus(spec) else []
         lines += ["AccountingStorageEnforce=associations,limits,qos"] if spec.accounts else []
     lines += ["GresTypes=gpu"] if _has_gpus(spec) else []
+    lines += [f"{name}={value}" for name, value in spec.settings.items()]
+    lines += [f"TaskProlog={base}/etc/task_prolog.sh"] if "task_prolog.sh" in spec.files else []
     lines += _node_lines(spec, subnet)
     for name, options in spec.partitions.items():
         nodes = "" if re.search(r"\bNodes=", options) else " Nodes=ALL"
@@ -79,7 +81,6 @@ def _node_lines(spec: Spec, subnet: str) -> list[str]:
         first = spec.node_names.index(names[0]) + 1 if shape.runs else 0
         # A node without a machine gets an address at which nothing listens.
         address = f"{subnet}.{_range(first, shape.count)}" if shape.runs else "127.0.0.1"
-        number = int(names[0].removeprefix(shape.prefix))
         options = {
             "NodeAddr": address,
             "Sockets": shape.sockets,
@@ -91,8 +92,15 @@ def _node_lines(spec: Spec, subnet: str) -> list[str]:
             "State": "UNKNOWN",
         }
         words = [f"{key}={value}" for key, value in options.items() if value]
-        lines.append(" ".join([f"NodeName={shape.prefix}{_range(number, shape.count)}", *words]))
+        lines.append(" ".join([f"NodeName={_hostlist(shape, names)}", *words]))
     return lines
+
+
+def _hostlist(shape: Shape, names: list[str]) -> str:
+    """Return the nodes of a shape as in slurm.conf, which accepts a range only at the end of a name."""
+    if shape.suffix:
+        return ",".join(names)
+    return f"{shape.prefix}{_range(int(names[0].removeprefix(shape.prefix)), shape.count)}"
 
 
 def _range(first: int, count: int) -> str:
@@ -113,8 +121,7 @@ def gres_conf(spec: Spec) -> str:
         for gpus in shape.gpus:
             for files, cores in _device_files(gpus, device):
                 options = [f"Type={gpus.type}"] * bool(gpus.type) + [f"Cores={cores}"] * bool(cores)
-                nodes = f"{shape.prefix}{_range(int(names[0].removeprefix(shape.prefix)), shape.count)}"
-                line = [f"NodeName={nodes} Name=gpu", *options, f"File={spec.base}/gpus/gpu{files}"]
+                line = [f"NodeName={_hostlist(shape, names)} Name=gpu", *options, f"File={spec.base}/gpus/gpu{files}"]
                 lines.append(" ".join(line))
             device += gpus.count
     return "\n".join([*lines, ""])

@@ -38,6 +38,9 @@ def write_files(spec: Spec, subnet: str) -> None:
     }
     for name, text in files.items():
         (base / "etc" / name).write_text(text)
+    for name, text in spec.files.items():
+        (base / "etc" / name).write_text(text)
+        (base / "etc" / name).chmod(0o755)
     if spec.accounting:
         (base / "etc/slurmdbd.conf").touch(mode=0o600)
         (base / "etc/slurmdbd.conf").write_text(accounting.slurmdbd_conf(spec, subnet))

@@ -29,7 +29,7 @@ CLUSTER = {
     "sinfo-summary": "sinfo -s",
     "show-config": "scontrol show config",
     "show-partition": "scontrol show partition -o",
-    "show-node": "scontrol show node -o node1",
+    "show-node": "scontrol show node -o {node}",
     "assoc": "sacctmgr -nP show assoc user=root format=Cluster,Account,User,Partition,QOS,DefaultQOS,MaxWall,MaxTRES",
     "assoc-nobody": "sacctmgr -nP show assoc user=nobody format=Cluster,Account,User,Partition,QOS,DefaultQOS",
     "assoc-unknown": "sacctmgr -nP show assoc user=bin format=Cluster,Account,User,Partition,QOS,DefaultQOS",
@@ -39,6 +39,19 @@ CLUSTER = {
     "refused-memory": "sbatch --test-only -p {gpus} --mem=900G --wrap true",
     "refused-account": "sbatch --test-only -p {gpus} -A nobodys --wrap true",
 }
+TRIAL = "sbatch --test-only --wrap true"
+STRICT = CLUSTER | {
+    "sinfo": CLUSTER["sinfo"].replace("sinfo", "sinfo -a", 1),
+    "show-partition": f"{CLUSTER['show-partition']} -a",
+    "refused-by-cli-filter-account": TRIAL,
+    "refused-by-cli-filter-gpus": f"{TRIAL} -A mlgroup --gpus-per-node=1",
+    "refused-by-cli-filter-type": f"{TRIAL} -A mlgroup --gres=gpu:1",
+    "refused-by-cli-filter-mem": f"{TRIAL} -A mlgroup --mem=100",
+    "refused-by-job-submit-qos": f"{TRIAL} -A mlgroup --mem-per-cpu=100",
+    "refused-qos": f"{TRIAL} -A mlgroup --qos=nobodys",
+    "accepted": f"{TRIAL} -A mlgroup --gres=gpu:a100:1 --mem-per-cpu=100 --qos=standard",
+}
+"""With hidden partitions, and what strict plugins answer. They refuse all jobs below."""
 JOB = {
     "sacct": f"sacct -X -n -P --duplicates {RECORDED} -j {{job}}",
     "squeue": f"squeue -h -t all -r {QUEUED} -j {{job}}",
@@ -59,17 +72,24 @@ def record(variant: str, tree: str = "") -> Path:
         folder = FOLDER / f"{variant}-{version}"
         folder.mkdir(parents=True, exist_ok=True)
         gpus = "shared" if "shared" in cluster.spec.partitions else "gpu"
-        for name, command in CLUSTER.items():
-            write(cluster, folder / f"{name}.txt", command.format(gpus=gpus))
+        for name, command in commands_of(variant).items():
+            write(cluster, folder / f"{name}.txt", command.format(gpus=gpus, node=cluster.nodes[0]))
+        for name, command in ON_NODE.items():
+            for short, machine in (("ctl", "ctl"), ("node1", cluster.nodes[0])):
+                write(cluster, folder / f"{name}-{short}.txt", command, machine)
+        if variant == "strict":
+            return folder
         for state, job in jobs(cluster, gpus).items():
             for name, command in JOB.items():
                 write(cluster, folder / f"{name}-{state}.txt", command.format(job=job))
         for name, command in ALL_JOBS.items():
             write(cluster, folder / f"{name}.txt", command)
-        for name, command in ON_NODE.items():
-            for machine in ("ctl", "node1"):
-                write(cluster, folder / f"{name}-{machine}.txt", command, machine)
     return folder
+
+
+def commands_of(variant: str) -> Mapping[str, str]:
+    """Return the commands that are recorded on an idle cluster: name -> command."""
+    return STRICT if variant == "strict" else CLUSTER
 
 
 def jobs(cluster: Cluster, partition: str) -> Mapping[str, str]:
@@ -100,8 +120,9 @@ def write(cluster: Cluster, path: Path, command: str, machine: str = "") -> None
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.sandbox.record", description=__doc__)
     parser.add_argument("--tree", default="", help="root directory of another Debian whose Slurm is used")
+    parser.add_argument("--variant", choices=VARIANTS, action="append", help="record only this one; repeatable")
     options = parser.parse_args()
-    for variant in VARIANTS:
+    for variant in options.variant or VARIANTS:
         print(record(variant, options.tree))
 
 

@@ -44,6 +44,8 @@ class Shape:
     sockets: int = 1
     features: str = ""
     prefix: str = "node"
+    suffix: str = ""
+    """Domain of fully qualified node names, such as .cluster.example."""
     runs: bool = True
     """Whether there is a machine with slurmd. Otherwise the controller only lists the node."""
 
@@ -81,6 +83,12 @@ class Spec:
     """Seconds for which Slurm holds a requeued job (120 on most clusters). Started earlier, it is requeued again."""
     slurmd_timeout_s: int = 20
     """Seconds of silence after which the controller marks a node as down."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Further settings in slurm.conf."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Further files next to slurm.conf: name -> text. They are executable, and slurm.conf names a `task_prolog.sh`."""
+    qos: tuple[str, ...] = ()
+    """Qualities of service that every user may have, in addition to `normal`."""
     shared_tmp: tuple[str, ...] = field(default_factory=lambda: project_folders_in_tmp())
     """Folders below the host's /tmp that every node sees. The rest of a node's /tmp is its own."""
 
@@ -116,6 +124,6 @@ class Spec:
         found: list[tuple[Shape, list[str]]] = []
         number = 1
         for shape in self.all_shapes:
-            found.append((shape, [f"{shape.prefix}{number + step}" for step in range(shape.count)]))
+            found.append((shape, [f"{shape.prefix}{number + step}{shape.suffix}" for step in range(shape.count)]))
             number += shape.count
         return found

@@ -52,7 +52,69 @@ SHARED_NODES: dict[str, Any] = {
 }
 """Jobs share nodes and are confined to their cores and memory. There is a second network besides eth0."""
 
-VARIANTS = {"typed-gres": TYPED_GRES, "whole-nodes": WHOLE_NODES, "shared-nodes": SHARED_NODES}
+_STRICT_CLI_FILTER = """
+function slurm_cli_pre_submit(options, offset)
+  local function refuse(text)
+    slurm.log_error(text)
+    return slurm.ERROR
+  end
+  if options["type"] ~= "sbatch" then return slurm.SUCCESS end
+  if options["account"] == nil then return refuse("state your project with --account") end
+  if options["gpus-per-node"] ~= nil then return refuse("request GPUs with --gres=gpu:TYPE:NUMBER") end
+  local gres = options["gres"]
+  if gres ~= nil and string.match(gres, "gpu:%d") then return refuse("name the type of GPU in --gres") end
+  if options["mem"] ~= nil then return refuse("request memory with --mem-per-cpu") end
+  return slurm.SUCCESS
+end
+function slurm_cli_setup_defaults(options, early_pass) return slurm.SUCCESS end
+function slurm_cli_post_submit(offset, job_id, step_id) return slurm.SUCCESS end
+"""
+_STRICT_JOB_SUBMIT = """
+function slurm_job_submit(job_desc, part_list, submit_uid)
+  if job_desc.qos == nil then
+    slurm.log_user("choose a quality of service: standard or long")
+    return slurm.ERROR
+  end
+  return slurm.SUCCESS
+end
+function slurm_job_modify(job_desc, job_rec, part_list, modify_uid) return slurm.SUCCESS end
+"""
+_LONG_TMPDIR = """#!/bin/sh
+folder=/tmp/scratch.of.the.cluster/of.each.job/$SLURM_JOB_ID
+mkdir -p "$folder"
+echo "export TMPDIR=$folder"
+"""
+
+STRICT: dict[str, Any] = {
+    "shapes": (
+        Shape(2, cpus=2, memory_mb=8000, gpus=(Gpus(2, "a100"),), suffix=".cluster.example"),
+        Shape(1, cpus=16, memory_mb=64000, gpus=(Gpus(4, "a100"),), suffix=".cluster.example"),
+    ),
+    "partitions": {
+        "spot": "PreemptMode=REQUEUE PriorityTier=1 MaxTime=7-00:00:00",
+        "gpu": "Default=YES Hidden=YES PriorityTier=10 PreemptMode=OFF MaxTime=1-00:00:00 MaxMemPerCPU=3000 "
+        "DefMemPerCPU=1000 OverSubscribe=FORCE:2",
+    },
+    "accounting": True,
+    "accounts": {"root": ("mlgroup", "teaching")},
+    "qos": ("standard", "long"),
+    "settings": {
+        "CliFilterPlugins": "cli_filter/lua",
+        "JobSubmitPlugins": "lua",
+        "PreemptType": "preempt/partition_prio",
+        "PreemptMode": "REQUEUE",
+    },
+    "files": {
+        "cli_filter.lua": _STRICT_CLI_FILTER,
+        "job_submit.lua": _STRICT_JOB_SUBMIT,
+        "task_prolog.sh": _LONG_TMPDIR,
+    },
+}
+"""Plugins refuse jobs without an account, a quality of service, the type of GPU in --gres, and --mem-per-cpu, one after
+the other. The default partition is hidden, and its nodes have several sizes and fully qualified names. Another one is
+preemptible. A TaskProlog sets a long TMPDIR."""
+
+VARIANTS = {"typed-gres": TYPED_GRES, "whole-nodes": WHOLE_NODES, "shared-nodes": SHARED_NODES, "strict": STRICT}
 
 LARGE: dict[str, Any] = {
     "shapes": (

@@ -63,7 +63,7 @@ def test_detect_asks_each_program_once_and_never_replaces(login_node: Callable[[
     done = hpc_rl("site", "detect", "--yes")
     assert done.returncode == 0 and "partition gpu, default account" in done.stdout, done.stderr
     asked = [line.split()[0] + (" " + line.split()[2] if "scontrol" in line else "") for line in calls(tmp_path)]
-    assert asked == ["ip", "sacctmgr", "scontrol config", "scontrol partition", "sinfo", "srun"]
+    assert asked == ["ip", "sacctmgr", "sbatch", "sbatch", "scontrol config", "scontrol partition", "sinfo", "srun"]
     profile = tmp_path / "home/.config/hpc-rl/site.yaml"
     profile.write_text("slurm: {partition: mine}\n")
     refused = hpc_rl("site", "detect", "--yes")
@@ -107,7 +107,7 @@ def test_a_partition_that_cannot_give_says_what_it_can(login_node: Callable[[str
         assert len(done.stderr.splitlines()) == 1
     (tmp_path / "calls").unlink()
     assert hpc_rl(*dry, "--gpus-per-node", "2", "--", "train.py").returncode == 0
-    assert [line.split()[0] for line in calls(tmp_path)] == ["sinfo", "sinfo"]  # GPUs of a node, and limits
+    assert [line.split()[0] for line in calls(tmp_path)] == ["sinfo"]  # GPUs of a node, and limits
     assert hpc_rl(*dry, "--time", "3-00:00:00", "--qos", "long", "--", "train.py").returncode == 0
     assert hpc_rl(*dry, "--gpus-per-node", "8", "--sbatch", "reservation=x", "--", "train.py").returncode == 0
 
@@ -135,3 +135,26 @@ def test_a_profile_is_an_option_not_an_override(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hpc_rl.cli", "config", "torchrun", "site=typed-gres"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and "choose a site profile with --site typed-gres" in done.stderr
+
+
+def test_a_profile_that_sbatch_refuses_or_cannot_judge_is_written_with_a_message(
+    login_node: Callable[[str], Command], tmp_path: Path
+) -> None:
+    hpc_rl = login_node("typed-gres-22.05.8")
+    sbatch = tmp_path / "bin" / "sbatch"
+    needs = "teaching"
+    sbatch.write_text(
+        "#!/bin/sh\ncat > script\ngrep -q -- --account=$(cat needs) script && exit 0\n"
+        "echo 'sbatch: error: state a valid project' >&2\nexit 1\n"
+    )
+    (tmp_path / "needs").write_text(needs)
+    done = hpc_rl("site", "detect", "--yes", "--out", "site.yaml")
+    assert done.returncode == 0 and "partition gpu, account teaching" in done.stdout and done.stderr == ""
+    (tmp_path / "needs").write_text("nobodys")
+    done = hpc_rl("site", "detect", "--yes", "--force", "--out", "site.yaml")
+    assert "sbatch refuses a test job with this profile: state a valid project; edit site.yaml" in done.stderr
+    text = (tmp_path / "site.yaml").read_text()
+    assert "# sbatch refuses a test job with these settings: state a valid project" in text and "  # account: " in text
+    sbatch.write_text("#!/bin/sh\nexit 124\n")
+    done = hpc_rl("site", "detect", "--yes", "--force", "--out", "site.yaml")
+    assert done.returncode == 0 and "the profile has not been tried: sbatch --test-only does not answer" in done.stderr

@@ -9,8 +9,8 @@ import pytest
 from hpc_rl.config.compose import compose
 from hpc_rl.run_dir import RunDir
 from hpc_rl.sites.profile import Profile, load_profile
-from hpc_rl.sites.proposal import Facts, choose_accounts, choose_partitions, propose
-from hpc_rl.slurm.cluster import read_associations, read_config, read_interfaces, read_partitions, read_sinfo
+from hpc_rl.sites.proposal import Facts, choose_accounts, choose_partitions, first_choice, propose
+from hpc_rl.slurm.cluster import Partition, read_associations, read_config, read_interfaces, read_partitions, read_sinfo
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.script import render
 from tests.helpers import recorded
@@ -40,7 +40,8 @@ def facts(cluster: str) -> Facts:
 def proposed(found: Facts, tmp_path: Path, name: str | None = None, account: str | None = None) -> Profile:
     partitions = {one.name: one for one in choose_partitions(found)}
     partition = partitions[name] if name else next(iter(partitions.values()))
-    (tmp_path / "site.yaml").write_text(propose(found, partition, account, "2026-01-01"))
+    choice = first_choice(found, partition, account)
+    (tmp_path / "site.yaml").write_text(propose(found, partition, choice, "2026-01-01"))
     return load_profile(str(tmp_path / "site.yaml"), environ={})
 
 
@@ -99,3 +100,51 @@ def test_partitions_that_are_not_simple(cluster: str, tmp_path: Path) -> None:
     assert (values["slurm.mem_option"], values["slurm.cpus_per_gpu"]) == ("none", 1)
     reserved = replace(found, partitions=[replace(gpu, cpus=gpu.cpus - gpu.nodes)])  # a core of each for the system
     assert proposed(reserved, tmp_path).values["slurm.node.cpus"] == 1
+
+
+@pytest.mark.parametrize("cluster", [name for name in CLUSTERS if name.startswith("typed-gres")])
+def test_hidden_and_preemptible_partitions(cluster: str) -> None:
+    found = facts(cluster)
+    named = {one.name: one for one in found.partitions}
+
+    def order(mode: str, preempt_type: str, **changes: Partition) -> list[str]:
+        partitions = [changes.get(name, one) for name, one in named.items()]
+        config = {**found.config, "PreemptType": preempt_type, "PreemptMode": mode}
+        return [one.name for one in choose_partitions(replace(found, config=config, partitions=partitions))]
+
+    hidden_default = replace(named["gpu"], is_hidden=True)
+    assert order("OFF", "preempt/none", gpu=hidden_default) == ["gpu", "mixed", "devel", "cpu"]
+    assert order("OFF", "preempt/none", mixed=replace(named["mixed"], is_hidden=True)) == ["gpu", "devel", "cpu"]
+    spot = replace(named["gpu"], preempt_mode="REQUEUE")  # devel has a higher PriorityTier
+    assert order("REQUEUE", "preempt/partition_prio", gpu=spot) == ["mixed", "devel", "gpu", "cpu"]
+    assert order("REQUEUE", "preempt/qos", gpu=spot)[0] == "gpu"
+    assert order("REQUEUE", "preempt/partition_prio", gpu=replace(spot, priority_tier=10))[0] == "gpu"
+
+
+@pytest.mark.parametrize("cluster", [name for name in CLUSTERS if name.startswith("shared-nodes")])
+def test_memory_by_cpu_and_shared_cpus(cluster: str, tmp_path: Path) -> None:
+    found = facts(cluster)
+    shared = choose_partitions(found)[0]
+    assert (shared.name, shared.max_mem_per_cpu_mb, shared.jobs_per_cpu) == ("shared", 4000, 1)
+    assert proposed(found, tmp_path).values.get("slurm.mem_option") is None  # 4000 MB for each CPU are all memory
+    tight = replace(found, partitions=[replace(shared, max_mem_per_cpu_mb=3000, jobs_per_cpu=2)])
+    values = proposed(tight, tmp_path).values
+    assert (values["slurm.mem_option"], values["slurm.node.mem_mb"]) == ("mem-per-cpu", 6000)
+    assert "Up to 2 jobs run on the same CPUs" in (tmp_path / "site.yaml").read_text()
+    clusters = replace(
+        found, partitions=[replace(shared, max_mem_per_cpu_mb=None)], config={**found.config, "MaxMemPerCPU": "1000"}
+    )
+    values = proposed(clusters, tmp_path).values
+    assert (values["slurm.mem_option"], values["slurm.node.mem_mb"]) == ("mem-per-cpu", 2000)
+
+
+def test_what_sbatch_refuses_is_in_the_profile(tmp_path: Path) -> None:
+    found = facts("typed-gres-22.05.8")
+    partition = choose_partitions(found)[0]
+    choice = replace(first_choice(found, partition, None), qos="normal", constraint="ib", leave_out=("requeue",))
+    text = propose(found, partition, choice, "2026-01-01", "no such\nthing")
+    assert "  # sbatch refuses a test job with these settings: no such thing\n" in text
+    (tmp_path / "site.yaml").write_text(text)
+    values = load_profile(str(tmp_path / "site.yaml"), environ={}).values
+    assert (values["slurm.qos"], values["slurm.constraint"]) == ("normal", "ib")
+    assert values["slurm.leave_out"] == ["requeue"]

@@ -23,6 +23,7 @@ ENVIRON = {
         ("a[1-2],login,b[3]", "a1 a2 login b3"),
         ("r[1-2]n[01-02]", "r1n01 r1n02 r2n01 r2n02"),
         ("c[1-2]-ib", "c1-ib c2-ib"),
+        ("n1.cluster.example,n[2-3].cluster.example", "n1.cluster.example n2.cluster.example n3.cluster.example"),
     ],
 )
 def test_hostlists(text: str, names: str) -> None:

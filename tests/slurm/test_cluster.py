@@ -19,8 +19,9 @@ from hpc_rl.slurm.cluster import (
 from tests.helpers import recorded
 
 CLUSTERS = sorted(file.parent.name for file in (Path(__file__).parent / "recorded").glob("*/show-config.txt"))
-TYPED, WHOLE, SHARED = (
-    [name for name in CLUSTERS if name.startswith(variant)] for variant in ("typed-gres", "whole-nodes", "shared-nodes")
+TYPED, WHOLE, SHARED, STRICT = (
+    [name for name in CLUSTERS if name.startswith(variant)]
+    for variant in ("typed-gres", "whole-nodes", "shared-nodes", "strict")
 )
 
 
@@ -103,7 +104,8 @@ def test_accounts_where_there_is_accounting(cluster: str) -> None:
     found = read_associations(recorded(cluster, "assoc"), config["ClusterName"])
     if config.get("AccountingStorageType", "").endswith("slurmdbd"):
         assert {one.account for one in found} >= {"mlgroup", "teaching"}
-        assert found[0] == Association(found[0].account, "", ("normal",), "")
+        qos = ("long", "normal", "standard") if cluster in STRICT else ("normal",)
+        assert found[0] == Association(found[0].account, "", qos, "")
     else:
         assert found == []
     assert read_associations(recorded(cluster, "assoc"), "another-cluster") == []
@@ -168,3 +170,20 @@ def test_equal_nodes_of_several_partitions_are_one_shape(cluster: str) -> None:
 
 def test_nothing_known_refuses_nothing() -> None:
     assert refusal([], "gpu", Need(1, 8, None, 8, 0)) is None
+
+
+@pytest.mark.parametrize("cluster", STRICT)
+def test_a_hidden_default_partition_with_shared_cpus_and_a_preemptible_one(cluster: str) -> None:
+    gpu, spot = sorted(read_partitions(recorded(cluster, "show-partition")), key=lambda one: one.name)
+    assert (gpu.name, gpu.is_default, gpu.is_hidden, gpu.jobs_per_cpu) == ("gpu", True, True, 2)
+    assert (gpu.priority_tier, gpu.preempt_mode, gpu.max_mem_per_cpu_mb, gpu.qos) == (10, "OFF", 3000, None)
+    assert (spot.name, spot.is_hidden, spot.jobs_per_cpu) == ("spot", False, 1)
+    assert (spot.priority_tier, spot.preempt_mode, spot.max_mem_per_cpu_mb) == (1, "REQUEUE", None)
+    groups = [one for one in read_sinfo(recorded(cluster, "sinfo")) if one.partition == "gpu"]
+    assert sorted((one.nodes, one.all_gpus, one.is_default) for one in groups) == [(1, 4, True), (2, 2, True)]
+
+
+def test_who_may_have_which_quality_of_service() -> None:
+    line = recorded(TYPED[0], "show-partition").splitlines()[0].replace("AllowQos=ALL", "AllowQos=long,short")
+    (partition,) = read_partitions(line.replace("OverSubscribe=NO", "OverSubscribe=FORCE:4"))
+    assert (partition.qos, partition.jobs_per_cpu) == ({"long", "short"}, 4)

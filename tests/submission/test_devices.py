@@ -11,6 +11,7 @@ from hpc_rl.submission.devices import Devices
 GPU = NodeGroup("gpu", 10, 64, 500_000, {"a100": 4}, is_default=True)
 PLAIN = NodeGroup("gpu", 12, 16, 100_000, {}, is_default=True, features=("big",))
 FAT = NodeGroup("gpu", 2, 128, 900_000, {"a100": 8}, is_default=True)
+SHAPE = {"slurm.node.gpus": 4, "slurm.node.cpus": 64}
 CPU = NodeGroup("cpu", 50, 32, 100_000, {})
 
 
@@ -55,6 +56,19 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             {"slurm": {"node": {"gpus": 4}, "cpus_per_gpu": 3}},
             {"trainer.device": "cuda", "trainer.n_gpus_per_node": 4},
         ),
+        (
+            {"trainer": {"n_gpus_per_node": 8}},
+            {"trainer.device": "cuda", "slurm.node.gpus": 8, "slurm.node.cpus": 128},
+        ),
+        (
+            {"trainer": {"n_gpus_per_node": 8}, "slurm": {"node": {"gpus": 4, "cpus": 64, "mem_mb": 500_000}}},
+            {"trainer.device": "cuda", "slurm.node.gpus": 8, "slurm.node.cpus": 128, "slurm.node.mem_mb": 900_000},
+        ),
+        (
+            {"trainer": {"n_gpus_per_node": 16}, "slurm": {"node": {"gpus": 4, "cpus": 64}}},
+            {"trainer.device": "cuda"},
+        ),
+        ({"slurm": {"node": None}}, {"trainer.device": "cuda", "trainer.n_gpus_per_node": 4, **SHAPE}),
         ({"slurm": {"partition": "unknown"}}, {"trainer.device": "cuda"}),
         ({"slurm": {"partition": "cpu", "gpu_type": "a100"}}, {"trainer.device": "cuda"}),
         ({"slurm": {"partition": "cpu", "sbatch": {"gres": "gpu:2"}}}, {"trainer.device": "cuda"}),

@@ -169,3 +169,15 @@ def test_a_secret_in_the_configuration_is_refused(name: str) -> None:
 
 def test_other_variables_are_no_secrets() -> None:
     checks.check_secrets("HF_TOKEN_PATH", "TOKENIZERS_PARALLELISM", "MAX_TOKENS", "EOS_TOKEN", "WANDB_MODE")
+
+
+@pytest.mark.parametrize("key", ["setup", "epilogue"])
+@pytest.mark.usefixtures("folder")
+def test_commands_that_bash_cannot_read_are_refused(key: str) -> None:
+    def check(*lines: str) -> list[str]:
+        config = compose("ray", [], {f"slurm.{key}": list(lines)})
+        return checks.check(Job("ray", config, RunDir(Path("run").absolute()), Path.cwd(), ("python", "driver.py")))
+
+    check("if true", "then cd /", "fi")
+    with pytest.raises(UserError, match=rf"^slurm\.{key}: bash cannot read 'echo \"a': line 1: unexpected EOF"):
+        check('echo "a')

@@ -12,6 +12,7 @@ from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import node_command, node_environment
 from hpc_rl.submission.script import render
 
+PER_CPU = {"slurm.mem_option": "mem-per-cpu"}
 PER_GPU = {"slurm.mem_option": "mem-per-gpu"}
 NODE = {"slurm.node": {"gpus": 4, "cpus": 64, "mem_mb": 500_000}}
 FIXED = ("job-name", "nodes", "ntasks-per-node", "output", "open-mode", "signal", "requeue")
@@ -46,6 +47,10 @@ def asked(gpus: int = 1, **settings: Any) -> list[str]:
         (2, {**NODE, "slurm.mem_option": "none"}, ["cpus-per-task=32", "gpus-per-node=2"]),
         (2, {**NODE, **PER_GPU}, ["cpus-per-task=32", "gpus-per-node=2", "mem-per-gpu=125000M"]),
         (4, {**NODE, **PER_GPU}, ["cpus-per-task=64", "gpus-per-node=4", "mem-per-gpu=125000M"]),
+        (2, {**NODE, **PER_CPU}, ["cpus-per-task=32", "gpus-per-node=2", "mem-per-cpu=7812M"]),
+        (4, {**NODE, **PER_CPU}, ["cpus-per-task=64", "gpus-per-node=4", "mem-per-cpu=7812M"]),
+        (1, {**NODE, **PER_CPU, "slurm.mem": "32G"}, ["cpus-per-task=16", "gpus-per-node=1", "mem-per-cpu=2048M"]),
+        (1, PER_CPU, ["cpus-per-task=1", "gpus-per-node=1"]),
         (
             2,
             {"slurm.mem": "1G", "slurm.mem_option": "mem-per-gpu"},

@@ -12,6 +12,10 @@ import pytest
 
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
+from hpc_rl.submission import chain
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.preflight.checks import partition
+from hpc_rl.submission.request import Request
 from hpc_rl.submission.requeue import requeue
 from tests.fake_slurm import calls, fake_slurm
 from tests.small_disk import needs_root, small_disk
@@ -151,3 +155,30 @@ def test_a_full_disk_is_shown_afterwards(tmp_path: Path) -> None:
             done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
             assert "No space left on device" in done.stdout, (command, done.stdout, done.stderr)
             assert f"file system {disk.path} (tmpfs) has 0 bytes" in done.stdout, (command, done.stdout)
+
+
+@pytest.fixture
+def listing(slurm: Path) -> Path:
+    """The programs' folder, with a sinfo that lists nodes of one partition."""
+    nodes = "gpu*|up|1-00:00:00|01:00:00|2|64|500000|gpu:a100:4|(null)|NO|idle"
+    (slurm / "sinfo").write_text(f'#!/bin/sh\necho "sinfo $*" >> "{slurm}/calls"\necho "{nodes}"\n')
+    return slurm
+
+
+@pytest.mark.parametrize("command", [("submit", "torchrun"), ("sweep", "torchrun", "slurm.env.LR=1,2,3")])
+def test_the_nodes_are_listed_once(tmp_path: Path, listing: Path, command: Sequence[str]) -> None:
+    subprocess.run([sys.executable, "-m", "hpc_rl.cli", *command, "--", "train.py"], check=True, timeout=120)
+    assert [call.split()[0] for call in calls(tmp_path)].count("sinfo") == 1
+    assert "#SBATCH --gpus-per-node=4\n" in next(tmp_path.glob("runs/**/job.sbatch")).read_text()
+
+
+@pytest.mark.usefixtures("listing")
+def test_the_nodes_are_listed_once_for_all_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def notes_on(jobs: Sequence[Job], _local: bool) -> list[str]:
+        return [str(question.check(*question.arguments)) for job in jobs for question in partition(job)]
+
+    monkeypatch.setattr(chain, "notes_on", notes_on)
+    first = Request("sft", ("model.path=model", "data.train_files=x", "slurm.job_name=a"))
+    planned, _ = chain.plan([first, Request("sft", ("data.train_files=x", "slurm.job_name=b"))])
+    assert [stage.job.config.slurm.node.gpus for stage in planned] == [4, 4]
+    assert [call.split()[0] for call in calls(tmp_path)].count("sinfo") == 1

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_rl.errors import UserError
 from hpc_rl.host.accelerators import ray_resource
 from hpc_rl.host.jit_caches import jit_cache_defaults
 from hpc_rl.host.numa import numa_defaults
@@ -27,8 +26,9 @@ from hpc_rl.slurm.allocation import Allocation
 
 SOCKET_BYTES = 107
 """Longest path of a UNIX socket (unix(7))."""
-SESSION_BYTES = 64
-"""Ray's part of that path: `/session_2026-01-02_03-04-05_678901_1234567/sockets/plasma_store` and a number."""
+_SESSION = "session_2026-01-02_03-04-05_678901_1234567/sockets"
+LONGEST_SOCKET, LONGEST_DASHBOARD_SOCKET = f"{_SESSION}/plasma_store", f"{_SESSION}/dash_TaskEventsHead"
+"""Ray's part of that path, without and with its dashboard."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ def prepared_layout(allocation: Allocation, attempt_dir: Path, options: argparse
     check_ray(installed_ray(), sys.executable)
     rank = allocation.node_rank
     interface, address = node_address(allocation, options.interface)
-    check_length(local_folder(os.environ) / new_name(allocation.job_id))
+    planned = local_folder(os.environ) / new_name(allocation.job_id)
+    environ = with_room_for_sockets(os.environ, planned, allocation.node, options.dashboard)
     grant = granted(
         allocation,
         os.environ,
@@ -107,7 +108,7 @@ def prepared_layout(allocation: Allocation, attempt_dir: Path, options: argparse
     before = allocation.nodes[:rank].count(allocation.node)
     with (
         reserve(options.first_port, before) as blocks,
-        held_scratch(os.environ, allocation.job_id, attempt_dir, rank) as scratch,
+        held_scratch(environ, allocation.job_id, attempt_dir, rank) as scratch,
     ):
         ports = RayPorts(blocks.firsts)
         token = attempt_dir / TOKEN
@@ -127,20 +128,25 @@ def node_address(allocation: Allocation, configured: str | None) -> tuple[str, s
     return interface, address
 
 
-def check_length(scratch: Path) -> None:
-    """Check that the paths of Ray's sockets below a folder are short enough.
+def with_room_for_sockets(environ: Mapping[str, str], scratch: Path, node: str, dashboard: bool) -> Mapping[str, str]:
+    """Return the variables with TMPDIR=/tmp, and print why, if Ray's sockets do not fit below a temporary folder.
 
-    Raises:
-        UserError: they are too long.
+    A TaskProlog of the site may set a long TMPDIR after the job script, which cannot shorten it then.
     """
-    length = len(os.fsencode(_temp_dir(scratch)))
-    too_long = length + SESSION_BYTES - SOCKET_BYTES
-    if too_long > 0:
-        raise UserError(
-            f"temporary folder {_temp_dir(scratch)} has {length} bytes: with {SESSION_BYTES} for Ray's sockets in it "
-            f"that is over the {SOCKET_BYTES} of a UNIX socket's path; set TMPDIR to a path of at most "
-            f"{len(os.fsencode(scratch.parent)) - too_long} bytes (slurm.env.TMPDIR=/tmp)"
-        )
+    length = socket_bytes(scratch, dashboard)
+    if length <= SOCKET_BYTES:
+        return environ
+    print(
+        f"hpc-rl: node {node}: Ray's files are in /tmp, because the paths of its sockets would have {length} bytes "
+        f"below TMPDIR ({scratch.parent}), and {SOCKET_BYTES} are possible",
+        flush=True,
+    )
+    return {**environ, "TMPDIR": "/tmp"}
+
+
+def socket_bytes(scratch: Path, dashboard: bool) -> int:
+    """Return the length of Ray's longest socket path below a temporary folder of a job."""
+    return len(os.fsencode(_temp_dir(scratch) / (LONGEST_DASHBOARD_SOCKET if dashboard else LONGEST_SOCKET)))
 
 
 def _temp_dir(scratch: Path) -> Path:

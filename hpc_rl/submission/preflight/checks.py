@@ -7,6 +7,7 @@ import errno
 import grp
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from hpc_rl.submission.preflight.model import check_chat_template, check_model, 
 from hpc_rl.submission.preflight.partition import ask_of, check_partition
 from hpc_rl.submission.preflight.program import check_packages, check_ray_program, check_torchrun_program
 
+BASH_TIMEOUT_S = 20
 LONGEST_FILE = "attempt-1000/" + "x" * 64
 """At least as long as any path in a run directory. If this one is below the file system's limit, all of them are."""
 
@@ -82,6 +84,13 @@ def run_directory(job: Job) -> Iterator[Question]:
 def secrets(job: Job) -> Iterator[Question]:
     """Ask whether the configuration, which many files and commands show, contains a secret."""
     yield Question(check_secrets, tuple(sorted(job.config.slurm.env)))
+
+
+def commands(job: Job) -> Iterator[Question]:
+    """Ask whether bash can read the commands of the configuration."""
+    for key, lines in {"slurm.setup": job.config.slurm.setup, "slurm.epilogue": job.config.slurm.epilogue}.items():
+        if lines:
+            yield Question(check_bash, (key, tuple(lines)))
 
 
 def image(job: Job) -> Iterator[Question]:
@@ -159,12 +168,13 @@ def program(job: Job) -> Iterator[Question]:
 def partition(job: Job) -> Iterator[Question]:
     """Ask whether the partition has enough nodes, and time, for the job."""
     if ask := ask_of(job.config):
-        yield Question(check_partition, (ask,))
+        yield Question(check_partition, (ask, job.nodes))
 
 
 CHECKS: tuple[Callable[[Job], Iterator[Question]], ...] = (
     run_directory,
     secrets,
+    commands,
     image,
     gpus,
     packages,
@@ -196,6 +206,16 @@ def check_group(group: str) -> None:
     names = [grp.getgrgid(number).gr_name for number in {os.getgid(), *os.getgroups()}]
     if group not in names and os.geteuid() != 0:
         raise UserError(f"slurm.group {group}: you are not a member of such a group; yours are {', '.join(names)}")
+
+
+def check_bash(key: str, lines: tuple[str, ...]) -> None:
+    """Raise UserError if bash cannot read these lines of the job script, such as a quote that is not closed."""
+    done = subprocess.run(
+        ["bash", "-n", "-c", "\n".join(lines)], capture_output=True, text=True, timeout=BASH_TIMEOUT_S, check=False
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        raise UserError(f"{key}: bash cannot read {'; '.join(lines)!r}: {said[-1].removeprefix('bash: -c: ')}")
 
 
 def check_slices(gpu_type: str, processes: int) -> None:

@@ -33,7 +33,7 @@ def ask_of(config: JobConfig) -> Ask | None:
     return Ask(slurm.partition, _need(config), time)
 
 
-def check_partition(ask: Ask) -> str | None:
+def check_partition(ask: Ask, nodes: commands.NodeListing) -> str | None:
     """Compare the request with the nodes and time limits that sinfo shows, if Slurm is installed.
 
     Returns:
@@ -45,7 +45,7 @@ def check_partition(ask: Ask) -> str | None:
     if not commands.available():
         return None
     try:
-        groups = commands.node_groups()
+        groups = nodes.groups()
     except commands.NoAnswer as error:
         return f"partition {ask.partition or '(default)'} is not checked: {error}"
     if problem := refusal(groups, ask.partition, ask.need) or _too_long(groups, ask):

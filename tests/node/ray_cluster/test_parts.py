@@ -1,7 +1,9 @@
 """The parts of a Ray node: ports, environment, address and logs."""
 
+import re
 import socket
 from contextlib import ExitStack, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.node import network
 from hpc_rl.node.entry import worker_defaults
 from hpc_rl.node.ray_cluster.environment import driver_environment, ray_environment, shared_environment
-from hpc_rl.node.ray_cluster.layout import check_length, node_address
+from hpc_rl.node.ray_cluster.layout import SOCKET_BYTES, node_address, socket_bytes, with_room_for_sockets
 from hpc_rl.node.ray_cluster.node import LOG_FILE_BYTES, copy_logs
 from hpc_rl.node.ray_cluster.ports import BLOCK_SIZE, BLOCKS, RayPorts, reserve, roll_call_port
 from hpc_rl.slurm.allocation import Allocation
@@ -113,10 +115,34 @@ def test_nodes_on_one_machine_have_addresses_of_their_own() -> None:
     assert found == ["127.0.0.2", "127.0.0.3", "127.0.1.51"]
 
 
-def test_a_temporary_folder_too_long_for_a_socket_is_refused_with_the_numbers() -> None:
-    check_length(Path("/tmp/65534.12345678.10"))
-    with pytest.raises(UserError, match=r"has 52 bytes: with 64 for Ray's sockets.*over the 107.*at most 20 bytes"):
-        check_length(Path("/local/scratch/of/a/long/name") / "1000.12345678.0.10"[:18])
+@pytest.mark.parametrize("dashboard", [False, True])
+def test_without_room_for_sockets_the_temporary_folder_is_in_tmp(
+    capsys: pytest.CaptureFixture[str], dashboard: bool
+) -> None:
+    """The longest name has a user id of 10 digits, a job id of 8, and 6 more characters. It fits below /tmp."""
+    name, session = "4294967294.12345678.abcdef", "session_2026-01-02_03-04-05_678901_1234567"
+    longest = len(f"/tmp/{name}/ray/{session}/sockets/{'dash_TaskEventsHead' if dashboard else 'plasma_store'}")
+    assert socket_bytes(Path("/tmp") / name, dashboard) == longest <= SOCKET_BYTES == 107
+    room = len("/tmp") + SOCKET_BYTES - longest
+    environ = {"TMPDIR": "/scratch", "HOME": "/"}
+    fits, too_long = (Path("/" + "x" * (length - 1)) / name for length in (room, room + 1))
+    assert with_room_for_sockets(environ, fits, "node1", dashboard) == environ
+    assert capsys.readouterr().out == ""
+    assert with_room_for_sockets(environ, too_long, "node1", dashboard) == {"TMPDIR": "/tmp", "HOME": "/"}
+    said = "hpc-rl: node node1: Ray's files are in /tmp, because the paths of its sockets would have 108 bytes below TM"
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(said)
+
+
+def test_the_longest_socket_of_ray_is_known() -> None:
+    """A new module of Ray's dashboard may have a longer name, which is part of its socket's path."""
+    ray = Path(find_spec("ray").origin).parent  # type: ignore[arg-type, union-attr]
+    modules = [
+        match[1]
+        for file in (ray / "dashboard/modules").rglob("*.py")
+        for match in re.finditer(r"^class (\w+)\(SubprocessModule", file.read_text(), re.MULTILINE)
+    ]
+    assert modules and max(map(len, modules)) <= len("TaskEventsHead")
 
 
 def test_ends_of_text_logs_are_copied(tmp_path: Path) -> None:
