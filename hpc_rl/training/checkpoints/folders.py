@@ -20,6 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from hpc_rl.errors import RunError
 from hpc_rl.host.disk import explained
@@ -170,8 +171,12 @@ def read_progress(path: Path) -> Progress:
     Raises:
         OSError, ValueError, TypeError, KeyError: it is missing or not valid.
     """
-    found = json.loads((path / TRAINER).read_text())
-    return Progress(**{**found, "parts": tuple(found["parts"])})
+    return progress_of(json.loads((path / TRAINER).read_text()))
+
+
+def progress_of(fields: dict[str, Any]) -> Progress:
+    """Return a progress that was JSON."""
+    return Progress(**{**fields, "parts": tuple(fields["parts"])})
 
 
 def problem_of(path: Path) -> str | None:

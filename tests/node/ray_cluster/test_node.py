@@ -150,7 +150,6 @@ def is_entry_of_node_1(environ: Path, folder: Path) -> bool:
 @pytest.mark.parametrize(
     ("options", "environ", "said"),
     [
-        ([], {"TMPDIR": "HERE"}, "set TMPDIR to a path of at most"),
         (["--first-port", "TAKEN"], {}, r"\(ray\.first_port\) are occupied on .*: something uses port"),
         (["--object-store-bytes", "5"], {}, "set ray.object_store_gb"),
         (["--interface", "ib7"], {}, "interface ib7 has no IPv4 address"),
