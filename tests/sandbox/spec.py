@@ -98,8 +98,7 @@ class Spec:
             Shape(**shape | {"gpus": tuple(Gpus(**gpus) for gpus in shape["gpus"])})
             for shape in fields.get("shapes", ())
         ]
-        known = {name: fields[name] for name in cls.__dataclass_fields__ if name in fields}  # written by any version
-        return cls(**known | {"shapes": tuple(shapes), "shared_tmp": tuple(fields.get("shared_tmp", ()))})
+        return cls(**fields | {"shapes": tuple(shapes), "shared_tmp": tuple(fields.get("shared_tmp", ()))})
 
     @property
     def group(self) -> str:
