@@ -91,7 +91,6 @@ def test_the_account_that_the_user_has_chosen_stays() -> None:
         ("refused-by-cli-filter-mem", "mem_option", "mem-per-gpu"),
         ("refused-by-job-submit-qos", "qos", "standard"),
         ("refused-qos", "qos", "standard"),
-        ("refused-account", "account", "mlgroup"),
     ],
 )
 def test_a_recorded_refusal_names_the_option_to_change(cluster: str, file: str, field: str, value: str) -> None:
