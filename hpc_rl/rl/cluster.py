@@ -91,7 +91,8 @@ def connect(config: PpoConfig, logs: Path) -> bool:
         slots = config.trainer.n_gpus_per_node * config.trainer.nnodes
         if config.trainer.computes_on == "cpu":
             options.setdefault("num_cpus", max(slots, len(os.sched_getaffinity(0))))
-        options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        # Without an address, Ray joins the cluster that a file in /tmp names, which any user can write.
+        options = {"address": "local"} | options | {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     try:
         ray.init(**options)
     except (ConnectionError, TypeError, ValueError) as error:

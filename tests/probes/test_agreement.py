@@ -48,7 +48,6 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(generation, "log_to", lambda _: None)
     monkeypatch.setattr(process, "assigned_devices", list)
     monkeypatch.setattr(process, "group_environment", lambda *_: {})
-    monkeypatch.setattr(worker.Worker, "endpoint", lambda _: "localhost:1")
     monkeypatch.setattr(generation, "run_driver", lambda config, runner, run, logs: runner().run(config, run, logs))
     return Bench(Layout("cpu", 1, 1, frozenset({"ray", "tensordict"})), tmp_path / "runs", tmp_path / "scratch")
 

@@ -195,7 +195,10 @@ def test_a_disk_without_space_for_a_checkpoint_is_named(run: Runs, tmp_path: Pat
 
         def log_and_fill(self: Tracker, number: int, *rest: Any) -> None:
             log(self, number, *rest)
-            if number == 3:
+            if number == 3:  # the checkpoint of step 2 is written in the background
+                deadline = time.monotonic() + 60
+                while not (run_dir / "checkpoints" / "step-00000002").is_dir() and time.monotonic() < deadline:
+                    time.sleep(0.05)
                 disk.fill()
 
         with pytest.MonkeyPatch.context() as patch:
