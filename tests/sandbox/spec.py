@@ -94,10 +94,15 @@ class Spec:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
+        # The sandbox of another checkout may have further fields.
         shapes = [
-            Shape(**shape | {"gpus": tuple(Gpus(**gpus) for gpus in shape["gpus"])})
+            Shape(
+                **{name: value for name, value in shape.items() if name in Shape.__dataclass_fields__}
+                | {"gpus": tuple(Gpus(**gpus) for gpus in shape["gpus"])}
+            )
             for shape in fields.get("shapes", ())
         ]
+        fields = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
         return cls(**fields | {"shapes": tuple(shapes), "shared_tmp": tuple(fields.get("shared_tmp", ()))})
 
     @property
