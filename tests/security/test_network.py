@@ -77,11 +77,12 @@ def attack(cluster: Cluster, run: Path, mark: Path, **auth: str) -> list[str]:
     """Make all attempts against the job on node1, from there and from node4. Return what they have reached."""
     address = cluster.exec_on("node1", ["hostname", "--all-ip-addresses"], check=True).stdout.split()[0]
     own = cluster.exec_on("node1", ["ss", "-Htlnp"], check=True).stdout.splitlines()
-    local = [(line.split()[3].rsplit(":", 1)) for line in own if '"' in line]
+    # Slurm's own programs are not attacked: garbage can end the srun of Slurm 22.05.
+    local = [line.split()[3].rsplit(":", 1) for line in own if '"' in line and '"srun"' not in line]
     here = sorted({(host, int(port)) for host, port in local if int(port) not in (*SLURM, *OCCUPIED)})
     on_interface = ",".join(str(port) for host, port in here if host != "127.0.0.1")
     on_loopback = ",".join(str(port) for host, port in here if host in ("127.0.0.1", "0.0.0.0", "*"))
-    calls = [("node1", address, on_interface), ("node1", "127.0.0.1", on_loopback), ("node4", address, "-")]
+    calls = [("node1", address, on_interface), ("node1", "127.0.0.1", on_loopback), ("node4", address, on_interface)]
     with ThreadPoolExecutor(len(calls)) as pool:
         return [
             line
