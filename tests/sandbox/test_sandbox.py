@@ -167,6 +167,7 @@ def test_nodes_are_separate_machines(slurm_cluster: Cluster) -> None:
     for node in ("node1", "node2"):
         for place in ("/tmp", "/dev/shm"):
             assert slurm_cluster.exec_on(node, ["cat", f"{place}/mark-{job}"]).stdout == f"{node}\n"
+            slurm_cluster.exec_on(node, ["rm", f"{place}/mark-{job}"], check=True)
     assert not list(Path("/tmp").glob(f"mark-{job}")) and not list(Path("/dev/shm").glob(f"mark-{job}"))
     assert (slurm_cluster.shared / f"{job}.out").read_text().count("UP") == 2
     assert slurm_cluster.exec_on("node3", ["hostname"]).stdout == "node3\n"
