@@ -36,11 +36,6 @@ test-faults: .venv/test
 	rm -rf build/faults
 	$(BIN)/python -m pytest -m faults tests/faults
 
-test-faults: .venv/test
-	.ci/install-slurm
-	rm -rf build/faults
-	$(BIN)/python -m pytest -m faults tests/faults
-
 lint: .venv/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -142,9 +142,15 @@ def replacing(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that readers never see a part of it."""
+def write_atomically(path: Path, text: str, forbidden: int = 0) -> None:
+    """Write a text file so that readers never see a part of it.
+
+    Args:
+        forbidden: permissions that it does not get, whatever the umask; 0o022 if only its owner may change it.
+    """
     with replacing(path) as partial, partial.open("x", encoding="utf-8") as file:
+        if forbidden:
+            os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode) & ~forbidden)
         file.write(text)
 
 

@@ -7,6 +7,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -49,7 +50,7 @@ def held_scratch(environ: Mapping[str, str], job_id: str, attempt_dir: Path, nod
     Its path is recorded in the attempt's folder. The folders of this user's killed jobs are removed too.
 
     Raises:
-        UserError: the folder cannot be created or removed.
+        UserError: the folder cannot be created.
     """
     parent = local_folder(environ)
     remove_abandoned(own_folders(parent, f"{os.getuid()}.*"))
@@ -66,15 +67,17 @@ def held_scratch(environ: Mapping[str, str], job_id: str, attempt_dir: Path, nod
             yield folder
         finally:
             removed = remove_scratch(folder)
-    if not removed:
-        raise UserError(f"temporary folder {folder} cannot be removed from {os.uname().nodename}")
+    if not removed:  # not an error: the job script removes it, or the user's next job on this node
+        print(
+            f"warning: temporary folder {folder} is still in use on {os.uname().nodename}", file=sys.stderr, flush=True
+        )
 
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
     """Mark a new folder as in use. If this process is killed, the kernel ends that, and the folder is abandoned."""
     unlocked = folder / f"{_MARK}.new"  # another process sees the mark when it is locked, not before
-    with unlocked.open("x") as mark:
+    with os.fdopen(os.open(unlocked, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as mark:
         with contextlib.suppress(OSError):  # a network file system without locks
             fcntl.flock(mark, fcntl.LOCK_EX)
         unlocked.rename(folder / _MARK)

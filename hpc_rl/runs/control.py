@@ -53,7 +53,7 @@ def cancel(run: RunDir) -> str:
     Raises:
         UserError: Slurm does not answer, so the job may go on.
     """
-    _check_own(run)
+    check_own(run)
     now = status_of(run)
     if not now.active or now.job_id is None:
         return f"run {run.name} has no job to cancel: its state is {now.state}"
@@ -73,7 +73,7 @@ def newest_checkpoint(run: RunDir) -> str | None:
 
 def stop(run: RunDir) -> str:
     """Ask the run to save as soon as it can and exit. Return a line that describes what was done."""
-    _check_own(run)
+    check_own(run)
     now = status_of(run)
     if not now.active or now.job_id is None:
         return f"run {run.name} has no job to stop: its state is {now.state}"
@@ -102,13 +102,18 @@ def cancel_jobs(active: Sequence[RunStatus]) -> None:
             f"job {silent.job_id} of run {silent.run} is not cancelled: its state is {silent.state} ({silent.reason}); "
             f"try again later, or let it save and exit, which needs no answer of Slurm: hpc-rl stop {silent.run}"
         )
-    commands.cancel(*(str(now.job_id) for now in active), within_s=commands.LOOK_S)
+    commands.cancel(*(str(now.job_id) for now in active), within_s=commands.TIMEOUT_S)
     for now in active:
         if now.state == "PENDING":
             RunDir(Path(now.run_dir)).write_status(now.job_id, 0, "CANCELLED", None)
 
 
-def _check_own(run: RunDir) -> None:
+def check_own(run: RunDir) -> None:
+    """Check that a run belongs to this user.
+
+    Raises:
+        UserError: it does not.
+    """
     if not is_own_folder(run.path.resolve()):
         raise UserError(f"run {run.name} belongs to another user, who may have written any job's id: {run.path}")
 

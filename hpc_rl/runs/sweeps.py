@@ -68,7 +68,12 @@ def find_sweep(target: str) -> SweepDir | None:
 
 
 def cancel(sweep: SweepDir) -> str:
-    """End every job of the sweep immediately. Return a line that describes what was done."""
+    """End every job of the sweep immediately. Return a line that describes what was done.
+
+    Raises:
+        UserError: the sweep or one of its runs belongs to another user.
+    """
+    _check_own(sweep)
     found = statuses_of(sweep.runs())
     active = [now for now in found if now.active]
     if not active:
@@ -78,7 +83,12 @@ def cancel(sweep: SweepDir) -> str:
 
 
 def stop(sweep: SweepDir) -> str:
-    """Ask running jobs to save and exit, and remove waiting ones from the queue. Return a line about what was done."""
+    """Ask running jobs to save and exit, and remove waiting ones from the queue. Return a line about what was done.
+
+    Raises:
+        UserError: the sweep or one of its runs belongs to another user.
+    """
+    _check_own(sweep)
     found = statuses_of(sweep.runs())
     waiting = [now for now in found if now.state == "PENDING"]
     running = [now for now in found if now.active and now.state != "PENDING"]
@@ -92,6 +102,11 @@ def stop(sweep: SweepDir) -> str:
         f"{len(running)} running jobs of sweep {sweep.name} will save as soon as they can and exit with code "
         f"{EXIT_STOPPED}; {len(waiting)} waiting jobs were removed from the queue"
     )
+
+
+def _check_own(sweep: SweepDir) -> None:
+    for run in (RunDir(sweep.path), *sweep.runs()):
+        control.check_own(run)
 
 
 def states(found: Iterable[RunStatus]) -> str:

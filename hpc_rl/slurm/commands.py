@@ -47,14 +47,18 @@ def job_state(job_id: str, within_s: float = TIMEOUT_S) -> JobState | None:
         NoAnswer: the controller did not answer in time.
     """
     deadline = time.monotonic() + within_s
-    recorded = read_sacct(_recorded(array_id(job_id), within_s), job_id)
+    accounts = _recorded(array_id(job_id), within_s)
+    recorded = read_sacct(accounts or "", job_id)
     # Accounting lags behind a requeue. While the job is in the queue, the controller is more recent.
     if recorded and recorded.ended and not _is_queued(job_id, deadline):
         return recorded
     queued = read_squeue(_output([*_SQUEUE, job_id], deadline), job_id)
     if queued and not queued.ended:
         return queued
-    return _scontrol(job_id, deadline) or queued or recorded
+    found = _scontrol(job_id, deadline) or queued or recorded
+    if found is None and accounts is None:
+        raise NoAnswer(_SILENT_ACCOUNTS)
+    return found
 
 
 def job_states(job_ids: Iterable[str], within_s: float = TIMEOUT_S) -> dict[str, JobState]:
@@ -73,12 +77,16 @@ def job_states(job_ids: Iterable[str], within_s: float = TIMEOUT_S) -> dict[str,
     if not asked:
         return {}
     ids = ",".join(sorted({array_id(job_id) for job_id in asked}))
-    recorded = sacct_states(_recorded(ids, within_s))
+    accounts = _recorded(ids, within_s)
+    recorded = sacct_states(accounts or "")
     result = _run([*_SQUEUE, ids], deadline)
     if result is None or (result.returncode and "Invalid job id" not in result.stderr):
         raise NoAnswer(f"Slurm does not answer: {_message(result)}")
     queued = squeue_states(result.stdout)
-    return {job_id: state for job_id in asked if (state := newer(recorded.get(job_id), queued.get(job_id)))}
+    found = {job_id: state for job_id in asked if (state := newer(recorded.get(job_id), queued.get(job_id)))}
+    if accounts is None and len(found) < len(asked):
+        raise NoAnswer(_SILENT_ACCOUNTS)
+    return found
 
 
 def array_id(job_id: str) -> str:
@@ -225,12 +233,15 @@ _SQUEUE = [
 ]
 
 
-def _recorded(job_ids: str, within_s: float) -> str:
-    """Return the output of sacct; nothing if the database needs more than half of the time."""
+_SILENT_ACCOUNTS = "Slurm does not answer: the controller has forgotten the job, and sacct took too long"
+
+
+def _recorded(job_ids: str, within_s: float) -> str | None:
+    """Return the output of sacct; None if the database needs more than half of the time."""
     try:
         return _output([*_SACCT, job_ids], time.monotonic() + within_s / 2)
     except NoAnswer:
-        return ""
+        return None
 
 
 def _scontrol(job_id: str, deadline: float) -> JobState | None:

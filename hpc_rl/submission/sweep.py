@@ -120,7 +120,7 @@ def _submit(planned: Plan) -> str:
         code = queue.git_snapshot(planned.jobs[0].working_dir)
         for job, script in zip(planned.jobs, planned.scripts, strict=True):
             queue.prepare(job, script, code)
-        write_atomically(sweep.script, planned.script)
+        write_atomically(sweep.script, planned.script, forbidden=0o022)
         record = {
             "kind": planned.jobs[0].kind,
             "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

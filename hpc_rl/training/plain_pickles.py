@@ -48,7 +48,11 @@ def _admitted() -> dict[tuple[str, str], Any]:
     """Return (module, name) -> object of everything that a pickle may name."""
     named = [torch.serialization._get_layout, CheckpointException, traceback.StackSummary, traceback.FrameSummary]
     found: dict[tuple[str, str], Any] = {(one.__module__, one.__name__): one for one in named}
-    found |= {("torch", "Size"): torch.Size, ("pathlib", "PosixPath"): pathlib.PosixPath, ("builtins", "set"): set}
+    found |= {
+        ("torch", "Size"): torch.Size,
+        (pathlib.PosixPath.__module__, "PosixPath"): pathlib.PosixPath,
+        ("builtins", "set"): set,
+    }
     found |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     for module in (builtins, filesystem, metadata, planner, storage):
         own = ((name, value) for name, value in vars(module).items() if isinstance(value, type))

@@ -66,3 +66,15 @@ def test_rows_are_lines(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=f"cannot write {tmp_path}"):
         write_jsonl(tmp_path / "file" / "x.jsonl", [])
+
+
+@pytest.mark.parametrize(
+    ("umask", "forbidden", "mode"), [(0o002, 0, 0o664), (0o002, 0o022, 0o644), (0o077, 0o022, 0o600)]
+)
+def test_a_file_that_only_its_owner_may_change(tmp_path: Path, umask: int, forbidden: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_atomically(tmp_path / "job.sbatch", "#!/bin/bash\n", forbidden=forbidden)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "job.sbatch").stat().st_mode & 0o777 == mode

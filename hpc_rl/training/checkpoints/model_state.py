@@ -170,7 +170,11 @@ def refuse_damage(path: Path, rank: int = 0, ranks: int = 1) -> None:
     Raises:
         UnreadableError: one is not.
     """
-    if problem := problem_of(path) or folders.part_damage(path, rank, ranks):
+    try:
+        problem = problem_of(path) or folders.part_damage(path, rank, ranks)
+    except (OSError, ValueError) as error:  # a stale handle, no permission, checksums that are not JSON
+        raise UnreadableError(f"{path.name}/{error}") from error
+    if problem:
         raise UnreadableError(f"{path.name}/{problem}")
     try:
         _metadata(path)  # every rank reads this file
