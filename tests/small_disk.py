@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -59,3 +60,11 @@ def small_disk(path: Path, size: str = "8m", inodes: int = 1000) -> Iterator[Sma
         yield SmallDisk(path)
     finally:
         subprocess.run(["umount", "--lazy", path], check=True, timeout=20)
+
+
+def await_folder(path: Path, timeout_s: float = 120) -> None:
+    """Wait until a checkpoint that is written in the background has its name."""
+    deadline = time.monotonic() + timeout_s
+    while not path.is_dir():
+        assert time.monotonic() < deadline, f"after {timeout_s:g} s there is no {path}"
+        time.sleep(0.05)

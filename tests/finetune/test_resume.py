@@ -19,7 +19,7 @@ from hpc_rl.training.checkpoints import checkpoint, folders, model_state
 from hpc_rl.training.models.causal_lm import CausalLM
 from hpc_rl.training.models.packed_batch import PackedBatch
 from tests.finetune.jobs import ask_at, run_here, run_job, run_stopped, series
-from tests.small_disk import needs_root, small_disk
+from tests.small_disk import await_folder, needs_root, small_disk
 
 SPLIT = "trainer.packing=false"
 """Each of the eight samples of a step is a micro-batch."""
@@ -232,6 +232,7 @@ def test_a_disk_without_space_for_a_checkpoint(
         def log_and_break(self: Tracker, number: int, *rest: Any) -> None:
             log(self, number, *rest)
             if number == 5:
+                await_folder(run_dir / "checkpoints" / "step-00000003")
                 step()
 
         with monkeypatch.context() as patch:

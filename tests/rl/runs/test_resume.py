@@ -13,7 +13,7 @@ from hpc_rl.rl import checkpoints, trainer
 from hpc_rl.rl.state import PpoState
 from hpc_rl.tracking.tracker import Tracker
 from tests.rl.runs.jobs import Runs, copy_of, metrics, same_metrics, series, stop_after
-from tests.small_disk import needs_root, small_disk
+from tests.small_disk import await_folder, needs_root, small_disk
 
 OPTIONS = (
     "trainer.total_training_steps=4",
@@ -195,10 +195,8 @@ def test_a_disk_without_space_for_a_checkpoint_is_named(run: Runs, tmp_path: Pat
 
         def log_and_fill(self: Tracker, number: int, *rest: Any) -> None:
             log(self, number, *rest)
-            if number == 3:  # the checkpoint of step 2 is written in the background
-                deadline = time.monotonic() + 60
-                while not (run_dir / "checkpoints" / "step-00000002").is_dir() and time.monotonic() < deadline:
-                    time.sleep(0.05)
+            if number == 3:
+                await_folder(run_dir / "checkpoints" / "step-00000002")
                 disk.fill()
 
         with pytest.MonkeyPatch.context() as patch:
