@@ -15,9 +15,10 @@ from hpc_rl.config.slurm import SlurmConfig, walltime_s
 from hpc_rl.doctor.checks import Check, ok, problem, warning
 from hpc_rl.doctor.packages import package_checks
 from hpc_rl.errors import UserError
+from hpc_rl.host.disk import file_system
 from hpc_rl.host.machine import PythonFacts, file_latency_s, internet_addresses, python_facts, reach
 from hpc_rl.host.processes import GRACE_S
-from hpc_rl.host.scratch import SHARED, file_system
+from hpc_rl.host.scratch import SHARED
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.cluster import Partition, chosen, has_accounting

@@ -80,6 +80,11 @@ def mount_of(path: Path, mounts: str) -> tuple[str, str]:
     return max(reversed(above), key=lambda found: len(found[0]), default=("/", ""))
 
 
+def file_system(path: Path, mounts: str) -> str:
+    """Return the type of a path's file system; empty if it is not known."""
+    return mount_of(path, mounts)[1]
+
+
 def explained(error: OSError | str, path: Path) -> str:
     """Return an error of writing to a path, and what is free on the path's file system if that may be the reason."""
     reason = error if isinstance(error, str) else error.strerror or str(error)

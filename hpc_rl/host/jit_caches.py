@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
+from hpc_rl.host.disk import file_system
 from hpc_rl.host.ownership import keeps_entries, private_folder
-from hpc_rl.host.scratch import file_system, local_folder
+from hpc_rl.host.scratch import local_folder
 
 VARIABLES = {
     "TRITON_CACHE_DIR": "triton",

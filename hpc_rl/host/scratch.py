@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.disk import file_system
 from hpc_rl.host.files import write_atomically
 from hpc_rl.host.ownership import is_own_folder, keeps_entries, make_writable, open_own, own_folders
 
@@ -126,14 +127,6 @@ def job_folders(environ: Mapping[str, str], job_id: str) -> list[Path]:
     """Return all temporary folders of a job on this machine that are still there, in /tmp too."""
     parents = {local_folder(environ), Path("/tmp")}
     return [folder for parent in sorted(parents) for folder in own_folders(parent, f"{os.getuid()}.{job_id}.*")]
-
-
-def file_system(path: Path, mounts: str) -> str:
-    """Return the type of the file system of a path: that of the longest mount point above it (proc(5), mounts)."""
-    resolved = path.resolve()
-    points = [line.split()[1:3] for line in mounts.splitlines()]
-    above = [(point, kind) for point, kind in points if resolved.is_relative_to(point)]
-    return max(above, key=lambda found: len(found[0]), default=("/", ""))[1]
 
 
 def _record(attempt_dir: Path, node_rank: int) -> Path:

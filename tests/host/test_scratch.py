@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.scratch import file_system, held_scratch, job_folders, local_folder, remove_recorded, remove_tree
+from hpc_rl.host.disk import file_system
+from hpc_rl.host.scratch import held_scratch, job_folders, local_folder, remove_recorded, remove_tree
 
 
 def test_the_temporary_folder_is_private_and_goes_with_all_in_it(tmp_path: Path) -> None:

@@ -128,6 +128,21 @@ def test_a_silent_database_leaves_the_controller_time_to_answer(
     assert slurm.asked == ["sacct"]
 
 
+def test_a_silent_database_is_not_taken_for_a_lost_job(running: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller forgets a job minutes after its end; then only the database knows how it ended."""
+    slurm = SilentSlurm(monkeypatch)
+
+    def run(argv: list[str], timeout: float, **settings: object) -> subprocess.CompletedProcess[str]:
+        if argv[0] == "sacct":
+            return slurm.run(argv, timeout, **settings)
+        forgotten = "slurm_load_jobs error: Invalid job id specified"
+        return subprocess.CompletedProcess(argv, 1, "", forgotten)
+
+    monkeypatch.setattr(commands.subprocess, "run", run)
+    for now in (status_of(running), *statuses_of([running])):
+        assert (now.state, now.is_last_recorded) == ("RUNNING", True)
+
+
 @pytest.mark.parametrize("answers", [False, True])
 def test_the_table_states_that_slurm_does_not_answer(
     running: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
