@@ -10,6 +10,8 @@ import torch
 
 _EPS = 1e-6
 """Keeps quotients finite if a deviation is 0."""
+_WHITENING_EPS = 1e-8
+"""Added to the variance when whitening: deviations far below 1e-4 are noise and are not amplified."""
 
 
 def gae(
@@ -29,13 +31,22 @@ def gae(
     return advantages_BT, (advantages_BT + values_BT).masked_fill(~mask_BT, 0)
 
 
-def grpo(scores_B: torch.Tensor, groups_B: torch.Tensor) -> torch.Tensor:
+def grpo(scores_B: torch.Tensor, groups_B: torch.Tensor, scale: str = "group") -> torch.Tensor:
     """Return (score - mean) / (standard deviation + 1e-6) within a group (DeepSeekMath,
     https://arxiv.org/abs/2402.03300).
 
     The deviation is the sample's (n - 1 in the denominator). A group of one, or with equal scores, gets 0.
+
+    Args:
+        scale: `group`; `batch` to divide by the deviation of all scores, which weights easy and hard prompts alike
+            (Liu et al. 2025, https://arxiv.org/abs/2508.08221); `none` not to divide.
     """
     centred_B, index_B, sizes_G = _centre(scores_B, groups_B)
+    if scale == "none":
+        return centred_B.float()
+    if scale == "batch":
+        deviation = scores_B.double().std() if len(scores_B) > 1 else 0.0
+        return (centred_B / (deviation + _EPS)).float()
     return (centred_B / (_deviations(centred_B, index_B, sizes_G)[index_B] + _EPS)).float()
 
 
@@ -47,24 +58,22 @@ def dr_grpo(scores_B: torch.Tensor, groups_B: torch.Tensor) -> torch.Tensor:
 
 def rloo(scores_B: torch.Tensor, groups_B: torch.Tensor) -> torch.Tensor:
     """Return score - mean of the group's other scores (REINFORCE leave-one-out, Ahmadian et al. 2024,
-    https://arxiv.org/abs/2402.14740).
-
-    Raises:
-        ValueError: a group has only one response.
+    https://arxiv.org/abs/2402.14740). A response that is alone in its group gets 0.
     """
     centred_B, index_B, sizes_G = _centre(scores_B, groups_B)
-    if bool((sizes_G == 1).any()):
-        raise ValueError(
-            "rloo compares each response with the others to its prompt, but a prompt has only one response"
-        )
     # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1)
-    return (centred_B * (sizes_G / (sizes_G - 1))[index_B]).float()
+    return (centred_B * (sizes_G / (sizes_G - 1).clamp(min=1))[index_B]).float()
 
 
-def remax(scores_B: torch.Tensor, greedy_scores_B: torch.Tensor) -> torch.Tensor:
-    """Return score - score of the greedy response to the same prompt (ReMax, Li et al. 2024,
-    https://arxiv.org/abs/2310.10505)."""
-    return scores_B - greedy_scores_B
+def remax(rewards_BT: torch.Tensor, mask_BT: torch.Tensor, greedy_scores_B: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the rewards from each token on, minus the score of the greedy response to the same prompt:
+    [B, T] (ReMax, Li et al. 2024, https://arxiv.org/abs/2310.10505).
+
+    The sum differs between the tokens of a response only if the KL penalty is part of the reward: a token has no
+    influence on the divergence before it.
+    """
+    to_come_BT = _discounted_sums(rewards_BT.masked_fill(~mask_BT, 0), 1.0)
+    return (to_come_BT - greedy_scores_B[:, None]) * mask_BT
 
 
 def reinforce_pp(rewards_BT: torch.Tensor, mask_BT: torch.Tensor, gamma: float) -> torch.Tensor:
@@ -82,11 +91,13 @@ def reinforce_pp_baseline(scores_B: torch.Tensor, groups_B: torch.Tensor, mask_B
 def whiten(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     """Shift and scale values to mean 0 and variance 1 over all real tokens of the batch; 0 at padding.
 
-    Equal values become 0.
+    The divisor is sqrt(variance + 1e-8), so that differences far below 1e-4, which are noise of equal values, stay
+    small.
     """
     values_N = values_BT[mask_BT].double()
-    deviation = values_N.std(correction=0)
-    whitened_N = (values_N - values_N.mean()) / (deviation + 1e-8)
+    if not len(values_N):
+        return torch.zeros_like(values_BT)
+    whitened_N = (values_N - values_N.mean()) / (values_N.var(correction=0) + _WHITENING_EPS).sqrt()
     return torch.zeros_like(values_BT).masked_scatter(mask_BT, whitened_N.to(values_BT.dtype))
 
 
@@ -103,11 +114,12 @@ def token_rewards(scores_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor
 
 def informative_groups(scores_B: torch.Tensor, groups_B: torch.Tensor) -> torch.Tensor:
     """Return bool [B]: whether the scores of the response's group differ (DAPO's dynamic sampling, Yu et al. 2025,
-    https://arxiv.org/abs/2503.14476, eq. 11). All advantages of the other groups are 0, so they teach nothing."""
+    https://arxiv.org/abs/2503.14476, eq. 11). All advantages of the other groups are 0, so they teach nothing. Scores
+    that are NaN, which are missing, do not count."""
     groups_G, index_B = torch.unique(groups_B, return_inverse=True)
     start_G = scores_B.new_zeros(len(groups_G))
-    highest_G = start_G.scatter_reduce(0, index_B, scores_B, "amax", include_self=False)
-    lowest_G = start_G.scatter_reduce(0, index_B, scores_B, "amin", include_self=False)
+    highest_G = start_G.scatter_reduce(0, index_B, scores_B.nan_to_num(-torch.inf), "amax", include_self=False)
+    lowest_G = start_G.scatter_reduce(0, index_B, scores_B.nan_to_num(torch.inf), "amin", include_self=False)
     return (highest_G > lowest_G)[index_B]
 
 

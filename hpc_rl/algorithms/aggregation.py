@@ -40,6 +40,12 @@ def seq_mean_token_sum_norm(lengths_B: torch.Tensor, totals: MiniBatchTotals) ->
     return _ones(lengths_B) / (totals.max_length * totals.responses)
 
 
+def seq_mean_token_sum(lengths_B: torch.Tensor, totals: MiniBatchTotals) -> torch.Tensor:
+    """Average over responses of the sum over tokens, as in the policy gradient theorem (Sutton et al. 1999): weights
+    [B]. The size of an update grows with the responses' lengths."""
+    return _ones(lengths_B) / totals.responses
+
+
 def _ones(lengths_B: torch.Tensor) -> torch.Tensor:
     return torch.ones_like(lengths_B, dtype=torch.float32)
 
@@ -47,6 +53,7 @@ def _ones(lengths_B: torch.Tensor) -> torch.Tensor:
 LOSS_AGGREGATIONS: dict[str, Callable[[torch.Tensor, MiniBatchTotals], torch.Tensor]] = {
     "token-mean": token_mean,
     "seq-mean-token-mean": seq_mean_token_mean,
+    "seq-mean-token-sum": seq_mean_token_sum,
     "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
 }
 """algorithm.loss_agg -> aggregation: (lengths_B, totals) -> weight of one token of each response [B]."""

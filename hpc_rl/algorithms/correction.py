@@ -6,17 +6,41 @@ from typing import NamedTuple
 
 import torch
 
+_MAX_LOG_RATIO = 20.0
+"""Ratios are limited to e^-20 to e^20, so that none is infinite."""
 
-def tis_weights(logprobs_N: torch.Tensor, rollout_logprobs_N: torch.Tensor, cap: float) -> torch.Tensor:
-    """Return min(p_trainer / p_rollout, cap) for each token: the weight of its loss. No gradient.
 
-    Truncated importance sampling (Ionides 2008, https://doi.org/10.1198/106186008X320456), token by token.
+def importance_ratios(
+    logprobs_N: torch.Tensor, rollout_logprobs_N: torch.Tensor, lengths_B: torch.Tensor, level: str
+) -> torch.Tensor:
+    """Return p_trainer / p_rollout at each token, [N]. No gradient.
 
     Args:
         logprobs_N: from the trainer, with the weights that the engine sampled with.
         rollout_logprobs_N: from the engine.
+        level: `token` for the token's own ratio; `sequence` for the product over its response, the ratio of the whole
+            response; `geometric` for the geometric mean over its response, which does not depend on the length.
     """
-    return (logprobs_N - rollout_logprobs_N).detach().exp().clamp(max=cap)
+    log_ratio_N = (logprobs_N - rollout_logprobs_N).detach()
+    if level != "token":
+        response_N = torch.arange(len(lengths_B)).repeat_interleave(lengths_B)
+        sums_B = torch.zeros(len(lengths_B), dtype=torch.float64).index_add_(0, response_N, log_ratio_N.double())
+        means_B = sums_B / lengths_B if level == "geometric" else sums_B
+        log_ratio_N = means_B[response_N].to(log_ratio_N.dtype)
+    return log_ratio_N.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+
+
+def correction_weights(ratios_N: torch.Tensor, cap: float | None, bounds: tuple[float, float] | None) -> torch.Tensor:
+    """Return the weight of each token's loss, [N].
+
+    With a cap it is min(ratio, cap): truncated importance sampling (Ionides 2008,
+    https://doi.org/10.1198/106186008X320456); otherwise 1. Beyond the bounds it is 0: rejection, because there the
+    estimate depends on few samples.
+    """
+    weights_N = torch.ones_like(ratios_N) if cap is None else ratios_N.clamp(max=cap)
+    if bounds is not None:
+        weights_N = weights_N * ((ratios_N >= bounds[0]) & (ratios_N <= bounds[1]))
+    return weights_N
 
 
 class ProbabilityDifference(NamedTuple):

@@ -33,12 +33,12 @@ def _gae(outcome: Outcome) -> Estimate:
 def _remax(outcome: Outcome) -> Estimate:
     if outcome.greedy_scores_B is None:
         raise ValueError("remax needs the scores of greedy responses")
-    return Estimate(to_tokens(remax(outcome.scores_B, outcome.greedy_scores_B), outcome.mask_BT))
+    return Estimate(remax(outcome.rewards_BT, outcome.mask_BT, outcome.greedy_scores_B))
 
 
 ESTIMATORS: dict[str, Callable[[Outcome], Estimate]] = {
     "gae": _gae,
-    "grpo": lambda o: Estimate(to_tokens(grpo(o.scores_B, o.groups_B), o.mask_BT)),
+    "grpo": lambda o: Estimate(to_tokens(grpo(o.scores_B, o.groups_B, o.scale), o.mask_BT)),
     "dr_grpo": lambda o: Estimate(to_tokens(dr_grpo(o.scores_B, o.groups_B), o.mask_BT)),
     "rloo": lambda o: Estimate(to_tokens(rloo(o.scores_B, o.groups_B), o.mask_BT)),
     "reinforce_pp": lambda o: Estimate(reinforce_pp(o.rewards_BT, o.mask_BT, o.gamma)),

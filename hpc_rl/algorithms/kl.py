@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 
 _MAX_LOG_RATIO = 20.0
+_MAX_K3 = 10.0
+"""Largest divergence of a token: of a log ratio of 2.6. Beyond it, the gradient would grow exponentially."""
 
 
 def k1(logprobs_N: torch.Tensor, ref_logprobs_N: torch.Tensor) -> torch.Tensor:
@@ -28,14 +30,29 @@ def k2(logprobs_N: torch.Tensor, ref_logprobs_N: torch.Tensor) -> torch.Tensor:
 def k3(logprobs_N: torch.Tensor, ref_logprobs_N: torch.Tensor) -> torch.Tensor:
     """Return exp(log ratio) - 1 - log ratio: unbiased, never negative.
 
-    The log ratio is limited to 20, so that exp does not overflow. A token that is over e^20 times as likely under the
-    reference has no gradient.
+    The result is limited to 10, as the libraries that users come from do. A token beyond it, which is over 13 times as
+    likely under the reference, has no gradient.
     """
     log_ratio_N = (ref_logprobs_N - logprobs_N).clamp(max=_MAX_LOG_RATIO)
-    return torch.expm1(log_ratio_N) - log_ratio_N
+    return (torch.expm1(log_ratio_N) - log_ratio_N).clamp(max=_MAX_K3)
 
 
-KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+def k3_unbiased(logprobs_N: torch.Tensor, ref_logprobs_N: torch.Tensor) -> torch.Tensor:
+    """Return the value of k3 with the gradient of k2.
+
+    As a loss, the expected gradient of k3 is that of the reverse divergence, KL(ref || policy), while that of k2 is
+    that of KL(policy || ref) (Tang and Munos 2025, https://arxiv.org/abs/2506.09477).
+    """
+    gradient_N = k2(logprobs_N, ref_logprobs_N)
+    return k3(logprobs_N, ref_logprobs_N).detach() + (gradient_N - gradient_N.detach())
+
+
+KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "k3+": k3_unbiased,
+}
 """algorithm.kl.estimator -> (logprobs, ref_logprobs) -> divergence, all of the same shape."""
 
 

@@ -19,6 +19,8 @@ class Outcome:
     """Discount per token."""
     lam: float = 1.0
     """Lambda of GAE."""
+    scale: str = "group"
+    """By which deviation GRPO divides: group, batch or none."""
     values_BT: torch.Tensor | None = None
     """The critic's values, if there is a critic."""
     greedy_scores_B: torch.Tensor | None = None

@@ -71,8 +71,9 @@ class CriticConfig(Section):
 class KlConfig(Section):
     where: Literal["none", "reward", "loss"] = "none"
     """Where to penalise divergence from the reference policy: in the reward, in the loss, or not at all."""
-    estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of the KL divergence (http://joschu.net/blog/kl-approx.html). k3 is the usual choice in the loss."""
+    estimator: Literal["k1", "k2", "k3", "k3+"] = "k1"
+    """Estimator of the KL divergence (http://joschu.net/blog/kl-approx.html). k3 is the usual choice in the loss. k3+
+    has the value of k3 and, in the loss, the unbiased gradient."""
     coef: float = Field(0.001, ge=0)
     """Coefficient of the KL divergence. If target is set, its initial value."""
     target: float | None = Field(None, gt=0)
@@ -85,7 +86,7 @@ class KlConfig(Section):
         if self.target is not None and self.where != "reward":
             yield "algorithm.kl.target adapts the KL penalty in the reward: set algorithm.kl.where=reward"
         if self.where == "loss" and self.estimator == "k1":
-            yield "algorithm.kl.estimator=k1 has no gradient on average: with kl.where=loss use k2 or k3"
+            yield "algorithm.kl.estimator=k1 has no gradient on average: with kl.where=loss use k2, k3 or k3+"
 
 
 class AlgorithmConfig(Section):
@@ -93,12 +94,18 @@ class AlgorithmConfig(Section):
     """Estimator of advantages. Only gae trains a critic."""
     loss: Literal["ppo", "gspo", "cispo"] = "ppo"
     """Objective of the policy."""
-    loss_agg: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
-    """How token losses are combined: the mean over all tokens; the mean over responses of each response's mean; or each
-    response's sum divided by max_response_length, averaged over responses (Dr. GRPO)."""
+    loss_agg: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
+    """How token losses are combined: the mean over all tokens; the mean over responses of each response's mean, of its
+    sum, or of its sum divided by max_response_length (Dr. GRPO)."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Standard deviation by which grpo divides: of the prompt's responses, of all responses of the step, or none."""
+    mask_truncated: bool = False
+    """Leave responses that were cut at max_response_length out of the loss (DAPO's overlong filtering)."""
     clip_ratio_low: float = Field(0.2, gt=0)
     """Lower clip: how far the probability ratio may fall below 1. With loss=gspo, whose ratios are of whole responses,
-    about 3e-4 is usual."""
+    about 3e-4 is usual. loss=cispo has no lower clip, which is 1."""
     clip_ratio_high: float = Field(0.2, gt=0)
     """Upper clip: how far the probability ratio may exceed 1 (0.28 in DAPO). With loss=cispo, the cap of the ratio."""
     clip_ratio_c: float | None = Field(3.0, gt=1)
@@ -123,13 +130,48 @@ class AlgorithmConfig(Section):
     tis_cap: float | None = Field(None, gt=0)
     """Truncated importance sampling: weight each token's loss by the ratio of the trainer's to the rollout engine's
     probability, capped at this value. null: no weighting."""
+    tis_level: Literal["token", "sequence", "geometric"] = "token"
+    """Ratio that tis_cap and tis_bounds apply to: each token's, the product over its response, or their geometric
+    mean."""
+    tis_bounds: tuple[float, float] | None = None
+    """Lowest and highest ratio of the trainer's to the rollout engine's probability, as [low, high]. Tokens beyond are
+    left out of the loss. null: no bounds."""
+
+    @property
+    def corrects(self) -> bool:
+        """Whether losses are weighted by the difference between trainer and engine."""
+        return self.tis_cap is not None or self.tis_bounds is not None
 
     def problems(self) -> Iterator[str]:
+        if self.loss == "cispo" and self.clip_ratio_low < 1:
+            yield (
+                f"algorithm.clip_ratio_low is {self.clip_ratio_low:g}, but algorithm.loss=cispo has no lower bound: "
+                "use the preset algorithm=cispo, or set algorithm.clip_ratio_low=1"
+            )
+        if self.scale_rewards != "group" and self.advantage != "grpo":
+            yield f"algorithm.scale_rewards is for algorithm.advantage=grpo, and not for {self.advantage}: leave it out"
+        if self.tis_bounds is not None and not 0 <= self.tis_bounds[0] < self.tis_bounds[1]:
+            low, high = self.tis_bounds
+            yield f"algorithm.tis_bounds is [{low:g}, {high:g}]: both are ratios, the lower one first, from 0 on"
         if self.filter_groups and self.advantage == "remax":
             yield (
                 "algorithm.filter_groups needs several responses per prompt, and algorithm.advantage=remax uses one "
                 "and a greedy one: choose another estimator, or set filter_groups=false"
             )
+
+
+class ValSamplingConfig(Section):
+    n: int = Field(1, ge=1)
+    """Responses to each validation prompt; the score is their mean."""
+    temperature: float = Field(0.0, ge=0)
+    """Temperature of validation responses. 0: always the most probable token."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample validation responses from the smallest set of most probable tokens whose probabilities add up to this
+    value."""
+
+    def problems(self) -> Iterator[str]:
+        if self.n > 1 and self.temperature == 0:
+            yield f"rollout.val.n is {self.n}, but at rollout.val.temperature=0 all responses are the same: raise it"
 
 
 class RolloutConfig(Section):
@@ -153,6 +195,7 @@ class RolloutConfig(Section):
     """Largest number of responses that one engine generates at the same time."""
     engine_kwargs: Table = {}
     """Additional arguments of vllm.LLM, such as disable_cascade_attn."""
+    val: ValSamplingConfig = ValSamplingConfig()
     calculate_log_probs: bool = False
     """Measure how much the engine's probabilities differ from the trainer's (training/rollout_probs_diff_*)."""
     sync_bucket_mb: int = Field(256, ge=1)
@@ -170,8 +213,11 @@ class RewardConfig(Section):
     """URL of an HTTP server that computes scores, instead of a function."""
     timeout_s: float = Field(30, gt=0)
     """Longest time in seconds to score one response."""
-    on_error: float = 0.0
-    """Score of a response for which the reward raised an error, took too long, or did not return a number."""
+    on_error: float | None = None
+    """Score of a response for which the reward raised an error, took too long, or did not return a number. null: it has
+    no score, and is left out of means, deviations, filters and the loss."""
+    clip: tuple[float, float] | None = None
+    """Lowest and highest score, to which others are limited, as [low, high]. null: no limits."""
     workers: int = Field(4, ge=1)
     """Number of responses to score at the same time."""
 
@@ -189,6 +235,8 @@ class RewardConfig(Section):
             raise PydanticCustomError("missing", message)
         if len(given) > 1:
             yield f"{message}, found {' and '.join(given)}"
+        if self.clip is not None and self.clip[0] >= self.clip[1]:
+            yield f"reward.clip is [{self.clip[0]:g}, {self.clip[1]:g}]: the first number has to be the lower one"
 
 
 class PoolsConfig(Section):
@@ -227,6 +275,11 @@ class PpoConfig(RayJobConfig):
     reward: RewardConfig
     pools: PoolsConfig = PoolsConfig()
     trainer: PpoTrainerConfig = PpoTrainerConfig()
+
+    @property
+    def hang_timeout_s(self) -> float:
+        limit_s = self.trainer.hang_timeout_s
+        return max(limit_s, 2 * self.reward.timeout_s) if limit_s else 0.0  # nothing happens while one reward is slow
 
     def problems(self) -> Iterator[str]:
         yield from self._batch_problems()

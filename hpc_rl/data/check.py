@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_rl.config.ppo import PromptDataConfig
+from hpc_rl.config.preferences import PreferenceDataConfig
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.data import template
 from hpc_rl.data.chat import find_spans
 from hpc_rl.data.formats import Row
+from hpc_rl.data.preference_rows import PairRow, to_preference
+from hpc_rl.data.row_checks import AnyData, check_row
 from hpc_rl.data.rows import Message, to_messages, to_prompt
 from hpc_rl.data.sources import all_rows
 from hpc_rl.errors import UserError
@@ -29,7 +32,8 @@ from hpc_rl.host.installation import install_command
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-AnyData = DataConfig | PromptDataConfig
+    from hpc_rl.data.sft_dataset import Sample
+
 _LABELS = {True: "loss", False: "no loss", None: ""}
 
 
@@ -89,17 +93,20 @@ def check_rows(file: str, data: AnyData) -> str:
 
 
 def _count(file: str, rows: int, data: AnyData) -> str:
-    return f"{file}: {rows:,} rows, all valid {'chats' if isinstance(data, DataConfig) else 'prompts'}"
+    return f"{file}: {rows:,} rows, all valid {_kind_of_rows(data)}"
+
+
+def _kind_of_rows(data: AnyData) -> str:
+    if isinstance(data, PreferenceDataConfig):
+        return "pairs" if data.label_key is None else "responses with labels"
+    return "chats" if isinstance(data, DataConfig) else "prompts"
 
 
 def _checked(file: str, number: int, data: AnyData) -> tuple[int, Row | None]:
     """Check every row; return how many there are, and the one with this number."""
     rows, found = 0, None
     for rows, (row, where) in enumerate(all_rows([file], "train"), start=1):
-        if isinstance(data, DataConfig):
-            to_messages(row, data, where)
-        else:
-            to_prompt(row, data, where)
+        check_row(row, data, where)
         if rows == number:
             found = row
     return rows, found
@@ -136,6 +143,10 @@ def _describe_tokens(
         yield f"row {number} as the policy sees it ({length}{cut}):"
         yield from _layout([Part(None, [tokenizer.decode([token]) for token in prompts[0].token_ids.tolist()])])
         return
+    if isinstance(data, PreferenceDataConfig):
+        yield from _describe_preference(row, number, where, data, tokenizer)
+        return
+    assert isinstance(data, DataConfig)
     (sample,), counts = tokenize_rows([(row, where)], data, tokenizer)
     limit = f"data.max_length {data.max_length:,}"
     if sample is None:
@@ -144,11 +155,34 @@ def _describe_tokens(
         return
     cut = f"; cut to {limit}" if counts.truncated else ""
     yield f"row {number} ({counts.tokens:,} tokens, {counts.target_tokens:,} of them carry loss{cut}):"
+    yield from _layout(_token_parts(sample, tokenizer))
+
+
+def _describe_preference(
+    row: Row, number: int, where: str, data: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[str]:
+    from hpc_rl.data.pairs import tokenize_preferences
+
+    (found,), counts = tokenize_preferences([(row, where)], data, tokenizer)
+    if found is None:
+        reasons = {
+            "both responses are the same": counts.equal,
+            f"a sample is longer than data.max_length {data.max_length:,}": counts.dropped,
+            "a response has no token": counts.no_target,
+        }
+        yield f"row {number} is dropped: {next(reason for reason, count in reasons.items() if count)}"
+        return
+    names = ("chosen", "rejected") if len(found.samples) == 2 else (f"response with label {found.value:g}",)
+    for name, sample in zip(names, found.samples, strict=True):
+        targets = int(sample.loss_mask.sum())
+        yield f"row {number}, {name} ({len(sample.input_ids):,} tokens, {targets:,} of them the response):"
+        yield from _layout(_token_parts(sample, tokenizer))
+
+
+def _token_parts(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[Part]:
     pieces = zip(sample.loss_mask.tolist(), sample.input_ids.tolist(), strict=True)
-    yield from _layout(
-        Part(loss, [tokenizer.decode([token]) for _, token in run])
-        for loss, run in groupby(pieces, key=lambda pair: pair[0])
-    )
+    for loss, run in groupby(pieces, key=lambda pair: pair[0]):
+        yield Part(loss, [tokenizer.decode([token]) for _, token in run])
 
 
 def _text_parts(row: Row, where: str, data: AnyData, folder: Path) -> list[Part]:
@@ -171,6 +205,11 @@ def _text_parts(row: Row, where: str, data: AnyData, folder: Path) -> list[Part]
 
     if isinstance(data, PromptDataConfig):
         return [Part(None, [text_of(to_prompt(row, data, where)[0], True)])]
+    if isinstance(data, PreferenceDataConfig):
+        found = to_preference(row, data, where)
+        chats = (found.chosen, found.rejected) if isinstance(found, PairRow) else (found.messages,)
+        return [Part(None, [text_of(messages, False)]) for messages in chats]
+    assert isinstance(data, DataConfig)
     messages = to_messages(row, data, where)
     if template.marks_generation(source):
         text, spans = template.render_marked(source, messages, where, special)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
+from hpc_rl.config.finetune import FinetuneDataConfig
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.data.chat import chat_template, render
 from hpc_rl.data.formats import Row
@@ -18,12 +19,16 @@ from hpc_rl.data.rows import Message, to_messages
 from hpc_rl.data.sources import all_rows, chunks
 from hpc_rl.data.template import marks_generation
 from hpc_rl.errors import UserError
+from hpc_rl.host.heartbeat import heart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ROWS_PER_CALL = 256
+ROWS_PER_CALL = 256
 """Rows that the tokenizer gets at a time and spreads over its threads."""
+
+Encoder = Callable[[list[tuple[list[Message], str]]], Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]]
+"""Chats with their places for errors -> the token ids of each, and which of them the assistant wrote."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,11 @@ class Sample:
     """[L]"""
     loss_mask: NDArray[np.bool_]
     """[L]; true if the token is a target. Never true at 0, because nothing predicts the first token."""
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """The sample itself: what a micro-batch cannot divide."""
+        return (self,)
 
 
 @dataclass
@@ -51,7 +61,9 @@ class Counts:
     dropped: int = 0
     """Samples left out because they are longer than data.max_length."""
     no_target: int = 0
-    """Samples left out because truncation removed all of the assistant's tokens."""
+    """Samples left out because no token of the assistant is left."""
+    equal: int = 0
+    """Pairs left out because both responses are the same."""
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Counts)})
@@ -62,6 +74,7 @@ class Counts:
             "truncated": self.truncated,
             "too long, dropped": self.dropped,
             "no target left, dropped": self.no_target,
+            "with equal responses, dropped": self.equal,
         }
         return "; ".join([text, *(f"{count:,} {what}" for what, count in lost.items() if count)])
 
@@ -101,19 +114,29 @@ def tokenize_rows(
     Raises:
         UserError: a row is not a chat, or the tokenizer has no chat template or no fast version.
     """
+    encode = encoder(tokenizer, data)
+    samples: list[Sample | None] = []
+    counts = Counts()
+    for chunk in chunks(rows, ROWS_PER_CALL):
+        heart.beat()
+        for ids, mask in encode([(to_messages(row, data, where), where) for row, where in chunk]):
+            samples.append(_fitted(ids, mask, data, counts))
+    return samples, counts
+
+
+def encoder(tokenizer: PreTrainedTokenizerBase, data: FinetuneDataConfig) -> Encoder:
+    """Return the function that tokenizes chats.
+
+    Raises:
+        UserError: the tokenizer has no chat template or no fast version.
+    """
     template = chat_template(tokenizer, data)
     if not tokenizer.is_fast:
         raise UserError(
             f"the tokenizer {tokenizer.name_or_path!r} has no fast version (tokenizer.json), which training needs"
         )
     encode = _encode_marked if marks_generation(template) else _encode_rendered
-    samples: list[Sample | None] = []
-    counts = Counts()
-    for chunk in chunks(rows, _ROWS_PER_CALL):
-        chats = [(to_messages(row, data, where), where) for row, where in chunk]
-        for ids, mask in encode(tokenizer, template, chats):
-            samples.append(_fitted(ids, mask, data, counts))
-    return samples, counts
+    return lambda chats: encode(tokenizer, template, chats)
 
 
 def _encode_rendered(

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from hpc_rl.config.sft import DataConfig
-from hpc_rl.data.sft_dataset import Counts, Sample, tokenize_files
+from hpc_rl.data.pairs import Preference
+from hpc_rl.data.sft_dataset import Counts, Sample
 from hpc_rl.errors import AgreedError
 from hpc_rl.training.distributed import World
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def load_samples(files: Sequence[str], data: DataConfig, tokenizer: object, split: str, world: World) -> list[Sample]:
-    """Return all samples of some files, in their order. Rank 0 prints their counts.
+    from hpc_rl.finetune.base import Objective
+
+
+def load_items(
+    objective: Objective, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, split: str, world: World
+) -> list[Any]:
+    """Return all items of some files, in their order. Rank 0 prints their counts.
 
     Raises:
-        AgreedError: a file is not valid, or no sample has a target token.
+        AgreedError: a file is not valid, or nothing has a target token.
     """
-    share, counts = world.together(
-        lambda: tokenize_files(list(files), data, tokenizer, split=split, rank=world.rank, world=world.size)  # type: ignore[arg-type]
-    )
-    samples = gather_samples(share, world)
+    share, counts = world.together(lambda: objective.tokenize(files, tokenizer, split, world.rank, world.size))
+    items = objective.gather(share, world)
     totals = world.gather_rows([float(value) for value in asdict(counts).values()]).sum(dim=0)
     counts = Counts(**{name: int(total) for name, total in zip(asdict(counts), totals, strict=True)})
-    if not samples:
+    if not items:
         raise AgreedError(
-            f"{', '.join(files)}: no sample has a target token within data.max_length ({counts}): raise data.max_length"
+            f"{', '.join(files)}: no row has a target token within data.max_length ({counts}): raise data.max_length"
         )
     if world.is_main:
         print(f"{'training' if split == 'train' else 'validation'} data: {counts}", flush=True)
-    return samples
+    return items
 
 
 def gather_samples(share: Sequence[Sample | None], world: World) -> list[Sample]:
@@ -54,3 +61,17 @@ def gather_samples(share: Sequence[Sample | None], world: World) -> list[Sample]
         if len(tokens):
             samples.append(Sample(input_ids=tokens >> 1, loss_mask=(tokens & 1).astype(bool)))
     return samples
+
+
+def gather_preferences(share: Sequence[Preference | None], world: World, width: int) -> list[Preference]:
+    """Combine the ranks' shares into one list, without the dropped rows (None).
+
+    Args:
+        width: samples of each preference.
+    """
+    columns = [gather_samples([row and row.samples[place] for row in share], world) for place in range(width)]
+    own = torch.tensor([math.nan if row is None else row.value for row in share], dtype=torch.float64)
+    by_rank = world.gather_varied(own)
+    rows = [by_rank[row % world.size][row // world.size].item() for row in range(sum(map(len, by_rank)))]
+    values = [value for value in rows if not math.isnan(value)]
+    return [Preference(tuple(samples), value) for *samples, value in zip(*columns, values, strict=True)]

@@ -1,37 +1,25 @@
 """The objectives of fine-tuning, chosen by the type of the configuration.
 
-To add an objective, write a module next to sft.py with the two functions of `Objective`, and add it to `OBJECTIVES`.
+To add an objective, write a class next to sft.py that derives from `Objective` (base.py), and add it to `OBJECTIVES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
-import torch
-
+from hpc_rl.config.finetune import FinetuneConfig
+from hpc_rl.config.preferences import DpoConfig, RmConfig
 from hpc_rl.config.sft import SftConfig
-from hpc_rl.data.sft_dataset import Sample
-from hpc_rl.finetune import sft
-from hpc_rl.training.models.causal_lm import CausalLM
-from hpc_rl.training.models.packed_batch import PackedBatch
+from hpc_rl.finetune.base import Objective
+from hpc_rl.finetune.dpo import Dpo, Kto
+from hpc_rl.finetune.rm import BradleyTerry, Regression
+from hpc_rl.finetune.sft import Sft
+
+OBJECTIVES: dict[type[FinetuneConfig], type[Objective]] = {SftConfig: Sft, DpoConfig: Dpo, RmConfig: BradleyTerry}
+"""Configuration -> objective."""
+LABELLED: dict[type[FinetuneConfig], type[Objective]] = {DpoConfig: Kto, RmConfig: Regression}
+"""Configuration -> objective, if data.label_key is set."""
 
 
-class Objective(Protocol):
-    """What a module of an objective provides."""
-
-    def collate(self, samples: Sequence[Sample]) -> PackedBatch:
-        """Build a micro-batch; without samples, one that has no loss and no gradient."""
-        ...
-
-    def loss(self, model: CausalLM, batch: PackedBatch, scale: float) -> torch.Tensor:
-        """Return `scale` times the sum of a micro-batch's losses, a scalar.
-
-        The trainer divides by the target tokens of the whole global batch, so that its mean does not depend on how it
-        was split into micro-batches and ranks.
-        """
-        ...
-
-
-OBJECTIVES: dict[type[SftConfig], Objective] = {SftConfig: sft}
-"""Configuration -> module."""
+def objective_of(config: FinetuneConfig) -> Objective:
+    """Return the objective of a run."""
+    has_labels = getattr(config.data, "label_key", None) is not None
+    return (LABELLED if has_labels else OBJECTIVES)[type(config)](config)

@@ -3,26 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
-from hpc_rl.data.sft_dataset import Sample
-from hpc_rl.training.models.causal_lm import CausalLM
+from hpc_rl.config.sft import SftConfig
+from hpc_rl.data.sft_dataset import Counts, Sample, tokenize_files
+from hpc_rl.finetune.base import Found, Objective, Work
+from hpc_rl.finetune.dataset import gather_samples
+from hpc_rl.training.distributed import World
+from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
 from hpc_rl.training.models.lm_head import cross_entropy_sum
 from hpc_rl.training.models.packed_batch import PackedBatch, filler, pack_samples
+from hpc_rl.training.models.pretrained import Pretrained
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
-def collate(samples: Sequence[Sample]) -> PackedBatch:
-    """Build a micro-batch; the filler if a rank has no samples left."""
-    if not samples:
-        return filler()
-    return pack_samples([sample.input_ids for sample in samples], [sample.loss_mask for sample in samples])
+class Sft(Objective):
+    """Learn the assistant's tokens of chats."""
 
+    config: SftConfig
 
-def loss(model: CausalLM, batch: PackedBatch, scale: float) -> torch.Tensor:
-    """Return `scale` times the summed cross-entropy of a micro-batch's targets, in nats.
+    def tokenize(
+        self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, split: str, rank: int, world: int
+    ) -> tuple[list[Sample | None], Counts]:
+        """See `Objective.tokenize`."""
+        return tokenize_files(files, self.config.data, tokenizer, split=split, rank=rank, world=world)
 
-    Divided by the target tokens of the whole global batch, not of the micro-batch, the sum over all micro-batches of
-    all ranks is the batch's mean, independent of the split.
-    """
-    return model(batch, lambda hidden_NH, weight_VH: cross_entropy_sum(hidden_NH, weight_VH, batch.targets_N, scale))
+    def gather(self, share: Sequence[Sample | None], world: World) -> list[Sample]:
+        """See `Objective.gather`."""
+        return gather_samples(share, world)
+
+    def model(self) -> Pretrained[CausalLM]:
+        """Return the policy."""
+        return causal_lm(self.config.model)
+
+    def collate(self, items: Sequence[Sample]) -> PackedBatch:
+        """Build a micro-batch; the filler if a rank has no samples left."""
+        if not items:
+            return filler()
+        return pack_samples([sample.input_ids for sample in items], [sample.loss_mask for sample in items])
+
+    def loss(self, model: CausalLM, batch: PackedBatch, scale: float) -> Found:
+        """Return `scale` times the summed cross-entropy of a micro-batch's targets, in nats."""
+        total = model(
+            batch, lambda hidden_NH, weight_VH: cross_entropy_sum(hidden_NH, weight_VH, batch.targets_N, scale)
+        )
+        return Found(total, total.new_zeros(0))
+
+    def divisor(self, work: Work) -> float:
+        """Return the target tokens of the whole global batch, not of a micro-batch."""
+        return work.targets

@@ -1,4 +1,4 @@
-"""python -m hpc_rl.finetune.train [--run-dir DIR] --config FILE | key=value ...
+"""python -m hpc_rl.finetune.train [--kind KIND] [--run-dir DIR] --config FILE | key=value ...
 
 torchrun starts this process once per GPU; it also runs alone. The run directory is the run: started again in the same
 directory, training resumes from the newest checkpoint. Exit codes: 0 finished, 75 stopped with a checkpoint, 2 bad
@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpc_rl.config.compose import compose, load_config
-from hpc_rl.config.sft import SftConfig
+from hpc_rl.config.finetune import FinetuneConfig
+from hpc_rl.config.kinds import KINDS
 from hpc_rl.errors import AgreedError, UserError
 from hpc_rl.host.disk import tolerate_lost_output
+from hpc_rl.host.heartbeat import heart
 from hpc_rl.host.imports import large_imports
 from hpc_rl.run_dir import RunDir, current_attempt_dir, current_run_dir
 
@@ -32,6 +34,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """
     rank = int(os.environ.get("RANK", 0))
     who = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+    heart.begin(f"rank {rank}")
     try:
         code = run(arguments)
     except UserError as error:
@@ -80,13 +83,15 @@ def run(arguments: Sequence[str]) -> int:
     return code
 
 
-def parse(arguments: Sequence[str]) -> tuple[SftConfig, RunDir]:
+def parse(arguments: Sequence[str]) -> tuple[FinetuneConfig, RunDir]:
     """Return the configuration and the run directory.
 
     Raises:
         UserError: one of them is not valid; every rank raises the same error.
     """
     parser = argparse.ArgumentParser(prog="python -m hpc_rl.finetune.train", description=__doc__)
+    kinds = [row.name for row in KINDS.values() if row.trainer == "hpc_rl.finetune.train"]
+    parser.add_argument("--kind", choices=kinds, default="sft", help="the kind of the job")
     parser.add_argument("--config", type=Path, help="complete configuration (config.yaml of a run directory)")
     parser.add_argument("--run-dir", type=Path, help="run directory; the default is $HPC_RL_RUN_DIR")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -100,12 +105,12 @@ def parse(arguments: Sequence[str]) -> tuple[SftConfig, RunDir]:
             "change the file, or use key=value without --config"
         )
     if options.config:
-        config = load_config("sft", options.config)
+        config = load_config(options.kind, options.config)
     else:
         from hpc_rl.training.distributed import fill_in_device
 
-        config = compose("sft", options.overrides, fill_in=[fill_in_device])
-    assert isinstance(config, SftConfig)
+        config = compose(options.kind, options.overrides, fill_in=[fill_in_device])
+    assert isinstance(config, FinetuneConfig)
     return config, run_dir
 
 

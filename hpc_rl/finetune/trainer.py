@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hpc_rl.config.sft import SftConfig
+from hpc_rl.config.finetune import FinetuneConfig
 from hpc_rl.data.chat import chat_template
 from hpc_rl.data.order import Position, batches, steps_per_epoch
-from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.errors import EXIT_STOPPED, AgreedRunError
-from hpc_rl.finetune.dataset import load_samples
-from hpc_rl.finetune.objectives import OBJECTIVES, Objective
+from hpc_rl.finetune.base import Item, Objective, Work
+from hpc_rl.finetune.dataset import load_items
+from hpc_rl.finetune.objectives import objective_of
+from hpc_rl.host.heartbeat import heart
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import has_validation, read_metrics
 from hpc_rl.tracking.report import report_end
@@ -29,7 +30,7 @@ from hpc_rl.training.checkpoints.export import export, export_dtype
 from hpc_rl.training.checkpoints.folders import Progress
 from hpc_rl.training.checkpoints.model_state import Tensors, random_state, set_random_state
 from hpc_rl.training.distributed import World
-from hpc_rl.training.models.causal_lm import CausalLM, Flops, causal_lm, count_flops, load_tokenizer
+from hpc_rl.training.models.causal_lm import Flops, PackedModel, count_flops, load_tokenizer
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
 from hpc_rl.training.perf import Clock, max_memory_gb, peak_flops
@@ -43,41 +44,20 @@ _ASK_EVERY_S = 30
 """Approximate time between two checks, within a long step, whether to stop."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """The amount of work in a global batch."""
-
-    lengths: list[int]
-    """Tokens of each sample."""
-    targets: int
-    """Target tokens of all samples."""
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample]) -> Work:
-        """Count the tokens of samples."""
-        lengths = [len(sample.input_ids) for sample in samples]
-        return cls(lengths, sum(int(sample.loss_mask.sum()) for sample in samples))
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all samples."""
-        return sum(self.lengths)
-
-
 @dataclass
 class TrainerState:
     """A run in progress. The loop changes the fields from `step` on."""
 
-    config: SftConfig
+    config: FinetuneConfig
     objective: Objective
     run: RunDir
     world: World
     tokenizer: PreTrainedTokenizerBase
-    model: CausalLM
+    model: PackedModel
     optimizer: torch.optim.AdamW
     flops: Flops
-    train: list[Sample]
-    val: list[Sample]
+    train: list[Item]
+    val: list[Item]
     batches: Iterator[tuple[np.ndarray, Position]]
     total_steps: int
     tracker: Tracker
@@ -99,13 +79,14 @@ class TrainerState:
     """Number of micro-batches after which the ranks agree whether to stop, the same on every rank."""
 
 
-def train(config: SftConfig, run: RunDir, world: World) -> int:
+def train(config: FinetuneConfig, run: RunDir, world: World) -> int:
     """Train to the end, or until the stop file exists.
 
     Returns:
         the exit code of the process: 0, or 75 if the run is not finished and can be resumed.
     """
-    state = load(config, run, world)
+    with heart.phase("load"):
+        state = load(config, run, world)
     with state.saver:
         return loop(state)
 
@@ -118,7 +99,7 @@ def loop(state: TrainerState) -> int:
         clock = Clock()
         with clock("testing"):
             found = validate(state)
-        state.tracker.log(state.step, {"val/loss": found, **clock.seconds}, state.total_steps)
+        state.tracker.log(state.step, {**found, **clock.seconds}, state.total_steps)
     while state.step < state.total_steps and not state.stop:
         clock = Clock()
         with clock("step"):
@@ -130,7 +111,7 @@ def loop(state: TrainerState) -> int:
                     save(state)
             if state.val and (last or (not state.stop and checkpoint.due(state.step, config.trainer.test_freq))):
                 with clock("testing"):
-                    metrics["val/loss"] = validate(state)
+                    metrics |= validate(state)
         if (seconds := state.saver.take_seconds()) is not None:
             clock.seconds[WRITING] = seconds
         state.stopping.note_save(clock.seconds)
@@ -147,41 +128,43 @@ def profile_path(state: TrainerState) -> Path | None:
     return trace_path(state.run, number, state.world.rank) if is_profiled else None
 
 
-def load(config: SftConfig, run: RunDir, world: World) -> TrainerState:
+def load(config: FinetuneConfig, run: RunDir, world: World) -> TrainerState:
     """Load data, model and optimizer, and restore the newest checkpoint."""
     torch.manual_seed(config.trainer.seed + world.rank)
     data, seed = config.data, config.trainer.seed
     tokenizer = world.together(lambda: load_tokenizer(config.model))
     tokenizer.chat_template = world.together(lambda: chat_template(tokenizer, data))  # also for the exported model
-    samples = load_samples(data.train_files, data, tokenizer, "train", world)
-    val = load_samples(data.val_files, data, tokenizer, "test", world) if data.val_files else []
+    objective = objective_of(config)
+    items = load_items(objective, data.train_files, tokenizer, "train", world)
+    val = load_items(objective, data.val_files, tokenizer, "test", world) if data.val_files else []
+    items, val = objective.prepare(items, val, run, world)
     with guards.explain_out_of_memory("loading the model"):
-        model = load_sharded(causal_lm(config.model), world, config.trainer)
+        model = load_sharded(objective.model(), world, config.trainer)
         flops = count_flops(model)
         optimizer = build_optimizer(model, config.optim)
         progress = checkpoint.load_latest(run.checkpoints, model, optimizer, world)
     if progress is None:
-        progress = Progress(samples=len(samples), dtype=export_dtype(config.model, config.trainer))
+        progress = Progress(samples=len(items), dtype=export_dtype(config.model, config.trainer))
     else:
         print_once(world, f"resuming after step {progress.step}, from {run.checkpoints}")
-    checkpoint.refuse_other_data(run.checkpoints, progress, len(samples))
+    checkpoint.refuse_other_data(run.checkpoints, progress, len(items))
     position = Position(progress.epoch, progress.index)
-    steps = config.trainer.total_epochs * steps_per_epoch(len(samples), data.train_batch_size)
+    steps = config.trainer.total_epochs * steps_per_epoch(len(items), data.train_batch_size)
     records = read_metrics(run.metrics) if world.is_main else []
     total_steps = config.trainer.total_training_steps or steps
     is_due = bool(val) and (progress.step == total_steps or checkpoint.due(progress.step, config.trainer.test_freq))
     return TrainerState(
         config=config,
-        objective=OBJECTIVES[type(config)],
+        objective=objective,
         run=run,
         world=world,
         tokenizer=tokenizer,
         model=model,
         optimizer=optimizer,
         flops=flops,
-        train=samples,
+        train=items,
         val=val,
-        batches=batches(len(samples), data.train_batch_size, seed=seed, shuffle=data.shuffle, start=position),
+        batches=batches(len(items), data.train_batch_size, seed=seed, shuffle=data.shuffle, start=position),
         total_steps=total_steps,
         tracker=world.together(lambda: open_tracker(config, run, progress.wandb_id, world.is_main)),
         saver=checkpoint.Saver(run.checkpoints, world, config.trainer.max_ckpt_to_keep, not config.trainer.save_async),
@@ -201,30 +184,32 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
         its metrics, which are the same on every rank; none if the run stops and the step was discarded.
     """
     config, world, number = state.config, state.world, state.step + 1
+    heart.at_step(number)
     with clock("data"):
         indices, position = next(state.batches)
-        samples = [state.train[index] for index in indices]
-        work = Work.of(samples)
+        items = [state.train[index] for index in indices]
+        work = Work.of(items)
         plan = plan_batch(work.lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)[world.rank]
-        micro_batches = [
-            state.objective.collate([samples[index] for index in micro]).to(world.device) for micro in plan
-        ]
+        micro_batches = [state.objective.collate([items[index] for index in micro]).to(world.device) for micro in plan]
     with guards.explain_out_of_memory(f"step {number}"), clock("forward_backward"):
         started, random = time.monotonic(), random_state(world)
-        scale = sharding.loss_factor(state.model, world) / work.targets
-        loss = torch.zeros((), device=world.device)
+        state.objective.begin(state.model, micro_batches, world)
+        scale = sharding.loss_factor(state.model, world) / state.objective.divisor(work)
+        sums = torch.zeros((), device=world.device)
         for index, micro_batch in enumerate(micro_batches):
             if index and index % state.ask_every == 0 and agree(state, left=1 - index / len(micro_batches)):
                 discard(state, random)
                 return {}
             sharding.begin_micro_batch(state.model, config.trainer, last=index == len(micro_batches) - 1)
-            part = state.objective.loss(state.model, micro_batch, scale)
-            part.backward()
-            loss += part.detach()
+            found = state.objective.loss(state.model, micro_batch, scale)
+            found.loss.backward()
+            sums = sums + torch.cat([found.loss.detach()[None], found.sums])
+            heart.beat()
         norm = clip_gradients(state.model.parameters(), config.optim.clip_grad)
         # The usual exchange of numbers in a step: rank 0's decisions travel with the loss.
-        own = [loss.item() / sharding.loss_factor(state.model, world), *decisions(state, number, started)]
-        losses, stops, saves, seconds = world.gather_rows(own).T.tolist()
+        loss, *sums_K = sums.tolist()
+        own = [loss / sharding.loss_factor(state.model, world), *decisions(state, number, started), *sums_K]
+        losses, stops, saves, seconds, *by_rank = world.gather_rows(own).T.tolist()
         guards.refuse_not_finite(number, losses, norm)
     with guards.explain_out_of_memory(f"step {number}"), clock("optimizer"):
         lr = config.optim.lr * lr_factor(config.optim, state.step, state.total_steps)
@@ -237,6 +222,7 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
     state.stopping.note_step(clock.seconds)
     return {
         "train/loss": sum(losses),
+        **{f"train/{name}": value for name, value in state.objective.metrics(list(map(sum, by_rank))).items()},
         "train/grad_norm": norm,
         "train/lr": lr,
         "train/target_tokens": work.targets,
@@ -299,7 +285,7 @@ def perf_metrics(work: Work, clock: Clock, flops: Flops, world: World) -> dict[s
     }
     peak = peak_flops(world.device)
     if peak:
-        metrics["perf/mfu"] = flops.of(work.lengths, work.targets) / seconds / world.size / peak
+        metrics["perf/mfu"] = flops.of(work.sample_lengths, work.targets) / seconds / world.size / peak
     return metrics
 
 
@@ -322,19 +308,24 @@ def save(state: TrainerState) -> None:
 
 
 @torch.no_grad()
-def validate(state: TrainerState) -> float:
-    """Return the mean loss over all target tokens of the validation data."""
-    config, world = state.config, state.world
+def validate(state: TrainerState) -> dict[str, float]:
+    """Return the loss and the metrics of the validation data, as if it was one batch."""
+    config, world, objective = state.config, state.world, state.objective
     state.model.eval()
     work = Work.of(state.val)
     plan = plan_batch(work.lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)[world.rank]
-    total = torch.zeros((), device=world.device)
+    sums = torch.zeros((), device=world.device)
     with guards.explain_out_of_memory("validation"):
-        for micro in plan:
-            micro_batch = state.objective.collate([state.val[index] for index in micro]).to(world.device)
-            total += state.objective.loss(state.model, micro_batch, 1.0)
+        micro_batches = [objective.collate([state.val[index] for index in micro]) for micro in plan]
+        objective.begin(state.model, micro_batches, world)
+        for micro_batch in micro_batches:
+            found = objective.loss(state.model, micro_batch.to(world.device), 1.0)
+            sums = sums + torch.cat([found.loss[None], found.sums])
+            heart.beat()
     state.model.train()
-    return float(world.gather_rows([total.item()]).sum()) / work.targets
+    loss, *sums_K = world.gather_rows(sums.tolist()).sum(dim=0).tolist()
+    metrics = {"loss": loss / objective.divisor(work), **objective.metrics(sums_K)}
+    return {f"val/{name}": value for name, value in metrics.items()}
 
 
 def finish(state: TrainerState, finished_before: bool) -> int:
@@ -348,7 +339,8 @@ def finish(state: TrainerState, finished_before: bool) -> int:
             raise AgreedRunError(IN_VAIN)
         print_once(state.world, stopped_line(state.step, state.total_steps))
     elif state.config.trainer.export and not (finished_before and exists_for_all(state)):
-        export(state.run.path, state.run.model, replace=True, world=state.world)
+        with heart.phase("export"):
+            export(state.run.path, state.run.model, replace=True, world=state.world)
         print_once(state.world, f"model: {state.run.model}")
     code = 0 if done else EXIT_STOPPED
     state.tracker.finish(code)

@@ -7,7 +7,8 @@ B responses; columns marked "tokens" are jagged, [B, length of each response], s
     group            [B]      int64    which prompt of the step a response answers
     finished         [B]      bool     false if the response was cut at the length limit
     rollout_logprobs tokens   float32  from the engine that sampled, at rollout.temperature
-    scores           [B]      float32  the reward of the whole response, including penalties
+    scores           [B]      float32  the reward of the whole response, including penalties; 0 if it has none
+    scored           [B]      bool     whether the response has a score; the others teach nothing
     old_logprobs     tokens   float32  under the policy before the step's first update
     ref_logprobs     tokens   float32  under the reference
     values           tokens   float32  the critic's value of the state before each token
@@ -30,7 +31,7 @@ from tensordict import TensorDict
 
 from hpc_rl.algorithms.advantages import overlong_penalty, token_rewards
 from hpc_rl.algorithms.aggregation import LOSS_AGGREGATIONS, MiniBatchTotals
-from hpc_rl.algorithms.correction import tis_weights
+from hpc_rl.algorithms.correction import correction_weights, importance_ratios
 from hpc_rl.algorithms.estimators import ESTIMATORS
 from hpc_rl.algorithms.kl import KL_ESTIMATORS
 from hpc_rl.algorithms.outcome import Outcome
@@ -53,15 +54,25 @@ def new_experience(
     return TensorDict(columns, batch_size=[len(completions)])
 
 
-def add_scores(experience: TensorDict, scores_B: torch.Tensor, config: PpoConfig) -> None:
-    """Add the column `scores`: the reward minus the penalty for overlong responses."""
+def add_scores(experience: TensorDict, rewards_B: torch.Tensor, config: PpoConfig) -> None:
+    """Add the columns `scores` and `scored`.
+
+    Args:
+        rewards_B: of each response; NaN if it could not be scored.
+    """
+    scores_B = scores_of(rewards_B, lengths(experience), config)
+    experience["scored"] = ~scores_B.isnan()
+    experience["scores"] = scores_B.nan_to_num(0.0)
+
+
+def scores_of(rewards_B: torch.Tensor, lengths_B: torch.Tensor, config: PpoConfig) -> torch.Tensor:
+    """Return the rewards [B], limited to reward.clip, minus the penalty for overlong responses; NaN stays NaN."""
     algorithm = config.algorithm
-    if algorithm.overlong_buffer:
-        lengths_B, longest = lengths(experience), config.data.max_response_length
-        scores_B = scores_B + overlong_penalty(
-            lengths_B, longest, algorithm.overlong_buffer, algorithm.overlong_penalty
-        )
-    experience["scores"] = scores_B
+    if config.reward.clip is not None:
+        rewards_B = rewards_B.clamp(*config.reward.clip)
+    return rewards_B + overlong_penalty(
+        lengths_B, config.data.max_response_length, algorithm.overlong_buffer, algorithm.overlong_penalty
+    )
 
 
 def add_rewards(experience: TensorDict, algorithm: AlgorithmConfig, kl_coef: float) -> float | None:
@@ -83,44 +94,66 @@ def add_rewards(experience: TensorDict, algorithm: AlgorithmConfig, kl_coef: flo
 def add_advantages(experience: TensorDict, algorithm: AlgorithmConfig, greedy_scores_B: torch.Tensor | None) -> None:
     """Add the column `advantages` and, with a critic, `returns`.
 
+    Responses without a score have advantages and returns of 0, and do not change those of others. They have no weight
+    in the losses.
+
     Args:
-        greedy_scores_B: score of the greedy response to each response's prompt; ReMax needs it.
+        greedy_scores_B: score of the greedy response to each response's prompt; ReMax needs it. If it is NaN, the
+            response counts as not scored.
     """
+    if greedy_scores_B is not None:
+        experience["scored"] = experience["scored"] & ~greedy_scores_B.isnan()
+    rows = experience["scored"]
+    rewards_BT = padded(experience, "rewards")
     estimate = ESTIMATORS[algorithm.advantage](
         Outcome(
-            rewards_BT=padded(experience, "rewards"),
-            mask_BT=mask(experience),
-            groups_B=experience["group"],
+            rewards_BT=rewards_BT[rows],
+            mask_BT=mask(experience)[rows],
+            groups_B=experience["group"][rows],
             gamma=algorithm.gamma,
             lam=algorithm.lam,
-            values_BT=padded(experience, "values") if "values" in experience else None,
-            greedy_scores_B=greedy_scores_B,
+            scale=algorithm.scale_rewards,
+            values_BT=padded(experience, "values")[rows] if "values" in experience else None,
+            greedy_scores_B=None if greedy_scores_B is None else greedy_scores_B[rows],
         )
     )
-    experience["advantages"] = unpadded(estimate.advantages_BT, experience)
-    if estimate.returns_BT is not None:
-        experience["returns"] = unpadded(estimate.returns_BT, experience)
+    for name, found_BT in (("advantages", estimate.advantages_BT), ("returns", estimate.returns_BT)):
+        if found_BT is not None:
+            all_BT = torch.zeros_like(rewards_BT)
+            all_BT[rows] = found_BT
+            experience[name] = unpadded(all_BT, experience)
 
 
 def loss_weights(experience: TensorDict, config: PpoConfig, aggregation: str) -> torch.Tensor:
     """Return a token column: the weight of each token in its mini-batch's loss.
 
+    It is 0 in responses that teach nothing, which do not count in the totals either.
+
     Args:
         aggregation: a name in LOSS_AGGREGATIONS.
     """
-    lengths_B = lengths(experience)
+    lengths_B, teaches_B = lengths(experience), teaching(experience, config.algorithm)
     weights = LOSS_AGGREGATIONS[aggregation]
     parts = []
     for part in mini_batches(len(lengths_B), config.actor.mini_batch_size):
-        tokens, responses = int(lengths_B[part].sum()), len(lengths_B[part])
-        parts.append(weights(lengths_B[part], MiniBatchTotals(tokens, responses, config.data.max_response_length)))
+        count_B = teaches_B[part]
+        tokens, responses = int(lengths_B[part][count_B].sum()), int(count_B.sum())
+        totals = MiniBatchTotals(max(tokens, 1), max(responses, 1), config.data.max_response_length)
+        parts.append(weights(lengths_B[part], totals) * count_B)
     return repeat(torch.cat(parts), experience)
 
 
-def importance_weights(experience: TensorDict, cap: float) -> torch.Tensor:
-    """Return a token column: truncated importance weights of the engine's samples."""
+def teaching(experience: TensorDict, algorithm: AlgorithmConfig) -> torch.Tensor:
+    """Return bool [B]: whether the response takes part in the losses."""
+    scored_B: torch.Tensor = experience["scored"]
+    return scored_B & experience["finished"] if algorithm.mask_truncated else scored_B
+
+
+def importance_weights(experience: TensorDict, algorithm: AlgorithmConfig) -> torch.Tensor:
+    """Return a token column: weights that correct for the difference between engine and trainer."""
     old_N, rollout_N = (flat(experience, name) for name in ("old_logprobs", "rollout_logprobs"))
-    return jagged(tis_weights(old_N, rollout_N, cap), lengths(experience))
+    ratios_N = importance_ratios(old_N, rollout_N, lengths(experience), algorithm.tis_level)
+    return jagged(correction_weights(ratios_N, algorithm.tis_cap, algorithm.tis_bounds), lengths(experience))
 
 
 def jagged_rows(rows: Sequence[NDArray[np.generic]]) -> torch.Tensor:

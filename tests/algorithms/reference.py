@@ -27,8 +27,8 @@ def gae(rewards: Rows, values: Rows, gamma: float, lam: float) -> tuple[Rows, Ro
 
 def whiten(rows: Rows) -> Rows:
     tokens = [number for row in rows for number in row]
-    mean, deviation = statistics.fmean(tokens), statistics.pstdev(tokens)
-    return [[(number - mean) / deviation if deviation else 0.0 for number in row] for row in rows]
+    mean, variance = statistics.fmean(tokens), statistics.pvariance(tokens)
+    return [[(number - mean) / (variance + 1e-8) ** 0.5 for number in row] for row in rows]
 
 
 def rewards_to_come(rewards: Rows, gamma: float) -> Rows:
@@ -119,7 +119,9 @@ def value_token(value: float, old: float, target: float, clip: float | None) -> 
 def aggregate(losses: Rows, mode: str, max_length: int) -> float:
     if mode == "token-mean":
         return sum(map(sum, losses)) / sum(map(len, losses))
-    per_response: Callable[[list[float]], float] = (
-        statistics.fmean if mode == "seq-mean-token-mean" else lambda row: sum(row) / max_length
-    )
-    return statistics.fmean(per_response(row) for row in losses)
+    per_response: dict[str, Callable[[list[float]], float]] = {
+        "seq-mean-token-mean": statistics.fmean,
+        "seq-mean-token-sum": sum,
+        "seq-mean-token-sum-norm": lambda row: sum(row) / max_length,
+    }
+    return statistics.fmean(per_response[mode](row) for row in losses)

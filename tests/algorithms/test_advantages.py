@@ -105,8 +105,17 @@ def test_a_group_of_one_or_of_equal_scores() -> None:
     for size in range(2, 20):
         equal = torch.full((size,), 0.1)
         assert advantages.grpo(equal, torch.zeros(size, dtype=torch.int64)).tolist() == [0.0] * size
-    with pytest.raises(ValueError, match="only one response"):
-        advantages.rloo(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 0, 1]))
+    assert advantages.rloo(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 0, 1])).tolist() == [-1.0, 1.0, 0.0]
+
+
+def test_grpo_divides_by_the_deviation_of_the_group_of_the_batch_or_not() -> None:
+    # Means 2 and 12; deviations of the groups sqrt(2) and sqrt(8), of all four scores sqrt(106 / 3).
+    scores, groups = torch.tensor([1.0, 3.0, 10.0, 14.0]), torch.tensor([0, 0, 1, 1])
+    close(advantages.grpo(scores, groups), [-(0.5**0.5), 0.5**0.5, -(0.5**0.5), 0.5**0.5])
+    assert advantages.grpo(scores, groups, "none").tolist() == [-1.0, 1.0, -2.0, 2.0]
+    deviation = (110 / 3) ** 0.5
+    close(advantages.grpo(scores, groups, "batch"), [-1 / deviation, 1 / deviation, -2 / deviation, 2 / deviation])
+    assert advantages.grpo(torch.tensor([5.0]), torch.tensor([0]), "batch").tolist() == [0.0]
 
 
 def test_informative_groups() -> None:
@@ -114,8 +123,24 @@ def test_informative_groups() -> None:
     assert advantages.informative_groups(scores, groups).tolist() == [False, True, False, False, True, False]
 
 
+def test_missing_scores_do_not_make_a_group_informative() -> None:
+    scores = torch.tensor([1.0, math.nan, 1.0, math.nan, math.nan, 2.0, math.nan, 3.0])
+    groups = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])
+    assert advantages.informative_groups(scores, groups).tolist() == [False] * 5 + [True] * 3
+
+
 def test_remax_by_hand() -> None:
-    assert advantages.remax(torch.tensor([1.0, 0.25]), torch.tensor([0.5, 0.5])).tolist() == [0.5, -0.25]
+    # The first token is followed by a reward of 1.5, of which it caused all; the second one only caused 2.
+    rewards = torch.tensor([[-0.5, 2.0, 99.0], [0.25, 0.0, 0.0]])
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    got = advantages.remax(rewards, mask, torch.tensor([0.5, 1.0]))
+    assert got.tolist() == [[1.0, 1.5, 0.0], [-0.75, -1.0, -1.0]]
+
+
+def test_whitening_does_not_amplify_noise() -> None:
+    # A deviation of 1e-5 is small compared to the floor of 1e-4.
+    got = advantages.whiten(torch.tensor([[1e-5, -1e-5]]), torch.ones(1, 2, dtype=torch.bool))
+    close(got, [[0.0995, -0.0995]], atol=1e-4)
 
 
 def test_reinforce_pp_by_hand() -> None:

@@ -5,19 +5,45 @@ import math
 import pytest
 import torch
 
-from hpc_rl.algorithms.correction import probability_difference, tis_weights
+from hpc_rl.algorithms.correction import correction_weights, importance_ratios, probability_difference
+
+LENGTHS = torch.tensor([2, 1])
 
 
-def test_weights_by_hand() -> None:
-    # p_trainer / p_rollout: 0.5 / 0.4, 0.1 / 0.2, 0.9 / 0.1 held at the cap
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        # p_trainer / p_rollout: 0.5 / 0.4, 0.1 / 0.2; 0.9 / 0.1
+        ("token", [1.25, 0.5, 9.0]),
+        ("sequence", [0.625, 0.625, 9.0]),
+        ("geometric", [0.625**0.5, 0.625**0.5, 9.0]),
+    ],
+)
+def test_ratios_by_hand(level: str, expected: list[float]) -> None:
     trainer = torch.tensor([0.5, 0.1, 0.9]).log().requires_grad_()
-    weights = tis_weights(trainer, torch.tensor([0.4, 0.2, 0.1]).log(), cap=2.0)
-    assert weights.tolist() == pytest.approx([1.25, 0.5, 2.0])
-    assert not weights.requires_grad
+    ratios = importance_ratios(trainer, torch.tensor([0.4, 0.2, 0.1]).log(), LENGTHS, level)
+    assert ratios.tolist() == pytest.approx(expected)
+    assert not ratios.requires_grad and ratios.dtype == torch.float32
 
 
-def test_weights_stay_finite() -> None:
-    assert tis_weights(torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0]), cap=2.0).tolist() == [2.0, 0.0]
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_ratios_stay_finite(level: str) -> None:
+    trainer, rollout = torch.tensor([0.0, 0.0, -500.0]), torch.tensor([-500.0, -500.0, 0.0])
+    expected = [math.exp(20), math.exp(20), math.exp(-20)]
+    assert importance_ratios(trainer, rollout, LENGTHS, level).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("cap", "bounds", "expected"),
+    [
+        (2.0, None, [0.25, 0.5, 1.0, 2.0, 2.0]),
+        (None, (0.5, 3.0), [0.0, 1.0, 1.0, 1.0, 0.0]),
+        (2.0, (0.5, 3.0), [0.0, 0.5, 1.0, 2.0, 0.0]),
+    ],
+)
+def test_weights_by_hand(cap: float | None, bounds: tuple[float, float] | None, expected: list[float]) -> None:
+    ratios = torch.tensor([0.25, 0.5, 1.0, 3.0, 4.0])
+    assert correction_weights(ratios, cap, bounds).tolist() == expected
 
 
 def test_difference_by_hand() -> None:

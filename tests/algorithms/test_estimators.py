@@ -29,7 +29,7 @@ def test_every_configured_name_has_an_estimator() -> None:
         "grpo": advantages.grpo(SCORES, GROUPS)[:, None] * MASK,
         "dr_grpo": advantages.dr_grpo(SCORES, GROUPS)[:, None] * MASK,
         "rloo": advantages.rloo(SCORES, GROUPS)[:, None] * MASK,
-        "remax": (SCORES - 1)[:, None] * MASK,
+        "remax": advantages.remax(REWARDS, MASK, torch.ones_like(SCORES)),
         "reinforce_pp": advantages.reinforce_pp(REWARDS, MASK, 0.9),
         "reinforce_pp_baseline": advantages.reinforce_pp_baseline(SCORES, GROUPS, MASK),
     }.items(),
@@ -38,6 +38,12 @@ def test_each_name_is_its_formula(name: str, expected: torch.Tensor) -> None:
     estimate = ESTIMATORS[name](OUTCOME)
     torch.testing.assert_close(estimate.advantages_BT, expected)
     assert (estimate.returns_BT is None) == (name != "gae")
+
+
+def test_grpo_has_the_configured_scale() -> None:
+    for scale in ("batch", "none"):
+        got = ESTIMATORS["grpo"](replace(OUTCOME, scale=scale)).advantages_BT
+        torch.testing.assert_close(got, advantages.grpo(SCORES, GROUPS, scale)[:, None] * MASK)
 
 
 def test_gae_returns_are_the_critics_targets() -> None:

@@ -26,7 +26,7 @@ def test_every_configured_name_has_an_estimator() -> None:
     assert list(kl.KL_ESTIMATORS) == list(get_args(KlConfig.model_fields["estimator"].annotation))
     policy, reference = torch.tensor([-1.0]), torch.tensor([-1.5])
     assert [estimator(policy, reference).item() for estimator in kl.KL_ESTIMATORS.values()] == pytest.approx(
-        [0.5, 0.125, math.exp(-0.5) - 1 + 0.5]
+        [0.5, 0.125, math.exp(-0.5) - 1 + 0.5, math.exp(-0.5) - 1 + 0.5]
     )
 
 
@@ -46,11 +46,13 @@ def test_the_expected_gradient_of_k2_is_that_of_the_divergence() -> None:
     through_k2 = torch.autograd.grad((sampled * kl.k2(logprobs, reference)).sum(), logits, retain_graph=True)[0]
     through_k1 = torch.autograd.grad((sampled * kl.k1(logprobs, reference)).sum(), logits)[0]
     torch.testing.assert_close(through_k2, exact)
+    unbiased = (sampled * kl.k3_unbiased(logprobs, reference)).sum()
+    torch.testing.assert_close(torch.autograd.grad(unbiased, logits, retain_graph=True)[0], exact)
     torch.testing.assert_close(through_k1, torch.zeros(3), atol=1e-6, rtol=0)
 
 
 @no_deadline
-@given(st.floats(-19, 19))
+@given(st.floats(-19, 2.6))
 def test_k3_is_exact_and_not_negative(log_ratio: float) -> None:
     exact = torch.tensor(log_ratio).item()
     got = kl.k3(torch.zeros(1), torch.tensor([log_ratio])).item()
@@ -63,7 +65,8 @@ def test_k3_stays_finite_and_never_pushes_away(log_ratio: float, gradient: float
     logprobs = torch.zeros(1, requires_grad=True)
     divergence = kl.k3(logprobs, torch.tensor([log_ratio]))
     divergence.backward()
-    assert math.isfinite(divergence.item())
+    assert divergence.item() <= 499.0
+    assert log_ratio < 0 or divergence.item() == 10.0
     assert logprobs.grad is not None and logprobs.grad.item() == gradient
 
 

@@ -195,6 +195,7 @@ def test_weights_by_hand() -> None:
     expected = {
         "token-mean": [1 / 10, 1 / 10],
         "seq-mean-token-mean": [1 / 4, 1 / 16],
+        "seq-mean-token-sum": [1 / 4, 1 / 4],
         "seq-mean-token-sum-norm": [1 / 20, 1 / 20],
     }
     for mode in MODES:

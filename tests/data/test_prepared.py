@@ -11,7 +11,7 @@ import pytest
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.data import arithmetic, gsm8k
 from hpc_rl.data.formats import read_rows
-from hpc_rl.data.rows import check_file
+from hpc_rl.data.row_checks import check_file
 from hpc_rl.errors import UserError
 
 RAW = {"question": "Two boxes of 600 nails?", "answer": "2 * 600 = <<2*600=1200>>1200\n#### 1,200"}

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from hpc_rl.config.ppo import PromptDataConfig
 from hpc_rl.data.formats import CannotCheck
 from hpc_rl.data.prompts import PromptCounts, load_prompts
-from hpc_rl.data.rows import check_prompts
+from hpc_rl.data.row_checks import check_file
 from hpc_rl.errors import UserError
 
 DATA = PromptDataConfig(train_files=["unused.jsonl"])
@@ -91,7 +91,7 @@ def test_a_bad_row_is_named(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, row: dict[str, Any], data: PromptDataConfig, parts: list[str]
 ) -> None:
     file = rows_file(tmp_path, {"messages": "7?", "question": "7?", "answer": "7"}, row)
-    for call in (lambda: check_prompts(file, data), lambda: load_prompts([file], data, tokenizer, "train")):
+    for call in (lambda: check_file(file, data), lambda: load_prompts([file], data, tokenizer, "train")):
         with pytest.raises(UserError) as caught:
             call()
         assert all(part in str(caught.value) for part in [*parts, "rows.jsonl, row 2"]), str(caught.value)
@@ -100,11 +100,11 @@ def test_a_bad_row_is_named(
 
 def test_what_a_login_node_checks(tmp_path: Path) -> None:
     file = rows_file(tmp_path, *[{"messages": "7?", "answer": "7"}] * 5)
-    assert check_prompts(file, DATA) == 5 and check_prompts(file, DATA, max_rows=2) == 2
+    assert check_file(file, DATA) == 5 and check_file(file, DATA, max_rows=2) == 2
     with pytest.raises(CannotCheck):
-        check_prompts("openai/gsm8k:main", DATA)
+        check_file("openai/gsm8k:main", DATA)
     with pytest.raises(UserError, match="empty"):
-        check_prompts(rows_file(tmp_path), DATA)
+        check_file(rows_file(tmp_path), DATA)
 
 
 def test_templates(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

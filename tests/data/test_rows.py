@@ -13,7 +13,8 @@ from pyarrow import parquet
 from hpc_rl.config.ppo import PromptDataConfig
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.data.formats import CannotCheck, read_rows
-from hpc_rl.data.rows import check_batch_size, check_file, to_messages, to_prompt
+from hpc_rl.data.row_checks import check_batch_size, check_file
+from hpc_rl.data.rows import to_messages, to_prompt
 from hpc_rl.errors import UserError
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]

@@ -9,7 +9,7 @@ import torch
 
 from hpc_rl.config.compose import compose, dump
 from hpc_rl.errors import UserError
-from hpc_rl.finetune import sft
+from hpc_rl.finetune.sft import Sft
 from hpc_rl.training import guards
 from tests.finetune.jobs import run_here, run_job, spawn
 
@@ -56,7 +56,7 @@ def test_out_of_memory_names_the_settings(
     def greedy(*_: object) -> torch.Tensor:
         return torch.empty(1 << 50, dtype=torch.uint8)
 
-    monkeypatch.setattr(sft, "loss", greedy)
+    monkeypatch.setattr(Sft, "loss", greedy)
     with pytest.raises(
         UserError, match=r"out of memory in step 1: lower trainer.micro_tokens, or set model.enable_gra"
     ):

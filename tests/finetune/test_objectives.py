@@ -1,4 +1,4 @@
-"""The table of objectives, and what a row must provide."""
+"""What an objective provides, and the metrics of a step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from hpc_rl.config.sft import SftConfig
+from hpc_rl.config.sft import DataConfig, SftConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.data.sft_dataset import Sample
-from hpc_rl.finetune.objectives import OBJECTIVES, Objective
-from hpc_rl.finetune.trainer import Work, perf_metrics
+from hpc_rl.finetune.base import Work
+from hpc_rl.finetune.sft import Sft
+from hpc_rl.finetune.trainer import perf_metrics
 from hpc_rl.training.checkpoints.checkpoint import due
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import CausalLM, Flops, load_model
@@ -30,19 +31,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     return load_model(ModelConfig(path=str(make_tiny_model(tmp_path_factory.mktemp("model")))))
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=[schema.__name__ for schema in OBJECTIVES])
-def test_losses_add_up_over_micro_batches(objective: Objective, model: CausalLM) -> None:
-    whole = objective.loss(model, objective.collate(SAMPLES), 0.5)
-    parts = [objective.loss(model, objective.collate([sample]), 0.5) for sample in SAMPLES]
+@pytest.fixture(scope="module")
+def objective() -> Sft:
+    return Sft(SftConfig(model=ModelConfig(path="unused"), data=DataConfig(train_files=["unused"])))
+
+
+def test_losses_add_up_over_micro_batches(objective: Sft, model: CausalLM) -> None:
+    whole, _ = objective.loss(model, objective.collate(SAMPLES), 0.5)
+    parts = [objective.loss(model, objective.collate([sample]), 0.5).loss for sample in SAMPLES]
     torch.testing.assert_close(whole, sum(parts, torch.zeros(())))
-    none = objective.loss(model, objective.collate([]), 0.5)
+    none, _ = objective.loss(model, objective.collate([]), 0.5)
     assert none.item() == 0
     none.backward()
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
-def test_the_supervised_loss_is_the_cross_entropy_of_the_targets(model: CausalLM) -> None:
-    objective = OBJECTIVES[SftConfig]
+def test_the_supervised_loss_is_the_cross_entropy_of_the_targets(objective: Sft, model: CausalLM) -> None:
     expected = torch.zeros(())
     for sample in SAMPLES:
         ids = torch.from_numpy(sample.input_ids).long()
@@ -51,7 +55,7 @@ def test_the_supervised_loss_is_the_cross_entropy_of_the_targets(model: CausalLM
         expected += cross_entropy(
             logits.logits[0, :-1][sample.loss_mask[1:]], ids[1:][sample.loss_mask[1:]], reduction="sum"
         )
-    torch.testing.assert_close(objective.loss(model, objective.collate(SAMPLES), 2.0), 2 * expected)
+    torch.testing.assert_close(objective.loss(model, objective.collate(SAMPLES), 2.0).loss, 2 * expected)
 
 
 def test_the_metrics_of_a_step_count_all_ranks() -> None:

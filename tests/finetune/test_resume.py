@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hpc_rl.errors import EXIT_STOPPED, RunError, UserError
-from hpc_rl.finetune import sft
+from hpc_rl.finetune.base import Found
+from hpc_rl.finetune.sft import Sft
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training.checkpoints import checkpoint, folders, model_state
@@ -93,12 +94,13 @@ def test_a_discarded_step_leaves_no_trace_in_the_random_state(
     sft_config: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss of this test is random, like that of a model with dropout."""
-    known = sft.loss
+    known = Sft.loss
 
-    def noisy(model: CausalLM, batch: PackedBatch, scale: float) -> torch.Tensor:
-        return known(model, batch, scale) * (1 + torch.rand(()))
+    def noisy(self: Sft, model: CausalLM, batch: PackedBatch, scale: float) -> Found:
+        found = known(self, model, batch, scale)
+        return found._replace(loss=found.loss * (1 + torch.rand(())))
 
-    monkeypatch.setattr(sft, "loss", noisy)
+    monkeypatch.setattr(Sft, "loss", noisy)
     assert run_here(sft_config, tmp_path / "whole", SPLIT) == 0
     with pytest.MonkeyPatch.context() as patch:
         ask_at(patch, RunDir(tmp_path / "run"), 12)

@@ -1,0 +1,78 @@
+"""The checks of a data file's rows that a login node makes before it queues a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.config.finetune import FinetuneDataConfig
+from hpc_rl.config.ppo import PromptDataConfig
+from hpc_rl.config.preferences import PreferenceDataConfig, RewardDataConfig
+from hpc_rl.config.sft import DataConfig
+from hpc_rl.data.formats import CannotCheck, Row, is_file, read_rows
+from hpc_rl.data.preference_rows import to_preference
+from hpc_rl.data.rows import to_messages, to_prompt
+from hpc_rl.errors import UserError
+
+AnyData = FinetuneDataConfig | PromptDataConfig
+
+READERS: dict[type[AnyData], Callable[[Row, Any, str], object]] = {
+    DataConfig: to_messages,
+    PreferenceDataConfig: to_preference,
+    RewardDataConfig: to_preference,
+    PromptDataConfig: to_prompt,
+}
+"""Options of the data -> what reads one of its rows: (row, options, place for errors)."""
+
+
+def check_file(path: str, data: AnyData, max_rows: int | None = None) -> int:
+    """Read the first max_rows rows of a file (None: all) as training will read them.
+
+    Returns:
+        The number of rows that were checked, at least 1.
+
+    Raises:
+        UserError: what training would stop at, in one line.
+        CannotCheck: the path is a `datasets` name, or a parquet file and pyarrow is not installed.
+    """
+    if not is_file(path):
+        if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().exists():
+            raise UserError(f"{path}: no such file or folder")
+        raise CannotCheck(f"{path} is a `datasets` name")
+    checked = 0
+    for checked, row in enumerate(islice(read_rows(path), max_rows), start=1):
+        check_row(row, data, f"{path}, row {checked}")
+    if not checked:
+        raise UserError(f"{path}: the data set is empty")
+    return checked
+
+
+def check_row(row: Row, data: AnyData, where: str) -> None:
+    """Read a row as training will read it.
+
+    Args:
+        where: file and row number, for the error.
+
+    Raises:
+        UserError: the row is not valid.
+    """
+    READERS[type(data)](row, data, where)
+
+
+def check_batch_size(rows: int, batch_size: int) -> None:
+    """Check that the training data fills at least one batch.
+
+    Args:
+        rows: rows of all training files together.
+        batch_size: data.train_batch_size.
+
+    Raises:
+        UserError: there are fewer rows than that.
+    """
+    if batch_size > rows:
+        raise UserError(
+            f"data.train_batch_size {batch_size:,} is larger than the training data ({rows:,} rows): "
+            f"set it to at most {rows}, or add data"
+        )

@@ -1,0 +1,118 @@
+"""What the training loop asks of an objective: its data, its model, its loss and its metrics."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from hpc_rl.data.sft_dataset import Counts, Sample
+from hpc_rl.run_dir import RunDir
+from hpc_rl.training.distributed import World
+from hpc_rl.training.models.causal_lm import PackedModel
+from hpc_rl.training.models.pretrained import Pretrained
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Item(Protocol):
+    """What a micro-batch cannot divide, such as a sample or a pair of samples."""
+
+    @property
+    def samples(self) -> tuple[Sample, ...]: ...
+
+
+class Batch(Protocol):
+    """A micro-batch."""
+
+    def to(self, device: torch.device) -> Any:
+        """Return a copy on the device."""
+        ...
+
+
+class Found(NamedTuple):
+    """The result of a micro-batch."""
+
+    loss: torch.Tensor
+    """The scaled sum of its losses, a scalar."""
+    sums: torch.Tensor
+    """Sums over its items that `Objective.metrics` needs, [K], without a gradient. K is the same for each batch."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The amount of work in a global batch."""
+
+    lengths: list[int]
+    """Tokens of each item."""
+    sample_lengths: list[int]
+    """Tokens of each sample; an item has one or more."""
+    targets: int
+    """Target tokens of all samples."""
+
+    @classmethod
+    def of(cls, items: Sequence[Item]) -> Work:
+        """Count the tokens of items."""
+        samples = [sample for item in items for sample in item.samples]
+        return cls(
+            lengths=[sum(len(sample.input_ids) for sample in item.samples) for item in items],
+            sample_lengths=[len(sample.input_ids) for sample in samples],
+            targets=sum(int(sample.loss_mask.sum()) for sample in samples),
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all samples."""
+        return sum(self.lengths)
+
+
+class Objective(ABC):
+    """An objective of a run. The loss of a global batch is the sum over its items, divided by `divisor`, so that it
+    does not depend on how the items were split into micro-batches and ranks."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    @abstractmethod
+    def tokenize(
+        self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, split: str, rank: int, world: int
+    ) -> tuple[list[Any], Counts]:
+        """Tokenize this rank's share of all rows, `rows[rank::world]`; None for a dropped row."""
+
+    @abstractmethod
+    def gather(self, share: Sequence[Any], world: World) -> list[Any]:
+        """Combine the ranks' shares into one list, without the dropped rows. Every rank calls this."""
+
+    @abstractmethod
+    def model(self) -> Pretrained[Any]:
+        """Return the model that is trained, to be loaded."""
+
+    @abstractmethod
+    def collate(self, items: Sequence[Any]) -> Any:
+        """Build a micro-batch; without items, one that has no loss and no gradient."""
+
+    @abstractmethod
+    def loss(self, model: Any, batch: Any, scale: float) -> Found:
+        """Return `scale` times the sum of a micro-batch's losses."""
+
+    def prepare(self, train: list[Any], val: list[Any], run: RunDir, world: World) -> tuple[list[Any], list[Any]]:
+        """Return the items with what has to be computed before training. Every rank calls this, before the model is
+        loaded."""
+        return train, val
+
+    def begin(self, model: PackedModel, batches: Sequence[Any], world: World) -> None:
+        """Compute what the losses of a global batch have in common, from this rank's micro-batches. Every rank calls
+        this."""
+        return
+
+    def divisor(self, work: Work) -> float:
+        """Return the number that the sum of a global batch's losses is divided by: its items."""
+        return len(work.lengths)
+
+    def metrics(self, sums: Sequence[float]) -> dict[str, float]:
+        """Return metrics from `Found.sums`, added up over a global batch."""
+        return {}

@@ -1,0 +1,159 @@
+"""Direct preference optimisation and its relatives: the mean loss of the pairs, or labelled responses, of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpc_rl.algorithms import preferences
+from hpc_rl.algorithms.preferences import PAIR_LOSSES, Pairs, Strength
+from hpc_rl.config.preferences import NEEDS_NO_REFERENCE, DpoConfig
+from hpc_rl.data.pairs import Preference, mismatched, tokenize_preference_files
+from hpc_rl.data.sft_dataset import Counts
+from hpc_rl.finetune.base import Found, Objective
+from hpc_rl.finetune.dataset import gather_preferences
+from hpc_rl.finetune.pair_batch import PairBatch, pack_preferences, response_logprobs
+from hpc_rl.finetune.reference import Reference, with_ref_logprobs
+from hpc_rl.run_dir import RunDir
+from hpc_rl.training.distributed import World
+from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
+from hpc_rl.training.models.pretrained import Pretrained
+from hpc_rl.training.sharding import reshard
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class _Referenced(Objective):
+    """An objective that compares the policy with a reference."""
+
+    config: DpoConfig
+    _reference: Reference | None = None
+    """Held if its log-probabilities are computed in each step."""
+
+    def tokenize(
+        self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, split: str, rank: int, world: int
+    ) -> tuple[list[Preference | None], Counts]:
+        """See `Objective.tokenize`."""
+        return tokenize_preference_files(files, self.config.data, tokenizer, split=split, rank=rank, world=world)
+
+    def gather(self, share: Sequence[Preference | None], world: World) -> list[Preference]:
+        """See `Objective.gather`."""
+        return gather_preferences(share, world, width=2)
+
+    def model(self) -> Pretrained[CausalLM]:
+        """Return the policy, without dropout: it is compared with a reference that has none."""
+        return causal_lm(self.config.model, dropout=False)
+
+    def prepare(
+        self, train: list[Preference], val: list[Preference], run: RunDir, world: World
+    ) -> tuple[list[Preference], list[Preference]]:
+        """Load the reference; add its log-probabilities to the preferences, unless they are computed in each step."""
+        if self.config.algorithm.loss in NEEDS_NO_REFERENCE:
+            return train, val
+        if not self.config.ref.precompute_logprobs:
+            self._reference = Reference(self.config, world)
+            return train, val
+        return with_ref_logprobs(self.config, train, val, run, world)
+
+    def ref_logprobs(self, batch: PairBatch) -> torch.Tensor:
+        """Return the reference's log-probabilities of a micro-batch's samples, [P, W]."""
+        return batch.ref_PW if self._reference is None else self._reference.logprobs(batch)
+
+
+class Dpo(_Referenced):
+    """Prefer the chosen response of each pair."""
+
+    def collate(self, items: Sequence[Preference]) -> PairBatch:
+        """Build a micro-batch."""
+        return pack_preferences(items, width=2)
+
+    def loss(self, model: CausalLM, batch: PairBatch, scale: float) -> Found:
+        """Return `scale` times the sum of the pairs' losses."""
+        settings = self.config.algorithm
+        strength = Strength(settings.beta, settings.label_smoothing, settings.gamma)
+        logprobs_PW = response_logprobs(model, batch)
+        ref_PW = torch.zeros_like(logprobs_PW) if settings.loss in NEEDS_NO_REFERENCE else self.ref_logprobs(batch)
+        pairs = Pairs(*logprobs_PW.T, *ref_PW.T, *batch.tokens_PW.T)
+        loss_P = PAIR_LOSSES[settings.loss](pairs, strength) - settings.sft_coeff * pairs.chosen_mean_P
+        with torch.no_grad():
+            chosen_P, rejected_P = preferences.rewards(settings.loss, pairs, strength)
+            right_P = (chosen_P > rejected_P).float()
+            columns = [right_P, chosen_P - rejected_P, chosen_P, rejected_P, pairs.chosen_P, pairs.rejected_P]
+            sums = torch.stack([torch.ones_like(right_P), *columns]).sum(dim=1)
+        return Found(scale * loss_P.sum(), sums)
+
+    def metrics(self, sums: Sequence[float]) -> dict[str, float]:
+        """Return the mean of each column over all pairs."""
+        names = ("accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")
+        count, *totals = sums
+        return {name: total / count for name, total in zip(names, totals, strict=True)}
+
+
+@dataclass(frozen=True)
+class KtoBatch:
+    """A micro-batch of labelled responses."""
+
+    own: PairBatch
+    mismatched: PairBatch
+    """The same prompts with other responses, for the baseline."""
+
+    def to(self, device: torch.device) -> KtoBatch:
+        """Return a copy on the device."""
+        return KtoBatch(self.own.to(device), self.mismatched.to(device))
+
+
+class Kto(_Referenced):
+    """Make responses with a true label more probable, and the others less."""
+
+    def __init__(self, config: DpoConfig) -> None:
+        super().__init__(config)
+        self._baseline = torch.zeros(())
+
+    def gather(self, share: Sequence[Preference | None], world: World) -> list[Preference]:
+        """Return the labelled responses, each with a mismatched one."""
+        return mismatched(gather_preferences(share, world, width=1), self.config.data.max_length)
+
+    def collate(self, items: Sequence[Preference]) -> KtoBatch:
+        """Build a micro-batch."""
+        own, other = (pack_preferences(items, 2, slice(place, place + 1)) for place in range(2))
+        return KtoBatch(own, other)
+
+    @torch.no_grad()
+    def begin(self, model: CausalLM, batches: Sequence[KtoBatch], world: World) -> None:
+        """Estimate the divergence from the reference, which all losses of a global batch use."""
+        total, count = torch.zeros((), device=world.device), 0
+        for batch in batches:
+            there = batch.mismatched.to(world.device)
+            total += (response_logprobs(model, there) - self.ref_logprobs(there)).sum()
+            count += there.value_P.numel()
+        reshard(model)
+        total, count = world.gather_rows([total.item(), count]).sum(dim=0).tolist()
+        self._baseline = torch.tensor(max(0.0, total / count), device=world.device)
+
+    def loss(self, model: CausalLM, batch: KtoBatch, scale: float) -> Found:
+        """Return `scale` times the sum of the responses' losses."""
+        settings, own = self.config.algorithm, batch.own
+        logprob_P = response_logprobs(model, own)[:, 0]
+        ratio_P = logprob_P - self.ref_logprobs(own)[:, 0]
+        good_P, weights = own.value_P > 0, (settings.desirable_weight, settings.undesirable_weight)
+        loss_P = preferences.kto(ratio_P, good_P, self._baseline, settings.beta, weights)
+        loss_P = loss_P - settings.sft_coeff * good_P * logprob_P / own.tokens_PW[:, 0].clamp(min=1)
+        with torch.no_grad():
+            right_P = (ratio_P > self._baseline) == good_P
+            columns = [right_P.float(), torch.ones_like(ratio_P), settings.beta * ratio_P, logprob_P]
+            sums = torch.cat([(torch.stack(columns) * mask_P).sum(dim=1) for mask_P in (good_P, ~good_P)])
+        return Found(scale * loss_P.sum(), sums)
+
+    def metrics(self, sums: Sequence[float]) -> dict[str, float]:
+        """Return means over all responses, and over those with a true and with a false label if there are any."""
+        found: dict[str, Any] = {"accuracy": (sums[0] + sums[4]) / (sums[1] + sums[5]), "kl": self._baseline.item()}
+        for name, (_, count, reward, logprob) in {"chosen": sums[:4], "rejected": sums[4:]}.items():
+            if count:
+                found |= {f"reward_{name}": reward / count, f"logp_{name}": logprob / count}
+        if "reward_chosen" in found and "reward_rejected" in found:
+            found["margin"] = found["reward_chosen"] - found["reward_rejected"]
+        return found

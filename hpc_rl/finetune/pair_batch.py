@@ -1,0 +1,75 @@
+"""Micro-batches of preferences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+
+from hpc_rl.data.pairs import Preference
+from hpc_rl.training.models.causal_lm import CausalLM
+from hpc_rl.training.models.lm_head import token_logprobs
+from hpc_rl.training.models.packed_batch import PackedBatch, filler, pack_samples
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """Preferences in one packed row, the samples of each one after the other. P preferences, W samples of each."""
+
+    packed: PackedBatch
+    sample_N: torch.Tensor
+    """The sample of each target, counted over the row: int64."""
+    tokens_PW: torch.Tensor
+    """Targets of each sample: float32."""
+    ref_PW: torch.Tensor
+    """The reference's log-probability of each sample's targets: float32. NaN if it has not been computed."""
+    value_P: torch.Tensor
+    """Margins or labels: float32."""
+
+    def to(self, device: torch.device) -> PairBatch:
+        """Return a copy on the device."""
+        moved = {field.name: getattr(self, field.name).to(device) for field in fields(self)}
+        return PairBatch(**moved)
+
+    def by_preference(self, values_S: torch.Tensor) -> torch.Tensor:
+        """Arrange one value per sample as [P, W]. The row of a rank without preferences has a filler sample."""
+        return values_S[: self.tokens_PW.numel()].view(self.tokens_PW.shape)
+
+    def last_tokens(self) -> PackedBatch:
+        """Return the packed row, with each sample's last token as the only rows that a model returns."""
+        return replace(self.packed, rows_N=self.packed.cu_seqlens[1:].long() - 1)
+
+
+def pack_preferences(preferences: Sequence[Preference], width: int, places: slice = slice(None)) -> PairBatch:
+    """Build a micro-batch; without preferences one with a filler sample.
+
+    Args:
+        width: samples of each preference.
+        places: the samples of each preference that are packed.
+    """
+    samples = [sample for one in preferences for sample in one.samples[places]]
+    width = len(range(width)[places])
+    masks = [sample.loss_mask for sample in samples]
+    packed = pack_samples([sample.input_ids for sample in samples], masks) if samples else filler()
+    counts = np.array([mask.sum() for mask in masks], np.int64)
+    unknown = (np.nan,) * width
+    ref = [one.ref_logprobs[places] if one.ref_logprobs else unknown for one in preferences]
+    return PairBatch(
+        packed=packed,
+        sample_N=torch.from_numpy(np.repeat(np.arange(len(samples)), counts)),
+        tokens_PW=torch.from_numpy(counts.astype(np.float32).reshape(-1, width)),
+        ref_PW=torch.from_numpy(np.array(ref, np.float32).reshape(-1, width)),
+        value_P=torch.tensor([one.value for one in preferences], dtype=torch.float32),
+    )
+
+
+def response_logprobs(model: CausalLM, batch: PairBatch) -> torch.Tensor:
+    """Return the log-probability of each sample's targets: [P, W], differentiable."""
+    targets_N = batch.packed.targets_N
+    logprobs_N, _ = model(
+        batch.packed, lambda hidden_NH, weight_VH: token_logprobs(hidden_NH, weight_VH, targets_N, entropy=False)
+    )
+    sums_S = logprobs_N.new_zeros(len(batch.packed.lengths)).index_add(0, batch.sample_N, logprobs_N)
+    return batch.by_preference(sums_S)

@@ -1,0 +1,123 @@
+"""The reference of preference objectives: a frozen model, or its stored log-probabilities."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hpc_rl.config.preferences import DpoConfig
+from hpc_rl.data.pairs import Preference
+from hpc_rl.errors import RunError
+from hpc_rl.finetune.base import Work
+from hpc_rl.finetune.pair_batch import PairBatch, pack_preferences, response_logprobs
+from hpc_rl.host.disk import explained
+from hpc_rl.host.files import replacing
+from hpc_rl.run_dir import RunDir
+from hpc_rl.training import guards
+from hpc_rl.training.batching import plan_batch
+from hpc_rl.training.distributed import World
+from hpc_rl.training.models.causal_lm import causal_lm
+from hpc_rl.training.models.loading import load_sharded
+from hpc_rl.training.models.scalar_model import refuse_other_vocabulary
+from hpc_rl.training.sharding import reshard
+
+_ROUND = 1024
+"""Preferences of each rank between two exchanges of results."""
+
+
+class Reference:
+    """A frozen causal language model: ref.path, or the policy before training."""
+
+    def __init__(self, config: DpoConfig, world: World) -> None:
+        path, key = config.ref.path or config.model.path, "ref.path" if config.ref.path else "model.path"
+        if config.ref.path is not None:
+            world.together(lambda: refuse_other_vocabulary(key, path, config.model))
+        settings = config.model.model_copy(update={"path": path})
+        if world.on_accelerator:  # which computes in bfloat16; no optimizer needs more digits of these weights
+            settings = settings.updated("dtype", "bfloat16")
+        self._model = load_sharded(causal_lm(settings, trained=False, key=key), world, config.trainer)
+
+    @torch.no_grad()
+    def logprobs(self, batch: PairBatch) -> torch.Tensor:
+        """Return the log-probability of each sample's targets, [P, W]. Every rank calls this."""
+        found = response_logprobs(self._model, batch)
+        reshard(self._model)
+        return found
+
+
+def with_ref_logprobs(
+    config: DpoConfig, train: list[Preference], val: list[Preference], run: RunDir, world: World
+) -> tuple[list[Preference], list[Preference]]:
+    """Return the preferences with the reference's log-probabilities.
+
+    All ranks compute them together and rank 0 stores them in the run directory, so that a run that resumes reads them.
+    """
+    preferences = [*train, *val]
+    key = world.broadcast(_key(config, preferences) if world.is_main else None)
+    found = _read(run.ref_logprobs, key)
+    if world.any(found is None) or found is None:
+        began = time.monotonic()
+        with guards.explain_out_of_memory("the reference's log-probabilities"):
+            found = _compute(config, preferences, world)
+        world.together(lambda: _write(run.ref_logprobs, key, found) if world.is_main else None)
+        if world.is_main:
+            seconds = time.monotonic() - began
+            print(f"reference: log-probabilities in {run.ref_logprobs}, computed in {seconds:.0f} s", flush=True)
+    done = [replace(one, ref_logprobs=tuple(row)) for one, row in zip(preferences, found.tolist(), strict=True)]
+    return done[: len(train)], done[len(train) :]
+
+
+def _compute(config: DpoConfig, preferences: Sequence[Preference], world: World) -> NDArray[np.float32]:
+    """Return the log-probabilities of all samples, [preferences, samples of each]. Every rank calls this."""
+    reference, width = Reference(config, world), len(preferences[0].samples)
+    found = np.zeros((len(preferences), width), np.float32)
+    for start in range(0, len(preferences), _ROUND * world.size):
+        part = preferences[start : start + _ROUND * world.size]
+        plan = plan_batch(Work.of(part).lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)
+        own = np.zeros((len(part), width), np.float32)
+        for micro in plan[world.rank]:
+            batch = pack_preferences([part[index] for index in micro], width).to(world.device)
+            own[micro] = reference.logprobs(batch).cpu().numpy()
+        rows = world.gather_varied(torch.from_numpy(own.ravel()))
+        found[start : start + len(part)] = torch.stack(rows).sum(dim=0).numpy().reshape(own.shape)
+    return found
+
+
+def _key(config: DpoConfig, preferences: Sequence[Preference]) -> str:
+    """Return a text that is equal for equal models and equal data."""
+    path = config.ref.path or config.model.path
+    files = sorted(Path(path).glob("*")) if Path(path).is_dir() else []
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    digest = hashlib.sha256(json.dumps([path, stats, config.model.dtype, config.trainer.device]).encode())
+    for preference in preferences:
+        for sample in preference.samples:
+            digest.update(len(sample.input_ids).to_bytes(8))
+            digest.update(np.ascontiguousarray(sample.input_ids, np.int32).data)
+            digest.update(np.packbits(sample.loss_mask).data)
+    return digest.hexdigest()
+
+
+def _read(path: Path, key: str) -> NDArray[np.float32] | None:
+    """Return stored log-probabilities; None if there are none of this model and this data."""
+    try:
+        with np.load(path) as stored:
+            return stored["logprobs"] if str(stored["key"]) == key else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _write(path: Path, key: str, logprobs: NDArray[np.float32]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as partial, partial.open("xb") as file:
+            np.savez(file, key=np.array(key), logprobs=logprobs)
+    except OSError as error:
+        raise RunError(f"{path} could not be written: {explained(error, path)}") from error

@@ -1,0 +1,295 @@
+"""Preference objectives: the same losses and gradients as a plain loop, however the work is split."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from hpc_rl.config.compose import compose
+from hpc_rl.config.finetune import FinetuneConfig
+from hpc_rl.data.sft_dataset import Sample
+from hpc_rl.errors import EXIT_STOPPED, UserError
+from hpc_rl.finetune.base import Objective
+from hpc_rl.finetune.objectives import objective_of
+from hpc_rl.finetune.trainer import load, step
+from hpc_rl.run_dir import RunDir
+from hpc_rl.training.perf import Clock
+from tests.finetune.jobs import ALONE, run_here, run_job, run_several, series
+from tests.helpers import make_tiny_model
+
+LABELS = ["algorithm.loss=kto", "data.label_key=label"]
+DPO = {
+    "sigmoid": ["algorithm.label_smoothing=0.1", "algorithm.sft_coeff=0.3"],
+    "robust": ["algorithm.loss=robust", "algorithm.label_smoothing=0.2"],
+    "ipo": ["algorithm.loss=ipo"],
+    "hinge": ["algorithm.loss=hinge"],
+    "simpo": ["algorithm.loss=simpo", "algorithm.beta=2.0"],
+    "orpo": ["algorithm.loss=orpo"],
+    "kto": [*LABELS, "algorithm.undesirable_weight=0.7"],
+}
+RM = {"pairs": ["data.margin_key=margin"], "labels": ["data.label_key=label"]}
+CASES = [("dpo", name) for name in DPO] + [("rm", name) for name in RM]
+SPLITS = {
+    "packed": [],
+    "unpacked": ["trainer.packing=false", "model.enable_gradient_checkpointing=true"],
+    "many micro-batches": ["trainer.micro_tokens=512"],
+}
+
+
+def rows() -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": f"What is {n % 7} plus {n % 5}?",
+            "chosen": f"It is {n % 7 + n % 5}. " + "Yes. " * (n % 4),
+            "rejected": "No idea. " * (1 + n % 3),
+            "margin": n % 3 / 4,
+        }
+        for n in range(22)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pairs")
+    make_tiny_model(folder / "model", tie=True)
+    make_tiny_model(folder / "other", tie=True, hidden=48)
+    labelled = [
+        {"prompt": row["prompt"], "response": row[key], "label": key == "chosen"}
+        for row in rows()
+        for key in ("chosen", "rejected")
+    ]
+    for name, found in {"pairs": rows(), "labels": labelled}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    return folder
+
+
+def overrides(folder: Path, kind: str, name: str) -> list[str]:
+    own = (DPO if kind == "dpo" else RM)[name]
+    file = folder / ("labels.jsonl" if "data.label_key=label" in own else "pairs.jsonl")
+    return [
+        f"model.path={folder / 'model'}",
+        f"data.train_files={file}",
+        f"data.val_files={file}",
+        *("data.train_batch_size=8", "data.max_length=256", "trainer.micro_tokens=2048", "trainer.test_freq=2"),
+        *("optim.lr=1e-2", "trainer.device=cpu", "trainer.total_epochs=2", "trainer.export=false"),
+        *([f"ref.path={folder / 'other'}"] if name not in ("simpo", "orpo") and kind == "dpo" else []),
+        *own,
+    ]
+
+
+def config_of(kind: str, words: list[str]) -> FinetuneConfig:
+    config = compose(kind, words)
+    assert isinstance(config, FinetuneConfig)
+    return config
+
+
+def logprobs(model: Any, sample: Sample) -> tuple[torch.Tensor, int]:
+    """Log-probability of the targets of one sample alone, by transformers' own attention, and their number."""
+    ids = torch.from_numpy(sample.input_ids).long()
+    logits = model(input_ids=ids[None]).logits[0, :-1].log_softmax(dim=-1)
+    found = logits.gather(1, ids[1:, None])[:, 0][torch.from_numpy(sample.loss_mask[1:])]
+    return found.sum(), len(found)
+
+
+def plain_dpo(name: str, config: Any, policy: Any, reference: Any, batch: list[Any]) -> torch.Tensor:
+    """The mean loss of a batch, pair by pair."""
+    settings, beta, total = config.algorithm, config.algorithm.beta, torch.zeros(())
+    soft = torch.nn.functional.softplus
+    if name == "kto":
+        with torch.no_grad():
+            ratios = [logprobs(policy, one.samples[1])[0] - logprobs(reference, one.samples[1])[0] for one in batch]
+        baseline = max(0.0, float(torch.stack(ratios).mean()))
+    for one in batch:
+        (chosen, chosen_n), *others = [logprobs(policy, sample) for sample in one.samples]
+        with torch.no_grad():
+            ref = [logprobs(reference, sample)[0] for sample in one.samples]
+        if name == "kto":
+            ratio = chosen - ref[0] - baseline
+            total = total + (1 - torch.sigmoid(beta * ratio) if one.value else 0.7 * (1 - torch.sigmoid(-beta * ratio)))
+            continue
+        ((rejected, rejected_n),) = others
+        margin = beta * ((chosen - ref[0]) - (rejected - ref[1]))
+        means = chosen / chosen_n, rejected / rejected_n
+        odds = [mean - torch.log(1 - mean.exp()) for mean in means]
+        total = (
+            total
+            + {
+                "sigmoid": 0.9 * soft(-margin) + 0.1 * soft(margin) - 0.3 * means[0],
+                "robust": (0.8 * soft(-margin) - 0.2 * soft(margin)) / 0.6,
+                "ipo": ((chosen - ref[0]) / chosen_n - (rejected - ref[1]) / rejected_n - 1 / (2 * beta)) ** 2,
+                "hinge": torch.relu(1 - margin),
+                "simpo": soft(settings.gamma - beta * (means[0] - means[1])),
+                "orpo": -means[0] + beta * soft(odds[1] - odds[0]),
+            }[name]
+        )
+    return total / len(batch)
+
+
+def plain_rm(name: str, model: Any, batch: list[Any]) -> torch.Tensor:
+    total = torch.zeros(())
+    for one in batch:
+        scores = []
+        for sample in one.samples:
+            hidden = model.model(input_ids=torch.from_numpy(sample.input_ids).long()[None]).last_hidden_state
+            scores.append(model.score(hidden[0, -1])[0])
+        if name == "labels":
+            total = total + (scores[0] - one.value) ** 2
+        else:
+            total = total + torch.nn.functional.softplus(scores[1] + one.value - scores[0])
+    return total / len(batch)
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES, ids=[f"{kind} {name}" for kind, name in CASES])
+def test_loss_and_gradients_equal_those_of_a_plain_loop(folder: Path, tmp_path: Path, kind: str, name: str) -> None:
+    for split, more in SPLITS.items():
+        config = config_of(kind, [*overrides(folder, kind, name), *more])
+        state = load(config, RunDir(tmp_path / split), ALONE)
+        torch.manual_seed(1)
+        if kind == "rm":  # a head of zeros has no gradient for the backbone
+            torch.nn.init.normal_(state.model.hf.score.weight, std=0.5)
+        before = {key: value.clone() for key, value in state.model.hf.state_dict().items()}
+        gradients: dict[str, torch.Tensor] = {}
+        named = dict(state.model.hf.named_parameters())
+        state.optimizer.register_step_pre_hook(
+            lambda *_, named=named, gradients=gradients: gradients.update(
+                {key: one.grad.clone() for key, one in named.items() if one.grad is not None}
+            )
+        )
+        order = np.random.default_rng([config.trainer.seed, 0]).permutation(len(state.train))
+        batch = [state.train[index] for index in order[:8]]
+        found = step(state.__class__(**{**vars(state), "config": config.updated("optim.clip_grad", 0.0)}), Clock())
+        auto = AutoModelForCausalLM if kind == "dpo" else AutoModelForSequenceClassification
+        options = {} if kind == "dpo" else {"num_labels": 1}
+        plain = auto.from_pretrained(folder / "model", attn_implementation="eager", **options)
+        plain.load_state_dict(before)
+        if kind == "dpo":
+            reference = AutoModelForCausalLM.from_pretrained(folder / "other", attn_implementation="eager")
+            expected = plain_dpo(name, config, plain, reference, batch)
+        else:
+            expected = plain_rm(name, plain, batch)
+        expected.backward()
+        assert found["train/loss"] == pytest.approx(expected.item(), abs=1e-4), split
+        for key, one in plain.named_parameters():
+            if one.grad is not None:
+                torch.testing.assert_close(gradients[key], one.grad, atol=1e-4, rtol=1e-4, msg=f"{split}: {key}")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    runs = {name: tmp_path_factory.mktemp("runs") / name for name in ("sigmoid", "kto", "pairs")}
+    for name, run in runs.items():
+        kind = "rm" if name == "pairs" else "dpo"
+        assert run_here(["--kind", kind, *overrides(folder, kind, name)], run) == 0
+    return runs
+
+
+def same_as(expected: Path, found: Path) -> None:
+    names = {
+        name
+        for record in map(json.loads, (expected / "metrics.jsonl").read_text().splitlines())
+        for name in record
+        if name.startswith(("train/", "val/"))
+    }
+    assert {"train/loss", "train/accuracy", "train/margin", "val/loss", "val/accuracy", "val/reward_chosen"} <= names
+    for name in names:
+        assert series(found, name) == pytest.approx(series(expected, name), abs=1e-4), name
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "kto", "pairs"])
+def test_two_ranks(folder: Path, tmp_path: Path, uninterrupted: dict[str, Path], name: str) -> None:
+    kind = "rm" if name == "pairs" else "dpo"
+    base = ["--kind", kind, *overrides(folder, kind, name)]
+    splits = {"full": [], "none, unpacked": ["trainer.sharding=none", "trainer.packing=false"]}
+    if kind == "dpo":
+        splits["live reference"] = ["ref.precompute_logprobs=false", "trainer.sharding=gradients"]
+    results = run_several([(base, tmp_path / split, more) for split, more in splits.items()], ranks=2)
+    assert [code for code, _, _ in results] == [0, 0], results
+    for split in splits:
+        same_as(uninterrupted[name], tmp_path / split)
+
+
+def test_stopped_on_two_ranks_and_resumed_on_one(
+    folder: Path, tmp_path: Path, uninterrupted: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = ["--kind", "dpo", *overrides(folder, "dpo", "sigmoid")]
+    (tmp_path / "stop").touch()
+    results = run_job(base, tmp_path, ranks=2)
+    assert [code for code, _, _ in results] == [EXIT_STOPPED] * 2, results
+    assert "log-probabilities in" in results[0][1]
+    (tmp_path / "stop").unlink()
+    monkeypatch.setattr("hpc_rl.finetune.reference.Reference", None)  # a resumed run reads what was stored
+    assert run_here(base, tmp_path) == 0
+    same_as(uninterrupted["sigmoid"], tmp_path)
+
+
+def test_stored_log_probabilities_of_other_data_are_not_used(
+    folder: Path, tmp_path: Path, uninterrupted: dict[str, Path]
+) -> None:
+    base = ["--kind", "dpo", *overrides(folder, "dpo", "sigmoid")]
+    assert run_here(base, tmp_path, "trainer.total_training_steps=1") == 0
+    stored = np.load(tmp_path / "ref_logprobs.npz")["logprobs"]
+    assert stored.shape == (44, 2)
+    np.savez(tmp_path / "ref_logprobs.npz", key=np.array("other"), logprobs=stored + 1)
+    assert run_here(base, tmp_path, "trainer.total_training_steps=2") == 0
+    assert np.allclose(np.load(tmp_path / "ref_logprobs.npz")["logprobs"], stored, atol=1e-5)
+
+
+def test_the_exported_reward_model_scores_as_it_was_trained(folder: Path, tmp_path: Path) -> None:
+    base = ["--kind", "rm", *overrides(folder, "rm", "pairs"), "trainer.export=true"]
+    assert run_here(base, tmp_path) == 0
+    model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not info["missing_keys"] and model.config.num_labels == 1
+    config = config_of("rm", base[2:])
+    state = load(config, RunDir(tmp_path), ALONE)
+    scores = [
+        [float(model(input_ids=torch.from_numpy(sample.input_ids).long()[None]).logits[0, 0]) for sample in one.samples]
+        for one in state.val
+    ]
+    right = sum(chosen > rejected for chosen, rejected in scores) / len(scores)
+    assert right == pytest.approx(series(tmp_path, "val/accuracy")[-1])
+    gap = sum(chosen - rejected for chosen, rejected in scores) / len(scores)
+    assert gap == pytest.approx(series(tmp_path, "val/margin")[-1], abs=1e-4)
+    with pytest.raises(UserError, match="is a classifier, such as a reward model, and a language model is needed"):
+        dpo = ["--kind", "dpo", *overrides(folder, "dpo", "sigmoid")]
+        run_here(dpo, tmp_path / "dpo", f"model.path={tmp_path / 'model'}")
+
+
+def test_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "strange", vocab=300)
+    with pytest.raises(UserError, match=r"ref\.path .* have different vocabularies"):
+        base = ["--kind", "dpo", *overrides(folder, "dpo", "sigmoid")]
+        run_here(base, tmp_path / "run", f"ref.path={tmp_path / 'strange'}")
+
+
+def test_a_rank_without_pairs_adds_nothing(folder: Path, tmp_path: Path) -> None:
+    for kind, name in (("dpo", "sigmoid"), ("dpo", "kto"), ("rm", "pairs"), ("rm", "labels")):
+        config = config_of(kind, [*overrides(folder, kind, name), *(["ref.path=null"] if kind == "dpo" else [])])
+        objective: Objective = objective_of(config)
+        model = objective.model().load()
+        found = objective.loss(model, objective.collate([]), 1.0)
+        found.loss.backward()
+        assert found.loss.item() == 0 and not found.sums.any()
+        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_the_calibration_error() -> None:
+    """Two pairs in one bin: confidences of 0.91 and 0.94, one of them right."""
+    from hpc_rl.finetune.rm import BINS, BradleyTerry
+
+    class Fixed(BradleyTerry):
+        def scores(self, model: Any, batch: Any) -> torch.Tensor:
+            logit = lambda p: float(np.log(p / (1 - p)))  # noqa: E731
+            return torch.tensor([[logit(0.91), 0.0], [0.0, logit(0.94)]])
+
+    objective = Fixed(None)
+    batch = dataclasses.make_dataclass("Batch", ["value_P"])(torch.zeros(2))
+    found = objective.metrics(objective.loss(None, batch, 1.0).sums.tolist())
+    assert BINS == 10 and found["accuracy"] == 0.5
+    assert found["calibration_error"] == pytest.approx((0.91 + 0.94 - 1) / 2, abs=1e-6)
