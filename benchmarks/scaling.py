@@ -59,7 +59,7 @@ def run_rank(sharding: str) -> None:
     import torch
 
     from benchmarks.workload import qwen2_config, samples, sft_config, trainer_state
-    from hpc_rl.config.sft import SftTrainerConfig
+    from hpc_rl.config.finetune import FinetuneTrainerConfig
     from hpc_rl.finetune.trainer import TrainerState, step
     from hpc_rl.training import distributed
     from hpc_rl.training.perf import Clock
@@ -75,7 +75,7 @@ def run_rank(sharding: str) -> None:
     world = distributed.start("cpu", 60)
     with tempfile.TemporaryDirectory() as folder:
         data = samples(BATCH * (STEPS + 1), 4096, all_targets=True)
-        settings = sft_config(BATCH, SftTrainerConfig.model_validate({"device": "cpu", "sharding": sharding}))
+        settings = sft_config(BATCH, FinetuneTrainerConfig.model_validate({"device": "cpu", "sharding": sharding}))
         state = trainer_state(qwen2_config(4096), data, settings, world, Path(folder))
         step(state, Clock())
         rate = max(step_rate(state) for _ in range(STEPS))

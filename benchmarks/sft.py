@@ -36,7 +36,7 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.common import in_turns, median, median_ratio, publish, table
 from benchmarks.workload import qwen2_config, random_model, samples, sft_config, trainer_state
-from hpc_rl.config.sft import SftTrainerConfig
+from hpc_rl.config.finetune import FinetuneTrainerConfig
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.finetune.trainer import TrainerState, step
 from hpc_rl.training.distributed import World
@@ -82,7 +82,7 @@ def measure(vocabulary: int, all_targets: bool) -> dict[str, list[float]]:
     data = samples(BATCH * steps, vocabulary, all_targets)
     config = qwen2_config(vocabulary)
     with tempfile.TemporaryDirectory() as folder:
-        settings = sft_config(BATCH, SftTrainerConfig(device="cpu", micro_tokens=2048))
+        settings = sft_config(BATCH, FinetuneTrainerConfig(device="cpu", micro_tokens=2048))
         state = trainer_state(config, data, settings, World(0, 1, torch.device("cpu")), Path(folder))
         plain = PlainLoop(random_model(config, "sdpa"))
         shared = random_model(config, "sdpa")

@@ -27,7 +27,7 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from benchmarks.common import median, publish, table
 from benchmarks.workload import qwen2_config, samples, sft_config, trainer_state
-from hpc_rl.config.sft import SftTrainerConfig
+from hpc_rl.config.finetune import FinetuneTrainerConfig
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.finetune.trainer import step
 from hpc_rl.training import distributed
@@ -110,7 +110,7 @@ def measure(shape: str, lengths: str, world: World, recompute: bool) -> dict[str
         if lengths == "GSM8K"
         else full_samples(count, micro_tokens, config.vocab_size)
     )
-    trainer = SftTrainerConfig(device=world.device.type, micro_tokens=micro_tokens)
+    trainer = FinetuneTrainerConfig(device=world.device.type, micro_tokens=micro_tokens)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:

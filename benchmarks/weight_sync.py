@@ -82,6 +82,7 @@ class Trainer:
     def __init__(self, engine: Any, node: str, bucket_mb: int) -> None:
         import torch
 
+        from hpc_rl.rl.fates import Actor
         from hpc_rl.rl.weights.base import EngineActors, WeightSource
         from hpc_rl.rl.weights.host import HostSender
         from hpc_rl.training.distributed import World
@@ -96,7 +97,8 @@ class Trainer:
         self.model = make_model()
         self.target = [torch.empty_like(parameter).copy_(parameter) for parameter in self.model.parameters()]
         world = World(0, 1, torch.device("cpu"))
-        near, far = (EngineActors([engine], ["engine"], [place], TIMEOUT_S) for place in (node, "elsewhere"))
+        name = Actor("engine", "engine")
+        near, far = (EngineActors([engine], [name], [place], TIMEOUT_S) for place in (node, "elsewhere"))
         whole, gathered = WeightSource(self.model, torch.float32), Gathered(self.model, torch.float32)
         self.senders = {
             "sync": HostSender(whole, near, world, self.bucket_bytes),

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
 
-from hpc_rl.config.sft import DataConfig, SftConfig, SftTrainerConfig
+from hpc_rl.config.finetune import FinetuneTrainerConfig
+from hpc_rl.config.sft import DataConfig, SftConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.data.order import Position, batches
 from hpc_rl.data.sft_dataset import Sample
-from hpc_rl.finetune.objectives import OBJECTIVES
+from hpc_rl.finetune.objectives import objective_of
 from hpc_rl.finetune.trainer import TrainerState
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.tracker import Tracker
@@ -82,7 +83,7 @@ def random_model(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     return cast(PreTrainedModel, AutoModelForCausalLM.from_config(own, attn_implementation=attention))
 
 
-def sft_config(batch_size: int, trainer: SftTrainerConfig, recompute: bool = False) -> SftConfig:
+def sft_config(batch_size: int, trainer: FinetuneTrainerConfig, recompute: bool = False) -> SftConfig:
     return SftConfig(
         model=ModelConfig(path="random", enable_gradient_checkpointing=recompute),
         data=DataConfig(train_files=["random.jsonl"], train_batch_size=batch_size),
@@ -106,7 +107,7 @@ def trainer_state(
     run = RunDir(folder)
     return TrainerState(
         config=settings,
-        objective=OBJECTIVES[type(settings)],
+        objective=objective_of(settings),
         run=run,
         world=world,
         tokenizer=cast("PreTrainedTokenizerBase", None),  # needed only by checkpoints

@@ -16,9 +16,17 @@ class UserError(Exception):
 
 
 class RunError(UserError):
-    """An error that the user can fix but that appears only while a job runs: shown like bad input, with exit code 1."""
+    """An error that the user can fix but that appears only while a job runs: shown like bad input, with exit code 1.
+
+    Args:
+        exit_code: another exit code, for example of a process that was killed.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str = "", exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class AgreedError(UserError):
@@ -27,5 +35,3 @@ class AgreedError(UserError):
 
 class AgreedRunError(AgreedError, RunError):
     """A RunError that every rank of a job raises with the same message."""
-
-    exit_code = RunError.exit_code

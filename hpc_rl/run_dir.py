@@ -23,6 +23,8 @@ ENV_RUN_DIR = "HPC_RL_RUN_DIR"
 ENV_ATTEMPT_DIR = "HPC_RL_ATTEMPT_DIR"
 ENV_GROUP_DIR = "HPC_RL_GROUP_DIR"
 """Variable with the private folder in which the ranks of a process group meet; see `hpc_rl.training.rendezvous`."""
+WALLTIME, REQUEUE, PREEMPTION = "walltime", "requeue", "preemption"
+"""Reasons in the stop file after which the job script queues the job again, once the run has saved."""
 SHARED_MODE = 0o2750
 """Permissions of a run directory with slurm.group: files that are created in it belong to the group too (setgid)."""
 _SHARED_BITS = stat.S_ISGID | stat.S_IRGRP
@@ -76,6 +78,11 @@ class RunDir:
         return self.path / "samples.jsonl"
 
     @property
+    def ref_logprobs(self) -> Path:
+        """ref_logprobs.npz: the reference's log-probabilities of all preferences, and what they were computed from."""
+        return self.path / "ref_logprobs.npz"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -102,6 +109,11 @@ class RunDir:
     def lock(self) -> Path:
         """The file that the running job has locked. Its last line is the job's id."""
         return self.path / ".lock"
+
+    @property
+    def losses(self) -> Path:
+        """lost-nodes: the nodes that jobs of this run lost. One line for each time: job, attempt, nodes."""
+        return self.path / "lost-nodes"
 
     def holder(self) -> str | None:
         """Return the id of the job that holds the lock; None if there is none, or the file system has no locks."""
@@ -173,6 +185,29 @@ def _group_id(path: Path, group: str | None) -> int | None:
         return None
     found = path.stat()
     return found.st_gid if found.st_mode & _SHARED_BITS == _SHARED_BITS else None
+
+
+def outcome_file(attempt_dir: Path) -> Path:
+    """Return the file with the exit code on which the nodes of an attempt agreed; see `hpc_rl.node.ending`."""
+    return attempt_dir / ".outcome"
+
+
+def read_outcome(attempt_dir: Path) -> int | None:
+    """Return the exit code on which the nodes of an attempt agreed, or None if they have not."""
+    try:
+        return int(outcome_file(attempt_dir).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def lost_file(attempt_dir: Path) -> Path:
+    """Return the file with the names of the nodes that an attempt lost, one per line."""
+    return attempt_dir / ".lost"
+
+
+def terminated_file(attempt_dir: Path) -> Path:
+    """Return the file with which the job script notes that Slurm ends the job: CANCELLED or TIMEOUT."""
+    return attempt_dir / ".terminated"
 
 
 def current_run_dir() -> RunDir | None:

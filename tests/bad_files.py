@@ -42,6 +42,11 @@ def make_model(folder: Path, **changes: str | bytes | None) -> Path:
 def write_models(root: Path) -> None:
     """Write the folder `model`, and one folder for each way in which a model can be broken."""
     make_model(root / "model")
+    vocabulary = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": []}
+    make_model(root / "ours", tokenizer__json=json.dumps(vocabulary))
+    make_model(root / "strange", tokenizer__json=json.dumps({"model": {"vocab": {"b": 0, "c": 1}}}))
+    for name, kind in {"scorer": "Qwen2ForSequenceClassification", "language": "Qwen2ForCausalLM"}.items():
+        make_model(root / name, config__json=json.dumps({"model_type": "qwen2", "architectures": [kind]}))
     make_model(root / "no-config", config__json=None)
     make_model(root / "bad-config", config__json="{")
     make_model(root / "empty-config", config__json="")
@@ -85,6 +90,9 @@ def write_data(root: Path) -> None:
     files: dict[str, str | bytes] = {
         "train.jsonl": CHAT * 8,
         "prompts.jsonl": PROMPT * 8,
+        "pairs.jsonl": row(prompt="1", chosen="2", rejected="3") * 8,
+        "other-prompts.jsonl": row(chosen=[user, assistant], rejected=[{**user, "content": "3"}, assistant]),
+        "answered.jsonl": row(prompt=[user, assistant], chosen="2", rejected="3"),
         "empty.jsonl": "",
         "blank.jsonl": "\n\n",
         "not-json.jsonl": CHAT + "{messages: 1}\n",

@@ -29,6 +29,8 @@ _PPO = (
 )  # fmt: skip
 VALID: dict[str, tuple[str, ...]] = {
     "sft": ("submit", "sft", "--dry-run", *_SFT),
+    "dpo": ("submit", "dpo", "--dry-run", "model.path=model", "data.train_files=pairs.jsonl", *_SFT[2:]),
+    "rm": ("submit", "rm", "--dry-run", "model.path=model", "data.train_files=pairs.jsonl", *_SFT[2:]),
     "ppo": ("submit", "ppo", "--dry-run", *_PPO),
     "torchrun": ("submit", "torchrun", "--dry-run", "trainer.device=cpu"),
     "ray": ("submit", "ray", "--dry-run", "trainer.device=cpu"),
@@ -57,6 +59,14 @@ def sft(expected: str, *words: str) -> Case:
 
 def ppo(expected: str, *words: str) -> Case:
     return Case("ppo", words, expected)
+
+
+def dpo(expected: str, *words: str) -> Case:
+    return Case("dpo", words, expected)
+
+
+def rm(expected: str, *words: str) -> Case:
+    return Case("rm", words, expected)
 
 
 def each(command: str, expected: str, *words: str) -> list[Case]:
@@ -123,7 +133,7 @@ DATA = [
     sft("larger than the training data (8 rows)", "data.train_batch_size=9"),
     sft("larger than the training data (16 rows)", "data.train_files=[train.jsonl,train.jsonl]",
         "data.train_batch_size=64"),
-    sft("is not in the cache", "data.train_files=nobody/nothing", "cache.offline=true", "cache.hf_home=empty"),
+    sft("not in the cache", "data.train_files=nobody/nothing", "cache.offline=true", "cache.hf_home=empty"),
     ppo("larger than the training data (8 rows)", "data.train_batch_size=9"),
     ppo("'answer' has null", "data.train_files=null-answer.jsonl"),
     ppo("only an assistant turn", "data.train_files=alone.jsonl"),
@@ -132,6 +142,32 @@ DATA = [
     ppo("no column 'question'", "data.prompt_key=question"),
     ppo("does not start with PAR1", "data.val_files=no-magic.parquet"),
     ppo("the data folder is empty", "data.train_files=empty-folder"),
+]  # fmt: skip
+
+PREFERENCES = [
+    dpo("no column 'chosen'", "data.train_files=train.jsonl"),
+    rm("no column 'chosen'", "data.train_files=train.jsonl"),
+    dpo("no column 'better' (data.chosen_key); columns: chosen, prompt, rejected", "data.chosen_key=better"),
+    dpo("are swapped: the model would learn the worse responses", "data.chosen_key=rejected",
+        "data.rejected_key=chosen"),
+    dpo("begin with different messages", "data.train_files=other-prompts.jsonl"),
+    dpo("the columns may be swapped", "data.train_files=answered.jsonl"),
+    dpo("larger than the training data (8 rows)", "data.train_batch_size=9"),
+    dpo("algorithm.loss=kto learns from single responses with labels", "algorithm.loss=kto"),
+    dpo("needs pairs: remove it, or set algorithm.loss=kto", "data.label_key=label"),
+    dpo("no column 'label' (data.label_key)", "algorithm.loss=kto", "data.label_key=label",
+        "data.response_key=chosen"),
+    dpo("label_smoothing has no effect with loss=ipo", "algorithm.loss=ipo", "algorithm.label_smoothing=0.1"),
+    dpo("uses no reference; remove it", "algorithm.loss=simpo", "ref.path=model"),
+    dpo("for each of two samples needs 8000 tokens", "data.max_length=4000"),
+    dpo("ref.path ./none: there is no such folder", "ref.path=./none"),
+    dpo("3 tokens differ, for example 'c', which is 1 and missing", "model.path=ours", "ref.path=strange"),
+    dpo("model.path scorer is a classifier", "model.path=scorer"),
+    dpo("ref.path scorer is a classifier", "ref.path=scorer"),
+    sft("model.path scorer is a classifier", "model.path=scorer"),
+    ppo("reward.model language is a language model", "reward.function=null", "reward.model=language"),
+    rm("no column 'margin' (data.margin_key)", "data.margin_key=margin"),
+    rm("remove one of them", "data.margin_key=margin", "data.label_key=label"),
 ]  # fmt: skip
 
 TEMPLATES = [
@@ -179,8 +215,8 @@ MODELS = [
     sft("empty has no tokenizer", "model.tokenizer_path=empty"),
     sft("model.tokenizer_path ./none: there is no such folder", "model.tokenizer_path=./none"),
     sft("model.tokenizer_path train.jsonl", "model.tokenizer_path=train.jsonl"),
-    sft("is not in the cache", "model.path=nobody/nothing", "cache.offline=true", "cache.hf_home=empty"),
-    sft("is not in the cache", "model.tokenizer_path=nobody/nothing", "cache.offline=true", "cache.hf_home=empty"),
+    sft("not in the cache", "model.path=nobody/nothing", "cache.offline=true", "cache.hf_home=empty"),
+    sft("not in the cache", "model.tokenizer_path=nobody/nothing", "cache.offline=true", "cache.hf_home=empty"),
     sft("there is no model 'qwen'; choose one of qwen2.5-0.5b", "model=qwen"),
     sft("for any other write model.path=Qwen/Qwen3-8B", "model=Qwen/Qwen3-8B"),
     sft("model=: no name is given", "model="),
@@ -354,8 +390,8 @@ PROFILES = [
         ("open", (), "ppo.yaml, line 2: not valid YAML"),
         ("list", (), "ppo"),
         ("binary", (), "ppo.yaml: not UTF-8 text"),
-        ("unknown", (), "optimizer: unknown key"),
-        ("infinite", (), "actor.optim.lr: Input should be a finite number"),
+        ("unknown", (), "configs/ppo.yaml, line 1: optimizer: unknown key"),
+        ("infinite", (), "configs/ppo.yaml, line 1: actor.optim.lr: Input should be a finite number"),
         ("nan", (), "actor.optim.lr: Input should be a finite number"),
         ("time", (), "YAML reads an unquoted 24:00:00 as 86400"),
         ("defaults", (), "defaults"),
@@ -473,7 +509,10 @@ PROGRAMS = [
     Case("ray", ("--", f"./{LONG}"), "File name too long"),
     sft("only torchrun and ray accept a program after --", "--", "driver.py"),
 ]
-CASES = [*DATA, *TEMPLATES, *MODELS, *KEYS, *RESOURCES, *NAMES, *PROFILES, *REWARDS, *SWEEPS, *IMAGES, *PROGRAMS]
+CASES = [
+    *DATA, *PREFERENCES, *TEMPLATES, *MODELS, *KEYS, *RESOURCES, *NAMES, *PROFILES, *REWARDS, *SWEEPS, *IMAGES,
+    *PROGRAMS,
+]  # fmt: skip
 
 
 class WithoutHeavy:

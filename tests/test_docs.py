@@ -128,6 +128,8 @@ def workshop(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     rows = [json.dumps({"messages": chat, "answer": "2"}) + "\n" for chat in chats(2048)]
     for name in ("train.jsonl", "val.jsonl", "prompts.jsonl", "data/gsm8k/train.jsonl", "data/gsm8k/test.jsonl"):
         (tmp_path / name).write_text("".join(rows))
+    pair = json.dumps({"prompt": "?", "chosen": "yes", "rejected": "no"}) + "\n"
+    (tmp_path / "pairs.jsonl").write_text(pair * 16)
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "rewards.py").write_text("def score(response, answer):\n    return 1.0\n")
     for program in ("train.py", "my_driver.py"):

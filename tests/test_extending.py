@@ -24,6 +24,7 @@ from hpc_rl.algorithms.losses import Clip, PolicyBatch, ppo
 from hpc_rl.algorithms.policy_losses import POLICY_LOSSES
 from hpc_rl.config import kinds
 from hpc_rl.config.keys import documented_keys
+from hpc_rl.config.sft import DataConfig, SftConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.host import accelerators
 from hpc_rl.rewards.load import load_function
@@ -35,7 +36,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 _ELSEWHERE = ("## Rollout engine", "## Container runtime")
 """The first sections that are run by tests/rl/rollout/test_adding.py and tests/images/test_extending.py."""
 _TEXT = PAGE.read_text()
-_OWN = _TEXT[: _TEXT.index(_ELSEWHERE[0])] + _TEXT[_TEXT.index("## SFT objective") :]
+_OWN = _TEXT[: _TEXT.index(_ELSEWHERE[0])] + _TEXT[_TEXT.index("## Objective of fine-tuning") :]
 _BLOCKS = re.findall(r"^```python\n# (.*?)\n(.*?)^```$", _OWN, re.MULTILINE | re.DOTALL)
 FILES = {head: text for head, text in _BLOCKS if not head.startswith("row of ")}
 ROWS = {head.split()[2]: (head.split()[4], text) for head, text in _BLOCKS if head.startswith("row of ")}
@@ -132,18 +133,19 @@ def test_sft_objective(example: Any, tmp_path: Path) -> None:
     logits_TV = AutoModelForCausalLM.from_pretrained(folder)(ids[None]).logits[0]
     logprobs_N = logits_TV[3:-1].log_softmax(-1).gather(1, ids[4:, None])[:, 0]
     expected = -0.5 * (logprobs_N.exp() * logprobs_N).sum()
-    found = module.loss(load_model(ModelConfig(path=str(folder))), batch, 0.5)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    config = SftConfig(model=ModelConfig(path=str(folder)), data=DataConfig(train_files=["unused"]))
+    found = module.Dft(config).loss(load_model(config.model), batch, 0.5)
+    torch.testing.assert_close(found.loss, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_job_kind(example: Any) -> None:
-    module = example("hpc_rl/config/dpo.py")
+    module = example("hpc_rl/config/dft.py")
     file, text = ROWS["KINDS"]
     assert dotted(file) == kinds.__name__
     kind = eval(text, dict(vars(kinds)))
     assert kind.name not in kinds.KINDS
-    assert kind.schema is module.DpoConfig
-    assert "beta" in {key for key, *_ in documented_keys(kind.schema)}
+    assert kind.schema is module.DftConfig
+    assert "power" in {key for key, *_ in documented_keys(kind.schema)}
     assert not kind.takes_program
 
 

@@ -21,11 +21,15 @@ app.add_typer(data_app, name="data")
 
 class DataKind(StrEnum):
     sft = "sft"
+    dpo = "dpo"
+    rm = "rm"
     ppo = "ppo"
 
 
 _UNREAD: dict[DataKind, dict[str, Any]] = {
     DataKind.sft: {},
+    DataKind.dpo: {},
+    DataKind.rm: {},
     DataKind.ppo: {"reward.function": "exact", "reward.model": None, "reward.url": None},
 }
 
@@ -48,7 +52,8 @@ def check(
         ),
     ] = None,
     kind: Annotated[
-        DataKind, typer.Option(help="Job that will read the file. sft shows tokens and loss; ppo shows the prompt.")
+        DataKind,
+        typer.Option(help="Job that will read the file. sft, dpo and rm show tokens and loss; ppo shows the prompt."),
     ] = DataKind.sft,
     row: Annotated[int, typer.Option(min=1, help="Row to show, counted from 1.")] = 1,
     site: SiteOption = None,
@@ -58,8 +63,8 @@ def check(
     Example: hpc-rl data check train.jsonl --model Qwen/Qwen2.5-0.5B data.max_length=2048
     """
     from hpc_rl.config.compose import compose, compose_partly
+    from hpc_rl.config.finetune import FinetuneConfig
     from hpc_rl.config.ppo import PpoConfig
-    from hpc_rl.config.sft import SftConfig
     from hpc_rl.data.check import check_data, check_rows
     from hpc_rl.sites.profile import load_profile
     from hpc_rl.submission.hub import hub_cache
@@ -68,7 +73,7 @@ def check(
     has_model = model is not None or "model.path" not in compose_partly(kind, overrides or [], profile)[1]
     settings = {"data.train_files": [file], **({} if model is None and has_model else {"model.path": model or "none"})}
     config = compose(kind, overrides or [], {**settings, **_UNREAD[kind]}, profile)
-    assert isinstance(config, SftConfig | PpoConfig)
+    assert isinstance(config, FinetuneConfig | PpoConfig)
     if not has_model:
         print(check_rows(file, config.data))
         print("To see a row as tokens, name a model: --model FOLDER_OR_NAME")

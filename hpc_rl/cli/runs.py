@@ -19,6 +19,7 @@ from hpc_rl.cli.app import (
     note,
 )
 from hpc_rl.cli.text import explanation_text, runs_table, short_path, size_text, status_text
+from hpc_rl.cli.waiting import wait_for
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import ENV_RUN_DIR
 
@@ -51,7 +52,6 @@ def logs(
 
     Example: hpc-rl logs -f sft-1
     """
-    from hpc_rl.runs import control
     from hpc_rl.runs.follow import LogFiles, RunView, log_files
     from hpc_rl.runs.status import find_run, status_of
 
@@ -69,11 +69,11 @@ def logs(
         raise UserError(f"run {found.name} has no {what} in {found.path}")
     if follow and node is None and not as_json:
         with RunView(found) as view:
-            leave(control.wait(found, view.poll))
+            leave(wait_for(found, view.poll))
     with LogFiles(lambda: log_files(found, node), print_line) as log:
         log.poll()
         if follow:
-            leave(control.wait(found, log.poll))
+            leave(wait_for(found, log.poll))
 
 
 @app.command()

@@ -16,6 +16,7 @@ import typer
 from hpc_rl.cli.app import CommandWithProgram, KindArgument, SiteOption, app, leave, note, program_of
 from hpc_rl.cli.completion import options
 from hpc_rl.cli.text import explanation_text, short_path, status_text, submitted_text
+from hpc_rl.cli.waiting import INTERRUPTED, wait_for
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ def _queued(job: Job, job_id: str, wait: bool, follow: bool) -> None:
     if expected := status_of(job.run_dir).expected_start:
         print(f"  expected start {expected.replace('T', ' ')}")
     if wait or follow:
-        leave(_wait(job, job_id, follow))
+        leave(_wait(job, follow))
     print(f"  hpc-rl status {job.run_dir.name}\n  hpc-rl logs -f {job.run_dir.name}")
 
 
@@ -257,21 +258,17 @@ def run_here(job: Job, script: str, in_allocation: bool = False) -> int:
         return (run_in_allocation if in_allocation else run_local)(job, script, view.poll)
 
 
-def _wait(job: Job, job_id: str, follow: bool) -> int:
+def _wait(job: Job, follow: bool) -> int:
     from contextlib import nullcontext
 
     from hpc_rl.doctor import diagnosis
-    from hpc_rl.runs import control
     from hpc_rl.runs.follow import RunView
 
     view = RunView(job.run_dir) if follow else None
-    try:
-        with view or nullcontext():
-            code = control.wait(job.run_dir, view.poll if view else lambda: None)
-    except KeyboardInterrupt:
-        name = job.run_dir.name
-        note(f"job {job_id} continues; end it with hpc-rl stop {name} or hpc-rl cancel {name}")
-        return 130
+    with view or nullcontext():
+        code = wait_for(job.run_dir, view.poll if view else lambda: None)
+    if code == INTERRUPTED:
+        return code
     found, explanation = diagnosis.diagnosis_of(job.run_dir)
     if reasons := explanation_text(explanation, brief=True):
         print(reasons + "\n")

@@ -33,8 +33,11 @@ def status_text(found: RunStatus) -> str:
         rows.append(("nodes", found.nodes))
     if found.attempt:
         rows.append(("attempt", found.attempt))
+    if found.lost_nodes:
+        rows.append(("lost nodes", f"{' '.join(found.lost_nodes)} (the job is queued again without them)"))
     if found.step is not None:
-        rows.append(("step", f"{found.step} of {found.total_steps}"))
+        age = "" if found.step_age_s is None else f", {duration(found.step_age_s)} ago"
+        rows.append(("step", f"{found.step} of {found.total_steps}{age}"))
     shown = ("train/loss", "val/loss", "critic/score/mean", "val/score", "perf/tokens_per_s")
     rows += [(key, f"{found.metrics[key]:.6g}") for key in shown if found.metrics.get(key) is not None]
     if found.state == "RUNNING" and found.metrics.get("perf/eta_s") is not None:

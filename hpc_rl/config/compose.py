@@ -21,6 +21,7 @@ from hpc_rl.config.groups import check_choices, find_cycle, folders, groups, not
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.keys import documented_keys, find_annotation, leaf_types, nearest
 from hpc_rl.config.kinds import KINDS
+from hpc_rl.config.origins import line_in, origin_of
 from hpc_rl.config.tree import flat, merged, put, read_tree
 from hpc_rl.errors import UserError
 from hpc_rl.host.shipped import shipped
@@ -87,8 +88,10 @@ def compose_each(
             for key, value in choose(tree).items():
                 put(tree, key, value)
         _check_references(tree)
-        example = partial(_example_command, job, tree, words=[*overrides, *own], settings=settings or {})
-        found.append(validate(job, tree, example))
+        words = [*overrides, *own]
+        typed = [*words, *(f"{key}={value}" for key, value in (settings or {}).items())]
+        example = partial(_example_command, job, tree, words=words, settings=settings or {})
+        found.append(validate(job, tree, example, partial(origin_of, job, overrides=typed)))
     return found
 
 
@@ -114,14 +117,20 @@ def load_config(job: str, path: Path) -> JobConfig:
     Raises:
         UserError: the file is missing, is not YAML, or does not fit the schema.
     """
-    return validate(job, read_tree(path))
+    return validate(job, read_tree(path), origin=lambda key: line_in(path, key))
 
 
-def validate(job: str, tree: Any, example: Callable[[Sequence[str]], str] | None = None) -> JobConfig:
+def validate(
+    job: str,
+    tree: Any,
+    example: Callable[[Sequence[str]], str] | None = None,
+    origin: Callable[[str], str] = lambda key: "",
+) -> JobConfig:
     """Check a nested table against the job's schema.
 
     Args:
         example: returns a command that gives the missing keys; called if nothing else is wrong.
+        origin: returns `FILE, line N: ` for the line that sets a key, or an empty text.
 
     Raises:
         UserError: names every problem, a line each.
@@ -136,8 +145,8 @@ def validate(job: str, tree: Any, example: Callable[[Sequence[str]], str] | None
                 "`hpc-rl init` writes a starter project that sets all of them; or complete the command, for example:\n"
                 f"  {example(missing)}"
             ) from None
-        problems = [_problem(schema, dict(details)) for details in error.errors()]
-        raise UserError("\n".join(problems)) from None
+        lines = [line for details in error.errors() for line in _problem(schema, dict(details)).splitlines()]
+        raise UserError("\n".join(f"{origin(_key_in(line))}{line}" for line in lines)) from None
 
 
 def dump(config: BaseModel | Mapping[str, Any]) -> str:
@@ -345,6 +354,12 @@ def _example_command(
         examples |= {"model.path": f"recipe={recipe}", "reward.function": ""}
     added = " ".join(examples.get(key, f"{key}=VALUE") for key in missing).split()
     return shlex.join(["hpc-rl", "submit", job, *flags, *rest, *words, *added])
+
+
+def _key_in(problem: str) -> str:
+    """Return the dotted key with which a message begins."""
+    found = re.match(r"[\w.-]+(?=:? )", problem)
+    return found[0].rstrip(".") if found else ""
 
 
 def _problem(schema: type[BaseModel], details: Any) -> str:

@@ -51,3 +51,8 @@ class JobConfig(Section):
     slurm: SlurmConfig = SlurmConfig()
     cache: CacheConfig = CacheConfig()
     container: ContainerConfig = ContainerConfig()
+
+    @property
+    def hang_timeout_s(self) -> float:
+        """Seconds without a sign of life after which a process hangs; 0 for no limit. Users' programs give no signs."""
+        return 0.0

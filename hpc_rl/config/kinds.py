@@ -31,6 +31,8 @@ class JobKind:
     """Template of the job script, in slurm_templates/."""
     trainer: str | None = None
     """Module of this project that the node entry starts. None: the job runs the user's own program."""
+    trainer_options: tuple[str, ...] = ()
+    """Arguments of the trainer, which `--config FILE` follows."""
     needs: tuple[str, ...] = ()
     """Packages that the job's Python has to have."""
     examples: Mapping[str, str] = field(default_factory=dict)
@@ -48,12 +50,18 @@ class JobKind:
         return found
 
     @property
+    def trainer_command(self) -> list[str]:
+        """The arguments of Python that start the trainer; empty if there is none."""
+        return ["-m", self.trainer, *self.trainer_options] if self.trainer is not None else []
+
+    @property
     def takes_program(self) -> bool:
         """Whether the user names the program to run, after `--`."""
         return self.trainer is None and not self.is_internal
 
 
 _TRAINING = ("torch", "transformers", "safetensors")
+_PAIRS = {"model.path": "model=qwen2.5-0.5b", "data.train_files": "data.train_files=pairs.jsonl"}
 _GSM8K = "data.train_files=openai/gsm8k:main data.prompt_key=question"
 
 KINDS: dict[str, JobKind] = {
@@ -70,6 +78,30 @@ KINDS: dict[str, JobKind] = {
                 "model.path": "model=qwen2.5-0.5b",
                 "data.train_files": f"{_GSM8K} data.response_key=answer",
             },
+            node_entry="hpc_rl.node.torchrun",
+            template="torchrun.sbatch.j2",
+        ),
+        JobKind(
+            name="dpo",
+            meaning="direct preference optimisation (DPO, IPO, KTO, SimPO, ORPO, ...)",
+            options="hpc_rl.config.preferences:DpoConfig",
+            trainer="hpc_rl.finetune.train",
+            trainer_options=("--kind", "dpo"),
+            test_settings={"trainer.total_training_steps": 2},
+            needs=_TRAINING,
+            examples=_PAIRS,
+            node_entry="hpc_rl.node.torchrun",
+            template="torchrun.sbatch.j2",
+        ),
+        JobKind(
+            name="rm",
+            meaning="training of a reward model",
+            options="hpc_rl.config.preferences:RmConfig",
+            trainer="hpc_rl.finetune.train",
+            trainer_options=("--kind", "rm"),
+            test_settings={"trainer.total_training_steps": 2},
+            needs=_TRAINING,
+            examples=_PAIRS,
             node_entry="hpc_rl.node.torchrun",
             template="torchrun.sbatch.j2",
         ),

@@ -12,6 +12,8 @@ from hpc_rl.config.base import Line, Path, Section
 
 _SLURM_TIME = re.compile(r"(\d+|\d+:\d{2}|\d+:\d{2}:\d{2}|\d+-\d{1,2}(:\d{2}){0,2}|UNLIMITED|INFINITE)")
 
+EARLY_S = 90
+"""Slurm may send its warning a minute early (sbatch(1), --signal); a warning before that is a preemption."""
 
 GpuOption = Literal["gpus-per-node", "gpus-per-task", "gres"]
 MemOption = Literal["mem", "mem-per-cpu", "mem-per-gpu", "none"]
@@ -74,7 +76,9 @@ class SlurmConfig(Section):
     """Seconds before the walltime at which the run is told to save; it is then queued again. Slurm may send the warning
     up to a minute early. A run whose steps and checkpoints have taken longer saves earlier by itself."""
     requeue: bool = True
-    """Queue the job again after it reached its walltime or a node failed."""
+    """Queue the job again after it reached its walltime, was preempted, hung once, or lost a node."""
+    max_node_failures: int = Field(3, ge=0)
+    """How often a job may lose a node and be queued again, without that node. 0: never."""
     sbatch: dict[str, Line | int | None] = {}
     """Any other options of sbatch. null is the value of an option that takes none. Same as --sbatch KEY=VALUE."""
     setup: list[str] = []

@@ -38,6 +38,8 @@ SHORT = {"slurm.time": "10:00", "slurm.warning_s": 60, "slurm.requeue": False}
 """Settings of the doctor's job, which take precedence over those of a profile."""
 TRAIN_TIME = "1:00:00"
 """Walltime with the training checks, which usually take some minutes: a hanging check waits for its deadline."""
+TRAIN_START_S = 300
+"""Limit of the start of all nodes with the training checks, as in a job."""
 TRAIN = "train"
 """The word by which `hpc_rl.node.doctor` runs the training checks."""
 
@@ -84,7 +86,7 @@ def doctor_job(
     named = {text.partition("=")[0].lstrip("+") for text in overrides} | settings.keys()
     if "trainer.nnodes" in named:
         raise UserError("set the number of nodes with --on-nodes only")
-    defaults = {**SHORT, "slurm.time": TRAIN_TIME} if trains else SHORT
+    defaults = {**SHORT, "slurm.time": TRAIN_TIME, "ray.start_timeout_s": TRAIN_START_S} if trains else SHORT
     short = {key: value for key, value in defaults.items() if key not in named}
     settings = {**short, **settings, "trainer.nnodes": nodes}
     request = Request(KIND, overrides, settings=settings, run_dir=run_dir, site=site, local=local)

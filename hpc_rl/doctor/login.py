@@ -21,7 +21,7 @@ from hpc_rl.host.processes import GRACE_S
 from hpc_rl.host.scratch import SHARED
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.slurm import commands
-from hpc_rl.slurm.cluster import Partition, chosen, has_accounting
+from hpc_rl.slurm.cluster import Partition, chosen, has_accounting, kill_wait_s, preemption
 
 SLOW_FILE_S = 0.1
 """A local disk takes 1 to 10 ms for a small file; NFS and Lustre take 5 to 50 ms if they are not overloaded."""
@@ -53,7 +53,7 @@ def _controller(config: Mapping[str, str], controllers: Mapping[str, bool]) -> I
         )
     else:
         yield ok("Slurm", found)
-    grace = int((config.get("KillWait") or "30").split()[0])
+    grace = kill_wait_s(config)
     if grace < GRACE_S:
         yield warning(
             "KillWait",
@@ -115,8 +115,9 @@ def _preemption(found: Partition, config: Mapping[str, str]) -> Check:
         return ok("preemption", f"no job in {found.name} is preempted")
     return warning(
         "preemption",
-        f"jobs in {found.name} may be preempted ({mode}), with {found.grace_s} s of warning",
-        "save often: you may lose trainer.save_minutes of work; a requeued job resumes from its last checkpoint",
+        f"jobs in {found.name} may be preempted ({preemption(found, config)})",
+        "a run saves and resumes, unless a step and a checkpoint take longer than that: it then repeats what it did "
+        "since its last checkpoint (trainer.save_minutes)",
     )
 
 

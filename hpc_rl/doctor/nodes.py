@@ -10,6 +10,7 @@ from hpc_rl.doctor.checks import Check, merged, ok, problem, warning
 from hpc_rl.doctor.diagnosis import LogText, findings
 from hpc_rl.doctor.packages import driver_check, package_checks
 from hpc_rl.host.installation import install_command
+from hpc_rl.host.locks import REMEDY
 from hpc_rl.host.node_report import NodeReport, Trial
 from hpc_rl.host.ray_version import token_authentication
 
@@ -39,7 +40,7 @@ def _of_all(reports: Sequence[NodeReport]) -> list[Check]:
     if absent:
         reason = f"of {first.nodes} nodes, {', '.join(absent)} wrote no report"
         return [problem("shared folder", reason, "see the job's log and `sinfo -R`")]
-    return [_shared(first), _folder(reports), _addresses(reports), _all_reduce(first), _ray(first)]
+    return [_shared(first), _locks(reports), _folder(reports), _addresses(reports), _all_reduce(first), _ray(first)]
 
 
 def _of_node(report: NodeReport) -> list[Check]:
@@ -57,6 +58,15 @@ def _shared(first: NodeReport) -> Check:
     if first.round_trip_s > SLOW_ROUND_TRIP_S:
         return warning("shared folder", found, "jobs start slowly; use a parallel file system instead of NFS")
     return ok("shared folder", found)
+
+
+def _locks(reports: Sequence[NodeReport]) -> Check:
+    blind = [report.node for report in reports if report.sees_locks is False]
+    if blind:
+        return problem("file locks", f"a lock of the first node is not seen on {', '.join(blind)}", REMEDY)
+    if all(report.sees_locks is None for report in reports):
+        return ok("file locks", "not tested with a single node")
+    return ok("file locks", "they reach from node to node")
 
 
 def _folder(reports: Sequence[NodeReport]) -> Check:

@@ -72,12 +72,23 @@ def disk_problem(path: Path) -> str | None:
 
 def mount_of(path: Path, mounts: str) -> tuple[str, str]:
     """Return mount point and type of a path's file system: the longest mount point above it (proc(5), mounts)."""
+    point, kind, _ = _mount(path, mounts)
+    return point, kind
+
+
+def mount_options(path: Path, mounts: str) -> set[str]:
+    """Return the options with which a path's file system is mounted."""
+    return set(_mount(path, mounts)[2].split(","))
+
+
+def _mount(path: Path, mounts: str) -> tuple[str, str, str]:
+    """Return mount point, type and options of a path's file system."""
     resolved = path.resolve()
-    points = [line.split()[1:3] for line in mounts.splitlines()]
-    unescaped = [(point.encode().decode("unicode_escape"), kind) for point, kind in points]
-    above = [(point, kind) for point, kind in unescaped if resolved.is_relative_to(point)]
+    points = [line.split()[1:4] for line in mounts.splitlines()]
+    unescaped = [(point.encode().decode("unicode_escape"), kind, options) for point, kind, options in points]
+    above = [found for found in unescaped if resolved.is_relative_to(found[0])]
     # Of several file systems on one point, the last one is visible.
-    return max(reversed(above), key=lambda found: len(found[0]), default=("/", ""))
+    return max(reversed(above), key=lambda found: len(found[0]), default=("/", "", ""))
 
 
 def file_system(path: Path, mounts: str) -> str:

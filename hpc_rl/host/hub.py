@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import cache
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.machine import internet_addresses, no_answer, reach
 
 _TRUE = ("1", "on", "true", "yes")
+
+
+def is_offline(environ: Mapping[str, str]) -> bool:
+    """Return whether the hub's libraries use their cache only."""
+    return environ.get("HF_HUB_OFFLINE", "").lower() in _TRUE
 
 
 def hub_address() -> str:
@@ -28,7 +34,7 @@ def check_hub(name: str, timeout_s: float = 30) -> None:
     Raises:
         UserError: the hub did not answer in time.
     """
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in _TRUE:
+    if is_offline(os.environ):
         return
     address = hub_address()
     if reach({"hub": address}, timeout_s)["hub"] == no_answer(timeout_s):

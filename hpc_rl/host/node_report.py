@@ -77,6 +77,8 @@ class NodeReport:
     """None if torch is missing."""
     ray: Trial | None = None
     """None if Ray is missing or has no token authentication."""
+    sees_locks: bool | None = None
+    """Whether this node sees a file lock of the first node in the run directory. None on the first node."""
 
     def write(self, path: Path) -> None:
         """Write the report as JSON."""

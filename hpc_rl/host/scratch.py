@@ -44,6 +44,16 @@ def local_folder(environ: Mapping[str, str]) -> Path:
     return Path("/tmp")
 
 
+def programs_tmpdir(environ: Mapping[str, str], scratch: Path) -> str:
+    """Return TMPDIR for the programs of a job: the user's, if the job's own folder is in it, or else the job's own.
+
+    A site, or the commands in slurm.setup, may have put files there. /tmp itself is not kept: nobody would remove what
+    the programs leave.
+    """
+    given = environ.get("TMPDIR", "")
+    return given if Path(given) == scratch.parent and Path(given) != Path("/tmp") else str(scratch)
+
+
 @contextlib.contextmanager
 def held_scratch(environ: Mapping[str, str], job_id: str, attempt_dir: Path, node_rank: int) -> Iterator[Path]:
     """Create a temporary folder of a job on this node, private to its user, and remove it at the end.

@@ -13,8 +13,10 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.locks import is_locked, locked
 from hpc_rl.host.node_report import report_path
 from hpc_rl.node.doctor_facts import node_facts
 from hpc_rl.node.doctor_train import run_training_checks
@@ -56,8 +58,10 @@ def run_node(options: argparse.Namespace, ray_options: Sequence[str], trains: bo
     missing = _await_all(meeting, options.start_timeout) if allocation.is_head else []
     if missing:
         print_error(f"{named(missing)} did not start within {options.start_timeout} s")
-    round_trip_s = None if missing else _round_trip_s(meeting, options.start_timeout)
-    report = replace(node_facts(allocation, attempt_dir, options), missing=missing, round_trip_s=round_trip_s)
+    round_trip_s, sees_locks = (None, None) if missing else _exchange_files(meeting, options.start_timeout)
+    report = replace(
+        node_facts(allocation, attempt_dir, options), missing=missing, round_trip_s=round_trip_s, sees_locks=sees_locks
+    )
     # Written before the tests too, in case one of them ends this process.
     report.write(report_path(attempt_dir, allocation.node_rank))
     if not missing:
@@ -77,8 +81,11 @@ def _await_all(meeting: Meeting, timeout_s: float) -> list[str]:
     return missing
 
 
-def _round_trip_s(meeting: Meeting, start_timeout_s: float) -> float | None:
-    """Measure on the first node the seconds until every other node has answered a file with a file.
+def _exchange_files(meeting: Meeting, start_timeout_s: float) -> tuple[float | None, bool | None]:
+    """Have every other node answer a file of the first one with a file, while the first one holds a file lock.
+
+    Returns:
+        on the first node, the seconds until all have answered; on the others, whether they see the lock.
 
     Raises:
         UserError: a file does not arrive in time.
@@ -87,11 +94,21 @@ def _round_trip_s(meeting: Meeting, start_timeout_s: float) -> float | None:
     began = time.monotonic()
     if meeting.node_rank > 0:
         _await_files(meeting, [".question"], start_timeout_s + ANSWER_TIMEOUT_S)  # the first may wait for others
+        sees_lock = _sees_lock(meeting.attempt_dir / ".question")
         (meeting.attempt_dir / f".answer{meeting.node_rank}").touch()
-        return None
-    (meeting.attempt_dir / ".question").touch()
-    _await_files(meeting, others, ANSWER_TIMEOUT_S)
-    return time.monotonic() - began if others else None
+        return None, sees_lock
+    new = meeting.attempt_dir / ".question.new"
+    with locked(new):
+        new.rename(meeting.attempt_dir / ".question")  # the others see it when it is locked, not before
+        _await_files(meeting, others, ANSWER_TIMEOUT_S)
+    return time.monotonic() - began if others else None, None
+
+
+def _sees_lock(path: Path) -> bool:
+    try:
+        return is_locked(path)
+    except OSError:  # a file system without locks
+        return False
 
 
 def _await_files(meeting: Meeting, names: Sequence[str], timeout_s: float) -> None:

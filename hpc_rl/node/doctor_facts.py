@@ -10,12 +10,13 @@ import subprocess
 from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.cgroups import own_cgroups
 from hpc_rl.host.machine import file_latency_s, internet_addresses, python_facts, reach
 from hpc_rl.host.node_report import NodeReport
 from hpc_rl.host.scratch import local_folder
 from hpc_rl.node.network import interface_addresses
 from hpc_rl.node.ray_cluster.layout import node_address
-from hpc_rl.node.ray_cluster.limits import cpu_quotas, memory_limits, own_cgroups
+from hpc_rl.node.ray_cluster.limits import cpu_quotas, memory_limits
 from hpc_rl.node.ray_cluster.ports import reserve
 from hpc_rl.slurm.allocation import Allocation
 
@@ -37,7 +38,7 @@ _SLURM_NAMES = ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "SLURM_GPUS_ON_NODE
 
 def node_facts(allocation: Allocation, attempt_dir: Path, options: argparse.Namespace) -> NodeReport:
     """Return this node's report, without the tests that all nodes run together."""
-    groups = list(own_cgroups(Path("/proc"), Path("/sys/fs/cgroup")))
+    groups = list(own_cgroups())
     shm = shutil.disk_usage("/dev/shm")
     scratch = local_folder(os.environ)
     interface, interface_problem = _interface(allocation, options.interface)

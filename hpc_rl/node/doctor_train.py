@@ -264,17 +264,16 @@ def reason_of(folder: Path, ended: Sequence[Ended]) -> str | None:
 def settle(results: Path, launcher: Launcher, reason: str | None, *, progress: bool) -> None:
     """Write the result of the check that a session broke.
 
-    If no check could be started, none will be: all that are left have failed.
+    If no check could be started, none will be. That is one failure, and all checks that are left are skipped.
     """
     left = unfinished(read(results), launcher)
     running = [line for line in left if line.state == "started"]
     reason = reason or "the processes ended without a result"
     if running:
         append(results, [line.ended("failed", reason) for line in running])
-    elif left and not progress:
-        append(results, [line.ended("failed", reason) for line in left])
-    elif not [line for line in read(results) if line.launcher == launcher]:
-        append(results, [Line(f"start of {launcher}", launcher, "failed", "no check could run", "", reason)])
+    elif (left and not progress) or all(line.launcher != launcher for line in read(results)):
+        failed = Line(f"start of {launcher}", launcher, "started", "no check of its could run").ended("failed", reason)
+        append(results, [failed, *(line.ended("skipped", f"{launcher} did not start") for line in left)])
 
 
 def has_more(lines: Sequence[Line], launcher: Launcher) -> bool:

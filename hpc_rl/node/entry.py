@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -11,9 +12,11 @@ from pathlib import Path
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.accelerators import DEVICES, collective_defaults
+from hpc_rl.host.deaths import remember_oom_kills
 from hpc_rl.host.disk import refuse_unwritable
 from hpc_rl.host.environment import openmp_defaults, tokenizer_defaults
 from hpc_rl.host.scratch import local_folder
+from hpc_rl.node.company import Ended
 from hpc_rl.node.meeting import Meeting
 from hpc_rl.node.usage_recorder import recording_usage
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR
@@ -37,16 +40,25 @@ def run_with_others(take_part: Callable[[Allocation, Meeting], int]) -> int:
     """
 
     def entry() -> int:
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until training begins, there is nothing to save
         allocation, attempt_dir = this_allocation(), this_attempt_dir()
+        remember_oom_kills(os.environ)
         meeting = Meeting(attempt_dir, allocation.nodes, allocation.node_rank)
         meeting.check_shared()
-        refuse_full_disks(allocation, attempt_dir)
-        meeting.arrive()
         try:
+            refuse_full_disks(allocation, attempt_dir)
+            meeting.arrive()
             return recording_usage(allocation, attempt_dir, lambda: take_part(allocation, meeting))
+        except Ended as ended:
+            return ended.exit_code
+        except UserError as error:
+            with contextlib.suppress(UserError):  # on a full disk
+                meeting.fail(error.exit_code)
+            raise
         finally:
             # Slurm terminates all tasks after the first that fails or stops. That must not replace this exit code.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            for number in (signal.SIGTERM, signal.SIGUSR2):
+                signal.signal(number, signal.SIG_IGN)
 
     return run_entry(entry)
 
@@ -91,6 +103,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that all node entries share."""
     parser.add_argument("--processes", type=int, required=True, help="processes, one for each GPU, of this node")
     parser.add_argument("--device", choices=DEVICES, default="cuda", help="torch's name of their devices")
+    parser.add_argument("--hang-timeout", type=float, default=0, help="seconds without a sign of life (default: any)")
     parser.add_argument("--interface", help="network interface between the nodes (default: from the routing table)")
 
 

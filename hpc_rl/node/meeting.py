@@ -1,12 +1,11 @@
 """How the nodes of an attempt find each other: small files in the attempt's folder, each written atomically.
 
-Node 0 publishes the rendezvous address. Every node records that it has started, and a node that fails its exit code.
+Node 0 publishes addresses. Every node records that it has started, or that it failed before the nodes had met.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,22 +22,21 @@ SHARED_TIMEOUT_S = 20
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A node's failure, from which the other nodes take their exit code."""
-
-    node_rank: int
-    exit_code: int
-    time: float
-    """Unix time in seconds. The first failure is the cause; later ones are its consequences."""
-
-
-@dataclass(frozen=True)
 class Meeting:
     """One node's view of the files by which the nodes of an attempt meet."""
 
     attempt_dir: Path
     nodes: tuple[str, ...]
     node_rank: int
+
+    @property
+    def node(self) -> str:
+        """Name of this node."""
+        return self.nodes[self.node_rank]
+
+    def log(self, rank: int) -> Path:
+        """Return the path of a node's log."""
+        return self.attempt_dir / f"node{rank}.log"
 
     def check_shared(self, timeout_s: float = SHARED_TIMEOUT_S) -> None:
         """Check that this node sees the attempt's folder, which node 0 created.
@@ -48,7 +46,7 @@ class Meeting:
         """
         if not _wait(self.attempt_dir.is_dir, timeout_s, refresh=self.attempt_dir.parent):
             raise UserError(
-                f"node {self.nodes[self.node_rank]} does not see {self.attempt_dir}, which node {self.nodes[0]} made: "
+                f"node {self.node} does not see {self.attempt_dir}, which node {self.nodes[0]} made: "
                 "put the run directory on a file system that all nodes share"
             )
 
@@ -69,13 +67,29 @@ class Meeting:
         Raises:
             UserError: it was not published in time.
         """
-        path = self.attempt_dir / ".rendezvous"
-        if not _wait(path.exists, timeout_s, refresh=self.attempt_dir):
+        return self.await_file(".rendezvous", timeout_s).read_text()
+
+    def await_file(self, name: str, timeout_s: float, check: Callable[[], None] = lambda: None) -> Path:
+        """Wait for a file that node 0 publishes, and return its path.
+
+        Args:
+            check: called several times a second; raises what ends the wait.
+
+        Raises:
+            UserError: it was not published in time.
+        """
+        path = self.attempt_dir / name
+
+        def is_there() -> bool:
+            check()
+            return path.exists()
+
+        if not _wait(is_there, timeout_s, refresh=self.attempt_dir):
             raise UserError(
-                f"node {self.nodes[self.node_rank]} waited {timeout_s:.0f} s for node {self.nodes[0]} to publish its "
+                f"node {self.node} waited {timeout_s:.0f} s for node {self.nodes[0]} to publish its "
                 f"address in {self.attempt_dir}: see node0.log there, or raise slurm.start_timeout_s"
             )
-        return path.read_text()
+        return path
 
     def arrive(self) -> None:
         """Record that this node has started."""
@@ -93,22 +107,21 @@ class Meeting:
         return f"the nodes: {every - len(missing)} of {every} have started{others}"
 
     def fail(self, exit_code: int) -> None:
-        """Record that this node has failed, for the other nodes."""
-        failure = Failure(self.node_rank, exit_code, time.time())
-        self._write(f"node{self.node_rank}.failed", json.dumps(failure.__dict__))
+        """Record that this node failed and has printed why, for the others. It need not have met them yet."""
+        self._write(f"node{self.node_rank}.failed", str(exit_code))
 
-    def failures(self) -> list[Failure]:
-        """Return the failures of all nodes, ordered by time."""
-        files = self.attempt_dir.glob(".node*.failed")
-        return sorted((Failure(**json.loads(file.read_text())) for file in files), key=lambda failure: failure.time)
+    def failures(self) -> dict[int, int]:
+        """Return rank -> exit code of the nodes that have failed and printed why."""
+        files = {rank: self.attempt_dir / f".node{rank}.failed" for rank in range(len(self.nodes))}
+        with contextlib.suppress(FileNotFoundError):
+            list(self.attempt_dir.iterdir())  # refreshes the view of an NFS client
+        return {rank: int(file.read_text()) for rank, file in files.items() if file.exists()}
 
     def _write(self, name: str, text: str) -> None:
         try:
             write_atomically(self.attempt_dir / f".{name}", text)
         except OSError as error:
-            raise UserError(
-                f"node {self.nodes[self.node_rank]} cannot write into {self.attempt_dir}: {error.strerror}"
-            ) from error
+            raise UserError(f"node {self.node} cannot write into {self.attempt_dir}: {error.strerror}") from error
 
 
 class Progress:

@@ -7,20 +7,18 @@ torchrun starts this instead of the program, because torchrun exits with code 1 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED
 from hpc_rl.host.disk import tolerate_lost_output
-from hpc_rl.host.files import write_atomically
 from hpc_rl.host.numa import bind_near, gpu_of_rank
 from hpc_rl.host.processes import GRACE_S, die_with_parent, forward_termination, shell_code, start
+from hpc_rl.node.rank_ends import RankExit, log_path, read_exits, record_exit, record_start
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR
 
 ENV_NODE_RANK, ENV_NODES = "HPC_RL_NODE_RANK", "HPC_RL_NODES"
@@ -31,28 +29,6 @@ MESSAGE_TIMEOUT_S = 60
 """How long a rank that ends because of bad input waits for rank 0, which prints the message."""
 
 
-@dataclass(frozen=True)
-class RankExit:
-    """How one rank ended."""
-
-    rank: int
-    node_rank: int
-    exit_code: int
-    time: float
-    """Unix time in seconds. The first failure is the cause; later ones are its consequences."""
-
-
-def log_path(attempt_dir: Path, node_rank: int, rank: int) -> Path:
-    """Return the path of a rank's log."""
-    return attempt_dir / f"node{node_rank}-rank{rank}.log"
-
-
-def read_exits(attempt_dir: Path) -> list[RankExit]:
-    """Return the ranks of all nodes that have ended, ordered by time."""
-    files = attempt_dir.glob(".node*-rank*.exit")
-    return sorted((RankExit(**json.loads(file.read_text())) for file in files), key=lambda ended: ended.time)
-
-
 def main(argv: list[str]) -> int:
     die_with_parent()
     program = argv[argv.index("--") + 1 :]
@@ -61,10 +37,12 @@ def main(argv: list[str]) -> int:
     rank, node_rank = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
     bind_near(os.environ, gpu_of_rank(os.environ, int(os.environ["LOCAL_RANK"])))
     with log_path(attempt_dir, node_rank, rank).open("ab") as log:
+        record_start(attempt_dir, node_rank, rank)
         child = start([sys.executable, "-u", *program], os.environ, log)
         asked_to_end = forward_termination(child, GRACE_S / 2)
-        ended = RankExit(rank, node_rank, shell_code(child.wait()), time.time())
-    write_atomically(attempt_dir / f".node{node_rank}-rank{rank}.exit", json.dumps(ended.__dict__))
+        code = shell_code(child.wait())
+        ended = RankExit(rank, node_rank, code, asked_to_end.is_set(), time.monotonic())
+    record_exit(attempt_dir, ended)
     # torchrun treats both codes as failures and would end the other ranks, which may still be saving, or rank 0, which
     # prints a mistake that all ranks have found.
     if ended.exit_code == EXIT_STOPPED:

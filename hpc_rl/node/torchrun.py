@@ -2,42 +2,40 @@
 
     srun --ntasks-per-node=1 python -m hpc_rl.node.torchrun --processes 8 -- -m hpc_rl.finetune.train --config FILE
 
-The job script starts this once on each node. It exits with the code of the first rank that failed on any node.
+The job script starts this once on each node. All of them exit with the code on which they agree (`hpc_rl.node.ending`).
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import secrets
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED, UserError
+from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.disk import tolerate_lost_output
-from hpc_rl.host.files import Follower, tail
+from hpc_rl.host.heartbeat import BEATS, ENV_HEARTBEATS
 from hpc_rl.host.jit_caches import jit_cache_defaults
 from hpc_rl.host.numa import numa_defaults
-from hpc_rl.host.processes import end, forward_termination, shell_code, start
-from hpc_rl.host.scratch import held_scratch
-from hpc_rl.node.entry import add_common_options, print_error, run_with_others, worker_defaults
+from hpc_rl.host.processes import adopt_orphans, end, end_descendants, start
+from hpc_rl.host.scratch import held_scratch, programs_tmpdir
+from hpc_rl.node.causes import End
+from hpc_rl.node.company import Company, join, lead
+from hpc_rl.node.ending import leave, print_cause, settle
+from hpc_rl.node.entry import add_common_options, run_with_others, worker_defaults
+from hpc_rl.node.hangs import HangWatch, Place, watching
 from hpc_rl.node.meeting import POLL_S, Meeting, Progress, named
 from hpc_rl.node.network import choose_address, free_port
-from hpc_rl.node.rank import ENV_NODE_RANK, ENV_NODES, RankExit, log_path, read_exits
+from hpc_rl.node.rank import ENV_NODE_RANK, ENV_NODES
+from hpc_rl.node.rank_ends import log_path, node_end
+from hpc_rl.node.shown_log import ShownLog
+from hpc_rl.node.signals import end_when, heed_signals
 from hpc_rl.run_dir import ENV_GROUP_DIR
 from hpc_rl.slurm.allocation import Allocation
-
-LOG_POLL_S = 0.5
-"""Interval between reads of rank 0's log, which is on a shared file system."""
-LINGER_S = 300
-"""How long ranks may run after rank 0 has ended."""
-LONGEST_PAUSE_S = 5.0
-_SIGTERM_CODE = 128 + 15
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,26 +44,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _take_part(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> int:
-    with held_scratch(os.environ, allocation.job_id, meeting.attempt_dir, allocation.node_rank) as scratch:
-        interface, place = _rendezvous(allocation, meeting, options, scratch)
+    rank, processes = allocation.node_rank, options.processes
+    adopt_orphans()
+    with held_scratch(os.environ, allocation.job_id, meeting.attempt_dir, rank) as scratch:
+        interface, company, place = _meet(allocation, meeting, options, scratch)
         environ = process_environment(os.environ, allocation, options, interface, scratch) | place
-        command = torchrun_command(allocation, options.processes, str(scratch), options.program)
-        with (meeting.attempt_dir / f"node{allocation.node_rank}.log").open("ab") as log:
+        command = torchrun_command(allocation, processes, str(scratch), options.program)
+        shown = ShownLog(log_path(meeting.attempt_dir, 0, 0), "rank 0")
+        watched = Place(meeting.attempt_dir, meeting.nodes, rank, scratch / BEATS)
+        with meeting.log(rank).open("ab") as log:
+            asked_to_end = heed_signals(meeting)
             child = start(command, environ, log)
             try:
-                asked_to_end = forward_termination(child)
-                _supervise(child, meeting, options.start_timeout)
+                end_when(asked_to_end, child)
+                with watching(watched, options.hang_timeout) as hangs:
+                    _supervise(child, company, shown if rank == 0 else None, options.start_timeout, hangs)
+                was_asked = asked_to_end.is_set() or child.poll() is None
             finally:
                 end(child)
-    if child.returncode == 0:
-        await_ranks(meeting.attempt_dir, options.processes * len(allocation.nodes), asked_to_end)
-    return _outcome(child, allocation, meeting.attempt_dir)
+                end_descendants()
+    if hangs.concluded():
+        own = End(rank, RunError.exit_code)  # the reason has been printed
+    else:
+        ranks = range(rank * processes, (rank + 1) * processes)
+        own = node_end(meeting.attempt_dir, allocation.node, rank, ranks, child.returncode, was_asked)
+    code = settle(company, own, asked_to_end, shown.end if rank == 0 else print_cause)
+    leave(company, asked_to_end)
+    return code
 
 
 def process_environment(
     environ: Mapping[str, str], allocation: Allocation, options: argparse.Namespace, interface: str, scratch: Path
 ) -> dict[str, str]:
-    """Return the environment of the ranks. Variables that the user exported take precedence, except for TMPDIR.
+    """Return the environment of the ranks. Variables that the user exported take precedence; see programs_tmpdir.
 
     Args:
         scratch: folder on the node's own disk, which is removed at the end.
@@ -73,7 +84,8 @@ def process_environment(
     threads = allocation.threads(options.processes)
     workers = worker_defaults(options.device, interface, options.interface, threads)
     defaults = {**workers, **jit_cache_defaults(environ, scratch), **numa_defaults(environ, options.device)}
-    return {**defaults, **environ, "TMPDIR": str(scratch)}
+    beats = {ENV_HEARTBEATS: str(scratch / BEATS)}
+    return {**defaults, **environ, "TMPDIR": programs_tmpdir(environ, scratch), **beats}
 
 
 def torchrun_command(allocation: Allocation, processes: int, scratch: str, program: Sequence[str]) -> list[str]:
@@ -106,41 +118,54 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _rendezvous(
+def _meet(
     allocation: Allocation, meeting: Meeting, options: argparse.Namespace, scratch: Path
-) -> tuple[str, dict[str, str]]:
-    """Return the interface of this node, and variables by which the ranks find their place and each other.
+) -> tuple[str, Company, dict[str, str]]:
+    """Meet the other nodes. Returns the interface of this node, the company, and variables for the ranks.
 
-    hpc-rl's own programs meet in a private folder. MASTER_ADDR and MASTER_PORT are for programs that open a store of
-    torch. They are not on a command line, which everyone on the node can read.
+    By these variables, ranks find their place and each other: hpc-rl's own programs meet in a private folder.
+    MASTER_ADDR and MASTER_PORT are for programs that open a store of torch. They are not on a command line, which
+    everyone on the node can read.
     """
     others = [name for name in allocation.nodes if name != allocation.node]
     interface, address = choose_address(options.interface, others[0] if others else None)
     if allocation.is_head:
+        company: Company = lead(meeting, address)
         meeting.publish(f"{address}:{free_port(address)}:{secrets.token_hex(8)}")
+    else:
+        company = join(meeting, options.start_timeout)
     host, port, name = meeting.await_address(options.start_timeout).split(":")
     # One node needs no shared file system, and no file locks on one.
     folder = meeting.attempt_dir if len(allocation.nodes) > 1 else scratch
-    return interface, {
-        ENV_NODE_RANK: str(allocation.node_rank),
-        ENV_NODES: str(len(allocation.nodes)),
-        ENV_GROUP_DIR: str(folder / f".group-{name}"),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": port,
-    }
+    return (
+        interface,
+        company,
+        {
+            ENV_NODE_RANK: str(allocation.node_rank),
+            ENV_NODES: str(len(allocation.nodes)),
+            ENV_GROUP_DIR: str(folder / f".group-{name}"),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+        },
+    )
 
 
-def _supervise(child: subprocess.Popen[bytes], meeting: Meeting, start_timeout: float) -> None:
-    """Wait until torchrun ends. The first node prints rank 0's output and checks that all nodes start."""
-    if meeting.node_rank != 0:
-        child.wait()
-        return
-    rank0 = Follower(log_path(meeting.attempt_dir, 0, 0))
-    deadline = time.monotonic() + start_timeout
-    missing, progress = meeting.missing(), Progress()
-    while child.poll() is None:
-        time.sleep(POLL_S if missing else LOG_POLL_S)
-        print(rank0.new_text(), end="", flush=True)
+def _supervise(
+    child: subprocess.Popen[bytes], company: Company, shown: ShownLog | None, start_timeout: float, hangs: HangWatch
+) -> None:
+    """Wait until torchrun ends, hangs, or this node has to end it. Node 0 shows rank 0's log and checks that all nodes
+    start.
+
+    Raises:
+        UserError: some nodes have not started in time.
+    """
+    meeting, deadline = company.meeting, time.monotonic() + start_timeout
+    missing, progress = meeting.missing() if shown else [], Progress()
+    while child.poll() is None and not company.must_end and not hangs.found:
+        time.sleep(POLL_S)
+        company.poll()
+        if shown:
+            shown.show()
         missing = missing and meeting.missing()
         if missing:
             progress.show(meeting.attendance)
@@ -149,58 +174,6 @@ def _supervise(child: subprocess.Popen[bytes], meeting: Meeting, start_timeout: 
                 f"{named(missing)} did not start within {start_timeout:.0f} s (slurm.start_timeout_s); "
                 f"the logs are in {meeting.attempt_dir}"
             )
-    print(rank0.new_text(), end="", flush=True)
-
-
-def await_ranks(attempt_dir: Path, ranks: int, asked_to_end: threading.Event) -> None:
-    """Wait until all ranks have ended: soon after the first node's task has ended, srun ends the other tasks (--wait).
-
-    Rank 0 may export the model for as long as the walltime allows. Others that still run LINGER_S after it count as
-    hanging.
-    """
-    linger_until, pause_s = math.inf, POLL_S
-    while not asked_to_end.wait(pause_s) and time.monotonic() < linger_until:
-        ended = read_exits(attempt_dir)
-        if len(ended) >= ranks or any(one.exit_code for one in ended):
-            return
-        if any(one.rank == 0 for one in ended):
-            linger_until = min(linger_until, time.monotonic() + LINGER_S)
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)  # all nodes read this folder, which is on a shared file system
-
-
-def _outcome(child: subprocess.Popen[bytes], allocation: Allocation, attempt_dir: Path) -> int:
-    """Return the exit code of the job's first failed rank, the same on every node. Its node explains the failure."""
-    if child.returncode == 0:
-        return 0
-    failed = [ended for ended in read_exits(attempt_dir) if ended.exit_code != 0]
-    # Ranks that were terminated after the first failure are not the cause.
-    causes = [ended for ended in failed if ended.exit_code != _SIGTERM_CODE] or failed
-    if not causes:
-        log = attempt_dir / f"node{allocation.node_rank}.log"
-        code = shell_code(child.returncode)
-        print_error(f"torchrun on node {allocation.node} ended with exit code {code}; the end of {log}:\n{tail(log)}")
-        return code
-    first = causes[0]
-    if first.exit_code != EXIT_STOPPED and first.node_rank == allocation.node_rank:
-        _explain(first, allocation.node, attempt_dir)
-    return first.exit_code
-
-
-def _explain(first: RankExit, node: str, attempt_dir: Path) -> None:
-    """Print how the first rank failed. Rank 0's log was printed while it ran."""
-    log = log_path(attempt_dir, first.node_rank, first.rank)
-    end_of_log = "" if first.rank == 0 else tail(log)
-    if first.exit_code == EXIT_BAD_INPUT and not end_of_log:
-        return  # rank 0 has printed the message
-    meaning = (
-        " (killed, usually for lack of memory: ask for more --mem, or let each process hold less)"
-        if first.exit_code == 128 + 9
-        else ""
-    )
-    print_error(
-        f"rank {first.rank} on node {node} failed with exit code {first.exit_code}{meaning}; its log is {log}"
-        + (f" and ends:\n{end_of_log}" if end_of_log else "")
-    )
 
 
 if __name__ == "__main__":

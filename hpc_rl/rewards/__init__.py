@@ -13,7 +13,7 @@
   numbers. The mean of each further number is logged as the metric `reward/KEY`; other values in the dict are ignored.
 - It runs in `reward.workers` separate processes. Calls are distributed over them in no fixed order, so keep no state
   between calls. If a call raises, takes longer than `reward.timeout_s`, ends its process, or returns no finite number,
-  the failure is logged and the response gets the score `reward.on_error`.
+  the failure is logged and the response is left out of training, or gets the score `reward.on_error`.
 - A module is found from the folder in which the job was submitted, as with `python -m`. A file may import the files
   beside it.
 """

@@ -28,6 +28,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, build_opener
 
+from hpc_rl.host.heartbeat import heart
 from hpc_rl.rewards.number import SCORE_KEY
 from hpc_rl.rewards.worker import Result, failed, succeeded
 
@@ -47,7 +48,11 @@ class Endpoint:
 
     def results(self, bodies: Sequence[Mapping[str, Any]]) -> list[Result]:
         """Send the requests, and return one result for each, in order."""
-        return list(self._threads.map(self._result, bodies))
+        results = []
+        for result in self._threads.map(self._result, bodies):
+            heart.beat()
+            results.append(result)
+        return results
 
     def close(self) -> None:
         """Wait for the requests that are already sent, at most reward.timeout_s."""

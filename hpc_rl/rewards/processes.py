@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.host.heartbeat import heart
 from hpc_rl.host.processes import shell_code
 from hpc_rl.rewards.worker import Call, Result, failed
 
@@ -178,6 +179,7 @@ class RewardProcesses:
             if isinstance(done, UserError):
                 shared.drop()
                 raise done
+            heart.beat()
             index, result = done
             results[index] = result
         return results

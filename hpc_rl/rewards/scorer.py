@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from hpc_rl.config.ppo import RewardConfig
 from hpc_rl.data.prompts import Prompt
+from hpc_rl.host.heartbeat import heart
 from hpc_rl.rewards.check import check_function, check_url
 from hpc_rl.rewards.http import Endpoint
 from hpc_rl.rewards.processes import RewardProcesses
@@ -28,7 +30,7 @@ class Scores:
     """The scores of B responses."""
 
     values: NDArray[np.float32]
-    """[B], finite; reward.on_error if scoring failed."""
+    """[B]. If scoring failed: reward.on_error, or NaN if that is null. All others are finite."""
     errors: list[tuple[int, str]]
     """Index and reason of each failure."""
     components: Sequence[Mapping[str, float]] = ()
@@ -88,6 +90,7 @@ class InDriverScorer:
         """See Scorer."""
 
     def _result(self, prompt: Prompt, response: str) -> Result:
+        heart.beat()
         try:
             return succeeded(self._function(response, prompt.answer))
         except ValueError as error:
@@ -135,12 +138,15 @@ class HttpScorer:
         self._endpoint.close()
 
 
-def to_scores(results: Sequence[Result], responses: Sequence[str], on_error: float) -> Scores:
-    """Collect results, use `on_error` as the score of a failure, and log failures with the start of the response."""
-    values = np.array([result.score if result.error is None else on_error for result in results], dtype=np.float32)
+def to_scores(results: Sequence[Result], responses: Sequence[str], on_error: float | None) -> Scores:
+    """Collect results, use `on_error` as the score of a failure (NaN for None), and log failures with the start of the
+    response."""
+    failed_score = math.nan if on_error is None else on_error
+    values = np.array([result.score if result.error is None else failed_score for result in results], dtype=np.float32)
+    then = "the response is left out" if on_error is None else f"the score is {on_error:g}"
     errors = [(index, result.error) for index, result in enumerate(results) if result.error is not None]
     for index, error in errors[:_SHOWN]:
-        _warn(f"scoring failed, the score is {on_error:g}: {error}; response: {responses[index][:80]!r}")
+        _warn(f"scoring failed, {then}: {error}; response: {responses[index][:80]!r}")
     if len(errors) > _SHOWN:
         _warn(f"scoring failed for {len(errors) - _SHOWN:,} more of these {len(results):,} responses")
     components = [result.components for result in results]

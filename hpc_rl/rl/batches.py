@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -30,6 +31,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Greedy:
+    """The greedy responses to the prompts of a step, one per group."""
+
+    completions: list[Completion]
+    scored: Pending[Scores]
+
+
+@dataclass(frozen=True)
 class Batch:
     """A step's responses and their scores. Responses to the same prompt are adjacent."""
 
@@ -39,8 +48,8 @@ class Batch:
     """Which prompt of the step each response answers."""
     completions: list[Completion]
     scored: Pending[Scores]
-    greedy_scored: Pending[Scores] | None = None
-    """Scores of the greedy responses to the same prompts, one per group; for ReMax."""
+    greedy: Greedy | None = None
+    """For ReMax."""
 
     def experience(self) -> TensorDict:
         """Return the responses as tensors."""
@@ -104,12 +113,14 @@ class BatchSource:
         prompts = [prompt for prompt in asked for _ in range(config.rollout.n)]
         seeds = np.random.default_rng([config.trainer.seed, step, attempt]).integers(2**62, size=len(prompts)).tolist()
         completions = self._rollout.generate([p.token_ids for p in prompts], seeds, sampling(config)).wait()
-        greedy_scored = None
+        greedy = None
         if config.algorithm.advantage == "remax":
-            greedy = self._rollout.generate([p.token_ids for p in asked], [0] * len(asked), greedy_sampling(config))
-            greedy_scored = self._scoring.start(asked, greedy.wait())
+            best = self._rollout.generate(
+                [p.token_ids for p in asked], [0] * len(asked), greedy_sampling(config)
+            ).wait()
+            greedy = Greedy(best, self._scoring.start(asked, best))
         groups = np.repeat(np.arange(len(asked)), config.rollout.n).tolist()
-        return Batch(prompts, groups, completions, self._scoring.start(prompts, completions), greedy_scored)
+        return Batch(prompts, groups, completions, self._scoring.start(prompts, completions), greedy)
 
 
 class _Response(NamedTuple):
@@ -156,7 +167,7 @@ class _Kept:
 
 def training_samples(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Return the rows of samples.jsonl for a step: the best and the worst response to its first prompts."""
-    scores = batch.scored.wait().values.tolist()
+    scores = [score_or_none(score) for score in batch.scored.wait().values]
     chosen = chosen_responses(batch.groups, scores)
     texts = response_texts(tokenizer, [batch.completions[index] for index in chosen])
     return [
@@ -164,6 +175,11 @@ def training_samples(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[d
         for index, text in zip(chosen, texts, strict=True)
         for prompt in [batch.prompts[index]]
     ]
+
+
+def score_or_none(score: float) -> float | None:
+    """Return the score as samples.jsonl has it: None if scoring failed."""
+    return None if math.isnan(score) else float(score)
 
 
 def full_batches(config: PpoConfig, prompts: int, start: Position) -> Iterator[tuple[NDArray[np.int64], Position]]:
@@ -177,9 +193,10 @@ def full_batches(config: PpoConfig, prompts: int, start: Position) -> Iterator[t
 def sampling(config: PpoConfig) -> Sampling:
     """Return how training responses are sampled."""
     rollout = config.rollout
-    return Sampling(config.data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k)
+    length, corrects = config.data.max_response_length, config.algorithm.corrects
+    return Sampling(length, rollout.temperature, rollout.top_p, rollout.top_k, truncated_logprobs=corrects)
 
 
 def greedy_sampling(config: PpoConfig) -> Sampling:
-    """Return how validation responses, and the baselines of ReMax, are decoded."""
+    """Return how the baselines of ReMax are decoded."""
     return Sampling(config.data.max_response_length, temperature=0.0)

@@ -3,12 +3,12 @@
 `Pending` is the only class for a deferred result in `rl/`. Its result comes from calls to actors, from a thread, or
 from a value that is already known:
 
-    pending = Pending.of_calls([ActorCall(actor.work.remote(), "rank 0 of pool train")])  # list of one result
+    pending = Pending.of_calls([ActorCall(actor.work.remote(), actor)])  # list of one result
     total = pending.then(sum)     # another Pending; nothing waits yet
     total.wait(timeout_s=60)      # waits once; further calls return the same result
 
 All failures of Ray are translated here: a `UserError` that an actor raised is raised unchanged, and an actor that died
-or did not answer becomes a `RunError` that names it.
+or did not answer becomes a `RunError` that names it, and how it ended (`hpc_rl.rl.fates`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.host.heartbeat import heart
+from hpc_rl.rl.fates import Actor, died
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -45,8 +47,7 @@ class ActorCall:
 
     ref: Any
     """Ray's reference to the result."""
-    actor: str
-    """The actor's name for error messages, for example `rank 1 of pool train (log: ...)`."""
+    actor: Actor
 
 
 class Pending(Generic[T]):
@@ -89,7 +90,8 @@ class Pending(Generic[T]):
             RunError: an actor died, or an actor or thread did not answer in time; the message names it.
         """
         if not self._result:
-            self._result.append(self._compute(timeout_s))
+            with heart.waiting():
+                self._result.append(self._compute(timeout_s))
         return self._result[0]
 
 
@@ -110,7 +112,8 @@ def wait_for_all(pending: Sequence[Pending[Any]], what: str, limit: str, timeout
         seconds = time.monotonic() - began
         print(f"waiting for the {what}: {arrived} of {len(calls)} ready, {seconds:.0f} s", flush=True)
 
-    _results(calls, timeout_s, limit, show)
+    with heart.waiting():
+        _results(calls, timeout_s, limit, show)
     for one in pending:
         one.wait()
 
@@ -130,7 +133,7 @@ def _results(
             show(len(found))
             continue
         if not ready:
-            late = ", ".join(by_ref[ref].actor for ref in left)
+            late = ", ".join(str(by_ref[ref].actor) for ref in left)
             raise RunError(f"no answer within {timeout_s:.0f} s{f' ({limit})' if limit else ''} from {late}")
         try:
             found[ready[0]] = _result(by_ref[ready[0]])
@@ -153,7 +156,7 @@ def _result(call: ActorCall) -> Any:
             raise error.cause from None
         raise
     except RayActorError as error:
-        raise _died(call, error) from error
+        raise died(call.actor, error) from error
     except RayError as error:
         raise RunError(f"{call.actor}: {type(error).__name__}: {str(error).splitlines()[0]}") from error
 
@@ -170,15 +173,7 @@ def _death_among(calls: Sequence[ActorCall]) -> RunError | None:
         try:
             ray.get(ready[0])
         except RayActorError as error:
-            return _died(by_ref[ready[0]], error)
+            return died(by_ref[ready[0]].actor, error)
         except RayError:
             continue  # an exception in the actor's code; it is alive
     return None
-
-
-def _died(call: ActorCall, error: RayActorError) -> RunError:
-    first = str(error).strip().splitlines()[0]
-    return RunError(
-        f"{call.actor} died ({first}). The usual cause is a lack of memory: lower trainer.micro_tokens, or request "
-        "more --mem"
-    )

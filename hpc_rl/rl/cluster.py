@@ -15,11 +15,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hpc_rl.config.compose import dump
 from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.errors import RunError, UserError
+from hpc_rl.errors import UserError
 from hpc_rl.host.accelerators import collective_defaults
+from hpc_rl.host.deaths import remember_oom_kills
 from hpc_rl.host.environment import tokenizer_defaults
 from hpc_rl.host.files import Follower, write_atomically
 from hpc_rl.host.ray_token import make_token
+from hpc_rl.rl.fates import Actor, died
 from hpc_rl.rl.pools import release_pools
 from hpc_rl.run_dir import RunDir
 
@@ -87,6 +89,7 @@ def connect(config: PpoConfig, logs: Path) -> bool:
         options["address"] = address
     else:
         os.environ.update(worker_environment(config))
+        remember_oom_kills(os.environ)
         _authenticate(logs)
         slots = config.trainer.n_gpus_per_node * config.trainer.nnodes
         if config.trainer.computes_on == "cpu":
@@ -166,5 +169,5 @@ def _follow(ref: Any, log: Path) -> int:
             raise error.cause from None
         raise
     except ray.exceptions.RayActorError as error:
-        raise RunError(f"the driver died ({str(error).splitlines()[0]}); its log is {log}") from error
+        raise died(Actor("the driver", "driver", log), error) from error
     return code

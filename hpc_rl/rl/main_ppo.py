@@ -18,6 +18,7 @@ from hpc_rl.config.compose import compose, load_config
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.disk import tolerate_lost_output
+from hpc_rl.host.heartbeat import heart
 from hpc_rl.host.imports import large_imports
 from hpc_rl.run_dir import RunDir, current_attempt_dir, current_run_dir
 
@@ -39,8 +40,10 @@ class TaskRunner:
             from hpc_rl.tracking.report import failure_reported
 
         log_to(driver_log(logs))
+        heart.begin("the driver")
         quiet_libraries()
-        state = set_up(config, run, logs)
+        with heart.phase("load"):
+            state = set_up(config, run, logs)
         try:
             with failure_reported(run), checkpoints.finished(state):
                 return train(state)

@@ -24,9 +24,10 @@ NO_SIGNAL_REPEAT = 20
 
 
 def experience_metrics(experience: TensorDict, config: PpoConfig) -> dict[str, float]:
-    """Measure the responses and their rewards."""
-    scores_B = experience["scores"]
-    rewards_B = columns.padded(experience, "rewards").sum(dim=1)
+    """Measure the responses and their rewards. Those without a score are left out of the latter."""
+    scored_B = experience["scored"]
+    scores_B = experience["scores"][scored_B]
+    rewards_B = columns.padded(experience, "rewards").sum(dim=1)[scored_B]
     advantages_N = columns.flat(experience, "advantages")
     metrics = {
         "critic/score/mean": scores_B.mean(),
@@ -39,7 +40,7 @@ def experience_metrics(experience: TensorDict, config: PpoConfig) -> dict[str, f
         "response_length/clip_ratio": (~experience["finished"]).float().mean(),
         **_length_metrics("response_length", columns.lengths(experience)),
         **_length_metrics("prompt_length", columns.lengths(experience, "prompt_ids")),
-        **_group_metrics(scores_B, experience["group"]),
+        **_group_metrics(scores_B, experience["group"][scored_B]),
     }
     if "returns" in experience:
         values_N, returns_N = columns.flat(experience, "values"), columns.flat(experience, "returns")

@@ -42,9 +42,11 @@ def new_group_dir(logs: Path, is_on_one_node: bool) -> Path:
     """Return a new private folder in which the ranks of a process group meet (`hpc_rl.training.rendezvous`).
 
     Args:
-        logs: a folder that all nodes share. A group on one node needs none.
+        logs: a folder that all nodes share. A group on one node needs none: it uses Ray's folder in a job's temporary
+            one, which is removed with it.
     """
-    return Path(tempfile.mkdtemp(prefix=".group-", dir=None if is_on_one_node else logs))
+    temporary = os.environ.get("RAY_TMPDIR") if is_on_one_node else None
+    return Path(tempfile.mkdtemp(prefix=".group-", dir=temporary or logs))
 
 
 def group_environment(rank: int, size: int, on_node: int, group_dir: Path, local_rank: int) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -69,11 +70,13 @@ class ModelScoring:
         """Close nothing: the workers end with their group."""
 
     def _checked(self, scores_B: torch.Tensor) -> Scores:
-        """Replace scores that are not finite by reward.on_error."""
+        """Replace scores that are not finite by reward.on_error, or by NaN if that is null."""
         bad = (~torch.isfinite(scores_B)).nonzero()[:, 0].tolist()
         if bad:
             print(f"warning: the reward model returned no finite score for {len(bad)} responses", file=sys.stderr)
-        values_B = torch.where(torch.isfinite(scores_B), scores_B, self._on_error)
+        values_B = torch.where(
+            torch.isfinite(scores_B), scores_B, math.nan if self._on_error is None else self._on_error
+        )
         return Scores(values_B.numpy(), [(index, "not finite") for index in bad])
 
 

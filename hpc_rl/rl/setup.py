@@ -151,7 +151,7 @@ def old_logprobs(config: PpoConfig) -> OldLogprobs:
     recompute: from a forward pass.
     """
     algorithm, rollout = config.algorithm, config.rollout
-    if algorithm.tis_cap is not None or rollout.calculate_log_probs:
+    if algorithm.corrects or rollout.calculate_log_probs:
         return "recompute"  # they are compared with the engine's
     if updates_per_step(config) == 1 and algorithm.kl.where != "reward":
         return "skip"

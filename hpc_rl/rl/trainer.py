@@ -10,6 +10,7 @@ from tensordict import TensorDict
 
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import EXIT_STOPPED, RunError
+from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl import checkpoints
 from hpc_rl.rl.batches import Batch, training_samples
 from hpc_rl.rl.experience import (
@@ -18,6 +19,7 @@ from hpc_rl.rl.experience import (
     add_scores,
     importance_weights,
     loss_weights,
+    scores_of,
 )
 from hpc_rl.rl.metrics import (
     actor_metrics,
@@ -86,6 +88,7 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
         its metrics; none if the run stops and the step was discarded.
     """
     config, algorithm = state.config, state.config.algorithm
+    heart.at_step(state.step + 1)
     position = state.batches.position
     with clock("gen"):
         state.rollout.wake()
@@ -106,7 +109,7 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
     with clock("adv"):
         kl_coef = state.kl.coef
         kl_mean = add_rewards(experience, algorithm, kl_coef)
-        add_advantages(experience, algorithm, greedy_scores(batch))
+        add_advantages(experience, algorithm, greedy_scores(batch, config))
         if kl_mean is not None:
             state.kl.update(kl_mean, len(batch.prompts))
     metrics = learn(state, experience, clock)
@@ -206,8 +209,8 @@ def actor_columns(experience: TensorDict, config: PpoConfig) -> dict[str, torch.
     names += ["ref_logprobs"] if config.algorithm.kl.where == "loss" else []
     found = {name: experience[name] for name in names}
     found["weights"] = loss_weights(experience, config, config.algorithm.loss_agg)
-    if config.algorithm.tis_cap is not None:
-        found["is_weights"] = importance_weights(experience, config.algorithm.tis_cap)
+    if config.algorithm.corrects:
+        found["is_weights"] = importance_weights(experience, config.algorithm)
     return found
 
 
@@ -217,11 +220,13 @@ def critic_columns(experience: TensorDict, config: PpoConfig) -> dict[str, torch
     return {"values": experience["values"], "returns": experience["returns"], "weights": weights}
 
 
-def greedy_scores(batch: Batch) -> torch.Tensor | None:
+def greedy_scores(batch: Batch, config: PpoConfig) -> torch.Tensor | None:
     """Return ReMax's baseline for each response, or None for other estimators."""
-    if batch.greedy_scored is None:
+    if batch.greedy is None:
         return None
-    return torch.from_numpy(batch.greedy_scored.wait().values)[torch.tensor(batch.groups)]
+    rewards_G = torch.from_numpy(batch.greedy.scored.wait().values)
+    lengths_G = torch.tensor([len(completion.token_ids) for completion in batch.greedy.completions])
+    return scores_of(rewards_G, lengths_G, config)[torch.tensor(batch.groups)]
 
 
 def test(state: PpoState) -> dict[str, float]:
@@ -238,7 +243,8 @@ def finish(state: PpoState) -> int:
     done = state.step >= state.total_steps
     if done and state.config.trainer.export:
         state.rollout.sleep()
-        checkpoints.export_model(state)
+        with heart.phase("export"):
+            checkpoints.export_model(state)
         print(f"model: {state.run.model}", flush=True)
     elif not done:
         if state.stopping.is_in_vain():

@@ -1,4 +1,4 @@
-"""Validation: one greedy response to each validation prompt."""
+"""Validation: responses to the validation prompts, and their scores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.prompts import Prompt
-from hpc_rl.rl.batches import greedy_sampling
+from hpc_rl.rl.batches import score_or_none
+from hpc_rl.rl.rollout.engine import Sampling
 from hpc_rl.rl.rollout.rollout import Rollout
 from hpc_rl.rl.scoring import Scoring, response_texts
 
@@ -34,21 +35,28 @@ def validate(
     tokenizer: PreTrainedTokenizerBase,
     config: PpoConfig,
 ) -> Validation:
-    """Generate one greedy response to each prompt and score it."""
-    completions = rollout.generate([p.token_ids for p in prompts], [0] * len(prompts), greedy_sampling(config)).wait()
+    """Generate rollout.val.n responses to each prompt and score them. They are the same at each validation of the same
+    weights."""
+    each = config.rollout.val
+    prompts = [prompt for prompt in prompts for _ in range(each.n)]
+    sampling = Sampling(config.data.max_response_length, each.temperature, each.top_p)
+    seeds = np.random.default_rng([config.trainer.seed]).integers(2**62, size=len(prompts)).tolist()
+    completions = rollout.generate([p.token_ids for p in prompts], seeds, sampling).wait()
     scores = scoring.start(prompts, completions).wait()
+    found = scores.values[~np.isnan(scores.values)]
     lengths = np.array([len(completion.token_ids) for completion in completions])
     metrics = {
-        "val/score": float(scores.values.mean()),
         "val/response_length": float(lengths.mean()),
         "val/unfinished": float(np.mean([not completion.finished for completion in completions])),
         "val/reward_errors": float(len(scores.errors)),
     }
+    if len(found):
+        metrics["val/score"] = float(found.mean())
     metrics |= {f"val/reward/{name}": mean for name, mean in scores.component_means().items()}
     shown = config.trainer.log_val_generations
     texts = response_texts(tokenizer, completions[:shown])
     samples = [
-        {"prompt": prompt.text, "response": text, "answer": prompt.answer, "score": float(score)}
+        {"prompt": prompt.text, "response": text, "answer": prompt.answer, "score": score_or_none(score)}
         for prompt, text, score in zip(prompts, texts, scores.values, strict=False)
     ]
     return Validation(metrics, samples)

@@ -6,8 +6,10 @@ import difflib
 import json
 import os
 import re
+import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 from hpc_rl.errors import UserError
 from hpc_rl.host.disk import disk_problem
 from hpc_rl.host.files import open_regular, read_json
-from hpc_rl.run_dir import RunDir
+from hpc_rl.run_dir import RunDir, terminated_file
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.states import ENDED, JobState
 from hpc_rl.tracking.metrics import parse_line
@@ -47,8 +49,12 @@ class RunStatus:
     attempt: int = 0
     step: int | None = None
     total_steps: int | None = None
+    step_age_s: float | None = None
+    """Seconds since the last step was recorded, while the job runs."""
     metrics: dict[str, float] = field(default_factory=dict)
     log: str | None = None
+    lost_nodes: tuple[str, ...] = ()
+    """Nodes that this job has lost, one entry for each time; it is queued again without them."""
     disk: str = ""
     """What is free on the run directory's file system, if it is hardly anything."""
     is_last_recorded: bool = False
@@ -151,22 +157,35 @@ def _status(run: RunDir, ask: Callable[[str], JobState | None]) -> RunStatus:
     job_id = current_job(run)
     latest = _last_metrics(run.metrics)
     attempts = run.attempts()
+    fields = _job_fields(run, job_id, ask)
     return RunStatus(
         run=run.name,
         run_dir=str(run.path),
         job_id=job_id,
-        **_job_fields(run, job_id, ask),
+        **fields,
         attempt=len(attempts),
         step=latest.pop("step", None),
         total_steps=latest.pop("total_steps", None),
+        step_age_s=_age_s(run.metrics) if fields["state"] == "RUNNING" else None,
         metrics=latest,
         log=str(job_log(run, job_id)) if job_id else None,
+        lost_nodes=lost_nodes(run, job_id),
         disk=disk_problem(run.path) or "",
     )
 
 
 def job_log(run: RunDir, job_id: str) -> Path:
     return run.path / f"job-{job_id}.log"
+
+
+def lost_nodes(run: RunDir, job_id: str | None) -> tuple[str, ...]:
+    """Return the nodes that a job has lost so far, one entry for each time."""
+    try:
+        with open_regular(run.losses) as file:
+            lines = [line.split() for line in file.read().decode(errors="replace").splitlines()]
+    except FileNotFoundError:
+        return ()
+    return tuple(words[2] for words in lines if len(words) == 3 and words[0] == job_id)
 
 
 def process_alive(pid: int, start_time: int) -> bool:
@@ -202,13 +221,21 @@ def _job_fields(run: RunDir, job_id: str | None, ask: Callable[[str], JobState |
     except commands.NoAnswer as error:
         return {**own_fields, **_last_recorded(run, str(error), own_fields["state"])} if unfinished else own_fields
     if slurm is None:
-        gone = {"state": "FAILED", "reason": "Slurm has no record of the job, and the job did not record how it ended"}
-        return {**gone, "exit_code": 1} if unfinished else own_fields
+        return _forgotten(run, own) if unfinished else own_fields
     if slurm.ended and own.get("state") == STOPPED:
         return {**own_fields, "nodes": slurm.nodes}
     exit_code = own.get("exit_code") if slurm.ended and slurm.exit_code is None else slurm.exit_code
     fields = {"state": slurm.state, "reason": slurm.reason, "nodes": slurm.nodes}
     return {**fields, "expected_start": slurm.expected_start, "exit_code": exit_code}
+
+
+def _forgotten(run: RunDir, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields for a job of which Slurm has no record, and which did not record how it ended."""
+    with suppress(OSError):
+        state = terminated_file(run.path / f"attempt-{own.get('attempt')}").read_text().strip()
+        return {"state": state, "reason": "Slurm ended the job", "exit_code": 128 + signal.SIGTERM}
+    gone = "Slurm has no record of the job, and the job did not record how it ended"
+    return {"state": "FAILED", "reason": gone, "exit_code": 1}
 
 
 def _last_recorded(run: RunDir, silence: str, state: str) -> dict[str, Any]:
@@ -249,6 +276,14 @@ def runs_below(root: Path) -> Iterator[Path]:
             yield from (point for point in path.iterdir() if point.is_dir())
         elif path.is_dir() and not path.name.startswith("."):
             yield path
+
+
+def _age_s(path: Path) -> float | None:
+    """Return the seconds since a file was written; 0 if the clock of its file system is ahead."""
+    try:
+        return max(0.0, time.time() - path.stat().st_mtime)
+    except FileNotFoundError:
+        return None
 
 
 def _last_metrics(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hpc_rl.config.slurm import walltime_s
 from hpc_rl.sites.choice import Choice, Dimension
 from hpc_rl.slurm.capacity import describe, shapes
-from hpc_rl.slurm.cluster import Association, NodeGroup, Partition
+from hpc_rl.slurm.cluster import Association, NodeGroup, Partition, preemption
 
 LONGEST_S = 24 * 3600
 """Walltime that most queues start soon, in seconds. A longer run resumes in the next job."""
@@ -178,7 +178,7 @@ def _queue(facts: Facts, partition: Partition, choice: Choice) -> Iterator[str]:
     highest = max((one.priority_tier for one in facts.partitions), default=0)
     yield "# Partitions that you may use:"
     for one in usable[:_LISTED]:
-        preempted = ", preemptible" if is_preemptible(facts, one, highest) else ""
+        preempted = f", preemptible ({preemption(one, facts.config)})" if is_preemptible(facts, one, highest) else ""
         yield f"#   {one.name}, at most {one.max_time}{preempted}:"
         yield from (f"#     {describe(shape)}" for shape in shapes(groups_of(facts, one))[:_LISTED])
     yield f"partition: {_yaml(partition.name)}"

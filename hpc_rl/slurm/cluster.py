@@ -167,6 +167,20 @@ def chosen(partitions: Sequence[Partition], name: str | None) -> Partition | Non
     return next((one for wanted in name.split(",") for one in partitions if one.name == wanted), None)
 
 
+def kill_wait_s(config: Mapping[str, str]) -> int:
+    """Return the seconds between SIGTERM and SIGKILL for a job that ends; Slurm's default if it is not known."""
+    return _whole(config.get("KillWait", "")) or 30
+
+
+def preemption(partition: Partition, config: Mapping[str, str]) -> str:
+    """Return what happens to a preempted job of a partition: `REQUEUE, announced 60 s before`."""
+    mode = partition.preempt_mode
+    if mode.startswith("SUSPEND"):
+        return f"{mode}, continued later"
+    graceful = partition.grace_s > 0 and "GANG" not in config.get("PreemptMode", "")  # the gang scheduler does not wait
+    return f"{mode}, announced {partition.grace_s if graceful else kill_wait_s(config)} s before"
+
+
 def read_interfaces(text: str) -> dict[str, str]:
     """Parse `ip -o -4 addr`: interface -> IPv4 address, without the loopback."""
     found = re.findall(r"^\d+: (\S+)\s+inet ([\d.]+)", text, re.MULTILINE)

@@ -24,7 +24,7 @@ from hpc_rl.host.ray_token import TOKEN
 from hpc_rl.host.scratch import job_folders, remove_scratch
 from hpc_rl.images.run_options import has_container_script
 from hpc_rl.images.runtimes import find_program, missing, runtime_of
-from hpc_rl.run_dir import ENV_ATTEMPT_DIR, ENV_RUN_DIR
+from hpc_rl.run_dir import ENV_ATTEMPT_DIR, ENV_RUN_DIR, read_outcome
 from hpc_rl.runs.status import STOPPED, job_log, process_start_time
 from hpc_rl.submission import queue
 from hpc_rl.submission.environment import job_environment
@@ -63,6 +63,8 @@ def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
     code = 1
     try:
         code = _run_nodes(job, job_id, attempt, on_poll)
+        agreed = read_outcome(attempt)
+        code = code if agreed is None or code == _CANCELLED else agreed
     finally:
         states = {0: "COMPLETED", EXIT_STOPPED: STOPPED, _CANCELLED: "CANCELLED"}
         _report(job, job_id, states.get(code, "FAILED"), code)
@@ -159,7 +161,7 @@ def node_command(job: Job, attempt: Path) -> list[str]:
     program = list(job.program)
     if job.row.trainer is not None:
         interpreter = [] if job.row.node_entry == "hpc_rl.node.torchrun" else [python]
-        program = [*interpreter, "-P", "-m", job.row.trainer, "--config", str(job.run_dir.config)]
+        program = [*interpreter, "-P", *job.row.trainer_command, "--config", str(job.run_dir.config)]
     options = node_options(job.config, local=True)
     return [*inside, python, "-P", "-m", job.row.node_entry, *options, *(["--", *program] if program else [])]
 

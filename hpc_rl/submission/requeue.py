@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.ownership import open_own
-from hpc_rl.run_dir import RunDir
+from hpc_rl.run_dir import REQUEUE, RunDir
 from hpc_rl.runs import control
 from hpc_rl.runs.status import RunStatus, in_slurm, status_of, statuses_of
 from hpc_rl.runs.sweeps import SweepDir, run_of, states
@@ -16,9 +16,6 @@ from hpc_rl.slurm import commands
 from hpc_rl.submission import queue
 from hpc_rl.submission.after import find_after_again
 from hpc_rl.submission.directives import environment_notes
-
-REQUEUE = "requeue"
-"""If the stop file has this text, the job script requeues its job after saving."""
 
 
 def requeue(run: RunDir) -> str:

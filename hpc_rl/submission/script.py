@@ -14,6 +14,7 @@ from hpc_rl import __version__
 from hpc_rl.config.compose import dump
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.ray import RayJobConfig
+from hpc_rl.config.slurm import EARLY_S
 from hpc_rl.errors import UserError
 from hpc_rl.host.shipped import shipped
 from hpc_rl.images import run_options
@@ -133,7 +134,9 @@ def _values(job: Job) -> dict[str, Any]:
         "config": config_text,
         "config_end": _end_mark("CONFIG", config_text),
         "warning_s": config.slurm.warning_s,
+        "early_s": EARLY_S,
         "requeue": config.slurm.requeue,
+        "max_node_failures": config.slurm.max_node_failures,
         "node_options": " ".join(map(bash_word, node_options(config))),
         "program": program_text(job),
     }
@@ -167,6 +170,8 @@ def node_options(config: JobConfig, local: bool = False) -> list[str]:
     timeout = config.ray.start_timeout_s if isinstance(config, RayJobConfig) else config.slurm.start_timeout_s
     options = ["--processes", str(config.trainer.n_gpus_per_node), "--device", config.trainer.computes_on]
     options += ["--start-timeout", str(timeout)]
+    if config.hang_timeout_s:
+        options += ["--hang-timeout", f"{config.hang_timeout_s:g}"]
     if config.slurm.interface and not local:
         options += ["--interface", config.slurm.interface]
     return options + (_ray_options(config) if isinstance(config, RayJobConfig) else [])
@@ -187,7 +192,7 @@ def program_text(job: Job) -> str:
     if job.row.trainer is not None:
         python = "" if job.row.node_entry == "hpc_rl.node.torchrun" else '"$python" '  # torchrun adds its own
         # -P: a datasets.py in the user's folder must not shadow the library of that name.
-        return f'{python}-P -m {job.row.trainer} --config "$HPC_RL_RUN_DIR/config.yaml"'
+        return f'{python}-P {" ".join(job.row.trainer_command)} --config "$HPC_RL_RUN_DIR/config.yaml"'
     return " ".join(map(bash_word, job.program))
 
 

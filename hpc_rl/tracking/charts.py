@@ -64,7 +64,27 @@ class Chart:
 
 
 LEARNING = (
-    Chart("Loss", "per target token", (("train/loss", "training"), ("val/loss", "validation"))),
+    Chart("Loss", "mean of a step", (("train/loss", "training"), ("val/loss", "validation"))),
+    Chart("Accuracy", "of preferences", (("train/accuracy", "training"), ("val/accuracy", "validation"))),
+    Chart("Margin", "reward of chosen minus rejected", (("train/margin", "training"), ("val/margin", "validation"))),
+    Chart("Rewards", "mean, training", (("train/reward_chosen", "chosen"), ("train/reward_rejected", "rejected"))),
+    Chart(
+        "Log-probability",
+        "sum over a response, training",
+        (("train/logp_chosen", "chosen"), ("train/logp_rejected", "rejected")),
+    ),
+    Chart(
+        "Calibration error",
+        "of the probability of an order",
+        (("train/calibration_error", "training"), ("val/calibration_error", "validation")),
+        True,
+    ),
+    Chart(
+        "Absolute error",
+        "of the score",
+        (("train/absolute_error", "training"), ("val/absolute_error", "validation")),
+        True,
+    ),
     Chart("Reward", "mean score of responses", (("critic/score/mean", "training"), ("val/score", "validation"))),
     Chart(
         "Response length",

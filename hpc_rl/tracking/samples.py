@@ -64,20 +64,25 @@ def records_training_samples(step: int, total_steps: int) -> bool:
     return step in (1, total_steps) or step % every == 0
 
 
-def chosen_responses(groups: Sequence[int], scores: Sequence[float]) -> list[int]:
+def chosen_responses(groups: Sequence[int], scores: Sequence[float | None]) -> list[int]:
     """Choose the responses of a training step that are recorded: the best and the worst of the first prompts.
 
     Args:
         groups: for each response, which prompt of the step it answers; responses to one prompt are adjacent.
-        scores: of each response.
+        scores: of each response; one without a score (None) counts as the worst.
 
     Returns:
         indices of responses; one for a prompt whose responses score alike.
     """
+
+    def value(index: int) -> float:
+        score = scores[index]
+        return -math.inf if score is None else score
+
     chosen: list[int] = []
     for _, indices in list(_grouped(groups))[:_RECORDED_PROMPTS]:
-        best = max(indices, key=lambda index: scores[index])
-        worst = min(indices, key=lambda index: scores[index])
+        best = max(indices, key=value)
+        worst = min(indices, key=value)
         chosen += [best] if scores[best] == scores[worst] else [best, worst]
     return chosen
 

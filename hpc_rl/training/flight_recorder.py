@@ -1,7 +1,8 @@
-"""torch's flight recorder: what each rank's latest collectives were, in a file of the attempt if one times out.
+"""torch's flight recorder: what each rank's latest collectives were, in a file of the attempt if the job hangs.
 
-For NCCL, torch writes the file itself (TORCH_NCCL_DUMP_ON_TIMEOUT). For gloo, torch only keeps the record, and
-fine-tuning calls `write`. `hpc-rl explain` reads the files: hpc_rl/doctor/flight_recorder.py.
+For NCCL, torch writes the file itself when a collective times out (TORCH_NCCL_DUMP_ON_TIMEOUT). For gloo, torch only
+keeps the record, and fine-tuning calls `write`. Both are written when the node entry asks a rank for its stacks.
+`hpc-rl explain` reads the files: hpc_rl/doctor/flight_recorder.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from hpc_rl.host import stacks
 
 _FILE = "TORCH_FR_DUMP_TEMP_FILE"
 """Variable with the path of the file, to which torch appends the rank."""
@@ -28,13 +31,22 @@ def prepare(attempt: Path | None, pool: str | None = None) -> None:
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     if attempt is not None:
         os.environ.setdefault(_FILE, str(attempt / f"flight-{f'{pool}-' if pool else ''}rank"))
+    stacks.on_request(dump)
 
 
 def write(error: Exception) -> None:
     """Write the record of this rank after an error of a collective in gloo."""
+    if _OF_A_COLLECTIVE.search(str(error)):
+        dump()
+
+
+def dump() -> None:
+    """Write the record of this rank, if it is in a process group."""
     prefix = os.environ.get(_FILE)
-    if prefix is None or not dist.is_initialized() or not _OF_A_COLLECTIVE.search(str(error)):
+    if prefix is None or not dist.is_initialized():
         return
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
-    if dump is not None:  # older versions of torch have it for NCCL only
-        Path(f"{prefix}{dist.get_rank()}").write_bytes(dump())
+    of_nccl = dist.is_nccl_available() and "nccl" in str(dist.get_backend_config())
+    # Older versions of torch have it for NCCL only.
+    record = getattr(torch._C._distributed_c10d, "_dump_nccl_trace" if of_nccl else "_dump_fr_trace", None)
+    if record is not None:
+        Path(f"{prefix}{dist.get_rank()}").write_bytes(record())

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
+from hpc_rl.host.heartbeat import heart
+
 PEAK_TFLOPS = {
     r"B200": 2250.0,  # https://www.nvidia.com/en-us/data-center/hgx/ (dense is half of the figure with sparsity)
     r"H200|GH200|H100 80GB HBM3|H100 SXM": 989.0,  # https://www.nvidia.com/en-us/data-center/h200/
@@ -27,7 +29,10 @@ names differ between vendors, so one table holds them all; a device that is not 
 
 
 class Clock:
-    """The wall time of the phases of a step: `with clock("data"): ...` fills seconds["timing_s/data"]."""
+    """The wall time of the phases of a step: `with clock("data"): ...` fills seconds["timing_s/data"].
+
+    A phase is also one of this process's signs of life.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -35,7 +40,8 @@ class Clock:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with heart.phase(phase):
+            yield
         self.seconds[f"timing_s/{phase}"] = time.perf_counter() - start
 
 

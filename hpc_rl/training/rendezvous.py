@@ -22,6 +22,7 @@ import torch.distributed as dist
 from hpc_rl.errors import UserError
 from hpc_rl.host.accelerators import visible_devices
 from hpc_rl.host.files import write_atomically
+from hpc_rl.host.locks import REMEDY, is_locked
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 _NCCL_LOOKS_EVERY = ("TORCH_NCCL_COORD_CHECK_MILSEC", "10000")
@@ -48,7 +49,7 @@ def meet(folder: Path, rank: int, size: int, timeout_s: float) -> dist.Store:
         _arrive(folder, rank)
         hosts = _await_all(folder, size, timeout_s)
         if rank != 0:
-            _require_locks(folder)
+            _require_locks(folder, hosts[0] == hosts[rank])
     except (FileExistsError, BlockingIOError) as error:
         raise UserError(f"another process group has used {folder}: each group needs a new folder") from error
     except OSError as error:
@@ -114,21 +115,22 @@ def _lock(folder: Path) -> int:
     return descriptor
 
 
-def _require_locks(folder: Path) -> None:
+def _require_locks(folder: Path, is_with_rank0: bool) -> None:
     """Check that this rank sees the lock of rank 0. torch's FileStore relies on locks.
 
+    Args:
+        is_with_rank0: whether rank 0 is on this host, where locks always work.
+
     Raises:
-        UserError: it does not, so locks are local to each node.
+        UserError: it does not: rank 0 has ended, or locks are local to each node.
     """
-    with (folder / _LOCK).open("rb+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
+    if is_locked(folder / _LOCK):
+        return
+    if is_with_rank0:
+        raise UserError("rank 0 ended while the ranks met: its log has the reason")
     raise UserError(
-        f"file locks do not reach from node to node in {folder}, and the ranks need them to meet: put the run "
-        "directory on another file system (home folders on NFS have them), or ask the administrators for them (Lustre: "
-        "mount option flock instead of localflock; BeeGFS: tuneUseGlobalFileLocks=true)"
+        "rank 0 ended while the ranks met, and its log has the reason; or, if rank 0 still runs, "
+        f"file locks do not reach from node to node in {folder}, and the ranks need them to meet: {REMEDY}"
     )
 
 

@@ -13,12 +13,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from hpc_rl.run_dir import RunDir
+from hpc_rl.config.slurm import EARLY_S
+from hpc_rl.run_dir import WALLTIME, RunDir
 
 ENV_JOB_END = "HPC_RL_JOB_END"
 """Unix time at which the walltime ends; set by the job script, and empty if Slurm did not answer."""
-WALLTIME = "walltime"
-"""If the stop file has this text, the job script requeues its job after saving."""
 RESERVE_S = 30
 """Time between the end of a checkpoint and the end of the walltime, in which the processes exit."""
 MARGIN = 1.25
@@ -27,8 +26,6 @@ WINDOW = 10
 """Number of latest steps whose times count."""
 FEW = 3
 """Number of latest checkpoints and validations whose times count."""
-EARLY_S = 90
-"""Slurm may send its warning a minute early (sbatch(1), --signal); a warning before that is a preemption."""
 
 IN_VAIN = (
     "the walltime ends before the first step of this attempt is done, and another attempt would not change that: raise "

@@ -113,7 +113,7 @@ def test_a_time_that_yaml_made_a_number_is_refused(tmp_path: Path, monkeypatch: 
     (tmp_path / "configs" / "sft.yaml").write_text("slurm: {time: 24:00:00}\n")
     monkeypatch.chdir(tmp_path)
     message = error_of(*REQUIRED)
-    assert message.startswith("slurm.time: 86400") and "quote it" in message
+    assert message.startswith("configs/sft.yaml, line 1: slurm.time: 86400") and "quote it" in message
 
 
 def test_a_line_break_in_an_sbatch_option_is_refused() -> None:

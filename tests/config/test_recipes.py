@@ -7,6 +7,7 @@ import pytest
 
 from hpc_rl.config.compose import compose
 from hpc_rl.config.ppo import PpoConfig, roles_in_use
+from hpc_rl.config.preferences import DpoConfig, RmConfig
 
 ROOT = Path(__file__).parents[2]
 GSM8K_ROWS = 7473
@@ -16,8 +17,13 @@ VERL = "gsm8k-verl"
 """The settings of another project's example, which tests/test_docs.py compares with docs/from-verl.md."""
 
 
+PREFERENCES = {"ultrafeedback-dpo": "dpo", "ultrafeedback-rm": "rm"}
+"""Recipes of other kinds of jobs."""
+
+
 def names(group: str) -> list[str]:
-    return sorted(path.stem for path in (ROOT / "configs" / group).glob("*.yaml") if path.stem != VERL)
+    others = {VERL, *PREFERENCES}
+    return sorted(path.stem for path in (ROOT / "configs" / group).glob("*.yaml") if path.stem not in others)
 
 
 def ppo(*overrides: str) -> PpoConfig:
@@ -51,6 +57,15 @@ def test_the_first_recipe_lists_the_arithmetic_of_all(recipe: str) -> None:
     steps = GSM8K_ROWS // prompts
     table = " ".join((ROOT / "configs" / "recipe" / "gsm8k-1node.yaml").read_text().split())
     assert f"{recipe} {prompts} x {n} = {prompts * n:,} {mini:,} {steps}" in table
+
+
+@pytest.mark.parametrize(("recipe", "kind"), PREFERENCES.items())
+def test_recipes_of_preferences(recipe: str, kind: str) -> None:
+    config = compose(kind, [f"recipe={recipe}", "data.train_files=a.jsonl"])
+    assert isinstance(config, DpoConfig | RmConfig)
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    assert config.data.train_batch_size % ranks == 0 and config.data.max_length == 2048
+    assert config.trainer.micro_tokens >= config.data.longest
 
 
 def test_model_and_algorithm_win_over_the_recipe() -> None:

@@ -59,7 +59,28 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
         ),
         (
             ("algorithm.kl.where=loss",),
-            "algorithm.kl.estimator=k1 has no gradient on average: with kl.where=loss use k2 or k3",
+            "algorithm.kl.estimator=k1 has no gradient on average: with kl.where=loss use k2, k3 or k3+",
+        ),
+        (
+            ("algorithm.loss=cispo",),
+            "algorithm.clip_ratio_low is 0.2, but algorithm.loss=cispo has no lower bound: use the preset "
+            "algorithm=cispo, or set algorithm.clip_ratio_low=1",
+        ),
+        (
+            ("algorithm.scale_rewards=batch",),
+            "algorithm.scale_rewards is for algorithm.advantage=grpo, and not for gae: leave it out",
+        ),
+        (
+            ("algorithm.tis_bounds=[2,0.5]",),
+            "algorithm.tis_bounds is [2, 0.5]: both are ratios, the lower one first, from 0 on",
+        ),
+        (
+            ("reward.clip=[1,1]",),
+            "reward.clip is [1, 1]: the first number has to be the lower one",
+        ),
+        (
+            ("rollout.val.n=4",),
+            "rollout.val.n is 4, but at rollout.val.temperature=0 all responses are the same: raise it",
         ),
         (
             ("critic.warmup_steps=5", "trainer.total_training_steps=5"),

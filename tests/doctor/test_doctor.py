@@ -49,7 +49,8 @@ def with_environ(report: NodeReport, **environ: str | None) -> NodeReport:
 
 def judged(first: NodeReport) -> dict[str, Check]:
     """What is not ok, by name."""
-    second = replace(first, node="node2", rank=1, round_trip_s=None, missing=[])
+    seen = first.sees_locks is not False
+    second = replace(first, node="node2", rank=1, round_trip_s=None, missing=[], sees_locks=seen)
     return {check.name: check for check in judge([first, second]) if check.level != "ok"}
 
 
@@ -85,6 +86,7 @@ CASES: dict[str, tuple[Callable[[NodeReport], NodeReport], str, str, str]] = {
     "slow files": (lambda r: replace(r, file_latency_s=0.5), "run directory", "warning", "500.0 ms"),
     "late files": (lambda r: replace(r, round_trip_s=9.0), "shared folder", "warning", "9000 ms"),
     "missing": (lambda r: replace(r, missing=["node2"]), "shared folder", "problem", "node2 wrote no report"),
+    "local locks": (lambda r: replace(r, sees_locks=False), "file locks", "problem", "tuneUseGlobalFileLocks=true"),
     "offline": (lambda r: replace(r, internet={"wandb": "no route"}), "internet", "warning", "wandb_mode=offline"),
     "old driver": (lambda r: replace(r, gpu_driver="550.54.15"), "torch and driver", "problem", "needs driver 580"),
     "no torch": (

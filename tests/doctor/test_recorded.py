@@ -28,7 +28,7 @@ RUNS: dict[str, tuple[str, str]] = {
     "sft-not-cached": ("A model or data set is not in the cache", "nobody/none"),
     "sft-small-vocabulary": ("The tokenizer does not fit the model", "index out of range in self"),
     "sft-broken-weights": ("The weights do not fit the model", "ignore_mismatched_sizes"),
-    "torchrun-missing-module": ("Python or a package is missing on the nodes", "flash_attn"),
+    "torchrun-missing-module": ("A Python module is missing", "flash_attn"),
     "torchrun-shapes": ("Tensor shapes do not match", "(4x16 and 32x8)"),
     "torchrun-dtypes": ("Tensor types do not match", "Float and BFloat16"),
     "torchrun-raises": ("An exception in the program", "the teacher's answer has no final number"),
@@ -40,7 +40,7 @@ RUNS: dict[str, tuple[str, str]] = {
     "torchrun-cuda": ("No GPU is visible", "Torch not compiled with CUDA enabled"),
     "torchrun-disk": ("No space left on device", "[Errno 28]"),
     "torchrun-permission": ("Permission denied", "/sys/kernel/notes"),
-    "ray-missing-module": ("Python or a package is missing on the nodes", "ModuleNotFoundError"),
+    "ray-missing-module": ("A Python module is missing", "ModuleNotFoundError"),
     "ray-memory": ("Killed by Ray's memory monitor", "running low on memory"),
     "ray-killed-actor": ("A process was killed", "died"),
     "ray-placement-group": ("A Ray task did not finish in time", "GetTimeoutError"),
@@ -50,7 +50,7 @@ RUNS: dict[str, tuple[str, str]] = {
     "ppo-killed-gcs": ("A process of Ray was killed", "GCS server was killed"),
     "ppo-killed-worker": ("A process was killed", "rank 0 of pool"),
     "ppo-reward-raises": ("The reward function failed", "string indices must be integers"),
-    "ppo-reward-imports": ("Python or a package is missing on the nodes", "sympy_plus"),
+    "ppo-reward-imports": ("A Python module is missing", "sympy_plus"),
     "ppo-not-finite": ("The loss or a gradient is not finite", "the loss is nan in step 2"),
     "ppo-small-vocabulary": ("The tokenizer does not fit the model", "index out of range in self"),
 }
@@ -76,7 +76,9 @@ INJECTED: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     ),
     "preemption": (
         "torchrun-killed", JOB_LOG,
-        ("slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2026-11-21T16:05:33 DUE TO PREEMPTION ***",),
+        ("slurmstepd-node1: error: *** STEP 1.0 ON node1 CANCELLED AT 2026-11-22T07:48:11 DUE TO PREEMPTION ***",
+         "srun: Job step aborted: Waiting up to 17 seconds for job step to finish.",
+         "slurmstepd-node1: error: *** JOB 1 ON node1 CANCELLED AT 2026-11-22T07:48:15 DUE TO PREEMPTION ***"),
         "Preempted",
     ),
     "node failure": (

@@ -121,15 +121,20 @@ def test_a_driver_sees_what_was_granted_and_its_exit_code_is_the_jobs(workspace:
 
 
 BREAKS = {
-    "raylet": ("node2", ["-x", "raylet"], "Ray's raylet was killed (signal 9) on node node2", 1),
-    "gcs": ("node1", ["-x", "gcs_server"], "Ray's GCS server was killed (signal 9) on node node1", 1),
+    "raylet": ("node2", ["-x", "raylet"], "Ray's raylet was killed (signal 9) on node node2", 137),
+    "gcs": ("node1", ["-x", "gcs_server"], "Ray's GCS server was killed (signal 9) on node node1", 137),
     "driver": (
         "node1",
         ["-f", "^python wait_driver"],
-        "the driver failed with exit code 137 (killed, usually for",
+        "the driver failed with exit code 137 (killed (signal 9) by a user or a program, or",
         137,
     ),
-    "entry": ("node2", ["-f", "^[^ ]*python[^ ]* -P -m hpc_rl.node.ray_cluster.node"], "node node2 is lost", 137),
+    "entry": (
+        "node2",
+        ["-f", "^[^ ]*python[^ ]* -P -m hpc_rl.node.ray_cluster.node"],
+        "the node entry on node node2 was killed",
+        137,
+    ),
 }
 """What is killed -> on which node, how, the message in the log, and the job's exit code."""
 
@@ -169,6 +174,7 @@ def test_a_node_that_is_cut_off_ends_the_job_on_both_sides_before_slurm_knows(pa
     workspace.wait_until(lambda: traces(patient_cluster) == before, "both nodes to be empty")
     assert not patient_cluster.node_states()["node2"].startswith("down")
     assert json.loads(status.read_text())["exit_code"] == 1
+    assert (status.parent / "attempt-1" / ".lost").read_text() == "node2\n"
     check_reason_comes_first(log_of(workspace, "lost"), "hpc-rl: node node2 is lost: it has not answered for")
 
 

@@ -192,7 +192,7 @@ def test_a_dead_rank_ends_the_job_and_is_named(workspace: Workspace, slurm_clust
     )
     followed = workspace.hpc_rl("logs", "-f", "dead")
     assert followed.returncode == 137, followed.stdout
-    assert "rank 1 on node node2 failed with exit code 137 (killed, usually for lack of memory" in followed.stdout
+    assert "rank 1 on node node2 failed with exit code 137 (killed (signal 9) by a user or" in followed.stdout
     slurm_cluster.wait_idle()
     for node in ("node1", "node2"):
         left = slurm_cluster.exec_on(node, ["pgrep", "-f", "hpc_rl"], check=False)

@@ -1,3 +1,4 @@
+import fcntl
 import os
 import re
 import subprocess
@@ -8,7 +9,16 @@ import pytest
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.disk import file_system
-from hpc_rl.host.scratch import held_scratch, job_folders, local_folder, remove_recorded, remove_tree
+from hpc_rl.host.scratch import (
+    held,
+    held_scratch,
+    job_folders,
+    local_folder,
+    programs_tmpdir,
+    remove_abandoned,
+    remove_recorded,
+    remove_tree,
+)
 
 
 def test_the_temporary_folder_is_private_and_goes_with_all_in_it(tmp_path: Path) -> None:
@@ -69,6 +79,34 @@ def test_a_temporary_folder_that_others_can_change_is_not_used(tmp_path: Path) -
     assert local_folder({"TMPDIR": str(tmp_path)}) == Path("/tmp")
     tmp_path.chmod(0o1777)
     assert local_folder({"TMPDIR": str(tmp_path)}) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "scratch", "found"),
+    [
+        ("/local/7", "/local/7/0.7.abc", "/local/7"),
+        ("/local/7/", "/local/7/0.7.abc", "/local/7/"),
+        ("/shared", "/tmp/0.7.abc", "/tmp/0.7.abc"),
+        ("/tmp", "/tmp/0.7.abc", "/tmp/0.7.abc"),
+        ("", "/tmp/0.7.abc", "/tmp/0.7.abc"),
+        (None, "/tmp/0.7.abc", "/tmp/0.7.abc"),
+    ],
+)
+def test_programs_keep_a_tmpdir_of_their_own(given: str | None, scratch: str, found: str) -> None:
+    environ = {} if given is None else {"TMPDIR": given}
+    assert programs_tmpdir(environ, Path(scratch)) == found
+
+
+def test_a_file_system_without_locks_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then nobody can tell whether a folder is in use, and it stays."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with held(tmp_path):
+        remove_abandoned([tmp_path])
+        assert tmp_path.is_dir()
 
 
 def test_a_folder_with_read_only_parts_is_removed(tmp_path: Path) -> None:

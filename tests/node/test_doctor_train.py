@@ -80,7 +80,11 @@ def test_settled_checks_stay(tmp_path: Path) -> None:
     settle(results, "ray", "gone", progress=True)
     assert [line.state for line in read(results)] == ["passed", "planned"]
     settle(results, "ray", "gone", progress=False)
-    assert [(line.state, line.found) for line in read(results)] == [("passed", "fine"), ("failed", "gone")]
+    assert [(line.name, line.state, line.found) for line in read(results)] == [
+        ("a", "passed", "fine"),
+        ("b", "skipped", "ray did not start"),
+        ("start of ray", "failed", "gone"),
+    ]
 
 
 def test_a_cut_off_line_is_left_out(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.host import jit_caches
-from hpc_rl.node import torchrun
-from hpc_rl.node.rank import RankExit, place_in_job
-from hpc_rl.node.torchrun import await_ranks, parse, process_environment, torchrun_command
+from hpc_rl.node.rank import place_in_job
+from hpc_rl.node.torchrun import parse, process_environment, torchrun_command
 from hpc_rl.slurm.allocation import Allocation
 
+DEADLINE_S = 600
 SCRATCH = Path("/tmp/scratch")
 PAIR = Allocation("7", 1, ("a", "b"), 1, cpus=8)
 
@@ -31,12 +30,15 @@ def test_what_the_user_exported_wins() -> None:
     assert environ == {
         "PATH": "/bin",
         "NCCL_DEBUG": "INFO",
-        "TMPDIR": str(SCRATCH),  # which is below the user's
+        "TMPDIR": str(SCRATCH),  # which is not in the user's, so that one cannot be used
+        "HPC_RL_HEARTBEATS": str(SCRATCH / "beats"),
         "OMP_NUM_THREADS": "2",
         "TOKENIZERS_PARALLELISM": "true",
         "GLOO_SOCKET_IFNAME": "ib0",
         **{name: environ[name] for name in jit_caches.VARIABLES},
     }
+    staged = process_environment({"TMPDIR": "/local/7"}, PAIR, options(), "ib0", Path("/local/7/0.7.abc"))
+    assert staged["TMPDIR"] == "/local/7"
     own = {"TRITON_CACHE_DIR": "/mine"}
     assert process_environment(own, PAIR, options(), "ib0", SCRATCH)["TRITON_CACHE_DIR"] == "/mine"
     assert process_environment({}, PAIR, options(processes=16), "lo", SCRATCH)["OMP_NUM_THREADS"] == "1"
@@ -60,40 +62,6 @@ def test_ranks_follow_slurms_order_of_nodes() -> None:
         **{"RANK": "9", "ROLE_RANK": "9", "WORLD_SIZE": "12", "ROLE_WORLD_SIZE": "12"},
         **{"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3"},
     }
-
-
-def ended(folder: Path, *ranks: int, exit_code: int = 0) -> None:
-    for rank in ranks:
-        found = RankExit(rank, 0, exit_code, 1.0)
-        (folder / f".node0-rank{rank}.exit").write_text(json.dumps(found.__dict__))
-
-
-@pytest.mark.parametrize("linger_s", [60, 0])
-def test_a_node_waits_for_rank_0_but_not_for_ranks_that_hang_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linger_s: float
-) -> None:
-    monkeypatch.setattr(torchrun, "LINGER_S", linger_s)
-    ended(tmp_path, 2, 3)
-    waiting = threading.Thread(target=await_ranks, args=(tmp_path, 4, threading.Event()), daemon=True)
-    waiting.start()
-    waiting.join(0.3)
-    assert waiting.is_alive(), "rank 0 still works"
-    ended(tmp_path, 0)
-    if linger_s:
-        waiting.join(0.3)
-        assert waiting.is_alive(), "rank 1 may still work"
-        ended(tmp_path, 1)
-    waiting.join(30)
-    assert not waiting.is_alive()
-
-
-def test_a_failure_or_slurm_ends_the_wait_for_other_ranks(tmp_path: Path) -> None:
-    asked = threading.Event()
-    ended(tmp_path, 3, exit_code=1)
-    await_ranks(tmp_path, 4, asked)
-    (tmp_path / ".node0-rank3.exit").unlink()
-    asked.set()
-    await_ranks(tmp_path, 4, asked)
 
 
 @pytest.fixture
@@ -126,12 +94,12 @@ class Entry:
 
     def run(self, program: str, **environ: str) -> tuple[int, str, str]:
         process = self.start(program, **environ)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=DEADLINE_S)
         return process.returncode, out, err
 
     def await_marks(self) -> list[Path]:
         """Wait for the files with the process ids of both ranks, which the program writes."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + DEADLINE_S
         marks = [self.folder / f"program.py.{rank}" for rank in range(2)]
         while not all(mark.exists() and mark.read_text() for mark in marks):
             assert time.monotonic() < deadline
@@ -185,7 +153,7 @@ def test_the_first_rank_to_fail_is_named_with_the_end_of_its_log(entry: Entry) -
 def test_a_killed_rank_is_told_from_one_that_left(entry: Entry) -> None:
     code, _, err = entry.run(RANK + "import signal\nos.kill(os.getpid(), signal.SIGKILL)")
     assert code == 137
-    assert "exit code 137 (killed, usually for lack of memory" in err
+    assert "exit code 137 (killed (signal 9) by a user or a program, or for lack of memory" in err
 
 
 def test_bad_input_is_one_line(entry: Entry) -> None:
@@ -224,7 +192,7 @@ def test_a_rank_that_ignores_sigterm_is_killed(entry: Entry) -> None:
     )
     marks = entry.await_marks()
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=40)
+    process.communicate(timeout=DEADLINE_S)
     for mark in marks:
         assert not Path(f"/proc/{mark.read_text()}").exists()
 
@@ -235,8 +203,43 @@ def test_nothing_survives_the_entry(entry: Entry) -> None:
     )
     marks = entry.await_marks()
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=DEADLINE_S)
     for mark in marks:
         assert not Path(f"/proc/{mark.read_text()}").exists()
     exits = [json.loads(path.read_text()) for path in entry.attempt.glob(".*.exit")]
     assert [ended["exit_code"] for ended in exits] == [143, 143]
+
+
+SAVES = RANK + (
+    "import pathlib, time\n"
+    "open(f'{sys.argv[0]}.{rank}', 'w').write(str(os.getpid()))\n"
+    "stop = pathlib.Path(os.environ['HPC_RL_ATTEMPT_DIR']).parent / 'stop'\n"
+    "while not stop.exists(): time.sleep(0.05)\n"
+    "sys.exit(75 if stop.read_text() == os.environ['EXPECTED'] else 1)\n"
+)
+
+
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGTERM, "preemption"), (signal.SIGUSR2, "requeue")])
+def test_a_signal_of_slurm_lets_the_ranks_save(entry: Entry, number: int, reason: str) -> None:
+    process = entry.start(SAVES, SLURM_STEP_ID="0", EXPECTED=f"{reason}\n")
+    entry.await_marks()
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+
+
+def test_a_second_signal_ends_ranks_that_do_not_save(entry: Entry) -> None:
+    process = entry.start(
+        RANK + "import time\nopen(f'{sys.argv[0]}.{rank}', 'w').write(str(os.getpid()))\ntime.sleep(600)",
+        SLURM_STEP_ID="0",
+    )
+    marks = entry.await_marks()
+    process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + 60
+    while not (entry.folder / "stop").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert process.poll() is None and Path(f"/proc/{marks[0].read_text()}").exists()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143

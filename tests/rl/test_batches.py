@@ -141,17 +141,19 @@ def test_remax_compares_with_a_greedy_response_to_the_same_prompt() -> None:
     def score(prompt: Prompt, completion: Completion) -> float:
         return 100 * int(prompt.answer) + token(completion)
 
-    drawing, engine = source(ppo_config("algorithm.advantage=remax", "data.shuffle=false"), score)
+    overlong = ("algorithm.overlong_buffer=8", "algorithm.overlong_penalty=16")  # 2 for each token
+    config = ppo_config("algorithm.advantage=remax", "data.shuffle=false", *overlong)
+    drawing, engine = source(config, score)
     batch = drawn(drawing, 0)
     (_, _, greedy) = engine.asked[1]
     assert greedy.temperature == 0 and len(engine.asked[1][0]) == 4
-    found = greedy_scores(batch)
-    assert found is not None and found.tolist() == [5, 5, 105, 105, 205, 205, 305, 305]
+    found = greedy_scores(batch, config)
+    assert found is not None and found.tolist() == [3, 3, 103, 103, 203, 203, 303, 303]
 
 
 def test_other_estimators_have_no_greedy_scores() -> None:
     drawing, engine = source(ppo_config(), by_token)
-    assert greedy_scores(drawn(drawing, 0)) is None
+    assert greedy_scores(drawn(drawing, 0), ppo_config()) is None
     assert len(engine.asked) == 1
 
 

@@ -95,6 +95,14 @@ def scored(lengths: list[int], *overrides: str) -> TensorDict:
     return experience
 
 
+def without_scores(lengths: list[int], missing: list[int], *overrides: str) -> TensorDict:
+    """Responses with the scores 0, 1, 2, ..., but some could not be scored."""
+    experience, scores = experience_of(lengths), torch.arange(len(lengths)).float()
+    scores[missing] = torch.nan
+    columns.add_scores(experience, scores, ppo_config(*overrides))
+    return experience
+
+
 def column_of(experience: TensorDict, each: float) -> torch.Tensor:
     """The same number for every token."""
     return columns.repeat(torch.full((len(experience),), each), experience)
@@ -106,6 +114,50 @@ def test_the_penalty_for_overlong_responses() -> None:
     experience = scored([3, 4, 5, 6], *overlong)
     assert experience["scores"].tolist() == [0.0, 1.0, 2.0 - 0.5, 3.0 - 1.0]
     assert scored([3, 4, 5, 6])["scores"].tolist() == [0, 1, 2, 3]
+
+
+def test_rewards_are_limited_before_the_penalty() -> None:
+    experience = scored([5, 5, 5, 5], "reward.clip=[0.5,2]", "algorithm.overlong_buffer=4")
+    assert experience["scores"].tolist() == [0.25, 0.75, 1.75, 1.75]
+
+
+def test_a_response_without_a_score_teaches_nothing_and_changes_nothing() -> None:
+    """As if it were not there: advantages, returns and weights of the others."""
+    config = ppo_config("actor.mini_batch_size=4")
+    everyone, others = without_scores([3, 1, 6, 2], [2]), scored([3, 1, 2])
+    assert everyone["scored"].tolist() == [True, True, False, True] and everyone["scores"].tolist() == [0, 1, 0, 3]
+    others["scores"] = torch.tensor([0.0, 1.0, 3.0])
+    for experience in (everyone, others):
+        experience["values"] = column_of(experience, 0.5)
+        columns.add_rewards(experience, config.algorithm, 0.0)
+        columns.add_advantages(experience, config.algorithm, None)
+        experience["weights"] = columns.loss_weights(experience, config, "token-mean")
+    for name in ("advantages", "returns", "weights"):
+        rows = [row.tolist() for row in everyone[name].unbind()]
+        assert rows.pop(2) == [0.0] * 6
+        assert rows == [pytest.approx(row.tolist()) for row in others[name].unbind()]
+
+
+def test_a_missing_baseline_is_a_missing_score() -> None:
+    experience = scored([1, 1])
+    columns.add_rewards(experience, PLAIN.algorithm, 0.0)
+    greedy = torch.tensor([torch.nan, 0.25])
+    columns.add_advantages(experience, ppo_config("algorithm.advantage=remax").algorithm, greedy)
+    assert columns.flat(experience, "advantages").tolist() == [0.0, 0.75]
+    assert experience["scored"].tolist() == [False, True]
+
+
+def test_truncated_responses_can_be_left_out_of_the_loss() -> None:
+    experience, config = scored([6, 2]), ppo_config("algorithm.mask_truncated=true")
+    for aggregation in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
+        first, second = columns.loss_weights(experience, config, aggregation).unbind()
+        assert first.tolist() == [0.0] * 6
+        assert second.tolist() == ([1.0, 1.0] if aggregation == "seq-mean-token-sum" else [0.5, 0.5])
+
+
+def test_a_mini_batch_that_teaches_nothing_has_no_weight() -> None:
+    weights = columns.loss_weights(without_scores([2, 2], [0, 1]), PLAIN, "token-mean")
+    assert weights.values().tolist() == [0.0] * 4
 
 
 def test_the_score_is_the_last_tokens_reward() -> None:
@@ -133,7 +185,7 @@ def test_kl_in_the_reward_lowers_it_token_by_token() -> None:
     st.sampled_from(["token-mean", "seq-mean-token-mean"]),
 )
 def test_weights_sum_to_one_over_each_mini_batch(lengths: list[int], size: int | None, mode: str) -> None:
-    experience = experience_of(lengths)
+    experience = scored(lengths)
     config = PLAIN.model_copy(update={"actor": ActorConfig(mini_batch_size=size)})
     rows = columns.loss_weights(experience, config, mode).unbind()
     for part in mini_batches(len(lengths), size):
@@ -141,7 +193,7 @@ def test_weights_sum_to_one_over_each_mini_batch(lengths: list[int], size: int |
 
 
 def test_dr_grpos_weights_do_not_depend_on_lengths() -> None:
-    experience = experience_of(LENGTHS)
+    experience = scored(LENGTHS)
     weights = columns.loss_weights(experience, ppo_config(), "seq-mean-token-sum-norm")
     assert set(weights.values().tolist()) == {1 / (4 * 8)}  # responses x data.max_response_length
 
@@ -151,7 +203,7 @@ def test_importance_weights_are_capped() -> None:
     experience["old_logprobs"] = columns.jagged(
         columns.flat(experience, "rollout_logprobs") + torch.tensor([0.0, 5.0, -1.0]), columns.lengths(experience)
     )
-    weights = columns.importance_weights(experience, cap=2.0)
+    weights = columns.importance_weights(experience, ppo_config("algorithm.tis_cap=2").algorithm)
     assert [row.tolist() for row in weights.unbind()] == [[1.0, 2.0], [pytest.approx(0.3678794)]]
 
 

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpc_rl.rl.process import group_environment, local_rank, narrow_devices
+import pytest
+
+from hpc_rl.rl.process import group_environment, local_rank, narrow_devices, new_group_dir
 
 
 def test_where_ray_shows_a_worker_its_own_devices_alone_nothing_is_to_do() -> None:
@@ -20,6 +22,17 @@ def test_a_worker_that_sees_all_devices_finds_its_own() -> None:
     environ = {**noset, "CUDA_VISIBLE_DEVICES": "4,5,7"}
     narrow_devices(environ, ["5"])
     assert environ["CUDA_VISIBLE_DEVICES"] == "5"
+
+
+def test_the_folder_of_a_group_is_removed_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logs, ray = tmp_path / "attempt-1", tmp_path / "0.7.abc" / "ray"
+    logs.mkdir()
+    ray.mkdir(parents=True)
+    monkeypatch.setenv("RAY_TMPDIR", str(ray))
+    assert new_group_dir(logs, is_on_one_node=True).parent == ray
+    assert new_group_dir(logs, is_on_one_node=False).parent == logs
+    monkeypatch.delenv("RAY_TMPDIR")
+    assert new_group_dir(logs, is_on_one_node=True).parent == logs
 
 
 def test_the_process_group_finds_the_ranks_of_this_node() -> None:

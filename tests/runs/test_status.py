@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,9 @@ import pytest
 
 from hpc_rl.cli.text import status_text
 from hpc_rl.errors import UserError
-from hpc_rl.run_dir import RunDir
+from hpc_rl.run_dir import RunDir, terminated_file
 from hpc_rl.runs import control
-from hpc_rl.runs.status import current_job, status_of, statuses_of
+from hpc_rl.runs.status import RunStatus, current_job, lost_nodes, process_start_time, status_of, statuses_of
 from hpc_rl.slurm import commands
 from tests.fake_slurm import fake_slurm
 
@@ -157,3 +158,50 @@ def test_the_table_states_that_slurm_does_not_answer(
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert "RUNNING" in done.stdout and ("Slurm does not answer" in done.stderr) != answers
+
+
+@pytest.mark.parametrize(("state", "shown"), [("RUNNING", "3 of 9, 2:05 ago"), ("COMPLETED", "3 of 9")])
+def test_the_age_of_the_last_step_of_a_running_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, shown: str
+) -> None:
+    fake_slurm(tmp_path, monkeypatch)
+    run = RunDir(tmp_path / "sft-1")
+    run.path.mkdir()
+    run.job.write_text(json.dumps({"job_id": "local-7", "pid": os.getpid(), "host": os.uname().nodename}
+                                  | {"start_time": process_start_time(os.getpid())}))  # fmt: skip
+    run.write_status("local-7", 1, state, None if state == "RUNNING" else 0)
+    run.metrics.write_text('{"step": 3, "total_steps": 9}\n')
+    os.utime(run.metrics, (1_000, 1_000))
+    monkeypatch.setattr("hpc_rl.runs.status.time.time", lambda: 1_125.0)
+    now = status_of(run)
+    assert now.state == state and now.step_age_s == (125 if state == "RUNNING" else None)
+    assert f"{shown}\n" in status_text(now) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("noted", "state", "code"),
+    [("CANCELLED", "CANCELLED", 143), ("TIMEOUT", "TIMEOUT", 143), (None, "FAILED", 1)],
+)
+def test_a_job_that_slurm_has_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noted: str | None, state: str, code: int
+) -> None:
+    """The job was killed before its script could record how it ended."""
+    programs = fake_slurm(tmp_path, monkeypatch)
+    (programs / "squeue.text").write_text("")
+    run = RunDir(tmp_path / "sft-1")
+    (run.path / "attempt-2").mkdir(parents=True)
+    run.write_status("7", 2, "RUNNING", None)
+    if noted:
+        terminated_file(run.path / "attempt-2").write_text(f"{noted}\n")
+    now = status_of(run)
+    assert (now.state, now.exit_code) == (state, code)
+
+
+def test_lost_nodes_are_those_of_this_job(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert lost_nodes(run, "7") == ()
+    run.losses.write_text("6 1 node1\n7 2 node2,node3\n7 3 node4\n7 4")
+    assert lost_nodes(run, "7") == ("node2,node3", "node4")
+    assert lost_nodes(run, None) == ()
+    text = status_text(RunStatus("x", "x", "7", "PENDING", lost_nodes=("node2",)))
+    assert "lost nodes  node2 (the job is queued again without them)" in text

@@ -114,6 +114,35 @@ STRICT: dict[str, Any] = {
 the other. The default partition is hidden, and its nodes have several sizes and fully qualified names. Another one is
 preemptible. A TaskProlog sets a long TMPDIR."""
 
+_PREEMPTION = {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
+PREEMPTING: dict[str, Any] = {
+    "shapes": (Shape(2, cpus=2, memory_mb=6000),),
+    "partitions": {
+        "graceful": "Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=300",
+        "cancelling": "PriorityTier=1 PreemptMode=CANCEL GraceTime=300",
+        "abrupt": "PriorityTier=1 PreemptMode=REQUEUE",
+        "urgent": "PriorityTier=10 PreemptMode=OFF",
+    },
+    "settings": _PREEMPTION,
+}
+"""Jobs in `urgent` preempt all others, each partition in its own way."""
+
+SIGNALLING: dict[str, Any] = {
+    **PREEMPTING,
+    "settings": {**_PREEMPTION, "PreemptParameters": "send_user_signal"},
+}
+"""The same, but a preempted job gets the signal of its own --signal instead of SIGTERM."""
+
+SUSPENDING: dict[str, Any] = {
+    **PREEMPTING,
+    "partitions": {
+        "suspended": "Default=YES PriorityTier=1 PreemptMode=SUSPEND",
+        "urgent": "PriorityTier=10 PreemptMode=OFF",
+    },
+    "settings": {**_PREEMPTION, "PreemptMode": "SUSPEND,GANG"},
+}
+"""Preempted jobs are stopped, and continue later on the same nodes. With GANG, Slurm ignores GraceTime."""
+
 VARIANTS = {"typed-gres": TYPED_GRES, "whole-nodes": WHOLE_NODES, "shared-nodes": SHARED_NODES, "strict": STRICT}
 
 LARGE: dict[str, Any] = {

@@ -165,7 +165,7 @@ def _trainer_state(job: Job, config: SftConfig, world: World, model: Any, optimi
 
     from hpc_rl.data.order import Position
     from hpc_rl.data.sft_dataset import Sample
-    from hpc_rl.finetune.objectives import OBJECTIVES
+    from hpc_rl.finetune.objectives import objective_of
     from hpc_rl.finetune.trainer import TrainerState
     from hpc_rl.run_dir import RunDir
     from hpc_rl.training.checkpoints.checkpoint import Saver
@@ -177,7 +177,7 @@ def _trainer_state(job: Job, config: SftConfig, world: World, model: Any, optimi
     samples = [Sample(np.zeros(job.length, np.int32), mask)] * count
     return TrainerState(
         config=config,
-        objective=OBJECTIVES[SftConfig],
+        objective=objective_of(config),
         run=run,
         world=world,
         tokenizer=None,  # type: ignore[arg-type]  # a step reads neither tokenizer nor tracker

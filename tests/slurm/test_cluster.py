@@ -9,6 +9,7 @@ from hpc_rl.slurm.cluster import (
     Association,
     chosen,
     parse_gpus,
+    preemption,
     read_associations,
     read_config,
     read_controllers,
@@ -187,3 +188,18 @@ def test_who_may_have_which_quality_of_service() -> None:
     line = recorded(TYPED[0], "show-partition").splitlines()[0].replace("AllowQos=ALL", "AllowQos=long,short")
     (partition,) = read_partitions(line.replace("OverSubscribe=NO", "OverSubscribe=FORCE:4"))
     assert (partition.qos, partition.jobs_per_cpu) == ({"long", "short"}, 4)
+
+
+@pytest.mark.parametrize(
+    ("mode", "grace_s", "config", "expected"),
+    [
+        ("REQUEUE", 60, {}, "REQUEUE, announced 60 s before"),
+        ("CANCEL", 0, {}, "CANCEL, announced 30 s before"),
+        ("CANCEL", 0, {"KillWait": "45 sec"}, "CANCEL, announced 45 s before"),
+        ("REQUEUE", 60, {"PreemptMode": "GANG,SUSPEND", "KillWait": "20 sec"}, "REQUEUE, announced 20 s before"),
+        ("SUSPEND", 60, {"PreemptMode": "GANG,SUSPEND"}, "SUSPEND, continued later"),
+    ],
+)
+def test_how_jobs_are_preempted(mode: str, grace_s: int, config: dict[str, str], expected: str) -> None:
+    (one, *_) = read_partitions(f"PartitionName=p PreemptMode={mode} GraceTime={grace_s}")
+    assert preemption(one, config) == expected

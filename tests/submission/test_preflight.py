@@ -105,6 +105,7 @@ def test_libraries_are_looked_for_only_where_the_job_runs_this_python(monkeypatc
 
 def test_a_mistyped_folder_is_not_taken_for_a_name_on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(folder / "hf"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     (folder / "models" / "small").mkdir(parents=True)
     with pytest.raises(
         UserError, match=r"model\.path models/smal: .* did you mean models/small\? .* hpc-rl fetch models/"

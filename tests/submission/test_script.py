@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,15 @@ os.environ["STEP"] and os.execvp("bash", ["bash", "-c", os.environ["STEP"]])
 sys.exit(int(os.environ.get("STEP_EXITS", 0)))
 """
 
+# The controller's clock and its record of the job are given by the test; the calls are written down.
+SCONTROL = """#!/bin/bash
+case "$*" in
+  "show config") echo "Configuration data as of ${CONTROLLER_TIME:-1795280000}"; echo "KillWait = 30 sec" ;;
+  "show job --oneliner 7") echo "JobId=7 JobName=x JobState=COMPLETING ${JOB:-}" ;;
+  *) echo "$*" >> "$SEEN.scontrol" ;;
+esac
+"""
+
 
 def torchrun_job(run_dir: Path, *program: str, **flags: Any) -> Job:
     config = compose("torchrun", [], {"slurm.python": "/usr/bin/python3", **flags})
@@ -58,7 +68,7 @@ def run_script(
     programs.mkdir(exist_ok=True)
     commands = {
         "srun": FAKE_SRUN.format(python=shutil.which("python3")),
-        "scontrol": "#!/bin/sh\n",
+        "scontrol": SCONTROL,
         "squeue": '#!/bin/sh\n[ "$SLURM_TIME_FORMAT $*" = "%s --noheader --jobs=7 --format=%e" ] && echo 1795290000\n',
     }
     for name, text in commands.items():
@@ -88,6 +98,8 @@ def check_shell(script: str) -> None:
 
 GOLDEN_SETTINGS: dict[str, dict[str, Any]] = {
     "sft": {"model.path": "/models/qwen", "data.train_files": ["train.jsonl"]},
+    "dpo": {"model.path": "/models/qwen", "data.train_files": ["pairs.jsonl"], "ref.path": "/models/reference"},
+    "rm": {"model.path": "/models/qwen", "data.train_files": ["pairs.jsonl"], "data.margin_key": "margin"},
     "ppo": {"model.path": "/models/qwen", "data.train_files": ["train.jsonl"], "reward.function": "gsm8k"},
     "torchrun": {},
     "ray": {
@@ -185,16 +197,29 @@ def test_the_steps_exit_code_is_the_scripts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "end"),
+    ("first", "left_s"),
     [
-        ("", "1795290000"),
-        ("export SLURM_JOB_END_TIME=1795299999\n", "1795299999"),
-        ("timeout() { return 1; }  # Slurm does not answer\n", ""),
+        ("", 10_000),  # of the controller, although the clock of this node is another one
+        ("export SLURM_JOB_END_TIME=1795280099\n", 99),
+        ('squeue() { echo Unknown; }; timeout() { shift; "$@"; }  # no limit\n', None),
+        ("timeout() { return 1; }  # Slurm does not answer\n", None),
     ],
 )
-def test_the_trainers_learn_when_the_walltime_ends(tmp_path: Path, first: str, end: str) -> None:
+def test_the_trainers_learn_when_the_walltime_ends(tmp_path: Path, first: str, left_s: int | None) -> None:
+    before = int(time.time())
     done, seen = run_script(torchrun_job(tmp_path / "run"), tmp_path, first=first)
-    assert (done.returncode, seen["env"]["HPC_RL_JOB_END"]) == (0, end)
+    end = seen["env"]["HPC_RL_JOB_END"]
+    assert done.returncode == 0
+    if left_s is None:
+        assert end == ""
+    else:
+        assert before + left_s <= int(end) <= time.time() + left_s
+
+
+def test_without_the_controllers_clock_both_are_taken_to_agree(tmp_path: Path) -> None:
+    first = "export SLURM_JOB_END_TIME=1795280099; timeout() { return 1; }\n"
+    _, seen = run_script(torchrun_job(tmp_path / "run"), tmp_path, first=first)
+    assert seen["env"]["HPC_RL_JOB_END"] == "1795280099"
 
 
 def ray_job(run_dir: Path) -> Job:
@@ -213,11 +238,37 @@ def test_a_ray_job_that_fails_is_swept_and_its_code_kept(tmp_path: Path) -> None
         assert seen["argv"][-3:] == ["python", "driver.py", "a b;$HOME"]
 
 
+AGREED = "echo 137 > $HPC_RL_ATTEMPT_DIR/.outcome"
+
+
 def test_a_ray_job_does_not_wait_for_a_node_that_is_gone(tmp_path: Path) -> None:
     began = time.monotonic()
-    done, _ = run_script(ray_job(tmp_path / "run"), tmp_path, step="touch $HPC_RL_ATTEMPT_DIR/.lost; exec sleep 100")
-    assert done.returncode == 1 and time.monotonic() - began < 30
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 1
+    done, _ = run_script(
+        ray_job(tmp_path / "run"), tmp_path, step=f"{AGREED}; echo node2 > $HPC_RL_ATTEMPT_DIR/.lost; exec sleep 100"
+    )
+    assert done.returncode == 137 and time.monotonic() - began < 60
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 137
+
+
+@pytest.mark.parametrize("job", [torchrun_job, ray_job])
+def test_the_exit_code_is_the_one_on_which_the_nodes_agreed(tmp_path: Path, job: Callable[[Path], Job]) -> None:
+    done, _ = run_script(job(tmp_path / "run"), tmp_path, step=f"{AGREED}; exit 143")
+    assert (done.returncode, "srun" in done.stderr) == (137, False), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("step", "code", "said"),
+    [
+        ("kill -KILL $$", 137, "hpc-rl: srun was ended by signal 9 before the nodes of the job had agreed on its end"),
+        ("exit 127", 127, "hpc-rl: srun ended with exit code 127 before the nodes of the job had agreed on its end"),
+        ("exit 2", 2, ""),
+    ],
+)
+def test_how_srun_ended_is_reported_without_an_outcome(tmp_path: Path, step: str, code: int, said: str) -> None:
+    done, _ = run_script(torchrun_job(tmp_path / "run"), tmp_path, step=step)
+    assert done.returncode == code and [line for line in done.stderr.splitlines() if "srun" in line] == [said] * bool(
+        said
+    )
 
 
 def test_each_start_is_an_attempt_and_forgets_an_old_warning(tmp_path: Path) -> None:

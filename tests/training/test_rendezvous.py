@@ -55,13 +55,23 @@ def test_a_folder_that_others_can_change_is_refused(tmp_path: Path, monkeypatch:
         meet(tmp_path, 0, 2, 0)
 
 
-def test_locks_that_do_not_reach_other_nodes_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "said"),
+    [
+        (("a", "b"), r"^rank 0 ended .*; or, if rank 0 still runs, file locks do not reach from node to node"),
+        (("a", "a"), r"^rank 0 ended while the ranks met: its log has the reason$"),
+    ],
+)
+def test_locks_that_do_not_reach_other_nodes_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, str], said: str
+) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
-    with ThreadPoolExecutor(2) as pool:
-        first, second = (pool.submit(meet, tmp_path, rank, 2, TIMEOUT_S) for rank in range(2))
-        first.result()
-        with pytest.raises(UserError, match="file locks do not reach from node to node"):
-            second.result()
+    for rank, host in enumerate(hosts):  # both have arrived
+        (tmp_path / f"rank-{rank}").write_text(host)
+    monkeypatch.setattr(rendezvous, "_arrive", lambda *_: None)
+    meet(tmp_path, 0, 2, TIMEOUT_S)
+    with pytest.raises(UserError, match=said):
+        meet(tmp_path, 1, 2, TIMEOUT_S)
 
 
 def test_a_file_system_without_locks_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

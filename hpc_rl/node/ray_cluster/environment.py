@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpc_rl.host.heartbeat import BEATS, ENV_HEARTBEATS
+from hpc_rl.host.scratch import programs_tmpdir
+
 _PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy")
 _OTHER_CLUSTER = ("RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_AUTH_TOKEN")
 """Variables that would lead to another cluster of the user, or that hold the token of one."""
@@ -39,7 +42,8 @@ def shared_environment(
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_TMPDIR": str(temp_dir),
-        "TMPDIR": str(scratch),
+        "TMPDIR": programs_tmpdir(environ, scratch),
+        ENV_HEARTBEATS: str(scratch / BEATS),
     }
     kept = {name: value for name, value in environ.items() if name not in _OTHER_CLUSTER}
     return {**defaults, **_with_hip(kept), **fixed}

@@ -11,21 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED
-from hpc_rl.host.files import Follower
+from hpc_rl.host.deaths import meaning_of, ran_out_of_memory
 from hpc_rl.host.processes import end, shell_code, start
 from hpc_rl.host.ray_token import make_token
+from hpc_rl.node.causes import TERMINATED, End, Kind
+from hpc_rl.node.company import Lead
 from hpc_rl.node.entry import print_error
 from hpc_rl.node.meeting import Progress
 from hpc_rl.node.ray_cluster.environment import driver_environment
 from hpc_rl.node.ray_cluster.layout import NodeLayout
-from hpc_rl.node.ray_cluster.roll_call import RollCall
-from hpc_rl.node.ray_cluster.watch import CAUSE_S, JobEnd, Watch
+from hpc_rl.node.ray_cluster.watch import JobEnd, Watch
+from hpc_rl.node.shown_log import ShownLog
 
-LOG_POLL_S = 0.5
-"""Interval between reads of the driver's log, which is on a shared file system."""
+SETTLE_S = 1.0
+"""How long node 0 looks for a failure of Ray before it takes that of the driver for the cause."""
 DRIVER_GRACE_S = 2.0
 TIMELINE_TIMEOUT_S = 60
-LEAVE_TIMEOUT_S = 20
+DRIVER = "the driver"
+"""Its name in messages."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +46,19 @@ class Driver:
 class Head:
     """The part of node 0 in the job."""
 
-    def __init__(self, watch: Watch, layout: NodeLayout, driver: Driver, start_timeout_s: float) -> None:
+    def __init__(self, watch: Watch, company: Lead, layout: NodeLayout, driver: Driver, start_timeout_s: float) -> None:
         self._watch = watch
+        self._company = company
         self._layout = layout
         self._driver = driver
         self._began = time.monotonic()
         self._start_timeout_s = start_timeout_s
         self._child: subprocess.Popen[bytes] | None = None
-        self._shown = ShownLog(watch.meeting.attempt_dir / "node0-driver.log")
-        secret = make_token(layout.token)
-        self._roll = RollCall(layout.address, layout.ports.roll_call, len(watch.meeting.nodes), secret)
+        self._shown = ShownLog(watch.meeting.attempt_dir / "node0-driver.log", DRIVER)
+        make_token(layout.token)
 
-    def run(self) -> int:
-        """Wait for the nodes, run the driver and return its exit code.
+    def run(self) -> End:
+        """Wait for the nodes, run the driver and return its end.
 
         Raises:
             JobEnd: a node does not start in time, or something fails.
@@ -63,29 +66,21 @@ class Head:
         gcs_address = f"{self._layout.address}:{self._layout.ports.gcs}"
         self._watch.ray.begin(self._layout.start_options(gcs_address, self._driver.dashboard))
         self._gather(gcs_address)
-        code = self._run_driver(gcs_address)
+        end = self._run_driver(gcs_address)
         if self._driver.timeline is not None:
             self._write_timeline(self._driver.timeline)
-        return code
+        return end
 
-    def dismiss(self, code: int) -> None:
-        """Tell the other nodes that the job ends, and end the driver if it still runs."""
-        self._roll.dismiss(code)
+    def show_end(self, cause: End | None) -> None:
+        """Print the cause of the job's end and the rest of the driver's log."""
+        self.end()
+        self._shown.end(cause)
+
+    def end(self) -> None:
+        """End the driver if it still runs."""
         if self._child is not None:
             end(self._child, DRIVER_GRACE_S)
-        self._shown.show_rest()
-
-    def leave(self) -> None:
-        """Wait until the other nodes have cleaned up, except for a node that is lost or hangs."""
-        deadline = time.monotonic() + LEAVE_TIMEOUT_S
-        while not self._roll.all_left and not self._watch.asked_to_end.is_set() and time.monotonic() < deadline:
-            self._roll.poll()
-            time.sleep(0.05)
-        self._roll.close()
         self._layout.token.unlink(missing_ok=True)
-        if not all(loss.machine_answers for loss in self._roll.lost.values()):
-            # Read by the job script: srun would wait for that machine.
-            (self._watch.meeting.attempt_dir / ".lost").touch()
 
     def _gather(self, gcs_address: str) -> None:
         nodes = self._watch.meeting.nodes
@@ -98,13 +93,13 @@ class Head:
 
         self._watch.until(self._watch.ray.is_up, check, deadline, self._not_up)
         self._watch.meeting.publish(gcs_address)
-        self._watch.until(lambda: self._roll.up == everyone, check, deadline, self._not_up)
+        self._watch.until(lambda: self._company.up == everyone, check, deadline, self._not_up)
         count = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
         print(f"hpc-rl: Ray is up on {count} after {time.monotonic() - self._began:.1f} s", flush=True)
         if self._driver.dashboard:
             print(f"hpc-rl: {self._dashboard_instructions()}", flush=True)
 
-    def _run_driver(self, gcs_address: str) -> int:
+    def _run_driver(self, gcs_address: str) -> End:
         environ = driver_environment(self._driver.environ, gcs_address, Path(sys.executable))
         with self._shown.path.open("ab") as log:
             try:
@@ -112,19 +107,19 @@ class Head:
             except OSError as error:
                 program = self._driver.program[0]
                 raise JobEnd(
-                    EXIT_BAD_INPUT, f"program {program} cannot be started on node {self._watch.node}: {error.strerror}"
+                    EXIT_BAD_INPUT,
+                    f"program {program} cannot be started on node {self._watch.meeting.node}: {error.strerror}",
                 ) from error
         self._watch.until(lambda: child.poll() is not None, self._check)
         code = shell_code(child.returncode)
-        if code:
-            # After a node is lost, the driver may end before this node notices.
-            settled = time.monotonic() + CAUSE_S
-            self._watch.until(lambda: time.monotonic() > settled, self._check)
-        self._shown.show_rest()
-        if code not in (0, EXIT_BAD_INPUT, EXIT_STOPPED):
-            killed = " (killed, usually for lack of memory: ask for more --mem)" if code == 128 + 9 else ""
-            print_error(f"the driver failed with exit code {code}{killed}; its log is {self._shown.path}")
-        return code
+        if code in (0, EXIT_BAD_INPUT, EXIT_STOPPED):
+            return End(0, code, process=DRIVER)
+        settled = time.monotonic() + SETTLE_S
+        self._watch.until(lambda: time.monotonic() > settled, self._check)
+        was_killed = child.returncode < 0  # otherwise its own message says what the code means
+        meaning = meaning_of(code, ran_out_of_memory(os.environ), "request more --mem") if was_killed else ""
+        text = f"{DRIVER} failed with exit code {code}{meaning}; its log is {self._shown.path}"
+        return End(0, code, Kind.DEPENDENT, text, DRIVER)
 
     def _write_timeline(self, path: Path) -> None:
         ray, deadline = self._watch.ray, time.monotonic() + TIMELINE_TIMEOUT_S
@@ -136,13 +131,12 @@ class Head:
 
     def _check(self) -> None:
         self._watch.check()
-        self._roll.poll()
-        for rank, loss in self._roll.lost.items():
-            raise self._watch.lost(rank, loss)
+        if self._company.must_end:
+            raise JobEnd(TERMINATED, kind=Kind.TERMINATED)
         self._shown.show()
 
     def _progress(self) -> str:
-        meeting, up = self._watch.meeting, len(self._roll.up)
+        meeting, up = self._watch.meeting, len(self._company.up)
         return meeting.attendance() if meeting.missing() else f"Ray: {up} of {len(meeting.nodes)} nodes have joined"
 
     def _not_up(self) -> str:
@@ -152,35 +146,13 @@ class Head:
         for rank, node in enumerate(nodes):
             if node in absent:
                 lines.append(f"node {node} has not started")
-            elif rank not in self._roll.seen:
+            elif rank not in self._company.seen:
                 lines.append(f"node {node} has started, but has not connected to node {nodes[0]}")
-            elif rank not in self._roll.up or not self._watch.ray.is_up():
+            elif rank not in self._company.up or not self._watch.ray.is_up():
                 lines.append(f"node {node} has not joined{self._watch.last_lines(rank)}")
         return "\nhpc-rl: ".join(lines)
 
     def _dashboard_instructions(self) -> str:
         port, login = self._layout.ports.dashboard, os.environ.get("SLURM_SUBMIT_HOST")
-        tunnel = f"ssh -N -L {port}:127.0.0.1:{port} -J {login} {self._watch.node}, then " if login else ""
+        tunnel = f"ssh -N -L {port}:127.0.0.1:{port} -J {login} {self._watch.meeting.node}, then " if login else ""
         return f"Ray's dashboard: {tunnel}http://127.0.0.1:{port}; the token is in {self._layout.token}"
-
-
-class ShownLog:
-    """Prints a growing log, one read behind: if the driver fails because of a node, that cause is printed first."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._log = Follower(path)
-        self._held = ""
-        self._next_read = 0.0
-
-    def show(self) -> None:
-        """Print what the previous call read, and read what is new."""
-        if time.monotonic() >= self._next_read:
-            print(self._held, end="", flush=True)
-            self._held = self._log.new_text()
-            self._next_read = time.monotonic() + LOG_POLL_S
-
-    def show_rest(self) -> None:
-        """Print everything that has not been printed yet."""
-        print(self._held + self._log.new_text(), end="", flush=True)
-        self._held = ""

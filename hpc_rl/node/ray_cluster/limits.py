@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.accelerators import visible_devices
+from hpc_rl.host.cgroups import own_cgroups
 from hpc_rl.slurm.allocation import Allocation
 
 OBJECT_STORE_SHARE = 0.3
@@ -85,20 +86,6 @@ def memory_limit(
     """Return the bytes that the job may use on this node, including the object store."""
     groups = list(own_cgroups(proc, cgroups))
     return min(memory_limits(groups, environ, allocation.cpus, proc)) // allocation.nodes.count(allocation.node)
-
-
-def own_cgroups(proc: Path, cgroups: Path) -> Iterator[Path]:
-    """Yield the folders of this process's cgroups and their parents, each of which may set a limit (cgroups(7)).
-
-    Inside a container the path that /proc shows may not exist. Then the existing parents count.
-    """
-    for line in (proc / "self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        names = controllers.split(",") if controllers else [""]
-        for name in names:
-            top = cgroups / name
-            below = top / path.lstrip("/")
-            yield from (folder for folder in [below, *below.parents] if folder.is_relative_to(top) and folder.is_dir())
 
 
 def raise_file_limit() -> None:

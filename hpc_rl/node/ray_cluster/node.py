@@ -15,10 +15,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hpc_rl.errors import UserError
+from hpc_rl.errors import RunError
 from hpc_rl.host.disk import tolerate_lost_output
+from hpc_rl.host.heartbeat import ENV_HEARTBEATS
 from hpc_rl.host.processes import adopt_orphans, end_descendants
-from hpc_rl.node.entry import add_common_options, print_error, run_with_others
+from hpc_rl.node.causes import End
+from hpc_rl.node.company import Company, join, lead
+from hpc_rl.node.ending import leave, settle
+from hpc_rl.node.entry import add_common_options, run_with_others
+from hpc_rl.node.hangs import Place, watching
 from hpc_rl.node.meeting import Meeting
 from hpc_rl.node.ray_cluster.environment import ray_environment
 from hpc_rl.node.ray_cluster.head import Driver, Head
@@ -26,7 +31,8 @@ from hpc_rl.node.ray_cluster.layout import NodeLayout, prepared_layout
 from hpc_rl.node.ray_cluster.limits import raise_file_limit
 from hpc_rl.node.ray_cluster.member import Member
 from hpc_rl.node.ray_cluster.processes import RayProcess
-from hpc_rl.node.ray_cluster.watch import JobEnd, Watch, catch_termination
+from hpc_rl.node.ray_cluster.watch import JobEnd, Watch
+from hpc_rl.node.signals import heed_signals
 from hpc_rl.slurm.allocation import Allocation
 
 MAX_LOG_FILES = 400
@@ -43,52 +49,49 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_and_clean_up(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> int:
-    asked_to_end = catch_termination()
+    asked_to_end = heed_signals(meeting)
     adopt_orphans()
     raise_file_limit()
-    try:
-        with prepared_layout(allocation, meeting.attempt_dir, options) as layout:
-            part, code = _take_part(layout, meeting, asked_to_end, options)
-        part.leave()
-    except UserError as error:
-        meeting.fail(error.exit_code)
-        raise
+    with prepared_layout(allocation, meeting.attempt_dir, options) as layout:
+        company, code = _take_part(layout, meeting, asked_to_end, options)
+    leave(company, asked_to_end)
     return code
 
 
 def _take_part(
     layout: NodeLayout, meeting: Meeting, asked_to_end: threading.Event, options: argparse.Namespace
-) -> tuple[Head | Member, int]:
-    """Run this node's Ray to the end. Returns this node's part in the job and the job's exit code."""
+) -> tuple[Company, int]:
+    """Run this node's Ray to the end, and return the job's exit code."""
     environ = layout.environment(options)
     rank, attempt_dir = meeting.node_rank, meeting.attempt_dir
-    with (attempt_dir / f"node{rank}.log").open("ab") as log:
-        ray = RayProcess(ray_environment(environ), log)
+    with meeting.log(rank).open("ab") as log:
+        ray = RayProcess(ray_environment(environ), log, options.start_timeout)
         try:
-            watch = Watch(meeting, ray, asked_to_end)
-            if layout.allocation.is_head:
-                driver = Driver(options.program, environ, options.timeline, options.dashboard)
-                part: Head | Member = Head(watch, layout, driver, options.start_timeout)
-            else:
-                part = Member(watch, layout, options.dashboard, options.start_timeout)
-            code = _outcome(part, meeting)
-            part.dismiss(code)
+            place = Place(attempt_dir, meeting.nodes, rank, Path(environ[ENV_HEARTBEATS]))
+            with watching(place, options.hang_timeout) as hangs:
+                if layout.allocation.is_head:
+                    leading = lead(meeting, layout.address, layout.ports.roll_call)
+                    company: Company = leading
+                    driver = Driver(options.program, environ, options.timeline, options.dashboard)
+                    watch = Watch(company, ray, asked_to_end, hangs)
+                    part: Head | Member = Head(watch, leading, layout, driver, options.start_timeout)
+                else:
+                    company = mate = join(meeting, options.start_timeout, asked_to_end)
+                    watch = Watch(company, ray, asked_to_end, hangs)
+                    part = Member(watch, mate, layout, options.dashboard, options.start_timeout)
+                try:
+                    own = part.run()
+                except JobEnd as ended:
+                    own = ended.of(rank)
+            if hangs.concluded():
+                own = End(rank, RunError.exit_code)  # the reason has been printed
+            code = settle(company, own, asked_to_end, part.show_end, linger_s=0)
+            part.end()
         finally:
             ray.end()
             end_descendants()
             copy_logs(layout.temp_dir, attempt_dir / "ray" / f"node{rank}")
-    return part, code
-
-
-def _outcome(part: Head | Member, meeting: Meeting) -> int:
-    """Run the part and return the job's exit code. The cause of a failure is reported before its consequences."""
-    try:
-        return part.run()
-    except JobEnd as ended:
-        if str(ended):
-            print_error(str(ended))
-            meeting.fail(ended.exit_code)
-        return ended.exit_code
+    return company, code
 
 
 def copy_logs(temp_dir: Path, target: Path) -> None:

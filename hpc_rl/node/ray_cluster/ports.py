@@ -33,7 +33,7 @@ class RayPorts:
     @property
     def roll_call(self) -> int:
         """Connections of the other nodes' entries."""
-        return roll_call_port(self.gcs)
+        return self.firsts[0] + 2
 
     def services(self, dashboard: bool) -> dict[str, int]:
         """Return the ports of a node's services by Ray's names; 0 for none."""
@@ -46,11 +46,6 @@ class RayPorts:
     def workers(self) -> list[int]:
         """The ports for drivers, tasks and actors, which use one each."""
         return [port for first in self.firsts[1:] for port in range(first + 1, first + BLOCK_SIZE)]
-
-
-def roll_call_port(gcs: int) -> int:
-    """Return the port of the roll call on the node whose control store listens on `gcs`."""
-    return gcs + 1
 
 
 def reserve(first: int | None, nodes_before: int) -> PortBlocks:

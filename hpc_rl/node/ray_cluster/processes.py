@@ -6,18 +6,31 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
+from hpc_rl.host.files import tail
 from hpc_rl.host.processes import die_with_parent, shell_code
 from hpc_rl.node.ray_cluster import start
 from hpc_rl.node.ray_cluster.start import StartOptions
 
 TRIES = 3
+"""Starts that may fail at once. A slow start is repeated as long as there is time for it."""
+SLOW_S = 10.0
 END_GRACE_S = 4.0
+LAST_LINES = 6
 _NAMES = {"gcs_server": "GCS server", "log_monitor": "log monitor"}
 """Ray's name of a process -> its name in messages."""
+
+
+class Failure(NamedTuple):
+    """Why Ray has ended on a node."""
+
+    reason: str
+    exit_code: int
+    """As a shell shows it; not 0, because Ray's processes do not end by themselves."""
 
 
 class RayProcess:
@@ -25,18 +38,26 @@ class RayProcess:
 
     A failed start is repeated: a raylet gives up if its agents take longer than 15 s, for example because Python is on
     a slow file system. The second time Python's files are in memory.
+
+    Args:
+        log: of the node. It also gets the end of the log of a process of Ray that ended.
+        start_timeout_s: time in which slow starts are repeated.
     """
 
-    def __init__(self, environ: Mapping[str, str], log: IO[bytes]) -> None:
+    def __init__(self, environ: Mapping[str, str], log: IO[bytes], start_timeout_s: float) -> None:
         self._environ = dict(environ)
         self._log = log
+        self._deadline = time.monotonic() + start_timeout_s
         self._options: bytes | None = None
+        self._temp_dir: Path | None = None
+        self._failure: Failure | None = None
         self._tries = 0
         self._spawn()
 
     def begin(self, options: StartOptions) -> None:
         """Start the Ray node."""
-        self._options = options.as_line().encode()
+        self._options, self._temp_dir = options.as_line().encode(), Path(options.temp_dir)
+        self._began = time.monotonic()
         self._send(self._options)
 
     def _spawn(self) -> None:
@@ -54,31 +75,43 @@ class RayProcess:
         self._incomplete = b""
         self._answers: dict[str, str] = {}
         self._tries += 1
+        self._began = time.monotonic()
 
     def is_up(self) -> bool:
         """Return whether this node has joined the cluster."""
         self._read()
         return start.UP in self._answers
 
-    def failure(self) -> str | None:
+    def failure(self) -> Failure | None:
         """Return why the node has ended, or None while it runs."""
+        if self._failure:
+            return self._failure
         self._read()
-        code = self._child.poll()
+        code, name = self._child.poll(), ""
         if ended := self._answers.get(start.ENDED):
             name, _, status = ended.partition(" ")
-            reason = f"Ray's {_NAMES.get(name, name)} {_how(int(status))}"
+            code, process = int(status), f"Ray's {_NAMES.get(name, name)}"
         elif code is not None:
-            reason = f"the process that runs Ray {_how(code)}"
+            process = "the process that runs Ray"
         else:
             return None
-        if self._options and start.UP not in self._answers and self._tries < TRIES:
-            self._log.write(f"hpc-rl: {reason} before Ray was up; trying again\n".encode())
-            self._log.flush()
+        reason = f"{process} {_how(code)}"
+        again = self._options is not None and start.UP not in self._answers and self._may_try_again()
+        self._log.write(f"hpc-rl: {reason}{' before Ray was up; trying again' if again else ''}\n".encode())
+        if name and self._temp_dir:
+            self._log.write(last_words(self._temp_dir, name).encode())
+        self._log.flush()
+        if again and self._options:
             self.end()
             self._spawn()
             self._send(self._options)
             return None
-        return reason
+        self._failure = Failure(reason, shell_code(code) or 1)
+        return self._failure
+
+    def _may_try_again(self) -> bool:
+        now = time.monotonic()
+        return self._tries < TRIES or (now - self._began > SLOW_S and now < self._deadline)
 
     def ask_timeline(self, path: Path) -> None:
         """Have the timeline of the job written to a file."""
@@ -117,6 +150,16 @@ class RayProcess:
                     self._answers.setdefault(word, rest)
         except BlockingIOError:
             return
+
+
+def last_words(temp_dir: Path, name: str) -> str:
+    """Return the end of what a process of Ray wrote in its newest session, with the names of the files.
+
+    Its reason is often in the .err file alone, which is on the node's own disk.
+    """
+    newest = max(temp_dir.glob("session_2*/logs"), key=lambda logs: logs.stat().st_mtime, default=temp_dir)
+    ends = [(file, tail(newest / file, LAST_LINES)) for file in (f"{name}.out", f"{name}.err")]
+    return "".join(f"hpc-rl: the end of Ray's {file}:\n{lines}\n" for file, lines in ends if lines)
 
 
 def _how(returncode: int) -> str:

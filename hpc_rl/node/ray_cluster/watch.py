@@ -3,59 +3,58 @@
 from __future__ import annotations
 
 import math
-import signal
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from hpc_rl.host.files import tail
+from hpc_rl.node.causes import TERMINATED, End, Kind
+from hpc_rl.node.company import Company
+from hpc_rl.node.hangs import HangWatch
 from hpc_rl.node.meeting import Meeting
 from hpc_rl.node.ray_cluster.processes import RayProcess
-from hpc_rl.node.ray_cluster.roll_call import Loss
 
 POLL_S = 0.05
-CAUSE_S = 1.0
-"""How long a node waits for another node to report the cause of a failure."""
-_SIGTERM_CODE = 128 + signal.SIGTERM
 
 
 class JobEnd(Exception):
-    """The job ends. The text is the reason, and is empty if another node has reported it."""
+    """This node's part of the job ends. The text is the reason, and is empty if another process has it."""
 
-    def __init__(self, exit_code: int, reason: str = "") -> None:
+    def __init__(self, exit_code: int, reason: str = "", kind: Kind = Kind.OWN) -> None:
         super().__init__(reason)
         self.exit_code = exit_code
+        self.kind = kind
 
-
-def catch_termination() -> threading.Event:
-    """Return an event that is set when Slurm or the user asks this process to end."""
-    asked = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: asked.set())
-    return asked
+    def of(self, node_rank: int) -> End:
+        """Return it as the end of a node."""
+        return End(node_rank, self.exit_code, self.kind, str(self))
 
 
 @dataclass(frozen=True)
 class Watch:
     """What every node watches all the time."""
 
-    meeting: Meeting
+    company: Company
     ray: RayProcess
     asked_to_end: threading.Event
+    hangs: HangWatch
 
     def check(self) -> None:
-        """Check this node.
+        """Check this node, and what the others have sent.
 
         Raises:
             JobEnd: it has to end.
         """
+        self.company.poll()
+        if self.hangs.found:
+            raise JobEnd(1)
         failure = self.ray.failure()
         if self.asked_to_end.is_set():  # read after the failure: Slurm's signal reaches Ray's processes too
-            raise self.follow(_SIGTERM_CODE, "")
+            raise JobEnd(TERMINATED, kind=Kind.TERMINATED)
         if failure:
-            raise JobEnd(1, f"{failure} on node {self.node}{self.last_lines(self.meeting.node_rank)}")
+            where = f" on node {self.meeting.node}{self.last_lines(self.meeting.node_rank)}"
+            raise JobEnd(failure.exit_code, failure.reason + where)
 
     def until(
         self,
@@ -80,32 +79,12 @@ class Watch:
                 raise JobEnd(1, late())
             time.sleep(POLL_S)
 
-    def lost(self, rank: int, loss: Loss) -> JobEnd:
-        """Return the end of the job because another node is lost."""
-        reason = f"node {self.meeting.nodes[rank]} is lost: {loss.how}; its log is {self.log(rank)}"
-        # A node that is cut off from the network may report the same of this node.
-        return self.follow(1, reason) if loss.machine_answers else JobEnd(1, reason)
-
-    def follow(self, exit_code: int, reason: str) -> JobEnd:
-        """Return the end as another node reports its cause, or as given if none does within CAUSE_S."""
-        deadline = time.monotonic() + CAUSE_S
-        while time.monotonic() < deadline:
-            for failure in self.meeting.failures():
-                if failure.node_rank != self.meeting.node_rank:
-                    return JobEnd(failure.exit_code)
-            time.sleep(POLL_S)
-        return JobEnd(exit_code, reason)
-
     @property
-    def node(self) -> str:
-        """Name of this node."""
-        return self.meeting.nodes[self.meeting.node_rank]
-
-    def log(self, rank: int) -> Path:
-        """Return the path of a node's log."""
-        return self.meeting.attempt_dir / f"node{rank}.log"
+    def meeting(self) -> Meeting:
+        return self.company.meeting
 
     def last_lines(self, rank: int) -> str:
         """Return the end of a node's log, as the continuation of a message."""
-        lines = tail(self.log(rank))
-        return f"; the end of {self.log(rank)}:\n{lines}" if lines else f"; its log is {self.log(rank)}"
+        log = self.meeting.log(rank)
+        lines = tail(log)
+        return f"; the end of {log}:\n{lines}" if lines else f"; its log is {log}"

@@ -33,6 +33,8 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     """0 means no limit."""
+    truncated_logprobs: bool = False
+    """Whether log-probabilities are those of the distribution after top_k and top_p, from which tokens are drawn."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Completion:
     token_ids: NDArray[np.int32]
     """[R], R >= 1. If the response ended by itself, the last one is an end-of-sequence token."""
     logprobs: NDArray[np.float32]
-    """[R], natural logarithms under softmax(logits / temperature); at temperature 1 if decoding was greedy."""
+    """[R], natural logarithms under softmax(logits / temperature), at temperature 1 if decoding was greedy; see also
+    Sampling.truncated_logprobs."""
     finished: bool
     """Whether the response ended by itself; otherwise it was cut off at max_new_tokens."""
 

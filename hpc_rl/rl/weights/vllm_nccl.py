@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import base64
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
 
 import torch
 
+from hpc_rl.errors import RunError
 from hpc_rl.rl.weights.base import EngineActors, WeightSender, WeightSource
 from hpc_rl.rl.weights.vllm_source import vllm_source
 from hpc_rl.training.distributed import World
@@ -45,10 +50,41 @@ def open_sender(source: WeightSource, engines: EngineActors, world: World, bucke
             packed=True,
             packed_buffer_size_bytes=buffer_bytes,
         )
-        with ThreadPoolExecutor(1) as thread:  # both sides wait for each other in NCCL
-            joined = thread.submit(engines.init_weight_transfer_engine, worker_init_payload(info))
-            device = torch.accelerator.current_device_index()
-            sender.model_update_group = uid_init_process_group(unique_id, 0, ranks, device)
-            joined.result()
+        device = torch.accelerator.current_device_index()
+        sender.model_update_group = joined_from_both_sides(
+            partial(uid_init_process_group, unique_id, 0, ranks, device),
+            partial(engines.init_weight_transfer_engine, worker_init_payload(info)),
+            engines.timeout_s,
+        )
     found: WeightSender = sender
     return found
+
+
+def joined_from_both_sides(join: Callable[[], Any], join_engines: Callable[[], None], timeout_s: float) -> Any:
+    """Join the engines while they join this process, and return what `join` returns.
+
+    Both sides wait for each other in NCCL, which has no deadline of its own.
+
+    Args:
+        join_engines: has a deadline, and raises RunError.
+
+    Raises:
+        RunError: the engines do not answer, or NCCL does not connect both sides in time.
+    """
+    joined: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            joined.set_result(join())
+        except BaseException as error:  # noqa: BLE001 - raised in the other thread
+            joined.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    join_engines()
+    try:
+        return joined.result(timeout_s)
+    except TimeoutError as error:
+        raise RunError(
+            f"NCCL has not connected the policy's worker with the rollout engines within {timeout_s:.0f} s: set "
+            "slurm.interface to the network between their nodes; slurm.env.NCCL_DEBUG=INFO shows which one NCCL uses"
+        ) from error

@@ -20,6 +20,7 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl import experience as columns
 from hpc_rl.rl.calls import ActorCall, Pending
 from hpc_rl.rl.dealing import Deal, Shard, deal_step, shards
+from hpc_rl.rl.fates import Actor
 from hpc_rl.rl.pools import Pool
 from hpc_rl.rl.rollout.engine import Completion, Sampling
 from hpc_rl.rl.rollout.rollout import joined, split_requests
@@ -53,7 +54,14 @@ class WorkerGroup:
             )
             for slot in pool.slots
         ]
-        self._names = [f"rank {s.rank} of pool {pool.name} on node {s.node.name} (log in {logs})" for s in pool.slots]
+        self._names = [
+            Actor(
+                f"rank {slot.rank} of pool {pool.name} on node {slot.node.name}",
+                "worker",
+                logs / f"node*-{pool.name}-rank{slot.rank}.log",
+            )
+            for slot in pool.slots
+        ]
         self._held: tuple[Deal, torch.Tensor] | None = None
         """Deal of the held responses, and their lengths [B]."""
 

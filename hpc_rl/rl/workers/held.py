@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl.dealing import Shard
 from hpc_rl.training.models.packed_batch import PackedBatch, filler, pack_samples
 
@@ -33,9 +34,11 @@ class Held:
     """Number of response tokens."""
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of all mini-batches, in the order of their tokens."""
+        """Yield the micro-batches of all mini-batches, in the order of their tokens. Each is a sign of life."""
         for mini_batch in self.mini_batches:
-            yield from mini_batch
+            for micro in mini_batch:
+                yield micro
+                heart.beat()
 
 
 def hold(shard: Shard, device: torch.device) -> Held:

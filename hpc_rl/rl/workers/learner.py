@@ -10,6 +10,7 @@ import torch
 
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.training import OptimConfig
+from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl.workers.held import Held, MicroBatch
 from hpc_rl.training import guards, sharding
 from hpc_rl.training.checkpoints import model_state
@@ -99,6 +100,7 @@ class Learner(ABC, Generic[Model]):
                 loss = self.loss(micro, mine, parts)
                 (loss * factor).backward()
                 losses.append(loss.detach())
+                heart.beat()
             total = sum(torch.stack(losses).tolist())
             norm = clip_gradients(self.model.parameters(), self.optim.clip_grad)
             guards.refuse_not_finite(number, self.world.gather_rows([total])[:, 0].tolist(), norm)

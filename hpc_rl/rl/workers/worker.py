@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hpc_rl.config.ppo import PpoConfig, engine_dtype
 from hpc_rl.data.chat import chat_template
+from hpc_rl.host.heartbeat import beats_in_calls, heart
 from hpc_rl.rl import process
 from hpc_rl.rl.dealing import Shard
 from hpc_rl.rl.rollout.engine import Completion, Placement, RolloutEngine, Sampling, load_engine
@@ -50,6 +51,7 @@ MODELS: dict[str, Callable[[PpoConfig, World], Any]] = {
 """Role -> class that loads its model. The role `rollout` is an engine, which may share the actor's model."""
 
 
+@beats_in_calls
 class Worker:
     """One rank of a pool; a Ray actor. Methods that compute are called on all ranks of the pool at once.
 
@@ -70,6 +72,7 @@ class Worker:
         self._logs = logs
         self._parts: dict[str, Any] = {}
         process.log_to(logs / f"node{os.environ.get('SLURM_NODEID', '0')}-{pool}-rank{rank}.log")
+        heart.begin(f"rank {rank} of pool {pool}", waits=True)
 
     def new_group_dir(self) -> Path:
         """Return a new folder in which the ranks of the pool meet."""

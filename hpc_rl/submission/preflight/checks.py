@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpc_rl.config.base import MAX_NAME_BYTES, MAX_PATH_BYTES
+from hpc_rl.config.finetune import FinetuneConfig
 from hpc_rl.config.ppo import PpoConfig, RewardConfig, engine_spec, pool_of
+from hpc_rl.config.preferences import DpoConfig, RmConfig
 from hpc_rl.config.ray import RayJobConfig
-from hpc_rl.config.sft import SftConfig
 from hpc_rl.errors import UserError
 from hpc_rl.host.disk import refuse_unwritable, space_of
 from hpc_rl.host.environment import refuse_expandable_segments
+from hpc_rl.host.locks import REMEDY, local_by_mount
 from hpc_rl.host.ray_version import check_ray, installed_ray
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.rewards.check import check_function, check_url
@@ -28,7 +30,14 @@ from hpc_rl.submission.environment import job_environment
 from hpc_rl.submission.hub import hub_cache
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.preflight.data import check_train_data, check_val_data
-from hpc_rl.submission.preflight.model import check_chat_template, check_model, check_model_path
+from hpc_rl.submission.preflight.model import (
+    check_chat_template,
+    check_is_classifier,
+    check_is_language_model,
+    check_model,
+    check_model_path,
+    check_same_vocabulary,
+)
 from hpc_rl.submission.preflight.partition import ask_of, check_partition
 from hpc_rl.submission.preflight.program import check_packages, check_ray_program, check_torchrun_program
 
@@ -126,21 +135,29 @@ def packages(job: Job) -> Iterator[Question]:
 def model(job: Job) -> Iterator[Question]:
     """Ask whether every model of the job can be loaded."""
     config = job.config
-    if not isinstance(config, SftConfig | PpoConfig):
+    if not isinstance(config, FinetuneConfig | PpoConfig):
         return
     coming = job.after.model if job.after else None
     cache = hub_cache(config)
     yield Question(check_model, (config.model, coming, cache))
     yield Question(check_chat_template, (config.model, config.data, cache))
+    if not isinstance(config, RmConfig):
+        yield Question(check_is_language_model, ("model.path", config.model.path, cache))
     if isinstance(config, PpoConfig):
         for key, path in {"reward.model": config.reward.model, "critic.path": config.critic.path}.items():
             if path is not None:
                 yield Question(check_model_path, (key, path, cache))
+        if config.reward.model is not None:
+            yield Question(check_is_classifier, ("reward.model", config.reward.model, cache))
+    if isinstance(config, DpoConfig) and config.ref.path is not None:
+        yield Question(check_model_path, ("ref.path", config.ref.path, cache))
+        yield Question(check_is_language_model, ("ref.path", config.ref.path, cache))
+        yield Question(check_same_vocabulary, ("ref.path", config.ref.path, config.model, cache))
 
 
 def data(job: Job) -> Iterator[Question]:
     """Ask whether the data can be read and fills a batch."""
-    if isinstance(job.config, SftConfig | PpoConfig):
+    if isinstance(job.config, FinetuneConfig | PpoConfig):
         found, cache = job.config.data, hub_cache(job.config)
         yield Question(check_train_data, (found, cache))
         for file in found.val_files:
@@ -171,8 +188,15 @@ def partition(job: Job) -> Iterator[Question]:
         yield Question(check_partition, (ask, job.nodes))
 
 
+def locks(job: Job) -> Iterator[Question]:
+    """Ask whether the ranks of several nodes can meet in the run directory."""
+    if job.config.trainer.nnodes > 1 and isinstance(job.config, FinetuneConfig | PpoConfig):
+        yield Question(check_locks, (job.run_dir.path,))
+
+
 CHECKS: tuple[Callable[[Job], Iterator[Question]], ...] = (
     run_directory,
+    locks,
     secrets,
     commands,
     image,
@@ -259,6 +283,18 @@ def check_run_dir(path: Path, group: str | None = None) -> str | None:
     RunDir(path).check_owner(group)
     space = space_of(existing)
     return f"run directory {path}: {space}, which is little for a job" if space.problem else None
+
+
+def check_locks(path: Path) -> str | None:
+    """Return a warning if file locks in a run directory do not reach other nodes, as far as this machine's mount shows.
+
+    The nodes may mount the file system in another way, so this is no error.
+    """
+    existing = next(folder for folder in [path, *path.parents] if folder.exists())
+    found = local_by_mount(existing, Path("/proc/self/mounts").read_text())
+    if found is None:
+        return None
+    return f"run directory {path}: the ranks of several nodes need file locks, which {found} does not have: {REMEDY}"
 
 
 def _shortened(path: Path) -> str:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hpc_rl.config.ppo import PromptDataConfig
-from hpc_rl.config.sft import DataConfig
 from hpc_rl.data.formats import CannotCheck, check_data_folder, is_file, unknown_format
-from hpc_rl.data.rows import check_batch_size, check_file, check_prompts
+from hpc_rl.data.row_checks import AnyData, check_batch_size, check_file
 from hpc_rl.errors import UserError
 from hpc_rl.submission.hub import HubCache
-from hpc_rl.submission.preflight.model import not_cached
+from hpc_rl.submission.preflight.hub_names import not_cached, refuse_mistyped
 
 _OTHER_FORMATS = (".arrow", ".gz", ".txt", ".xlsx", ".xml", ".yaml", ".zip", ".zst")
 _DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
@@ -19,7 +17,7 @@ MAX_ROWS = 10_000
 """Rows of a data file that are checked before the job is queued; the job itself checks all of them."""
 
 
-def check_train_data(data: DataConfig | PromptDataConfig, cache: HubCache) -> str | None:
+def check_train_data(data: AnyData, cache: HubCache) -> str | None:
     """Check all training files, and that they fill at least one batch.
 
     Returns:
@@ -47,7 +45,7 @@ def check_train_data(data: DataConfig | PromptDataConfig, cache: HubCache) -> st
     return "\n".join(notes) or None
 
 
-def check_val_data(file: str, data: DataConfig | PromptDataConfig, cache: HubCache) -> str | None:
+def check_val_data(file: str, data: AnyData, cache: HubCache) -> str | None:
     """Check one validation file.
 
     Returns:
@@ -59,7 +57,7 @@ def check_val_data(file: str, data: DataConfig | PromptDataConfig, cache: HubCac
     return _read(file, data, cache)[1]
 
 
-def _read(file: str, data: DataConfig | PromptDataConfig, cache: HubCache) -> tuple[int | None, str | None]:
+def _read(file: str, data: AnyData, cache: HubCache) -> tuple[int | None, str | None]:
     """Return the number of rows that were checked, None if none could be, and why."""
     path = Path(file)
     try:
@@ -68,8 +66,6 @@ def _read(file: str, data: DataConfig | PromptDataConfig, cache: HubCache) -> tu
             return None, f"data folder {file} is read when the job starts"
         if not is_file(file):
             return None, _check_name(file, cache)
-        if isinstance(data, PromptDataConfig):
-            return check_prompts(file, data, MAX_ROWS), None
         return check_file(file, data, MAX_ROWS), None
     except CannotCheck as error:
         return None, f"{file} is checked when the job starts ({error})"
@@ -85,8 +81,9 @@ def _check_name(file: str, cache: HubCache) -> str | None:
         raise UserError(unknown_format(file))
     if not _DATA_SET.fullmatch(file):
         raise UserError(f"{file}: not the name of a data set on the hub, and there is no such file")
-    if not cache.offline:
-        return f"data set {file} is a name on the hub: it is looked up when the job starts"
-    if not cache.has_dataset(file):
-        raise UserError(not_cached(f"data set {file}", file, cache.datasets))
-    return None
+    if cache.has_dataset(file):
+        return None
+    refuse_mistyped(f"data set {file}", file, folders_only=False)
+    if cache.offline:
+        raise UserError(not_cached(f"data set {file}", file, cache.datasets, cache.offline))
+    return f"data set {file} is a name on the hub: it is looked up when the job starts"

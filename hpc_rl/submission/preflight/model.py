@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from pathlib import Path
 
+from hpc_rl.config.finetune import FinetuneDataConfig
 from hpc_rl.config.ppo import PromptDataConfig
-from hpc_rl.config.sft import DataConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.data.template import check_template, read_template, stored_template
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.host.large_files import check_model_folder
+from hpc_rl.host.model_kind import architectures_of, is_classifier, is_language_model
 from hpc_rl.submission.hub import HubCache
+from hpc_rl.submission.preflight.hub_names import not_cached, refuse_mistyped
 
-MOST_NAMED = 5
-"""Folders that a message lists."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
@@ -46,9 +45,10 @@ def check_model_path(key: str, path: str, cache: HubCache) -> str | None:
             raise UserError(f"{key} {path} is a file; give the folder of a Hugging Face model")
         if not _HUB_NAME.fullmatch(path):
             raise UserError(f"{key} {path}: there is no such folder, and this is not the name of a model on the hub")
-        _check_is_not_mistyped(key, path, cache)
+        if cache.model_folder(path) is None:
+            refuse_mistyped(f"{key} {path}", path, folders_only=True)
         if cache.offline:
-            raise UserError(not_cached(f"{key} {path}", path, cache.models))
+            raise UserError(not_cached(f"{key} {path}", path, cache.models, cache.offline))
         return f"model {path} is a name on the hub: it is looked up when the job starts"
     try:
         _check_folder(f"{key} {path}", folder, "" if Path(path).is_dir() else f": hpc-rl fetch {path}")
@@ -57,21 +57,57 @@ def check_model_path(key: str, path: str, cache: HubCache) -> str | None:
     return None
 
 
-def _check_is_not_mistyped(key: str, path: str, cache: HubCache) -> None:
-    """Check that a path in an existing folder is not taken for OWNER/NAME on the hub.
+def check_is_language_model(key: str, path: str, cache: HubCache) -> None:
+    """Raise UserError if a folder holds a classifier, such as a reward model, of which the LM head would be new."""
+    folder = _model_folder(path, cache)
+    if folder is not None and is_classifier(architectures_of(folder)):
+        raise UserError(
+            f"{key} {path} is a classifier ({architectures_of(folder)[0]}), such as a reward model, and a language "
+            "model is needed: name the model that it was trained from"
+        )
+
+
+def check_is_classifier(key: str, path: str, cache: HubCache) -> None:
+    """Raise UserError if a folder holds a language model, which has no head for scores."""
+    folder = _model_folder(path, cache)
+    if folder is not None and is_language_model(architectures_of(folder)):
+        raise UserError(
+            f"{key} {path} is a language model ({architectures_of(folder)[0]}), and a reward model is needed, a "
+            "classifier with one output: train one with hpc-rl submit rm"
+        )
+
+
+def check_same_vocabulary(key: str, path: str, model: ModelConfig, cache: HubCache) -> None:
+    """Check that two models read token ids as the same tokens, if both have a tokenizer.json on this machine.
+
+    Args:
+        key: the option that names `path`, for the error.
 
     Raises:
-        UserError: there is a folder OWNER here without NAME, and the cache lacks a model of that name.
+        UserError: a token differs; the message names the first one.
     """
-    parent = Path(path).parent
-    if parent == Path() or not parent.is_dir() or cache.model_folder(path) is not None:
+    folders = [_model_folder(name, cache) for name in (path, model.tokenizer_path or model.path)]
+    theirs, ours = (_vocabulary(folder / "tokenizer.json") if folder is not None else {} for folder in folders)
+    if not theirs or not ours:
         return
-    names = sorted(folder.name for folder in parent.iterdir() if folder.is_dir())
-    close = difflib.get_close_matches(Path(path).name, names, n=1)
-    hint = f"did you mean {parent / close[0]}?" if close else f"it has {', '.join(names[:MOST_NAMED]) or 'none'}."
-    raise UserError(
-        f"{key} {path}: the folder {parent} has no such folder; {hint} If it is a name on the hub: hpc-rl fetch {path}"
-    )
+    either = theirs.keys() | ours.keys()
+    different = sorted((ours.get(token, -1), token) for token in either if theirs.get(token) != ours.get(token))
+    if different:
+        token = different[0][1]
+        raise UserError(
+            f"{key} {path} and model.path {model.path} have different vocabularies: {len(different):,} tokens differ, "
+            f"for example {token!r}, which is {theirs.get(token, 'missing')} and {ours.get(token, 'missing')}; choose "
+            "a model of the same family"
+        )
+
+
+def _vocabulary(file: Path) -> dict[str, int]:
+    """Return token -> number of a tokenizer.json; empty if it has another form."""
+    document = read_json(file)
+    found = (document.get("model") or {}).get("vocab")
+    if not isinstance(found, dict):
+        return {}
+    return {**found, **{token["content"]: token["id"] for token in document.get("added_tokens") or ()}}
 
 
 def _check_folder(what: str, folder: Path, remedy: str) -> None:
@@ -90,7 +126,7 @@ def _check_folder(what: str, folder: Path, remedy: str) -> None:
         raise UserError(f"{what} is incomplete: {missing[0]}{more} missing in {folder}{remedy}")
 
 
-def check_chat_template(model: ModelConfig, data: DataConfig | PromptDataConfig, cache: HubCache) -> None:
+def check_chat_template(model: ModelConfig, data: FinetuneDataConfig | PromptDataConfig, cache: HubCache) -> None:
     """Check that there is a tokenizer with a chat template that Jinja accepts.
 
     Raises:
@@ -110,7 +146,7 @@ def check_chat_template(model: ModelConfig, data: DataConfig | PromptDataConfig,
         if Path(name).exists() or not _HUB_NAME.fullmatch(name):
             raise UserError(f"model.tokenizer_path {name}: there is no such folder, and this is not a name on the hub")
         if cache.offline:
-            raise UserError(not_cached(f"model.tokenizer_path {name}", name, cache.models))
+            raise UserError(not_cached(f"model.tokenizer_path {name}", name, cache.models, cache.offline))
         return
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise UserError(f"{folder} has no tokenizer; set model.tokenizer_path")
@@ -128,7 +164,3 @@ def _model_folder(path: str, cache: HubCache) -> Path | None:
     if Path(path).is_dir():
         return Path(path)
     return cache.model_folder(path) if cache.offline and _HUB_NAME.fullmatch(path) else None
-
-
-def not_cached(what: str, name: str, where: Path) -> str:
-    return f"{what} is not in the cache {where}, and compute nodes are offline (cache.offline): hpc-rl fetch {name}"

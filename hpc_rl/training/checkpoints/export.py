@@ -23,6 +23,7 @@ import torch
 from hpc_rl.config.training import ModelConfig, TrainingConfig
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.disk import explained
+from hpc_rl.host.model_kind import is_classifier
 from hpc_rl.host.ownership import own_folders
 from hpc_rl.host.scratch import held, remove_abandoned
 from hpc_rl.run_dir import RunDir
@@ -148,10 +149,13 @@ def _write_settings(path: Path, folder: Path, dtype: str | None) -> None:
     hf = _empty(part, _type(path, dtype))
     if (part / model_state.HF / "generation_config.json").exists():
         hf.generation_config = GenerationConfig.from_pretrained(part / model_state.HF)
+    tokenizer = AutoTokenizer.from_pretrained(part / model_state.HF)
+    if is_classifier(hf.config.architectures) and hf.config.pad_token_id is None:
+        hf.config.pad_token_id = tokenizer.pad_token_id  # transformers finds the last token of a padded text by it
     hf.save_pretrained(folder, state_dict={})
     for file in folder.glob("*.safetensors*"):  # without a weight
         file.unlink()
-    AutoTokenizer.from_pretrained(part / model_state.HF).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _write_whole(hf: PreTrainedModel, part: Path, dtype: torch.dtype, folder: Path) -> None:
@@ -172,11 +176,12 @@ def _type(path: Path, dtype: str | None) -> torch.dtype:
 
 
 def _empty(part: Path, dtype: torch.dtype) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     config = AutoConfig.from_pretrained(part / model_state.HF)
+    auto = AutoModelForSequenceClassification if is_classifier(config.architectures) else AutoModelForCausalLM
     with parameters_on_meta():
-        hf: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        hf: PreTrainedModel = auto.from_config(config, dtype=dtype)
     return hf
 
 

@@ -300,6 +300,7 @@ def _write_settings(folder: Path, found: Snapshot) -> None:
     hf = found.model.hf
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        hf.config.architectures = [type(hf).__name__]  # an export finds its class by this
         hf.config.save_pretrained(folder)
         generation_config = getattr(hf, "generation_config", None)  # classifiers have none
         if generation_config is not None:

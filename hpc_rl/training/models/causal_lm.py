@@ -11,6 +11,7 @@ from torch import nn
 
 from hpc_rl.config.training import ModelConfig, Sharding
 from hpc_rl.errors import UserError
+from hpc_rl.host.model_kind import is_classifier
 from hpc_rl.training.models import packed_attention
 from hpc_rl.training.models.packed_batch import PackedBatch
 from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
@@ -78,23 +79,29 @@ class CausalLM(PackedModel):
         return head(self.hidden(batch)[batch.rows_N], self.hf.get_output_embeddings().weight)
 
 
-def causal_lm(config: ModelConfig, trained: bool = True) -> Pretrained[CausalLM]:
+def causal_lm(
+    config: ModelConfig, trained: bool = True, key: str = "model.path", dropout: bool = True
+) -> Pretrained[CausalLM]:
     """Return the policy of a configuration, to be loaded.
 
     Args:
         trained: whether the model gets gradients; a reference does not.
+        key: the option that names the model, for errors.
+        dropout: whether a trained model keeps its dropout.
     """
 
     def wrap(hf: PreTrainedModel, _missing: frozenset[str]) -> CausalLM:
         refuse_unsupported(hf)
         model = CausalLM(hf)
         model.prepare_training(config)
+        if not dropout:
+            disable_dropout(model)
         if not trained:
             model.requires_grad_(False).eval()
         return model
 
     dtype = getattr(torch, config.dtype)
-    return Pretrained("AutoModelForCausalLM", config.path, "model.path", dtype, config.trust_remote_code, wrap)
+    return Pretrained("AutoModelForCausalLM", config.path, key, dtype, config.trust_remote_code, wrap)
 
 
 def load_model(config: ModelConfig) -> CausalLM:
@@ -130,6 +137,11 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 def refuse_unsupported(hf: PreTrainedModel) -> None:
     """Raise UserError for a model whose results would be wrong without an error."""
+    if is_classifier(hf.config.architectures):
+        raise UserError(
+            f"{hf.config.name_or_path} is a classifier, such as a reward model, and a language model is needed; its "
+            "LM head would be new"
+        )
     refuse_unsupported_backbone(hf)
     config = hf.config.get_text_config()
     kind = f"models of type {config.model_type}"
@@ -177,12 +189,13 @@ class Flops:
         return self.per_token * sum(lengths) + self.per_target * targets + self.per_squared_token * squares
 
 
-def count_flops(model: CausalLM) -> Flops:
+def count_flops(model: PackedModel) -> Flops:
     """Count the operations of a model; an upper bound for a mixture of experts."""
     config = model.hf.config.get_text_config()
-    embeddings = {id(model.hf.get_input_embeddings().weight), id(model.hf.get_output_embeddings().weight)}
+    output = model.hf.get_output_embeddings()  # a classifier has none
+    embeddings = {id(layer.weight) for layer in (model.hf.get_input_embeddings(), output) if layer is not None}
     body = sum(p.numel() for p in model.parameters() if id(p) not in embeddings)
-    head = model.hf.get_output_embeddings().weight.numel()
+    head = 0 if output is None else output.weight.numel()
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_size
     return Flops(per_token=6.0 * body, per_target=6.0 * head, per_squared_token=float(attention))

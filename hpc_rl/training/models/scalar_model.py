@@ -49,19 +49,29 @@ class ScalarModel(PackedModel):
 
 
 def critic(path: str, config: ModelConfig) -> Pretrained[ScalarModel]:
-    """Return a critic to be loaded: from a causal language model, or from an earlier critic or reward model.
+    """Return a critic to be loaded.
 
     Without a trained head the values are 0. This is a better start than random values: the first advantages are then
     the returns themselves.
     """
+    return trained_scalar_model(path, "critic.path", config)
+
+
+def trained_scalar_model(path: str, key: str, config: ModelConfig) -> Pretrained[ScalarModel]:
+    """Return a model to be loaded and trained: from a causal language model, or from an earlier critic or reward model.
+    Without a trained head its outputs are 0.
+
+    Args:
+        key: the option that names `path`, for errors.
+    """
 
     def wrap(hf: PreTrainedModel, _missing: frozenset[str]) -> ScalarModel:
-        _refuse_unsupported(hf, "critic.path", path)
+        _refuse_unsupported(hf, key, path)
         model = ScalarModel(hf)
         model.prepare_training(config)
         return model
 
-    return _classifier(path, "critic.path", config, getattr(torch, config.dtype), wrap, new_head=_HEAD)
+    return _classifier(path, key, config, getattr(torch, config.dtype), wrap, new_head=_HEAD)
 
 
 def reward_model(path: str, config: ModelConfig, dtype: torch.dtype) -> Pretrained[ScalarModel]:

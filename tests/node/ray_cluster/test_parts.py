@@ -1,5 +1,6 @@
 """The parts of a Ray node: ports, environment, address and logs."""
 
+import os
 import re
 import socket
 from contextlib import ExitStack, suppress
@@ -14,7 +15,8 @@ from hpc_rl.node.entry import worker_defaults
 from hpc_rl.node.ray_cluster.environment import driver_environment, ray_environment, shared_environment
 from hpc_rl.node.ray_cluster.layout import SOCKET_BYTES, node_address, socket_bytes, with_room_for_sockets
 from hpc_rl.node.ray_cluster.node import LOG_FILE_BYTES, copy_logs
-from hpc_rl.node.ray_cluster.ports import BLOCK_SIZE, BLOCKS, RayPorts, reserve, roll_call_port
+from hpc_rl.node.ray_cluster.ports import BLOCK_SIZE, BLOCKS, RayPorts, reserve
+from hpc_rl.node.ray_cluster.processes import last_words
 from hpc_rl.slurm.allocation import Allocation
 
 
@@ -29,7 +31,6 @@ def test_every_port_is_in_a_block_and_used_once() -> None:
     assert len({*used, *ports.workers}) == len(used) + len(ports.workers)
     assert all(20000 < port < 20000 + BLOCK_SIZE for port in used)
     assert ports.workers == [*range(14001, 14000 + BLOCK_SIZE), *range(30001, 30000 + BLOCK_SIZE)]
-    assert roll_call_port(ports.gcs) == ports.roll_call
     assert sorted(ports.services(dashboard=False).values())[:3] == [0, 0, 0]
 
 
@@ -94,6 +95,18 @@ def test_what_the_user_exported_wins_but_for_the_token() -> None:
     assert found["TMPDIR"] == "/tmp/0.7.0" and "RAY_PROFILING" not in found
     assert not {"RAY_AUTH_TOKEN", "RAY_ADDRESS"} & found.keys()
     assert environment({}, timeline=True)["RAY_PROFILING"] == "1"
+
+
+def test_the_end_of_rays_own_log_is_that_of_the_newest_session(tmp_path: Path) -> None:
+    assert last_words(tmp_path, "raylet") == ""
+    for number, session in enumerate(("session_2026-01-01_b", "session_2026-01-01_a"), 1):
+        logs = tmp_path / session / "logs"
+        logs.mkdir(parents=True)
+        (logs / "raylet.err").write_text("".join(f"line {line} of {session}\n" for line in range(1, 9)))
+        (logs / "raylet.out").touch()
+        os.utime(logs, (number, number))
+    lines = [f"    line {line} of session_2026-01-01_a\n" for line in range(3, 9)]
+    assert last_words(tmp_path, "raylet") == "hpc-rl: the end of Ray's raylet.err:\n" + "".join(lines)
 
 
 def test_the_driver_keeps_the_proxies_that_ray_does_not_get() -> None:

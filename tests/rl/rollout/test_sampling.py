@@ -45,6 +45,12 @@ def test_shares(sampling: Sampling, expected: list[float]) -> None:
     np.testing.assert_allclose(logprob_V[drawn], np.log((probabilities / probabilities.sum())[drawn]), atol=1e-6)
 
 
+def test_log_probabilities_can_be_those_of_the_truncated_distribution() -> None:
+    share_V, logprob_V = draw(Sampling(1, top_p=0.72, truncated_logprobs=True))
+    np.testing.assert_allclose(np.exp(logprob_V), share_V, atol=2e-3)
+    np.testing.assert_allclose(np.exp(logprob_V), [0, 8 / 17, 0, 6 / 17, 3 / 17, 0], atol=1e-6)
+
+
 def test_each_row_gets_its_own_token() -> None:
     logits_BV = torch.tensor([[0.0, -50.0, -50.0], [-50.0, 0.0, 0.0], [-50.0, 0.0, 0.0]])
     uniform_B = torch.tensor([0.999, 0.499, 0.501])

@@ -19,8 +19,9 @@ from hpc_rl.config.engines import ENGINES
 from hpc_rl.config.ppo import RolloutConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.rl.fates import Actor
 from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
-from hpc_rl.rl.rollout.vllm import VllmEngine, engine_settings, refuse_version
+from hpc_rl.rl.rollout.vllm import VllmEngine, engine_settings, logprobs_mode, refuse_version
 from hpc_rl.rl.rollout.vllm_worker import track_loading
 from hpc_rl.rl.weights.base import EngineActors, WeightReceiver, WeightSource
 from hpc_rl.rl.weights.host import HostSender
@@ -65,7 +66,7 @@ class EngineActor:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(WeightTransferTrainerFactory, "trainer_init", lambda info, client, source: info)
             given = WeightSource(torch.nn.Linear(1000, 3), torch.bfloat16)
-            engines = EngineActors([None] * 3, [""] * 3, [""] * 3, 1.0, workers_each=2)
+            engines = EngineActors([None] * 3, [Actor("", "engine")] * 3, [""] * 3, 1.0, workers_each=2)
             world = World(rank, 4, torch.device("cpu"))
             info: Any = open_sender("ipc", given, engines, world, 500)
         return {"backend": info.backend, "is_sender": info.is_sender, **vars(info)}
@@ -112,7 +113,8 @@ class Setting:
         source = WeightSource(self.hf, torch.float32)
         if parameters is not None:
             source.parameters = {name: source.parameters[name] for name in parameters}
-        engines = EngineActors([self.actor], ["the engine"], [ray.get_runtime_context().get_node_id()], TIMEOUT_S)
+        here, name = ray.get_runtime_context().get_node_id(), Actor("the engine", "engine")
+        engines = EngineActors([self.actor], [name], [here], TIMEOUT_S)
         HostSender(source, engines, World(0, 1, torch.device("cpu")), bucket_bytes=200_000).send_weights()
 
     def check(self, prompts: Sequence[Any], completions: Sequence[Completion], temperature: float) -> None:
@@ -303,6 +305,8 @@ def test_settings_by_device(tmp_path: Path) -> None:
         chosen = rollout.model_copy(update={"gpu_memory_utilization": 0.3})
         settings = engine_settings(model, chosen, config, MAX_LENGTH, 1, placement)
         assert settings["gpu_memory_utilization"] == 0.3
+    modes = [logprobs_mode(RolloutConfig(temperature=t), truncated=cut) for t in (1, 0.5) for cut in (False, True)]
+    assert modes == ["raw_logprobs", *["processed_logprobs"] * 3] and cpu["logprobs_mode"] == "raw_logprobs"
     assert not {"enable_sleep_mode", "gpu_memory_utilization", "weight_transfer_config"} & set(cpu)
     for settings in (cpu, cuda):
         assert settings["disable_cascade_attn"] and settings["max_model_len"] == 50

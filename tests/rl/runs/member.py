@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import time
+from pathlib import Path
 
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.rl.process import log_to
 
 
 class Member:
@@ -22,6 +26,15 @@ class Member:
 
     def break_down(self) -> None:
         raise ValueError("a bug")
+
+    def log_to(self, path: Path) -> None:
+        log_to(path)
+
+    def leave(self) -> None:
+        sys.exit(4)
+
+    def crash(self) -> None:
+        ctypes.string_at(0)
 
     def work(self) -> None:
         time.sleep(3600)

@@ -37,7 +37,8 @@ def test_every_estimator(run: Runs, tmp_path: Path, advantage: str) -> None:
 
 @pytest.mark.parametrize("advantage, loss", [("gae", "gspo"), ("grpo", "gspo"), ("gae", "cispo"), ("grpo", "cispo")])
 def test_every_loss(run: Runs, tmp_path: Path, advantage: str, loss: str) -> None:
-    assert run(tmp_path, f"algorithm.advantage={advantage}", f"algorithm.loss={loss}") == 0
+    bounds = ("algorithm.clip_ratio_low=1", "algorithm.clip_ratio_high=4") if loss == "cispo" else ()
+    assert run(tmp_path, f"algorithm.advantage={advantage}", f"algorithm.loss={loss}", *bounds) == 0
     assert all(step["actor/grad_norm"] > 0 for step in metrics(tmp_path))
 
 
@@ -66,9 +67,9 @@ def test_an_adaptive_kl_weight_moves_to_its_target(run: Runs, tmp_path: Path) ->
     assert series(tmp_path, "actor/kl_coef") == pytest.approx([0.1, 0.08, 0.064])
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k2", "k3", "k3+"])
 def test_kl_in_the_loss(run: Runs, tmp_path: Path, estimator: str) -> None:
-    assert run(tmp_path, f"algorithm.kl={{where: loss, estimator: {estimator}, coef: 0.1}}") == 0
+    assert run(tmp_path, f"algorithm.kl={{where: loss, estimator: '{estimator}', coef: 0.1}}") == 0
     for step in metrics(tmp_path):
         assert step["actor/kl_loss"] > 0  # from the second mini-batch on
         assert "actor/reward_kl_penalty" not in step
@@ -110,6 +111,20 @@ def test_truncated_importance_sampling(run: Runs, tmp_path: Path) -> None:
     )
     assert capped == pytest.approx(plain / 2, rel=1e-3)
     assert uncapped == pytest.approx(plain, rel=1e-3)
+
+
+def test_tokens_beyond_the_bounds_do_not_count(run: Runs, tmp_path: Path) -> None:
+    """Engine and trainer agree, so that no ratio is above 1.5."""
+    one = ("actor.mini_batch_size=null", "algorithm.advantage=grpo", "trainer.total_training_steps=1")
+    assert run(tmp_path, *one, "algorithm.tis_bounds=[1.5,2]", "algorithm.tis_level=sequence") == 0
+    assert series(tmp_path, "actor/grad_norm") == [0.0]
+
+
+def test_truncated_sampling_is_corrected_by_what_the_engine_drew_from(run: Runs, tmp_path: Path) -> None:
+    """Of the four best tokens, each is drawn more often than the policy without a limit would."""
+    one = ("actor.mini_batch_size=null", "algorithm.advantage=grpo", "trainer.total_training_steps=1")
+    assert run(tmp_path, *one, "rollout.top_k=4", "algorithm.tis_cap=2", "rollout.calculate_log_probs=true") == 0
+    assert series(tmp_path, "training/rollout_probs_diff_mean")[0] > 0.1
 
 
 def test_dynamic_sampling(run: Runs, tmp_path: Path) -> None:

@@ -66,6 +66,16 @@ def test_a_function_of_your_own(plain: Runs, tmp_path: Path, own: Path, capsys: 
     assert "warning: scoring failed, the score is -5: ValueError: a length that I do not like; response:" in said
 
 
+def test_failures_are_left_out(plain: Runs, tmp_path: Path, own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plain(tmp_path, "reward.workers=2", f"reward.function={own}:score", "reward.clip=[0,4]") == 0
+    for step in metrics(tmp_path):
+        assert 0 < step["critic/reward_errors"] < 16
+        assert step["critic/score/min"] > 0 and step["critic/score/max"] <= 4  # a failure would be a score of 0
+    assert "warning: scoring failed, the response is left out: ValueError: a length" in capsys.readouterr().err
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert {sample["score"] is None for sample in samples} == {True, False}
+
+
 def test_a_function_that_never_works_ends_the_run(plain: Runs, tmp_path: Path, own: Path) -> None:
     message = r"step 1: none of 16 responses could be scored; the first error: NameError: .*undefined_name"
     with pytest.raises(RunError, match=message):

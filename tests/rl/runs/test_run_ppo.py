@@ -102,8 +102,8 @@ def test_the_users_mistake_comes_out_of_the_cluster(base: list[str], cluster: No
 @pytest.mark.parametrize(
     "workers, log, message",
     [
-        (2, WORKER.format(1), r"^rank 1 of pool global_pool on node .* \(log in .*attempt-1\) died"),
-        (1, DRIVER, r"^the driver died \(.*\); its log is .*driver\.log"),
+        (2, WORKER.format(1), r"^rank 1 of pool global_pool on .* \(log in .*attempt-1\) died: killed \(signal 9\)"),
+        (1, DRIVER, r"^the driver \(log in .*attempt-1\) died: killed \(signal 9\) .* if it was memory, lower data"),
     ],
 )
 def test_a_killed_process_ends_the_run(
@@ -122,10 +122,11 @@ def test_a_killed_process_ends_the_run(
 
     killer = threading.Thread(target=kill)
     killer.start()
-    with pytest.raises(RunError, match=message):
+    with pytest.raises(RunError, match=message) as found:
         endless = ("trainer.total_training_steps=1000000", f"trainer.n_gpus_per_node={workers}")
         run_ppo(ppo(*base, *endless), run=run)
     killer.join()
+    assert found.value.exit_code == 137
     assert time.monotonic() - killed_at[0] < 30
     nothing_is_left(tmp_path)
 

@@ -1,4 +1,4 @@
-"""The roll call: one TCP connection from each node's entry to that of node 0.
+"""The roll call: one TCP connection from each node's entry to that of node 0, which carries lines of text.
 
 The kernel closes a connection when its process ends for any reason, and if the other machine has not answered for 25 s
 (tcp(7), TCP_KEEPINTVL). So a lost node is detected without heartbeats, which a busy process could miss.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hmac
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 IDLE_S, INTERVAL_S, PROBES = 5, 5, 4
@@ -17,7 +16,8 @@ SILENCE_S = IDLE_S + INTERVAL_S * PROBES
 HELLO_S = 5
 """Time within which a caller must identify itself. If too many have not, the oldest are disconnected."""
 _MAX_UNKNOWN = 64
-_MAX_BYTES = 1000
+_MAX_UNKNOWN_BYTES, _MAX_BYTES = 1000, 1 << 18
+"""Most that a caller may send at once before it has identified itself, and a node."""
 
 
 @dataclass(frozen=True)
@@ -30,33 +30,44 @@ class Loss:
 
 
 class RollCall:
-    """The side of node 0. `poll` never blocks."""
+    """The side of node 0. Nothing here blocks."""
 
     def __init__(self, address: str, port: int, nodes: int, secret: bytes) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the port is taken.
+        """
         self._listener = socket.create_server((address, port), backlog=nodes + _MAX_UNKNOWN)
         self._listener.setblocking(False)
         self._expected = {signature(secret, rank): rank for rank in range(1, nodes)}
         self._unknown: list[_Connection] = []
         self._present: dict[int, _Connection] = {}
-        self.up: set[int] = {0}
-        """Ranks of the nodes that have joined the Ray cluster. Node 0 is always included."""
-        self.lost: dict[int, Loss] = {}
-        """Rank -> how its connection ended, ordered by time."""
+        self.closed: dict[int, Loss] = {}
+        """Rank -> how its connection ended, in the order in which node 0 saw it."""
+
+    @property
+    def present(self) -> set[int]:
+        """Ranks of the nodes that are connected."""
+        return set(self._present)
 
     @property
     def seen(self) -> set[int]:
-        """Ranks of the nodes that have connected, including lost ones."""
-        return {0, *self._present, *self.lost}
+        """Ranks of the nodes that have connected, including those that have left; and node 0."""
+        return {0, *self._present, *self.closed}
 
-    def poll(self) -> None:
-        """Process everything received since the last call."""
+    def poll(self) -> list[tuple[int, str]]:
+        """Return the lines received since the last call, each with the rank of its node."""
         self._accept()
+        received: list[tuple[int, str]] = []
         strangers = []
         for caller in self._unknown:
-            words = caller.words()
-            if words and words[0] in self._expected and caller.closed is None:
-                self._present[self._expected.pop(words[0])] = caller
-            elif words or caller.closed is not None or caller.age_s > HELLO_S:
+            lines = caller.first_lines()
+            if lines and lines[0] in self._expected:
+                rank = self._expected.pop(lines[0])
+                self._present[rank] = caller
+                received += [(rank, line) for line in lines[1:]]
+            elif lines or caller.closed is not None or caller.age_s > HELLO_S:
                 caller.close()
             else:
                 strangers.append(caller)
@@ -64,21 +75,17 @@ class RollCall:
             caller.close()
         self._unknown = strangers[-_MAX_UNKNOWN:]
         for rank, caller in list(self._present.items()):
-            if "up" in caller.words():
-                self.up.add(rank)
+            received += [(rank, line) for line in caller.lines()]
             if caller.closed is not None:
-                self.lost[rank] = caller.closed
+                self.closed[rank] = caller.closed
+                caller.close()
                 del self._present[rank]
+        return received
 
-    def dismiss(self, code: int) -> None:
-        """Tell every node that the job ends, with its exit code."""
+    def tell_all(self, line: str) -> None:
+        """Send a line to every node that is connected."""
         for caller in self._present.values():
-            caller.send(f"end {code}")
-
-    @property
-    def all_left(self) -> bool:
-        """Whether all other nodes have closed their connections."""
-        return not self._present
+            caller.send(line)
 
     def close(self) -> None:
         for caller in [*self._unknown, *self._present.values()]:
@@ -106,17 +113,16 @@ class Caller:
         self._connection = _Connection(socket.create_connection((address, port), timeout=timeout_s))
         self._connection.send(signature(secret, rank))
 
-    def report_up(self) -> None:
-        """Report that this node has joined the Ray cluster."""
-        self._connection.send("up")
+    def send(self, line: str) -> None:
+        """Send a line to node 0."""
+        self._connection.send(line)
 
-    def dismissed(self) -> int | None:
-        """Return the job's exit code, or None while node 0 has not ended the job."""
-        words = self._connection.words()
-        return int(words[words.index("end") + 1]) if "end" in words else None
+    def poll(self) -> list[str]:
+        """Return the lines received since the last call."""
+        return self._connection.lines()
 
     @property
-    def lost(self) -> Loss | None:
+    def closed(self) -> Loss | None:
         """How the connection to node 0 ended, or None."""
         return self._connection.closed
 
@@ -125,12 +131,12 @@ class Caller:
 
 
 def signature(secret: bytes, rank: int) -> str:
-    """Return a proof that a caller can read the job's token, without revealing the token."""
+    """Return a proof that a caller can read the job's secret, without revealing it."""
     return hmac.digest(secret, f"hpc-rl node {rank}".encode(), "sha256").hex()
 
 
 class _Connection:
-    """A connection that carries lines of words. Never blocks."""
+    """A connection that carries lines. Never blocks."""
 
     def __init__(self, peer: socket.socket) -> None:
         peer.setblocking(False)
@@ -144,7 +150,7 @@ class _Connection:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._socket = peer
         self._began = time.monotonic()
-        self._text = ""
+        self._text = b""
         self.closed: Loss | None = None
 
     @property
@@ -157,22 +163,30 @@ class _Connection:
         except OSError as error:
             self.closed = self.closed or _loss(error)
 
-    def words(self) -> Sequence[str]:
-        """Return all words of the complete lines so far."""
-        while self.closed is None:
+    def first_lines(self) -> list[str]:
+        """Return the complete lines so far, of which a caller that has not identified itself sends only a few."""
+        return self._received(_MAX_UNKNOWN_BYTES, until_line=True)
+
+    def lines(self) -> list[str]:
+        """Return the complete lines received since the last call."""
+        return self._received(_MAX_BYTES)
+
+    def _received(self, longest: int, until_line: bool = False) -> list[str]:
+        while self.closed is None and not (until_line and b"\n" in self._text):
             try:
-                new = self._socket.recv(_MAX_BYTES)
+                new = self._socket.recv(_MAX_UNKNOWN_BYTES)
             except BlockingIOError:
                 break
             except OSError as error:
                 self.closed = _loss(error)
                 break
-            self._text += new.decode(errors="replace")
+            self._text += new
             if not new:
                 self.closed = Loss("its processes ended", machine_answers=True)
-            elif len(self._text) > _MAX_BYTES:
+            elif len(self._text) > longest:
                 self.closed = Loss("it sent too much data", machine_answers=True)
-        return self._text[: self._text.rfind("\n") + 1].split()
+        *complete, self._text = self._text.split(b"\n")
+        return [line.decode(errors="replace") for line in complete]
 
     def close(self) -> None:
         self._socket.close()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hpc_rl.node.network import free_port
-from hpc_rl.node.ray_cluster.roll_call import Caller, RollCall, signature
+from hpc_rl.node.roll_call import Caller, RollCall, signature
 
 SECRET = b"of this job"
 
@@ -21,38 +21,42 @@ def roll() -> Iterator[tuple[RollCall, int]]:
     roll.close()
 
 
-def until(condition: Callable[[], bool], roll: RollCall) -> None:
-    deadline = time.monotonic() + 30
+def until(condition: Callable[[], bool], roll: RollCall) -> list[tuple[int, str]]:
+    """Poll until a condition holds, and return what was received."""
+    deadline, received = time.monotonic() + 120, []
     while not condition():
         assert time.monotonic() < deadline
-        roll.poll()
+        received += roll.poll()
         time.sleep(0.01)
+    return received + roll.poll()
 
 
-def test_nodes_call_come_up_and_are_dismissed(roll: tuple[RollCall, int]) -> None:
+def test_nodes_call_send_lines_and_leave(roll: tuple[RollCall, int]) -> None:
     head, port = roll
     first, second = (Caller("127.0.0.1", port, rank, SECRET, timeout_s=5) for rank in (1, 2))
-    until(lambda: head.seen == {0, 1, 2}, head)
-    second.report_up()
-    until(lambda: head.up == {0, 2}, head)
-    assert first.dismissed() is None and not head.all_left
-    head.dismiss(75)
-    until(lambda: first.dismissed() == second.dismissed() == 75, head)
-    first.close()
+    assert head.seen == {0}
+    second.send("up")
+    second.send("end " + "x" * 20_000)
     second.close()
-    until(lambda: head.all_left, head)
+    received = until(lambda: head.seen == {0, 1, 2} and 2 in head.closed, head)
+    assert received == [(2, "up"), (2, "end " + "x" * 20_000)] and head.present == {1}
+    head.tell_all("stop")
+    head.tell_all("outcome 75")
+    lines: list[str] = []
+    until(lambda: bool(lines.extend(first.poll()) or len(lines) == 2), head)
+    assert lines == ["stop", "outcome 75"] and first.closed is None
+    first.close()
+    until(lambda: not head.present, head)
 
 
 def test_a_killed_process_is_told_at_once(roll: tuple[RollCall, int]) -> None:
     head, port = roll
-    code = (
-        f"from hpc_rl.node.ray_cluster.roll_call import *; c = Caller('127.0.0.1', {port}, 1, {SECRET!r}, 5); input()"
-    )
+    code = f"from hpc_rl.node.roll_call import *; c = Caller('127.0.0.1', {port}, 1, {SECRET!r}, 5); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as child:
         until(lambda: 1 in head.seen, head)
         child.send_signal(signal.SIGKILL)
-    until(lambda: 1 in head.lost, head)
-    assert head.lost[1].how == "its processes ended" and head.lost[1].machine_answers
+    until(lambda: 1 in head.closed, head)
+    assert head.closed[1].how == "its processes ended" and head.closed[1].machine_answers
 
 
 def test_a_head_that_ends_is_told(roll: tuple[RollCall, int]) -> None:
@@ -60,10 +64,10 @@ def test_a_head_that_ends_is_told(roll: tuple[RollCall, int]) -> None:
     caller = Caller("127.0.0.1", port, 1, SECRET, timeout_s=5)
     until(lambda: 1 in head.seen, head)
     head.close()
-    deadline = time.monotonic() + 30
-    while caller.lost is None:
-        assert caller.dismissed() is None and time.monotonic() < deadline
-    assert caller.lost.machine_answers
+    deadline = time.monotonic() + 120
+    while caller.closed is None:
+        assert caller.poll() == [] and time.monotonic() < deadline
+    assert caller.closed.machine_answers
 
 
 def sent_away(stranger: socket.socket, roll: RollCall) -> bool:
@@ -90,8 +94,8 @@ def test_strangers_are_sent_away_and_do_not_take_a_place(roll: tuple[RollCall, i
     own = Caller("127.0.0.1", port, 1, SECRET, timeout_s=5)
     until(lambda: 1 in head.seen, head)
     again = Caller("127.0.0.1", port, 1, SECRET, timeout_s=5)  # one connection per node
-    until(lambda: again.dismissed() is None and again.lost is not None, head)
-    assert head.seen == {0, 1} and not head.lost
+    until(lambda: again.poll() == [] and again.closed is not None, head)
+    assert head.seen == {0, 1} and not head.closed
     for stranger in silent:
         stranger.setblocking(False)
     until(lambda: all(sent_away(stranger, head) for stranger in silent), head)

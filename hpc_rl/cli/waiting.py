@@ -1,0 +1,24 @@
+"""Waiting for the end of a job, which goes on if the user stops waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hpc_rl.cli.app import note
+from hpc_rl.run_dir import RunDir
+
+INTERRUPTED = 130
+"""Exit code of a program that Ctrl-C ended: 128 + SIGINT."""
+
+
+def wait_for(run: RunDir, poll: Callable[[], None] = lambda: None) -> int:
+    """Wait until a run's job has ended, and return its exit code. Ctrl-C ends the waiting only."""
+    from hpc_rl.runs import control
+    from hpc_rl.runs.status import current_job
+
+    try:
+        return control.wait(run, poll)
+    except KeyboardInterrupt:
+        name = run.name
+        note(f"job {current_job(run)} continues; end it with hpc-rl stop {name} or hpc-rl cancel {name}")
+        return INTERRUPTED

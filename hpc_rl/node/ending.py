@@ -1,0 +1,235 @@
+"""How the nodes of a job agree on its end: what node 0 does next (pure), and the waits of both sides, with deadlines.
+
+A node ends its processes first, and then reports. Node 0 decides when all have reported, or are lost, or are late. It
+writes the agreed exit code to the file `.outcome`, which the job script uses, tells the others, and reads the log that
+it shows to the end. Every node entry exits with that code, so it does not matter which of them Slurm sees first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+
+from hpc_rl.host.files import write_atomically
+from hpc_rl.host.processes import GRACE_S
+from hpc_rl.node.causes import TERMINATED, End, Kind, Outcome, outcome_of
+from hpc_rl.node.company import Company, Lead, Mate, end_of_lost
+from hpc_rl.node.entry import print_error
+from hpc_rl.node.meeting import POLL_S, Meeting, named
+from hpc_rl.node.roll_call import SILENCE_S
+from hpc_rl.run_dir import lost_file, outcome_file, read_outcome
+
+LINGER_S = 300.0
+"""How long processes of other nodes may run after those of node 0 have ended well."""
+REPORT_S = SILENCE_S + 5.0
+"""How long node 0 waits for the reports of nodes that it has asked to end: a lost node is known as such by then."""
+ASKED_REPORT_S = 5.0
+"""The same if Slurm ends the job. With GRACE_S for this node's processes, it is less than Slurm's KillWait (30 s)."""
+FOLLOW_S = REPORT_S + GRACE_S + 10.0
+"""How long another node waits for the outcome after it has to end. Node 0 is slower only if it hangs."""
+CAUSE_S = 1.0
+"""How long a node waits for a file in which another one may have recorded why it ended."""
+LEAVE_S = 20.0
+"""How long node 0 waits until the others have left."""
+
+
+class Step(Enum):
+    WAIT = auto()
+    ASK_TO_END = auto()
+    DECIDE = auto()
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What node 0 sees after its own processes have ended."""
+
+    everyone: int
+    """Number of nodes of the job."""
+    ends: Mapping[int, End]
+    """Rank -> how a node ended. Lost ones have ended too."""
+    present: Collection[int]
+    """Ranks of the nodes that are connected."""
+    ended_s: float
+    """Seconds since node 0's own processes have ended."""
+    asked_s: float | None
+    """Seconds since node 0 has asked the others to end, or None if it has not."""
+    is_ended_by_slurm: bool
+    linger_s: float = LINGER_S
+    """How long the others may run after node 0."""
+
+
+def next_step(seen: Situation) -> Step:
+    """Return what node 0 does next."""
+    if len(seen.ends) == seen.everyone:
+        return Step.DECIDE
+    if seen.asked_s is None:
+        has_failed = any(end.is_failure for end in seen.ends.values())
+        is_late = seen.ended_s >= seen.linger_s
+        return Step.ASK_TO_END if has_failed or is_late or seen.is_ended_by_slurm else Step.WAIT
+    is_late = seen.asked_s >= (ASKED_REPORT_S if seen.is_ended_by_slurm else REPORT_S)
+    return Step.DECIDE if is_late or not set(seen.present) - set(seen.ends) else Step.WAIT
+
+
+def settle(
+    company: Company,
+    own: End,
+    asked_to_end: threading.Event,
+    show: Callable[[End | None], None],
+    linger_s: float = LINGER_S,
+) -> int:
+    """Report this node's end, agree with the others, and return the exit code of the job.
+
+    Args:
+        asked_to_end: set when Slurm or the user ends this process.
+        show: prints the cause, or shows what is left of the log; called on the node that explains the end.
+        linger_s: how long other nodes may run after node 0 has ended well; 0 if its end is that of the job.
+    """
+    if isinstance(company, Lead):
+        outcome = agree(company, own, asked_to_end, linger_s)
+        record(company.meeting.attempt_dir, outcome)
+        company.announce(outcome.exit_code)
+        show(outcome.cause)
+        return outcome.exit_code
+    return follow(company, own, asked_to_end, show)
+
+
+def agree(company: Lead, own: End, asked_to_end: threading.Event, linger_s: float) -> Outcome:
+    """Collect the ends of all nodes on node 0, and return the outcome."""
+    company.poll()  # what is reported already was before this node's end
+    company.report(own)
+    began, asked_at = time.monotonic(), math.inf
+    while True:
+        company.poll()
+        now = time.monotonic()
+        asked_s = now - asked_at if now >= asked_at else None
+        everyone, ended_s = len(company.meeting.nodes), now - began
+        is_ended = asked_to_end.is_set()
+        seen = Situation(everyone, company.ends, company.present, ended_s, asked_s, is_ended, linger_s)
+        step = next_step(seen)
+        if step is Step.DECIDE:
+            break
+        if step is Step.ASK_TO_END:
+            if linger_s and not company.must_end and not asked_to_end.is_set():
+                _note_hanging(company)
+            company.ask_to_end()
+            asked_at = now
+        time.sleep(POLL_S)
+    return outcome_of(explained(company.ends, _failures(company)))
+
+
+def explained(ends: Mapping[int, End], failures: Mapping[int, int]) -> list[End]:
+    """Return the ends with those of nodes that have printed themselves why they failed.
+
+    Args:
+        failures: rank -> exit code of these nodes.
+    """
+    found = [End(rank, failures[rank]) if rank in failures else end for rank, end in ends.items()]
+    return [End(rank, code) for rank, code in failures.items() if rank not in ends] + found
+
+
+def _failures(company: Lead) -> dict[int, int]:
+    """Return the failures that nodes have recorded, with some time for those whose connection ended."""
+    deadline = time.monotonic() + CAUSE_S
+    unexplained = {rank for rank, loss in company.lost.items() if loss.machine_answers}
+    while unexplained - (found := company.meeting.failures()).keys() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return found
+
+
+def _note_hanging(company: Lead) -> None:
+    nodes = company.meeting.nodes
+    late = [rank for rank in range(len(nodes)) if rank not in company.ends]
+    where = named([nodes[rank] for rank in late])
+    text = f"processes on {where} still run {LINGER_S:.0f} s after those of node {nodes[0]} ended: they hang"
+    company.ends[late[0]] = End(late[0], 1, text=text)
+
+
+def record(attempt_dir: Path, outcome: Outcome) -> None:
+    """Write the outcome for the job script, except if Slurm ended the job: then srun has the reason."""
+    if outcome.cause is None or outcome.cause.kind is not Kind.TERMINATED:
+        with contextlib.suppress(OSError):  # a full disk: all node entries exit with this code, and so does srun
+            write_atomically(outcome_file(attempt_dir), f"{outcome.exit_code}\n")
+
+
+def follow(company: Mate, own: End, asked_to_end: threading.Event, show: Callable[[End | None], None]) -> int:
+    """Report this node's end to node 0 and return the exit code that it announces, or one of our own if it is lost."""
+    was_lost_before = company.loss is not None
+    company.report(own)
+    must_end_at = math.inf
+    while company.outcome is None and company.loss is None:
+        company.poll()
+        if own.is_failure or company.must_end:
+            must_end_at = min(must_end_at, time.monotonic() + FOLLOW_S)
+        if asked_to_end.is_set():
+            must_end_at = min(must_end_at, time.monotonic() + ASKED_REPORT_S + CAUSE_S)
+        if time.monotonic() > must_end_at:
+            break
+        time.sleep(POLL_S)
+    if company.outcome is not None:
+        return company.outcome
+    if company.loss is None:
+        show(own)
+        return own.exit_code or TERMINATED
+    lost = end_of_lost(company.meeting, 0, company.loss)
+    outcome = outcome_of([lost, own] if was_lost_before else [own, lost])
+    if not company.loss.machine_answers:  # the job script is on that machine
+        show(outcome.cause)
+        return outcome.exit_code
+    return _decide_without_lead(company.meeting, outcome, show)
+
+
+def _decide_without_lead(meeting: Meeting, outcome: Outcome, show: Callable[[End | None], None]) -> int:
+    """Return the outcome after node 0's entry has ended: the first node that records one decides."""
+    deadline = time.monotonic() + CAUSE_S
+    while time.monotonic() < deadline:
+        if (code := read_outcome(meeting.attempt_dir)) is not None:
+            return code
+        if (code := meeting.failures().get(0)) is not None:
+            return code
+        time.sleep(POLL_S)
+    if create_once(outcome_file(meeting.attempt_dir), f"{outcome.exit_code}\n"):
+        show(outcome.cause)
+        return outcome.exit_code
+    code = read_outcome(meeting.attempt_dir)
+    return outcome.exit_code if code is None else code
+
+
+def create_once(path: Path, text: str) -> bool:
+    """Write a file unless it exists. Returns whether this call did. Atomic on a shared file system too (link(2))."""
+    own = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+    own.write_text(text)
+    try:
+        os.link(own, path)
+    except FileExistsError:
+        return False
+    finally:
+        own.unlink(missing_ok=True)
+    return True
+
+
+def leave(company: Company, asked_to_end: threading.Event) -> None:
+    """Leave the others after this node is cleaned up. Node 0 leaves last, and records which nodes are lost."""
+    if isinstance(company, Lead):
+        deadline = time.monotonic() + (CAUSE_S if asked_to_end.is_set() else LEAVE_S)
+        while company.present and time.monotonic() < deadline:
+            company.poll()
+            time.sleep(POLL_S)
+        nodes = company.meeting.nodes
+        lost = [nodes[rank] for rank, loss in sorted(company.lost.items()) if not loss.machine_answers]
+        if lost:  # read by the job script: srun would wait for them
+            write_atomically(lost_file(company.meeting.attempt_dir), "".join(f"{node}\n" for node in lost))
+    company.close()
+
+
+def print_cause(cause: End | None) -> None:
+    """Print the message of a failure, if it has one."""
+    if cause is not None and cause.text:
+        print_error(cause.text)

@@ -1,0 +1,258 @@
+"""Finds hangs: watches the beats of the processes on this node, and the pulses of the other nodes' entries.
+
+A thread of each node entry looks every few seconds. If a process is silent for too long, all nodes collect the stacks
+of their processes, tell each other what they see, and come to the same conclusion. One of them prints it and writes it
+to `.hang` in the attempt's folder, and all of them end the job.
+
+Clocks of different nodes are not compared. A clock that this module uses stands still while its own process does not
+run, so that a job that Slurm suspends does not look like a hang after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_rl.host.files import write_atomically
+from hpc_rl.host.heartbeat import SUFFIX, Beat, read_beat
+from hpc_rl.host.processes import descendants
+from hpc_rl.node import silence, stack_files
+from hpc_rl.node.pulses import EXCHANGE_S, Pulse, Pulses
+from hpc_rl.node.silence import Sight, Vigil
+from hpc_rl.training.stopping import RESERVE_S, job_end
+
+LONGEST_LOOK_S = 5.0
+"""Longest interval between two looks."""
+GATHER_S = 15.0
+"""How long a node waits for what the others see."""
+HANG = ".hang"
+_CLAIM = ".hang-found"
+_GATHER_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a node entry watches."""
+
+    attempt_dir: Path
+    nodes: tuple[str, ...]
+    node_rank: int
+    beats: Path
+    """Folder of this node's beats."""
+
+    @property
+    def node(self) -> str:
+        return self.nodes[self.node_rank]
+
+
+class HangWatch:
+    """Watches from `start` to `close`, in a thread.
+
+    Args:
+        hang_timeout_s: trainer.hang_timeout_s.
+        job_end: Unix time at which the walltime ends; None if it is not known or not limited.
+    """
+
+    def __init__(self, place: Place, hang_timeout_s: float, job_end: float | None) -> None:
+        self._place = place
+        self._hang_timeout_s = hang_timeout_s
+        self._walltime = Walltime(place.attempt_dir.parent / "stop", job_end)
+        self._vigil = Vigil(place.node, hang_timeout_s)
+        self._pulses = Pulses(place.attempt_dir, place.nodes, place.node_rank)
+        self._look_s = min(LONGEST_LOOK_S, hang_timeout_s / 5)
+        self._exchange_s = min(EXCHANGE_S, hang_timeout_s / 3)
+        self._since_exchange_s = self._exchange_s
+        self._found = threading.Event()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hangs", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def found(self) -> bool:
+        """Whether the job hangs, as this node or another one has concluded. The reason has been printed."""
+        return self._found.is_set()
+
+    def concluded(self) -> bool:
+        """Return whether some node has concluded that the job hangs, or is about to; waits for this node's part."""
+        if not self.found and (self._place.attempt_dir / _CLAIM).exists():
+            self._found.wait(GATHER_S)
+        return self.found or (self._place.attempt_dir / HANG).exists()
+
+    def close(self) -> None:
+        """Stop watching, and tell the other nodes that this one ends."""
+        self._closed.set()
+        self._thread.join(LONGEST_LOOK_S)
+        if not self.found:
+            with contextlib.suppress(OSError):
+                self._pulses.publish(Pulse(has_ended=True))
+
+    def _watch(self) -> None:
+        before = time.monotonic()
+        while not self._closed.wait(self._look_s):
+            now = time.monotonic()
+            if self._look(min(now - before, 2 * self._look_s)):
+                self._found.set()
+                return
+            before = now
+
+    def _look(self, elapsed_s: float) -> bool:
+        """Look once. Return whether the job hangs."""
+        states = process_states()
+        names = {pid: stack_files.name_of(pid) for pid, state in states.items() if state in silence.STOPPED}
+        sights = self._vigil.look(read_beats(self._place.beats), states, names, elapsed_s)
+        finding = self._walltime.finding(elapsed_s)
+        is_found = bool(finding) or silence.culprit(sights) is not None
+        self._since_exchange_s += elapsed_s
+        if not is_found and self._since_exchange_s < self._exchange_s:
+            return False
+        others = self._exchange(sights)
+        finding = finding or self._others_finding(sights)
+        if not is_found and not finding and not any(pulse.finds_hang for pulse in others.values()):
+            return False
+        self._conclude(sights, states, finding)
+        return True
+
+    def _exchange(self, sights: Sequence[Sight]) -> Mapping[int, Pulse]:
+        """Publish this node's pulse and read those that it watches."""
+        elapsed_s, self._since_exchange_s = self._since_exchange_s, 0.0
+        with contextlib.suppress(OSError):  # the other nodes notice if it lasts
+            self._pulses.publish(Pulse(quiet_s=silence.quiet_s(sights)))
+        return self._pulses.look(self._pulses.watched, elapsed_s)
+
+    def _others_finding(self, sights: Sequence[Sight]) -> str:
+        """Return what is wrong with other nodes, or with all of them; empty if nothing is."""
+        for rank, silent_s in self._pulses.lost(self._hang_timeout_s, self._exchange_s).items():
+            return f"the node entry on node {self._place.nodes[rank]}: no sign of life for {silent_s:.0f} s"
+        driver = silence.waiting_driver(sights)
+        quiet_s = self._pulses.quiet_s(silence.quiet_s(sights)) if self._place.node_rank == 0 else None
+        if driver is None or quiet_s is None or quiet_s <= self._hang_timeout_s:
+            return ""
+        return f"{silence.described(driver, sights)}; it waits, and no other process of the job works"
+
+    def _conclude(self, sights: Sequence[Sight], states: Mapping[int, str], finding: str) -> None:
+        """Collect stacks, hear the other nodes, and make the reason known."""
+        place = self._place
+        names = {sight.pid: sight.name for sight in sights if sight.phase}
+        in_collective: Mapping[int, bool] = {}
+        with contextlib.suppress(OSError):
+            in_collective = stack_files.collect(place.beats, place.attempt_dir, place.node_rank, names, states)
+        own = Pulse(
+            finds_hang=True,
+            finding=finding,
+            sights=tuple(silence.with_collectives(sights, in_collective)),
+        )
+        with contextlib.suppress(OSError):
+            self._pulses.publish(own)
+        line = verdict([own, *self._gather()])
+        if not _is_first(place.attempt_dir):
+            return
+        with contextlib.suppress(OSError):
+            write_atomically(place.attempt_dir / HANG, f"{line}\n")
+        print(f"hpc-rl: hang: {line}; the stacks of all processes are in {place.attempt_dir / stack_files.FOLDER}",
+              flush=True)  # fmt: skip
+
+    def _gather(self) -> list[Pulse]:
+        """Return what the other nodes see, as soon as all have answered or GATHER_S seconds have passed."""
+        deadline = time.monotonic() + GATHER_S
+        others = [rank for rank in range(len(self._place.nodes)) if rank != self._place.node_rank]
+        while True:
+            found = self._pulses.look(others, 0.0)
+            is_complete = all(rank in found and (found[rank].finds_hang or found[rank].has_ended) for rank in others)
+            if is_complete or time.monotonic() > deadline:
+                return [pulse for pulse in found.values() if pulse.finds_hang]
+            time.sleep(_GATHER_POLL_S)
+
+
+class Walltime:
+    """The end of the walltime, which a run must not reach after its stop file was written.
+
+    Args:
+        stop: the stop file.
+        job_end: Unix time.
+        now: returns the Unix time.
+    """
+
+    MARK = "the walltime ends"
+
+    def __init__(self, stop: Path, job_end: float | None, now: Callable[[], float] = time.time) -> None:
+        self._stop = stop
+        self._now = now
+        self._job_end = job_end
+        self._latest_end: float | None = None
+
+    def finding(self, elapsed_s: float) -> str:
+        """Return what is wrong if the run has not stopped in time, or an empty text.
+
+        Args:
+            elapsed_s: time since the last call, before which the stop file did not exist.
+        """
+        if self._job_end is None or not self._stop.exists():
+            return ""
+        left_s = self._job_end - self._now()
+        if self._latest_end is None:  # a late warning leaves the trainers half of the time
+            self._latest_end = self._job_end - min(RESERVE_S, (left_s + elapsed_s) / 2)
+        if self._now() < self._latest_end:
+            return ""
+        return f"{self.MARK} in {max(0.0, left_s):.0f} s, and the run has not stopped"
+
+
+@contextmanager
+def watching(place: Place, hang_timeout_s: float) -> Iterator[HangWatch]:
+    """Watch while the block runs; without a time limit (0), the watch finds nothing."""
+    place.beats.mkdir(mode=0o700, exist_ok=True)
+    watch = HangWatch(place, hang_timeout_s, job_end(os.environ))
+    if not hang_timeout_s:
+        yield watch
+        return
+    watch.start()
+    try:
+        yield watch
+    finally:
+        watch.close()
+
+
+def verdict(pulses: Sequence[Pulse]) -> str:
+    """Return the one line that names what hangs, from what all nodes see."""
+    sights = [sight for pulse in pulses for sight in pulse.sights]
+    found = next((pulse.finding for pulse in pulses if pulse.finding), "")
+    culprit = silence.culprit(sights)
+    if culprit is not None and (culprit.is_stopped or not found):
+        return silence.described(culprit, sights)
+    suspect = silence.most_silent(sights) if found.startswith(Walltime.MARK) else None
+    return f"{found}: {silence.described(suspect, sights)}" if suspect else found
+
+
+def read_beats(folder: Path) -> dict[int, Beat]:
+    """Return what the processes of this node have recorded, by process id."""
+    found = [beat for path in folder.glob(f"*{SUFFIX}") if (beat := read_beat(path)) is not None]
+    return {beat.pid: beat for beat in found}
+
+
+def process_states() -> dict[int, str]:
+    """Return the state in proc(5) of each process below this one. Zombies are left out."""
+    states = {}
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if state not in ("Z", "X"):
+                states[pid] = state
+    return states
+
+
+def _is_first(attempt_dir: Path) -> bool:
+    """Return whether this node is the first one with a conclusion; it makes the reason known."""
+    try:
+        os.close(os.open(attempt_dir / _CLAIM, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,93 @@
+"""What a node entry does when Slurm signals it: the run saves before the entry ends.
+
+Slurm sends SIGTERM to the tasks of a job step when the job is preempted, queued again or cancelled, and when its
+walltime ends. `scancel --signal=USR2 JOB` sends SIGUSR2. The first signal writes the stop file, and the trainers save
+and exit with code 75. The entry ends its processes only if that takes too long, or at a second signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+
+from hpc_rl.errors import EXIT_STOPPED
+from hpc_rl.host.processes import GRACE_S
+from hpc_rl.node.meeting import Meeting
+from hpc_rl.node.rank_ends import read_exits
+from hpc_rl.run_dir import PREEMPTION, REQUEUE, RunDir, terminated_file
+
+SAVING_S = 18.0
+"""How long a run may save if Slurm ends the whole job: it kills everything KillWait later, which is 30 s unless the
+site has changed it. The rest is for the clean-up."""
+_POLL_S = 0.1
+_IN_STEP = "SLURM_STEP_ID"
+_REASONS = {signal.SIGTERM: PREEMPTION, signal.SIGUSR2: REQUEUE}
+
+
+def heed_signals(meeting: Meeting) -> threading.Event:
+    """From now on, let the run save when Slurm signals this process.
+
+    Returns:
+        an event that is set when this process has to end: at a second signal or SIGINT, SAVING_S after the first signal
+        if the whole job was signalled, and at the first one if a part of the job has failed or Slurm did not start it.
+    """
+    asked_to_end = threading.Event()
+    received: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        # A handler may interrupt any function, so it does no more than this.
+        signal.signal(number, lambda number, _frame: received.append(number))
+    threading.Thread(target=_heed, args=(received, meeting, asked_to_end), daemon=True).start()
+    return asked_to_end
+
+
+def end_when(asked_to_end: threading.Event, child: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
+    """End the child when the event is set: with SIGTERM, and with SIGKILL after `grace_s`. Returns immediately."""
+
+    def wait() -> None:
+        asked_to_end.wait()
+        child.terminate()
+        time.sleep(grace_s)
+        child.kill()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def ask_to_save(run: RunDir, reason: str) -> None:
+    """Write the stop file, unless there is one, or the disk is full."""
+    with contextlib.suppress(OSError), run.stop.open("x") as stop:
+        stop.write(f"{reason}\n")
+
+
+def has_to_end(received: Sequence[int], since_s: float, meeting: Meeting) -> bool:
+    """Return whether a node entry has to end.
+
+    Args:
+        received: signals so far, at least one.
+        since_s: seconds since the first of them.
+    """
+    if len(received) > 1 or signal.SIGINT in received or _IN_STEP not in os.environ:
+        return True
+    # srun terminates all tasks after the first failure.
+    return has_failed(meeting) or (since_s >= SAVING_S and terminated_file(meeting.attempt_dir).exists())
+
+
+def has_failed(meeting: Meeting) -> bool:
+    """Return whether a part of the job has failed on any node. A part that has saved and stopped has not."""
+    codes = {*meeting.failures().values(), *(ended.exit_code for ended in read_exits(meeting.attempt_dir))}
+    return not codes <= {0, EXIT_STOPPED}
+
+
+def _heed(received: list[int], meeting: Meeting, asked_to_end: threading.Event) -> None:
+    while not received:
+        time.sleep(_POLL_S)
+    began = time.monotonic()
+    if not has_to_end(received, 0, meeting):
+        ask_to_save(RunDir(meeting.attempt_dir.parent), _REASONS[signal.Signals(received[0])])
+    while not has_to_end(received, time.monotonic() - began, meeting):
+        time.sleep(_POLL_S)
+    asked_to_end.set()

@@ -1,0 +1,180 @@
+"""Which processes of a job give no sign of life, and which of them keeps the others waiting. Pure functions.
+
+A process is silent for too long if it is stopped, or if its work shows no progress, for longer than its phase may take.
+A process that waits for others is judged together with them: only if nobody works.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hpc_rl.host.heartbeat import RUN, Beat
+
+LONG = 4
+"""A long phase, and the first time in any phase, may take this many times trainer.hang_timeout_s."""
+LONG_PHASES = frozenset(
+    {
+        *(RUN, "load", "save_checkpoint", "save", "saved", "export", "testing"),
+        *("gen", "generate", "connect_engines", "send_weights", "sync_engine", "update_weights"),
+    }
+)
+"""Phases that read or write whole models, or generate: the shared file system and an engine set their pace."""
+UNLIMITED = frozenset({"start"})
+"""Phases for which the driver has a limit: trainer.model_timeout_s."""
+PATIENCE = 10
+"""A phase may take this many times the longest pause between two of its beats so far."""
+STOPPED = ("T", "t")
+"""States in proc(5) of a process that has received SIGSTOP, or that a debugger holds."""
+BLOCKED = "D"
+
+
+@dataclass(frozen=True)
+class Sight:
+    """One process as its node entry sees it."""
+
+    name: str
+    node: str
+    pid: int
+    silent_s: float
+    """Seconds since its last beat, or in which it was stopped."""
+    limit_s: float
+    state: str = "S"
+    """Its state in proc(5)."""
+    phase: str = ""
+    """Empty for a process without beats."""
+    step: int = 0
+    waits: bool = False
+    in_collective: bool | None = None
+    """Whether its stacks show that it waits for other ranks; None if it has not shown its stacks."""
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.state in STOPPED
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it is silent for too long."""
+        return (self.is_stopped or not self.waits) and self.silent_s > self.limit_s
+
+
+class Vigil:
+    """What the processes of one node have recorded, from look to look.
+
+    Args:
+        node: its name.
+        hang_timeout_s: trainer.hang_timeout_s.
+    """
+
+    def __init__(self, node: str, hang_timeout_s: float) -> None:
+        self._node = node
+        self._hang_timeout_s = hang_timeout_s
+        self._beats: dict[int, Beat] = {}
+        self._silent_s: dict[int, float] = {}
+        self._stopped_s: dict[int, float] = {}
+        self._longest_s: dict[str, float] = {}
+        """Longest pause between two beats, by phase, of all processes."""
+
+    def look(
+        self, beats: Mapping[int, Beat], states: Mapping[int, str], names: Mapping[int, str], elapsed_s: float
+    ) -> list[Sight]:
+        """Return the processes that record beats, and others that are stopped.
+
+        Args:
+            beats: by process id. A process whose file cannot be read now is taken to be as before.
+            states: the state in proc(5) of each process of the job on this node.
+            names: names of processes without beats.
+            elapsed_s: time since the last look in which this process itself could run.
+        """
+        known = {**self._beats, **beats}
+        self._silent_s = {pid: self._silence(pid, known[pid], elapsed_s) for pid in known if pid in states}
+        self._beats = {pid: beat for pid, beat in known.items() if pid in states}
+        stopped = [pid for pid, state in states.items() if state in STOPPED]
+        self._stopped_s = {pid: self._stopped_s.get(pid, -elapsed_s) + elapsed_s for pid in stopped}
+        return [self._sight(pid, states[pid], names) for pid in sorted({*self._beats, *stopped})]
+
+    def limit_s(self, beat: Beat) -> float:
+        """Return for how long a process may be silent after this beat."""
+        if beat.phase in UNLIMITED:
+            return math.inf
+        factor = LONG if beat.is_first or beat.phase in LONG_PHASES else 1
+        return max(self._hang_timeout_s * factor, PATIENCE * self._longest_s.get(beat.phase, 0.0))
+
+    def _silence(self, pid: int, beat: Beat, elapsed_s: float) -> float:
+        """Return for how long a process has been silent."""
+        before = self._beats.get(pid)
+        if before is None:
+            return 0.0
+        silent_s = self._silent_s[pid] + elapsed_s
+        if beat.count == before.count:
+            return silent_s
+        if not before.waits and not before.is_first:
+            self._longest_s[before.phase] = max(silent_s, self._longest_s.get(before.phase, 0.0))
+        return 0.0
+
+    def _sight(self, pid: int, state: str, names: Mapping[int, str]) -> Sight:
+        beat = self._beats.get(pid)
+        if state in STOPPED:  # a process without beats has been seen since it was stopped, and may have worked before
+            silent_s, limit_s = self._stopped_s[pid], self._hang_timeout_s
+        else:
+            assert beat is not None
+            silent_s, limit_s = self._silent_s[pid], self.limit_s(beat)
+        if beat is None:
+            return Sight(names.get(pid, f"process {pid}"), self._node, pid, silent_s, limit_s, state)
+        return Sight(
+            beat.name, self._node, pid, silent_s, limit_s, state, phase=beat.phase, step=beat.step, waits=beat.waits
+        )
+
+
+def quiet_s(sights: Sequence[Sight]) -> float | None:
+    """Return for how long no process of these has shown progress, if all of them wait; None if one of them works.
+
+    Without any, it is infinite.
+    """
+    if any(not sight.waits for sight in sights if sight.phase):
+        return None
+    return min((sight.silent_s for sight in sights if sight.phase), default=math.inf)
+
+
+def culprit(sights: Iterable[Sight]) -> Sight | None:
+    """Return the process that most likely keeps the others waiting; None if no process is silent for too long.
+
+    A stopped one comes first, then one that waits for no other rank, then the one that has been silent for longest.
+    """
+    suspects = [sight for sight in sights if sight.is_suspect]
+    return max(suspects, key=_blame, default=None)
+
+
+def _blame(sight: Sight) -> tuple[bool, bool, bool, float]:
+    return sight.is_stopped, bool(sight.phase), not sight.in_collective, sight.silent_s
+
+
+def most_silent(sights: Iterable[Sight]) -> Sight | None:
+    """Return the process that would be the culprit if all limits were over."""
+    found = [sight for sight in sights if sight.is_stopped or not sight.waits]
+    return max(found, key=_blame, default=None)
+
+
+def waiting_driver(sights: Iterable[Sight]) -> Sight | None:
+    """Return the process that starts the work of all others, of a job in which everybody waits."""
+    waiting = [sight for sight in sights if sight.waits and sight.phase]
+    return max(waiting, key=lambda sight: sight.phase != RUN, default=None)
+
+
+def described(sight: Sight, all_sights: Iterable[Sight] = ()) -> str:
+    """Return what a process did when it fell silent: `rank 1 on node n2: no sign of life for 300 s in optimizer`."""
+    step = sight.step or max((other.step for other in all_sights), default=0)
+    of_step = f" of step {step}" if step else ""
+    where = f" in {sight.phase}{of_step}" if sight.phase and sight.phase != RUN else of_step.replace(" of", " in", 1)
+    who = f"{sight.name} on node {sight.node}"
+    if sight.is_stopped:
+        who += " is stopped (SIGSTOP)"
+    elif sight.state == BLOCKED:
+        who += " is blocked in the kernel, usually by a file system"
+    return f"{who}: no sign of life for {sight.silent_s:.0f} s{where}"
+
+
+def with_collectives(sights: Iterable[Sight], in_collective: Mapping[int, bool]) -> list[Sight]:
+    """Return the sights with what the stacks show, by process id."""
+    return [replace(sight, in_collective=in_collective.get(sight.pid)) for sight in sights]

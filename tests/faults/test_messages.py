@@ -1,0 +1,126 @@
+"""What a job says about a process that died: killed, or out of the memory that Slurm granted."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_ppo_on_slurm import PPO, REWARD
+from tests.e2e.workspace import QUICK, Workspace, make_workspace
+from tests.faults.outcomes import Outcome
+from tests.sandbox.cluster import Cluster
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.faults]
+EATER = """
+import os, pathlib, re, threading, time
+
+def eat():
+    mark = pathlib.Path(os.environ["EAT_AT"])
+    while not mark.exists():
+        time.sleep(0.2)
+    node, pattern = mark.read_text().split(" ", 1)
+    own = pathlib.Path("/proc/self/cmdline").read_bytes().replace(b"\\0", b" ").decode(errors="replace")
+    held = []
+    while node == os.uname().nodename and re.match(pattern, own):
+        held.append(b"x" * (32 << 20))
+
+if "EAT_AT" in os.environ:
+    threading.Thread(target=eat, daemon=True).start()
+"""
+"""A sitecustomize.py: when the file EAT_AT appears, the process that it describes takes memory without end."""
+RANK = r"^[^ ]*python[^ ]* -u -P -m hpc_rl.finetune.train"
+ENDLESS = "trainer.total_training_steps=1000000"
+TWO_POOLS = ["pools.spec={train: [1], rollout: [1]}", "pools.roles.rollout=rollout"]
+KILLED = "killed (signal 9) by a user or a program, or for lack of memory (though the kernel counted no such kill"
+DIED = f"on node node2 (log in {{logs}}) died: {KILLED}"
+
+PPO_DEATHS = {
+    "worker": ("node2", "^ray::Worker", [], f"rank 1 of pool global_pool {DIED}"),
+    "engine": ("node2", "^ray::EngineProcess", TWO_POOLS, f"rollout engine 0 {DIED}"),
+    "driver": ("node1", "^ray::TaskRunner", [], f"the driver (log in {{logs}}) died: {KILLED}"),
+}  # fmt: skip
+"""What is killed -> its node, its command line, options of the job, and the message."""
+
+
+@pytest.fixture(scope="module")
+def workspace(slurm_cluster: Cluster) -> Workspace:
+    workspace = make_workspace(slurm_cluster.shared / f"messages-{uuid.uuid4().hex[:8]}", slurm_cluster.env)
+    workspace.ok("data", "arithmetic", "--out", "sums", "--train", "400", "--val", "40")
+    (workspace.folder / "reward.py").write_text(REWARD)
+    return workspace
+
+
+def log_of(workspace: Workspace, run: str) -> str:
+    return "".join(path.read_text() for path in (workspace.folder / "runs" / run).glob("job-*.log"))
+
+
+def started(workspace: Workspace, kind: str, run: str, *options: str) -> Path:
+    """Submit a job on two nodes, wait for its first step, and return its run directory."""
+    workspace.ok(
+        "submit", kind, "--nodes", "2", "--job-name", run, *(QUICK if kind == "sft" else PPO), *options, ENDLESS
+    )
+    folder = workspace.folder / "runs" / run
+    metrics = folder / "metrics.jsonl"
+    workspace.wait_until(lambda: metrics.exists() and metrics.read_text() != "", f"the first step of {run}")
+    return folder
+
+
+def first_message(workspace: Workspace, cluster: Cluster, run: str, words: str) -> tuple[float, str]:
+    """Wait for the message and for the job's end; return the seconds until the message came, and its line."""
+    began = time.monotonic()
+    workspace.wait_until(lambda: words in log_of(workspace, run), f"the message of {run}: {words}")
+    seconds = time.monotonic() - began
+    assert cluster.wait_job(str(workspace.status(run)["job_id"])) in ("FAILED", "OUT_OF_MEMORY")
+    assert workspace.status(run)["exit_code"] == 137, log_of(workspace, run)
+    cluster.wait_idle()
+    found = [line for line in log_of(workspace, run).splitlines() if line.startswith("hpc-rl: ") and "died" in line]
+    found += [line for line in log_of(workspace, run).splitlines() if words in line]
+    assert words in found[0], found
+    return seconds, found[0]
+
+
+@pytest.mark.parametrize("what", PPO_DEATHS)
+def test_a_killed_process_of_ppo(
+    workspace: Workspace, slurm_cluster: Cluster, observed: Callable[[Outcome], None], what: str
+) -> None:
+    node, pattern, options, message = PPO_DEATHS[what]
+    run = started(workspace, "ppo", f"killed-{what}", "--mem", "4G", *options)
+    slurm_cluster.exec_on(node, ["pkill", "-KILL", "-f", pattern], check=True)
+    words = message.format(logs=run / "attempt-1")
+    seconds, line = first_message(workspace, slurm_cluster, run.name, words)
+    observed(Outcome(f"SIGKILL of a {what}", "ppo", seconds, line, "exit code 137", None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern", "mem", "message"),
+    [
+        ("sft", RANK, "1500M", "rank 1 on node node2 failed with exit code 137 (killed for lack of memory: request"),
+        ("ppo", "^ray::Worker", "3G", "died: killed for lack of memory: lower trainer.micro_tokens, or request"),
+    ],
+)
+def test_a_rank_that_takes_more_memory_than_granted(
+    workspace: Workspace,
+    slurm_cluster: Cluster,
+    observed: Callable[[Outcome], None],
+    kind: str,
+    pattern: str,
+    mem: str,
+    message: str,
+) -> None:
+    folder = workspace.folder / "eater"
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(EATER)
+    mark = workspace.folder / f"eat-{kind}"
+    eats = [f"slurm.env.PYTHONPATH={folder}", f"slurm.env.EAT_AT={mark}"]
+    run = started(workspace, kind, f"memory-{kind}", "--mem", mem, *eats)
+    new = mark.with_suffix(".new")
+    new.write_text(f"node2 {pattern}")
+    new.rename(mark)
+    seconds, line = first_message(workspace, slurm_cluster, run.name, message)
+    explained = workspace.ok("explain", run.name)
+    assert "Killed for lack of memory" in explained
+    observed(Outcome("a rank out of memory", "sft" if kind == "sft" else "ppo", seconds, line, "exit code 137", None))

@@ -1,0 +1,74 @@
+"""What a node entry does when it is signalled."""
+
+import json
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.node.meeting import Meeting
+from hpc_rl.node.rank import RankExit
+from hpc_rl.node.signals import SAVING_S, ask_to_save, end_when, has_failed, has_to_end
+from hpc_rl.run_dir import RunDir, terminated_file
+
+
+@pytest.fixture
+def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Meeting:
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    (tmp_path / "attempt-1").mkdir()
+    return Meeting(tmp_path / "attempt-1", ("a", "b"), 0)
+
+
+def rank_ended(meeting: Meeting, code: int) -> None:
+    ended = RankExit(1, 1, code, False, 1.0)
+    (meeting.attempt_dir / ".node1-rank1.exit").write_text(json.dumps(ended.__dict__))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_the_first_signal_leaves_time_to_save_and_the_second_does_not(meeting: Meeting, number: int) -> None:
+    assert not has_to_end([number], 1e6, meeting)
+    assert has_to_end([number, signal.SIGTERM], 0, meeting)
+    assert has_to_end([signal.SIGINT], 0, meeting)
+
+
+def test_the_time_is_short_if_the_whole_job_is_signalled(meeting: Meeting) -> None:
+    terminated_file(meeting.attempt_dir).touch()
+    assert not has_to_end([signal.SIGTERM], SAVING_S - 0.1, meeting)
+    assert has_to_end([signal.SIGTERM], SAVING_S, meeting)
+
+
+def test_there_is_no_time_to_save_after_a_failure(meeting: Meeting) -> None:
+    for code, failed in ((75, False), (0, False), (137, True)):
+        rank_ended(meeting, code)
+        assert has_failed(meeting) == has_to_end([signal.SIGTERM], 0, meeting) == failed
+    rank_ended(meeting, 0)
+    meeting.fail(1)
+    assert has_failed(meeting)
+
+
+def test_without_slurm_the_first_signal_counts(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_STEP_ID")
+    assert has_to_end([signal.SIGTERM], 0, meeting)
+
+
+def test_a_reason_to_stop_is_not_replaced(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    ask_to_save(run, "preemption")
+    assert run.stop.read_text() == "preemption\n"
+    run.stop.write_text("user\n")
+    ask_to_save(run, "preemption")
+    assert run.stop.read_text() == "user\n"
+    ask_to_save(RunDir(tmp_path / "no folder"), "preemption")
+
+
+def test_a_child_ends_when_the_event_is_set() -> None:
+    for program, code in (("echo; exec sleep 600", -15), ("trap '' TERM; echo; while :; do sleep 0.1; done", -9)):
+        asked = threading.Event()
+        with subprocess.Popen(["bash", "-c", program], stdout=subprocess.PIPE) as child:
+            assert child.stdout and child.stdout.readline()
+            end_when(asked, child, grace_s=0.3)
+            assert child.poll() is None
+            asked.set()
+            assert child.wait(60) == code

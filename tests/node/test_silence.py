@@ -1,0 +1,150 @@
+import math
+
+import pytest
+
+from hpc_rl.host.heartbeat import Beat
+from hpc_rl.node.silence import LONG, Sight, Vigil, culprit, described, most_silent, quiet_s, waiting_driver
+
+TIMEOUT_S = 100.0
+
+
+def beat(pid: int = 1, phase: str = "optimizer", count: int = 1, is_first: bool = False, waits: bool = False) -> Beat:
+    return Beat(pid, f"rank {pid}", phase, 7, is_first, waits, count)
+
+
+def sight(name: str = "rank 0", silent_s: float = 101, state: str = "S", phase: str = "optimizer", step: int = 7,
+          waits: bool = False, in_collective: bool | None = None, limit_s: float = TIMEOUT_S) -> Sight:  # fmt: skip
+    return Sight(name, "n1", 1, silent_s, limit_s, state, phase, step, waits, in_collective)
+
+
+@pytest.mark.parametrize(
+    ("last", "limit_s"),
+    [
+        (beat(), TIMEOUT_S),
+        (beat(is_first=True), LONG * TIMEOUT_S),
+        (beat(phase="save_checkpoint"), LONG * TIMEOUT_S),
+        (beat(phase="generate"), LONG * TIMEOUT_S),
+        (beat(phase="start"), math.inf),
+    ],
+)
+def test_how_long_a_process_may_be_silent(last: Beat, limit_s: float) -> None:
+    assert Vigil("n1", TIMEOUT_S).limit_s(last) == limit_s
+
+
+def test_silence_is_the_time_without_a_new_beat() -> None:
+    vigil = Vigil("n1", TIMEOUT_S)
+    running = {1: "S", 2: "R"}
+
+    def silent(*beats: Beat) -> list[float]:
+        return [seen.silent_s for seen in vigil.look({one.pid: one for one in beats}, running, {}, 5.0)]
+
+    assert silent(beat(1), beat(2)) == [0, 0]
+    assert silent(beat(1), beat(2)) == [5, 5]
+    assert silent(beat(1), beat(2, count=2)) == [10, 0]
+    assert silent(beat(1)) == [15, 5]  # a file that cannot be read now
+    assert silent(beat(1, count=2)) == [0, 10]
+    del running[2]
+    assert silent(beat(1, count=3), beat(2, count=3)) == [0]  # an ended process is no sight
+
+
+def test_a_process_is_a_suspect_after_its_limit_and_not_at_it() -> None:
+    vigil = Vigil("n1", TIMEOUT_S)
+    vigil.look({1: beat()}, {1: "S"}, {}, 1)
+    (seen,) = vigil.look({1: beat()}, {1: "S"}, {}, TIMEOUT_S)
+    assert not seen.is_suspect
+    (seen,) = vigil.look({1: beat()}, {1: "S"}, {}, 1)
+    assert seen == Sight("rank 1", "n1", 1, 101, TIMEOUT_S, "S", "optimizer", 7)
+    assert seen.is_suspect
+
+
+def test_long_pauses_that_ended_raise_the_limit_of_their_phase() -> None:
+    vigil = Vigil("n1", TIMEOUT_S)
+    for elapsed, count in ((0, 1), (50, 2), (12, 3)):
+        vigil.look({1: beat(count=count)}, {1: "S"}, {}, elapsed)
+    assert vigil.limit_s(beat()) == 500
+    assert vigil.limit_s(beat(phase="data")) == TIMEOUT_S
+
+
+@pytest.mark.parametrize("kind", [{"is_first": True}, {"waits": True}])
+def test_pauses_of_another_kind_raise_no_limit(kind: dict[str, bool]) -> None:
+    vigil = Vigil("n1", TIMEOUT_S)
+    vigil.look({1: beat(**kind)}, {1: "S"}, {}, 1)
+    vigil.look({1: beat(count=2)}, {1: "S"}, {}, 50)
+    assert vigil.limit_s(beat()) == TIMEOUT_S
+
+
+def test_a_stopped_process_is_a_suspect_in_every_phase_also_without_beats() -> None:
+    vigil = Vigil("n1", TIMEOUT_S)
+    beats, states, names = {1: beat(phase="start", waits=True)}, {1: "T", 5: "T", 6: "S"}, {5: "raylet", 6: "other"}
+    first = vigil.look(beats, states, names, 60)
+    assert [(seen.name, seen.silent_s, seen.is_suspect) for seen in first] == [
+        ("rank 1", 0, False),
+        ("raylet", 0, False),
+    ]
+    second = vigil.look(beats, states, names, 101)
+    assert [(seen.name, seen.silent_s, seen.is_suspect) for seen in second] == [
+        ("rank 1", 101, True),
+        ("raylet", 101, True),
+    ]
+    vigil.look(beats, {1: "T", 5: "S"}, names, 1)
+    third = vigil.look(beats, {1: "T", 5: "T"}, names, 1)
+    assert [seen.silent_s for seen in third] == [103, 0]  # 5 went on in between
+
+
+STOPPED = sight("stopped", state="T", silent_s=101, in_collective=None)
+ALONE = sight("alone", silent_s=101, in_collective=False)
+WAITS_LONGER = sight("waits longer", silent_s=140, in_collective=True)
+WAITS = sight("waits", silent_s=120, in_collective=True)
+IN_TIME = sight("in time", silent_s=99)
+
+
+@pytest.mark.parametrize(
+    ("sights", "expected"),
+    [
+        ([IN_TIME], None),
+        ([], None),
+        ([IN_TIME, WAITS], WAITS),
+        ([WAITS, WAITS_LONGER], WAITS_LONGER),
+        ([WAITS_LONGER, ALONE], ALONE),
+        ([ALONE, STOPPED, WAITS_LONGER], STOPPED),
+        ([sight(waits=True)], None),
+        ([sight("raylet", state="T", phase="", silent_s=200), STOPPED], STOPPED),
+    ],
+)
+def test_the_culprit(sights: list[Sight], expected: Sight | None) -> None:
+    assert culprit(sights) == expected
+
+
+def test_who_is_silent_before_any_limit() -> None:
+    assert most_silent([IN_TIME, sight("shorter", silent_s=3), sight("driver", silent_s=500, waits=True)]) == IN_TIME
+    assert most_silent([sight(waits=True)]) is None
+
+
+def test_a_job_is_quiet_if_all_wait() -> None:
+    assert quiet_s([sight(waits=True, silent_s=4), sight(waits=True, silent_s=3)]) == 3
+    assert quiet_s([sight(waits=True), sight(silent_s=3)]) is None
+    assert quiet_s([sight(phase="", state="T")]) == math.inf
+    driver = sight("the driver", phase="gen", waits=True)
+    assert waiting_driver([sight(phase="run", waits=True), driver, sight(phase="x")]) == driver
+    assert waiting_driver([sight()]) is None
+
+
+@pytest.mark.parametrize(
+    ("seen", "text"),
+    [
+        (sight(), "rank 0 on node n1: no sign of life for 101 s in optimizer of step 7"),
+        (sight(step=0), "rank 0 on node n1: no sign of life for 101 s in optimizer of step 9"),
+        (sight(phase="run"), "rank 0 on node n1: no sign of life for 101 s in step 7"),
+        (sight(state="T"), "rank 0 on node n1 is stopped (SIGSTOP): no sign of life for 101 s in optimizer of step 7"),
+        (
+            sight(state="D", step=3),
+            "rank 0 on node n1 is blocked in the kernel, usually by a file system: no sign of life for 101 s in "
+            "optimizer of step 3",
+        ),
+    ],
+)
+def test_descriptions(seen: Sight, text: str) -> None:
+    assert described(seen, [sight(step=9)]) == text
+    assert described(sight("gcs_server", phase="", step=0, state="T"), []) == (
+        "gcs_server on node n1 is stopped (SIGSTOP): no sign of life for 101 s"
+    )

@@ -1,0 +1,118 @@
+"""How the job script ends: what it records, and whether it queues its job again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.submission.test_script import run_script, torchrun_job
+
+RUNS = "Restarts=0 PreemptTime=None ExcNodeList=(null)"
+TERM = 'kill -TERM "$(ps -o ppid= -p $$)"; '
+"""The step has its parent signalled, as Slurm signals the script."""
+LATER = "sleep 1; "  # until bash has run the trap, which it does when `wait` is interrupted
+
+
+def end(tmp: Path, step: str, job: str = RUNS, first: str = "", **settings: Any) -> tuple[int, dict[str, Any], str]:
+    """Run the script with a step, and return its exit code, what it recorded, and what it asked of Slurm."""
+    calls = tmp / "seen.json.scontrol"
+    calls.unlink(missing_ok=True)
+    one = torchrun_job(tmp / "run", **settings)
+    done, _ = run_script(one, tmp, step=step, first=f"export JOB='{job}'\n{first}")
+    recorded = json.loads(one.run_dir.status.read_text())
+    assert not one.run_dir.stop.exists(), done.stderr
+    return done.returncode, recorded, (calls.read_text() if calls.exists() else "") + done.stdout
+
+
+def stops(reason: str) -> str:
+    return f'echo {reason} > "$HPC_RL_RUN_DIR/stop"; exit 75'
+
+
+@pytest.mark.parametrize("reason", ["walltime", "requeue", "preemption"])
+def test_a_saved_run_is_queued_again(tmp_path: Path, reason: str) -> None:
+    code, recorded, said = end(tmp_path, stops(reason))
+    assert (code, recorded["state"]) == (75, "REQUEUED")
+    assert "requeue 7\n" in said and f"saved before the {reason}; job 7 is queued again" in said
+
+
+def test_a_run_that_the_user_stopped_is_not(tmp_path: Path) -> None:
+    code, recorded, said = end(tmp_path, stops("user"))
+    assert (code, recorded["state"], said) == (75, "STOPPED", "")
+    code, recorded, said = end(tmp_path, stops("walltime"), **{"slurm.requeue": False})
+    assert (code, recorded["state"], said) == (75, "STOPPED", "")
+
+
+def test_a_cancelled_run_is_not_queued_again_although_it_has_saved(tmp_path: Path) -> None:
+    code, recorded, said = end(tmp_path, TERM + LATER + stops("preemption"))
+    assert (code, recorded["state"], recorded["exit_code"]) == (143, "CANCELLED", 143)
+    assert "requeue" not in said
+    assert (tmp_path / "run/attempt-1/.terminated").read_text() == "CANCELLED\n"
+
+
+def test_a_run_that_slurm_queues_again_is_not_cancelled(tmp_path: Path) -> None:
+    code, recorded, said = end(tmp_path, TERM + LATER + stops("preemption"), job="Restarts=1 PreemptTime=None")
+    assert (code, recorded["state"]) == (143, "REQUEUED")
+    assert "requeue 7" not in said and "saved before the preemption; Slurm has queued job 7 again" in said
+    _, recorded, said = end(tmp_path, TERM + LATER + "exit 1", job="Restarts=1 PreemptTime=None")
+    assert recorded["state"] == "REQUEUED" and "before it had saved; Slurm has queued job 7 again" in said
+
+
+def test_the_walltime_that_ended_during_the_save(tmp_path: Path) -> None:
+    over = "export SLURM_JOB_END_TIME=1795270000\n"
+    code, recorded, said = end(tmp_path, TERM + LATER + "exit 1", first=over)
+    assert (code, recorded["state"]) == (143, "TIMEOUT") and "requeue" not in said
+    code, recorded, said = end(tmp_path, TERM + LATER + stops("walltime"), first=over)
+    assert (code, recorded["state"]) == (75, "REQUEUED") and "requeue 7" in said
+
+
+def test_a_preempted_run_that_could_not_save_is_queued_again(tmp_path: Path) -> None:
+    code, recorded, said = end(tmp_path, "exit 1", job="Restarts=0 PreemptTime=2026-11-22T07:22:12")
+    assert (code, recorded["state"]) == (1, "REQUEUED")
+    assert "preempted before it had saved; job 7 is queued again" in said
+    code, recorded, said = end(tmp_path, "exit 0", job="Restarts=0 PreemptTime=2026-11-22T07:22:12")
+    assert (code, recorded["state"], said) == (0, "COMPLETED", "")
+
+
+LOSES = 'printf "node2\\nnode3\\n" > "$HPC_RL_ATTEMPT_DIR/.lost"; exit 1'
+
+
+def test_lost_nodes_are_left_out_a_limited_number_of_times(tmp_path: Path) -> None:
+    two = {"slurm.max_node_failures": 2}
+    excluded = f"{RUNS.replace('(null)', 'bad[1-2]')} Features=x"
+    for job, nodes in ((RUNS, "node2,node3"), (excluded, "node2,node3,bad[1-2]")):
+        code, recorded, said = end(tmp_path, LOSES, job=job, **two)
+        assert (code, recorded["state"]) == (1, "REQUEUED")
+        assert f"requeue 7\nupdate JobId=7 ExcNodeList={nodes}\n" in said
+    assert "lost node2,node3 (2 of at most 2 times)" in said
+    assert (tmp_path / "run/lost-nodes").read_text() == "7 1 node2,node3\n7 2 node2,node3\n"
+    code, recorded, said = end(tmp_path, LOSES, **two)
+    assert (code, recorded["state"]) == (1, "FAILED") and "requeue" not in said
+    (tmp_path / "run/lost-nodes").write_text("6 1 a\n6 2 b\n")
+    assert end(tmp_path, LOSES, **two)[1]["state"] == "REQUEUED"
+    assert end(tmp_path, LOSES, **{"slurm.max_node_failures": 0})[1]["state"] == "FAILED"
+
+
+def test_a_job_that_hangs_is_queued_again_once(tmp_path: Path) -> None:
+    hangs = 'echo "rank 1 is silent" > "$HPC_RL_ATTEMPT_DIR/.hang"; exit 1'
+    code, recorded, said = end(tmp_path, hangs)
+    assert (code, recorded["state"]) == (1, "REQUEUED")
+    assert "the job hung (rank 1 is silent); job 7 is queued again" in said
+    code, recorded, said = end(tmp_path, hangs)
+    assert (code, recorded["state"]) == (1, "FAILED") and "the attempt before hung too" in said
+
+
+@pytest.mark.parametrize(("end_in_s", "reason"), [(None, "walltime"), (270, "walltime"), (400, "preemption")])
+def test_a_warning_long_before_the_walltime_is_a_preemption(tmp_path: Path, end_in_s: int | None, reason: str) -> None:
+    when = "" if end_in_s is None else f"$(($(date +%s) + {end_in_s}))"
+    first = f"export SLURM_JOB_END_TIME={when} CONTROLLER_TIME=$(date +%s); squeue() {{ :; }}\n"
+    usr2 = TERM.replace("TERM", "USR2") + 'while [ ! -e "$HPC_RL_RUN_DIR/stop" ]; do sleep 0.1; done; exit 75'
+    _, recorded, said = end(tmp_path, usr2, first=first)
+    assert recorded["state"] == "REQUEUED" and f"saved before the {reason};" in said
+
+
+def test_a_second_warning_ends_the_step(tmp_path: Path) -> None:
+    usr2 = TERM.replace("TERM", "USR2")
+    waits = 'while [ ! -e "$HPC_RL_RUN_DIR/stop" ]; do sleep 0.1; done; '
+    code, recorded, said = end(tmp_path, f"{usr2}{waits}{usr2}for i in {{1..300}}; do sleep 0.1; done; exit 75")
+    assert (code, recorded["state"], said) == (143, "FAILED", "")
