@@ -12,9 +12,6 @@ from hpc_rl.config.base import Line, Path, Section
 
 _SLURM_TIME = re.compile(r"(\d+|\d+:\d{2}|\d+:\d{2}:\d{2}|\d+-\d{1,2}(:\d{2}){0,2}|UNLIMITED|INFINITE)")
 
-EARLY_S = 90
-"""Slurm may send its warning a minute early (sbatch(1), --signal); a warning before that is a preemption."""
-
 GpuOption = Literal["gpus-per-node", "gpus-per-task", "gres"]
 MemOption = Literal["mem", "mem-per-cpu", "mem-per-gpu", "none"]
 Omittable = Literal[

@@ -22,10 +22,10 @@ from pathlib import Path
 from hpc_rl.host.files import write_atomically
 from hpc_rl.host.heartbeat import SUFFIX, Beat, read_beat
 from hpc_rl.host.processes import descendants
+from hpc_rl.host.walltime import RESERVE_S, job_end
 from hpc_rl.node import silence, stack_files
 from hpc_rl.node.pulses import EXCHANGE_S, Pulse, Pulses
 from hpc_rl.node.silence import Sight, Vigil
-from hpc_rl.training.stopping import RESERVE_S, job_end
 
 LONGEST_LOOK_S = 5.0
 """Longest interval between two looks."""

@@ -14,9 +14,9 @@ from hpc_rl import __version__
 from hpc_rl.config.compose import dump
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.ray import RayJobConfig
-from hpc_rl.config.slurm import EARLY_S
 from hpc_rl.errors import UserError
 from hpc_rl.host.shipped import shipped
+from hpc_rl.host.walltime import EARLY_S
 from hpc_rl.images import run_options
 from hpc_rl.images.runtimes import runtime_of
 from hpc_rl.submission.environment import job_environment

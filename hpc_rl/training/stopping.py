@@ -13,13 +13,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from hpc_rl.config.slurm import EARLY_S
+from hpc_rl.host.walltime import EARLY_S, RESERVE_S, job_end
 from hpc_rl.run_dir import WALLTIME, RunDir
 
-ENV_JOB_END = "HPC_RL_JOB_END"
-"""Unix time at which the walltime ends; set by the job script, and empty if Slurm did not answer."""
-RESERVE_S = 30
-"""Time between the end of a checkpoint and the end of the walltime, in which the processes exit."""
 MARGIN = 1.25
 """Factor by which a step or a checkpoint may take longer than the longest of the latest ones."""
 WINDOW = 10
@@ -145,12 +141,6 @@ def open_stopping(run: RunDir, warning_s: int, records: Sequence[Mapping[str, An
     stopping = Stopping(run, warning_s, job_end(os.environ))
     stopping.remember(records)
     return stopping
-
-
-def job_end(environ: Mapping[str, str]) -> float | None:
-    """Return the Unix time at which the job's walltime ends, or None if it is not known or not limited."""
-    text = environ.get(ENV_JOB_END, "").strip()
-    return float(text) if text.isdecimal() else None
 
 
 def stopped_line(step: int, total_steps: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training.stopping import SAVING, WRITING, Stopping, job_end, open_stopping, stopped_line
+from hpc_rl.training.stopping import SAVING, WRITING, Stopping, open_stopping, stopped_line
 
 END = 10_000.0
 PHASES = {"timing_s/gen": 60.0, "timing_s/update": 40.0, "timing_s/step": 500.0}
@@ -118,12 +118,6 @@ def test_a_run_without_progress_is_in_vain_only_at_the_walltime(tmp_path: Path, 
     time.left_s = 200
     found.note_step(PHASES)
     assert not found.is_in_vain()
-
-
-@pytest.mark.parametrize("text, end", [("1700000000", 1.7e9), ("", None), ("N/A", None), (" 17\n", 17.0)])
-def test_the_end_of_the_job(text: str, end: float | None) -> None:
-    assert job_end({"HPC_RL_JOB_END": text}) == end
-    assert job_end({}) is None
 
 
 def test_the_environment_and_the_records_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
