@@ -13,7 +13,7 @@ import torch
 
 _MAX_LOG_RATIO = 20.0
 _MAX_K3 = 10.0
-"""Largest divergence of a token: of a log ratio of 2.6. Beyond it, the gradient would grow exponentially."""
+"""Largest divergence of a token, at a log ratio of 2.6 or -11."""
 
 
 def k1(logprobs_N: torch.Tensor, ref_logprobs_N: torch.Tensor) -> torch.Tensor:
@@ -30,8 +30,8 @@ def k2(logprobs_N: torch.Tensor, ref_logprobs_N: torch.Tensor) -> torch.Tensor:
 def k3(logprobs_N: torch.Tensor, ref_logprobs_N: torch.Tensor) -> torch.Tensor:
     """Return exp(log ratio) - 1 - log ratio: unbiased, never negative.
 
-    The result is limited to 10, as the libraries that users come from do. A token beyond it, which is over 13 times as
-    likely under the reference, has no gradient.
+    The result is limited to 10, as in verl and OpenRLHF. A token beyond it has no gradient, which would otherwise grow
+    exponentially: one that is over 13 times as likely under the reference, or over e^11 times as likely under the policy.
     """
     log_ratio_N = (ref_logprobs_N - logprobs_N).clamp(max=_MAX_LOG_RATIO)
     return (torch.expm1(log_ratio_N) - log_ratio_N).clamp(max=_MAX_K3)

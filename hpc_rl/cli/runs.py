@@ -71,9 +71,9 @@ def logs(
         with RunView(found) as view:
             leave(wait_for(found, view.poll))
     with LogFiles(lambda: log_files(found, node), print_line) as log:
-        log.poll()
         if follow:
             leave(wait_for(found, log.poll))
+        log.poll()
 
 
 @app.command()

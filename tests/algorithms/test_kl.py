@@ -44,15 +44,15 @@ def test_the_expected_gradient_of_k2_is_that_of_the_divergence() -> None:
     sampled = logprobs.detach().exp()  # tokens are drawn, so their probability has no gradient
     exact = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)[0]
     through_k2 = torch.autograd.grad((sampled * kl.k2(logprobs, reference)).sum(), logits, retain_graph=True)[0]
-    through_k1 = torch.autograd.grad((sampled * kl.k1(logprobs, reference)).sum(), logits)[0]
+    through_k1 = torch.autograd.grad((sampled * kl.k1(logprobs, reference)).sum(), logits, retain_graph=True)[0]
     torch.testing.assert_close(through_k2, exact)
     unbiased = (sampled * kl.k3_unbiased(logprobs, reference)).sum()
-    torch.testing.assert_close(torch.autograd.grad(unbiased, logits, retain_graph=True)[0], exact)
+    torch.testing.assert_close(torch.autograd.grad(unbiased, logits)[0], exact)
     torch.testing.assert_close(through_k1, torch.zeros(3), atol=1e-6, rtol=0)
 
 
 @no_deadline
-@given(st.floats(-19, 2.6))
+@given(st.floats(-10.9, 2.6))
 def test_k3_is_exact_and_not_negative(log_ratio: float) -> None:
     exact = torch.tensor(log_ratio).item()
     got = kl.k3(torch.zeros(1), torch.tensor([log_ratio])).item()
@@ -60,14 +60,13 @@ def test_k3_is_exact_and_not_negative(log_ratio: float) -> None:
     assert got >= 0
 
 
-@pytest.mark.parametrize(("log_ratio", "gradient"), [(500.0, 0.0), (-500.0, 1.0)])
-def test_k3_stays_finite_and_never_pushes_away(log_ratio: float, gradient: float) -> None:
+@pytest.mark.parametrize("log_ratio", [2.62, 500.0, -11.1, -500.0])
+def test_k3_is_limited(log_ratio: float) -> None:
     logprobs = torch.zeros(1, requires_grad=True)
     divergence = kl.k3(logprobs, torch.tensor([log_ratio]))
     divergence.backward()
-    assert divergence.item() <= 499.0
-    assert log_ratio < 0 or divergence.item() == 10.0
-    assert logprobs.grad is not None and logprobs.grad.item() == gradient
+    assert divergence.item() == 10.0
+    assert logprobs.grad is not None and logprobs.grad.item() == 0.0
 
 
 def test_adaptive_coefficient_by_hand() -> None:

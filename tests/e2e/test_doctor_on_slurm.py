@@ -52,7 +52,7 @@ def test_on_two_nodes_and_a_job_that_is_killed_for_lack_of_memory(workspace: Wor
     workspace.wait_until(lambda: workspace.status("hungry")["state"] not in ("PENDING", "RUNNING"), "the end of hungry")
     assert "\nKilled for lack of memory\n" in "\n" + workspace.ok("status", "hungry")
     explained = workspace.ok("explain", "hungry")
-    assert "oom-kill" in explained or "OUT_OF_MEMORY" in explained
+    assert "failed with exit code 137 (killed for lack of memory: request more --mem" in explained
     assert "Request more memory (`--mem 64G`" in explained
 
 
