@@ -648,6 +648,6 @@ def test_a_sweep_over_the_limit_composes_nothing(
 def test_bad_input_of_a_process_has_no_traceback(words: tuple[str, ...], files: Path, tmp_path: Path) -> None:
     environ = {**os.environ, "PATH": str(tmp_path), "HOME": str(tmp_path)}
     command = [sys.executable, "-m", "hpc_rl.cli", *words]
-    done = subprocess.run(command, cwd=files, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=files, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert 1 <= len(done.stderr.splitlines()) <= MAX_LINES and "Traceback" not in done.stderr

@@ -35,12 +35,12 @@ def folder(tmp_path: Path, model: Path) -> Path:
 def run(folder: Path, *arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **({"PATH": path} if path is not None else {})}
     command = [sys.executable, "-m", "hpc_rl.cli", *arguments]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=600, check=False)
 
 
 def without_chat_template(folder: Path) -> None:
     copy = folder / "untold"
-    subprocess.run(["cp", "-rL", folder / "model", copy], check=True, timeout=60)
+    subprocess.run(["cp", "-rL", folder / "model", copy], check=True, timeout=600)
     (copy / "chat_template.jinja").unlink()
 
 
@@ -188,7 +188,7 @@ def test_help_and_dry_run_import_nothing_heavy(folder: Path) -> None:
             ]
         )
         done = subprocess.run(
-            [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=600, check=False
         )
         assert done.stdout.splitlines()[-1] == "HEAVY []", done.stderr
 
@@ -210,7 +210,7 @@ def test_a_home_folder_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_submissions_at_once_get_names_of_their_own(folder: Path) -> None:
     command = [sys.executable, "-m", "hpc_rl.cli", "render", "torchrun", "--", "train.jsonl"]
     running = [subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    scripts = [process.communicate(timeout=60)[0] for process in running]
+    scripts = [process.communicate(timeout=600)[0] for process in running]
     assert [process.returncode for process in running] == [0] * 4
     assert len({line for script in scripts for line in script.splitlines() if "HPC_RL_RUN_DIR=" in line}) == 4
 
@@ -239,5 +239,5 @@ def test_an_encoding_that_lacks_a_character_shows_a_question_mark(folder: Path) 
     (folder / "runs" / "done" / "metrics.jsonl").write_text(losses)
     command = [sys.executable, "-m", "hpc_rl.cli", "watch", "done", "--once"]
     environ = {**os.environ, "PYTHONIOENCODING": "latin-1"}
-    shown = subprocess.run(command, cwd=folder, env=environ, capture_output=True, timeout=120, check=False)
+    shown = subprocess.run(command, cwd=folder, env=environ, capture_output=True, timeout=600, check=False)
     assert b"Traceback" not in shown.stderr and b"loss" in shown.stdout and b"????" in shown.stdout, shown.stderr

@@ -175,7 +175,7 @@ def test_blocks_to_run_end_well(block: Block, workshop: Path) -> None:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     for line in block.commands:
         command = [sys.executable, "-m", "hpc_rl.cli", *shlex.split(line, comments=True)[1:]]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
 
 

@@ -37,7 +37,7 @@ def test_every_help_ends_with_an_example_that_works(words: tuple[str, ...]) -> N
 def run(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hpc_rl.cli", *words]
     environ = {**os.environ, "COLUMNS": "100", **environ}
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_help_shows_the_example_and_the_programs_name(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_completion_is_installed_for_the_shell_that_asks(tmp_path: Path) -> None
     command = f"{shlex.quote(sys.executable)} -m hpc_rl.cli --install-completion; code=$?; exit $code"
     environ = {**os.environ, "HOME": str(tmp_path)}
     done = subprocess.run(
-        ["bash", "-c", command], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        ["bash", "-c", command], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     script = (tmp_path / ".bash_completions" / "hpc-rl.sh").read_text()

@@ -12,7 +12,7 @@ HPC_RL = [sys.executable, "-m", "hpc_rl.cli"]
 
 
 def hpc_rl(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*HPC_RL, *words], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([*HPC_RL, *words], cwd=folder, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.fixture(scope="module")

@@ -27,5 +27,5 @@ def test_the_job_script_writes_the_same_status(tmp_path: Path, state: str, code:
     assert len(functions) == 2
     given = "null" if code is None else code
     script = f"HPC_RL_RUN_DIR={tmp_path} SLURM_JOB_ID=15 job=12_3 attempt=2\n{''.join(functions)}report {state} {given}"
-    subprocess.run(["bash", "-euc", script], check=True, timeout=60)
+    subprocess.run(["bash", "-euc", script], check=True, timeout=600)
     assert run.status.read_text() == by_python

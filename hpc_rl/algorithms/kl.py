@@ -30,8 +30,8 @@ def k2(logprobs_N: torch.Tensor, ref_logprobs_N: torch.Tensor) -> torch.Tensor:
 def k3(logprobs_N: torch.Tensor, ref_logprobs_N: torch.Tensor) -> torch.Tensor:
     """Return exp(log ratio) - 1 - log ratio: unbiased, never negative.
 
-    The result is limited to 10, as in verl and OpenRLHF. A token beyond it has no gradient, which would otherwise grow
-    exponentially: one that is over 13 times as likely under the reference, or over e^11 times as likely under the policy.
+    The result is limited to 10, as in verl and OpenRLHF. A token beyond it has no gradient. It is over 13 times as
+    likely under the reference, where the gradient would grow exponentially, or over e^11 times under the policy.
     """
     log_ratio_N = (ref_logprobs_N - logprobs_N).clamp(max=_MAX_LOG_RATIO)
     return (torch.expm1(log_ratio_N) - log_ratio_N).clamp(max=_MAX_K3)

@@ -125,7 +125,7 @@ def _ray(first: NodeReport) -> Check:
 
 def _failed(name: str, trial: Trial, remedy: str) -> Check:
     """Return the problem, with the remedy of a known failure if there is one."""
-    how = {_TOO_LONG: "it took too long", _KILLED: "killed, usually for lack of memory"}
+    how = {_TOO_LONG: "it took too long", _KILLED: "killed (signal 9) by a user or a program, or for lack of memory"}
     result = f"({how.get(trial.exit_code, f'exit code {trial.exit_code}')}): {trial.said}"
     known = findings([LogText(name, result)])
     return problem(name, f"failed after {trial.seconds:.0f} s {result}", known[0].failure.fix if known else remedy)

@@ -29,6 +29,7 @@ SWEEP_MARK = "sweep.json"
 NOT_SUBMITTED = "NOT SUBMITTED"
 UNKNOWN = "UNKNOWN"
 """Slurm does not answer, and the job has not recorded a state."""
+SCRIPT_KILLED = "the job's script was killed before it could record how the job ended"
 STOPPED = "STOPPED"
 """A state of hpc-rl: the run saved and exited early. In Slurm its job has the state FAILED with exit code 75."""
 
@@ -225,7 +226,8 @@ def _job_fields(run: RunDir, job_id: str | None, ask: Callable[[str], JobState |
     if slurm.ended and own.get("state") == STOPPED:
         return {**own_fields, "nodes": slurm.nodes}
     exit_code = own.get("exit_code") if slurm.ended and slurm.exit_code is None else slurm.exit_code
-    fields = {"state": slurm.state, "reason": slurm.reason, "nodes": slurm.nodes}
+    was_killed = slurm.state == "FAILED" and own_fields["state"] == "RUNNING"
+    fields = {"state": slurm.state, "reason": SCRIPT_KILLED if was_killed else slurm.reason, "nodes": slurm.nodes}
     return {**fields, "expected_start": slurm.expected_start, "exit_code": exit_code}
 
 

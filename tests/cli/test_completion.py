@@ -72,7 +72,7 @@ def test_site_profiles_are_suggested_by_name() -> None:
 def shell(**environ: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "hpc_rl.cli"], env={**os.environ, **environ}, capture_output=True, text=True,
-        timeout=120, check=False,
+        timeout=600, check=False,
     )  # fmt: skip
     return done.stdout
 

@@ -15,7 +15,7 @@ import pytest
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import process_start_time
 
-DEADLINE_S = 120
+DEADLINE_S = 600
 
 
 @pytest.fixture

@@ -147,7 +147,7 @@ def test_the_command_on_a_light_installation(folder: Path) -> None:
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
             check=False,
         )
 

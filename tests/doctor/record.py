@@ -31,7 +31,7 @@ from tests.doctor.recordings import RECORDED
 from tests.helpers import make_tiny_model
 
 PROGRAMS = Path(__file__).parent / "programs"
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 OWN_LINES, RAY_LINES = (12, 40, 25), (3, 9, 12)
 """Lines of a file that are kept: the first, the last, and those between that look like trouble."""
 WIDEST = 500

@@ -107,7 +107,7 @@ CASES: dict[str, tuple[Callable[[NodeReport], NodeReport], str, str, str]] = {
         "all-reduce", "warning", "0.90 GB/s",
     ),
     "killed": (
-        lambda r: replace(r, all_reduce=Trial(4.0, 137, {}, "bye")), "all-reduce", "problem", "Request more memory",
+        lambda r: replace(r, all_reduce=Trial(4.0, 137, {}, "bye")), "all-reduce", "problem", "request more memory",
     ),
     "hung": (lambda r: replace(r, ray=Trial(180.0, 124, {}, "waiting")), "Ray cluster", "problem", "it took too long"),
     "wrong token": (
@@ -290,7 +290,7 @@ CLOSED = "http://127.0.0.1:9"
 def command(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     asked = [sys.executable, "-m", "hpc_rl.cli", *arguments]
     environ = {**os.environ, "PATH": "/usr/bin:/bin", "HF_ENDPOINT": CLOSED, "WANDB_BASE_URL": CLOSED}
-    return subprocess.run(asked, cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(asked, cwd=folder, env=environ, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_the_commands(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import RunStatus
 
 LATE = Path(__file__).with_name("late_rank.py")
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 
 
 @pytest.fixture(scope="module")

@@ -226,7 +226,7 @@ def test_every_failure_of_the_tests_is_in_the_table() -> None:
 
 def hpc_rl(folder: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "hpc_rl.cli", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=True).stdout
 
 
 def test_the_commands_show_the_jobs_own_message_first(tmp_path: Path) -> None:

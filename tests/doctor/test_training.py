@@ -101,7 +101,7 @@ def test_the_job_runs_the_training_checks_and_has_more_time(tmp_path: Path, monk
 
 def test_train_needs_nodes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hpc_rl.cli", "doctor", "--train"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2 and "add --on-nodes N" in done.stderr
 
 

@@ -225,7 +225,7 @@ def test_a_log_that_cannot_be_written_is_explained(workspace: Workspace) -> None
         assert done.returncode not in (0, 2)
         assert "Is the run directory on a shared file system?" in done.stdout
     finally:
-        subprocess.run(["rm", "-r", path], check=True, timeout=60)
+        subprocess.run(["rm", "-r", path], check=True, timeout=600)
 
 
 def test_jobs_are_chained(workspace: Workspace, slurm_cluster: Cluster) -> None:

@@ -38,7 +38,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.training.checkpoints import folders
 
 RANKS = 2
-DEADLINE_S = 180
+DEADLINE_S = 600
 """Limit of one start of a run, from its fork to its end."""
 _POLL_S = 0.005
 _STARTUPS = 0.15

@@ -47,7 +47,7 @@ def run_stopped(
 ) -> list[Result]:
     """Like `run_several`; a run is asked to stop when rank 0 begins this micro-batch, counted from 0 over all steps."""
     command = [__file__, json.dumps([arguments(*one[:2], *one[2]) for one in runs]), str(micro_batch)]
-    return spawn(command, ranks, timeout=270)
+    return spawn(command, ranks, timeout=600)
 
 
 def ask_at(patch: pytest.MonkeyPatch, run: RunDir, micro_batch: int) -> None:

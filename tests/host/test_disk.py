@@ -139,6 +139,6 @@ def test_a_process_goes_on_if_its_output_is_lost(disk: SmallDisk) -> None:
         child.stdin.write("\n")
         child.stdin.flush()
         disk.free()
-        child.communicate("\n\n", timeout=60)
+        child.communicate("\n\n", timeout=600)
     assert child.returncode == 0
     assert (disk.path / "log").read_text().endswith("the end\n")

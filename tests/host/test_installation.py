@@ -21,7 +21,7 @@ def test_pip_accepts_the_command() -> None:
     words = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--no-index", "--no-build-isolation"]
     command = install_command("train").removeprefix("pip install ")
     done = subprocess.run(
-        f"{' '.join(words)} {command}", shell=True, capture_output=True, text=True, timeout=120, check=False
+        f"{' '.join(words)} {command}", shell=True, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "Would install hpc-rl" in done.stdout or "already satisfied" in done.stdout

@@ -23,7 +23,7 @@ def test_a_lock_of_another_process_is_seen_until_it_ends(tmp_path: Path) -> None
     ) as holder:
         assert holder.stdout and holder.stdout.readline() == "held\n"
         assert is_locked(file)
-        holder.communicate("", timeout=60)
+        holder.communicate("", timeout=600)
     assert not is_locked(file)
     with locked(file):
         assert is_locked(file)

@@ -78,6 +78,6 @@ def test_a_process_and_its_children_are_bound() -> None:
     )
     environ = {**os.environ, ENV_NUMA: f"GPU-0=0-99999;GPU-1={own}"}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.stdout == f"{{{own}}} {{{own}}}\n{{{own}}}\n", done.stderr

@@ -130,7 +130,7 @@ class Bench:
     def run(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self.command(*arguments), env={**self.fake.environ, **environ}, cwd=self.tmp,
-            capture_output=True, text=True, timeout=60, check=False,
+            capture_output=True, text=True, timeout=600, check=False,
         )  # fmt: skip
 
     def left(self) -> list[str]:
@@ -204,7 +204,7 @@ def test_an_interrupted_build_leaves_nothing_and_no_other_runs_beside_it(bench: 
         second = bench.run(*BUILD)
         assert second.returncode == 2 and "another build of" in second.stderr
         slow.send_signal(number)
-        _, said = slow.communicate(timeout=30)
+        _, said = slow.communicate(timeout=600)
     assert (
         slow.returncode == 130 and "interrupted: the incomplete image was removed" in said and "Traceback" not in said
     )

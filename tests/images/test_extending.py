@@ -60,7 +60,7 @@ def test_the_example_runs_a_job_in_an_image(tmp_path: Path) -> None:
         **{"SLURM_JOB_ID": "7", "RECORD": str(tmp_path / "called"), "HF_TOKEN": "a secret"},
     }
     command = ["bash", str(tmp_path / "container.sh"), "python3", "-m", "some thing"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     words = (tmp_path / "called").read_text().splitlines()
     assert words[0] == "--bind" and words[1].endswith("/tmp:/tmp") and words[2] == "--unset-env=*"

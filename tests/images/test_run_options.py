@@ -184,7 +184,7 @@ class Inside:
 
     def run(self, **environ: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            self.command, env={**self.environ, **environ}, capture_output=True, text=True, timeout=60, check=False
+            self.command, env={**self.environ, **environ}, capture_output=True, text=True, timeout=600, check=False
         )
         assert {path.name for path in (self.tmp / "local").iterdir()} <= {KEPT}
         return done
@@ -206,7 +206,7 @@ def test_the_command_runs_with_a_tmp_of_its_own_and_named_variables_only(tmp_pat
     read = "set -a; source /dev/stdin; exec env --null"
     said = subprocess.run(
         ["bash", "-c", read], input=call["env_file"].encode(), env={"PATH": os.environ["PATH"]},
-        capture_output=True, check=True, timeout=60,
+        capture_output=True, check=True, timeout=600,
     ).stdout.decode()  # fmt: skip
     found = dict(item.split("=", 1) for item in said.split("\0") if item)
     wanted = {name: value for name, value in values.items() if name != "EMPTY_"}

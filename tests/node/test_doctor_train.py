@@ -38,7 +38,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[L
             follower.start()
         lead(Node(allocation, tmp_path, OPTIONS, []), tmp_path / "scratch")
         for follower in followers:
-            follower.join(timeout=30)
+            follower.join(timeout=600)
             assert not follower.is_alive()
         return read(results_file(tmp_path))
 

@@ -30,7 +30,7 @@ from hpc_rl.node.ending import (
 from hpc_rl.node.meeting import Meeting
 from hpc_rl.run_dir import lost_file, outcome_file, read_outcome
 
-DEADLINE_S = 120
+DEADLINE_S = 600
 OK, SAVED, KILLED = 0, 75, 137
 
 

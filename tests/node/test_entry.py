@@ -24,7 +24,7 @@ def test_slurms_signal_at_the_end_does_not_replace_the_exit_code(tmp_path: Path)
     attempt = tmp_path / "attempt-1"
     attempt.mkdir()
     environ = {**os.environ, **slurm, "HPC_RL_ATTEMPT_DIR": str(attempt)}
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], env=environ, timeout=120, check=False)
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], env=environ, timeout=600, check=False)
     assert ended.returncode == 75
 
 
@@ -42,7 +42,7 @@ def test_a_full_disk_of_a_node_is_named_before_anything_starts(tmp_path: Path, f
         ended = subprocess.run(
             [sys.executable, "-c", PROGRAM],
             env={**os.environ, **slurm, **places},
-            timeout=120,
+            timeout=600,
             check=False,
             capture_output=True,
             text=True,

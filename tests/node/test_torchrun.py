@@ -224,7 +224,7 @@ def test_a_signal_of_slurm_lets_the_ranks_save(entry: Entry, number: int, reason
     process = entry.start(SAVES, SLURM_STEP_ID="0", EXPECTED=f"{reason}\n")
     entry.await_marks()
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     assert process.returncode == 75
 
 
@@ -241,5 +241,5 @@ def test_a_second_signal_ends_ranks_that_do_not_save(entry: Entry) -> None:
         time.sleep(0.05)
     assert process.poll() is None and Path(f"/proc/{marks[0].read_text()}").exists()
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     assert process.returncode == 143

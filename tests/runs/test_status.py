@@ -155,7 +155,7 @@ def test_the_table_states_that_slurm_does_not_answer(
         (programs / "squeue").write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
     done = subprocess.run(
         [sys.executable, "-m", "hpc_rl.cli", "runs", str(running.path.parent)],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     assert "RUNNING" in done.stdout and ("Slurm does not answer" in done.stderr) != answers
 

@@ -23,7 +23,7 @@ def make_run(folder: Path, name: str, steps: int = 2) -> Path:
 
 def verify(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hpc_rl.cli", "runs", "--verify", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:

@@ -22,6 +22,6 @@ def as_intruder(commands: str, environ: Mapping[str, str], folder: Path) -> subp
         umask=0,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )

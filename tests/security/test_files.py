@@ -118,7 +118,7 @@ def cleans_up(place: Place) -> None:
     block = re.search(r"^    (bash -c '.*?') \|\| true$", GOLDEN.read_text(), re.DOTALL | re.MULTILINE)
     assert block
     environ = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", **place.environ}
-    subprocess.run(["bash", "-euc", block[1]], env=environ, check=True, timeout=60)
+    subprocess.run(["bash", "-euc", block[1]], env=environ, check=True, timeout=600)
     assert not own.exists()
     is_untouched(place)
 
@@ -185,7 +185,7 @@ def the_job_refuses(place: Place) -> None:
     text = re.sub(r"^cd \S+", f"cd {place.home}", text, flags=re.MULTILINE)
     before = sorted(path.name for path in place.run.path.iterdir())
     environ = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
-    done = subprocess.run(["bash"], input=text, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash"], input=text, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2 and "other users own" in done.stderr, done.stderr
     assert sorted(path.name for path in place.run.path.iterdir()) == before
     is_untouched(place)
@@ -393,7 +393,7 @@ def test_attempt(place: Place, name: str) -> None:
     environ = {"HOME": str(place.home), "ME": str(ME)}
     if attempt.carelessness:
         own = {**os.environ, **environ}
-        subprocess.run(["bash", "-euc", attempt.carelessness], cwd=place.shared, env=own, check=True, timeout=60)
+        subprocess.run(["bash", "-euc", attempt.carelessness], cwd=place.shared, env=own, check=True, timeout=600)
     done = as_intruder(attempt.plant, environ, place.shared)
     assert (done.returncode == 0) == attempt.succeeds, done.stderr
     with deadline(30):

@@ -83,7 +83,7 @@ def intrude(cluster: Cluster, commands: str, **variables: str) -> tuple[int, str
 def places_of(secret: str, *folders: Path | str) -> list[str]:
     """Return the files that contain a text."""
     command = ["grep", "-rlaF", "--", secret, *folders]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     return found.stdout.split("\n")[:-1]
 
 

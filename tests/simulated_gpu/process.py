@@ -93,7 +93,7 @@ def _guard() -> Path:
         words = [_compiler(), "-std=c++20", "-shared", "-fPIC", "-O0", str(source), "-o", str(partial)]
         words += [f"-I{path}" for path in include_paths("cpu")]
         words += [f"-L{path}" for path in library_paths("cpu")]
-        subprocess.run([*words, "-ltorch_cpu", "-lc10"], check=True, timeout=240)
+        subprocess.run([*words, "-ltorch_cpu", "-lc10"], check=True, timeout=600)
         partial.replace(library)
     return library
 

@@ -43,7 +43,7 @@ def login_node(tmp_path: Path) -> Callable[[str], Command]:
             environ = {**kept, "HOME": str(home), "PATH": f"{programs}:/usr/bin:/bin"}
             command = [sys.executable, "-m", "hpc_rl.cli", *arguments]
             settings: dict[str, object] = {"stdin": subprocess.DEVNULL, "capture_output": True, **options}
-            return subprocess.run(command, cwd=tmp_path, env=environ, text=True, timeout=60, check=False, **settings)  # type: ignore[call-overload,no-any-return]
+            return subprocess.run(command, cwd=tmp_path, env=environ, text=True, timeout=600, check=False, **settings)  # type: ignore[call-overload,no-any-return]
 
         return run
 
@@ -115,7 +115,7 @@ def test_a_partition_that_cannot_give_says_what_it_can(login_node: Callable[[str
 def test_without_slurm_detection_is_a_line(tmp_path: Path) -> None:
     environ = {**os.environ, "PATH": "/nonexistent", "HOME": str(tmp_path)}
     command = [sys.executable, "-m", "hpc_rl.cli", "site", "detect", "--yes"]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2 and done.stderr.startswith("hpc-rl: there is no sinfo on PATH")
     assert len(done.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
 
@@ -124,7 +124,7 @@ def test_a_wrong_profile_is_a_line_with_its_place_and_starts_nothing(tmp_path: P
     (tmp_path / "site.yaml").write_text("slurm:\n  partion: gpu\n")
     for arguments in (["submit", "torchrun", "--local"], ["config", "torchrun"], ["site", "show"]):
         command = [sys.executable, "-m", "hpc_rl.cli", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 2
         expected = "hpc-rl: site.yaml, line 2: slurm.partion: unknown key; did you mean slurm.partition?\n"
         assert done.stderr == expected
@@ -133,7 +133,7 @@ def test_a_wrong_profile_is_a_line_with_its_place_and_starts_nothing(tmp_path: P
 
 def test_a_profile_is_an_option_not_an_override(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hpc_rl.cli", "config", "torchrun", "site=typed-gres"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2 and "choose a site profile with --site typed-gres" in done.stderr
 
 

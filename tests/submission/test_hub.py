@@ -48,7 +48,7 @@ def hpc_rl(folder: Path, hub: HubServer, *words: str, **environ: str) -> subproc
     outside = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_", "WANDB_"))}
     environ = {**outside, "HF_ENDPOINT": hub.url, "HOME": str(folder), "OMP_NUM_THREADS": "1", **environ}
     command = [sys.executable, "-m", "hpc_rl.cli", *words]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=600, check=False)
 
 
 SFT = ("sft", "trainer.device=cpu", "model.path=me/Tiny", "data.train_files=me/SumsHard:main", "cache.hf_home=hf")

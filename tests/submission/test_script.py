@@ -81,17 +81,17 @@ def run_script(
         **{"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_NUM_NODES": "1"},
     }
     done = subprocess.run(
-        ["bash"], input=first + render(job), env=environ, capture_output=True, text=True, timeout=60, check=False
+        ["bash"], input=first + render(job), env=environ, capture_output=True, text=True, timeout=600, check=False
     )
     seen = tmp / "seen.json"
     return done, json.loads(seen.read_text()) if seen.exists() else {}
 
 
 def check_shell(script: str) -> None:
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=60)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=600)
     if shutil.which("shellcheck"):
         result = subprocess.run(
-            ["shellcheck", "-"], input=script, text=True, capture_output=True, timeout=60, check=False
+            ["shellcheck", "-"], input=script, text=True, capture_output=True, timeout=600, check=False
         )
         assert result.returncode == 0, result.stdout
 
@@ -176,7 +176,7 @@ def test_the_configuration_arrives_intact(text: str) -> None:
 def test_a_bash_word_is_one_line_and_has_its_value(text: str) -> None:
     word = bash_word(text)
     assert "\n" not in word
-    done = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True, check=True, timeout=60)
+    done = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True, check=True, timeout=600)
     assert done.stdout.decode() == text
 
 

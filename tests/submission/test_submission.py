@@ -137,7 +137,7 @@ def test_a_submission_to_a_full_disk_is_one_message(tmp_path: Path, command: Seq
         (disk.path / "train.py").touch()
         {"full": disk.fill, "no inodes": disk.use_all_inodes, "read-only": disk.read_only}[outage]()
         line = [sys.executable, "-m", "hpc_rl.cli", *command, *PROGRAM]
-        done = subprocess.run(line, cwd=disk.path, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(line, cwd=disk.path, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
         assert f"{disk.path} (tmpfs)" in done.stderr and len(done.stderr.splitlines()) <= 3, done.stderr
         assert not any(call.startswith("sbatch") for call in calls(tmp_path))
@@ -152,7 +152,7 @@ def test_a_full_disk_is_shown_afterwards(tmp_path: Path) -> None:
         disk.fill()
         for command in ("status", "explain"):
             line = [sys.executable, "-m", "hpc_rl.cli", command, str(mine.path)]
-            done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+            done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
             assert "No space left on device" in done.stdout, (command, done.stdout, done.stderr)
             assert f"file system {disk.path} (tmpfs) has 0 bytes" in done.stdout, (command, done.stdout)
 
@@ -167,7 +167,7 @@ def listing(slurm: Path) -> Path:
 
 @pytest.mark.parametrize("command", [("submit", "torchrun"), ("sweep", "torchrun", "slurm.env.LR=1,2,3")])
 def test_the_nodes_are_listed_once(tmp_path: Path, listing: Path, command: Sequence[str]) -> None:
-    subprocess.run([sys.executable, "-m", "hpc_rl.cli", *command, "--", "train.py"], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "hpc_rl.cli", *command, "--", "train.py"], check=True, timeout=600)
     assert [call.split()[0] for call in calls(tmp_path)].count("sinfo") == 1
     assert "#SBATCH --gpus-per-node=4\n" in next(tmp_path.glob("runs/**/job.sbatch")).read_text()
 

@@ -45,7 +45,7 @@ def environment(home: Path, **changes: str) -> dict[str, str]:
 def attempt(run: Path, wandb_id: str, first: int, last: int) -> str:
     """One attempt of a run, in a process of its own as in a job; the wandb id."""
     command = [sys.executable, "-c", WRITER, str(run), wandb_id, str(first), str(last), "finish"]
-    subprocess.run(command, env=environment(run), check=True, timeout=60, capture_output=True)
+    subprocess.run(command, env=environment(run), check=True, timeout=600, capture_output=True)
     return offline_runs(RunDir(run))[-1].stem.removeprefix("run-")
 
 

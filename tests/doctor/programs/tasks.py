@@ -19,6 +19,6 @@ class Counter:
 
 
 ray.init()
-print("squares:", ray.get([square.remote(number) for number in range(8)], timeout=120))
+print("squares:", ray.get([square.remote(number) for number in range(8)], timeout=600))
 counter = Counter.remote()
-print("count:", ray.get([counter.add.remote() for _ in range(3)], timeout=120)[-1])
+print("count:", ray.get([counter.add.remote() for _ in range(3)], timeout=600)[-1])

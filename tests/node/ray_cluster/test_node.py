@@ -89,7 +89,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
         process.wait(60)
         if process.stdout:
             process.stdout.close()
-    subprocess.run(["rm", "-rf", folder], check=True, timeout=60)
+    subprocess.run(["rm", "-rf", folder], check=True, timeout=600)
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float = START_S) -> None:
@@ -133,7 +133,7 @@ def test_a_killed_entry_ends_the_job_and_leaves_nothing(jobs: Jobs) -> None:
     ]
     assert len(entries) == 1
     os.kill(entries[0], signal.SIGKILL)
-    output, _ = job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=600)
     assert job.returncode == 137, output
     until(lambda: not jobs.left(), str(jobs.left()), 10)
 
@@ -187,6 +187,6 @@ def run_entry(attempt: Path, nodes: list[str], options: list[str], environ: dict
     done = subprocess.run(
         [*command, "--", "true"],
         env={**os.environ, **slurm, "HPC_RL_ATTEMPT_DIR": str(attempt), **environ},
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     return done.returncode, done.stderr

@@ -20,7 +20,7 @@ PACKAGE = Path(hpc_rl.__file__).parent
 PAGES = "".join(page.read_text() for page in sorted((PACKAGE.parent / "docs").glob("*extending*.md")))
 BLOCKS: dict[str, str] = dict(re.findall(r"^```python\n# (.*?)\n(.*?)^```$", PAGES, re.MULTILINE | re.DOTALL))
 """Code by the comment on its first line: a file, or `row of TABLE in FILE`."""
-TIMEOUT_S = 240
+TIMEOUT_S = 600
 LEARNING_RATE = 1e-2
 """Large, so that an engine with old weights differs from the trainer."""
 

@@ -30,7 +30,7 @@ from hpc_rl.training.distributed import World
 from hpc_rl.training.models.lm_head import token_logprobs
 from tests.helpers import make_tiny_model
 
-TIMEOUT_S = 240
+TIMEOUT_S = 600
 MAX_LENGTH = 400
 EOS = range(60)
 """Many tokens, so that some responses end early."""
@@ -153,10 +153,12 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Set
             starting.append(actor.start.remote(str(path), tensor_parallel_size, temperature))
             hf = AutoModelForCausalLM.from_pretrained(path)
             found[name] = Setting(actor, hf, str(path), temperature)
-        ray.get(starting, timeout=TIMEOUT_S)
-        yield found
-        ray.get([setting.actor.close.remote() for setting in found.values()], timeout=TIMEOUT_S)
-        ray.shutdown()
+        try:
+            ray.get(starting, timeout=TIMEOUT_S)
+            yield found
+            ray.get([setting.actor.close.remote() for setting in found.values()], timeout=TIMEOUT_S)
+        finally:
+            ray.shutdown()
 
 
 @pytest.fixture(params=["tied", "untied, parallel"])

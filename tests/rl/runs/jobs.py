@@ -32,7 +32,7 @@ from hpc_rl.tracking.metrics import read_metrics
 from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training import distributed
 
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 
 
 def ppo(*overrides: str) -> PpoConfig:

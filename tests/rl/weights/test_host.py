@@ -20,7 +20,7 @@ from hpc_rl.rl.weights.host import HostSender, assign_engines
 from hpc_rl.training import distributed
 from hpc_rl.training.distributed import World
 
-TIMEOUT_S = 240
+TIMEOUT_S = 600
 BUCKET_BYTES = 4 * 1000
 """Small, so that the model needs many buckets."""
 

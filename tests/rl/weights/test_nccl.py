@@ -9,7 +9,7 @@ import pytest
 from hpc_rl.errors import RunError
 from hpc_rl.rl.weights.vllm_nccl import joined_from_both_sides
 
-TIMEOUT_S = 60
+TIMEOUT_S = 600
 
 
 def test_both_sides_join_at_the_same_time() -> None:

@@ -115,7 +115,7 @@ def test_two_ranks_have_the_weights_that_one_has(models: dict[str, Path]) -> Non
     cases += [{"role": role, "path": str(models[name])} for role, name in THROUGH_RANK_0 if role != "reward"]
     cases += [{"role": "policy", "path": str(models[name]), "dtype": "bfloat16"} for name in ("parts", "tied")]
     cases += [{"role": "policy", "path": str(models["tied"]), "sharding": mode} for mode in ("none", "gradients")]
-    results = spawn(["-m", loaded.__name__, json.dumps(cases)], ranks=2, timeout=250)
+    results = spawn(["-m", loaded.__name__, json.dumps(cases)], ranks=2, timeout=600)
     for code, out, errors in results:
         assert code == 0, errors
         found = json.loads(out.rpartition("found ")[2])

@@ -33,7 +33,7 @@ def test_two_ranks_need_no_second_copy(model: Path) -> None:
     size = file.stat().st_size
     assert size > GB
     try:
-        results = spawn(["-m", "tests.training.models.loading_memory", str(model)], ranks=2, timeout=250)
+        results = spawn(["-m", "tests.training.models.loading_memory", str(model)], ranks=2, timeout=600)
     finally:
         file.unlink()
     found = []

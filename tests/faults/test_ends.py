@@ -1,0 +1,141 @@
+"""Parts of jobs on real nodes that are killed or cut off. The job ends on all nodes, and its message names the part."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from tests.conftest import sandbox_cluster
+from tests.e2e.test_ppo_on_slurm import PPO, REWARD
+from tests.e2e.workspace import QUICK, Workspace, make_workspace
+from tests.faults.outcomes import Outcome
+from tests.sandbox import network, state
+from tests.sandbox.cluster import Cluster
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.faults]
+Job = Literal["sft", "ppo"]
+ENDLESS = ["trainer.total_training_steps=100000", "trainer.test_freq=0", "trainer.export=false"]
+LEFT = "hpc_rl[.](node|finetune|rl)|^ray::|gcs_server|raylet"
+"""Processes of a job that must not be there after its end."""
+NOISE = r"Traceback|[Ee]rror(?!:)|SIGTERM|ChildFailed"
+"""What must not be printed before the cause. srun's own lines (`srun: error: ...`) may be."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a job that is killed."""
+
+    name: str
+    job: Job
+    node: str
+    pattern: str
+    """Regular expression of its command line."""
+    message: str
+    """Regular expression of the first message about it."""
+    exit_code: int | None = 137
+
+
+PYTHON = "^[^ ]*python[^ ]* -P -m "
+ENTRIES = {"sft": f"{PYTHON}hpc_rl.node.torchrun", "ppo": f"{PYTHON}hpc_rl.node.ray_cluster.node"}
+RANK = "-u -P -m hpc_rl.finetune.train"
+SRUN = "^srun .*--ntasks-per-node=1"
+SCRIPT = "slurm_script"
+STEP = r"^slurmstepd: \[[0-9]+\.0\]"
+BY_SRUN = "srun was ended by signal 9 before the nodes of the job had agreed on its end"
+BY_SCRIPT = "the job's script was killed before it could record how the job ended"
+PARTS = [
+    Part("a rank", "sft", "node2", RANK, r"rank 1 on node node2 failed with exit code 137 \("),
+    Part("node.rank", "sft", "node2", f"{PYTHON}hpc_rl.node.rank", "the parent process of rank 1 on node node2"),
+    Part("torchrun", "sft", "node2", f"{PYTHON}hpc_rl.node.agent", "torchrun on node node2 was killed"),
+    *(Part("a node entry", job, "node2", ENTRIES[job], "the node entry on node node2 was killed") for job in ENTRIES),
+    *(Part("node 0's entry", job, "node1", ENTRIES[job], "the node entry on node node1 was killed") for job in ENTRIES),
+    *(Part("srun", job, "node1", SRUN, BY_SRUN) for job in ENTRIES),
+    *(Part("the job script", job, "node1", SCRIPT, BY_SCRIPT, None) for job in ENTRIES),
+    *(Part("slurmstepd", job, "node2", STEP, "the node entry on node node2 was killed") for job in ENTRIES),
+]  # fmt: skip
+
+
+def workspace_of(cluster: Cluster) -> Workspace:
+    workspace = make_workspace(cluster.shared / f"ends-{uuid.uuid4().hex[:8]}", cluster.env)
+    workspace.ok("data", "arithmetic", "--out", "sums", "--train", "400", "--val", "40")
+    (workspace.folder / "reward.py").write_text(REWARD)
+    return workspace
+
+
+@pytest.fixture(scope="module")
+def workspace(slurm_cluster: Cluster) -> Workspace:
+    return workspace_of(slurm_cluster)
+
+
+@pytest.fixture(scope="module")
+def patient_cluster() -> Iterator[Cluster]:
+    """A cluster that takes minutes to notice a lost node, as real ones do."""
+    yield from sandbox_cluster("patient", nodes=3, cpus=2, memory_mb=6000, slurmd_timeout_s=300)
+
+
+def begin(workspace: Workspace, job: Job, name: str, *options: str) -> Path:
+    """Start a run on two nodes that does not end by itself, wait for its second step, and return its folder."""
+    own = QUICK if job == "sft" else [*PPO, "data.train_batch_size=8", "actor.mini_batch_size=16", "slurm.mem=4G"]
+    workspace.ok("submit", job, "--nodes", "2", "--job-name", name, *own, *ENDLESS, *options)
+    run = workspace.folder / "runs" / name
+    metrics = run / "metrics.jsonl"
+    workspace.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, f"2 steps of {name}")
+    return run
+
+
+def text_of(run: Path) -> str:
+    return "".join(path.read_text() for path in sorted(run.glob("job-*.log")))
+
+
+def left_on(cluster: Cluster, nodes: list[str]) -> str:
+    """Return processes and folders of jobs that are still on these nodes."""
+    commands = (["pgrep", "-fa", LEFT], ["sh", "-c", "ls -d /tmp/0.*"])
+    return "".join(cluster.exec_on(node, command).stdout for node in nodes for command in commands)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.job}-{part.name}".replace(" ", "-"))
+def test_a_killed_part(
+    workspace: Workspace, slurm_cluster: Cluster, part: Part, observed: Callable[[Outcome], None]
+) -> None:
+    run = begin(workspace, part.job, re.sub(r"\W+", "-", f"{part.job}-{part.name}"))
+    slurm_cluster.exec_on(part.node, ["pkill", "-KILL", "-f", part.pattern], check=True)
+    began = time.monotonic()
+    ended = {"FAILED", "CANCELLED", "NODE_FAIL"}
+    workspace.wait_until(lambda: workspace.status(run.name)["state"] in ended, f"the end of {run.name}")
+    seconds = time.monotonic() - began
+    said = workspace.ok("explain", run.name) if part.message == BY_SCRIPT else text_of(run)
+    found = re.search(f"({part.message}.*)", said)
+    assert found, said
+    assert part.message == BY_SCRIPT or not re.search(NOISE, said[: found.start()]), said
+    status = workspace.status(run.name)
+    assert status["state"] == "FAILED" and part.exit_code in (None, status["exit_code"]), said
+    slurm_cluster.wait_idle()
+    left = left_on(slurm_cluster, slurm_cluster.nodes)
+    assert left == ""
+    observed(Outcome(f"SIGKILL of {part.name}", part.job, seconds, found[1], f"exit code {status['exit_code']}", None))
+
+
+@pytest.mark.parametrize("job", ["sft", "ppo"])
+def test_a_node_that_is_cut_off(patient_cluster: Cluster, job: Job, observed: Callable[[Outcome], None]) -> None:
+    """The run is queued again without the node, before Slurm has noticed. Both sides are cleaned up."""
+    workspace = workspace_of(patient_cluster)
+    run = begin(workspace, job, f"{job}-cut", "trainer.save_freq=1", "--sbatch", "nodelist=node[2-3]")
+    network.unplug(state.machines(patient_cluster.name)["ctl"].pid, 3, second="")
+    began = time.monotonic()
+    workspace.wait_until(lambda: "is queued again" in text_of(run), "the run to be queued again")
+    seconds = time.monotonic() - began
+    lines = [line.removeprefix("hpc-rl: ") for line in text_of(run).splitlines() if line.startswith("hpc-rl: ")]
+    lost = [line for line in lines if "node node3 is lost" in line]
+    assert lost and "lost node3 (1 of at most 3 times)" in text_of(run), text_of(run)
+    workspace.wait_until(lambda: left_on(patient_cluster, ["node3"]) == "", "the lost node to be empty")
+    workspace.ok("cancel", run.name)
+    assert json.loads((run / "status.json").read_text())["attempt"] == 1
+    observed(Outcome("node cut off", job, seconds, lost[0], "queued again without the node", None))
