@@ -34,7 +34,8 @@ def status_text(found: RunStatus) -> str:
     if found.attempt:
         rows.append(("attempt", found.attempt))
     if found.lost_nodes:
-        rows.append(("lost nodes", f"{' '.join(found.lost_nodes)} (the job is queued again without them)"))
+        again = " (the job is queued again without them)" if found.active else ""
+        rows.append(("lost nodes", " ".join(found.lost_nodes) + again))
     if found.step is not None:
         age = "" if found.step_age_s is None else f", {duration(found.step_age_s)} ago"
         rows.append(("step", f"{found.step} of {found.total_steps}{age}"))

@@ -51,7 +51,7 @@ def descendants(root: int) -> Iterator[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             # The program's name, in parentheses, may contain spaces. State and parent follow it (proc(5)).
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(stat.parent.name))
     found = children.get(root, [])
     while found:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 
 from hpc_rl.errors import EXIT_STOPPED
 
-KILLED, TERMINATED = 128 + 9, 128 + 15
-"""Exit codes of a process that SIGKILL or SIGTERM ended."""
+TERMINATED = 128 + signal.SIGTERM
+"""Exit code of a process that SIGTERM ended."""
 
 _CONNECTION = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket (closed|timeout)|closed by (remote )?peer|"
@@ -73,7 +74,7 @@ def kind_of(exit_code: int, was_asked: bool, last_lines: str) -> Kind:
         was_asked: whether it had been asked to end before.
         last_lines: the end of its log.
     """
-    if was_asked or exit_code == TERMINATED:
+    if was_asked:
         return Kind.TERMINATED
     if exit_code == 1 and _CONNECTION.search(last_lines):
         return Kind.CONNECTION

@@ -1,6 +1,6 @@
 """How the nodes of a job agree on its end: what node 0 does next (pure), and the waits of both sides, with deadlines.
 
-A node ends its processes first, and then reports. Node 0 decides when all have reported, or are lost, or are late. It
+A node reports when its part has ended. Node 0 decides when all have reported, or are lost, or are late. It
 writes the agreed exit code to the file `.outcome`, which the job script uses, tells the others, and reads the log that
 it shows to the end. Every node entry exits with that code, so it does not matter which of them Slurm sees first.
 """
@@ -32,7 +32,7 @@ LINGER_S = 300.0
 REPORT_S = SILENCE_S + 5.0
 """How long node 0 waits for the reports of nodes that it has asked to end: a lost node is known as such by then."""
 ASKED_REPORT_S = 5.0
-"""The same if Slurm ends the job. With GRACE_S for this node's processes, it is less than Slurm's KillWait (30 s)."""
+"""The same if Slurm ends the job: SAVING_S, ASKED_GRACE_S and this are less than Slurm's KillWait (30 s)."""
 FOLLOW_S = REPORT_S + GRACE_S + 10.0
 """How long another node waits for the outcome after it has to end. Node 0 is slower only if it hangs."""
 CAUSE_S = 1.0
@@ -62,7 +62,7 @@ class Situation:
     asked_s: float | None
     """Seconds since node 0 has asked the others to end, or None if it has not."""
     is_ended_by_slurm: bool
-    linger_s: float = LINGER_S
+    linger_s: float
     """How long the others may run after node 0."""
 
 
@@ -118,7 +118,7 @@ def agree(company: Lead, own: End, asked_to_end: threading.Event, linger_s: floa
             break
         if step is Step.ASK_TO_END:
             if linger_s and not company.must_end and not asked_to_end.is_set():
-                _note_hanging(company)
+                _note_hanging(company, linger_s)
             company.ask_to_end()
             asked_at = now
         time.sleep(POLL_S)
@@ -144,11 +144,11 @@ def _failures(company: Lead) -> dict[int, int]:
     return found
 
 
-def _note_hanging(company: Lead) -> None:
+def _note_hanging(company: Lead, linger_s: float) -> None:
     nodes = company.meeting.nodes
     late = [rank for rank in range(len(nodes)) if rank not in company.ends]
     where = named([nodes[rank] for rank in late])
-    text = f"processes on {where} still run {LINGER_S:.0f} s after those of node {nodes[0]} ended: they hang"
+    text = f"processes on {where} still run {linger_s:.0f} s after those of node {nodes[0]} ended: they hang"
     company.ends[late[0]] = End(late[0], 1, text=text)
 
 
@@ -205,13 +205,16 @@ def _decide_without_lead(meeting: Meeting, outcome: Outcome, show: Callable[[End
 def create_once(path: Path, text: str) -> bool:
     """Write a file unless it exists. Returns whether this call did. Atomic on a shared file system too (link(2))."""
     own = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
-    own.write_text(text)
     try:
+        own.write_text(text)
         os.link(own, path)
     except FileExistsError:
         return False
+    except OSError:  # a full disk, or a file system without links: the others say so too
+        return True
     finally:
-        own.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            own.unlink(missing_ok=True)
     return True
 
 
@@ -225,7 +228,8 @@ def leave(company: Company, asked_to_end: threading.Event) -> None:
         nodes = company.meeting.nodes
         lost = [nodes[rank] for rank, loss in sorted(company.lost.items()) if not loss.machine_answers]
         if lost:  # read by the job script: srun would wait for them
-            write_atomically(lost_file(company.meeting.attempt_dir), "".join(f"{node}\n" for node in lost))
+            with contextlib.suppress(OSError):
+                write_atomically(lost_file(company.meeting.attempt_dir), "".join(f"{node}\n" for node in lost))
     company.close()
 
 

@@ -29,10 +29,15 @@ from hpc_rl.node.silence import Sight, Vigil
 
 LONGEST_LOOK_S = 5.0
 """Longest interval between two looks."""
-GATHER_S = 15.0
-"""How long a node waits for what the others see."""
+GATHER_S = 2 * EXCHANGE_S + stack_files.ANSWER_S + 5.0
+"""How long a node waits for what the others see: they hear of a hang over node 0, and then collect their stacks."""
+CONCLUDE_S = stack_files.ANSWER_S + stack_files.PY_SPY_S + GATHER_S + 5.0
+"""How long a conclusion may take."""
+CLAIMED_S = 5.0
+"""How long a node waits for the reason after another one has said that it writes it."""
 HANG = ".hang"
 _CLAIM = ".hang-found"
+UNTOLD = "another node has found a hang, and ended before it told which process it is"
 _GATHER_POLL_S = 0.2
 
 
@@ -81,16 +86,18 @@ class HangWatch:
         return self._found.is_set()
 
     def concluded(self) -> bool:
-        """Return whether some node has concluded that the job hangs, or is about to; waits for this node's part."""
-        if not self.found and (self._place.attempt_dir / _CLAIM).exists():
-            self._found.wait(GATHER_S)
-        return self.found or (self._place.attempt_dir / HANG).exists()
+        """Return whether some node has concluded that the job hangs. Call it after `close`."""
+        reason, claim = (self._place.attempt_dir / name for name in (HANG, _CLAIM))
+        deadline = time.monotonic() + CLAIMED_S
+        while claim.exists() and not reason.exists() and time.monotonic() < deadline:
+            time.sleep(_GATHER_POLL_S)
+        return self.found or reason.exists()
 
     def close(self) -> None:
-        """Stop watching, and tell the other nodes that this one ends."""
+        """Stop watching, after a conclusion that has begun, and tell the other nodes that this one ends."""
         self._closed.set()
-        self._thread.join(LONGEST_LOOK_S)
-        if not self.found:
+        self._thread.join(CONCLUDE_S)
+        if not self.found and not self._thread.is_alive():
             with contextlib.suppress(OSError):
                 self._pulses.publish(Pulse(has_ended=True))
 
@@ -98,9 +105,12 @@ class HangWatch:
         before = time.monotonic()
         while not self._closed.wait(self._look_s):
             now = time.monotonic()
-            if self._look(min(now - before, 2 * self._look_s)):
-                self._found.set()
-                return
+            try:
+                if self._look(min(now - before, 2 * self._look_s)):
+                    self._found.set()
+                    return
+            except Exception as error:  # noqa: BLE001 - without this thread, the other nodes would end the job
+                print(f"hpc-rl: a look for hangs failed: {error!r}", flush=True)
             before = now
 
     def _look(self, elapsed_s: float) -> bool:
@@ -123,8 +133,10 @@ class HangWatch:
     def _exchange(self, sights: Sequence[Sight]) -> Mapping[int, Pulse]:
         """Publish this node's pulse and read those that it watches."""
         elapsed_s, self._since_exchange_s = self._since_exchange_s, 0.0
-        with contextlib.suppress(OSError):  # the other nodes notice if it lasts
+        try:
             self._pulses.publish(Pulse(quiet_s=silence.quiet_s(sights)))
+        except OSError:  # a full disk, which silences the others too
+            elapsed_s = 0.0
         return self._pulses.look(self._pulses.watched, elapsed_s)
 
     def _others_finding(self, sights: Sequence[Sight]) -> str:
@@ -138,20 +150,19 @@ class HangWatch:
         return f"{silence.described(driver, sights)}; it waits, and no other process of the job works"
 
     def _conclude(self, sights: Sequence[Sight], states: Mapping[int, str], finding: str) -> None:
-        """Collect stacks, hear the other nodes, and make the reason known."""
+        """Alarm the other nodes, collect stacks, hear what the others see, and make the reason known."""
         place = self._place
+        with contextlib.suppress(OSError):
+            self._pulses.publish(Pulse(finds_hang=True))
         names = {sight.pid: sight.name for sight in sights if sight.phase}
         in_collective: Mapping[int, bool] = {}
         with contextlib.suppress(OSError):
             in_collective = stack_files.collect(place.beats, place.attempt_dir, place.node_rank, names, states)
-        own = Pulse(
-            finds_hang=True,
-            finding=finding,
-            sights=tuple(silence.with_collectives(sights, in_collective)),
-        )
+        collected = tuple(silence.with_collectives(sights, in_collective))
+        own = Pulse(finds_hang=True, has_collected=True, finding=finding, sights=collected)
         with contextlib.suppress(OSError):
             self._pulses.publish(own)
-        line = verdict([own, *self._gather()])
+        line = verdict([own, *self._gather()]) or UNTOLD
         if not _is_first(place.attempt_dir):
             return
         with contextlib.suppress(OSError):
@@ -165,9 +176,9 @@ class HangWatch:
         others = [rank for rank in range(len(self._place.nodes)) if rank != self._place.node_rank]
         while True:
             found = self._pulses.look(others, 0.0)
-            is_complete = all(rank in found and (found[rank].finds_hang or found[rank].has_ended) for rank in others)
-            if is_complete or time.monotonic() > deadline:
-                return [pulse for pulse in found.values() if pulse.finds_hang]
+            is_complete = all(rank in found and (found[rank].has_collected or found[rank].has_ended) for rank in others)
+            if is_complete or (self._place.attempt_dir / HANG).exists() or time.monotonic() > deadline:
+                return [pulse for pulse in found.values() if pulse.has_collected]
             time.sleep(_GATHER_POLL_S)
 
 
@@ -197,18 +208,21 @@ class Walltime:
         if self._job_end is None or not self._stop.exists():
             return ""
         left_s = self._job_end - self._now()
+        if left_s <= 0:  # Slurm has moved the end: the job was suspended
+            return ""
         if self._latest_end is None:  # a late warning leaves the trainers half of the time
-            self._latest_end = self._job_end - min(RESERVE_S, (left_s + elapsed_s) / 2)
+            self._latest_end = self._job_end - min(RESERVE_S / 2, (left_s + elapsed_s) / 2)
         if self._now() < self._latest_end:
             return ""
-        return f"{self.MARK} in {max(0.0, left_s):.0f} s, and the run has not stopped"
+        return f"{self.MARK} in {left_s:.0f} s, and the run has not stopped"
 
 
 @contextmanager
 def watching(place: Place, hang_timeout_s: float) -> Iterator[HangWatch]:
     """Watch while the block runs; without a time limit (0), the watch finds nothing."""
     place.beats.mkdir(mode=0o700, exist_ok=True)
-    watch = HangWatch(place, hang_timeout_s, job_end(os.environ))
+    # The end of the walltime is known by the clock of node 0.
+    watch = HangWatch(place, hang_timeout_s, job_end(os.environ) if place.node_rank == 0 else None)
     if not hang_timeout_s:
         yield watch
         return
@@ -241,7 +255,7 @@ def process_states() -> dict[int, str]:
     states = {}
     for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError):
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
             if state not in ("Z", "X"):
                 states[pid] = state
     return states

@@ -29,6 +29,8 @@ class Pulse:
     quiet_s: float | None = None
     """For how long its processes have all been waiting; None if one of them works."""
     finds_hang: bool = False
+    has_collected: bool = False
+    """Whether the finding and the sights are complete."""
     finding: str = ""
     """What it has found, unless the sights show it."""
     sights: tuple[Sight, ...] = ()

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_BAD_INPUT
-from hpc_rl.host.deaths import meaning_of, ran_out_of_memory
+from hpc_rl.host.deaths import KILLED, meaning_of, ran_out_of_memory
 from hpc_rl.host.files import tail, write_atomically
 from hpc_rl.host.processes import shell_code
-from hpc_rl.node.causes import KILLED, TERMINATED, End, Kind, first_cause, kind_of
+from hpc_rl.node.causes import TERMINATED, End, Kind, first_cause, kind_of
 
 RECORD_TIMEOUT_S = 15.0
 """How long a parent may take to end its rank and to record that."""
@@ -135,7 +135,7 @@ def _started_file(attempt_dir: Path, node_rank: int, rank: int) -> Path:
 def _is_running(attempt_dir: Path, node_rank: int, rank: int) -> bool:
     try:
         pid = int(_started_file(attempt_dir, node_rank, rank).read_text())
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
     except (OSError, ValueError):
         return False
 

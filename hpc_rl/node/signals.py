@@ -16,14 +16,15 @@ import time
 from collections.abc import Sequence
 
 from hpc_rl.errors import EXIT_STOPPED
-from hpc_rl.host.processes import GRACE_S
 from hpc_rl.node.meeting import Meeting
 from hpc_rl.node.rank_ends import read_exits
-from hpc_rl.run_dir import PREEMPTION, REQUEUE, RunDir, terminated_file
+from hpc_rl.run_dir import PREEMPTION, REQUEUE, RunDir, read_outcome, terminated_file
 
 SAVING_S = 18.0
 """How long a run may save if Slurm ends the whole job: it kills everything KillWait later, which is 30 s unless the
 site has changed it. The rest is for the clean-up."""
+ASKED_GRACE_S = 5.0
+"""How long its processes may then take to end. With the reports of the other nodes, 2 s are left of KillWait."""
 _POLL_S = 0.1
 _IN_STEP = "SLURM_STEP_ID"
 _REASONS = {signal.SIGTERM: PREEMPTION, signal.SIGUSR2: REQUEUE}
@@ -45,7 +46,7 @@ def heed_signals(meeting: Meeting) -> threading.Event:
     return asked_to_end
 
 
-def end_when(asked_to_end: threading.Event, child: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
+def end_when(asked_to_end: threading.Event, child: subprocess.Popen[bytes], grace_s: float = ASKED_GRACE_S) -> None:
     """End the child when the event is set: with SIGTERM, and with SIGKILL after `grace_s`. Returns immediately."""
 
     def wait() -> None:
@@ -77,7 +78,9 @@ def has_to_end(received: Sequence[int], since_s: float, meeting: Meeting) -> boo
 
 
 def has_failed(meeting: Meeting) -> bool:
-    """Return whether a part of the job has failed on any node. A part that has saved and stopped has not."""
+    """Return whether the job has ended, or a part of it has failed on any node. A part that has saved has not."""
+    if read_outcome(meeting.attempt_dir) is not None:  # srun terminates the tasks that are slower to leave
+        return True
     codes = {*meeting.failures().values(), *(ended.exit_code for ended in read_exits(meeting.attempt_dir))}
     return not codes <= {0, EXIT_STOPPED}
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hpc_rl.host import stacks
@@ -40,11 +41,13 @@ def collect(
     stopped = [pid for pid, state in states.items() if state in STOPPED]
     folder = target / FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
-    for pid in sorted({*names, *stopped}):
-        name = names.get(pid) or name_of(pid)
-        file = folder / f"node{node_rank}-{slug(name)}-{pid}.txt"
-        parts = [facts(pid, name, states.get(pid, "")), found.get(pid, _no_answer(states.get(pid, ""))), py_spy(pid)]
-        file.write_text("\n".join(part for part in parts if part), errors="replace")
+    pids = sorted({*names, *stopped})
+    with ThreadPoolExecutor(max_workers=len(pids) or 1) as pool:
+        for pid, from_outside in zip(pids, pool.map(py_spy, pids), strict=True):
+            name, state = names.get(pid) or name_of(pid), states.get(pid, "")
+            parts = [facts(pid, name, state), found.get(pid, _no_answer(state)), from_outside]
+            file = folder / f"node{node_rank}-{slug(name)}-{pid}.txt"
+            file.write_text("\n".join(part for part in parts if part), errors="replace")
     return {pid: waits_for_others(text) for pid, text in found.items()}
 
 
@@ -87,7 +90,7 @@ def name_of(pid: int) -> str:
 
 
 def py_spy(pid: int) -> str:
-    """Return the stacks that py-spy reads from outside, native frames included, if it is installed and permitted."""
+    """Return the stacks that py-spy reads from outside, if it is installed and permitted."""
     program = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     if program is None:
         return ""

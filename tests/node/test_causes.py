@@ -58,7 +58,7 @@ def test_the_outcome(ends: list[End], exit_code: int, cause: End | None) -> None
         (1, False, "DistBackendError: NCCL error: remote process exited or there was", Kind.CONNECTION),
         (137, False, "Connection closed by peer", Kind.OWN),
         (3, False, "Connection closed by peer", Kind.OWN),
-        (143, False, "", Kind.TERMINATED),
+        (143, False, "", Kind.OWN),
         (137, True, "", Kind.TERMINATED),
         (1, True, "Connection closed by peer", Kind.TERMINATED),
     ],

@@ -67,11 +67,27 @@ def test_the_walltime_that_ended_during_the_save(tmp_path: Path) -> None:
 
 
 def test_a_preempted_run_that_could_not_save_is_queued_again(tmp_path: Path) -> None:
-    code, recorded, said = end(tmp_path, "exit 1", job="Restarts=0 PreemptTime=2026-11-22T07:22:12")
-    assert (code, recorded["state"]) == (1, "REQUEUED")
-    assert "preempted before it had saved; job 7 is queued again" in said
-    code, recorded, said = end(tmp_path, "exit 0", job="Restarts=0 PreemptTime=2026-11-22T07:22:12")
+    preempted = "Restarts=0 PreemptTime=2026-11-22T07:22:12"
+    for step, expected in ((f"{stops('preemption').removesuffix('75')}1", 1), ("exit 143", 143)):
+        code, recorded, said = end(tmp_path, step, job=preempted)
+        assert (code, recorded["state"]) == (expected, "REQUEUED")
+        assert "preempted before it had saved; job 7 is queued again" in said
+    code, recorded, said = end(tmp_path, "exit 0", job=preempted)
     assert (code, recorded["state"], said) == (0, "COMPLETED", "")
+
+
+def test_a_job_that_was_suspended_is_not_queued_again_for_that(tmp_path: Path) -> None:
+    suspended = "Restarts=0 PreemptTime=2026-11-22T07:22:12"
+    assert end(tmp_path, "exit 1", job=suspended)[1]["state"] == "FAILED"
+    assert end(tmp_path, stops("user"), job=suspended)[1]["state"] == "STOPPED"
+
+
+def test_one_task_of_an_array_is_queued_again_and_not_all(tmp_path: Path) -> None:
+    task = "export SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=3\n"
+    _, recorded, said = end(tmp_path, stops("walltime"), first=task)
+    assert recorded["state"] == "REQUEUED" and "requeue 7_3\n" in said
+    _, _, said = end(tmp_path, LOSES, first=task)
+    assert "requeue 7_3\nupdate JobId=7_3 ExcNodeList=node2,node3\n" in said
 
 
 LOSES = 'printf "node2\\nnode3\\n" > "$HPC_RL_ATTEMPT_DIR/.lost"; exit 1'

@@ -1,0 +1,206 @@
+"""Trouble of jobs on real nodes: storage that stalls, wrong clocks, useless rewards, and stops at bad times."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from tests.conftest import sandbox_cluster
+from tests.e2e.test_ppo_on_slurm import PPO, REWARD
+from tests.e2e.workspace import QUICK, Workspace, make_workspace
+from tests.faults.outcomes import Outcome
+from tests.sandbox.cluster import Cluster
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.faults]
+Job = Literal["sft", "ppo"]
+STALL_S = 60
+STEPS = {"sft": "trainer.total_training_steps=12", "ppo": "trainer.total_training_steps=6"}
+OPTIONS = {
+    "sft": [*QUICK, STEPS["sft"]],
+    "ppo": [*PPO, "data.train_batch_size=8", "actor.mini_batch_size=16", "slurm.mem=4G", STEPS["ppo"]],
+}
+EVERY = ["--nodes", "2", "trainer.test_freq=0", "trainer.export=false"]
+SKEW = """
+import os, time
+
+if os.uname().nodename == os.environ.get("SKEWED_NODE"):
+    now, now_ns = time.time, time.time_ns
+    time.time = lambda: now() + 3600
+    time.time_ns = lambda: now_ns() + 3600 * 10**9
+"""
+"""A sitecustomize.py: on one node, the clock is an hour ahead of the others'."""
+PAUSE = """
+import os, pathlib, sys, time
+
+def pause(module, name):
+    import importlib
+
+    found = importlib.import_module(module)
+    *owners, name = name.split(".")
+    for owner in owners:
+        found = getattr(found, owner)
+    original = getattr(found, name)
+
+    def paused(*arguments, **named):
+        run = pathlib.Path(os.environ["HPC_RL_RUN_DIR"])
+        (run / "paused").touch()
+        deadline = time.monotonic() + 300
+        while not (run / "stop").exists() and not (run / "go").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return original(*arguments, **named)
+
+    setattr(found, name, paused)
+
+if "PAUSE_IN" in os.environ and "hpc_rl.finetune.train" in sys.orig_argv:
+    pause(*os.environ["PAUSE_IN"].split(":"))
+"""
+"""A sitecustomize.py: each rank waits in a function until it is asked to stop, or may go on."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A cluster with a file system for run directories that can be stopped."""
+
+    cluster: Cluster
+    workspace: Workspace
+    disk: Path
+    expected: dict[Job, dict[int, float]]
+
+    def whole(self, job: Job) -> dict[int, float]:
+        """Return what each step of a run measures that nothing disturbs."""
+        if job not in self.expected:
+            self.workspace.ok("submit", job, "--wait", "--job-name", f"whole-{job}", *OPTIONS[job], *EVERY)
+            self.expected[job] = measured(self.workspace.folder / "runs" / f"whole-{job}")
+        return self.expected[job]
+
+
+def measured(run: Path) -> dict[int, float]:
+    """Return the loss, or the mean reward, of each step."""
+    path = run / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    names = ("train/loss", "critic/score/mean")
+    return {record["step"]: record[name] for record in records for name in names if name in record}
+
+
+@contextmanager
+def mounted(folder: Path) -> Iterator[Path]:
+    """Mount an ext4 file system, which can be frozen, on a new folder."""
+    image, disk = folder / "image", folder / "disk"
+    disk.mkdir()
+    with image.open("wb") as file:
+        file.truncate(256 << 20)
+    subprocess.run(["mkfs.ext4", "-q", image], check=True, timeout=60)
+    done = subprocess.run(["mount", "-o", "loop", image, disk], capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        pytest.skip(f"no loop devices here: {done.stderr.strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True, timeout=60)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def place(slurm_tree: str) -> Iterator[Place]:
+    # The file system is mounted before the nodes start, so that they see it too.
+    with mounted(Path(tempfile.mkdtemp(dir="/var/tmp", prefix="hpc-rl-"))) as disk:
+        for cluster in sandbox_cluster("pytest-trouble", nodes=2, cpus=2, memory_mb=6000, tree=slurm_tree):
+            workspace = make_workspace(cluster.shared / f"trouble-{uuid.uuid4().hex[:8]}", cluster.env)
+            workspace.ok("data", "arithmetic", "--out", "sums", "--train", "400", "--val", "40")
+            (workspace.folder / "reward.py").write_text(REWARD)
+            yield Place(cluster, workspace, disk, {})
+
+
+@pytest.mark.parametrize("job", ["sft", "ppo"])
+def test_the_shared_file_system_stalls(place: Place, job: Job, observed: Callable[[Outcome], None]) -> None:
+    workspace, run = place.workspace, place.disk / job
+    whole = place.whole(job)
+    saves = ["trainer.save_freq=1", "trainer.hang_timeout_s=30", "--run-dir", str(run)]
+    workspace.ok("submit", job, *OPTIONS[job], *EVERY, *saves)
+    workspace.wait_until(lambda: len(measured(run)) >= 2, "2 steps")
+    # Nothing here may write to it meanwhile, and another process thaws it, whatever happens to this one.
+    freeze = f"fsfreeze --freeze {place.disk}; sleep {STALL_S}; fsfreeze --unfreeze {place.disk}"
+    with subprocess.Popen(["setsid", "sh", "-c", freeze]) as stall:
+        stall.wait(timeout=STALL_S + 600)
+    workspace.wait_until(lambda: workspace.status(str(run))["state"] not in ("PENDING", "RUNNING"), "the end")
+    assert workspace.status(str(run))["state"] == "COMPLETED", workspace.ok("logs", str(run))
+    assert measured(run) == pytest.approx(whole, abs=1e-4)
+    observed(Outcome(f"file system stalls for {STALL_S} s", job, None, "", "went on", 0, losses_equal=True))
+
+
+@pytest.mark.parametrize("job", ["sft", "ppo"])
+def test_a_node_whose_clock_is_wrong(place: Place, job: Job, observed: Callable[[Outcome], None]) -> None:
+    workspace, whole = place.workspace, place.whole(job)
+    folder = workspace.folder / "skew"
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(SKEW)
+    skewed = [f"slurm.env.PYTHONPATH={folder}", "slurm.env.SKEWED_NODE=node2", "trainer.save_freq=2"]
+    limits = ["--time", "30", "trainer.hang_timeout_s=60"]
+    workspace.ok("submit", job, "--wait", "--job-name", f"skewed-{job}", *OPTIONS[job], *EVERY, *skewed, *limits)
+    assert measured(workspace.folder / "runs" / f"skewed-{job}") == pytest.approx(whole, abs=1e-4)
+    observed(Outcome("a clock that is an hour ahead", job, None, "", "unaffected", 0, losses_equal=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "message"),
+    [
+        ("raises", "def score(response, answer):\n    raise KeyError('no such field')\n", "no such field"),
+        ("never returns", "import time\n\n\ndef score(response, answer):\n    time.sleep(10000)\n", "timeout_s"),
+    ],
+)
+def test_a_reward_that_never_works(
+    place: Place, name: str, program: str, message: str, observed: Callable[[Outcome], None]
+) -> None:
+    workspace, run = place.workspace, name.replace(" ", "-")
+    (workspace.folder / f"{run}.py").write_text(program)
+    reward = [f"reward.function={run}.py:score", "reward.timeout_s=3", "reward.workers=8"]
+    began = time.monotonic()
+    ended = workspace.hpc_rl("submit", "ppo", "--wait", "--job-name", run, *OPTIONS["ppo"], *EVERY, *reward)
+    log = workspace.ok("logs", run)
+    assert ended.returncode == 1, log
+    line = next(line for line in log.splitlines() if line.startswith("hpc-rl: "))
+    assert message in line and "Traceback" not in log[: log.index(line)], log
+    observed(Outcome(f"a reward that {name}", "ppo", time.monotonic() - began, line[8:], "exit code 1", None))
+
+
+@pytest.mark.parametrize(
+    ("what", "function", "state"),
+    [
+        ("a save", "hpc_rl.training.checkpoints.checkpoint:Saver.save", "STOPPED"),
+        ("the export", "hpc_rl.finetune.trainer:export", "COMPLETED"),
+    ],
+)
+def test_a_stop_at_a_bad_time(
+    place: Place, what: str, function: str, state: str, observed: Callable[[Outcome], None]
+) -> None:
+    workspace, whole = place.workspace, place.whole("sft")
+    name = what.replace(" ", "-")
+    folder = workspace.folder / "pause"
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(PAUSE)
+    command = ["submit", "sft", "--nodes", "2", "--job-name", name, *OPTIONS["sft"], "trainer.test_freq=0"]
+    pause = [f"slurm.env.PYTHONPATH={folder}", f"slurm.env.PAUSE_IN={function}"]
+    workspace.ok(*command, *pause, "trainer.save_freq=4")
+    run = workspace.folder / "runs" / name
+    workspace.wait_until(lambda: (run / "paused").exists(), f"{name} in {what}")
+    workspace.ok("stop", name)
+    workspace.wait_until(lambda: workspace.status(name)["state"] not in ("PENDING", "RUNNING"), "the end")
+    assert workspace.status(name)["state"] == state, workspace.ok("logs", name)
+    workspace.ok("runs", "--verify", name)
+    if state == "STOPPED":
+        (run / "paused").unlink()
+        workspace.ok(*command, "--wait")
+    assert (run / "model" / "model.safetensors").exists()
+    assert measured(run) == pytest.approx(whole, abs=1e-4)
+    observed(Outcome(f"`hpc-rl stop` during {what}", "sft", None, "", state.lower(), 0, losses_equal=True))
