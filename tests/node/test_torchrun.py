@@ -103,6 +103,7 @@ class Entry:
         marks = [self.folder / f"program.py.{rank}" for rank in range(2)]
         while not all(mark.exists() and mark.read_text() for mark in marks):
             assert time.monotonic() < deadline
+            assert all(process.poll() is None for process in self._running), "the node entry has ended"
             time.sleep(0.05)
         return marks
 
