@@ -1,8 +1,8 @@
 """How the nodes of a job agree on its end: what node 0 does next (pure), and the waits of both sides, with deadlines.
 
-A node reports when its part has ended. Node 0 decides when all have reported, or are lost, or are late. It
-writes the agreed exit code to the file `.outcome`, which the job script uses, tells the others, and reads the log that
-it shows to the end. Every node entry exits with that code, so it does not matter which of them Slurm sees first.
+A node reports when its part has ended. Node 0 decides when all have reported, or are lost, or are late. It writes the
+agreed exit code to the file `.outcome`, which the job script uses, prints the cause, reads the log that it shows to the
+end, and tells the others. Every node entry exits with that code, so it does not matter which of them Slurm sees first.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def settle(
     if isinstance(company, Lead):
         outcome = agree(company, own, asked_to_end, linger_s)
         record(company.meeting.attempt_dir, outcome)
+        show(outcome.cause)  # before other tasks exit, on which srun comments
         company.announce(outcome.exit_code)
-        show(outcome.cause)
         return outcome.exit_code
     return follow(company, own, asked_to_end, show)
 

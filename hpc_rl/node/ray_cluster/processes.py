@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -21,6 +22,9 @@ TRIES = 3
 SLOW_S = 10.0
 END_GRACE_S = 4.0
 LAST_LINES = 6
+_READ_LINES = 300
+_NOISE = re.compile(r"^\s*($|\[state-dump\]|\[[\d-]+ [\d:,]+ [DI] )")
+"""Lines of Ray's logs about no trouble: levels debug and info, and its regular dump of counters."""
 _NAMES = {"gcs_server": "GCS server", "log_monitor": "log monitor"}
 """Ray's name of a process -> its name in messages."""
 
@@ -153,13 +157,17 @@ class RayProcess:
 
 
 def last_words(temp_dir: Path, name: str) -> str:
-    """Return the end of what a process of Ray wrote in its newest session, with the names of the files.
+    """Return the last lines about trouble that a process of Ray wrote in its newest session, with the files' names.
 
     Its reason is often in the .err file alone, which is on the node's own disk.
     """
     newest = max(temp_dir.glob("session_2*/logs"), key=lambda logs: logs.stat().st_mtime, default=temp_dir)
-    ends = [(file, tail(newest / file, LAST_LINES)) for file in (f"{name}.out", f"{name}.err")]
-    return "".join(f"hpc-rl: the end of Ray's {file}:\n{lines}\n" for file, lines in ends if lines)
+    said = ""
+    for file in (f"{name}.out", f"{name}.err"):
+        lines = [line for line in tail(newest / file, _READ_LINES).splitlines() if not _NOISE.match(line)]
+        if lines:
+            said += "\n".join([f"hpc-rl: the end of Ray's {file}:", *lines[-LAST_LINES:], ""])
+    return said
 
 
 def _how(returncode: int) -> str:
