@@ -135,6 +135,7 @@ def workshop(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     for program in ("train.py", "my_driver.py"):
         (tmp_path / program).write_text("")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # a reader's jobs find the models of the hub
     return tmp_path
 
 
