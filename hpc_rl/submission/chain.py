@@ -105,7 +105,7 @@ def _on_model_of(job: Job, before: RunDir, job_ids: tuple[str, ...]) -> Job:
 def _check_stage(number: int, request: Request) -> None:
     if KINDS[request.kind].trainer is None:
         raise UserError(
-            f"stage {number} is {request.kind}: a chain is made of {' and '.join(trained())}; "
+            f"stage {number} is {request.kind}: a chain is made of {', '.join(trained())}; "
             "start your own program after a run with hpc-rl submit --after RUN"
         )
     if number == 1:

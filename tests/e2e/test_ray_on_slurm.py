@@ -166,7 +166,7 @@ def test_a_cancelled_job_leaves_nothing(workspace: Workspace, slurm_cluster: Clu
 def test_a_node_that_is_cut_off_ends_the_job_on_both_sides_before_slurm_knows(patient_cluster: Cluster) -> None:
     workspace = make_workspace(patient_cluster.shared / "lost", patient_cluster.env)
     before = traces(patient_cluster)
-    start_waiting(workspace, "lost")
+    start_waiting(workspace, "lost", "slurm.requeue=false")
     network.unplug(state.machines(patient_cluster.name)["ctl"].pid, 2, second="")
     patient_cluster.exec_on("node2", ["pkill", "-KILL", "-x", "slurmd"], check=True)
     status = workspace.folder / "runs" / "lost" / "status.json"

@@ -114,7 +114,10 @@ def test_the_host_does_not_wait_in_micro_batches(every_role: dict[str, Phase]) -
     assert sum(sft(SMALL)["update"].waits.values()) == 2
 
 
-@pytest.mark.parametrize("options", [("algorithm.loss=gspo",), ("algorithm.loss=cispo", "model.dtype=bfloat16")])
+@pytest.mark.parametrize(
+    "options",
+    [("algorithm.loss=gspo",), ("algorithm.loss=cispo", "algorithm.clip_ratio_low=1", "model.dtype=bfloat16")],
+)
 def test_other_losses_and_types_compute_on_the_device(options: tuple[str, ...]) -> None:
     found = simulate(rl_step, replace(SMALL, micro_batches=1, options=options))
     assert found["update actor"].traffic["_reduce_scatter_base_"] == 4 * P

@@ -39,9 +39,9 @@ def test_the_python_api_submits_what_the_command_line_submits(folder: Path) -> N
     assert json.loads((run.path / "job.json").read_text())["command"][:2] == ["hpc_rl.submit", "torchrun"]
     assert hpc_rl.find_run("mine") == run
     command = [sys.executable, "-m", "hpc_rl.cli", "submit", "torchrun", "--nodes", "2", "--time", "1:00:00"]
-    subprocess.run([*command, "trainer.device=cpu", "--job-name", "second", "--", *PROGRAM], check=True, timeout=600)
-    other = (folder / "runs" / "second" / "job.sbatch").read_text()
-    assert other.replace("second", "mine") == script
+    subprocess.run([*command, "trainer.device=cpu", "--job-name", "twin", "--", *PROGRAM], check=True, timeout=600)
+    other = (folder / "runs" / "twin" / "job.sbatch").read_text()
+    assert other.replace("twin", "mine") == script
     assert [call.split()[0] for call in calls(folder)].count("sbatch") == 2
 
 
@@ -71,7 +71,9 @@ def test_a_wait_has_a_deadline(folder: Path) -> None:
 
 def test_an_unknown_kind_lists_the_kinds() -> None:
     for kind in ("grpo", "doctor"):
-        with pytest.raises(hpc_rl.UserError, match=f"job kind '{kind}': choose one of sft, ppo, torchrun, ray$"):
+        with pytest.raises(
+            hpc_rl.UserError, match=f"job kind '{kind}': choose one of sft, dpo, rm, ppo, torchrun, ray$"
+        ):
             hpc_rl.submit(kind)
     with pytest.raises(hpc_rl.UserError, match=r"overrides and program are lists of words"):
         hpc_rl.submit("torchrun", program="train.py")

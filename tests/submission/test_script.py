@@ -266,7 +266,7 @@ def test_the_exit_code_is_the_one_on_which_the_nodes_agreed(tmp_path: Path, job:
 )
 def test_how_srun_ended_is_reported_without_an_outcome(tmp_path: Path, step: str, code: int, said: str) -> None:
     done, _ = run_script(torchrun_job(tmp_path / "run"), tmp_path, step=step)
-    assert done.returncode == code and [line for line in done.stderr.splitlines() if "srun" in line] == [said] * bool(
+    assert done.returncode == code and [line for line in done.stderr.splitlines() if "hpc-rl" in line] == [said] * bool(
         said
     )
 
