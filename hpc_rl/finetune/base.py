@@ -14,6 +14,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import PackedModel
 from hpc_rl.training.models.pretrained import Pretrained
+from hpc_rl.training.stopping import Stopping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,9 +100,15 @@ class Objective(ABC):
     def loss(self, model: Any, batch: Any, scale: float) -> Found:
         """Return `scale` times the sum of a micro-batch's losses."""
 
-    def prepare(self, train: list[Any], val: list[Any], run: RunDir, world: World) -> tuple[list[Any], list[Any]]:
+    def prepare(
+        self, train: list[Any], val: list[Any], run: RunDir, world: World, stopping: Stopping
+    ) -> tuple[list[Any], list[Any]]:
         """Return the items with what has to be computed before training. Every rank calls this, before the model is
-        loaded."""
+        loaded.
+
+        Raises:
+            Stopped: the run stops during this computation; every rank raises it.
+        """
         return train, val
 
     def begin(self, model: PackedModel, batches: Sequence[Any], world: World) -> None:

@@ -17,11 +17,13 @@ from hpc_rl.finetune.base import Found, Objective
 from hpc_rl.finetune.dataset import gather_preferences
 from hpc_rl.finetune.pair_batch import PairBatch, pack_preferences, response_logprobs
 from hpc_rl.finetune.reference import Reference, with_ref_logprobs
+from hpc_rl.host.heartbeat import heart
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
 from hpc_rl.training.models.pretrained import Pretrained
 from hpc_rl.training.sharding import reshard
+from hpc_rl.training.stopping import Stopping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +51,7 @@ class _Referenced(Objective):
         return causal_lm(self.config.model, dropout=False)
 
     def prepare(
-        self, train: list[Preference], val: list[Preference], run: RunDir, world: World
+        self, train: list[Preference], val: list[Preference], run: RunDir, world: World, stopping: Stopping
     ) -> tuple[list[Preference], list[Preference]]:
         """Load the reference; add its log-probabilities to the preferences, unless they are computed in each step."""
         if self.config.algorithm.loss in NEEDS_NO_REFERENCE:
@@ -57,7 +59,7 @@ class _Referenced(Objective):
         if not self.config.ref.precompute_logprobs:
             self._reference = Reference(self.config, world)
             return train, val
-        return with_ref_logprobs(self.config, train, val, run, world)
+        return with_ref_logprobs(self.config, train, val, run, world, stopping)
 
     def ref_logprobs(self, batch: PairBatch) -> torch.Tensor:
         """Return the reference's log-probabilities of a micro-batch's samples, [P, W]."""
@@ -130,6 +132,7 @@ class Kto(_Referenced):
             there = batch.mismatched.to(world.device)
             total += (response_logprobs(model, there) - self.ref_logprobs(there)).sum()
             count += there.value_P.numel()
+            heart.beat()
         reshard(model)
         total, count = world.gather_rows([total.item(), count]).sum(dim=0).tolist()
         self._baseline = torch.tensor(max(0.0, total / count), device=world.device)

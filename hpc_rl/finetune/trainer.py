@@ -35,7 +35,7 @@ from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
 from hpc_rl.training.perf import Clock, max_memory_gb, peak_flops
 from hpc_rl.training.profiling import trace_path, traced
-from hpc_rl.training.stopping import IN_VAIN, TESTING, WRITING, Stopping, open_stopping, stopped_line
+from hpc_rl.training.stopping import IN_VAIN, TESTING, WRITING, Stopped, Stopping, open_stopping, stopped_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,8 +85,12 @@ def train(config: FinetuneConfig, run: RunDir, world: World) -> int:
     Returns:
         the exit code of the process: 0, or 75 if the run is not finished and can be resumed.
     """
-    with heart.phase("load"):
-        state = load(config, run, world)
+    try:
+        with heart.phase("load"):
+            state = load(config, run, world)
+    except Stopped as stopped:
+        print_once(world, str(stopped))
+        return EXIT_STOPPED
     with state.saver:
         return loop(state)
 
@@ -129,7 +133,11 @@ def profile_path(state: TrainerState) -> Path | None:
 
 
 def load(config: FinetuneConfig, run: RunDir, world: World) -> TrainerState:
-    """Load data, model and optimizer, and restore the newest checkpoint."""
+    """Load data, model and optimizer, and restore the newest checkpoint.
+
+    Raises:
+        Stopped: the run stops before the model is loaded.
+    """
     torch.manual_seed(config.trainer.seed + world.rank)
     data, seed = config.data, config.trainer.seed
     tokenizer = world.together(lambda: load_tokenizer(config.model))
@@ -137,7 +145,9 @@ def load(config: FinetuneConfig, run: RunDir, world: World) -> TrainerState:
     objective = objective_of(config)
     items = load_items(objective, data.train_files, tokenizer, "train", world)
     val = load_items(objective, data.val_files, tokenizer, "test", world) if data.val_files else []
-    items, val = objective.prepare(items, val, run, world)
+    records = read_metrics(run.metrics) if world.is_main else []
+    stopping = open_stopping(run, config.slurm.warning_s, records)
+    items, val = objective.prepare(items, val, run, world, stopping)
     with guards.explain_out_of_memory("loading the model"):
         model = load_sharded(objective.model(), world, config.trainer)
         flops = count_flops(model)
@@ -150,7 +160,6 @@ def load(config: FinetuneConfig, run: RunDir, world: World) -> TrainerState:
     checkpoint.refuse_other_data(run.checkpoints, progress, len(items))
     position = Position(progress.epoch, progress.index)
     steps = config.trainer.total_epochs * steps_per_epoch(len(items), data.train_batch_size)
-    records = read_metrics(run.metrics) if world.is_main else []
     total_steps = config.trainer.total_training_steps or steps
     is_due = bool(val) and (progress.step == total_steps or checkpoint.due(progress.step, config.trainer.test_freq))
     return TrainerState(
@@ -168,7 +177,7 @@ def load(config: FinetuneConfig, run: RunDir, world: World) -> TrainerState:
         total_steps=total_steps,
         tracker=world.together(lambda: open_tracker(config, run, progress.wandb_id, world.is_main)),
         saver=checkpoint.Saver(run.checkpoints, world, config.trainer.max_ckpt_to_keep, not config.trainer.save_async),
-        stopping=open_stopping(run, config.slurm.warning_s, records),
+        stopping=stopping,
         step=progress.step,
         position=position,
         total_tokens=progress.total_tokens,
