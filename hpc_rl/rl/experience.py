@@ -54,14 +54,20 @@ def new_experience(
     return TensorDict(columns, batch_size=[len(completions)])
 
 
-def add_scores(experience: TensorDict, rewards_B: torch.Tensor, config: PpoConfig) -> None:
+def add_scores(
+    experience: TensorDict, rewards_B: torch.Tensor, config: PpoConfig, greedy_scores_B: torch.Tensor | None = None
+) -> None:
     """Add the columns `scores` and `scored`.
 
     Args:
         rewards_B: of each response; NaN if it could not be scored.
+        greedy_scores_B: score of the greedy response to each response's prompt, for ReMax. If it is NaN, the response
+            counts as not scored.
     """
     scores_B = scores_of(rewards_B, lengths(experience), config)
     experience["scored"] = ~scores_B.isnan()
+    if greedy_scores_B is not None:
+        experience["scored"] &= ~greedy_scores_B.isnan()
     experience["scores"] = scores_B.nan_to_num(0.0)
 
 
@@ -98,11 +104,8 @@ def add_advantages(experience: TensorDict, algorithm: AlgorithmConfig, greedy_sc
     in the losses.
 
     Args:
-        greedy_scores_B: score of the greedy response to each response's prompt; ReMax needs it. If it is NaN, the
-            response counts as not scored.
+        greedy_scores_B: score of the greedy response to each response's prompt; ReMax needs it.
     """
-    if greedy_scores_B is not None:
-        experience["scored"] = experience["scored"] & ~greedy_scores_B.isnan()
     rows = experience["scored"]
     rewards_BT = padded(experience, "rewards")
     estimate = ESTIMATORS[algorithm.advantage](

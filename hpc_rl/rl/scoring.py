@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from tensordict import TensorDict
 
 from hpc_rl.config.ppo import RewardConfig
 from hpc_rl.data.prompts import Prompt
@@ -85,11 +86,25 @@ class NoScoresError(RunError):
 
 
 def refuse_no_scores(scores: Scores, number: int) -> None:
-    """Raise NoScoresError if the reward failed for every response of a step: there is nothing to learn from."""
+    """Raise NoScoresError if the reward failed for every response of a step: there is nothing to learn from.
+
+    Args:
+        scores: of responses that were scored together, so that the errors are those of these responses.
+    """
     if len(scores.errors) == len(scores.values):
         raise NoScoresError(
             f"step {number}: none of {len(scores.values)} responses could be scored; the first error: "
             f"{scores.errors[0][1]}"
+        )
+
+
+def refuse_no_baselines(experience: TensorDict, greedy: Scores, number: int) -> None:
+    """Raise NoScoresError if no response of a step has both a score and a baseline: the score of the greedy response to
+    the same prompt (ReMax)."""
+    if not experience["scored"].any():
+        raise NoScoresError(
+            f"step {number}: none of {len(experience)} responses has a score and a scored greedy response to the same "
+            f"prompt; the first error of a greedy response: {greedy.errors[0][1]}"
         )
 
 

@@ -139,9 +139,9 @@ def test_a_response_without_a_score_teaches_nothing_and_changes_nothing() -> Non
 
 
 def test_a_missing_baseline_is_a_missing_score() -> None:
-    experience = scored([1, 1])
+    experience, greedy = experience_of([1, 1]), torch.tensor([torch.nan, 0.25])
+    columns.add_scores(experience, torch.tensor([0.0, 1.0]), PLAIN, greedy)
     columns.add_rewards(experience, PLAIN.algorithm, 0.0)
-    greedy = torch.tensor([torch.nan, 0.25])
     columns.add_advantages(experience, ppo_config("algorithm.advantage=remax").algorithm, greedy)
     assert columns.flat(experience, "advantages").tolist() == [0.0, 0.75]
     assert experience["scored"].tolist() == [False, True]
