@@ -217,7 +217,7 @@ class RewardConfig(Section):
     """Score of a response for which the reward raised an error, took too long, or did not return a number. null: it has
     no score, and is left out of means, deviations, filters and the loss."""
     clip: tuple[float, float] | None = None
-    """Lowest and highest score, to which others are limited, as [low, high]. null: no limits."""
+    """Lowest and highest score, to which others are limited, as [low, high]; on_error is not. null: no limits."""
     workers: int = Field(4, ge=1)
     """Number of responses to score at the same time."""
 

@@ -72,10 +72,8 @@ def add_scores(
 
 
 def scores_of(rewards_B: torch.Tensor, lengths_B: torch.Tensor, config: PpoConfig) -> torch.Tensor:
-    """Return the rewards [B], limited to reward.clip, minus the penalty for overlong responses; NaN stays NaN."""
+    """Return the rewards [B] minus the penalty for overlong responses; NaN stays NaN."""
     algorithm = config.algorithm
-    if config.reward.clip is not None:
-        rewards_B = rewards_B.clamp(*config.reward.clip)
     return rewards_B + overlong_penalty(
         lengths_B, config.data.max_response_length, algorithm.overlong_buffer, algorithm.overlong_penalty
     )
