@@ -197,7 +197,8 @@ class RolloutConfig(Section):
     """Additional arguments of vllm.LLM, such as disable_cascade_attn."""
     val: ValSamplingConfig = ValSamplingConfig()
     calculate_log_probs: bool = False
-    """Measure how much the engine's probabilities differ from the trainer's (training/rollout_probs_diff_*)."""
+    """Measure how much the engine's probabilities differ from the trainer's (training/rollout_probs_diff_*). With a
+    correction and top_p or top_k they differ anyway, and are not compared."""
     sync_bucket_mb: int = Field(256, ge=1)
     """Size of the buckets in which new weights are sent to the engine, in 10^6 bytes."""
 
@@ -275,6 +276,12 @@ class PpoConfig(RayJobConfig):
     reward: RewardConfig
     pools: PoolsConfig = PoolsConfig()
     trainer: PpoTrainerConfig = PpoTrainerConfig()
+
+    @property
+    def truncates_logprobs(self) -> bool:
+        """Whether the engine's log-probabilities are those of the distribution after top_p and top_k: the correction
+        needs them."""
+        return self.algorithm.corrects and (self.rollout.top_p < 1 or self.rollout.top_k > 0)
 
     @property
     def hang_timeout_s(self) -> float:

@@ -123,7 +123,7 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
         metrics["actor/kl_coef"] = kl_coef
     if kl_mean is not None:
         metrics["actor/reward_kl_penalty"] = kl_mean
-    state.steps_without_signal = 0 if has_signal(experience) else state.steps_without_signal + 1
+    state.steps_without_signal = 0 if has_signal(experience, algorithm) else state.steps_without_signal + 1
     for warning in (no_signal_warning(state.steps_without_signal, metrics), probs_diff_warning(metrics)):
         if warning is not None:
             print(warning, flush=True)
