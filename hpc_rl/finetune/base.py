@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -49,11 +49,11 @@ class Work:
     """The amount of work in a global batch."""
 
     lengths: list[int]
-    """Tokens of each item."""
+    """Tokens of each item, by which micro-batches are packed."""
     sample_lengths: list[int]
-    """Tokens of each sample; an item has one or more."""
+    """Tokens of each sample that is trained on; an item has one or more."""
     targets: int
-    """Target tokens of all samples."""
+    """Target tokens of these samples."""
 
     @classmethod
     def of(cls, items: Sequence[Item]) -> Work:
@@ -67,8 +67,8 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all samples."""
-        return sum(self.lengths)
+        """Tokens of all samples that are trained on."""
+        return sum(self.sample_lengths)
 
 
 class Objective(ABC):
@@ -111,10 +111,13 @@ class Objective(ABC):
         """
         return train, val
 
-    def begin(self, model: PackedModel, batches: Sequence[Any], world: World) -> None:
+    def work(self, items: Sequence[Any]) -> Work:
+        """Count the tokens of a global batch."""
+        return Work.of(items)
+
+    def begin(self, model: PackedModel, batches: Iterable[Any], world: World) -> None:  # noqa: B027 - may be left out
         """Compute what the losses of a global batch have in common, from this rank's micro-batches. Every rank calls
         this."""
-        return
 
     def divisor(self, work: Work) -> float:
         """Return the number that the sum of a global batch's losses is divided by: its items."""

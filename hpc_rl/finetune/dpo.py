@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ from hpc_rl.algorithms.preferences import PAIR_LOSSES, Pairs, Strength
 from hpc_rl.config.preferences import NEEDS_NO_REFERENCE, DpoConfig
 from hpc_rl.data.pairs import Preference, mismatched, tokenize_preference_files
 from hpc_rl.data.sft_dataset import Counts
-from hpc_rl.finetune.base import Found, Objective
+from hpc_rl.finetune.base import Found, Objective, Work
 from hpc_rl.finetune.dataset import gather_preferences
 from hpc_rl.finetune.pair_batch import PairBatch, pack_preferences, response_logprobs
 from hpc_rl.finetune.reference import Reference, with_ref_logprobs
@@ -121,11 +121,15 @@ class Kto(_Referenced):
 
     def collate(self, items: Sequence[Preference]) -> KtoBatch:
         """Build a micro-batch."""
-        own, other = (pack_preferences(items, 2, slice(place, place + 1)) for place in range(2))
-        return KtoBatch(own, other)
+        return KtoBatch(pack_preferences(items, width=1), pack_preferences(items, width=1, first=1))
+
+    def work(self, items: Sequence[Preference]) -> Work:
+        """Count the tokens of a global batch. The mismatched samples are packed with it, and not trained on."""
+        own = Work.of([replace(item, samples=item.samples[:1]) for item in items])
+        return replace(own, lengths=Work.of(items).lengths)
 
     @torch.no_grad()
-    def begin(self, model: CausalLM, batches: Sequence[KtoBatch], world: World) -> None:
+    def begin(self, model: CausalLM, batches: Iterable[KtoBatch], world: World) -> None:
         """Estimate the divergence from the reference, which all losses of a global batch use."""
         total, count = torch.zeros((), device=world.device), 0
         for batch in batches:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -197,7 +197,7 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
     with clock("data"):
         indices, position = next(state.batches)
         items = [state.train[index] for index in indices]
-        work = Work.of(items)
+        work = state.objective.work(items)
         plan = plan_batch(work.lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)[world.rank]
         micro_batches = [state.objective.collate([items[index] for index in micro]).to(world.device) for micro in plan]
     with guards.explain_out_of_memory(f"step {number}"), clock("forward_backward"):
@@ -321,14 +321,17 @@ def validate(state: TrainerState) -> dict[str, float]:
     """Return the loss and the metrics of the validation data, as if it was one batch."""
     config, world, objective = state.config, state.world, state.objective
     state.model.eval()
-    work = Work.of(state.val)
+    work = objective.work(state.val)
     plan = plan_batch(work.lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)[world.rank]
     sums = torch.zeros((), device=world.device)
+
+    def micro_batches() -> Iterator[Any]:  # one at a time, since the data may be large
+        return (objective.collate([state.val[index] for index in micro]).to(world.device) for micro in plan)
+
     with guards.explain_out_of_memory("validation"):
-        micro_batches = [objective.collate([state.val[index] for index in micro]) for micro in plan]
-        objective.begin(state.model, micro_batches, world)
-        for micro_batch in micro_batches:
-            found = objective.loss(state.model, micro_batch.to(world.device), 1.0)
+        objective.begin(state.model, micro_batches(), world)
+        for micro_batch in micro_batches():
+            found = objective.loss(state.model, micro_batch, 1.0)
             sums = sums + torch.cat([found.loss[None], found.sums])
             heart.beat()
     state.model.train()

@@ -17,12 +17,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hpc_rl.config.compose import compose
 from hpc_rl.config.finetune import FinetuneConfig
+from hpc_rl.data.pairs import Preference
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.finetune import reference, trainer
 from hpc_rl.finetune.base import Objective
 from hpc_rl.finetune.objectives import objective_of
-from hpc_rl.finetune.trainer import load, step
+from hpc_rl.finetune.rm import BINS, BradleyTerry
+from hpc_rl.finetune.trainer import load, step, validate
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.perf import Clock
 from tests.finetune.jobs import ALONE, run_here, run_job, run_several, series
@@ -358,9 +360,34 @@ def test_a_rank_without_pairs_adds_nothing(folder: Path, tmp_path: Path) -> None
         assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
+def test_samples_that_are_not_trained_on_are_not_counted(folder: Path) -> None:
+    objective = objective_of(config_of("dpo", overrides(folder, "dpo", "kto")))
+    mask = np.array([False, True, True])
+    sample, other = Sample(np.arange(3, dtype=np.int32), mask), Sample(np.arange(2, dtype=np.int32), mask[:2])
+    work = objective.work([Preference((sample, other), 1.0)] * 2)
+    assert (work.lengths, work.sample_lengths, work.targets, work.tokens) == ([5, 5], [3, 3], 4, 6)
+
+
+def test_validation_holds_one_micro_batch_at_a_time(folder: Path, tmp_path: Path) -> None:
+    state = load(config_of("rm", [*overrides(folder, "rm", "pairs"), "trainer.packing=false"]), RunDir(tmp_path), ALONE)
+    collate, loss, events = state.objective.collate, state.objective.loss, []
+    state.objective.collate = lambda items: events.append("collate") or collate(items)  # type: ignore[method-assign]
+    state.objective.loss = lambda *rest: events.append("loss") or loss(*rest)  # type: ignore[method-assign]
+    validate(state)
+    assert events == ["collate", "loss"] * len(state.val)
+
+
+def test_a_score_that_is_not_a_number_reaches_the_guard() -> None:
+    class Broken(BradleyTerry):
+        def scores(self, model: Any, batch: Any) -> torch.Tensor:
+            return torch.tensor([[np.nan, 0.0], [1.0, 0.0]])
+
+    batch = dataclasses.make_dataclass("Batch", ["value_P"])(torch.zeros(2))
+    assert Broken(None).loss(None, batch, 1.0).loss.isnan()
+
+
 def test_the_calibration_error() -> None:
     """Two pairs in one bin: confidences of 0.91 and 0.94, one of them right."""
-    from hpc_rl.finetune.rm import BINS, BradleyTerry
 
     class Fixed(BradleyTerry):
         def scores(self, model: Any, batch: Any) -> torch.Tensor:
