@@ -153,6 +153,11 @@ class AlgorithmConfig(Section):
         if self.tis_bounds is not None and not 0 <= self.tis_bounds[0] < self.tis_bounds[1]:
             low, high = self.tis_bounds
             yield f"algorithm.tis_bounds is [{low:g}, {high:g}]: both are ratios, the lower one first, from 0 on"
+        if self.tis_level != "token" and not self.corrects:
+            yield (
+                f"algorithm.tis_level={self.tis_level} has no effect without a correction: set algorithm.tis_cap or "
+                "algorithm.tis_bounds, or remove it"
+            )
         if self.filter_groups and self.advantage == "remax":
             yield (
                 "algorithm.filter_groups needs several responses per prompt, and algorithm.advantage=remax uses one "
@@ -172,6 +177,11 @@ class ValSamplingConfig(Section):
     def problems(self) -> Iterator[str]:
         if self.n > 1 and self.temperature == 0:
             yield f"rollout.val.n is {self.n}, but at rollout.val.temperature=0 all responses are the same: raise it"
+        if self.top_p < 1 and self.temperature == 0:
+            yield (
+                f"rollout.val.top_p={self.top_p:g} has no effect at rollout.val.temperature=0, which always takes the "
+                "most probable token: raise the temperature, or remove it"
+            )
 
 
 class RolloutConfig(Section):
