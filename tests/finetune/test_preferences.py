@@ -368,6 +368,14 @@ def test_samples_that_are_not_trained_on_are_not_counted(folder: Path) -> None:
     assert (work.lengths, work.sample_lengths, work.targets, work.tokens) == ([5, 5], [3, 3], 4, 6)
 
 
+def test_the_baseline_of_kto_gives_signs_of_life(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = load(config_of("dpo", overrides(folder, "dpo", "kto")), RunDir(tmp_path), ALONE)
+    beats: list[int] = []
+    monkeypatch.setattr("hpc_rl.finetune.dpo.heart", SimpleNamespace(beat=lambda: beats.append(1)))
+    state.objective.begin(state.model, [state.objective.collate(state.train[:2])] * 3, ALONE)
+    assert len(beats) == 3
+
+
 def test_validation_holds_one_micro_batch_at_a_time(folder: Path, tmp_path: Path) -> None:
     state = load(config_of("rm", [*overrides(folder, "rm", "pairs"), "trainer.packing=false"]), RunDir(tmp_path), ALONE)
     collate, loss, events = state.objective.collate, state.objective.loss, []
