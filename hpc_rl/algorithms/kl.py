@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 _MAX_LOG_RATIO = 20.0
+"""Limit before the exponential of k3. Where that overflows, the gradient would be NaN, whatever limit follows."""
 _MAX_K3 = 10.0
 """Largest divergence of a token, at a log ratio of 2.6 or -11."""
 

@@ -37,6 +37,10 @@ class Section(BaseModel):
         """Yield one message for each combination of values that cannot work. Sections with such rules override it."""
         return iter(())
 
+    def _is_changed(self, name: str) -> bool:
+        """Return whether an option has another value than its default."""
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if found := list(self.problems()):

@@ -153,6 +153,11 @@ class AlgorithmConfig(Section):
         if self.tis_bounds is not None and not 0 <= self.tis_bounds[0] < self.tis_bounds[1]:
             low, high = self.tis_bounds
             yield f"algorithm.tis_bounds is [{low:g}, {high:g}]: both are ratios, the lower one first, from 0 on"
+        if self.tis_level != "token" and not self.corrects:
+            yield (
+                f"algorithm.tis_level={self.tis_level} has no effect without a correction: set algorithm.tis_cap or "
+                "algorithm.tis_bounds, or remove it"
+            )
         if self.filter_groups and self.advantage == "remax":
             yield (
                 "algorithm.filter_groups needs several responses per prompt, and algorithm.advantage=remax uses one "
@@ -172,6 +177,11 @@ class ValSamplingConfig(Section):
     def problems(self) -> Iterator[str]:
         if self.n > 1 and self.temperature == 0:
             yield f"rollout.val.n is {self.n}, but at rollout.val.temperature=0 all responses are the same: raise it"
+        if self.top_p < 1 and self.temperature == 0:
+            yield (
+                f"rollout.val.top_p={self.top_p:g} has no effect at rollout.val.temperature=0, which always takes the "
+                "most probable token: raise the temperature, or remove it"
+            )
 
 
 class RolloutConfig(Section):
@@ -197,7 +207,8 @@ class RolloutConfig(Section):
     """Additional arguments of vllm.LLM, such as disable_cascade_attn."""
     val: ValSamplingConfig = ValSamplingConfig()
     calculate_log_probs: bool = False
-    """Measure how much the engine's probabilities differ from the trainer's (training/rollout_probs_diff_*)."""
+    """Measure how much the engine's probabilities differ from the trainer's (training/rollout_probs_diff_*). With a
+    correction and top_p or top_k they differ anyway, and are not compared."""
     sync_bucket_mb: int = Field(256, ge=1)
     """Size of the buckets in which new weights are sent to the engine, in 10^6 bytes."""
 
@@ -217,7 +228,7 @@ class RewardConfig(Section):
     """Score of a response for which the reward raised an error, took too long, or did not return a number. null: it has
     no score, and is left out of means, deviations, filters and the loss."""
     clip: tuple[float, float] | None = None
-    """Lowest and highest score, to which others are limited, as [low, high]. null: no limits."""
+    """Lowest and highest score, to which others are limited, as [low, high]; on_error is not. null: no limits."""
     workers: int = Field(4, ge=1)
     """Number of responses to score at the same time."""
 
@@ -275,6 +286,12 @@ class PpoConfig(RayJobConfig):
     reward: RewardConfig
     pools: PoolsConfig = PoolsConfig()
     trainer: PpoTrainerConfig = PpoTrainerConfig()
+
+    @property
+    def truncates_logprobs(self) -> bool:
+        """Whether the engine's log-probabilities are those of the distribution after top_p and top_k: the correction
+        needs them."""
+        return self.algorithm.corrects and (self.rollout.top_p < 1 or self.rollout.top_k > 0)
 
     @property
     def hang_timeout_s(self) -> float:

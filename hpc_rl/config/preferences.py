@@ -13,6 +13,8 @@ from hpc_rl.config.finetune import FinetuneConfig, FinetuneDataConfig
 NEEDS_NO_REFERENCE = ("simpo", "orpo")
 """Losses that use the policy's own log-probabilities only."""
 _SMOOTHED = ("sigmoid", "robust")
+_OF_ONE_LOSS = {"gamma": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
+"""Option -> the only loss that uses it."""
 
 
 class PreferenceDataConfig(FinetuneDataConfig):
@@ -44,6 +46,11 @@ class PreferenceDataConfig(FinetuneDataConfig):
             yield (
                 f"chosen_key={self.chosen_key} and rejected_key={self.rejected_key} are swapped: the model would learn "
                 "the worse responses; rename the columns of the data if that is intended"
+            )
+        if self.label_key is None and self._is_changed("response_key"):
+            yield (
+                f"response_key={self.response_key} has no effect on pairs: set label_key, or use chosen_key and "
+                "rejected_key"
             )
 
 
@@ -77,6 +84,9 @@ class PreferenceLossConfig(Section):
         if self.label_smoothing and self.loss not in _SMOOTHED:
             able = " or ".join(_SMOOTHED)
             yield f"label_smoothing has no effect with loss={self.loss}: use loss={able}, or remove it"
+        for name, loss in _OF_ONE_LOSS.items():
+            if self.loss != loss and self._is_changed(name):
+                yield f"{name} has no effect with loss={self.loss}: use loss={loss}, or remove it"
 
 
 class DpoConfig(FinetuneConfig):
@@ -96,6 +106,8 @@ class DpoConfig(FinetuneConfig):
             )
         if self.ref.path is not None and loss in NEEDS_NO_REFERENCE:
             yield f"ref.path {self.ref.path}: algorithm.loss={loss} uses no reference; remove it"
+        if not self.ref.precompute_logprobs and loss in NEEDS_NO_REFERENCE:
+            yield f"ref.precompute_logprobs=false has no effect: algorithm.loss={loss} uses no reference; remove it"
 
 
 class RewardDataConfig(PreferenceDataConfig):

@@ -73,22 +73,42 @@ def tokenize_preferences(
 
 
 def mismatched(preferences: Sequence[Preference], max_length: int) -> list[Preference]:
-    """Add to each labelled response a second sample: the same prompt with the next row's response.
+    """Add to each labelled response a second sample: its prompt with the response of the next row of another prompt.
 
     KTO estimates the divergence from the reference on such samples (Ethayarajh et al. 2024,
     https://arxiv.org/abs/2402.01306). The next row is taken from the whole data set, so that a sample does
     not depend on its batch.
     """
-    following = [*preferences[1:], *preferences[:1]]
+    samples = [one.samples[0] for one in preferences]
+    others = _next_others([_prompt(sample).tobytes() for sample in samples])
     return [
-        replace(own, samples=(own.samples[0], _exchanged(own.samples[0], other.samples[0], max_length)))
-        for own, other in zip(preferences, following, strict=True)
+        replace(one, samples=(sample, _exchanged(sample, samples[other], max_length)))
+        for one, sample, other in zip(preferences, samples, others, strict=True)
     ]
+
+
+def _next_others(values: Sequence[bytes]) -> list[int]:
+    """Return for each value the index of the next different one; after the last value follows the first.
+
+    If all are equal, it is the index of the next one.
+    """
+    count = len(values)
+    found = [(index + 1) % count for index in range(count)]
+    if len(set(values)) > 1:
+        for index in reversed(range(2 * count)):  # the second time, what follows the last value is known
+            own, following = index % count, (index + 1) % count
+            found[own] = following if values[own] != values[following] else found[following]
+    return found
+
+
+def _prompt(sample: Sample) -> NDArray[np.int32]:
+    """Return the tokens before the first target."""
+    return sample.input_ids[: int(np.argmax(sample.loss_mask))]
 
 
 def _exchanged(asked: Sample, answered: Sample, max_length: int) -> Sample:
     """Return the prompt of one sample with the response of another."""
-    prompt, response = int(np.argmax(asked.loss_mask)), int(np.argmax(answered.loss_mask))
+    prompt, response = len(_prompt(asked)), len(_prompt(answered))
     ids = np.concatenate([asked.input_ids[:prompt], answered.input_ids[response:]])[:max_length]
     mask = np.concatenate([asked.loss_mask[:prompt], answered.loss_mask[response:]])[:max_length]
     return Sample(ids, mask)

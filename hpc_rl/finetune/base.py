@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -14,6 +14,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import PackedModel
 from hpc_rl.training.models.pretrained import Pretrained
+from hpc_rl.training.stopping import Stopping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,11 +49,11 @@ class Work:
     """The amount of work in a global batch."""
 
     lengths: list[int]
-    """Tokens of each item."""
+    """Tokens of each item, by which micro-batches are packed."""
     sample_lengths: list[int]
-    """Tokens of each sample; an item has one or more."""
+    """Tokens of each sample that is trained on; an item has one or more."""
     targets: int
-    """Target tokens of all samples."""
+    """Target tokens of these samples."""
 
     @classmethod
     def of(cls, items: Sequence[Item]) -> Work:
@@ -66,8 +67,8 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all samples."""
-        return sum(self.lengths)
+        """Tokens of all samples that are trained on."""
+        return sum(self.sample_lengths)
 
 
 class Objective(ABC):
@@ -99,15 +100,24 @@ class Objective(ABC):
     def loss(self, model: Any, batch: Any, scale: float) -> Found:
         """Return `scale` times the sum of a micro-batch's losses."""
 
-    def prepare(self, train: list[Any], val: list[Any], run: RunDir, world: World) -> tuple[list[Any], list[Any]]:
+    def prepare(
+        self, train: list[Any], val: list[Any], run: RunDir, world: World, stopping: Stopping
+    ) -> tuple[list[Any], list[Any]]:
         """Return the items with what has to be computed before training. Every rank calls this, before the model is
-        loaded."""
+        loaded.
+
+        Raises:
+            Stopped: the run stops during this computation; every rank raises it.
+        """
         return train, val
 
-    def begin(self, model: PackedModel, batches: Sequence[Any], world: World) -> None:
+    def work(self, items: Sequence[Any]) -> Work:
+        """Count the tokens of a global batch."""
+        return Work.of(items)
+
+    def begin(self, model: PackedModel, batches: Iterable[Any], world: World) -> None:  # noqa: B027 - may be left out
         """Compute what the losses of a global batch have in common, from this rank's micro-batches. Every rank calls
         this."""
-        return
 
     def divisor(self, work: Work) -> float:
         """Return the number that the sum of a global batch's losses is divided by: its items."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,15 +13,17 @@ from hpc_rl.algorithms.preferences import PAIR_LOSSES, Pairs, Strength
 from hpc_rl.config.preferences import NEEDS_NO_REFERENCE, DpoConfig
 from hpc_rl.data.pairs import Preference, mismatched, tokenize_preference_files
 from hpc_rl.data.sft_dataset import Counts
-from hpc_rl.finetune.base import Found, Objective
+from hpc_rl.finetune.base import Found, Objective, Work
 from hpc_rl.finetune.dataset import gather_preferences
 from hpc_rl.finetune.pair_batch import PairBatch, pack_preferences, response_logprobs
 from hpc_rl.finetune.reference import Reference, with_ref_logprobs
+from hpc_rl.host.heartbeat import heart
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
 from hpc_rl.training.models.pretrained import Pretrained
 from hpc_rl.training.sharding import reshard
+from hpc_rl.training.stopping import Stopping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +51,7 @@ class _Referenced(Objective):
         return causal_lm(self.config.model, dropout=False)
 
     def prepare(
-        self, train: list[Preference], val: list[Preference], run: RunDir, world: World
+        self, train: list[Preference], val: list[Preference], run: RunDir, world: World, stopping: Stopping
     ) -> tuple[list[Preference], list[Preference]]:
         """Load the reference; add its log-probabilities to the preferences, unless they are computed in each step."""
         if self.config.algorithm.loss in NEEDS_NO_REFERENCE:
@@ -57,7 +59,7 @@ class _Referenced(Objective):
         if not self.config.ref.precompute_logprobs:
             self._reference = Reference(self.config, world)
             return train, val
-        return with_ref_logprobs(self.config, train, val, run, world)
+        return with_ref_logprobs(self.config, train, val, run, world, stopping)
 
     def ref_logprobs(self, batch: PairBatch) -> torch.Tensor:
         """Return the reference's log-probabilities of a micro-batch's samples, [P, W]."""
@@ -119,17 +121,22 @@ class Kto(_Referenced):
 
     def collate(self, items: Sequence[Preference]) -> KtoBatch:
         """Build a micro-batch."""
-        own, other = (pack_preferences(items, 2, slice(place, place + 1)) for place in range(2))
-        return KtoBatch(own, other)
+        return KtoBatch(pack_preferences(items, width=1), pack_preferences(items, width=1, first=1))
+
+    def work(self, items: Sequence[Preference]) -> Work:
+        """Count the tokens of a global batch. The mismatched samples are packed with it, and not trained on."""
+        own = Work.of([replace(item, samples=item.samples[:1]) for item in items])
+        return replace(own, lengths=Work.of(items).lengths)
 
     @torch.no_grad()
-    def begin(self, model: CausalLM, batches: Sequence[KtoBatch], world: World) -> None:
+    def begin(self, model: CausalLM, batches: Iterable[KtoBatch], world: World) -> None:
         """Estimate the divergence from the reference, which all losses of a global batch use."""
         total, count = torch.zeros((), device=world.device), 0
         for batch in batches:
             there = batch.mismatched.to(world.device)
             total += (response_logprobs(model, there) - self.ref_logprobs(there)).sum()
             count += there.value_P.numel()
+            heart.beat()
         reshard(model)
         total, count = world.gather_rows([total.item(), count]).sum(dim=0).tolist()
         self._baseline = torch.tensor(max(0.0, total / count), device=world.device)

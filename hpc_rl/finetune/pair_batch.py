@@ -42,15 +42,15 @@ class PairBatch:
         return replace(self.packed, rows_N=self.packed.cu_seqlens[1:].long() - 1)
 
 
-def pack_preferences(preferences: Sequence[Preference], width: int, places: slice = slice(None)) -> PairBatch:
+def pack_preferences(preferences: Sequence[Preference], width: int, first: int = 0) -> PairBatch:
     """Build a micro-batch; without preferences one with a filler sample.
 
     Args:
-        width: samples of each preference.
-        places: the samples of each preference that are packed.
+        width: number of samples of each preference that are packed.
+        first: place of the first one among the preference's samples.
     """
+    places = slice(first, first + width)
     samples = [sample for one in preferences for sample in one.samples[places]]
-    width = len(range(width)[places])
     masks = [sample.loss_mask for sample in samples]
     packed = pack_samples([sample.input_ids for sample in samples], masks) if samples else filler()
     counts = np.array([mask.sum() for mask in masks], np.int64)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +23,7 @@ from hpc_rl.finetune.base import Work
 from hpc_rl.finetune.pair_batch import PairBatch, pack_preferences, response_logprobs
 from hpc_rl.host.disk import explained
 from hpc_rl.host.files import replacing
+from hpc_rl.host.heartbeat import heart
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training import guards
 from hpc_rl.training.batching import plan_batch
@@ -28,9 +32,12 @@ from hpc_rl.training.models.causal_lm import causal_lm
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.models.scalar_model import refuse_other_vocabulary
 from hpc_rl.training.sharding import reshard
+from hpc_rl.training.stopping import Stopped, Stopping
 
-_ROUND = 1024
-"""Preferences of each rank between two exchanges of results."""
+_ROUND = 128
+"""Preferences of each rank between two exchanges of results, in which the ranks also agree whether to stop."""
+_STORE_EVERY_S = 300
+"""Approximate time between two writes of the results so far."""
 
 
 class Reference:
@@ -54,20 +61,25 @@ class Reference:
 
 
 def with_ref_logprobs(
-    config: DpoConfig, train: list[Preference], val: list[Preference], run: RunDir, world: World
+    config: DpoConfig, train: list[Preference], val: list[Preference], run: RunDir, world: World, stopping: Stopping
 ) -> tuple[list[Preference], list[Preference]]:
     """Return the preferences with the reference's log-probabilities.
 
-    All ranks compute them together and rank 0 stores them in the run directory, so that a run that resumes reads them.
+    All ranks compute them together. Rank 0 stores them in the run directory, also while they are computed, so that a
+    run that resumes computes only those that are missing.
+
+    Raises:
+        Stopped: the run stops before all are known.
     """
     preferences = [*train, *val]
     key = world.broadcast(_key(config, preferences) if world.is_main else None)
-    found = _read(run.ref_logprobs, key)
-    if world.any(found is None) or found is None:
+    found = _read(run.ref_logprobs, key, width=len(preferences[0].samples))
+    found = found[: int(world.gather_rows([len(found)]).min())]  # a rank may see an older file than the others
+    if len(found) < len(preferences):
         began = time.monotonic()
         with guards.explain_out_of_memory("the reference's log-probabilities"):
-            found = _compute(config, preferences, world)
-        world.together(lambda: _write(run.ref_logprobs, key, found) if world.is_main else None)
+            found = _completed(found, config, preferences, partial(_write, run.ref_logprobs, key), world, stopping)
+        _free_memory(world)
         if world.is_main:
             seconds = time.monotonic() - began
             print(f"reference: log-probabilities in {run.ref_logprobs}, computed in {seconds:.0f} s", flush=True)
@@ -75,10 +87,40 @@ def with_ref_logprobs(
     return done[: len(train)], done[len(train) :]
 
 
-def _compute(config: DpoConfig, preferences: Sequence[Preference], world: World) -> NDArray[np.float32]:
-    """Return the log-probabilities of all samples, [preferences, samples of each]. Every rank calls this."""
+def _completed(
+    found: NDArray[np.float32],
+    config: DpoConfig,
+    preferences: Sequence[Preference],
+    write: Callable[[NDArray[np.float32]], None],
+    world: World,
+    stopping: Stopping,
+) -> NDArray[np.float32]:
+    """Return the log-probabilities of all samples, [preferences, samples of each]. Every rank calls this.
+
+    Args:
+        found: those of the first preferences, which are known.
+        write: stores those of the first preferences.
+    """
+    written_at = time.monotonic()
+    for rows in _rounds(config, preferences[len(found) :], world):
+        found = np.concatenate([found, rows])
+        stopping.made_a_step = True
+        wishes = [world.is_main and stopping.due(0), time.monotonic() - written_at > _STORE_EVERY_S]
+        stops, writes = world.gather_rows(list(map(float, wishes)))[0].tolist()  # rank 0 decides
+        if stops or writes or len(found) == len(preferences):
+            world.together(lambda rows=found: write(rows) if world.is_main else None)
+            written_at = time.monotonic()
+        if stops:
+            raise Stopped(
+                f"stopped before the first step: the reference's log-probabilities of {len(found):,} of "
+                f"{len(preferences):,} samples or pairs are stored; submit again to resume"
+            )
+    return found
+
+
+def _rounds(config: DpoConfig, preferences: Sequence[Preference], world: World) -> Iterator[NDArray[np.float32]]:
+    """Yield the log-probabilities of the next preferences until there are all."""
     reference, width = Reference(config, world), len(preferences[0].samples)
-    found = np.zeros((len(preferences), width), np.float32)
     for start in range(0, len(preferences), _ROUND * world.size):
         part = preferences[start : start + _ROUND * world.size]
         plan = plan_batch(Work.of(part).lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)
@@ -86,9 +128,16 @@ def _compute(config: DpoConfig, preferences: Sequence[Preference], world: World)
         for micro in plan[world.rank]:
             batch = pack_preferences([part[index] for index in micro], width).to(world.device)
             own[micro] = reference.logprobs(batch).cpu().numpy()
+            heart.beat()
         rows = world.gather_varied(torch.from_numpy(own.ravel()))
-        found[start : start + len(part)] = torch.stack(rows).sum(dim=0).numpy().reshape(own.shape)
-    return found
+        yield torch.stack(rows).sum(dim=0).numpy().reshape(own.shape)
+
+
+def _free_memory(world: World) -> None:
+    """Free what the reference has taken, before the policy is loaded. Sharded models are reference cycles."""
+    gc.collect()
+    if world.on_accelerator:
+        torch.accelerator.empty_cache()
 
 
 def _key(config: DpoConfig, preferences: Sequence[Preference]) -> str:
@@ -105,13 +154,16 @@ def _key(config: DpoConfig, preferences: Sequence[Preference]) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path, key: str) -> NDArray[np.float32] | None:
-    """Return stored log-probabilities; None if there are none of this model and this data."""
+def _read(path: Path, key: str, width: int) -> NDArray[np.float32]:
+    """Return the stored log-probabilities of the first preferences: none if they are not of this model and this data,
+    or if the file is damaged."""
     try:
         with np.load(path) as stored:
-            return stored["logprobs"] if str(stored["key"]) == key else None
-    except (OSError, ValueError, KeyError):
-        return None
+            if str(stored["key"]) == key:
+                return stored["logprobs"].reshape(-1, width)  # type: ignore[no-any-return]
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+        pass
+    return np.zeros((0, width), np.float32)
 
 
 def _write(path: Path, key: str, logprobs: NDArray[np.float32]) -> None:

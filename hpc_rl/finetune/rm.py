@@ -67,7 +67,7 @@ class BradleyTerry(_Scoring):
         with torch.no_grad():
             right_P, confidence_P = (chosen_P > rejected_P).float(), torch.sigmoid((chosen_P - rejected_P).abs())
             # The more probable order has a probability of 0.5 to 1.
-            bin_P = ((confidence_P - 0.5) * 2 * BINS).long().clamp(max=BINS - 1)
+            bin_P = ((confidence_P - 0.5) * 2 * BINS).long().clamp(0, BINS - 1)  # also if it is NaN
             columns = torch.stack([torch.ones_like(right_P), right_P, confidence_P])
             bins = columns.new_zeros(3, BINS).index_add(1, bin_P, columns)
             sums = torch.cat([torch.stack([chosen_P.sum(), rejected_P.sum()]), bins.flatten()])

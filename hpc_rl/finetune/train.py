@@ -1,8 +1,8 @@
 """python -m hpc_rl.finetune.train [--kind KIND] [--run-dir DIR] --config FILE | key=value ...
 
 torchrun starts this process once per GPU; it also runs alone. The run directory is the run: started again in the same
-directory, training resumes from the newest checkpoint. Exit codes: 0 finished, 75 stopped with a checkpoint, 2 bad
-input, 1 any other error.
+directory, training resumes from the newest checkpoint. Exit codes: 0 finished, 75 stopped (it can be resumed), 2
+bad input, 1 any other error.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
 from hpc_rl.training.perf import Clock, max_memory_gb, peak_flops
 from hpc_rl.training.profiling import trace_path, traced
-from hpc_rl.training.stopping import IN_VAIN, TESTING, WRITING, Stopping, open_stopping, stopped_line
+from hpc_rl.training.stopping import IN_VAIN, TESTING, WRITING, Stopped, Stopping, open_stopping, stopped_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,8 +85,12 @@ def train(config: FinetuneConfig, run: RunDir, world: World) -> int:
     Returns:
         the exit code of the process: 0, or 75 if the run is not finished and can be resumed.
     """
-    with heart.phase("load"):
-        state = load(config, run, world)
+    try:
+        with heart.phase("load"):
+            state = load(config, run, world)
+    except Stopped as stopped:
+        print_once(world, str(stopped))
+        return EXIT_STOPPED
     with state.saver:
         return loop(state)
 
@@ -129,7 +133,11 @@ def profile_path(state: TrainerState) -> Path | None:
 
 
 def load(config: FinetuneConfig, run: RunDir, world: World) -> TrainerState:
-    """Load data, model and optimizer, and restore the newest checkpoint."""
+    """Load data, model and optimizer, and restore the newest checkpoint.
+
+    Raises:
+        Stopped: the run stops before the model is loaded.
+    """
     torch.manual_seed(config.trainer.seed + world.rank)
     data, seed = config.data, config.trainer.seed
     tokenizer = world.together(lambda: load_tokenizer(config.model))
@@ -137,7 +145,9 @@ def load(config: FinetuneConfig, run: RunDir, world: World) -> TrainerState:
     objective = objective_of(config)
     items = load_items(objective, data.train_files, tokenizer, "train", world)
     val = load_items(objective, data.val_files, tokenizer, "test", world) if data.val_files else []
-    items, val = objective.prepare(items, val, run, world)
+    records = read_metrics(run.metrics) if world.is_main else []
+    stopping = open_stopping(run, config.slurm.warning_s, records)
+    items, val = objective.prepare(items, val, run, world, stopping)
     with guards.explain_out_of_memory("loading the model"):
         model = load_sharded(objective.model(), world, config.trainer)
         flops = count_flops(model)
@@ -150,7 +160,6 @@ def load(config: FinetuneConfig, run: RunDir, world: World) -> TrainerState:
     checkpoint.refuse_other_data(run.checkpoints, progress, len(items))
     position = Position(progress.epoch, progress.index)
     steps = config.trainer.total_epochs * steps_per_epoch(len(items), data.train_batch_size)
-    records = read_metrics(run.metrics) if world.is_main else []
     total_steps = config.trainer.total_training_steps or steps
     is_due = bool(val) and (progress.step == total_steps or checkpoint.due(progress.step, config.trainer.test_freq))
     return TrainerState(
@@ -168,7 +177,7 @@ def load(config: FinetuneConfig, run: RunDir, world: World) -> TrainerState:
         total_steps=total_steps,
         tracker=world.together(lambda: open_tracker(config, run, progress.wandb_id, world.is_main)),
         saver=checkpoint.Saver(run.checkpoints, world, config.trainer.max_ckpt_to_keep, not config.trainer.save_async),
-        stopping=open_stopping(run, config.slurm.warning_s, records),
+        stopping=stopping,
         step=progress.step,
         position=position,
         total_tokens=progress.total_tokens,
@@ -188,7 +197,7 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
     with clock("data"):
         indices, position = next(state.batches)
         items = [state.train[index] for index in indices]
-        work = Work.of(items)
+        work = state.objective.work(items)
         plan = plan_batch(work.lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)[world.rank]
         micro_batches = [state.objective.collate([items[index] for index in micro]).to(world.device) for micro in plan]
     with guards.explain_out_of_memory(f"step {number}"), clock("forward_backward"):
@@ -312,14 +321,17 @@ def validate(state: TrainerState) -> dict[str, float]:
     """Return the loss and the metrics of the validation data, as if it was one batch."""
     config, world, objective = state.config, state.world, state.objective
     state.model.eval()
-    work = Work.of(state.val)
+    work = objective.work(state.val)
     plan = plan_batch(work.lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)[world.rank]
     sums = torch.zeros((), device=world.device)
+
+    def micro_batches() -> Iterator[Any]:  # one at a time, since the data may be large
+        return (objective.collate([state.val[index] for index in micro]).to(world.device) for micro in plan)
+
     with guards.explain_out_of_memory("validation"):
-        micro_batches = [objective.collate([state.val[index] for index in micro]) for micro in plan]
-        objective.begin(state.model, micro_batches, world)
-        for micro_batch in micro_batches:
-            found = objective.loss(state.model, micro_batch.to(world.device), 1.0)
+        objective.begin(state.model, micro_batches(), world)
+        for micro_batch in micro_batches():
+            found = objective.loss(state.model, micro_batch, 1.0)
             sums = sums + torch.cat([found.loss[None], found.sums])
             heart.beat()
     state.model.train()

@@ -30,7 +30,7 @@ class Scores:
     """The scores of B responses."""
 
     values: NDArray[np.float32]
-    """[B]. If scoring failed: reward.on_error, or NaN if that is null. All others are finite."""
+    """[B]. If scoring failed: reward.on_error, or NaN if that is null. All others are finite, within reward.clip."""
     errors: list[tuple[int, str]]
     """Index and reason of each failure."""
     components: Sequence[Mapping[str, float]] = ()
@@ -78,13 +78,13 @@ class InDriverScorer:
     """Calls a built-in function in this process."""
 
     def __init__(self, config: RewardConfig, module: str) -> None:
-        self._on_error = config.on_error
+        self._config = config
         self._function = importlib.import_module(module).score
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Scores:
         """See Scorer."""
         results = [self._result(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
-        return to_scores(results, responses, self._on_error)
+        return to_scores(results, responses, self._config)
 
     def close(self) -> None:
         """See Scorer."""
@@ -101,7 +101,7 @@ class ProcessScorer:
     """Calls any function in separate processes, with a time limit for each call."""
 
     def __init__(self, config: RewardConfig, function: str) -> None:
-        self._on_error = config.on_error
+        self._config = config
         self._processes = RewardProcesses(function, config.kwargs, config.workers, config.timeout_s)
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Scores:
@@ -110,7 +110,7 @@ class ProcessScorer:
         for prompt, response in zip(prompts, responses, strict=True):
             extras = {"row": prompt.row, "prompt": prompt.text}
             calls.append((response, prompt.answer, {name: extras[name] for name in self._processes.extras}))
-        return to_scores(self._processes.results(calls), responses, self._on_error)
+        return to_scores(self._processes.results(calls), responses, self._config)
 
     def close(self) -> None:
         """See Scorer."""
@@ -121,7 +121,7 @@ class HttpScorer:
     """Requests scores from an HTTP endpoint."""
 
     def __init__(self, config: RewardConfig, url: str) -> None:
-        self._on_error = config.on_error
+        self._config = config
         self._kwargs = config.kwargs
         self._endpoint = Endpoint(url, config.timeout_s, config.workers)
 
@@ -131,26 +131,30 @@ class HttpScorer:
             {**self._kwargs, "prompt": prompt.text, "response": response, "answer": prompt.answer}
             for prompt, response in zip(prompts, responses, strict=True)
         ]
-        return to_scores(self._endpoint.results(bodies), responses, self._on_error)
+        return to_scores(self._endpoint.results(bodies), responses, self._config)
 
     def close(self) -> None:
         """See Scorer."""
         self._endpoint.close()
 
 
-def to_scores(results: Sequence[Result], responses: Sequence[str], on_error: float | None) -> Scores:
-    """Collect results, use `on_error` as the score of a failure (NaN for None), and log failures with the start of the
-    response."""
-    failed_score = math.nan if on_error is None else on_error
-    values = np.array([result.score if result.error is None else failed_score for result in results], dtype=np.float32)
-    then = "the response is left out" if on_error is None else f"the score is {on_error:g}"
+def to_scores(results: Sequence[Result], responses: Sequence[str], config: RewardConfig) -> Scores:
+    """Collect results as `final_values` of their scores, and log failures with the start of the response."""
+    then = "the response is left out" if config.on_error is None else f"the score is {config.on_error:g}"
+    scores = np.array([result.score if result.error is None else math.nan for result in results], dtype=np.float32)
     errors = [(index, result.error) for index, result in enumerate(results) if result.error is not None]
     for index, error in errors[:_SHOWN]:
         _warn(f"scoring failed, {then}: {error}; response: {responses[index][:80]!r}")
     if len(errors) > _SHOWN:
         _warn(f"scoring failed for {len(errors) - _SHOWN:,} more of these {len(results):,} responses")
     components = [result.components for result in results]
-    return Scores(values, errors, components if any(components) else ())
+    return Scores(final_values(scores, config), errors, components if any(components) else ())
+
+
+def final_values(scores: NDArray[np.float32], config: RewardConfig) -> NDArray[np.float32]:
+    """Return the scores limited to reward.clip, and reward.on_error (if it is not null) for those that are NaN."""
+    limited = scores if config.clip is None else scores.clip(*config.clip)
+    return limited if config.on_error is None else np.where(np.isnan(limited), np.float32(config.on_error), limited)
 
 
 def _warn(text: str) -> None:

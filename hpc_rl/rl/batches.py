@@ -192,9 +192,8 @@ def full_batches(config: PpoConfig, prompts: int, start: Position) -> Iterator[t
 
 def sampling(config: PpoConfig) -> Sampling:
     """Return how training responses are sampled."""
-    rollout = config.rollout
-    length, corrects = config.data.max_response_length, config.algorithm.corrects
-    return Sampling(length, rollout.temperature, rollout.top_p, rollout.top_k, truncated_logprobs=corrects)
+    rollout, length = config.rollout, config.data.max_response_length
+    return Sampling(length, rollout.temperature, rollout.top_p, rollout.top_k, config.truncates_logprobs)
 
 
 def greedy_sampling(config: PpoConfig) -> Sampling:

@@ -54,22 +54,26 @@ def new_experience(
     return TensorDict(columns, batch_size=[len(completions)])
 
 
-def add_scores(experience: TensorDict, rewards_B: torch.Tensor, config: PpoConfig) -> None:
+def add_scores(
+    experience: TensorDict, rewards_B: torch.Tensor, config: PpoConfig, greedy_scores_B: torch.Tensor | None = None
+) -> None:
     """Add the columns `scores` and `scored`.
 
     Args:
         rewards_B: of each response; NaN if it could not be scored.
+        greedy_scores_B: score of the greedy response to each response's prompt, for ReMax. If it is NaN, the response
+            counts as not scored.
     """
     scores_B = scores_of(rewards_B, lengths(experience), config)
     experience["scored"] = ~scores_B.isnan()
+    if greedy_scores_B is not None:
+        experience["scored"] &= ~greedy_scores_B.isnan()
     experience["scores"] = scores_B.nan_to_num(0.0)
 
 
 def scores_of(rewards_B: torch.Tensor, lengths_B: torch.Tensor, config: PpoConfig) -> torch.Tensor:
-    """Return the rewards [B], limited to reward.clip, minus the penalty for overlong responses; NaN stays NaN."""
+    """Return the rewards [B] minus the penalty for overlong responses; NaN stays NaN."""
     algorithm = config.algorithm
-    if config.reward.clip is not None:
-        rewards_B = rewards_B.clamp(*config.reward.clip)
     return rewards_B + overlong_penalty(
         lengths_B, config.data.max_response_length, algorithm.overlong_buffer, algorithm.overlong_penalty
     )
@@ -98,11 +102,8 @@ def add_advantages(experience: TensorDict, algorithm: AlgorithmConfig, greedy_sc
     in the losses.
 
     Args:
-        greedy_scores_B: score of the greedy response to each response's prompt; ReMax needs it. If it is NaN, the
-            response counts as not scored.
+        greedy_scores_B: score of the greedy response to each response's prompt; ReMax needs it.
     """
-    if greedy_scores_B is not None:
-        experience["scored"] = experience["scored"] & ~greedy_scores_B.isnan()
     rows = experience["scored"]
     rewards_BT = padded(experience, "rewards")
     estimate = ESTIMATORS[algorithm.advantage](

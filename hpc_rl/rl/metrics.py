@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from hpc_rl.algorithms.advantages import group_deviations
 from hpc_rl.algorithms.correction import probability_difference
 from hpc_rl.algorithms.losses import explained_variance
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.ppo import AlgorithmConfig, PpoConfig
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl import experience as columns
 from hpc_rl.rl.state import PpoState
@@ -24,11 +24,13 @@ NO_SIGNAL_REPEAT = 20
 
 
 def experience_metrics(experience: TensorDict, config: PpoConfig) -> dict[str, float]:
-    """Measure the responses and their rewards. Those without a score are left out of the latter."""
+    """Measure the responses and their rewards. Those without a score are left out of the latter, and of advantages,
+    returns and values."""
     scored_B = experience["scored"]
+    scored_N = columns.repeat(scored_B, experience).values()
     scores_B = experience["scores"][scored_B]
     rewards_B = columns.padded(experience, "rewards").sum(dim=1)[scored_B]
-    advantages_N = columns.flat(experience, "advantages")
+    advantages_N = columns.flat(experience, "advantages")[scored_N]
     metrics = {
         "critic/score/mean": scores_B.mean(),
         "critic/score/max": scores_B.max(),
@@ -43,11 +45,11 @@ def experience_metrics(experience: TensorDict, config: PpoConfig) -> dict[str, f
         **_group_metrics(scores_B, experience["group"][scored_B]),
     }
     if "returns" in experience:
-        values_N, returns_N = columns.flat(experience, "values"), columns.flat(experience, "returns")
+        values_N, returns_N = (columns.flat(experience, name)[scored_N] for name in ("values", "returns"))
         metrics["critic/returns/mean"] = returns_N.mean()
         metrics["critic/values/mean"] = values_N.mean()
         metrics["critic/vf_explained_var"] = torch.tensor(explained_variance(values_N, returns_N))
-    if config.rollout.calculate_log_probs:
+    if config.rollout.calculate_log_probs and not config.truncates_logprobs:
         old_N, rollout_N = columns.flat(experience, "old_logprobs"), columns.flat(experience, "rollout_logprobs")
         difference = probability_difference(old_N, rollout_N)
         metrics |= {f"training/rollout_probs_diff_{name}": torch.tensor(v) for name, v in difference._asdict().items()}
@@ -111,9 +113,13 @@ def perf_metrics(experience: TensorDict, seconds: dict[str, float], state: PpoSt
     return metrics
 
 
-def has_signal(experience: TensorDict) -> bool:
-    """Return whether any advantage differs from 0. If none does, the step's rewards do not change the policy."""
-    return bool((columns.flat(experience, "advantages") != 0).any())
+def has_signal(experience: TensorDict, algorithm: AlgorithmConfig) -> bool:
+    """Return whether any token of the loss has an advantage other than 0. If none does, the step's rewards do not
+    change the policy."""
+    teaches_N = columns.repeat(columns.teaching(experience, algorithm), experience).values()
+    if algorithm.corrects:
+        teaches_N = teaches_N & (columns.importance_weights(experience, algorithm).values() > 0)
+    return bool((columns.flat(experience, "advantages")[teaches_N] != 0).any())
 
 
 def no_signal_warning(steps: int, metrics: dict[str, float]) -> str | None:
@@ -126,7 +132,16 @@ def no_signal_warning(steps: int, metrics: dict[str, float]) -> str | None:
     if steps < NO_SIGNAL_STEPS or (steps - NO_SIGNAL_STEPS) % NO_SIGNAL_REPEAT:
         return None
     low, high = metrics["critic/score/min"], metrics["critic/score/max"]
-    found = f"every response scored {low:g}" if low == high else "the responses to each prompt all scored the same"
+    if low == high:
+        found = f"every response scored {low:g}"
+    elif metrics.get("frac_reward_zero_std", 1.0) == 1.0:
+        found = "the responses to each prompt all scored the same"
+    else:
+        return (
+            f"warning: the last {steps} steps gave no learning signal: all tokens whose advantages are not 0 are left "
+            "out of the loss. With algorithm.mask_truncated=true, raise data.max_response_length if most responses "
+            "reach it (response_length/clip_ratio); otherwise check algorithm.tis_bounds"
+        )
     return (
         f"warning: the last {steps} steps gave no learning signal: all advantages are 0, because {found}. If scores "
         "are low, check that the reward function recognises a correct response, and use easier prompts or a better "

@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from tensordict import TensorDict
 
 from hpc_rl.config.ppo import RewardConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError
-from hpc_rl.rewards.scorer import Scorer, Scores
+from hpc_rl.rewards.scorer import Scorer, Scores, final_values
 from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.experience import new_experience
 from hpc_rl.rl.rollout.engine import Completion
@@ -59,7 +60,7 @@ class ModelScoring:
 
     def __init__(self, group: WorkerGroup, config: RewardConfig) -> None:
         self._group = group
-        self._on_error = config.on_error
+        self._config = config
 
     def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Pending[Scores]:
         """See Scoring."""
@@ -70,14 +71,12 @@ class ModelScoring:
         """Close nothing: the workers end with their group."""
 
     def _checked(self, scores_B: torch.Tensor) -> Scores:
-        """Replace scores that are not finite by reward.on_error, or by NaN if that is null."""
+        """Treat scores that are not finite as failures."""
         bad = (~torch.isfinite(scores_B)).nonzero()[:, 0].tolist()
         if bad:
             print(f"warning: the reward model returned no finite score for {len(bad)} responses", file=sys.stderr)
-        values_B = torch.where(
-            torch.isfinite(scores_B), scores_B, math.nan if self._on_error is None else self._on_error
-        )
-        return Scores(values_B.numpy(), [(index, "not finite") for index in bad])
+        values_B = torch.where(torch.isfinite(scores_B), scores_B, math.nan)
+        return Scores(final_values(values_B.numpy(), self._config), [(index, "not finite") for index in bad])
 
 
 class NoScoresError(RunError):
@@ -85,11 +84,25 @@ class NoScoresError(RunError):
 
 
 def refuse_no_scores(scores: Scores, number: int) -> None:
-    """Raise NoScoresError if the reward failed for every response of a step: there is nothing to learn from."""
+    """Raise NoScoresError if the reward failed for every response of a step: there is nothing to learn from.
+
+    Args:
+        scores: of responses that were scored together, so that the errors are those of these responses.
+    """
     if len(scores.errors) == len(scores.values):
         raise NoScoresError(
             f"step {number}: none of {len(scores.values)} responses could be scored; the first error: "
             f"{scores.errors[0][1]}"
+        )
+
+
+def refuse_no_baselines(experience: TensorDict, greedy: Scores, number: int) -> None:
+    """Raise NoScoresError if no response of a step has both a score and a baseline: the score of the greedy response to
+    the same prompt (ReMax)."""
+    if not experience["scored"].any():
+        raise NoScoresError(
+            f"step {number}: none of {len(experience)} responses has a score and a scored greedy response to the same "
+            f"prompt; the first error of a greedy response: {greedy.errors[0][1]}"
         )
 
 

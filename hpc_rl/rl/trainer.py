@@ -31,7 +31,7 @@ from hpc_rl.rl.metrics import (
     probs_diff_warning,
     reward_metrics,
 )
-from hpc_rl.rl.scoring import NoScoresError, refuse_no_scores
+from hpc_rl.rl.scoring import NoScoresError, refuse_no_baselines, refuse_no_scores
 from hpc_rl.rl.setup import validation_is_due
 from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.validation import validate
@@ -123,7 +123,7 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
         metrics["actor/kl_coef"] = kl_coef
     if kl_mean is not None:
         metrics["actor/reward_kl_penalty"] = kl_mean
-    state.steps_without_signal = 0 if has_signal(experience) else state.steps_without_signal + 1
+    state.steps_without_signal = 0 if has_signal(experience, algorithm) else state.steps_without_signal + 1
     for warning in (no_signal_warning(state.steps_without_signal, metrics), probs_diff_warning(metrics)):
         if warning is not None:
             print(warning, flush=True)
@@ -166,8 +166,11 @@ def evaluate(state: PpoState, batch: Batch, experience: TensorDict, clock: Clock
         for pending in held:  # a reward model on the same workers scores first
             pending.wait()
         scores = batch.scored.wait()
-        refuse_no_scores(scores, state.step + 1)
-        add_scores(experience, torch.from_numpy(scores.values), state.config)
+        if not state.config.algorithm.filter_groups:  # else each draw has been checked, and these have scores
+            refuse_no_scores(scores, state.step + 1)
+        add_scores(experience, torch.from_numpy(scores.values), state.config, greedy_scores(batch, state.config))
+        if batch.greedy is not None:
+            refuse_no_baselines(experience, batch.greedy.scored.wait(), state.step + 1)
     if state.old_logprobs == "rollout":
         experience["old_logprobs"] = experience["rollout_logprobs"]
     if old is not None:

@@ -25,7 +25,7 @@ class Validation:
 
     metrics: dict[str, float]
     samples: list[dict[str, Any]]
-    """The first responses: prompt, response, answer, score."""
+    """One response to each of the first prompts: prompt, response, answer, score."""
 
 
 def validate(
@@ -53,10 +53,10 @@ def validate(
     if len(found):
         metrics["val/score"] = float(found.mean())
     metrics |= {f"val/reward/{name}": mean for name, mean in scores.component_means().items()}
-    shown = config.trainer.log_val_generations
-    texts = response_texts(tokenizer, completions[:shown])
+    shown = slice(0, config.trainer.log_val_generations * each.n, each.n)
+    texts = response_texts(tokenizer, completions[shown])
     samples = [
         {"prompt": prompt.text, "response": text, "answer": prompt.answer, "score": score_or_none(score)}
-        for prompt, text, score in zip(prompts, texts, scores.values, strict=False)
+        for prompt, text, score in zip(prompts[shown], texts, scores.values[shown], strict=True)
     ]
     return Validation(metrics, samples)

@@ -34,6 +34,10 @@ SAVING, WRITING, TESTING = "timing_s/save_checkpoint", "timing_s/write_checkpoin
 _WHOLE = "timing_s/step"
 
 
+class Stopped(Exception):
+    """The run stops before its first step. The message is the last line of the log."""
+
+
 class Stopping:
     """Decides when a run stops early, in the process that writes its files.
 
@@ -56,8 +60,8 @@ class Stopping:
         self._writes: deque[float] = deque(maxlen=FEW)
         self._tests: deque[float] = deque(maxlen=FEW)
         self.made_a_step = False
-        """Whether this attempt has made a step. The first one is always tried: otherwise a run whose steps are longer
-        than its walltime would be queued again forever."""
+        """Whether this attempt has made a step, or stored other results that the next attempt starts from. The first
+        step is always tried: otherwise a run whose steps are longer than its walltime would be queued again forever."""
 
     def remember(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Take over the times of earlier attempts, from the records of metrics.jsonl."""

@@ -69,6 +69,12 @@ def test_k3_is_limited(log_ratio: float) -> None:
     assert logprobs.grad is not None and logprobs.grad.item() == 0.0
 
 
+def test_k3_has_no_gradient_where_its_exponential_would_overflow() -> None:
+    policy = torch.tensor([-200.0, -1.0], requires_grad=True)
+    kl.k3(policy, torch.tensor([-1.0, -2.0])).sum().backward()
+    assert policy.grad is not None and policy.grad.tolist() == pytest.approx([0.0, 1 - math.exp(-1)])
+
+
 def test_adaptive_coefficient_by_hand() -> None:
     controller = kl.AdaptiveKl(coef=0.1, target=6.0, horizon=1000)
     controller.update(6.6, 100)  # 10 % over: 0.1 * (1 + 0.1 * 100 / 1000)

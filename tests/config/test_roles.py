@@ -83,6 +83,16 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
             "rollout.val.n is 4, but at rollout.val.temperature=0 all responses are the same: raise it",
         ),
         (
+            ("rollout.val.top_p=0.9",),
+            "rollout.val.top_p=0.9 has no effect at rollout.val.temperature=0, which always takes the most probable "
+            "token: raise the temperature, or remove it",
+        ),
+        (
+            ("algorithm.tis_level=sequence",),
+            "algorithm.tis_level=sequence has no effect without a correction: set algorithm.tis_cap or "
+            "algorithm.tis_bounds, or remove it",
+        ),
+        (
             ("critic.warmup_steps=5", "trainer.total_training_steps=5"),
             "critic.warmup_steps 5 leaves the policy none of the trainer.total_training_steps 5",
         ),

@@ -71,11 +71,12 @@ def test_a_label_belongs_to_one_sample(tokenizer: PreTrainedTokenizerFast) -> No
     assert targets(tokenizer, found[0].samples[0]) == "twelve<|im_end|>"
 
 
-def test_a_mismatched_sample_has_the_next_rows_response() -> None:
-    def labelled(prompt: list[int], response: list[int]) -> Preference:
-        mask = np.arange(len(prompt) + len(response)) >= len(prompt)
-        return Preference((Sample(np.array(prompt + response, np.int32), mask),), 1.0)
+def labelled(prompt: list[int], response: list[int]) -> Preference:
+    mask = np.arange(len(prompt) + len(response)) >= len(prompt)
+    return Preference((Sample(np.array(prompt + response, np.int32), mask),), 1.0)
 
+
+def test_a_mismatched_sample_has_the_next_rows_response() -> None:
     own = [labelled([1, 2], [3]), labelled([4], [5, 6, 7]), labelled([8, 9, 10], [11])]
     found = mismatched(own, max_length=4)
     assert [one.samples[0] is other.samples[0] for one, other in zip(found, own, strict=True)] == [True] * 3
@@ -85,3 +86,18 @@ def test_a_mismatched_sample_has_the_next_rows_response() -> None:
         [False, True],
         [False, False, False, True],
     ]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "answers"),
+    [
+        ([1, 1, 2, 2, 2, 3], [30, 30, 60, 60, 60, 10]),
+        ([1, 2, 2, 1], [20, 40, 40, 20]),  # the first row follows the last one
+        ([1, 1, 1], [20, 30, 10]),  # there is no other prompt
+        ([1], [10]),
+    ],
+)
+def test_a_mismatched_response_answers_another_prompt(prompts: list[int], answers: list[int]) -> None:
+    rows = [labelled([prompt], [10 * number]) for number, prompt in enumerate(prompts, start=1)]
+    found = [one.samples[1].input_ids.tolist() for one in mismatched(rows, max_length=9)]
+    assert found == [list(pair) for pair in zip(prompts, answers, strict=True)]

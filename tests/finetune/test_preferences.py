@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,11 +17,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hpc_rl.config.compose import compose
 from hpc_rl.config.finetune import FinetuneConfig
+from hpc_rl.data.pairs import Preference
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.errors import EXIT_STOPPED, UserError
+from hpc_rl.finetune import reference, trainer
 from hpc_rl.finetune.base import Objective
 from hpc_rl.finetune.objectives import objective_of
-from hpc_rl.finetune.trainer import load, step
+from hpc_rl.finetune.rm import BINS, BradleyTerry
+from hpc_rl.finetune.trainer import load, step, validate
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.perf import Clock
 from tests.finetune.jobs import ALONE, run_here, run_job, run_several, series
@@ -170,8 +176,8 @@ def test_loss_and_gradients_equal_those_of_a_plain_loop(folder: Path, tmp_path: 
         plain = auto.from_pretrained(folder / "model", attn_implementation="eager", **options)
         plain.load_state_dict(before)
         if kind == "dpo":
-            reference = AutoModelForCausalLM.from_pretrained(folder / "other", attn_implementation="eager")
-            expected = plain_dpo(name, config, plain, reference, batch)
+            other = AutoModelForCausalLM.from_pretrained(folder / "other", attn_implementation="eager")
+            expected = plain_dpo(name, config, plain, other, batch)
         else:
             expected = plain_rm(name, plain, batch)
         expected.backward()
@@ -222,11 +228,86 @@ def test_stopped_on_two_ranks_and_resumed_on_one(
     (tmp_path / "stop").touch()
     results = run_job(base, tmp_path, ranks=2)
     assert [code for code, _, _ in results] == [EXIT_STOPPED] * 2, results
-    assert "log-probabilities in" in results[0][1]
+    assert "stopped before the first step: the reference's log-probabilities of 44 of 44" in results[0][1]
     (tmp_path / "stop").unlink()
     monkeypatch.setattr("hpc_rl.finetune.reference.Reference", None)  # a resumed run reads what was stored
     assert run_here(base, tmp_path) == 0
     same_as(uninterrupted["sigmoid"], tmp_path)
+
+
+def test_a_stop_while_the_reference_computes(
+    folder: Path,
+    tmp_path: Path,
+    uninterrupted: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    base = ["--kind", "dpo", *overrides(folder, "dpo", "sigmoid"), "trainer.micro_tokens=512"]
+    packed, asked, beats = reference.pack_preferences, [], []
+
+    def pack_and_ask(items: list[Any], width: int) -> Any:
+        asked.append(len(items))
+        if sum(asked) == 16:  # at the end of the second round
+            (tmp_path / "stop").touch()
+        return packed(items, width)
+
+    monkeypatch.setattr(reference, "_ROUND", 8)
+    monkeypatch.setattr(reference, "pack_preferences", pack_and_ask)
+    monkeypatch.setattr(reference, "heart", SimpleNamespace(beat=lambda: beats.append(1)))
+    assert run_here(base, tmp_path) == EXIT_STOPPED
+    assert "the reference's log-probabilities of 16 of 44 samples or pairs are stored" in capsys.readouterr().out
+    assert np.load(tmp_path / "ref_logprobs.npz")["logprobs"].shape == (16, 2)
+    assert len(beats) == len(asked) > 2
+    (tmp_path / "stop").unlink()
+    assert run_here(base, tmp_path) == 0
+    assert sum(asked) == 44
+    same_as(uninterrupted["sigmoid"], tmp_path)
+
+
+def test_results_are_stored_now_and_then(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = ["--kind", "dpo", *overrides(folder, "dpo", "sigmoid"), "trainer.total_training_steps=1"]
+    written: list[int] = []
+    monkeypatch.setattr(reference, "_ROUND", 8)
+    monkeypatch.setattr(reference, "_write", lambda path, key, rows: written.append(len(rows)))
+    assert run_here(base, tmp_path / "seldom") == 0
+    assert written == [44]
+    monkeypatch.setattr(reference, "_STORE_EVERY_S", -1)
+    assert run_here(base, tmp_path / "often") == 0
+    assert written[1:] == [8, 16, 24, 32, 40, 44]
+
+
+def test_the_reference_is_freed_before_the_policy_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sharded model is a reference cycle, which only the garbage collector frees."""
+    references: list[weakref.ref[Any]] = []
+
+    class Cyclic(reference.Reference):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.itself = self
+            references.append(weakref.ref(self))
+
+    monkeypatch.setattr(reference, "Reference", Cyclic)
+    load_policy = trainer.load_sharded
+
+    def load_alone(*arguments: Any) -> Any:
+        assert [found() for found in references] == [None]
+        return load_policy(*arguments)
+
+    monkeypatch.setattr(trainer, "load_sharded", load_alone)
+    gc.disable()
+    try:
+        load(config_of("dpo", overrides(folder, "dpo", "sigmoid")), RunDir(tmp_path), ALONE)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("damaged", [b"", b"PK\x03\x04 cut off", b"text"])
+def test_a_damaged_file_of_log_probabilities_is_not_used(tmp_path: Path, damaged: bytes) -> None:
+    (tmp_path / "found.npz").write_bytes(damaged)
+    assert reference._read(tmp_path / "found.npz", "key", width=2).shape == (0, 2)
+    assert reference._read(tmp_path / "none.npz", "key", width=2).shape == (0, 2)
 
 
 def test_stored_log_probabilities_of_other_data_are_not_used(
@@ -279,9 +360,42 @@ def test_a_rank_without_pairs_adds_nothing(folder: Path, tmp_path: Path) -> None
         assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
+def test_samples_that_are_not_trained_on_are_not_counted(folder: Path) -> None:
+    objective = objective_of(config_of("dpo", overrides(folder, "dpo", "kto")))
+    mask = np.array([False, True, True])
+    sample, other = Sample(np.arange(3, dtype=np.int32), mask), Sample(np.arange(2, dtype=np.int32), mask[:2])
+    work = objective.work([Preference((sample, other), 1.0)] * 2)
+    assert (work.lengths, work.sample_lengths, work.targets, work.tokens) == ([5, 5], [3, 3], 4, 6)
+
+
+def test_the_baseline_of_kto_gives_signs_of_life(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = load(config_of("dpo", overrides(folder, "dpo", "kto")), RunDir(tmp_path), ALONE)
+    beats: list[int] = []
+    monkeypatch.setattr("hpc_rl.finetune.dpo.heart", SimpleNamespace(beat=lambda: beats.append(1)))
+    state.objective.begin(state.model, [state.objective.collate(state.train[:2])] * 3, ALONE)
+    assert len(beats) == 3
+
+
+def test_validation_holds_one_micro_batch_at_a_time(folder: Path, tmp_path: Path) -> None:
+    state = load(config_of("rm", [*overrides(folder, "rm", "pairs"), "trainer.packing=false"]), RunDir(tmp_path), ALONE)
+    collate, loss, events = state.objective.collate, state.objective.loss, []
+    state.objective.collate = lambda items: events.append("collate") or collate(items)  # type: ignore[method-assign]
+    state.objective.loss = lambda *rest: events.append("loss") or loss(*rest)  # type: ignore[method-assign]
+    validate(state)
+    assert events == ["collate", "loss"] * len(state.val)
+
+
+def test_a_score_that_is_not_a_number_reaches_the_guard() -> None:
+    class Broken(BradleyTerry):
+        def scores(self, model: Any, batch: Any) -> torch.Tensor:
+            return torch.tensor([[np.nan, 0.0], [1.0, 0.0]])
+
+    batch = dataclasses.make_dataclass("Batch", ["value_P"])(torch.zeros(2))
+    assert Broken(None).loss(None, batch, 1.0).loss.isnan()
+
+
 def test_the_calibration_error() -> None:
     """Two pairs in one bin: confidences of 0.91 and 0.94, one of them right."""
-    from hpc_rl.finetune.rm import BINS, BradleyTerry
 
     class Fixed(BradleyTerry):
         def scores(self, model: Any, batch: Any) -> torch.Tensor:

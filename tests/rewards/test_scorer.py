@@ -235,3 +235,12 @@ def score(response, answer):
 
 def test_a_number_has_no_components(opened: Open) -> None:
     assert opened(function="exact").score(prompts("a", "b"), ["a", "c"]).component_means() == {}
+
+
+def test_scores_are_limited_and_the_score_of_failures_is_not(opened: Open, write: Write) -> None:
+    source = "def score(response, answer):\n    return float(response)\n"
+    for on_error in (-3.0, None):
+        scorer = opened(function=write(source), clip=(-1, 0.5), on_error=on_error)
+        scores = scorer.score(prompts("", "", "", ""), ["-2", "0.25", "7", "x"])
+        expected = [-1.0, 0.25, 0.5, float("nan") if on_error is None else on_error]
+        assert scores.values.tolist() == pytest.approx(expected, nan_ok=True)

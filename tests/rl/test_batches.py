@@ -7,9 +7,10 @@ from itertools import count
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.ppo import PpoConfig, RewardConfig
 from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError
@@ -17,6 +18,7 @@ from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.batches import Batch, BatchSource, training_samples
 from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.rollout.engine import Completion, Sampling
+from hpc_rl.rl.scoring import ModelScoring
 from hpc_rl.rl.trainer import greedy_scores
 from tests.rl.ppo_config import ppo_config
 
@@ -173,3 +175,9 @@ def test_samples_of_a_step_are_the_best_and_the_worst_response() -> None:
     assert [row["score"] for row in rows] == [1.0, 0.0, 3.0, 2.0]
     assert [row["response"] for row in rows] == [str(token(batch.completions[index])) for index in (1, 0, 3, 2)]
     assert [row["answer"] for row in rows] == ["0", "0", "1", "1"] and rows[0]["prompt"] == "prompt 0"
+
+
+def test_scores_of_a_reward_model_are_limited_too() -> None:
+    config = RewardConfig(model="unused", clip=(-1, 0.5), on_error=-3.0)
+    scores = ModelScoring(None, config)._checked(torch.tensor([-2.0, torch.inf, 7.0]))  # type: ignore[arg-type]
+    assert scores.values.tolist() == [-1.0, -3.0, 0.5] and scores.errors == [(1, "not finite")]

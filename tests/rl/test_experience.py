@@ -116,11 +116,6 @@ def test_the_penalty_for_overlong_responses() -> None:
     assert scored([3, 4, 5, 6])["scores"].tolist() == [0, 1, 2, 3]
 
 
-def test_rewards_are_limited_before_the_penalty() -> None:
-    experience = scored([5, 5, 5, 5], "reward.clip=[0.5,2]", "algorithm.overlong_buffer=4")
-    assert experience["scores"].tolist() == [0.25, 0.75, 1.75, 1.75]
-
-
 def test_a_response_without_a_score_teaches_nothing_and_changes_nothing() -> None:
     """As if it were not there: advantages, returns and weights of the others."""
     config = ppo_config("actor.mini_batch_size=4")
@@ -139,9 +134,9 @@ def test_a_response_without_a_score_teaches_nothing_and_changes_nothing() -> Non
 
 
 def test_a_missing_baseline_is_a_missing_score() -> None:
-    experience = scored([1, 1])
+    experience, greedy = experience_of([1, 1]), torch.tensor([torch.nan, 0.25])
+    columns.add_scores(experience, torch.tensor([0.0, 1.0]), PLAIN, greedy)
     columns.add_rewards(experience, PLAIN.algorithm, 0.0)
-    greedy = torch.tensor([torch.nan, 0.25])
     columns.add_advantages(experience, ppo_config("algorithm.advantage=remax").algorithm, greedy)
     assert columns.flat(experience, "advantages").tolist() == [0.0, 0.75]
     assert experience["scored"].tolist() == [False, True]

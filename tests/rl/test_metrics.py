@@ -74,8 +74,44 @@ def test_each_component_of_a_reward_is_averaged_over_the_responses_that_have_it(
 
 
 def test_signal_means_that_an_advantage_is_not_zero() -> None:
-    assert not has_signal(scored([0.1, 0.1, 0.7, 0.7], [0, 0, 1, 1]))
-    assert has_signal(scored([0.1, 0.1, 0.7, 0.8], [0, 0, 1, 1]))
+    algorithm = ppo_config(*GRPO).algorithm
+    assert not has_signal(scored([0.1, 0.1, 0.7, 0.7], [0, 0, 1, 1]), algorithm)
+    assert has_signal(scored([0.1, 0.1, 0.7, 0.8], [0, 0, 1, 1]), algorithm)
+
+
+def test_tokens_that_are_left_out_of_the_loss_give_no_signal() -> None:
+    experience = scored([0.1, 0.1, 0.7, 0.8], [0, 0, 1, 1], lengths=[2, 2, 6, 6])  # those of 6 tokens were cut
+    assert has_signal(experience, ppo_config(*GRPO).algorithm)
+    assert not has_signal(experience, ppo_config(*GRPO, "algorithm.mask_truncated=true").algorithm)
+    experience["old_logprobs"] = experience["rollout_logprobs"]
+    assert has_signal(experience, ppo_config(*GRPO, "algorithm.tis_bounds=[0.5,2]").algorithm)
+    assert not has_signal(experience, ppo_config(*GRPO, "algorithm.tis_bounds=[1.5,2]").algorithm)
+
+
+def test_responses_without_a_score_are_left_out_of_all_means() -> None:
+    config, experience = ppo_config(), experience_of([2, 2, 2])
+    columns.add_scores(experience, torch.tensor([1.0, torch.nan, 3.0]), config)
+    experience["values"] = columns.repeat(torch.tensor([0.5, 100.0, 1.5]), experience)
+    columns.add_rewards(experience, config.algorithm, 0.0)
+    columns.add_advantages(experience, config.algorithm, None)
+    found = experience_metrics(experience, config)
+    assert found["critic/values/mean"] == 1.0
+    kept = torch.cat([experience[name].unbind()[row] for name in ("returns", "advantages") for row in (0, 2)])
+    assert found["critic/returns/mean"] == pytest.approx(float(kept[:4].mean()))
+    assert found["critic/advantages/mean"] == pytest.approx(float(kept[4:].mean()), abs=1e-6)
+    assert found["critic/vf_explained_var"] > -10  # a value of 100 where there is no return would be far worse
+
+
+def test_truncated_probabilities_are_not_compared() -> None:
+    def names(*overrides: str) -> set[str]:
+        experience = scored([0.0, 1.0], [0, 0])
+        experience["old_logprobs"] = experience["rollout_logprobs"]
+        found = experience_metrics(experience, ppo_config(*GRPO, "rollout.calculate_log_probs=true", *overrides))
+        return {name for name in found if "probs_diff" in name}
+
+    assert len(names()) == len(names("rollout.top_k=4")) == len(names("algorithm.tis_cap=2")) == 3
+    assert not names("rollout.top_k=4", "algorithm.tis_cap=2")
+    assert not names("rollout.top_p=0.9", "algorithm.tis_bounds=[0.5,2]")
 
 
 def test_a_warning_after_several_steps_without_signal_and_then_now_and_then() -> None:
@@ -92,6 +128,8 @@ def test_the_warning_describes_what_was_found() -> None:
     assert "because every response scored 0." in alike and "algorithm.filter_groups=true" in alike
     per_prompt = no_signal_warning(3, measured([0.0, 0.0, 1.0, 1.0], [0, 0, 1, 1]))
     assert per_prompt is not None and "because the responses to each prompt all scored the same." in per_prompt
+    left_out = no_signal_warning(3, measured([0.0, 1.0, 1.0, 1.0], [0, 0, 1, 1]))
+    assert left_out is not None and "tokens whose advantages are not 0 are left out of the loss" in left_out
 
 
 def test_a_difference_of_probabilities_over_the_threshold_is_a_warning() -> None:

@@ -10,17 +10,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from hpc_rl.data.order import Position
 from hpc_rl.errors import EXIT_STOPPED, RunError
+from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl import checkpoints, trainer
+from hpc_rl.rl.batches import Batch, Greedy
+from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.rollout.engine import Completion
+from hpc_rl.rl.scoring import NoScoresError
 from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.perf import Clock
 from hpc_rl.training.stopping import Stopping
 from tests.rl.ppo_config import ppo_config
+from tests.rl.test_experience import experience_of
 
 BEFORE, AFTER = Position(0, 4), Position(0, 8)
 
@@ -147,6 +155,43 @@ def test_a_step_that_is_discarded_returns_to_its_position(
     assert step(state, Clock()) == {}
     assert (state.batches.position, state.step) == (BEFORE, 0)
     assert did == (["evaluate"] if evaluated else [])
+
+
+def evaluated(batch: Batch, *overrides: str) -> TensorDict:
+    experience = experience_of([1] * len(batch.prompts))
+    absent = dict.fromkeys(("reference", "critic", "old_logprobs"))
+    state = SimpleNamespace(config=ppo_config(*overrides), groups=[], step=0, **absent)
+    trainer.evaluate(state, batch, experience, Clock())  # type: ignore[arg-type]
+    return experience
+
+
+def batch_of(scores: list[float], errors: list[int], greedy: list[float] | None = None) -> Batch:
+    """Two responses to each prompt."""
+    found = lambda values, bad: Pending.known(  # noqa: E731
+        Scores(np.array(values, np.float32), [(index, "reward broken") for index in bad])
+    )
+    of_greedy = None
+    if greedy is not None:
+        completion = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), True)
+        bad = [index for index, score in enumerate(greedy) if np.isnan(score)]
+        of_greedy = Greedy([completion] * len(greedy), found(greedy, bad))
+    groups = [index // 2 for index in range(len(scores))]
+    return Batch([None] * len(scores), groups, [], found(scores, errors), of_greedy)  # type: ignore[list-item]
+
+
+def test_responses_without_a_baseline_do_not_count() -> None:
+    nan, remax = np.nan, "algorithm.advantage=remax"
+    found = evaluated(batch_of([1, nan, 0, 1], [1], greedy=[0, nan]), remax)
+    assert found["scored"].tolist() == [True, False, False, False]
+    with pytest.raises(NoScoresError, match=r"none of 4 responses has a score and a scored greedy .* reward broken"):
+        evaluated(batch_of([nan, nan, 0, 1], [0, 1], greedy=[0, nan]), remax)
+
+
+def test_errors_of_draws_that_were_replaced_are_not_those_of_the_step() -> None:
+    batch = batch_of([0, 1, 0, 1], errors=[3, 4, 5, 6])  # as many errors as responses that were kept
+    assert evaluated(batch, "algorithm.filter_groups=true")["scored"].all()
+    with pytest.raises(NoScoresError, match="none of 4 responses could be scored"):
+        evaluated(batch)
 
 
 def test_a_step_stops_while_dynamic_sampling_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,7 @@ def load(
     """Load vLLM with a copy of the model; see `hpc_rl.rl.rollout.engine.Loader`."""
     max_length = config.data.max_prompt_length + config.data.max_response_length
     rollout, seed = config.rollout, config.trainer.seed
-    truncated = config.algorithm.corrects and (rollout.top_p < 1 or rollout.top_k > 0)
-    return VllmEngine(config.model, rollout, eos_token_ids, max_length, seed, placement, truncated)
+    return VllmEngine(config.model, rollout, eos_token_ids, max_length, seed, placement, config.truncates_logprobs)
 
 
 class VllmEngine:
