@@ -232,7 +232,7 @@ MODELS = [
     ppo("model.safetensors is a git-lfs pointer", "reward.function=null", "reward.model=pointer"),
     ppo("did you mean algorithm=grpo?", "algorithm=grop"),
     ppo("did you mean recipe=gsm8k-2nodes?", "recipe=gsm8k-2node"),
-    ppo("there is no algorithm 'x'; choose one of dapo, dr_grpo, grpo, gspo", "algorithm=x"),
+    ppo("there is no algorithm 'x'; choose one of cispo, dapo, dr_grpo, grpo, gspo", "algorithm=x"),
     sft("sft has no choice of recipe", "recipe=gsm8k-1node"),
 ]
 KEYS = [
@@ -248,7 +248,7 @@ KEYS = [
     sft("rollout: unknown key", "rollout.n=1"),
     ppo("did you mean actor.optim or critic.optim?", "optim.lr=1"),
     ppo("did you mean algorithm.kl.coef?", "algorithm.kl_coef=0.1"),
-    ppo("did you mean rollout.temperature?", "temperature=1"),
+    ppo("did you mean rollout.temperature or rollout.val.temperature?", "temperature=1"),
     sft("is not an option: write key=value", "trainer.total_epochs"),
     sft("is not an option: write key=value", "=3"),
     sft("is not an option: write key=value", "~optim"),
