@@ -106,7 +106,7 @@ def test_a_killed_part(
     workspace: Workspace, slurm_cluster: Cluster, part: Part, observed: Callable[[Outcome], None]
 ) -> None:
     run = begin(workspace, part.job, re.sub(r"\W+", "-", f"{part.job}-{part.name}"))
-    slurm_cluster.exec_on(part.node, ["pkill", "-KILL", "-f", part.pattern], check=True)
+    slurm_cluster.exec_on(part.node, ["pkill", "-KILL", "-f", "--", part.pattern], check=True)
     began = time.monotonic()
     ended = {"FAILED", "CANCELLED", "NODE_FAIL"}
     workspace.wait_until(lambda: workspace.status(run.name)["state"] in ended, f"the end of {run.name}")

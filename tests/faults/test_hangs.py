@@ -79,7 +79,7 @@ def submit(workspace: Workspace, job: Literal["sft", "ppo"], name: str, *options
 
 
 def freeze(cluster: Cluster, node: str, pattern: str) -> None:
-    cluster.exec_on(node, ["pkill", "-STOP", "-f", pattern], check=True)
+    cluster.exec_on(node, ["pkill", "-STOP", "-f", "--", pattern], check=True)
 
 
 def line_of(log: str) -> str:

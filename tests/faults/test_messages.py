@@ -89,7 +89,7 @@ def test_a_killed_process_of_ppo(
 ) -> None:
     node, pattern, options, message = PPO_DEATHS[what]
     run = started(workspace, "ppo", f"killed-{what}", "--mem", "4G", *options)
-    slurm_cluster.exec_on(node, ["pkill", "-KILL", "-f", pattern], check=True)
+    slurm_cluster.exec_on(node, ["pkill", "-KILL", "-f", "--", pattern], check=True)
     words = message.format(logs=run / "attempt-1")
     seconds, line = first_message(workspace, slurm_cluster, run.name, words)
     observed(Outcome(f"SIGKILL of a {what}", "ppo", seconds, line, "exit code 137", None))
