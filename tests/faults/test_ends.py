@@ -59,7 +59,6 @@ PARTS = [
     *(Part("node 0's entry", job, "node1", ENTRIES[job], "the node entry on node node1 was killed") for job in ENTRIES),
     *(Part("srun", job, "node1", SRUN, BY_SRUN) for job in ENTRIES),
     *(Part("the job script", job, "node1", SCRIPT, BY_SCRIPT, None) for job in ENTRIES),
-    *(Part("slurmstepd", job, "node2", STEP, "the node entry on node node2 was killed") for job in ENTRIES),
 ]  # fmt: skip
 
 
@@ -121,6 +120,21 @@ def test_a_killed_part(
     left = left_on(slurm_cluster, slurm_cluster.nodes)
     assert left == ""
     observed(Outcome(f"SIGKILL of {part.name}", part.job, seconds, found[1], f"exit code {status['exit_code']}", None))
+
+
+@pytest.mark.parametrize("job", ["sft", "ppo"])
+def test_a_node_without_slurmstepd(
+    workspace: Workspace, slurm_cluster: Cluster, job: Job, observed: Callable[[Outcome], None]
+) -> None:
+    """The run goes on. srun waits for that node for ever, and the job script does not wait for srun."""
+    run = begin(workspace, job, f"{job}-slurmstepd")
+    slurm_cluster.exec_on("node2", ["pkill", "-KILL", "-f", "--", STEP], check=True)
+    workspace.ok("stop", run.name)
+    workspace.wait_until(lambda: workspace.status(run.name)["state"] not in ("PENDING", "RUNNING"), "the end")
+    assert workspace.status(run.name)["state"] == "STOPPED", text_of(run)
+    slurm_cluster.wait_idle()
+    assert left_on(slurm_cluster, slurm_cluster.nodes) == ""
+    observed(Outcome("SIGKILL of slurmstepd", job, None, "", "went on; saved when it was asked to stop", 0))
 
 
 @pytest.mark.parametrize("job", ["sft", "ppo"])
