@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,10 @@ class Outcome:
     """Whether the losses equal those of an uninterrupted run; None if not compared."""
 
 
+_PATHS = re.compile(
+    r" ?\(log in \S+\)|(; its log is|; the stacks of all processes are in| in file system) /\S+( and ends:)?"
+)
+"""Where the logs were, which the table leaves out."""
 HEADINGS = ("fault", "job", "detected after", "first message", "then", "steps lost", "left behind", "losses equal")
 
 
@@ -57,7 +62,7 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
         outcome.fault,
         outcome.job,
         "" if seconds is None else f"{seconds:.0f} s",
-        outcome.first_message.replace("|", "\\|"),
+        _PATHS.sub("", outcome.first_message).replace("|", "\\|"),
         outcome.ended,
         "" if lost is None else str(lost),
         outcome.left_behind,

@@ -4,7 +4,15 @@ from pathlib import Path
 
 from tests.faults.outcomes import Outcome, read, table, write
 
-FROZEN = Outcome("SIGSTOP of a rank", "sft", 31.4, "rank 1 | silent", "resumed", 2, losses_equal=True)
+FROZEN = Outcome(
+    "SIGSTOP of a rank",
+    "sft",
+    31.4,
+    "rank 1 (log in /runs/a) | silent; its log is /runs/a/log",
+    "resumed",
+    2,
+    losses_equal=True,
+)
 
 
 def test_outcomes_are_a_table(tmp_path: Path) -> None:
