@@ -22,7 +22,6 @@ from hpc_rl.host.files import write_atomically
 from hpc_rl.host.processes import GRACE_S
 from hpc_rl.node.causes import TERMINATED, End, Kind, Outcome, outcome_of
 from hpc_rl.node.company import Company, Lead, Mate, end_of_lost
-from hpc_rl.node.entry import print_error
 from hpc_rl.node.meeting import POLL_S, Meeting, named
 from hpc_rl.node.roll_call import SILENCE_S
 from hpc_rl.run_dir import lost_file, outcome_file, read_outcome
@@ -234,6 +233,9 @@ def leave(company: Company, asked_to_end: threading.Event) -> None:
 
 
 def print_cause(cause: End | None) -> None:
-    """Print the message of a failure, if it has one."""
+    """Print the message of a failure, if it has one.
+
+    It goes to standard output, as the log that node 0 shows: srun does not keep the order of two streams.
+    """
     if cause is not None and cause.text:
-        print_error(cause.text)
+        print(f"hpc-rl: {cause.text}", flush=True)

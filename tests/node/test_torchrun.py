@@ -145,16 +145,16 @@ def test_the_ranks_exit_code_is_the_entrys_own(entry: Entry, code: int) -> None:
 
 
 def test_the_first_rank_to_fail_is_named_with_the_end_of_its_log(entry: Entry) -> None:
-    code, _, err = entry.run(RANK + "import time\nif rank == '1': sys.exit('no luck')\ntime.sleep(60)")
+    code, out, _ = entry.run(RANK + "import time\nif rank == '1': sys.exit('no luck')\ntime.sleep(60)")
     assert code == 1
-    assert "rank 1 on node localhost failed with exit code 1; its log is" in err
-    assert err.rstrip().endswith("no luck")
+    assert "rank 1 on node localhost failed with exit code 1; its log is" in out
+    assert out.rstrip().endswith("no luck")
 
 
 def test_a_killed_rank_is_told_from_one_that_left(entry: Entry) -> None:
-    code, _, err = entry.run(RANK + "import signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    code, out, _ = entry.run(RANK + "import signal\nos.kill(os.getpid(), signal.SIGKILL)")
     assert code == 137
-    assert "exit code 137 (killed (signal 9) by a user or a program, or for lack of memory" in err
+    assert "exit code 137 (killed (signal 9) by a user or a program, or for lack of memory" in out
 
 
 def test_bad_input_is_one_line(entry: Entry) -> None:
