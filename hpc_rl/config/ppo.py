@@ -100,12 +100,13 @@ class AlgorithmConfig(Section):
     """How token losses are combined: the mean over all tokens; the mean over responses of each response's mean, of its
     sum, or of its sum divided by max_response_length (Dr. GRPO)."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Standard deviation by which grpo divides: of the prompt's responses, of all responses of the step, or none."""
+    """What grpo divides by. group: the standard deviation of the scores of a prompt's responses. batch: that of all
+    responses of the step. none: nothing."""
     mask_truncated: bool = False
     """Leave responses that were cut at max_response_length out of the loss (DAPO's overlong filtering)."""
     clip_ratio_low: float = Field(0.2, gt=0)
     """Lower clip: how far the probability ratio may fall below 1. With loss=gspo, whose ratios are of whole responses,
-    about 3e-4 is usual. loss=cispo has no lower clip, which is 1."""
+    about 3e-4 is usual. With loss=cispo, which has no lower bound, it is at least 1."""
     clip_ratio_high: float = Field(0.2, gt=0)
     """Upper clip: how far the probability ratio may exceed 1 (0.28 in DAPO). With loss=cispo, the cap of the ratio."""
     clip_ratio_c: float | None = Field(3.0, gt=1)
@@ -152,7 +153,7 @@ class AlgorithmConfig(Section):
             yield f"algorithm.scale_rewards is for algorithm.advantage=grpo, and not for {self.advantage}: leave it out"
         if self.tis_bounds is not None and not 0 <= self.tis_bounds[0] < self.tis_bounds[1]:
             low, high = self.tis_bounds
-            yield f"algorithm.tis_bounds is [{low:g}, {high:g}]: both are ratios, the lower one first, from 0 on"
+            yield f"algorithm.tis_bounds is [{low:g}, {high:g}]: give two ratios of at least 0, the lower one first"
         if self.tis_level != "token" and not self.corrects:
             yield (
                 f"algorithm.tis_level={self.tis_level} has no effect without a correction: set algorithm.tis_cap or "
@@ -247,7 +248,7 @@ class RewardConfig(Section):
         if len(given) > 1:
             yield f"{message}, found {' and '.join(given)}"
         if self.clip is not None and self.clip[0] >= self.clip[1]:
-            yield f"reward.clip is [{self.clip[0]:g}, {self.clip[1]:g}]: the first number has to be the lower one"
+            yield f"reward.clip is [{self.clip[0]:g}, {self.clip[1]:g}]: put the lower number first"
 
 
 class PoolsConfig(Section):

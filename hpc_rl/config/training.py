@@ -71,8 +71,8 @@ class TrainingConfig(TrainerConfig):
     """Type in which ranks add up gradients. bfloat16 halves this traffic and loses digits. It needs sharding auto, full
     or hybrid."""
     hang_timeout_s: float = Field(900, ge=0)
-    """Seconds without a sign of life of a process after which the job ends and is queued again once. Loading, saving,
-    generation, validation, export and the first step may take four times as long. 0: no limit."""
+    """If a process gives no sign of life for so many seconds, the job ends and is queued again once. The limit is four
+    times as long for loading, saving, generation, validation, export and the first step. 0: no limit."""
     save_freq: int = Field(0, ge=0)
     """Save a checkpoint every N steps. 0: by time (save_minutes), at the end, and before the walltime."""
     save_minutes: float = Field(30, ge=0)

@@ -63,7 +63,7 @@ def _shared(first: NodeReport) -> Check:
 def _locks(reports: Sequence[NodeReport]) -> Check:
     blind = [report.node for report in reports if report.sees_locks is False]
     if blind:
-        return problem("file locks", f"a lock of the first node is not seen on {', '.join(blind)}", REMEDY)
+        return problem("file locks", f"{', '.join(blind)} cannot see a lock that the first node holds", REMEDY)
     if all(report.sees_locks is None for report in reports):
         return ok("file locks", "not tested with a single node")
     return ok("file locks", "they reach from node to node")

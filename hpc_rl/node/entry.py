@@ -103,7 +103,9 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that all node entries share."""
     parser.add_argument("--processes", type=int, required=True, help="processes, one for each GPU, of this node")
     parser.add_argument("--device", choices=DEVICES, default="cuda", help="torch's name of their devices")
-    parser.add_argument("--hang-timeout", type=float, default=0, help="seconds without a sign of life (default: any)")
+    parser.add_argument(
+        "--hang-timeout", type=float, default=0, help="seconds that a process may be silent (default: no limit)"
+    )
     parser.add_argument("--interface", help="network interface between the nodes (default: from the routing table)")
 
 

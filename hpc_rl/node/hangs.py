@@ -37,7 +37,7 @@ CLAIMED_S = 5.0
 """How long a node waits for the reason after another one has said that it writes it."""
 HANG = ".hang"
 _CLAIM = ".hang-found"
-UNTOLD = "another node has found a hang, and ended before it told which process it is"
+UNTOLD = "another node found a hang, and ended before it could name the process"
 _GATHER_POLL_S = 0.2
 
 
@@ -147,7 +147,7 @@ class HangWatch:
         quiet_s = self._pulses.quiet_s(silence.quiet_s(sights)) if self._place.node_rank == 0 else None
         if driver is None or quiet_s is None or quiet_s <= self._hang_timeout_s:
             return ""
-        return f"{silence.described(driver, sights)}; it waits, and no other process of the job works"
+        return f"{silence.described(driver, sights)}; it waits for the others, and all of them wait too"
 
     def _conclude(self, sights: Sequence[Sight], states: Mapping[int, str], finding: str) -> None:
         """Alarm the other nodes, collect stacks, hear what the others see, and make the reason known."""

@@ -72,11 +72,11 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
         ),
         (
             ("algorithm.tis_bounds=[2,0.5]",),
-            "algorithm.tis_bounds is [2, 0.5]: both are ratios, the lower one first, from 0 on",
+            "algorithm.tis_bounds is [2, 0.5]: give two ratios of at least 0, the lower one first",
         ),
         (
             ("reward.clip=[1,1]",),
-            "reward.clip is [1, 1]: the first number has to be the lower one",
+            "reward.clip is [1, 1]: put the lower number first",
         ),
         (
             ("rollout.val.n=4",),

@@ -74,9 +74,9 @@ def workspace(slurm_cluster: Cluster) -> Workspace:
     return workspace_of(slurm_cluster)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def patient_cluster() -> Iterator[Cluster]:
-    """A cluster that takes minutes to notice a lost node, as real ones do."""
+    """A cluster that takes minutes to notice a lost node, as real ones do. It cannot be used again."""
     yield from sandbox_cluster("patient", nodes=3, cpus=2, memory_mb=6000, slurmd_timeout_s=300)
 
 

@@ -132,8 +132,8 @@ def test_a_job_in_which_everybody_waits(tmp_path: Path) -> None:
     driver = Sight("the driver", "n1", 1, 61, 60, phase="gen", step=3, waits=True)
     idle = Sight("rank 0", "n1", 2, 500, 60, phase="run", waits=True)
     assert watch._others_finding([driver, idle]) == (
-        "the driver on node n1: no sign of life for 61 s in gen of step 3; it waits, and no other process of the job "
-        "works"
+        "the driver on node n1: no sign of life for 61 s in gen of step 3; it waits for the others, and all "
+        "of them wait too"
     )
     assert watch._others_finding([driver, Sight("rank 0", "n1", 2, 1, 60, phase="update")]) == ""
     other = Place(tmp_path, ("n1", "n2"), 1, tmp_path / "beats")
