@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 import uuid
@@ -19,7 +20,8 @@ from tests.helpers import make_tiny_model
 from tests.sandbox.cluster import Cluster
 
 pytestmark = pytest.mark.sandbox
-ENDLESS = ["trainer.total_training_steps=100000", "trainer.save_freq=1", "trainer.test_freq=0", "trainer.export=false"]
+ENDLESS = "trainer.total_training_steps=100000"
+EVERY = ["trainer.save_freq=1", "trainer.test_freq=0", "trainer.export=false"]
 LIMIT = "trainer.hang_timeout_s=10"
 SMALL_PPO = [*PPO, "data.train_batch_size=8", "actor.mini_batch_size=16", "reward.timeout_s=5"]
 LEFT = "hpc_rl[.](node|finetune|rl)|^ray::|gcs_server|raylet"
@@ -68,10 +70,12 @@ def workspace(slurm_cluster: Cluster) -> Workspace:
     return found
 
 
-def submit(workspace: Workspace, job: Literal["sft", "ppo"], name: str, *options: str) -> Path:
-    """Start a run on two nodes that does not end by itself, and wait for its third step."""
+def submit(
+    workspace: Workspace, job: Literal["sft", "ppo"], name: str, *options: str, steps: str = ENDLESS, limit: str = LIMIT
+) -> Path:
+    """Start a run on two nodes, and wait for its third step."""
     own = [*QUICK] if job == "sft" else [*SMALL_PPO, "model.path=ppo-model", "slurm.mem=4G"]
-    workspace.ok("submit", job, "--nodes", "2", "--job-name", name, *own, *ENDLESS, LIMIT, *options)
+    workspace.ok("submit", job, "--nodes", "2", "--job-name", name, *own, *EVERY, steps, limit, *options)
     run = workspace.folder / "runs" / name
     metrics = run / "metrics.jsonl"
     workspace.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, "3 steps")
@@ -141,3 +145,56 @@ def test_whatever_stops_is_found(
     assert list((run / "attempt-1" / "stacks").glob("*.txt"))
     message = line.split("; the stacks")[0]
     observed(Outcome(f"SIGSTOP of {what.name}", job, detected_s, message, "exit code 1", None))
+
+
+def measured(run: Path) -> list[tuple[int, float]]:
+    """Return what each step measured: the loss, or the mean reward. A repeated step is there twice."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    names = ("train/loss", "critic/score/mean")
+    return [(record["step"], record[name]) for record in records for name in names if name in record]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("job", "pattern"), [("sft", RANK), ("ppo", "^ray::Worker")])
+def test_a_run_that_hung_is_queued_again_and_resumes(
+    workspace: Workspace,
+    slurm_cluster: Cluster,
+    job: Literal["sft", "ppo"],
+    pattern: str,
+    observed: Callable[[Outcome], None],
+) -> None:
+    steps = f"trainer.total_training_steps={8 if job == 'sft' else 20}"
+    whole = submit(workspace, job, f"whole-{job}", steps=steps)
+    workspace.ok("logs", "-f", whole.name)
+    held = workspace.hold_at(3) if job == "sft" else []
+    run = submit(workspace, job, f"again-{job}", *held, steps=steps)
+    began = time.monotonic()
+    freeze(slurm_cluster, "node2", pattern)
+    workspace.release(run.name)
+    workspace.wait_until(lambda: (run / "attempt-1" / ".hang").exists(), "the hang to be found")
+    detected_s = time.monotonic() - began
+    workspace.ok("logs", "-f", run.name)
+    status = workspace.status(run.name)
+    assert (status["state"], status["attempt"]) == ("COMPLETED", 2), workspace.ok("logs", run.name)
+    found = measured(run)
+    assert dict(found) == pytest.approx(dict(measured(whole)), abs=1e-4)
+    lost = len(found) - len(dict(found))
+    message = (run / "attempt-1" / ".hang").read_text().strip()
+    observed(Outcome("a process hangs", job, detected_s, message, "resumed", lost, losses_equal=True))
+
+
+@pytest.mark.faults
+def test_the_walltime_of_a_run_that_hangs(
+    workspace: Workspace, slurm_cluster: Cluster, observed: Callable[[Outcome], None]
+) -> None:
+    """It is found before its time limit, because it has not stopped when it was asked to."""
+    options = ["--time", "3", "slurm.warning_s=60", "slurm.requeue=false"]
+    run = submit(workspace, "sft", "late", *options, limit="trainer.hang_timeout_s=3600")
+    freeze(slurm_cluster, "node2", RANK)
+    named = (
+        r"the walltime ends in \d+ s, and the run has not stopped: rank 1 on node node2 is stopped|rank 1 on node node2"
+    )
+    line = check_ended(workspace, slurm_cluster, run, named)
+    observed(
+        Outcome("a process hangs at the walltime", "sft", None, line.split("; the stacks")[0], "exit code 1", None)
+    )
