@@ -101,11 +101,14 @@ def _completed(
         found: those of the first preferences, which are known.
         write: stores those of the first preferences.
     """
-    written_at = time.monotonic()
+    written_at = began = time.monotonic()
+    longest_s = 0.0
     for rows in _rounds(config, preferences[len(found) :], world):
         found = np.concatenate([found, rows])
+        now = time.monotonic()
+        longest_s, began = max(longest_s, now - began), now
         stopping.made_a_step = True
-        wishes = [world.is_main and stopping.due(0), time.monotonic() - written_at > _STORE_EVERY_S]
+        wishes = [world.is_main and stopping.due(longest_s), now - written_at > _STORE_EVERY_S]
         stops, writes = world.gather_rows(list(map(float, wishes)))[0].tolist()  # rank 0 decides
         if stops or writes or len(found) == len(preferences):
             world.together(lambda rows=found: write(rows) if world.is_main else None)

@@ -209,11 +209,22 @@ def create_once(path: Path, text: str) -> bool:
         os.link(own, path)
     except FileExistsError:
         return False
-    except OSError:  # a full disk, or a file system without links: the others say so too
-        return True
+    except OSError:  # a file system without hard links, or a full disk
+        return _create_in_place(path, text)
     finally:
         with contextlib.suppress(OSError):
             own.unlink(missing_ok=True)
+    return True
+
+
+def _create_in_place(path: Path, text: str) -> bool:
+    try:
+        with path.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        return False
+    except OSError:  # the other nodes cannot write it either
+        return True
     return True
 
 

@@ -29,7 +29,7 @@ from hpc_rl.node.silence import Sight, Vigil
 
 LONGEST_LOOK_S = 5.0
 """Longest interval between two looks."""
-GATHER_S = 2 * EXCHANGE_S + stack_files.ANSWER_S + 5.0
+GATHER_S = 2 * (EXCHANGE_S + LONGEST_LOOK_S) + stack_files.ANSWER_S + stack_files.PY_SPY_S + 5.0
 """How long a node waits for what the others see: they hear of a hang over node 0, and then collect their stacks."""
 CONCLUDE_S = stack_files.ANSWER_S + stack_files.PY_SPY_S + GATHER_S + 5.0
 """How long a conclusion may take."""
@@ -156,7 +156,7 @@ class HangWatch:
             self._pulses.publish(Pulse(finds_hang=True))
         names = {sight.pid: sight.name for sight in sights if sight.phase}
         in_collective: Mapping[int, bool] = {}
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):  # the verdict does not need them
             in_collective = stack_files.collect(place.beats, place.attempt_dir, place.node_rank, names, states)
         collected = tuple(silence.with_collectives(sights, in_collective))
         own = Pulse(finds_hang=True, has_collected=True, finding=finding, sights=collected)

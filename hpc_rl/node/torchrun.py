@@ -60,6 +60,10 @@ def _take_part(allocation: Allocation, meeting: Meeting, options: argparse.Names
                 with watching(watched, options.hang_timeout) as hangs:
                     _supervise(child, company, shown if rank == 0 else None, options.start_timeout, hangs)
                 was_asked = asked_to_end.is_set() or child.poll() is None
+            except UserError:
+                if rank == 0:
+                    shown.show_rest()
+                raise
             finally:
                 end(child)
                 end_descendants()

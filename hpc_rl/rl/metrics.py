@@ -132,18 +132,15 @@ def no_signal_warning(steps: int, metrics: dict[str, float]) -> str | None:
     if steps < NO_SIGNAL_STEPS or (steps - NO_SIGNAL_STEPS) % NO_SIGNAL_REPEAT:
         return None
     low, high = metrics["critic/score/min"], metrics["critic/score/max"]
-    if low == high:
-        found = f"every response scored {low:g}"
-    elif metrics.get("frac_reward_zero_std", 1.0) == 1.0:
-        found = "the responses to each prompt all scored the same"
-    else:
+    alike = f"every response scored {low:g}" if low == high else "the responses to each prompt all scored the same"
+    if metrics["critic/advantages/min"] or metrics["critic/advantages/max"]:
         return (
             f"warning: the last {steps} steps gave no learning signal: all tokens whose advantages are not 0 are left "
             "out of the loss. With algorithm.mask_truncated=true, raise data.max_response_length if most responses "
             "reach it (response_length/clip_ratio); otherwise check algorithm.tis_bounds"
         )
     return (
-        f"warning: the last {steps} steps gave no learning signal: all advantages are 0, because {found}. If scores "
+        f"warning: the last {steps} steps gave no learning signal: all advantages are 0, because {alike}. If scores "
         "are low, check that the reward function recognises a correct response, and use easier prompts or a better "
         "initial model. If scores are high, use harder prompts. A higher rollout.n or rollout.temperature makes equal "
         "scores rarer; algorithm.filter_groups=true replaces prompts with equal scores"

@@ -226,7 +226,7 @@ def _job_fields(run: RunDir, job_id: str | None, ask: Callable[[str], JobState |
     if slurm.ended and own.get("state") == STOPPED:
         return {**own_fields, "nodes": slurm.nodes}
     exit_code = own.get("exit_code") if slurm.ended and slurm.exit_code is None else slurm.exit_code
-    was_killed = slurm.state == "FAILED" and own_fields["state"] == "RUNNING"
+    was_killed = slurm.state == "FAILED" and own_fields["state"] == "RUNNING" and (slurm.exit_code or 0) > 128
     fields = {"state": slurm.state, "reason": SCRIPT_KILLED if was_killed else slurm.reason, "nodes": slurm.nodes}
     return {**fields, "expected_start": slurm.expected_start, "exit_code": exit_code}
 

@@ -118,6 +118,17 @@ def test_a_job_that_hangs_is_queued_again_once(tmp_path: Path) -> None:
     assert (code, recorded["state"]) == (1, "FAILED") and "the attempt before hung too" in said
 
 
+@pytest.mark.parametrize(
+    "step",
+    ['echo "rank 1 is silent" > "$HPC_RL_ATTEMPT_DIR/.hang"; exit 1', LOSES, "exit 143"],
+    ids=["hang", "loss", "143"],
+)
+def test_nothing_is_queued_again_that_the_user_stopped(tmp_path: Path, step: str) -> None:
+    job = "Restarts=0 PreemptTime=2026-11-22T07:22:12"
+    _, recorded, said = end(tmp_path, f'echo user > "$HPC_RL_RUN_DIR/stop"; {step}', job=job)
+    assert recorded["state"] == "FAILED" and "requeue" not in said
+
+
 @pytest.mark.parametrize(("end_in_s", "reason"), [(None, "walltime"), (270, "walltime"), (400, "preemption")])
 def test_a_warning_long_before_the_walltime_is_a_preemption(tmp_path: Path, end_in_s: int | None, reason: str) -> None:
     when = "" if end_in_s is None else f"$(($(date +%s) + {end_in_s}))"
