@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -40,12 +41,15 @@ def test_it_is_named_when_both_parts_are_there(tmp_path: Path) -> None:
 def test_a_file_of_another_node_may_be_visible_later_than_its_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = iter([False, False, True])
+    looks, is_reported = iter([False, False, True]), threading.Event()
     monkeypatch.setattr(saving_module, "_POLL_S", 0.01)
-    monkeypatch.setattr(model_state, "is_written", lambda part: part.name == CRITIC or next(looks))
+    monkeypatch.setattr(
+        model_state, "is_written", lambda part: is_reported.is_set() and (part.name == CRITIC or next(looks))
+    )
     partial, saving = begin(tmp_path)
     write(partial / ACTOR)
     write(partial / CRITIC)
+    is_reported.set()
     saving.finish()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
     assert next(looks, None) is None

@@ -189,4 +189,4 @@ def run_entry(attempt: Path, nodes: list[str], options: list[str], environ: dict
         env={**os.environ, **slurm, "HPC_RL_ATTEMPT_DIR": str(attempt), **environ},
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
-    return done.returncode, done.stderr
+    return done.returncode, done.stdout + done.stderr
