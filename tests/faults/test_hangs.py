@@ -41,6 +41,8 @@ class Freeze:
     options: tuple[str, ...] = ()
 
 
+ANY = "node1 node2"
+"""The one of these nodes on which the process is."""
 RANK = "-u -P -m hpc_rl.finetune.train"
 SFT = [
     Freeze("a rank", "node2", RANK, r"rank 1 on node node2 is stopped \(SIGSTOP\)"),
@@ -53,8 +55,8 @@ HF = ("pools.spec={train: [1], rollout: [1]}", "pools.roles.rollout=rollout")
 RAY = [
     Freeze("a worker", "node2", "^ray::Worker", r"rank 1 of pool global_pool on node node2 is stopped"),
     Freeze("the driver", "node1", "^ray::TaskRunner", r"the driver on node node1 is stopped"),
-    Freeze("an engine (hf)", "node2", "^ray::EngineProcess", r"rollout engine 0 of pool rollout on node node2 is", HF),
-    Freeze("an engine (vllm)", "node2", "^ray::EngineProc", r"rollout engine 0 of pool rollout on node node2 is", VLLM),
+    Freeze("an engine (hf)", ANY, "^ray::EngineProc", r"rollout engine 0 of pool rollout on node node[12] is", HF),
+    Freeze("an engine (vllm)", ANY, "^ray::EngineProc", r"rollout engine 0 of pool rollout on node node[12] is", VLLM),
     Freeze("the GCS", "node1", "gcs_server", r"gcs_server on node node1 is stopped"),
     Freeze("a raylet", "node2", "/raylet/raylet", r"raylet on node node2 is stopped"),
     Freeze("a node entry", "node2", "^[^ ]*python[^ ]* -P -m hpc_rl.node.ray_cl", "the node entry on node node2: no"),
@@ -83,7 +85,8 @@ def submit(
 
 
 def freeze(cluster: Cluster, node: str, pattern: str) -> None:
-    cluster.exec_on(node, ["pkill", "-STOP", "-f", "--", pattern], check=True)
+    done = [cluster.exec_on(one, ["pkill", "-STOP", "-f", "--", pattern]).returncode for one in node.split()]
+    assert 0 in done, done
 
 
 def line_of(log: str) -> str:
