@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hpc_rl.errors import EXIT_STOPPED
 from hpc_rl.node.meeting import Meeting
@@ -23,11 +24,21 @@ from hpc_rl.run_dir import PREEMPTION, REQUEUE, RunDir, read_outcome, terminated
 SAVING_S = 18.0
 """How long a run may save if Slurm ends the whole job: it kills everything KillWait later, which is 30 s unless the
 site has changed it. The rest is for the clean-up."""
+ONE_S = 2.0
+"""Signals within this time are one. Slurm sends SIGTERM twice, within milliseconds, when it ends a job."""
 ASKED_GRACE_S = 5.0
 """How long its processes may then take to end. With the reports of the other nodes, 2 s are left of KillWait."""
 _POLL_S = 0.1
 _IN_STEP = "SLURM_STEP_ID"
 _REASONS = {signal.SIGTERM: PREEMPTION, signal.SIGUSR2: REQUEUE}
+
+
+class Received(NamedTuple):
+    """A signal that has come."""
+
+    number: int
+    time: float
+    """Seconds of the monotonic clock."""
 
 
 def heed_signals(meeting: Meeting) -> threading.Event:
@@ -38,10 +49,10 @@ def heed_signals(meeting: Meeting) -> threading.Event:
         if the whole job was signalled, and at the first one if a part of the job has failed or Slurm did not start it.
     """
     asked_to_end = threading.Event()
-    received: list[int] = []
+    received: list[Received] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         # A handler may interrupt any function, so it does no more than this.
-        signal.signal(number, lambda number, _frame: received.append(number))
+        signal.signal(number, lambda number, _frame: received.append(Received(number, time.monotonic())))
     threading.Thread(target=_heed, args=(received, meeting, asked_to_end), daemon=True).start()
     return asked_to_end
 
@@ -64,14 +75,15 @@ def ask_to_save(run: RunDir, reason: str) -> None:
         stop.write(f"{reason}\n")
 
 
-def has_to_end(received: Sequence[int], since_s: float, meeting: Meeting) -> bool:
+def has_to_end(received: Sequence[Received], since_s: float, meeting: Meeting) -> bool:
     """Return whether a node entry has to end.
 
     Args:
         received: signals so far, at least one.
         since_s: seconds since the first of them.
     """
-    if len(received) > 1 or signal.SIGINT in received or _IN_STEP not in os.environ:
+    is_second = any(one.time - received[0].time > ONE_S for one in received)
+    if is_second or any(one.number == signal.SIGINT for one in received) or _IN_STEP not in os.environ:
         return True
     # srun terminates all tasks after the first failure.
     return has_failed(meeting) or (since_s >= SAVING_S and terminated_file(meeting.attempt_dir).exists())
@@ -85,12 +97,12 @@ def has_failed(meeting: Meeting) -> bool:
     return not codes <= {0, EXIT_STOPPED}
 
 
-def _heed(received: list[int], meeting: Meeting, asked_to_end: threading.Event) -> None:
+def _heed(received: list[Received], meeting: Meeting, asked_to_end: threading.Event) -> None:
     while not received:
         time.sleep(_POLL_S)
     began = time.monotonic()
     if not has_to_end(received, 0, meeting):
-        ask_to_save(RunDir(meeting.attempt_dir.parent), _REASONS[signal.Signals(received[0])])
+        ask_to_save(RunDir(meeting.attempt_dir.parent), _REASONS[signal.Signals(received[0].number)])
     while not has_to_end(received, time.monotonic() - began, meeting):
         time.sleep(_POLL_S)
     asked_to_end.set()

@@ -10,8 +10,11 @@ import pytest
 
 from hpc_rl.node.meeting import Meeting
 from hpc_rl.node.rank import RankExit
-from hpc_rl.node.signals import SAVING_S, ask_to_save, end_when, has_failed, has_to_end
+from hpc_rl.node.signals import ONE_S, SAVING_S, Received, ask_to_save, end_when, has_failed, has_to_end
 from hpc_rl.run_dir import RunDir, terminated_file
+
+
+TERM = Received(signal.SIGTERM, 0.0)
 
 
 @pytest.fixture
@@ -28,21 +31,27 @@ def rank_ended(meeting: Meeting, code: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_the_first_signal_leaves_time_to_save_and_the_second_does_not(meeting: Meeting, number: int) -> None:
-    assert not has_to_end([number], 1e6, meeting)
-    assert has_to_end([number, signal.SIGTERM], 0, meeting)
-    assert has_to_end([signal.SIGINT], 0, meeting)
+    first = Received(number, 100.0)
+    assert not has_to_end([first], 1e6, meeting)
+    assert has_to_end([first, Received(signal.SIGTERM, 100.0 + 1.01 * ONE_S)], 0, meeting)
+    assert has_to_end([Received(signal.SIGINT, 0)], 0, meeting)
+
+
+def test_slurm_may_send_one_signal_twice(meeting: Meeting) -> None:
+    twice = [Received(signal.SIGTERM, 100.0), Received(signal.SIGTERM, 100.0 + 0.99 * ONE_S)]
+    assert not has_to_end(twice, 0, meeting)
 
 
 def test_the_time_is_short_if_the_whole_job_is_signalled(meeting: Meeting) -> None:
     terminated_file(meeting.attempt_dir).touch()
-    assert not has_to_end([signal.SIGTERM], SAVING_S - 0.1, meeting)
-    assert has_to_end([signal.SIGTERM], SAVING_S, meeting)
+    assert not has_to_end([TERM], SAVING_S - 0.1, meeting)
+    assert has_to_end([TERM], SAVING_S, meeting)
 
 
 def test_there_is_no_time_to_save_after_a_failure(meeting: Meeting) -> None:
     for code, failed in ((75, False), (0, False), (137, True)):
         rank_ended(meeting, code)
-        assert has_failed(meeting) == has_to_end([signal.SIGTERM], 0, meeting) == failed
+        assert has_failed(meeting) == has_to_end([TERM], 0, meeting) == failed
     rank_ended(meeting, 0)
     meeting.fail(1)
     assert has_failed(meeting)
@@ -50,7 +59,7 @@ def test_there_is_no_time_to_save_after_a_failure(meeting: Meeting) -> None:
 
 def test_without_slurm_the_first_signal_counts(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_STEP_ID")
-    assert has_to_end([signal.SIGTERM], 0, meeting)
+    assert has_to_end([TERM], 0, meeting)
 
 
 def test_a_reason_to_stop_is_not_replaced(tmp_path: Path) -> None:
