@@ -13,7 +13,6 @@ from hpc_rl.node.rank import RankExit
 from hpc_rl.node.signals import ONE_S, SAVING_S, Received, ask_to_save, end_when, has_failed, has_to_end
 from hpc_rl.run_dir import RunDir, terminated_file
 
-
 TERM = Received(signal.SIGTERM, 0.0)
 
 
