@@ -22,7 +22,7 @@ from tests.sandbox.cluster import Cluster
 pytestmark = pytest.mark.sandbox
 ENDLESS = "trainer.total_training_steps=100000"
 EVERY = ["trainer.save_freq=1", "trainer.test_freq=0", "trainer.export=false"]
-LIMIT, SLOW = "trainer.hang_timeout_s=10", "trainer.hang_timeout_s=60"
+LIMIT, SLOW = "trainer.hang_timeout_s=30", "trainer.hang_timeout_s=90"
 SMALL_PPO = [*PPO, "data.train_batch_size=8", "actor.mini_batch_size=16", "reward.timeout_s=5"]
 LEFT = "hpc_rl[.](node|finetune|rl)|^ray::|gcs_server|raylet"
 """Processes of a job that must not be there after its end."""
