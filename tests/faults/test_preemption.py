@@ -130,7 +130,7 @@ def test_modes(
 @pytest.mark.parametrize("job", ["sft", "ppo"])
 def test_the_jobs_own_signal(signalling: Site, job: Job, observed: Callable[[Outcome], None]) -> None:
     message = "saved before the preemption; job"
-    observed(is_preempted(signalling, job, "graceful", "preemption, send_user_signal", message))
+    observed(is_preempted(signalling, job, "graceful", "preemption, preempt_send_user_signal", message))
 
 
 @pytest.mark.faults

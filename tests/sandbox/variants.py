@@ -129,7 +129,7 @@ PREEMPTING: dict[str, Any] = {
 
 SIGNALLING: dict[str, Any] = {
     **PREEMPTING,
-    "settings": {**_PREEMPTION, "PreemptParameters": "send_user_signal"},
+    "settings": {**_PREEMPTION, "SlurmctldParameters": "preempt_send_user_signal"},
 }
 """The same, but a preempted job gets the signal of its own --signal instead of SIGTERM."""
 
