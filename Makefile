@@ -34,7 +34,7 @@ test-large: .venv/test
 test-faults: .venv/test
 	.ci/install-slurm
 	rm -rf build/faults
-	$(BIN)/python -m pytest -m faults tests/faults
+	.ci/test-faults $(BIN)/python
 
 lint: .venv/test
 	$(BIN)/ruff check .

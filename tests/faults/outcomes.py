@@ -1,9 +1,13 @@
-"""What a fault did to a job: one row of the table in docs/reliability.md."""
+"""What a fault did to a job: one row of the table in docs/reliability.md.
+
+python -m tests.faults.outcomes FOLDER   # print the table
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +39,7 @@ _PATHS = re.compile(
     r" ?\(log in \S+\)|(; its log is|; the stacks of all processes are in| in file system) /\S+( and ends:)?"
 )
 """Where the logs were, which the table leaves out."""
+_ADVICE = re.compile(r" by a user or a program, or for lack of memory .*")
 HEADINGS = ("fault", "job", "detected after", "first message", "then", "steps lost", "left behind", "losses equal")
 
 
@@ -46,8 +51,9 @@ def write(outcome: Outcome, folder: Path) -> None:
 
 
 def read(folder: Path) -> list[Outcome]:
-    """Return the outcomes of a folder, ordered by job and fault."""
-    return [Outcome(**json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+    """Return the outcomes of a folder, ordered by fault and job."""
+    found = [Outcome(**json.loads(path.read_text())) for path in folder.glob("*.json")]
+    return sorted(found, key=lambda outcome: (outcome.fault.lower(), outcome.job))
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
@@ -62,9 +68,13 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
         outcome.fault,
         outcome.job,
         "" if seconds is None else f"{seconds:.0f} s",
-        _PATHS.sub("", outcome.first_message).replace("|", "\\|"),
+        _ADVICE.sub(" ...", _PATHS.sub("", outcome.first_message)).removeprefix("hpc-rl: ").replace("|", "\\|"),
         outcome.ended,
         "" if lost is None else str(lost),
         outcome.left_behind,
         "" if equal is None else "yes" if equal else "NO",
     )
+
+
+if __name__ == "__main__":
+    print(table(read(Path(sys.argv[1]))))
