@@ -119,7 +119,8 @@ def refuse_unwritable(folder: Path, what: str) -> None:
     """
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
-            probe.write(bytes(NEEDED_BYTES))
+            if probe.write(bytes(NEEDED_BYTES)) < NEEDED_BYTES:  # the rest did not fit
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(probe.fileno())
     except OSError as error:
         raise UserError(f"{what} is not writable: {folder}: {explained(error, folder)}") from error

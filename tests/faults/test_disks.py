@@ -68,6 +68,7 @@ def test_the_disk_of_the_run_directory_fills_up(
     for view in ("status", "explain"):
         assert "No space left on device" in workspace.ok(view, str(run))
     assert f"file system {disk.path} (tmpfs) has" in workspace.ok("status", str(run))
+    disk.fill()  # the job has removed what it had written of the last checkpoint
     refused = workspace.hpc_rl(*command)
     assert refused.returncode == 2 and "is not writable" in refused.stderr and "Traceback" not in refused.stderr
     disk.free()
