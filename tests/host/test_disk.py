@@ -72,7 +72,7 @@ def test_a_folder_on_a_full_file_system(disk: SmallDisk) -> None:
     with pytest.raises(UserError, match=message):
         refuse_unwritable(disk.path, "the folder")
     disk.fill(leave_bytes=20480)
-    with pytest.raises(UserError, match="No space left on device: .* has 20,480 bytes and"):
+    with pytest.raises(UserError, match=r"No space left on device: .* has 20,480 bytes and"):
         refuse_unwritable(disk.path, "the folder")
     disk.free()
     disk.use_all_inodes()
