@@ -61,9 +61,10 @@ def test_a_mute_wandb_server(
     workspace: Workspace, mute: str, expected: dict[int, float], observed: Callable[[Outcome], None]
 ) -> None:
     wandb = ["trainer.logger=[console,wandb]", "trainer.wandb_mode=online"]
-    server = [f"slurm.env.WANDB_BASE_URL={mute}", f"slurm.env.WANDB_API_KEY={'0' * 40}", "slurm.env.WANDB_MODE=online"]
+    server = [f"slurm.env.WANDB_BASE_URL={mute}", "slurm.env.WANDB_MODE=online"]
+    with_key = replace(workspace, environ={**workspace.environ, "WANDB_API_KEY": "0" * 40})
     began = time.monotonic()
-    workspace.ok("submit", "sft", *ON_NODE1, "--wait", "--job-name", "no-wandb", *QUICK, STEPS, *wandb, *server)
+    with_key.ok("submit", "sft", *ON_NODE1, "--wait", "--job-name", "no-wandb", *QUICK, STEPS, *wandb, *server)
     message = line_with(log_of(workspace, "no-wandb"), "wandb cannot be used online")
     assert message
     losses = workspace.losses("no-wandb")
@@ -77,7 +78,7 @@ def test_a_mute_hub(workspace: Workspace, mute: str, observed: Callable[[Outcome
     began = time.monotonic()
     words = ["submit", "sft", *ON_NODE1, "--wait", "--job-name", "no-hub", *QUICK, STEPS, "model.path=owner/model"]
     done = workspace.hpc_rl(*words, *online)
-    found = done.stdout + done.stderr
+    found = done.stdout + done.stderr + log_of(workspace, "no-hub")
     assert done.returncode == 2, found
     message = line_with(found, "did not answer within")
     assert message and "Traceback" not in found
