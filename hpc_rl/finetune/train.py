@@ -1,4 +1,6 @@
-"""python -m hpc_rl.finetune.train [--kind KIND] [--run-dir DIR] --config FILE | key=value ...
+"""Fine-tune a model: one rank of a job.
+
+    python -m hpc_rl.finetune.train [--kind KIND] [--run-dir DIR] --config FILE | key=value ...
 
 torchrun starts this process once per GPU; it also runs alone. The run directory is the run: started again in the same
 directory, training resumes from the newest checkpoint. Exit codes: 0 finished, 75 stopped (it can be resumed), 2

@@ -15,10 +15,10 @@ from hpc_rl.host.deaths import KILLED, meaning_of, ran_out_of_memory
 from hpc_rl.host.files import tail, write_atomically
 from hpc_rl.host.processes import shell_code
 from hpc_rl.node.causes import TERMINATED, End, Kind, first_cause, kind_of
+from hpc_rl.node.meeting import POLL_S
 
 RECORD_TIMEOUT_S = 15.0
 """How long a parent may take to end its rank and to record that."""
-POLL_S = 0.05
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -12,14 +10,13 @@ from typing import Literal
 import pytest
 
 from tests.conftest import sandbox_cluster
-from tests.e2e.test_ppo_on_slurm import PPO, REWARD
-from tests.e2e.workspace import QUICK, Workspace, make_workspace
+from tests.e2e.workspace import QUICK, Workspace
+from tests.faults.jobs import SMALL_PPO, measured, workspace_on
 from tests.faults.outcomes import Outcome
 from tests.sandbox.cluster import Cluster
 from tests.small_disk import SmallDisk, small_disk
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.faults]
-SMALL_PPO = ("data.train_batch_size=8", "actor.mini_batch_size=16")
 SAVES = ("trainer.save_freq=1", "trainer.total_training_steps=400", "trainer.test_freq=0", "trainer.export=false")
 
 
@@ -39,18 +36,7 @@ def cluster(disk: SmallDisk, slurm_tree: str) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def workspace(cluster: Cluster) -> Workspace:
-    workspace = make_workspace(cluster.shared / f"disks-{uuid.uuid4().hex[:8]}", cluster.env)
-    workspace.ok("data", "arithmetic", "--out", "sums", "--train", "400", "--val", "40")
-    (workspace.folder / "reward.py").write_text(REWARD)
-    return workspace
-
-
-def steps(run: Path) -> dict[int, float]:
-    """Return what each step measured: the loss, or the mean reward."""
-    lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
-    records = [record for line in lines if line.startswith("{") and line.endswith("}") and (record := json.loads(line))]
-    names = ("train/loss", "critic/score/mean")
-    return {record["step"]: record[name] for record in records for name in names if name in record}
+    return workspace_on(cluster, "disks")
 
 
 @pytest.mark.parametrize("job", ["sft", "ppo"])
@@ -58,10 +44,10 @@ def test_the_disk_of_the_run_directory_fills_up(
     workspace: Workspace, disk: SmallDisk, job: Literal["sft", "ppo"], observed: Callable[[Outcome], None]
 ) -> None:
     run = disk.path / job
-    options = [*(QUICK if job == "sft" else (*PPO, *SMALL_PPO)), *SAVES]
+    options = [*(QUICK if job == "sft" else SMALL_PPO), *SAVES]
     command = ["submit", job, "--nodes", "2", "--mem", "4G", "--run-dir", str(run), *options]
     workspace.ok(*command)
-    workspace.wait_until(lambda: max(steps(run), default=0) >= 3, "3 steps")
+    workspace.wait_until(lambda: max(dict(measured(run)), default=0) >= 3, "3 steps")
     disk.fill()
     workspace.wait_until(lambda: workspace.status(str(run))["state"] == "FAILED", "the job failed")
     assert workspace.status(str(run))["exit_code"] == 1
@@ -72,11 +58,11 @@ def test_the_disk_of_the_run_directory_fills_up(
     refused = workspace.hpc_rl(*command)
     assert refused.returncode == 2 and "is not writable" in refused.stderr and "Traceback" not in refused.stderr
     disk.free()
-    before = steps(run)
+    before = dict(measured(run))
     saved = max(int(path.name.removeprefix("step-")) for path in run.glob("checkpoints/step-????????"))
     last = saved + 2
     workspace.ok(*command, f"trainer.total_training_steps={last}", "--wait")
-    after = steps(run)
+    after = dict(measured(run))
     assert sorted(after) == list(range(1, last + 1))
     lost = max(before) - saved
     observed(
@@ -89,7 +75,11 @@ def test_the_temporary_folder_of_a_node_is_full_at_the_start(
     workspace: Workspace, disk: SmallDisk, job: Literal["sft", "ppo"], observed: Callable[[Outcome], None]
 ) -> None:
     disk.fill()
-    options = [*(QUICK if job == "sft" else PPO), f"slurm.env.TMPDIR={disk.path}", "trainer.total_training_steps=1"]
+    options = [
+        *(QUICK if job == "sft" else SMALL_PPO),
+        f"slurm.env.TMPDIR={disk.path}",
+        "trainer.total_training_steps=1",
+    ]
     ended = workspace.hpc_rl(
         "submit", job, "--nodes", "1", "--mem", "4G", "--job-name", f"tmp-{job}", "--wait", *options
     )

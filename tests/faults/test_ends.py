@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,8 @@ from typing import Literal
 import pytest
 
 from tests.conftest import sandbox_cluster
-from tests.e2e.test_ppo_on_slurm import PPO, REWARD
-from tests.e2e.workspace import QUICK, Workspace, make_workspace
+from tests.e2e.workspace import QUICK, Workspace
+from tests.faults.jobs import SMALL_PPO, left_on, workspace_on
 from tests.faults.outcomes import Outcome
 from tests.sandbox import network, state
 from tests.sandbox.cluster import Cluster
@@ -23,8 +22,6 @@ from tests.sandbox.cluster import Cluster
 pytestmark = [pytest.mark.sandbox, pytest.mark.faults]
 Job = Literal["sft", "ppo"]
 ENDLESS = ["trainer.total_training_steps=100000", "trainer.test_freq=0", "trainer.export=false"]
-LEFT = "hpc_rl[.](node|finetune|rl)|^ray::|gcs_server|raylet"
-"""Processes of a job that must not be there after its end."""
 NOISE = r"Traceback|[Ee]rror(?!:)|SIGTERM|ChildFailed"
 """What must not be printed before the cause. srun's own lines (`srun: error: ...`) may be."""
 
@@ -62,16 +59,9 @@ PARTS = [
 ]  # fmt: skip
 
 
-def workspace_of(cluster: Cluster) -> Workspace:
-    workspace = make_workspace(cluster.shared / f"ends-{uuid.uuid4().hex[:8]}", cluster.env)
-    workspace.ok("data", "arithmetic", "--out", "sums", "--train", "400", "--val", "40")
-    (workspace.folder / "reward.py").write_text(REWARD)
-    return workspace
-
-
 @pytest.fixture(scope="module")
 def workspace(slurm_cluster: Cluster) -> Workspace:
-    return workspace_of(slurm_cluster)
+    return workspace_on(slurm_cluster, "ends")
 
 
 @pytest.fixture
@@ -82,7 +72,7 @@ def patient_cluster() -> Iterator[Cluster]:
 
 def begin(workspace: Workspace, job: Job, name: str, *options: str) -> Path:
     """Start a run on two nodes that does not end by itself, wait for its second step, and return its folder."""
-    own = QUICK if job == "sft" else [*PPO, "data.train_batch_size=8", "actor.mini_batch_size=16", "slurm.mem=4G"]
+    own = QUICK if job == "sft" else [*SMALL_PPO, "slurm.mem=4G"]
     workspace.ok("submit", job, "--nodes", "2", "--job-name", name, *own, *ENDLESS, *options)
     run = workspace.folder / "runs" / name
     metrics = run / "metrics.jsonl"
@@ -92,12 +82,6 @@ def begin(workspace: Workspace, job: Job, name: str, *options: str) -> Path:
 
 def text_of(run: Path) -> str:
     return "".join(path.read_text() for path in sorted(run.glob("job-*.log")))
-
-
-def left_on(cluster: Cluster, nodes: list[str]) -> str:
-    """Return processes and folders of jobs that are still on these nodes."""
-    commands = (["pgrep", "-fa", LEFT], ["sh", "-c", "ls -d /tmp/0.*"])
-    return "".join(cluster.exec_on(node, command).stdout for node in nodes for command in commands)
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.job}-{part.name}".replace(" ", "-"))
@@ -140,7 +124,7 @@ def test_a_node_without_slurmstepd(
 @pytest.mark.parametrize("job", ["sft", "ppo"])
 def test_a_node_that_is_cut_off(patient_cluster: Cluster, job: Job, observed: Callable[[Outcome], None]) -> None:
     """The run is queued again without the node, before Slurm has noticed. Both sides are cleaned up."""
-    workspace = workspace_of(patient_cluster)
+    workspace = workspace_on(patient_cluster, "ends")
     run = begin(workspace, job, f"{job}-cut", "trainer.save_freq=1", "--sbatch", "nodelist=node[2-3]")
     network.unplug(state.machines(patient_cluster.name)["ctl"].pid, 3, second="")
     began = time.monotonic()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +11,8 @@ from typing import Literal
 
 import pytest
 
-from tests.e2e.test_ppo_on_slurm import PPO, REWARD
-from tests.e2e.workspace import QUICK, Workspace, make_workspace
+from tests.e2e.workspace import QUICK, Workspace
+from tests.faults.jobs import SMALL_PPO, left_on, measured, workspace_on
 from tests.faults.outcomes import Outcome
 from tests.helpers import make_tiny_model
 from tests.sandbox.cluster import Cluster
@@ -23,9 +21,6 @@ pytestmark = pytest.mark.sandbox
 ENDLESS = "trainer.total_training_steps=100000"
 EVERY = ["trainer.save_freq=1", "trainer.test_freq=0", "trainer.export=false"]
 LIMIT, SLOW = "trainer.hang_timeout_s=30", "trainer.hang_timeout_s=90"
-SMALL_PPO = [*PPO, "data.train_batch_size=8", "actor.mini_batch_size=16", "reward.timeout_s=5"]
-LEFT = "hpc_rl[.](node|finetune|rl)|^ray::|gcs_server|raylet"
-"""Processes of a job that must not be there after its end."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +63,8 @@ RAY = [
 
 @pytest.fixture(scope="module")
 def workspace(slurm_cluster: Cluster) -> Workspace:
-    found = make_workspace(slurm_cluster.shared / f"hangs-{uuid.uuid4().hex[:8]}", slurm_cluster.env)
+    found = workspace_on(slurm_cluster, "hangs")
     make_tiny_model(found.folder / "ppo-model", hidden=64, layers=2)
-    found.ok("data", "arithmetic", "--out", "sums", "--train", "400", "--val", "40")
-    (found.folder / "reward.py").write_text(REWARD)
     return found
 
 
@@ -79,7 +72,7 @@ def submit(
     workspace: Workspace, job: Literal["sft", "ppo"], name: str, *options: str, steps: str = ENDLESS, limit: str = LIMIT
 ) -> Path:
     """Start a run on two nodes, and wait for its third step."""
-    own = [*QUICK] if job == "sft" else [*SMALL_PPO, "model.path=ppo-model", "slurm.mem=4G"]
+    own = [*QUICK] if job == "sft" else [*SMALL_PPO, "reward.timeout_s=5", "model.path=ppo-model", "slurm.mem=4G"]
     where = ["--nodes", "2", "--sbatch", "nodelist=node[1-2]"]
     workspace.ok("submit", job, *where, "--job-name", name, *own, *EVERY, steps, limit, *options)
     run = workspace.folder / "runs" / name
@@ -116,9 +109,7 @@ def check_ended(workspace: Workspace, cluster: Cluster, run: Path, message: str)
     assert status["exit_code"] == 1
     assert (run / "attempt-1" / ".hang").read_text().strip() in line
     cluster.wait_idle()
-    for node in cluster.nodes:
-        assert cluster.exec_on(node, ["pgrep", "-fa", LEFT]).stdout == ""
-        assert cluster.exec_on(node, ["sh", "-c", "ls -d /tmp/0.*"]).stdout == ""
+    assert left_on(cluster, cluster.nodes) == ""
     return line
 
 
@@ -157,13 +148,6 @@ def test_whatever_stops_is_found(
     assert list((run / "attempt-1" / "stacks").glob("*.txt"))
     message = line.split("; the stacks")[0]
     observed(Outcome(f"SIGSTOP of {what.name}", job, detected_s, message, "exit code 1", None))
-
-
-def measured(run: Path) -> list[tuple[int, float]]:
-    """Return what each step measured: the loss, or the mean reward. A repeated step is there twice."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    names = ("train/loss", "critic/score/mean")
-    return [(record["step"], record[name]) for record in records for name in names if name in record]
 
 
 @pytest.mark.faults

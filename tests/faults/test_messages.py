@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_ppo_on_slurm import PPO, REWARD
-from tests.e2e.workspace import QUICK, Workspace, make_workspace
+from tests.e2e.test_ppo_on_slurm import PPO
+from tests.e2e.workspace import QUICK, Workspace
+from tests.faults.jobs import workspace_on
 from tests.faults.outcomes import Outcome
 from tests.sandbox.cluster import Cluster
 
@@ -48,10 +48,7 @@ PPO_DEATHS = {
 
 @pytest.fixture(scope="module")
 def workspace(slurm_cluster: Cluster) -> Workspace:
-    workspace = make_workspace(slurm_cluster.shared / f"messages-{uuid.uuid4().hex[:8]}", slurm_cluster.env)
-    workspace.ok("data", "arithmetic", "--out", "sums", "--train", "400", "--val", "40")
-    (workspace.folder / "reward.py").write_text(REWARD)
-    return workspace
+    return workspace_on(slurm_cluster, "messages")
 
 
 def log_of(workspace: Workspace, run: str) -> str:

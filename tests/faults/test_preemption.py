@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -11,8 +10,8 @@ from typing import Literal
 import pytest
 
 from tests.conftest import sandbox_cluster
-from tests.e2e.test_ppo_on_slurm import PPO, REWARD
-from tests.e2e.workspace import QUICK, Workspace, make_workspace
+from tests.e2e.workspace import QUICK, Workspace
+from tests.faults.jobs import SMALL_PPO, measured, workspace_on
 from tests.faults.outcomes import Outcome
 from tests.sandbox.cluster import Cluster
 from tests.sandbox.variants import PREEMPTING, SIGNALLING, SUSPENDING
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.sandbox
 Job = Literal["sft", "ppo"]
 SIZES: dict[Job, list[str]] = {
     "sft": ["sft", *QUICK, "trainer.total_training_steps=8"],
-    "ppo": ["ppo", *PPO, "data.train_batch_size=8", "actor.mini_batch_size=16", "trainer.total_training_steps=6"],
+    "ppo": ["ppo", *SMALL_PPO, "trainer.total_training_steps=6"],
 }
 EVERY = ["--nodes", "2", "--mem", "4G", "--time", "60", "trainer.test_freq=0", "trainer.export=false"]
 
@@ -36,10 +35,7 @@ class Site:
 
     def measured(self, run: str) -> list[tuple[int, float]]:
         """Return what each step measured: the loss, or the mean reward. A repeated step is there twice."""
-        path = self.workspace.folder / "runs" / run / "metrics.jsonl"
-        records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        names = ("train/loss", "critic/score/mean")
-        return [(record["step"], record[name]) for record in records for name in names if name in record]
+        return measured(self.workspace.folder / "runs" / run)
 
     def whole(self, job: Job) -> dict[int, float]:
         if job not in self.expected:
@@ -57,9 +53,7 @@ class Site:
 
 def site(name: str, spec: dict[str, object]) -> Iterator[Site]:
     for cluster in sandbox_cluster(f"pytest-{name}", **spec):
-        workspace = make_workspace(cluster.shared / f"{name}-{uuid.uuid4().hex[:8]}", cluster.env)
-        workspace.ok("data", "arithmetic", "--out", "sums", "--train", "400", "--val", "40")
-        (workspace.folder / "reward.py").write_text(REWARD)
+        workspace = workspace_on(cluster, name)
         yield Site(cluster, workspace, {})
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +15,8 @@ from typing import Literal
 import pytest
 
 from tests.conftest import sandbox_cluster
-from tests.e2e.test_ppo_on_slurm import PPO, REWARD
-from tests.e2e.workspace import QUICK, Workspace, make_workspace
+from tests.e2e.workspace import QUICK, Workspace
+from tests.faults.jobs import SMALL_PPO, measured, workspace_on
 from tests.faults.outcomes import Outcome
 from tests.sandbox.cluster import Cluster
 
@@ -28,7 +26,7 @@ STALL_S = 60
 STEPS = {"sft": "trainer.total_training_steps=12", "ppo": "trainer.total_training_steps=6"}
 OPTIONS = {
     "sft": [*QUICK, STEPS["sft"]],
-    "ppo": [*PPO, "data.train_batch_size=8", "actor.mini_batch_size=16", "slurm.mem=4G", STEPS["ppo"]],
+    "ppo": [*SMALL_PPO, "slurm.mem=4G", STEPS["ppo"]],
 }
 EVERY = ["--nodes", "2", "trainer.test_freq=0", "trainer.export=false"]
 SKEW = """
@@ -81,16 +79,8 @@ class Place:
         """Return what each step of a run measures that nothing disturbs."""
         if job not in self.expected:
             self.workspace.ok("submit", job, "--wait", "--job-name", f"whole-{job}", *OPTIONS[job], *EVERY)
-            self.expected[job] = measured(self.workspace.folder / "runs" / f"whole-{job}")
+            self.expected[job] = dict(measured(self.workspace.folder / "runs" / f"whole-{job}"))
         return self.expected[job]
-
-
-def measured(run: Path) -> dict[int, float]:
-    """Return the loss, or the mean reward, of each step."""
-    path = run / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    names = ("train/loss", "critic/score/mean")
-    return {record["step"]: record[name] for record in records for name in names if name in record}
 
 
 @contextmanager
@@ -116,9 +106,7 @@ def place(slurm_tree: str) -> Iterator[Place]:
     # The file system is mounted before the nodes start, so that they see it too.
     with mounted(Path(tempfile.mkdtemp(dir="/var/tmp", prefix="hpc-rl-"))) as disk:
         for cluster in sandbox_cluster("pytest-trouble", nodes=2, cpus=2, memory_mb=6000, tree=slurm_tree):
-            workspace = make_workspace(cluster.shared / f"trouble-{uuid.uuid4().hex[:8]}", cluster.env)
-            workspace.ok("data", "arithmetic", "--out", "sums", "--train", "400", "--val", "40")
-            (workspace.folder / "reward.py").write_text(REWARD)
+            workspace = workspace_on(cluster, "trouble")
             yield Place(cluster, workspace, disk, {})
 
 
@@ -135,7 +123,7 @@ def test_the_shared_file_system_stalls(place: Place, job: Job, observed: Callabl
         stall.wait(timeout=STALL_S + 600)
     workspace.wait_until(lambda: workspace.status(str(run))["state"] not in ("PENDING", "RUNNING"), "the end")
     assert workspace.status(str(run))["state"] == "COMPLETED", workspace.ok("logs", str(run))
-    assert measured(run) == pytest.approx(whole, abs=1e-4)
+    assert dict(measured(run)) == pytest.approx(whole, abs=1e-4)
     observed(Outcome(f"file system stalls for {STALL_S} s", job, None, "", "went on", 0, losses_equal=True))
 
 
@@ -148,7 +136,7 @@ def test_a_node_whose_clock_is_wrong(place: Place, job: Job, observed: Callable[
     skewed = [f"slurm.env.PYTHONPATH={folder}", "slurm.env.SKEWED_NODE=node2", "trainer.save_freq=2"]
     limits = ["--time", "30", "trainer.hang_timeout_s=60"]
     workspace.ok("submit", job, "--wait", "--job-name", f"skewed-{job}", *OPTIONS[job], *EVERY, *skewed, *limits)
-    assert measured(workspace.folder / "runs" / f"skewed-{job}") == pytest.approx(whole, abs=1e-4)
+    assert dict(measured(workspace.folder / "runs" / f"skewed-{job}")) == pytest.approx(whole, abs=1e-4)
     observed(Outcome("a clock that is an hour ahead", job, None, "", "unaffected", 0, losses_equal=True))
 
 
@@ -202,5 +190,5 @@ def test_a_stop_at_a_bad_time(
         (run / "paused").unlink()
         workspace.ok(*command, "--wait")
     assert (run / "model" / "model.safetensors").exists()
-    assert measured(run) == pytest.approx(whole, abs=1e-4)
+    assert dict(measured(run)) == pytest.approx(whole, abs=1e-4)
     observed(Outcome(f"`hpc-rl stop` during {what}", "sft", None, "", state.lower(), 0, losses_equal=True))

@@ -12,10 +12,8 @@ from hpc_rl.host.files import tail
 from hpc_rl.node.causes import TERMINATED, End, Kind
 from hpc_rl.node.company import Company
 from hpc_rl.node.hangs import HangWatch
-from hpc_rl.node.meeting import Meeting
+from hpc_rl.node.meeting import POLL_S, Meeting
 from hpc_rl.node.ray_cluster.processes import RayProcess
-
-POLL_S = 0.05
 
 
 class JobEnd(Exception):
