@@ -217,8 +217,12 @@ class RolloutConfig(Section):
 class RewardConfig(Section):
     function: str | None = None
     """Reward function: gsm8k, math, exact, format, or your own as package.module:function or path/file.py:function."""
+    functions: list[Annotated[str, Field(min_length=1)]] = []
+    """Several reward functions instead of one, such as [gsm8k, format]. The score is the weighted sum of theirs."""
+    weights: list[Annotated[float, Field(allow_inf_nan=False)]] = []
+    """Weight of each of reward.functions. Empty: all weights are 1."""
     kwargs: Table = {}
-    """Additional keyword arguments of the reward function."""
+    """Additional keyword arguments of the reward function; with reward.functions, a table of them for each name."""
     model: Path | None = None
     """Folder or hub name of a reward model (a sequence classifier with one output), instead of a function."""
     url: str | None = None
@@ -240,15 +244,38 @@ class RewardConfig(Section):
             possible_path(value)
         return value
 
+    def alone(self, function: str) -> RewardConfig:
+        """Return the configuration of one of `functions` by itself, whose failures have no score."""
+        own = {"function": function, "kwargs": self.kwargs.get(function, {})}
+        return self.model_copy(update={**own, "functions": [], "weights": [], "on_error": None, "clip": None})
+
+    def each_function(self) -> list[RewardConfig]:
+        """Return the configuration of each reward function by itself; none for a model or a URL."""
+        return [self] if self.function is not None else [self.alone(name) for name in self.functions]
+
     def problems(self) -> Iterator[str]:
-        given = [name for name in ("function", "model", "url") if getattr(self, name) is not None]
-        message = "set exactly one of reward.function, reward.model and reward.url"
+        given = [name for name in ("function", "functions", "model", "url") if getattr(self, name)]
+        message = "set exactly one of reward.function, reward.functions, reward.model and reward.url"
         if not given:
             raise PydanticCustomError("missing", message)
         if len(given) > 1:
             yield f"{message}, found {' and '.join(given)}"
+        yield from self._several_problems()
         if self.clip is not None and self.clip[0] >= self.clip[1]:
             yield f"reward.clip is [{self.clip[0]:g}, {self.clip[1]:g}]: put the lower number first"
+
+    def _several_problems(self) -> Iterator[str]:
+        names = self.functions
+        if self.weights and len(self.weights) != len(names):
+            yield f"reward.weights has {len(self.weights)} numbers for {len(names)} reward.functions: give one for each"
+        if len({*names}) < len(names):
+            yield f"reward.functions [{', '.join(names)}] has a name twice: name each function once"
+        for name, arguments in self.kwargs.items() if names else ():
+            if name not in names or not isinstance(arguments, dict):
+                yield (
+                    f"reward.kwargs.{name}: with reward.functions, write a table for each function, such as "
+                    f"reward.kwargs={{{names[0]}: {{NAME: VALUE}}}}"
+                )
 
 
 class PoolsConfig(Section):

@@ -58,7 +58,7 @@ class Scorer(Protocol):
 
 
 def open_scorer(config: RewardConfig) -> Scorer:
-    """Open the scorer of reward.function or reward.url. A reward model is not scored by this package.
+    """Open the scorer of reward.function, reward.functions or reward.url. A reward model is not scored by this package.
 
     Raises:
         UserError: the function cannot be loaded, or the URL is invalid.
@@ -68,10 +68,12 @@ def open_scorer(config: RewardConfig) -> Scorer:
         return InDriverScorer(config, REWARDS[config.function].module)
     if config.function is not None:
         return ProcessScorer(config, config.function)
+    if config.functions:
+        return WeightedScorer(config)
     if config.url is not None:
         check_url(config.url)
         return HttpScorer(config, config.url)
-    raise ValueError("reward.function and reward.url are both unset")
+    raise ValueError("reward.function, reward.functions and reward.url are all unset")
 
 
 class InDriverScorer:
@@ -136,6 +138,53 @@ class HttpScorer:
     def close(self) -> None:
         """See Scorer."""
         self._endpoint.close()
+
+
+class WeightedScorer:
+    """Adds the weighted scores of several functions. A response for which one of them fails has no score."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._weights = config.weights or [1.0] * len(config.functions)
+        self._scorers: list[Scorer] = []
+        try:
+            for each in config.each_function():
+                self._scorers.append(open_scorer(each))
+        except BaseException:
+            self.close()
+            raise
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Scores:
+        """See Scorer. The score of each function is a component with its name."""
+        found = [scorer.score(prompts, responses) for scorer in self._scorers]
+        return weighted_sum(dict(zip(self._config.functions, found, strict=True)), self._weights, self._config)
+
+    def close(self) -> None:
+        """See Scorer."""
+        for scorer in self._scorers:
+            scorer.close()
+
+
+def weighted_sum(scores: Mapping[str, Scores], weights: Sequence[float], config: RewardConfig) -> Scores:
+    """Return sum_k weight_k * score_k for each response, as `final_values`.
+
+    Args:
+        scores: those of each function, NaN where it failed. The numbers become components: NAME, and NAME/KEY for
+            the function's own.
+    """
+    table_KB = np.stack([each.values for each in scores.values()])
+    total_B = (np.array(weights)[:, None] * table_KB).sum(axis=0).astype(np.float32)
+    errors: dict[int, str] = {}
+    components: list[dict[str, float]] = [{} for _ in total_B]
+    for name, each in scores.items():
+        for index, reason in each.errors:
+            errors.setdefault(index, f"{name}: {reason}")
+        for index, value in enumerate(each.values.tolist()):
+            if not math.isnan(value):
+                components[index][name] = value
+        for index, own in enumerate(each.components):
+            components[index] |= {f"{name}/{key}": value for key, value in own.items()}
+    return Scores(final_values(total_B, config), sorted(errors.items()), components)
 
 
 def to_scores(results: Sequence[Result], responses: Sequence[str], config: RewardConfig) -> Scores:

@@ -75,6 +75,23 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
             "algorithm.tis_bounds is [2, 0.5]: give two ratios of at least 0, the lower one first",
         ),
         (
+            ("reward.function=null", "reward.functions=[exact,gsm8k]", "reward.weights=[1]"),
+            "reward.weights has 1 numbers for 2 reward.functions: give one for each",
+        ),
+        (
+            ("reward.weights=[1]",),
+            "reward.weights has 1 numbers for 0 reward.functions: give one for each",
+        ),
+        (
+            ("reward.function=null", "reward.functions=[exact,exact]"),
+            "reward.functions [exact, exact] has a name twice: name each function once",
+        ),
+        (
+            ("reward.function=null", "reward.functions=[exact,format]", "reward.kwargs.pattern=x"),
+            "reward.kwargs.pattern: with reward.functions, write a table for each function, such as "
+            "reward.kwargs={exact: {NAME: VALUE}}",
+        ),
+        (
             ("reward.clip=[1,1]",),
             "reward.clip is [1, 1]: put the lower number first",
         ),
@@ -134,7 +151,7 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
         ),
         (
             ("reward.model=/reward",),
-            "reward.function, reward.model and reward.url, found function and model",
+            "reward.functions, reward.model and reward.url, found function and model",
         ),
         (("reward.function=null",), "reward.function: required, but not given"),
         (("rollout.temperature=0",), "rollout.temperature: Input should be greater than 0, found 0"),

@@ -244,3 +244,31 @@ def test_scores_are_limited_and_the_score_of_failures_is_not(opened: Open, write
         scores = scorer.score(prompts("", "", "", ""), ["-2", "0.25", "7", "x"])
         expected = [-1.0, 0.25, 0.5, float("nan") if on_error is None else on_error]
         assert scores.values.tolist() == pytest.approx(expected, nan_ok=True)
+
+
+HALF = "def score(response, answer):\n    return {'score': len(response) / 2, 'letters': len(response)}\n"
+
+
+def test_several_functions_add_up_with_their_weights(opened: Open, write: Write) -> None:
+    name = write(HALF)
+    scorer = opened(functions=["exact", name], weights=[2, -3], clip=(-4, 9), on_error=None)
+    scores = scorer.score(prompts("ab", "ab", "ab"), ["ab", "a", "abcdef"])
+    assert scores.values.tolist() == [2 - 3, -1.5, -4]
+    assert scores.components[0] == {"exact": 1.0, name: 1.0, f"{name}/letters": 2.0}
+    assert opened(functions=["exact", name]).score(prompts("ab"), ["ab"]).values.tolist() == [2]  # weights of 1
+
+
+def test_a_response_that_one_of_several_functions_fails_on_has_no_score(opened: Open, write: Write) -> None:
+    name = write("def score(response, answer):\n    return float(response)\n")
+    for on_error in (-3.0, None):
+        scorer = opened(functions=["exact", name], on_error=on_error)
+        scores = scorer.score(prompts("1", "x"), ["1", "x"])
+        assert scores.values.tolist() == pytest.approx([2, on_error or float("nan")], nan_ok=True)
+        assert scores.errors == [(1, f"{name}: ValueError: could not convert string to float: 'x'")]
+        assert scores.components[1] == {"exact": 1.0}
+
+
+def test_each_of_several_functions_has_its_own_arguments(opened: Open, write: Write) -> None:
+    name = write("def score(response, answer, bonus):\n    return bonus\n")
+    scorer = opened(functions=["format", name], kwargs={"format": {"pattern": "a+"}, name: {"bonus": 5}})
+    assert scorer.score(prompts("", ""), ["aa", "b"]).values.tolist() == [6, 5]

@@ -170,8 +170,8 @@ def reward(job: Job) -> Iterator[Question]:
     if not isinstance(config, PpoConfig):
         return
     same_python = config.slurm.python is None and config.container.image is None
-    if config.reward.function is not None:
-        yield Question(_check_reward, (config.reward, same_python))
+    for each in config.reward.each_function():
+        yield Question(_check_reward, (each, same_python))
     if config.reward.url is not None:
         yield Question(check_url, (config.reward.url,))
 
