@@ -61,7 +61,8 @@ SiteOption = Annotated[
     ),
 ]
 RunOrSweepArgument = Annotated[
-    str, typer.Argument(metavar="RUN_OR_SWEEP", help="Run directory, name of a run or sweep, or job id.")
+    str,
+    typer.Argument(metavar="RUN", help="Run directory, name of a run, sweep or pipeline, or job id."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
 

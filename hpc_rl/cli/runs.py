@@ -25,14 +25,20 @@ from hpc_rl.run_dir import ENV_RUN_DIR
 
 
 @app.command()
-def status(run: RunArgument, as_json: JsonOption = False) -> None:
-    """Show the state and progress of a run. If it failed, the cause comes first.
+def status(run: RunOrSweepArgument, as_json: JsonOption = False) -> None:
+    """Show the state and progress of a run, or of all stages of a pipeline. If a run failed, the cause comes first.
 
     Example: hpc-rl status sft-1
     """
     from hpc_rl.doctor import diagnosis
+    from hpc_rl.runs import run_sets, table
     from hpc_rl.runs.status import find_run
 
+    several = run_sets.find_run_set(run)
+    if isinstance(several, run_sets.PipelineDir):
+        rows = table.runs_of(several)
+        print(json.dumps([row.as_dict() for row in rows]) if as_json else runs_table(rows))
+        return
     found, explanation = diagnosis.diagnosis_of(find_run(run))
     if not as_json and (reasons := explanation_text(explanation, brief=True)):
         print(reasons + "\n")
@@ -78,30 +84,28 @@ def logs(
 
 @app.command()
 def cancel(run: RunOrSweepArgument) -> None:
-    """End the job of a run, or all jobs of a sweep, immediately. Checkpoints are kept.
+    """End the job of a run, or all jobs of a sweep or pipeline, immediately. Checkpoints are kept.
 
     Example: hpc-rl cancel sft-1
     """
-    from hpc_rl.runs import control, sweeps
+    from hpc_rl.runs import control, run_sets
     from hpc_rl.runs.status import find_run
-    from hpc_rl.runs.sweeps import find_sweep
 
-    sweep = find_sweep(run)
-    print(sweeps.cancel(sweep) if sweep else control.cancel(find_run(run)))
+    several = run_sets.find_run_set(run)
+    print(run_sets.cancel(several) if several else control.cancel(find_run(run)))
 
 
 @app.command()
 def stop(run: RunOrSweepArgument) -> None:
-    """Ask a run, or all runs of a sweep, to save as soon as it can and exit.
+    """Ask a run, or all runs of a sweep or pipeline, to save as soon as it can and exit.
 
     Example: hpc-rl stop sft-1
     """
-    from hpc_rl.runs import control, sweeps
+    from hpc_rl.runs import control, run_sets
     from hpc_rl.runs.status import find_run
-    from hpc_rl.runs.sweeps import find_sweep
 
-    sweep = find_sweep(run)
-    print(sweeps.stop(sweep) if sweep else control.stop(find_run(run)))
+    several = run_sets.find_run_set(run)
+    print(run_sets.stop(several) if several else control.stop(find_run(run)))
 
 
 @app.command()
@@ -196,16 +200,16 @@ def _verify(target: str | None, as_json: bool) -> int:
 def requeue(run: RunOrSweepArgument) -> None:
     """Queue a run again, so that it resumes from its last checkpoint. A running job saves first.
 
-    For a sweep, the runs that ended without completing are queued again.
+    For a sweep or a pipeline, all runs that did not complete are queued again.
 
     Example: hpc-rl requeue sft-1
     """
+    from hpc_rl.runs.run_sets import find_run_set
     from hpc_rl.runs.status import find_run
-    from hpc_rl.runs.sweeps import find_sweep
     from hpc_rl.submission import requeue as again
 
-    found = find_sweep(run)
-    print(again.requeue_sweep(found) if found else again.requeue(find_run(run)))
+    several = find_run_set(run)
+    print(again.requeue_all(several) if several else again.requeue(find_run(run)))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

@@ -1,7 +1,8 @@
-"""The commands `sweep` and `chain`, which submit several runs at once."""
+"""The commands `sweep`, and `chain` with stages or with a pipeline, which submit several runs at once."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,10 +28,15 @@ from hpc_rl.cli.submit import (
 from hpc_rl.cli.text import short_path, submitted_text
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.errors import UserError
+from hpc_rl.host.shipped import shipped
 
 if TYPE_CHECKING:
     from hpc_rl.submission.job import Job
+    from hpc_rl.submission.pipeline import Plan
     from hpc_rl.submission.request import Request
+
+
+_SHIPPED = sorted(path.stem for path in shipped("configs/pipeline").glob("*.yaml"))
 
 
 @app.command(cls=CommandWithProgram)
@@ -75,7 +81,9 @@ def chain(
     stages: Annotated[
         list[str],
         typer.Argument(
-            metavar="KIND [KEY=VALUE]... -- KIND [KEY=VALUE]...", help="Stages, each with the arguments of `submit`."
+            metavar="KIND [KEY=VALUE]... -- KIND [KEY=VALUE]... | PIPELINE [NAME=VALUE]...",
+            help="Stages, each with the arguments of `submit`; or a pipeline: a file, or "
+            f"{' or '.join(_SHIPPED)}. `hpc-rl chain PIPELINE --help` lists its options.",
         ),
     ],
     dry_run: DryRunOption = False,
@@ -83,10 +91,14 @@ def chain(
 ) -> None:
     """Submit stages that run one after the other. Each starts when the previous one completes, and trains its model.
 
-    Options of the chain come first. Options of a stage, such as --nodes and --time, follow its kind.
+    Options of the chain come first. Options of a stage, such as --nodes and --time, follow its kind. A pipeline is a
+    file that names the stages, which may run for several rounds.
 
     Example: hpc-rl chain sft model.path=model data.train_files=train.jsonl -- ppo --nodes 2 recipe=gsm8k-2nodes
     """
+    if stages[0] not in KINDS:
+        flags = [*(["--dry-run"] if dry_run else []), *(["--local"] if local else [])]
+        leave(_run_command("pipeline", "hpc-rl chain", [*flags, *stages]))
     from hpc_rl.submission import chain as chains
     from hpc_rl.submission import queue
 
@@ -108,6 +120,83 @@ def chain(
         return
     for job, job_id in chains.submit(planned):
         print(submitted_text(job, job_id))
+
+
+@app.command(hidden=True)
+@with_slurm_flags
+def pipeline(
+    name: Annotated[str, typer.Argument(metavar="PIPELINE", help="File, or name of a shipped pipeline.")],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME=VALUE", help="Values of the pipeline, and STAGE.KEY=VALUE for an option of one stage."
+        ),
+    ] = None,
+    *,
+    flags: SlurmFlags,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Number of rounds. The default is in the file.", show_default=False)
+    ] = None,
+    dry_run: DryRunOption = False,
+    local: LocalOption = False,
+) -> None:
+    """Submit a pipeline: stages that run one after the other, for several rounds.
+
+    Slurm options apply to all stages that do not set them. --job-name is the name of the pipeline.
+
+    Example: hpc-rl chain rejection-sampling --rounds 3 model=model prompts=train.jsonl test=test.jsonl reward=gsm8k
+    """
+    from hpc_rl.submission import pipeline as pipelines
+    from hpc_rl.submission import queue
+
+    if not dry_run and not local:
+        queue.require_slurm()
+    settings = {key: value for key, value in flags.settings().items() if key != "slurm.job_name"}
+    asked = pipelines.Asked(
+        name, words or (), settings, rounds, flags.job_name, flags.after, flags.site, local, tuple(sys.argv)
+    )
+    planned = pipelines.plan(asked)
+    for unchecked in planned.notes:
+        note(unchecked)
+    if dry_run:
+        _print_scripts(list(zip(_names(planned.jobs), planned.scripts, strict=True)))
+        return
+    if local:
+        leave(_run_here_in_order(planned))
+    job_ids = pipelines.submit(planned)
+    folder = planned.folder
+    print(f"submitted jobs {job_ids[0]} to {job_ids[-1]}: pipeline {folder.name} in {short_path(folder.path)}")
+    print(f"  {len(job_ids)} stages: {', '.join(job.run_dir.name for job in planned.jobs)}")
+    print(f"  hpc-rl status {folder.name}\n  hpc-rl report {folder.name}")
+
+
+def _run_here_in_order(planned: Plan) -> int:
+    """Run the unfinished stages of a pipeline on this machine; return the exit code of the first that fails, or 0."""
+    from hpc_rl.runs.status import status_of
+    from hpc_rl.submission import pipeline as pipelines
+    from hpc_rl.submission import queue
+    from hpc_rl.submission.after import COMPLETED
+
+    queue.reserve(planned.folder.path)
+    pipelines.write_record(planned)
+    for job, script in zip(planned.jobs, planned.scripts, strict=True):
+        if job.run_dir.path.is_dir() and status_of(job.run_dir).state == COMPLETED:
+            continue
+        if code := run_here(job, script):
+            return code
+    return 0
+
+
+def _run_command(command: str, shown: str, words: list[str]) -> int:
+    """Run another command of the application with these words; return its exit code.
+
+    Args:
+        shown: what its usage line shows.
+    """
+    found = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    with found.make_context(shown, words) as context:
+        found.invoke(context)
+    return 0
 
 
 def _split_stages(words: list[str]) -> list[list[str]]:

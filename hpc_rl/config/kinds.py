@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class JobKind:
     """Module of this project that the node entry starts. None: the job runs the user's own program."""
     trainer_options: tuple[str, ...] = ()
     """Arguments of the trainer, which `--config FILE` follows."""
+    result: str | None = None
+    """File or folder in the run directory that a later stage of a pipeline can use. None: the kind is no stage."""
     needs: tuple[str, ...] = ()
     """Packages that the job's Python has to have."""
     examples: Mapping[str, str] = field(default_factory=dict)
@@ -54,6 +57,11 @@ class JobKind:
         """The arguments of Python that start the trainer; empty if there is none."""
         return ["-m", self.trainer, *self.trainer_options] if self.trainer is not None else []
 
+    def result_in(self, run_dir: Path) -> Path:
+        """Return the path of the result of a run."""
+        assert self.result is not None
+        return run_dir / self.result
+
     @property
     def takes_program(self) -> bool:
         """Whether the user names the program to run, after `--`."""
@@ -73,6 +81,7 @@ KINDS: dict[str, JobKind] = {
             options="hpc_rl.config.sft:SftConfig",
             trainer="hpc_rl.finetune.train",
             test_settings={"trainer.total_training_steps": 2},
+            result="model",
             needs=_TRAINING,
             examples={
                 "model.path": "model=qwen2.5-0.5b",
@@ -88,6 +97,7 @@ KINDS: dict[str, JobKind] = {
             trainer="hpc_rl.finetune.train",
             trainer_options=("--kind", "dpo"),
             test_settings={"trainer.total_training_steps": 2},
+            result="model",
             needs=_TRAINING,
             examples=_PAIRS,
             node_entry="hpc_rl.node.torchrun",
@@ -100,6 +110,7 @@ KINDS: dict[str, JobKind] = {
             trainer="hpc_rl.finetune.train",
             trainer_options=("--kind", "rm"),
             test_settings={"trainer.total_training_steps": 2},
+            result="model",
             needs=_TRAINING,
             examples=_PAIRS,
             node_entry="hpc_rl.node.torchrun",
@@ -111,6 +122,7 @@ KINDS: dict[str, JobKind] = {
             options="hpc_rl.config.ppo:PpoConfig",
             trainer="hpc_rl.rl.main_ppo",
             test_settings={"trainer.total_training_steps": 2, "critic.warmup_steps": 0},
+            result="model",
             needs=(*_TRAINING, "ray", "tensordict"),
             examples={
                 "model.path": "model.path=Qwen/Qwen2.5-0.5B-Instruct",
@@ -156,3 +168,8 @@ def offered() -> Iterator[JobKind]:
 def trained() -> list[str]:
     """Return the names of the kinds that train a model. These can be stages of a chain."""
     return [kind.name for kind in KINDS.values() if kind.trainer is not None]
+
+
+def piped() -> list[str]:
+    """Return the names of the kinds that leave a result, which can be stages of a pipeline."""
+    return [kind.name for kind in KINDS.values() if kind.result is not None]

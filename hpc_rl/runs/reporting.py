@@ -9,8 +9,8 @@ from pathlib import Path
 
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
+from hpc_rl.runs.run_sets import find_run_set
 from hpc_rl.runs.status import RunStatus, find_run, is_local, statuses_of
-from hpc_rl.runs.sweeps import find_sweep
 from hpc_rl.slurm import commands
 from hpc_rl.tracking.history import History, read_history, with_accounting
 from hpc_rl.tracking.recorded import read_run
@@ -30,18 +30,18 @@ class Selected:
 
 
 def select(targets: Sequence[str]) -> list[Selected]:
-    """Find the runs that a user names, individually or as part of a sweep.
+    """Find the runs that a user names, individually or as part of a sweep or pipeline.
 
     Raises:
-        UserError: a run or sweep does not exist.
+        UserError: a run, sweep or pipeline does not exist.
     """
     found: list[Selected] = []
     for target in targets:
-        sweep = find_sweep(target)
-        if sweep is None:
+        several = find_run_set(target)
+        if several is None:
             found.append(Selected(find_run(target), {}))
         else:
-            found += [Selected(run, point) for run, point in zip(sweep.runs(), sweep.values(), strict=True)]
+            found += [Selected(run, point) for run, point in zip(several.runs(), several.values(), strict=True)]
     return found
 
 

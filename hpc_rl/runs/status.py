@@ -26,6 +26,8 @@ ROOT = Path("runs")
 """Folder of the runs without --run-dir, below the working folder."""
 SWEEP_MARK = "sweep.json"
 """A folder with this file contains the run directories of a sweep, which are named after it and numbered."""
+PIPELINE_MARK = "pipeline.json"
+"""A folder with this file contains the run directories of a pipeline, which are named after it, a round and a stage."""
 NOT_SUBMITTED = "NOT SUBMITTED"
 UNKNOWN = "UNKNOWN"
 """Slurm does not answer, and the job has not recorded a state."""
@@ -86,8 +88,8 @@ def find_run(target: str) -> RunDir:
                 return RunDir(path.absolute())
         except PermissionError as error:
             raise UserError(f"{path} cannot be read, because it belongs to another user: {error.strerror}") from error
-        if is_sweep(path):
-            raise _names_a_sweep(target, path)
+        if is_sweep(path) or is_pipeline(path):
+            raise _names_several(target, path)
     if re.fullmatch(r"\d+(_\d+)?", target):
         return _run_of_job(target)
     if Path(target).is_dir():
@@ -106,6 +108,10 @@ def is_run(path: Path) -> bool:
 
 def is_sweep(path: Path) -> bool:
     return (path / SWEEP_MARK).is_file()
+
+
+def is_pipeline(path: Path) -> bool:
+    return (path / PIPELINE_MARK).is_file()
 
 
 def current_job(run: RunDir) -> str | None:
@@ -255,7 +261,7 @@ def _run_of_job(job_id: str) -> RunDir:
         if job_id in ids:
             return run
         if any(known.startswith(f"{job_id}_") for known in ids):
-            raise _names_a_sweep(job_id, path.parent)
+            raise _names_several(job_id, path.parent)
     try:
         log = commands.job_log(job_id)
     except commands.NoAnswer as error:
@@ -267,14 +273,17 @@ def _run_of_job(job_id: str) -> RunDir:
     return RunDir(Path(log).parent)
 
 
-def _names_a_sweep(target: str, path: Path) -> UserError:
-    return UserError(f"{target} is a sweep: name one of its runs, such as {path.name}_1 (hpc-rl runs {target})")
+def _names_several(target: str, path: Path) -> UserError:
+    """Return the error for a command that takes a single run."""
+    if is_sweep(path):
+        return UserError(f"{target} is a sweep: name one of its runs, such as {path.name}_1 (hpc-rl runs {target})")
+    return UserError(f"{target} is a pipeline: name one of its runs (hpc-rl status {target} lists them)")
 
 
 def runs_below(root: Path) -> Iterator[Path]:
-    """Yield every folder below a directory that may be a run, including those of its sweeps."""
+    """Yield every folder below a directory that may be a run, including those of its sweeps and pipelines."""
     for path in root.iterdir() if root.is_dir() else ():
-        if is_sweep(path):
+        if is_sweep(path) or is_pipeline(path):
             yield from (point for point in path.iterdir() if point.is_dir())
         elif path.is_dir() and not path.name.startswith("."):
             yield path

@@ -12,8 +12,8 @@ from hpc_rl.config.tree import read_options
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import RunDir
+from hpc_rl.runs.run_sets import RunSet, find_run_set, run_set_in
 from hpc_rl.runs.status import ROOT, RunStatus, is_run, runs_below, statuses_of
-from hpc_rl.runs.sweeps import SweepDir, find_sweep
 from hpc_rl.tracking.history import read_history
 
 _SHOWN = ("val/score", "critic/score/mean", "val/loss", "train/loss")
@@ -82,13 +82,13 @@ def find_rows(target: str | None) -> list[RunRow]:
     """
     if target is None:
         return all_runs(ROOT)
-    if sweep := find_sweep(target):
-        return runs_of(sweep)
+    if several := find_run_set(target):
+        return runs_of(several)
     folder = Path(target)
     if is_run(folder) or is_run(ROOT / target):
         raise UserError(f"{target} is a single run: hpc-rl status {target} shows it")
     if not folder.is_dir():
-        raise UserError(f"no directory {target!r}, and no sweep of that name in {ROOT.absolute()}")
+        raise UserError(f"no directory {target!r}, and no sweep or pipeline of that name in {ROOT.absolute()}")
     return all_runs(folder)
 
 
@@ -98,9 +98,9 @@ def all_runs(root: Path) -> list[RunRow]:
     return sorted(_rows(found), key=lambda row: (row.submitted, row.status.run))
 
 
-def runs_of(sweep: SweepDir) -> list[RunRow]:
-    """Return the runs of a sweep, in order."""
-    return _rows(sweep.runs())
+def runs_of(several: RunSet) -> list[RunRow]:
+    """Return the runs of a sweep or a pipeline, in order."""
+    return _rows(several.runs())
 
 
 def filtered(rows: Sequence[RunRow], conditions: Sequence[str]) -> list[RunRow]:
@@ -151,8 +151,9 @@ def _order(value: Any) -> tuple[int, float, str]:
 
 
 def _rows(found: Sequence[RunDir]) -> list[RunRow]:
-    sweeps = [SweepDir(folder) for folder in {run.path.parent for run in found}]
-    points = {sweep.run(n).path: values for sweep in sweeps for n, values in enumerate(sweep.values(), 1)}
+    folders = sorted({run.path.parent for run in found})
+    several = [one for folder in folders if (one := run_set_in(folder)) is not None]
+    points = {run.path: values for one in several for run, values in zip(one.runs(), one.values(), strict=True)}
     rows = []
     for run, status in zip(found, statuses_of(found), strict=True):
         job = read_json(run.job)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.run_dir import RunDir
+from hpc_rl.runs.run_sets import find_run_set
 from hpc_rl.runs.status import ROOT, find_run, is_run, runs_below
-from hpc_rl.runs.sweeps import find_sweep
 from hpc_rl.training.checkpoints import folders
 
 INTACT, DAMAGED, UNKNOWN = "intact", "damaged", "unknown"
@@ -32,13 +32,13 @@ class Verified:
 
 
 def runs_named(target: str | None) -> list[RunDir]:
-    """Return the runs of a directory or a sweep, or a single run; without a target, those below ./runs.
+    """Return the runs of a directory, a sweep or a pipeline, or a single run; without a target, those below ./runs.
 
     Raises:
         UserError: there is no such run.
     """
-    if target is not None and (sweep := find_sweep(target)):
-        return sweep.runs()
+    if target is not None and (several := find_run_set(target)):
+        return several.runs()
     folder = ROOT if target is None else Path(target)
     if target is not None and (is_run(folder) or not folder.is_dir()):
         return [find_run(target)]

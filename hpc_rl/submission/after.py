@@ -9,8 +9,8 @@ from pathlib import Path
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import RunDir
+from hpc_rl.runs.run_sets import find_run_set
 from hpc_rl.runs.status import NOT_SUBMITTED, UNKNOWN, find_run, in_slurm, statuses_of
-from hpc_rl.runs.sweeps import find_sweep
 from hpc_rl.slurm import commands
 
 COMPLETED = "COMPLETED"
@@ -24,30 +24,41 @@ class After:
     """Run directory or job id; job.json keeps it for another submission."""
     job_ids: tuple[str, ...]
     """Slurm jobs to wait for; empty if all of them have completed already."""
-    model: Path | None = None
-    """The model that exists once they have completed."""
+    coming: frozenset[Path] = frozenset()
+    """Files and folders that exist once they have completed, such as an exported model."""
 
     @property
     def sbatch_options(self) -> list[str]:
-        """Return options for sbatch. Without the second, a job whose dependency cannot be met stays queued forever."""
-        if not self.job_ids:
-            return []
-        return [f"--dependency=afterok:{':'.join(self.job_ids)}", "--kill-on-invalid-dep=yes"]
+        """Return the options for sbatch."""
+        return afterok(self.job_ids)
+
+
+def afterok(job_ids: Sequence[str]) -> list[str]:
+    """Return sbatch's options for a job that starts after others have completed; none without others.
+
+    Without the second option, a job whose dependency cannot be met would stay in the queue forever.
+    """
+    return [f"--dependency=afterok:{':'.join(job_ids)}", "--kill-on-invalid-dep=yes"] if job_ids else []
+
+
+def is_coming(path: str, coming: frozenset[Path]) -> bool:
+    """Return whether an earlier job writes this file or folder, which does not exist yet."""
+    return Path(path).absolute() in coming and not Path(path).exists()
 
 
 def find_after(target: str) -> After:
-    """Find the jobs that `--after TARGET` names: a run, a sweep, or any Slurm job.
+    """Find the jobs that `--after TARGET` names: a run, a sweep, a pipeline, or any Slurm job.
 
     Raises:
         UserError: there is no such job, or it did not complete successfully, so that a job after it would never start.
     """
-    sweep = find_sweep(target)
-    if sweep is not None:
-        return _after_runs(target, sweep.path, sweep.runs(), None)
+    several = find_run_set(target)
+    if several is not None:
+        return _after_runs(target, several.path, several.runs())
     if target.isdigit():
         return _after_job(target)
     run = find_run(target)
-    return _after_runs(target, run.path, [run], run.model)
+    return _after_runs(target, run.path, [run], frozenset({run.model}))
 
 
 def find_after_again(found: Sequence[RunDir]) -> After | None:
@@ -65,7 +76,7 @@ def _has_started(run: RunDir) -> bool:
     return bool(said.get("attempt")) and said.get("job_id") == read_json(run.job).get("job_id")
 
 
-def _after_runs(target: str, path: Path, found: list[RunDir], model: Path | None) -> After:
+def _after_runs(target: str, path: Path, found: list[RunDir], coming: frozenset[Path] = frozenset()) -> After:
     waited = []
     for run, now in zip(found, statuses_of(found), strict=True):
         if now.state == NOT_SUBMITTED or (now.active and not in_slurm(run)):
@@ -79,7 +90,7 @@ def _after_runs(target: str, path: Path, found: list[RunDir], model: Path | None
             )
         if now.active:
             waited.append(str(now.job_id))
-    return After(str(path), tuple(waited), model)
+    return After(str(path), tuple(waited), coming)
 
 
 def _after_job(job_id: str) -> After:

@@ -99,7 +99,7 @@ def _planned(request: Request, before: Sequence[Job], nodes: commands.NodeListin
 def _on_model_of(job: Job, before: RunDir, job_ids: tuple[str, ...]) -> Job:
     """Let a job start after the stage with this run directory, and train its model."""
     config = job.config.updated("model.path", str(before.model))
-    return replace(job, config=config, after=After(str(before.path), job_ids, before.model))
+    return replace(job, config=config, after=After(str(before.path), job_ids, frozenset({before.model})))
 
 
 def _check_stage(number: int, request: Request) -> None:

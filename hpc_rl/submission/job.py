@@ -39,6 +39,11 @@ class Job:
     """A sentence about what was chosen for the user when the job was planned."""
 
     @property
+    def coming(self) -> frozenset[Path]:
+        """What the jobs before this one will have written."""
+        return self.after.coming if self.after else frozenset()
+
+    @property
     def name(self) -> str:
         return self.config.slurm.job_name or self.run_dir.name
 

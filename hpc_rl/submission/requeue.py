@@ -1,4 +1,4 @@
-"""Resume a run, or the unfinished runs of a sweep, from the last checkpoint."""
+"""Resume a run, or the unfinished runs of a sweep or a pipeline, from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.ownership import open_own
 from hpc_rl.run_dir import REQUEUE, RunDir
 from hpc_rl.runs import control
+from hpc_rl.runs.run_sets import RunSet, SweepDir, run_of, states
 from hpc_rl.runs.status import RunStatus, in_slurm, status_of, statuses_of
-from hpc_rl.runs.sweeps import SweepDir, run_of, states
 from hpc_rl.slurm import commands
 from hpc_rl.submission import queue
-from hpc_rl.submission.after import find_after_again
+from hpc_rl.submission.after import afterok, find_after_again
 from hpc_rl.submission.directives import environment_notes
 
 
@@ -96,6 +96,58 @@ def _own_script(path: Path) -> str:
             f"{path} {error.strerror}, and would run as you: look at it, and submit the run again "
             f"(hpc-rl submit with --job-name {path.parent.name}), which writes a new one"
         ) from error
+
+
+def requeue_all(several: RunSet) -> str:
+    """Queue the runs of a sweep or a pipeline that did not complete again. Return a line about what was done.
+
+    Raises:
+        UserError: a run cannot be queued again; see `requeue`.
+    """
+    return requeue_sweep(several) if isinstance(several, SweepDir) else requeue_pipeline(several)
+
+
+def requeue_pipeline(pipeline: RunSet) -> str:
+    """Queue the stages that did not complete again, each after the one before it. Return a line about what was done.
+
+    Raises:
+        UserError: a stage has no script of this user's, or sbatch refused it. Then no stage is queued again.
+    """
+    RunDir(pipeline.path).check_owner()
+    with queue.submitting(pipeline.path):
+        return _requeue_pipeline(pipeline)
+
+
+def _requeue_pipeline(pipeline: RunSet) -> str:
+    found = statuses_of(pipeline.runs())
+    again = [run_of(now) for now in found if not now.active and now.state != "COMPLETED"]
+    if not again:
+        return f"pipeline {pipeline.name} has nothing to resume: {states(found)}"
+    scripts = {}
+    for run in again:
+        run.check_owner()
+        scripts[run.path] = _own_script(run.script)
+        refuse_edited_settings(run)
+    submitted: list[str] = []
+    before: str | None = None
+    try:
+        for run, now in zip(pipeline.runs(), found, strict=True):
+            if run.path in scripts:
+                run.stop.unlink(missing_ok=True)
+                before = queue.queue(scripts[run.path], afterok([before] if before else []))
+                submitted.append(before)
+            elif now.active:
+                before = now.job_id
+    except BaseException:
+        if submitted:
+            commands.cancel(*submitted)
+        raise
+    for run, job_id in zip(again, submitted, strict=True):
+        queue.record_again(run, job_id)
+    return (
+        f"submitted jobs {submitted[0]} to {submitted[-1]}: {len(again)} of {len(found)} stages of pipeline "
+        f"{pipeline.name}, from {again[0].name} on"
+    )
 
 
 def requeue_sweep(sweep: SweepDir) -> str:

@@ -12,8 +12,8 @@ from hpc_rl import __version__
 from hpc_rl.config.compose import compose_each
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import write_atomically
+from hpc_rl.runs.run_sets import SweepDir
 from hpc_rl.runs.status import ROOT
-from hpc_rl.runs.sweeps import SweepDir
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.slurm import commands
 from hpc_rl.submission import queue

@@ -7,8 +7,8 @@ import pytest
 from hpc_rl.cli.text import runs_table
 from hpc_rl.errors import UserError
 from hpc_rl.runs import table
+from hpc_rl.runs.run_sets import find_run_set
 from hpc_rl.runs.status import find_run
-from hpc_rl.runs.sweeps import find_sweep
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_all_runs_the_newest_last(root: Path) -> None:
 
 def test_a_sweep_is_a_table_of_its_values(root: Path) -> None:
     make_sweep(root / "lr")
-    sweep = find_sweep("lr")
+    sweep = find_run_set("lr")
     assert sweep is not None
     rows = table.runs_of(sweep)
     header, good, bad = (line.split() for line in runs_table(rows).splitlines())
@@ -76,7 +76,7 @@ def test_points_are_runs_and_a_sweep_is_none(root: Path) -> None:
         find_run("lr")
     with pytest.raises(UserError, match="did you mean lr_2"):
         find_run("lr_22")
-    assert find_sweep("lr_2") is None and find_sweep("nothing") is None
+    assert find_run_set("lr_2") is None and find_run_set("nothing") is None
 
 
 def names(rows: list[table.RunRow]) -> list[str]:
@@ -91,7 +91,7 @@ def test_any_directory(root: Path, tmp_path: Path) -> None:
     assert table.find_rows(None) == []
     with pytest.raises(UserError, match="other/a is a single run: hpc-rl status other/a shows it"):
         table.find_rows("other/a")
-    with pytest.raises(UserError, match="no directory 'gone', and no sweep of that name in"):
+    with pytest.raises(UserError, match="no directory 'gone', and no sweep or pipeline of that name in"):
         table.find_rows("gone")
 
 

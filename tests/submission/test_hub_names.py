@@ -57,7 +57,7 @@ def test_a_file_is_not_suggested_for_a_folder(folder: Path) -> None:
 
 def checked(name: str) -> str | None:
     config = compose("sft", ["model.path=m", f"data.train_files={name}", "trainer.device=cpu"])
-    return check_train_data(config.data, hub_cache(config))  # type: ignore[attr-defined]
+    return check_train_data(config.data, frozenset(), hub_cache(config))  # type: ignore[attr-defined]
 
 
 def test_a_mistyped_data_folder_is_refused_and_a_fetched_data_set_accepted(folder: Path) -> None:
@@ -80,7 +80,7 @@ def test_an_offline_shell_makes_offline_jobs(value: str, folder: Path, monkeypat
         checked("owner/numbers")
     config = compose("sft", ["model.path=owner/model", "data.train_files=x"])
     with pytest.raises(UserError, match=r"^model\.path owner/model is not a path here .*HF_HUB_OFFLINE is set"):
-        check_model_path("model.path", "owner/model", hub_cache(config))
+        check_model_path("model.path", "owner/model", frozenset(), hub_cache(config))
 
 
 def test_the_jobs_own_setting_counts_more_than_the_shells(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hpc_rl.errors import UserError
-from hpc_rl.runs.sweeps import SweepDir
+from hpc_rl.runs.run_sets import SweepDir
 from hpc_rl.submission import sweep as sweeps
 from hpc_rl.submission.request import Request
 from hpc_rl.submission.sweep import directives

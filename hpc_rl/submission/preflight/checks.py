@@ -34,7 +34,6 @@ from hpc_rl.submission.preflight.model import (
     check_chat_template,
     check_is_classifier,
     check_is_language_model,
-    check_model,
     check_model_path,
     check_same_vocabulary,
 )
@@ -137,20 +136,19 @@ def model(job: Job) -> Iterator[Question]:
     config = job.config
     if not isinstance(config, FinetuneConfig | PpoConfig):
         return
-    coming = job.after.model if job.after else None
     cache = hub_cache(config)
-    yield Question(check_model, (config.model, coming, cache))
+    yield Question(check_model_path, ("model.path", config.model.path, job.coming, cache))
     yield Question(check_chat_template, (config.model, config.data, cache))
     if not isinstance(config, RmConfig):
         yield Question(check_is_language_model, ("model.path", config.model.path, cache))
     if isinstance(config, PpoConfig):
         for key, path in {"reward.model": config.reward.model, "critic.path": config.critic.path}.items():
             if path is not None:
-                yield Question(check_model_path, (key, path, cache))
+                yield Question(check_model_path, (key, path, job.coming, cache))
         if config.reward.model is not None:
             yield Question(check_is_classifier, ("reward.model", config.reward.model, cache))
     if isinstance(config, DpoConfig) and config.ref.path is not None:
-        yield Question(check_model_path, ("ref.path", config.ref.path, cache))
+        yield Question(check_model_path, ("ref.path", config.ref.path, job.coming, cache))
         yield Question(check_is_language_model, ("ref.path", config.ref.path, cache))
         yield Question(check_same_vocabulary, ("ref.path", config.ref.path, config.model, cache))
 
@@ -159,9 +157,9 @@ def data(job: Job) -> Iterator[Question]:
     """Ask whether the data can be read and fills a batch."""
     if isinstance(job.config, FinetuneConfig | PpoConfig):
         found, cache = job.config.data, hub_cache(job.config)
-        yield Question(check_train_data, (found, cache))
+        yield Question(check_train_data, (found, job.coming, cache))
         for file in found.val_files:
-            yield Question(check_val_data, (file, found, cache))
+            yield Question(check_val_data, (file, found, job.coming, cache))
 
 
 def reward(job: Job) -> Iterator[Question]:

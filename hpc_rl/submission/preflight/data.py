@@ -8,6 +8,7 @@ from pathlib import Path
 from hpc_rl.data.formats import CannotCheck, check_data_folder, is_file, unknown_format
 from hpc_rl.data.row_checks import AnyData, check_batch_size, check_file
 from hpc_rl.errors import UserError
+from hpc_rl.submission.after import is_coming
 from hpc_rl.submission.hub import HubCache
 from hpc_rl.submission.preflight.hub_names import not_cached, refuse_mistyped
 
@@ -17,8 +18,11 @@ MAX_ROWS = 10_000
 """Rows of a data file that are checked before the job is queued; the job itself checks all of them."""
 
 
-def check_train_data(data: AnyData, cache: HubCache) -> str | None:
+def check_train_data(data: AnyData, coming: frozenset[Path], cache: HubCache) -> str | None:
     """Check all training files, and that they fill at least one batch.
+
+    Args:
+        coming: what an earlier job writes, which may not exist yet.
 
     Returns:
         What could not be checked, a line each.
@@ -31,7 +35,7 @@ def check_train_data(data: AnyData, cache: HubCache) -> str | None:
     counts: list[int | None] = []
     for file in data.train_files:
         try:
-            count, note = _read(file, data, cache)
+            count, note = _read(file, data, coming, cache)
         except UserError as error:
             problems.append(str(error))
         else:
@@ -45,8 +49,11 @@ def check_train_data(data: AnyData, cache: HubCache) -> str | None:
     return "\n".join(notes) or None
 
 
-def check_val_data(file: str, data: AnyData, cache: HubCache) -> str | None:
+def check_val_data(file: str, data: AnyData, coming: frozenset[Path], cache: HubCache) -> str | None:
     """Check one validation file.
+
+    Args:
+        coming: what an earlier job writes, which may not exist yet.
 
     Returns:
         Why it could not be checked, if so.
@@ -54,11 +61,13 @@ def check_val_data(file: str, data: AnyData, cache: HubCache) -> str | None:
     Raises:
         UserError: the file is missing, or one of its rows is invalid.
     """
-    return _read(file, data, cache)[1]
+    return _read(file, data, coming, cache)[1]
 
 
-def _read(file: str, data: AnyData, cache: HubCache) -> tuple[int | None, str | None]:
+def _read(file: str, data: AnyData, coming: frozenset[Path], cache: HubCache) -> tuple[int | None, str | None]:
     """Return the number of rows that were checked, None if none could be, and why."""
+    if is_coming(file, coming):
+        return None, f"data file {file} is written by an earlier job"
     path = Path(file)
     try:
         if path.is_dir():

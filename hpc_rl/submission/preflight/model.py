@@ -13,25 +13,18 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.host.large_files import check_model_folder
 from hpc_rl.host.model_kind import architectures_of, is_classifier, is_language_model
+from hpc_rl.submission.after import is_coming
 from hpc_rl.submission.hub import HubCache
 from hpc_rl.submission.preflight.hub_names import not_cached, refuse_mistyped
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
-def check_model(model: ModelConfig, coming: Path | None, cache: HubCache) -> str | None:
-    """Check model.path.
+def check_model_path(key: str, path: str, coming: frozenset[Path], cache: HubCache) -> str | None:
+    """Check that a folder holds a complete Hugging Face model, or that the job can get it from the hub.
 
     Args:
-        coming: the model that the job before this one exports, which may not exist yet.
-    """
-    if coming is not None and Path(model.path).absolute() == coming and not coming.exists():
-        return f"model {model.path} is the model that the job before this one exports"
-    return check_model_path("model.path", model.path, cache)
-
-
-def check_model_path(key: str, path: str, cache: HubCache) -> str | None:
-    """Check that a folder holds a complete Hugging Face model, or that the job can get it from the hub.
+        coming: what an earlier job writes, which may not exist yet.
 
     Returns:
         Why it could not be checked, if so.
@@ -39,6 +32,8 @@ def check_model_path(key: str, path: str, cache: HubCache) -> str | None:
     Raises:
         UserError: the folder is missing or not a complete model, or compute nodes are offline and the cache lacks it.
     """
+    if is_coming(path, coming):
+        return f"model {path} is exported by an earlier job"
     folder = _model_folder(path, cache)
     if folder is None:
         if Path(path).exists():

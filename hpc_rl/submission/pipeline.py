@@ -1,0 +1,172 @@
+"""A pipeline: its stages are jobs that start one after the other, each on the results of those before it.
+
+All jobs are queued at once, with dependencies, so that nothing but Slurm has to run between two stages. If one does not
+complete, Slurm removes those after it from the queue; `hpc-rl requeue NAME` queues them again from that stage on.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.config.groups import groups
+from hpc_rl.config.pipeline import PlannedStage, expand, load_pipeline
+from hpc_rl.config.training import TrainingConfig
+from hpc_rl.errors import UserError
+from hpc_rl.host.files import write_atomically
+from hpc_rl.runs.run_sets import PipelineDir
+from hpc_rl.runs.status import ROOT
+from hpc_rl.slurm import commands
+from hpc_rl.submission import queue
+from hpc_rl.submission.after import After
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.launch import notes_on
+from hpc_rl.submission.request import Request, free_name
+from hpc_rl.submission.request import plan as plan_job
+from hpc_rl.submission.script import render
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user asks for."""
+
+    pipeline: str
+    """File, or name of a shipped pipeline."""
+    words: Sequence[str] = ()
+    """VALUE=..., and STAGE.KEY=... for an option of one stage."""
+    settings: Mapping[str, Any] | None = None
+    """Dotted key -> value for all stages that do not set it, from flags such as --nodes."""
+    rounds: int | None = None
+    """Replaces the number of rounds of the file."""
+    name: str | None = None
+    after: str | None = None
+    """A job id, a run, a sweep or a pipeline that has to complete before the first stage starts."""
+    site: str | None = None
+    local: bool = False
+    command: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked pipeline."""
+
+    folder: PipelineDir
+    stages: list[PlannedStage]
+    jobs: list[Job]
+    scripts: list[str]
+    notes: list[str]
+
+
+def plan(asked: Asked) -> Plan:
+    """Expand a pipeline, and check and render all of its stages. Changes nothing.
+
+    Raises:
+        UserError: the pipeline or a stage is invalid; the message lists all problems of the first such stage.
+    """
+    config = load_pipeline(asked.pipeline)
+    stem = Path(asked.pipeline).stem
+    folder = PipelineDir((ROOT / (asked.name or free_name(stem))).absolute())
+    if folder.path.exists() and not asked.local:
+        raise UserError(
+            f"{folder.path} exists: choose another --job-name, or resume it with hpc-rl requeue {folder.name}"
+        )
+    given, of_stages = _sorted_words(asked.words, {*config.before, *config.stages})
+    stages = expand(config, given, asked.rounds or config.rounds, folder.path)
+    nodes = commands.NodeListing()
+    jobs: list[Job] = []
+    for stage in stages:
+        request = _request(asked, stage, of_stages.get(stage.name, []), folder)
+        try:
+            job = plan_job(request if jobs else replace(request, after=asked.after), nodes=nodes)
+        except UserError as error:
+            raise UserError(f"stage {stage.name}: {error}") from error
+        if isinstance(job.config.trainer, TrainingConfig) and not job.config.trainer.export:
+            raise UserError(f"stage {stage.name} exports no model: leave out trainer.export=false")
+        if jobs:
+            coming = frozenset(one.result for one in stages[: len(jobs)])
+            job = replace(job, after=After(str(jobs[-1].run_dir.path), (), coming))
+        jobs.append(job)
+    return Plan(folder, stages, jobs, [render(job) for job in jobs], notes_on(jobs, asked.local))
+
+
+def submit(planned: Plan) -> list[str]:
+    """Create all run directories, queue every stage after the one before it, and return the job ids.
+
+    Raises:
+        UserError: sbatch refused a stage, or another process has just created the folder. Then nothing is left behind.
+    """
+    folder = planned.folder
+    job_ids: list[str] = []
+    if not queue.reserve(folder.path):
+        raise UserError(f"{folder.path} has just been created by another process: choose another --job-name")
+    try:
+        with queue.submitting(folder.path):
+            write_record(planned)
+            for job, script in zip(planned.jobs, planned.scripts, strict=True):
+                if job_ids and job.after:
+                    job = replace(job, after=replace(job.after, job_ids=(job_ids[-1],)))
+                job_ids.append(queue.submit(job, script))
+    finally:
+        if len(job_ids) < len(planned.jobs):
+            if job_ids:
+                commands.cancel(*job_ids)
+            queue.remove(folder.path)
+    return job_ids
+
+
+def write_record(planned: Plan) -> None:
+    """Write pipeline.json into the folder, which exists."""
+    record = {
+        "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": list(planned.jobs[0].command),
+        "stages": [{"round": str(stage.round), "stage": stage.name} for stage in planned.stages],
+    }
+    write_atomically(planned.folder.record, json.dumps(record, indent=2) + "\n")
+
+
+def _sorted_words(words: Sequence[str], stages: set[str]) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Sort words of the command line into values, and overrides by stage.
+
+    Raises:
+        UserError: a word is not NAME=VALUE.
+    """
+    import yaml
+
+    values: dict[str, Any] = {}
+    of_stages: dict[str, list[str]] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise UserError(f"{word!r} is not an option: write VALUE=..., or STAGE.KEY=... for an option of a stage")
+        stage, dot, rest = key.partition(".")
+        if dot and stage in stages:
+            of_stages.setdefault(stage, []).append(f"{rest}={value}")
+            continue
+        try:
+            values[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UserError(f"{word}: the value cannot be read as YAML") from error
+    return values, of_stages
+
+
+def _request(asked: Asked, stage: PlannedStage, overrides: Sequence[str], folder: PipelineDir) -> Request:
+    """Return the request of a stage. Options on the command line replace those of the file, and these the flags."""
+    run_dir = folder.run(stage.round, stage.name).path
+    typed = {word.partition("=")[0].lstrip("+") for word in overrides}
+    known = groups()
+    chosen = [f"{key}={value}" for key, value in stage.options.items() if key in known and key not in typed]
+    own = {key: value for key, value in stage.options.items() if key not in typed and key not in known}
+    flags = {key: value for key, value in (asked.settings or {}).items() if key not in typed}
+    return Request(
+        kind=stage.kind,
+        overrides=[*chosen, *overrides],
+        settings={**flags, **own, "slurm.job_name": run_dir.name},
+        run_dir=run_dir,
+        site=asked.site,
+        local=asked.local,
+        command=asked.command,
+    )
