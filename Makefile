@@ -75,6 +75,7 @@ test-gpu: .venv-gpu
 bench: .venv/test
 	$(BIN)/pip install --quiet --no-deps --requirement benchmarks/requirements.txt
 	$(BIN)/python -m benchmarks.sft
+	$(BIN)/python -m benchmarks.preferences
 	$(BIN)/python -m benchmarks.loss_memory
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.ray_up

@@ -9,13 +9,21 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
 
-from hpc_rl.config.finetune import FinetuneTrainerConfig
+from hpc_rl.config.finetune import FinetuneConfig, FinetuneTrainerConfig
+from hpc_rl.config.preferences import RmConfig
 from hpc_rl.config.sft import DataConfig, SftConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.data.order import Position, batches
 from hpc_rl.data.sft_dataset import Sample
+from hpc_rl.finetune.base import Item
 from hpc_rl.finetune.objectives import objective_of
 from hpc_rl.finetune.trainer import TrainerState
 from hpc_rl.run_dir import RunDir
@@ -24,7 +32,8 @@ from hpc_rl.training import sharding
 from hpc_rl.training.checkpoints.checkpoint import Saver
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models import packed_attention
-from hpc_rl.training.models.causal_lm import CausalLM, count_flops
+from hpc_rl.training.models.causal_lm import CausalLM, PackedModel, count_flops
+from hpc_rl.training.models.scalar_model import ScalarModel
 from hpc_rl.training.optim import build_optimizer
 from hpc_rl.training.stopping import Stopping
 
@@ -83,6 +92,14 @@ def random_model(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     return cast(PreTrainedModel, AutoModelForCausalLM.from_config(own, attn_implementation=attention))
 
 
+def random_classifier(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+    """Make a sequence classifier with one output and random weights, the same in each call."""
+    torch.manual_seed(0)
+    own = copy.deepcopy(config)
+    own.num_labels, own.pad_token_id = 1, 0
+    return cast(PreTrainedModel, AutoModelForSequenceClassification.from_config(own, attn_implementation=attention))
+
+
 def sft_config(batch_size: int, trainer: FinetuneTrainerConfig, recompute: bool = False) -> SftConfig:
     return SftConfig(
         model=ModelConfig(path="random", enable_gradient_checkpointing=recompute),
@@ -92,15 +109,16 @@ def sft_config(batch_size: int, trainer: FinetuneTrainerConfig, recompute: bool 
 
 
 def trainer_state(
-    config: PretrainedConfig, data: Sequence[Sample], settings: SftConfig, world: World, folder: Path
+    config: PretrainedConfig, data: Sequence[Item], settings: FinetuneConfig, world: World, folder: Path
 ) -> TrainerState:
-    """Build what `hpc_rl.finetune.trainer.load` returns, from random weights and samples instead of files."""
+    """Build what `hpc_rl.finetune.trainer.load` returns, from random weights and items instead of files."""
     packed_attention.register()
+    is_scalar = isinstance(settings, RmConfig)
     with world.device:
-        hf = random_model(config, packed_attention.ATTENTION).train()
+        hf = (random_classifier if is_scalar else random_model)(config, packed_attention.ATTENTION).train()
     if settings.model.enable_gradient_checkpointing:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model = CausalLM(hf)
+    model: PackedModel = (ScalarModel if is_scalar else CausalLM)(hf)
     flops = count_flops(model)
     model = sharding.shard(model, world, settings.trainer)
     batch_size = settings.data.train_batch_size

@@ -34,6 +34,14 @@ def memory() -> Iterator[str]:
         yield f"| {name} | {row['gib']:.2f} | {row['gib'] / plain['gib']:.0%} |"
 
 
+def preferences() -> Iterator[str]:
+    for name in ("preferences_4096",):
+        for measured in result(name).values():
+            for who, speeds in measured.items():
+                ratio = "" if who == "hpc-rl" else f"{median_ratio(measured['hpc-rl'], speeds):.2f}"
+                yield f"| {who} | {median(speeds):,.2f} | {ratio} |"
+
+
 def ranks() -> Iterator[str]:
     measured = result("scaling")
     for name, speeds in measured.items():
@@ -68,7 +76,7 @@ def start_of_ray() -> Iterator[str]:
             yield f"| {nodes} nodes, {title} | {median(seconds):.1f} | {ratio} |"
 
 
-TABLES = (fine_tuning, memory, ranks, reinforcement_learning, weight_sync, start_of_ray)
+TABLES = (fine_tuning, preferences, memory, ranks, reinforcement_learning, weight_sync, start_of_ray)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)

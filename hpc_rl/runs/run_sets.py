@@ -15,6 +15,7 @@ from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
 from hpc_rl.runs.status import PIPELINE_MARK, ROOT, SWEEP_MARK, RunStatus, is_pipeline, is_sweep, statuses_of
+from hpc_rl.tracking.recorded import ROUND, STAGE
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class PipelineDir(RunSet):
         return RunDir(self.path / f"{self.name}_{round_}-{stage}")
 
     def runs(self) -> list[RunDir]:
-        return [self.run(int(one["round"]), one["stage"]) for one in self.values()]
+        return [self.run(int(one[ROUND]), one[STAGE]) for one in self.values()]
 
     def values(self) -> list[dict[str, str]]:
         """Return round and stage of each run."""

@@ -28,6 +28,7 @@ from hpc_rl.submission.launch import notes_on
 from hpc_rl.submission.request import Request, free_name
 from hpc_rl.submission.request import plan as plan_job
 from hpc_rl.submission.script import render
+from hpc_rl.tracking.recorded import ROUND, STAGE
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def write_record(planned: Plan) -> None:
     record = {
         "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": list(planned.jobs[0].command),
-        "stages": [{"round": str(stage.round), "stage": stage.name} for stage in planned.stages],
+        "stages": [{ROUND: str(stage.round), STAGE: stage.name} for stage in planned.stages],
     }
     write_atomically(planned.folder.record, json.dumps(record, indent=2) + "\n")
 

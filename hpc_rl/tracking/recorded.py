@@ -14,6 +14,10 @@ from hpc_rl.tracking.metrics import Record, read_metrics
 from hpc_rl.tracking.plot import Point
 from hpc_rl.tracking.samples import TextSample, read_samples
 
+ROUND, STAGE = "round", "stage"
+STAGE_KEYS = (ROUND, STAGE)
+"""Keys of `Recorded.swept` of the runs of a pipeline."""
+
 
 @dataclass(frozen=True)
 class Recorded:
@@ -30,7 +34,7 @@ class Recorded:
     options: dict[str, Any] = field(default_factory=dict)
     """The configuration: dotted key -> value."""
     swept: dict[str, str] = field(default_factory=dict)
-    """The values that the run's sweep set: dotted key -> value; empty outside a sweep."""
+    """What distinguishes the run from the others of its sweep or pipeline: swept key -> value; or round and stage."""
 
     @property
     def has_started(self) -> bool:

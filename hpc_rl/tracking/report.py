@@ -25,7 +25,7 @@ from hpc_rl.tracking.plot import as_script_data, is_binned, plot_data
 from hpc_rl.tracking.recorded import Recorded, differences, read_run
 from hpc_rl.tracking.samples import excerpts_of_run, excerpts_of_runs
 from hpc_rl.tracking.summary import run_summary
-from hpc_rl.tracking.sweep_charts import best_first, sweep_plots, swept_keys
+from hpc_rl.tracking.sweep_charts import best_first, is_pipeline, sweep_plots, swept_keys
 
 UPLOT = "uplot-1.6.32.min"
 """The plotting library as published: file names of its script and its style sheet."""
@@ -84,7 +84,8 @@ def write_page(runs: Sequence[Recorded], path: Path, refresh_s: float | None = N
 def render_page(runs: Sequence[Recorded], refresh_s: float | None = None) -> str:
     """Render the page. Text of a run is escaped, and the page's policy lets no script run but its own."""
     several, swept = len(runs) > 1, swept_keys(runs)
-    runs = best_first(runs) if swept else runs
+    sorts = bool(swept) and not is_pipeline(runs)
+    runs = best_first(runs) if sorts else runs
     groups = plots_of_runs(runs) if several else plots_of_run(runs[0])
     sweep_groups = sweep_plots(runs) if several else []
     plots = [figure.plot for group in [*sweep_groups, *groups] for figure in group.figures]
@@ -100,6 +101,7 @@ def render_page(runs: Sequence[Recorded], refresh_s: float | None = None) -> str
         runs=summaries,
         labels=list(dict.fromkeys(label for summary in summaries for label in summary.by_label)),
         swept_keys=swept,
+        best_is_first=sorts,
         swept=[[run.swept.get(key, "–") for key in swept] for run in runs],
         differences=[(key, [_shown(value) for value in values]) for key, values in differences(options)],
         most_open=_OPEN_DIFFERENCES,
@@ -121,7 +123,7 @@ def _title(runs: Sequence[Recorded]) -> str:
     names = [run.name for run in runs]
     sweeps = {name.rpartition("_")[0] for name in names}
     if len(sweeps) == 1 and all(run.swept for run in runs):
-        return f"sweep {sweeps.pop()}"
+        return f"{'pipeline' if is_pipeline(runs) else 'sweep'} {sweeps.pop()}"
     return " · ".join(names) if len(names) <= 4 else f"{names[0]} and {len(names) - 1} other runs"
 
 

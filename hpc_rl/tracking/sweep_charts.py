@@ -1,4 +1,4 @@
-"""Plots of a sweep: one hyperparameter against one metric, and the order of the runs by their result."""
+"""Plots of several runs: a swept hyperparameter, or the round of a pipeline, against one metric; and their order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hpc_rl.tracking.charts import Figure, PlotGroup
 from hpc_rl.tracking.plot import Plot, Series
-from hpc_rl.tracking.recorded import Recorded
+from hpc_rl.tracking.recorded import ROUND, STAGE_KEYS, Recorded
 from hpc_rl.tracking.summary import last_mean
 
 RESULTS = (
@@ -18,6 +18,11 @@ RESULTS = (
 """(metric, name, whether more is better); the first that a run has is its result."""
 _MOST_LINES = 8
 """With more combinations of the other hyperparameters, a plot shows their highest, mean and lowest result."""
+
+
+def is_pipeline(runs: Sequence[Recorded]) -> bool:
+    """Return whether the runs are stages of a pipeline, which are shown in the order in which they ran."""
+    return bool(runs) and all(tuple(run.swept) == STAGE_KEYS for run in runs)
 
 
 def swept_keys(runs: Sequence[Recorded]) -> list[str]:
@@ -36,12 +41,13 @@ def best_first(runs: Sequence[Recorded]) -> list[Recorded]:
 
 
 def sweep_plots(runs: Sequence[Recorded]) -> list[PlotGroup]:
-    """Return a group per swept key: the mean of each metric's last tenth against the key's values.
+    """Return a group per swept key: the mean of each metric's last tenth against the key's values. Of a pipeline, only
+    the round is such a key.
 
     Values are equally spaced in ascending order. Runs that differ in this key only are connected.
     """
     groups = []
-    for key in swept_keys(runs):
+    for key in [ROUND] if is_pipeline(runs) else swept_keys(runs):
         values = sorted({run.swept[key] for run in runs if key in run.swept}, key=_order)
         figures = [
             Figure(name, f"against {key}", Plot(lines, x=key, categories=values))

@@ -58,6 +58,24 @@ def test_text_values_follow_numbers() -> None:
     assert sweep_plots(runs)[0].figures[0].plot.categories == ["9", "10", "a", "b"]
 
 
+def test_stages_of_a_pipeline_are_in_order_and_against_the_round() -> None:
+    stages = [
+        run(f"p_{number}-{name}", {"round": str(number), "stage": name}, loss)
+        for number, losses in ((1, (5.0, 1.0)), (2, (2.0, 3.0)))
+        for name, loss in zip(("a", "b"), losses, strict=True)
+    ]
+    (group,) = sweep_plots(stages)
+    (figure,) = group.figures
+    assert (group.title, figure.plot.categories) == ("round", ["1", "2"])
+    assert [(line.name, line.points) for line in figure.plot.series] == [
+        ("stage=a", [(0, 5.0), (1, 2.0)]),
+        ("stage=b", [(0, 1.0), (1, 3.0)]),
+    ]
+    page = render_page(stages)
+    assert "<h1>pipeline p</h1>" in page and "The best run is first" not in page
+    assert page.index("p_1-a</th>") < page.index("p_1-b</th>") < page.index("p_2-a</th>")
+
+
 def test_the_page_of_a_sweep() -> None:
     page = render_page(
         [run(f"lr_{i}", {"optim.lr": lr}, 3.0, loss) for i, (lr, loss) in enumerate((("1", 2.0), ("2", 1.0)))]
