@@ -30,8 +30,8 @@ def jensen_shannon(teacher_CV: torch.Tensor, student_CV: torch.Tensor, weight: f
     generalised Jensen-Shannon divergence (GKD, Agarwal et al. 2024, https://arxiv.org/abs/2306.13649, eq. 1).
 
     Args:
-        weight: w, between 0 and 1. Divided by w (or by 1 - w), the divergence tends to the forward KL as w goes to 0 (to
-            the reverse KL as w goes to 1).
+        weight: w, between 0 and 1. Divided by w, the divergence tends to the forward KL as w goes to 0; divided by
+            1 - w, to the reverse KL as w goes to 1.
     """
     mixture_CV = torch.logaddexp(teacher_CV + math.log(weight), student_CV + math.log1p(-weight))
     return weight * _kl(teacher_CV, mixture_CV) + (1 - weight) * _kl(student_CV, mixture_CV)

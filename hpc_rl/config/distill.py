@@ -15,8 +15,8 @@ class TeacherConfig(Section):
     path: Path
     """Folder or hub name of the teacher, a language model with the tokenizer of the model that is trained."""
     top_k: int | None = Field(None, ge=1)
-    """Compare only the teacher's most probable tokens, this number at each position, and all others together as one more
-    outcome. null: compare the whole vocabulary."""
+    """Compare only this number of tokens at each position, the teacher's most probable ones, and all others together as
+    one more outcome. null: compare the whole vocabulary."""
     precompute_top_k: bool = False
     """Compute the teacher's top_k tokens once, before training, and store them in the run directory. false: keep the
     teacher in memory and evaluate it in each step."""

@@ -14,7 +14,7 @@ from hpc_rl.errors import AgreedError
 from hpc_rl.finetune.base import Found
 from hpc_rl.finetune.dataset import gather_samples
 from hpc_rl.finetune.sft import Sft
-from hpc_rl.finetune.teacher import Lesson, Teacher, pack_lessons, with_top_k
+from hpc_rl.finetune.teacher import Lesson, Teacher, pack_lessons, top_k_dtype, with_top_k
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import CausalLM
@@ -29,15 +29,13 @@ class LessonBatch:
     """A micro-batch of lessons."""
 
     packed: PackedBatch
-    ids_NK: torch.Tensor | None = None
-    """The teacher's most probable tokens at each target, if they were stored: int64."""
-    logprobs_NK: torch.Tensor | None = None
+    ids_NK: torch.Tensor
+    """The teacher's most probable tokens at each target: int64. Empty if they were not stored."""
+    logprobs_NK: torch.Tensor
     """Their log-probabilities, and that of all other tokens together, [N, K + 1]: float32."""
 
     def to(self, device: torch.device) -> LessonBatch:
         """Return a copy on the device."""
-        if self.ids_NK is None or self.logprobs_NK is None:
-            return LessonBatch(self.packed.to(device))
         return LessonBatch(self.packed.to(device), self.ids_NK.to(device), self.logprobs_NK.to(device))
 
 
@@ -77,9 +75,7 @@ class Distill(Sft):
     def collate(self, items: Sequence[Any]) -> Any:
         """Build a micro-batch; the filler if a rank has no samples left."""
         rows = [lesson.top_k for lesson in items if lesson.top_k is not None]
-        if not rows:
-            return LessonBatch(pack_lessons(items))
-        found = np.concatenate(rows)
+        found = np.concatenate(rows or [np.empty(0, top_k_dtype(0))])
         ids_NK, logprobs_NK = found["ids"].astype(np.int64), np.ascontiguousarray(found["logprobs"])
         return LessonBatch(pack_lessons(items), torch.from_numpy(ids_NK), torch.from_numpy(logprobs_NK))
 

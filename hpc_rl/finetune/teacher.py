@@ -114,7 +114,9 @@ def with_top_k(
             _complete(config, tokens, lessons, ends, known, folder, world, stopping)
         free_memory(world)
         if world.is_main:
-            print(f"teacher: top {config.teacher.top_k} tokens in {folder}, {time.monotonic() - began:.0f} s", flush=True)
+            print(
+                f"teacher: top {config.teacher.top_k} tokens in {folder}, {time.monotonic() - began:.0f} s", flush=True
+            )
     parts = world.together(lambda: _all_stored(folder, dtype, int(ends[-1])))
     rows = (row for part, cuts in _cut(parts, ends) for row in np.split(part, cuts))
     return [replace(lesson, top_k=row) for lesson, row in zip(lessons, rows, strict=True)]
@@ -222,8 +224,8 @@ def _all_stored(folder: Path, dtype: np.dtype[Any], targets: int) -> list[TopK]:
     parts = _stored(folder, dtype)
     if (found := sum(map(len, parts))) != targets:
         raise UserError(
-            f"{folder} has the teacher's most probable tokens of {found:,} instead of {targets:,} targets: do all nodes "
-            "see the same run directory? If so, delete this folder and start the run again"
+            f"{folder} has the teacher's most probable tokens of {found:,} instead of {targets:,} targets: check that "
+            "all nodes see the same run directory, delete this folder and start the run again"
         )
     return parts
 

@@ -108,7 +108,8 @@ def check_same_special_tokens(key: str, path: str, model: ModelConfig, cache: Hu
         UserError: a special token differs; the message names the first one.
     """
     folders = [_model_folder(name, cache) for name in (path, model.tokenizer_path or model.path)]
-    theirs, ours = (_special_tokens(folder / "tokenizer_config.json") if folder is not None else {} for folder in folders)
+    files = [folder / "tokenizer_config.json" if folder is not None else None for folder in folders]
+    theirs, ours = ({} if file is None else _special_tokens(file) for file in files)
     if (found := role_difference(theirs, ours)) is not None:
         raise UserError(other_special_tokens(key, path, model.path, found))
 

@@ -23,8 +23,8 @@ _MATRICES = {"cpu": 1, "gpu": 4}
 """Divisor of a chunk's size: about ten matrices [C, V] exist at a time, which is much on a GPU, where chunks are
 large."""
 SUMS = ("divergence", "cross_entropy", "agreement")
-"""What `distillation_sum` adds up for metrics: the divergence and the cross-entropy of the data, in nats, and the number
-of positions at which teacher and student have the same most probable token."""
+"""What `distillation_sum` adds up for metrics: the divergence and the cross-entropy of the data, in nats, and the
+number of positions at which teacher and student have the same most probable token."""
 
 
 class Taught(NamedTuple):

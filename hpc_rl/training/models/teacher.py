@@ -51,8 +51,8 @@ def common_outputs(path: str, student: ModelConfig) -> int:
     key = min(found, key=lambda key: found[key])
     if found[key] < needed:
         raise UserError(
-            f"{key} {path if key == KEY else student.path} has {found[key]:,} outputs, but the tokenizer has {needed:,} "
-            "tokens: choose another model"
+            f"{key} {path if key == KEY else student.path} has {found[key]:,} outputs, but the tokenizer has "
+            f"{needed:,} tokens: choose another model"
         )
     return found[key]
 
