@@ -64,7 +64,8 @@ class Teacher:
 
     def __init__(self, config: DistillConfig, tokens: int, world: World) -> None:
         self._tokens = tokens
-        self._model = load_sharded(teacher_model(config.teacher.path, config.model, world), world, config.trainer)
+        found = teacher_model(config.teacher.path, config.model, world.on_accelerator)
+        self._model = load_sharded(found, world, config.trainer)
 
     @torch.no_grad()
     def outputs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -125,7 +125,7 @@ def uninterrupted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     for name, run in runs.items():
         assert run_here([*KIND, *overrides(folder, name)], run) == 0
         losses = series(run, "train/divergence")
-        assert losses[-1] < losses[0] / 2, "the student learns"
+        assert losses[-1] < 0.9 * losses[0], "the student learns"
     return runs
 
 
@@ -217,7 +217,7 @@ def test_a_rank_without_samples_adds_nothing(folder: Path, tmp_path: Path) -> No
 def test_a_teacher_with_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
     base = [*KIND, *overrides(folder, "forward")]
     make_tiny_model(tmp_path / "strange", vocab=300)
-    with pytest.raises(UserError, match=r"teacher\.path .* have different vocabularies: .* for example '.*', which is"):
+    with pytest.raises(UserError, match=r"teacher\.path .* have different vocabularies: .* for example '.*', which is .* and"):
         run_here(base, tmp_path / "run", f"teacher.path={tmp_path / 'strange'}")
     make_tiny_model(tmp_path / "ends", tie=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ends")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import UserError
 from hpc_rl.host.vocabulary import ROLES, other_special_tokens, role_difference
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm, load_tokenizer
 from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
 from hpc_rl.training.models.scalar_model import refuse_other_vocabulary
@@ -18,25 +17,12 @@ if TYPE_CHECKING:
 KEY = "teacher.path"
 
 
-def teacher_model(path: str, student: ModelConfig, world: World) -> Pretrained[CausalLM]:
-    """Return the teacher, to be loaded without gradients. Every rank calls this.
-
-    Raises:
-        AgreedError: the teacher has another tokenizer; the message names the first difference.
-    """
-    world.together(lambda: refuse_other_tokenizer(path, student))
+def teacher_model(path: str, student: ModelConfig, on_accelerator: bool) -> Pretrained[CausalLM]:
+    """Return the teacher, to be loaded without gradients."""
     settings = student.model_copy(update={"path": path})
-    if world.on_accelerator:  # which computes in bfloat16; no optimizer needs more digits of these weights
+    if on_accelerator:  # which computes in bfloat16; no optimizer needs more digits of these weights
         settings = settings.updated("dtype", "bfloat16")
     return causal_lm(settings, trained=False, key=KEY)
-
-
-def refuse_other_tokenizer(path: str, student: ModelConfig) -> None:
-    """Raise UserError if a teacher would read or write texts as other tokens than the model that is trained."""
-    refuse_other_vocabulary(KEY, path, student)
-    theirs = load_tokenizer(student.model_copy(update={"path": path, "tokenizer_path": None}))
-    if (found := role_difference(_roles(theirs), _roles(load_tokenizer(student)))) is not None:
-        raise UserError(other_special_tokens(KEY, path, student.path, found))
 
 
 def common_outputs(path: str, student: ModelConfig) -> int:
@@ -44,8 +30,9 @@ def common_outputs(path: str, student: ModelConfig) -> int:
     the tokenizer: models of one family pad their heads to different sizes.
 
     Raises:
-        UserError: it is less than the size of the tokenizer.
+        UserError: the two have different tokenizers, or one has too few outputs.
     """
+    refuse_other_tokenizer(path, student)
     found = {KEY: _outputs(KEY, path, student), "model.path": _outputs("model.path", student.path, student)}
     needed = max(load_tokenizer(student).get_vocab().values()) + 1
     key = min(found, key=lambda key: found[key])
@@ -55,6 +42,14 @@ def common_outputs(path: str, student: ModelConfig) -> int:
             f"{needed:,} tokens: choose another model"
         )
     return found[key]
+
+
+def refuse_other_tokenizer(path: str, student: ModelConfig) -> None:
+    """Raise UserError if a teacher would read or write texts as other tokens than the model that is trained."""
+    refuse_other_vocabulary(KEY, path, student)
+    theirs = load_tokenizer(student.model_copy(update={"path": path, "tokenizer_path": None}))
+    if (found := role_difference(_roles(theirs), _roles(load_tokenizer(student)))) is not None:
+        raise UserError(other_special_tokens(KEY, path, student.path, found))
 
 
 def _outputs(key: str, path: str, student: ModelConfig) -> int:
