@@ -1,4 +1,4 @@
-"""Options of distillation from a teacher (`submit distill`)."""
+"""Options of distillation from a teacher: `submit distill`, and on-policy distillation in `submit ppo`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,19 @@ class TeacherConfig(Section):
                 "precompute_top_k=true without top_k would store the whole vocabulary for each token: set top_k, for "
                 "example top_k=64, or precompute_top_k=false"
             )
+
+
+class OnPolicyTeacherConfig(Section):
+    path: Path | None = None
+    """Folder or hub name of a teacher, a language model with the policy's tokenizer (on-policy distillation). null: no
+    teacher."""
+    coeff: float = Field(1.0, gt=0)
+    """Factor of log p(teacher) - log p(policy) of each token. This is its advantage with algorithm.advantage=opd; other
+    estimators add it to theirs."""
+
+    def problems(self) -> Iterator[str]:
+        if self.path is None and self._is_changed("coeff"):
+            yield f"coeff={self.coeff:g} has no effect without a teacher: set teacher.path, or remove it"
 
 
 class DistillLossConfig(Section):

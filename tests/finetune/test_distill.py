@@ -217,14 +217,18 @@ def test_a_rank_without_samples_adds_nothing(folder: Path, tmp_path: Path) -> No
 def test_a_teacher_with_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
     base = [*KIND, *overrides(folder, "forward")]
     make_tiny_model(tmp_path / "strange", vocab=300)
-    with pytest.raises(UserError, match=r"teacher\.path .* have different vocabularies: .* for example '.*', which is .* and"):
+    with pytest.raises(
+        UserError, match=r"teacher\.path .* have different vocabularies: .* for example '.*', which is .* and"
+    ):
         run_here(base, tmp_path / "run", f"teacher.path={tmp_path / 'strange'}")
     make_tiny_model(tmp_path / "ends", tie=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ends")
     ours = tokenizer.eos_token
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(7)
     tokenizer.save_pretrained(tmp_path / "ends")
-    with pytest.raises(UserError, match=f"different special tokens: eos_token is .* and '{ours}'.*model.tokenizer_path="):
+    with pytest.raises(
+        UserError, match=f"different special tokens: eos_token is .* and '{ours}'.*model.tokenizer_path="
+    ):
         run_here(base, tmp_path / "run", f"teacher.path={tmp_path / 'ends'}")
     again = run_here(
         base,
