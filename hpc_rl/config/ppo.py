@@ -94,8 +94,8 @@ class AlgorithmConfig(Section):
     advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opd"] = (
         "gae"
     )
-    """Estimator of advantages. Only gae trains a critic. opd (on-policy distillation) learns from teacher.path alone and
-    needs no reward."""
+    """Estimator of advantages. Only gae trains a critic. opd (on-policy distillation) learns from teacher.path alone
+    and needs no reward."""
     loss: Literal["ppo", "gspo", "cispo"] = "ppo"
     """Objective of the policy."""
     loss_agg: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
