@@ -83,6 +83,11 @@ class RunDir:
         return self.path / "ref_logprobs.npz"
 
     @property
+    def teacher_top_k(self) -> Path:
+        """teacher_top_k/: a folder for each teacher and data set, with the teacher's most probable tokens."""
+        return self.path / "teacher_top_k"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

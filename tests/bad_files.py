@@ -45,6 +45,9 @@ def write_models(root: Path) -> None:
     vocabulary = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": []}
     make_model(root / "ours", tokenizer__json=json.dumps(vocabulary))
     make_model(root / "strange", tokenizer__json=json.dumps({"model": {"vocab": {"b": 0, "c": 1}}}))
+    for name, end in {"ends": "<end>", "stops": {"content": "<stop>"}}.items():
+        make_model(root / name, tokenizer_config__json=json.dumps({"chat_template": TEMPLATE, "eos_token": end}))
+    make_model(root / "teacher")
     for name, kind in {"scorer": "Qwen2ForSequenceClassification", "language": "Qwen2ForCausalLM"}.items():
         make_model(root / name, config__json=json.dumps({"model_type": "qwen2", "architectures": [kind]}))
     make_model(root / "no-config", config__json=None)

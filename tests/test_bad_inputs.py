@@ -31,6 +31,8 @@ VALID: dict[str, tuple[str, ...]] = {
     "sft": ("submit", "sft", "--dry-run", *_SFT),
     "dpo": ("submit", "dpo", "--dry-run", "model.path=model", "data.train_files=pairs.jsonl", *_SFT[2:]),
     "rm": ("submit", "rm", "--dry-run", "model.path=model", "data.train_files=pairs.jsonl", *_SFT[2:]),
+    "distill": ("submit", "distill", "--dry-run", "teacher.path=teacher", *_SFT),
+    "no-teacher": ("submit", "distill", "--dry-run", *_SFT),
     "ppo": ("submit", "ppo", "--dry-run", *_PPO),
     "torchrun": ("submit", "torchrun", "--dry-run", "trainer.device=cpu"),
     "ray": ("submit", "ray", "--dry-run", "trainer.device=cpu"),
@@ -67,6 +69,10 @@ def dpo(expected: str, *words: str) -> Case:
 
 def rm(expected: str, *words: str) -> Case:
     return Case("rm", words, expected)
+
+
+def distill(expected: str, *words: str) -> Case:
+    return Case("distill", words, expected)
 
 
 def each(command: str, expected: str, *words: str) -> list[Case]:
@@ -176,6 +182,27 @@ PREFERENCES = [
     rm("remove one of them", "data.margin_key=margin", "data.label_key=label"),
 ]  # fmt: skip
 
+TEACHERS = [
+    Case("no-teacher", ("trainer.seed=2",), "teacher.path: required, but not given"),
+    distill("teacher.path ./none: there is no such folder", "teacher.path=./none"),
+    distill("teacher.path scorer is a classifier", "teacher.path=scorer"),
+    distill("3 tokens differ, for example 'c', which is 1 and missing", "model.path=ours", "teacher.path=strange"),
+    distill("eos_token is '<end>' and '<stop>'; choose a model of the same family, or train with this tokenizer: "
+            "model.tokenizer_path=ends", "model.path=stops", "teacher.path=ends"),
+    distill("teacher.path and model.path are both model: the model has nothing to learn", "teacher.path=model"),
+    distill("precompute_top_k=true without top_k would store the whole vocabulary", "teacher.precompute_top_k=true"),
+    distill("js_weight has no effect with divergence=forward", "algorithm.js_weight=0.3"),
+    distill("algorithm.js_weight: Input should be less than 1", "algorithm.divergence=js", "algorithm.js_weight=1"),
+    ppo("algorithm.advantage=opd learns from a teacher: set teacher.path", "algorithm.advantage=opd"),
+    ppo("the policy has nothing to learn from itself", "algorithm.advantage=opd", "teacher.path=model"),
+    ppo("coeff=2 has no effect without a teacher", "teacher.coeff=2"),
+    ppo("teacher.path ./none: there is no such folder", "teacher.path=./none"),
+    ppo("algorithm.filter_groups changes rewards, which algorithm.advantage=opd does not use",
+        "algorithm.advantage=opd", "teacher.path=teacher", "algorithm.filter_groups=true"),
+    ppo("algorithm.kl.where=reward changes rewards", "algorithm.advantage=opd", "teacher.path=teacher",
+        "algorithm.kl.where=reward"),
+    ppo("reward.function: required, but not given", "reward.function=null", "teacher.path=teacher"),
+]  # fmt: skip
 TEMPLATES = [
     sft("data.chat_template none.jinja: there is no such file", "data.chat_template=none.jinja"),
     sft("data.chat_template empty: there is no such file", "data.chat_template=empty"),
@@ -516,8 +543,8 @@ PROGRAMS = [
     sft("only torchrun and ray accept a program after --", "--", "driver.py"),
 ]
 CASES = [
-    *DATA, *PREFERENCES, *TEMPLATES, *MODELS, *KEYS, *RESOURCES, *NAMES, *PROFILES, *REWARDS, *SWEEPS, *IMAGES,
-    *PROGRAMS,
+    *DATA, *PREFERENCES, *TEACHERS, *TEMPLATES, *MODELS, *KEYS, *RESOURCES, *NAMES, *PROFILES, *REWARDS, *SWEEPS,
+    *IMAGES, *PROGRAMS,
 ]  # fmt: skip
 
 

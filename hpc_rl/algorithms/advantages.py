@@ -88,6 +88,18 @@ def reinforce_pp_baseline(scores_B: torch.Tensor, groups_B: torch.Tensor, mask_B
     return whiten(to_tokens(dr_grpo(scores_B, groups_B), mask_BT), mask_BT)
 
 
+def opd(
+    teacher_logprobs_BT: torch.Tensor, logprobs_BT: torch.Tensor, mask_BT: torch.Tensor, coeff: float
+) -> torch.Tensor:
+    """Return coeff * (log p(teacher) - log p(policy)) at each token: [B, T], 0 at padding.
+
+    Its expectation is the negative KL(policy || teacher) of the next token. Later tokens are not discounted into it
+    (on-policy distillation; Agarwal et al. 2024, https://arxiv.org/abs/2306.13649, and
+    https://thinkingmachines.ai/blog/on-policy-distillation).
+    """
+    return coeff * (teacher_logprobs_BT - logprobs_BT).masked_fill(~mask_BT, 0)
+
+
 def whiten(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     """Shift and scale values to mean 0 and variance 1 over all real tokens of the batch; 0 at padding.
 

@@ -36,6 +36,12 @@ def _remax(outcome: Outcome) -> Estimate:
     return Estimate(remax(outcome.rewards_BT, outcome.mask_BT, outcome.greedy_scores_B))
 
 
+def _opd(outcome: Outcome) -> Estimate:
+    if outcome.teacher_BT is None:
+        raise ValueError("opd needs the teacher's log-probabilities")
+    return Estimate(outcome.teacher_BT)
+
+
 ESTIMATORS: dict[str, Callable[[Outcome], Estimate]] = {
     "gae": _gae,
     "grpo": lambda o: Estimate(to_tokens(grpo(o.scores_B, o.groups_B, o.scale), o.mask_BT)),
@@ -44,5 +50,6 @@ ESTIMATORS: dict[str, Callable[[Outcome], Estimate]] = {
     "reinforce_pp": lambda o: Estimate(reinforce_pp(o.rewards_BT, o.mask_BT, o.gamma)),
     "reinforce_pp_baseline": lambda o: Estimate(reinforce_pp_baseline(o.scores_B, o.groups_B, o.mask_BT)),
     "remax": _remax,
+    "opd": _opd,
 }
 """algorithm.advantage -> estimator. An estimator raises ValueError if the outcome lacks a field that it needs."""

@@ -23,6 +23,8 @@ class Outcome:
     """By which deviation GRPO divides: group, batch or none."""
     values_BT: torch.Tensor | None = None
     """The critic's values, if there is a critic."""
+    teacher_BT: torch.Tensor | None = None
+    """What `advantages.opd` returns, if there is a teacher."""
     greedy_scores_B: torch.Tensor | None = None
     """Scores of the greedy responses to the same prompts, if they were generated."""
 

@@ -23,6 +23,7 @@ class DataKind(StrEnum):
     sft = "sft"
     dpo = "dpo"
     rm = "rm"
+    distill = "distill"
     ppo = "ppo"
 
 
@@ -30,6 +31,7 @@ _UNREAD: dict[DataKind, dict[str, Any]] = {
     DataKind.sft: {},
     DataKind.dpo: {},
     DataKind.rm: {},
+    DataKind.distill: {"teacher.path": "teacher"},
     DataKind.ppo: {"reward.function": "exact", "reward.model": None, "reward.url": None},
 }
 
@@ -53,7 +55,7 @@ def check(
     ] = None,
     kind: Annotated[
         DataKind,
-        typer.Option(help="Job that will read the file. sft, dpo and rm show tokens and loss; ppo shows the prompt."),
+        typer.Option(help="Job that will read the file. ppo shows the prompt, and the others tokens and loss."),
     ] = DataKind.sft,
     row: Annotated[int, typer.Option(min=1, help="Row to show, counted from 1.")] = 1,
     site: SiteOption = None,

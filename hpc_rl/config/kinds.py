@@ -117,6 +117,23 @@ KINDS: dict[str, JobKind] = {
             template="torchrun.sbatch.j2",
         ),
         JobKind(
+            name="distill",
+            meaning="distillation from a teacher model",
+            options="hpc_rl.config.distill:DistillConfig",
+            trainer="hpc_rl.finetune.train",
+            trainer_options=("--kind", "distill"),
+            test_settings={"trainer.total_training_steps": 2},
+            result="model",
+            needs=_TRAINING,
+            examples={
+                "model.path": "model=qwen2.5-0.5b",
+                "data.train_files": f"{_GSM8K} data.response_key=answer",
+                "teacher.path": "teacher.path=Qwen/Qwen2.5-7B",
+            },
+            node_entry="hpc_rl.node.torchrun",
+            template="torchrun.sbatch.j2",
+        ),
+        JobKind(
             name="ppo",
             meaning="reinforcement learning (PPO, GRPO, ...)",
             options="hpc_rl.config.ppo:PpoConfig",

@@ -6,16 +6,17 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from hpc_rl.config.base import Files, Path, Section, SomeFiles, Table, possible_path
+from hpc_rl.config.distill import OnPolicyTeacherConfig
 from hpc_rl.config.engines import ENGINES, EngineName, EngineSpec, default_engine
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig
 
 DEFAULT_POOL = "global_pool"
-Role = Literal["actor", "critic", "ref", "reward", "rollout"]
+Role = Literal["actor", "critic", "ref", "teacher", "reward", "rollout"]
 _COMPARES_RESPONSES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 """Advantage estimators that compare several responses to the same prompt."""
 
@@ -90,8 +91,11 @@ class KlConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"] = "gae"
-    """Estimator of advantages. Only gae trains a critic."""
+    advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opd"] = (
+        "gae"
+    )
+    """Estimator of advantages. Only gae trains a critic. opd (on-policy distillation) learns from teacher.path alone
+    and needs no reward."""
     loss: Literal["ppo", "gspo", "cispo"] = "ppo"
     """Objective of the policy."""
     loss_agg: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
@@ -214,6 +218,9 @@ class RolloutConfig(Section):
     """Size of the buckets in which new weights are sent to the engine, in 10^6 bytes."""
 
 
+_ONE_REWARD = "set exactly one of reward.function, reward.functions, reward.model and reward.url"
+
+
 class RewardConfig(Section):
     function: str | None = None
     """Reward function: gsm8k, math, exact, format, or your own as package.module:function or path/file.py:function."""
@@ -244,6 +251,11 @@ class RewardConfig(Section):
             possible_path(value)
         return value
 
+    @property
+    def sources(self) -> list[str]:
+        """The options that are set of those that name a reward: one, or none for on-policy distillation."""
+        return [name for name in ("function", "functions", "model", "url") if getattr(self, name)]
+
     def alone(self, function: str) -> RewardConfig:
         """Return the configuration of one of `functions` by itself, whose failures have no score."""
         own = {"function": function, "kwargs": self.kwargs.get(function, {})}
@@ -254,12 +266,8 @@ class RewardConfig(Section):
         return [self] if self.function is not None else [self.alone(name) for name in self.functions]
 
     def problems(self) -> Iterator[str]:
-        given = [name for name in ("function", "functions", "model", "url") if getattr(self, name)]
-        message = "set exactly one of reward.function, reward.functions, reward.model and reward.url"
-        if not given:
-            raise PydanticCustomError("missing", message)
-        if len(given) > 1:
-            yield f"{message}, found {' and '.join(given)}"
+        if len(self.sources) > 1:
+            yield f"{_ONE_REWARD}, found {' and '.join(self.sources)}"
         yield from self._several_problems()
         if self.clip is not None and self.clip[0] >= self.clip[1]:
             yield f"reward.clip is [{self.clip[0]:g}, {self.clip[1]:g}]: put the lower number first"
@@ -283,7 +291,8 @@ class PoolsConfig(Section):
     """Pools of GPUs: for each name, the number of GPUs on each of its nodes. For example {train: [8, 8], rollout: [8]}.
     Empty: one pool, global_pool, of all nodes."""
     roles: dict[Role, str] = {}
-    """Pool of each role (actor, critic, ref, reward, rollout). Roles that are not listed use the first pool."""
+    """Pool of each role (actor, critic, ref, teacher, reward, rollout). Roles that are not listed use the first
+    pool."""
     strategy: Literal["STRICT_PACK", "PACK"] = "STRICT_PACK"
     """Placement of each entry of a pool. STRICT_PACK: on one node, or the job fails. PACK: on one node if possible."""
 
@@ -311,7 +320,8 @@ class PpoConfig(RayJobConfig):
     critic: CriticConfig = CriticConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
-    reward: RewardConfig
+    reward: RewardConfig = RewardConfig()
+    teacher: OnPolicyTeacherConfig = OnPolicyTeacherConfig()
     pools: PoolsConfig = PoolsConfig()
     trainer: PpoTrainerConfig = PpoTrainerConfig()
 
@@ -326,8 +336,17 @@ class PpoConfig(RayJobConfig):
         limit_s = self.trainer.hang_timeout_s
         return max(limit_s, 2 * self.reward.timeout_s) if limit_s else 0.0  # nothing happens while one reward is slow
 
+    @field_validator("reward")
+    @classmethod
+    def _is_needed(cls, value: RewardConfig, info: ValidationInfo) -> RewardConfig:
+        algorithm = info.data.get("algorithm")
+        if algorithm is not None and algorithm.advantage != "opd" and not value.sources:
+            raise PydanticCustomError("missing", _ONE_REWARD)
+        return value
+
     def problems(self) -> Iterator[str]:
         yield from self._batch_problems()
+        yield from self._teacher_problems()
         yield from self._pool_problems()
         yield from self._group_problems()
 
@@ -351,6 +370,29 @@ class PpoConfig(RayJobConfig):
                 f"algorithm.overlong_buffer {self.algorithm.overlong_buffer} exceeds data.max_response_length "
                 f"{data.max_response_length}: lower it"
             )
+
+    def _teacher_problems(self) -> Iterator[str]:
+        algorithm = self.algorithm
+        if algorithm.advantage != "opd":
+            return
+        if self.teacher.path is None:
+            yield "algorithm.advantage=opd learns from a teacher: set teacher.path"
+        if self.teacher.path == self.model.path:
+            yield (
+                f"teacher.path and model.path are both {self.model.path}: the policy has nothing to learn from itself; "
+                "name another teacher"
+            )
+        unused = {
+            "algorithm.kl.where=reward": algorithm.kl.where == "reward",
+            "algorithm.filter_groups": algorithm.filter_groups,
+            "algorithm.overlong_buffer": algorithm.overlong_buffer > 0,
+        }
+        yield from (
+            f"{option} changes rewards, which algorithm.advantage=opd does not use: remove it, or use another "
+            "estimator, to whose advantages teacher.path is added"
+            for option, is_set in unused.items()
+            if is_set
+        )
 
     def _pool_problems(self) -> Iterator[str]:
         spec, trainer = pool_spec(self), self.trainer
@@ -426,6 +468,8 @@ def roles_in_use(config: PpoConfig) -> list[Role]:
         roles.append("critic")
     if config.algorithm.kl.where != "none":
         roles.append("ref")
+    if config.teacher.path is not None:
+        roles.append("teacher")
     if config.reward.model is not None:
         roles.append("reward")
     return [*roles, "rollout"]

@@ -5,15 +5,22 @@ To add an objective, write a class next to sft.py that derives from `Objective` 
 
 from __future__ import annotations
 
+from hpc_rl.config.distill import DistillConfig
 from hpc_rl.config.finetune import FinetuneConfig
 from hpc_rl.config.preferences import DpoConfig, RmConfig
 from hpc_rl.config.sft import SftConfig
 from hpc_rl.finetune.base import Objective
+from hpc_rl.finetune.distill import Distill
 from hpc_rl.finetune.dpo import Dpo, Kto
 from hpc_rl.finetune.rm import BradleyTerry, Regression
 from hpc_rl.finetune.sft import Sft
 
-OBJECTIVES: dict[type[FinetuneConfig], type[Objective]] = {SftConfig: Sft, DpoConfig: Dpo, RmConfig: BradleyTerry}
+OBJECTIVES: dict[type[FinetuneConfig], type[Objective]] = {
+    SftConfig: Sft,
+    DpoConfig: Dpo,
+    RmConfig: BradleyTerry,
+    DistillConfig: Distill,
+}
 """Configuration -> objective."""
 LABELLED: dict[type[FinetuneConfig], type[Objective]] = {DpoConfig: Kto, RmConfig: Regression}
 """Configuration -> objective, if data.label_key is set."""

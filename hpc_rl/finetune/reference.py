@@ -7,7 +7,7 @@ import hashlib
 import json
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from hpc_rl.config.preferences import DpoConfig
 from hpc_rl.data.pairs import Preference
+from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.errors import RunError
 from hpc_rl.finetune.base import Work
 from hpc_rl.finetune.pair_batch import PairBatch, pack_preferences, response_logprobs
@@ -79,7 +80,7 @@ def with_ref_logprobs(
         began = time.monotonic()
         with guards.explain_out_of_memory("the reference's log-probabilities"):
             found = _completed(found, config, preferences, partial(_write, run.ref_logprobs, key), world, stopping)
-        _free_memory(world)
+        free_memory(world)
         if world.is_main:
             seconds = time.monotonic() - began
             print(f"reference: log-probabilities in {run.ref_logprobs}, computed in {seconds:.0f} s", flush=True)
@@ -136,25 +137,33 @@ def _rounds(config: DpoConfig, preferences: Sequence[Preference], world: World) 
         yield torch.stack(rows).sum(dim=0).numpy().reshape(own.shape)
 
 
-def _free_memory(world: World) -> None:
+def free_memory(world: World) -> None:
     """Free what the reference has taken, before the policy is loaded. Sharded models are reference cycles."""
     gc.collect()
     if world.on_accelerator:
         torch.accelerator.empty_cache()
 
 
-def _key(config: DpoConfig, preferences: Sequence[Preference]) -> str:
-    """Return a text that is equal for equal models and equal data."""
-    path = config.ref.path or config.model.path
+def results_key(path: str, settings: Sequence[object], samples: Iterable[Sample]) -> str:
+    """Return a text that is equal for equal models and equal data.
+
+    Args:
+        path: folder or hub name of the model.
+        settings: what else its results depend on, as JSON can write it.
+    """
     files = sorted(Path(path).glob("*")) if Path(path).is_dir() else []
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    digest = hashlib.sha256(json.dumps([path, stats, config.model.dtype, config.trainer.device]).encode())
-    for preference in preferences:
-        for sample in preference.samples:
-            digest.update(len(sample.input_ids).to_bytes(8))
-            digest.update(np.ascontiguousarray(sample.input_ids, np.int32).data)
-            digest.update(np.packbits(sample.loss_mask).data)
+    digest = hashlib.sha256(json.dumps([path, stats, *settings]).encode())
+    for sample in samples:
+        digest.update(len(sample.input_ids).to_bytes(8))
+        digest.update(np.ascontiguousarray(sample.input_ids, np.int32).data)
+        digest.update(np.packbits(sample.loss_mask).data)
     return digest.hexdigest()
+
+
+def _key(config: DpoConfig, preferences: Sequence[Preference]) -> str:
+    samples = (sample for preference in preferences for sample in preference.samples)
+    return results_key(config.ref.path or config.model.path, [config.model.dtype, config.trainer.device], samples)
 
 
 def _read(path: Path, key: str, width: int) -> NDArray[np.float32]:

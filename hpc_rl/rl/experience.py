@@ -11,6 +11,7 @@ B responses; columns marked "tokens" are jagged, [B, length of each response], s
     scored           [B]      bool     whether the response has a score; the others teach nothing
     old_logprobs     tokens   float32  under the policy before the step's first update
     ref_logprobs     tokens   float32  under the reference
+    teacher_logprobs tokens   float32  under the teacher
     values           tokens   float32  the critic's value of the state before each token
     rewards          tokens   float32  score at the last token, minus the KL penalty if it is part of the reward
     advantages       tokens   float32
@@ -29,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from hpc_rl.algorithms.advantages import overlong_penalty, token_rewards
+from hpc_rl.algorithms.advantages import opd, overlong_penalty, token_rewards
 from hpc_rl.algorithms.aggregation import LOSS_AGGREGATIONS, MiniBatchTotals
 from hpc_rl.algorithms.correction import correction_weights, importance_ratios
 from hpc_rl.algorithms.estimators import ESTIMATORS
@@ -95,7 +96,12 @@ def add_rewards(experience: TensorDict, algorithm: AlgorithmConfig, kl_coef: flo
     return float(kl_BT.sum(dim=1).mean())
 
 
-def add_advantages(experience: TensorDict, algorithm: AlgorithmConfig, greedy_scores_B: torch.Tensor | None) -> None:
+def add_advantages(
+    experience: TensorDict,
+    algorithm: AlgorithmConfig,
+    greedy_scores_B: torch.Tensor | None,
+    teacher_coeff: float = 1.0,
+) -> None:
     """Add the column `advantages` and, with a critic, `returns`.
 
     Responses without a score have advantages and returns of 0, and do not change those of others. They have no weight
@@ -103,9 +109,13 @@ def add_advantages(experience: TensorDict, algorithm: AlgorithmConfig, greedy_sc
 
     Args:
         greedy_scores_B: score of the greedy response to each response's prompt; ReMax needs it.
+        teacher_coeff: factor of the teacher's part, if there is a teacher.
     """
     rows = experience["scored"]
-    rewards_BT = padded(experience, "rewards")
+    rewards_BT, teacher_BT = padded(experience, "rewards"), None
+    if "teacher_logprobs" in experience:
+        columns = [padded(experience, name)[rows] for name in ("teacher_logprobs", "old_logprobs")]
+        teacher_BT = opd(*columns, mask(experience)[rows], teacher_coeff)
     estimate = ESTIMATORS[algorithm.advantage](
         Outcome(
             rewards_BT=rewards_BT[rows],
@@ -115,10 +125,14 @@ def add_advantages(experience: TensorDict, algorithm: AlgorithmConfig, greedy_sc
             lam=algorithm.lam,
             scale=algorithm.scale_rewards,
             values_BT=padded(experience, "values")[rows] if "values" in experience else None,
+            teacher_BT=teacher_BT,
             greedy_scores_B=None if greedy_scores_B is None else greedy_scores_B[rows],
         )
     )
-    for name, found_BT in (("advantages", estimate.advantages_BT), ("returns", estimate.returns_BT)):
+    advantages_BT = estimate.advantages_BT
+    if teacher_BT is not None and algorithm.advantage != "opd":
+        advantages_BT = advantages_BT + teacher_BT
+    for name, found_BT in (("advantages", advantages_BT), ("returns", estimate.returns_BT)):
         if found_BT is not None:
             all_BT = torch.zeros_like(rewards_BT)
             all_BT[rows] = found_BT

@@ -17,6 +17,8 @@ from hpc_rl.rl.workers.learner import Sums
 PROBS_DIFF_WARNING = 0.01
 PROBS_DIFF_DOCS = "docs/rl.md, section 'When engine and trainer disagree'"
 LENGTH_PERCENTILES = (10, 50, 90)
+OF_REWARDS = ("critic/score/", "critic/rewards/", "reward_std", "frac_reward_zero_std")
+"""Beginnings of the names of metrics that a run without a reward does not have."""
 NO_SIGNAL_STEPS = 3
 """Number of consecutive steps without signal after which a warning is printed."""
 NO_SIGNAL_REPEAT = 20
@@ -44,6 +46,9 @@ def experience_metrics(experience: TensorDict, config: PpoConfig) -> dict[str, f
         **_length_metrics("prompt_length", columns.lengths(experience, "prompt_ids")),
         **_group_metrics(scores_B, experience["group"][scored_B]),
     }
+    if "teacher_logprobs" in experience:
+        policy_N, teacher_N = (columns.flat(experience, name) for name in ("old_logprobs", "teacher_logprobs"))
+        metrics["actor/teacher_kl"] = (policy_N - teacher_N)[scored_N].mean()
     if "returns" in experience:
         values_N, returns_N = (columns.flat(experience, name)[scored_N] for name in ("values", "returns"))
         metrics["critic/returns/mean"] = returns_N.mean()
@@ -53,6 +58,8 @@ def experience_metrics(experience: TensorDict, config: PpoConfig) -> dict[str, f
         old_N, rollout_N = columns.flat(experience, "old_logprobs"), columns.flat(experience, "rollout_logprobs")
         difference = probability_difference(old_N, rollout_N)
         metrics |= {f"training/rollout_probs_diff_{name}": torch.tensor(v) for name, v in difference._asdict().items()}
+    if not config.reward.sources:
+        metrics = {name: value for name, value in metrics.items() if not name.startswith(OF_REWARDS)}
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -131,6 +138,11 @@ def no_signal_warning(steps: int, metrics: dict[str, float]) -> str | None:
     """
     if steps < NO_SIGNAL_STEPS or (steps - NO_SIGNAL_STEPS) % NO_SIGNAL_REPEAT:
         return None
+    if "critic/score/min" not in metrics:
+        return (
+            f"warning: the last {steps} steps gave no learning signal: the policy and the teacher give the same "
+            "probabilities; check teacher.path"
+        )
     low, high = metrics["critic/score/min"], metrics["critic/score/max"]
     alike = f"every response scored {low:g}" if low == high else "the responses to each prompt all scored the same"
     if metrics["critic/advantages/min"] or metrics["critic/advantages/max"]:

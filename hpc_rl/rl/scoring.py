@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -77,6 +78,17 @@ class ModelScoring:
             print(f"warning: the reward model returned no finite score for {len(bad)} responses", file=sys.stderr)
         values_B = torch.where(torch.isfinite(scores_B), scores_B, math.nan)
         return Scores(final_values(values_B.numpy(), self._config), [(index, "not finite") for index in bad])
+
+
+class NoScoring:
+    """No rewards, for on-policy distillation: every score is 0, and no metric shows it."""
+
+    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Pending[Scores]:
+        """See Scoring."""
+        return Pending.known(Scores(np.zeros(len(completions), np.float32), []))
+
+    def close(self) -> None:
+        """Close nothing."""
 
 
 class NoScoresError(RunError):

@@ -18,7 +18,7 @@ from hpc_rl.rl.calls import MODEL_LIMIT, wait_for_all
 from hpc_rl.rl.dealing import mini_batches
 from hpc_rl.rl.pools import Pool, create_pools
 from hpc_rl.rl.rollout.rollout import InProcessRollout, Rollout, SeparateRollout
-from hpc_rl.rl.scoring import FunctionScoring, ModelScoring, Scoring
+from hpc_rl.rl.scoring import FunctionScoring, ModelScoring, NoScoring, Scoring
 from hpc_rl.rl.state import OldLogprobs, PpoState
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
@@ -76,10 +76,11 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
         tokenizer=tokenizer,
         train=train,
         val=val,
-        groups=list(dict.fromkeys(of_role[role] for role in ("actor", "critic", "ref") if role in of_role)),
+        groups=list(dict.fromkeys(of_role[role] for role in ("actor", "critic", "ref", "teacher") if role in of_role)),
         actor=actor,
         critic=critic,
         reference=of_role.get("ref"),
+        teacher=of_role.get("teacher"),
         rollout=rollout,
         scoring=scoring,
         batches=BatchSource(config, train, rollout, scoring, checkpoints.position_of(progress)),
@@ -140,6 +141,8 @@ def open_scoring(config: PpoConfig, of_role: Mapping[Role, WorkerGroup], tokeniz
     """Open the configured source of rewards. Raises UserError if the reward function cannot be loaded."""
     if config.reward.model is not None:
         return ModelScoring(of_role["reward"], config.reward)
+    if not config.reward.sources:
+        return NoScoring()
     return FunctionScoring(open_scorer(config.reward), tokenizer)
 
 
@@ -153,7 +156,8 @@ def old_logprobs(config: PpoConfig) -> OldLogprobs:
     algorithm, rollout = config.algorithm, config.rollout
     if algorithm.corrects or rollout.calculate_log_probs:
         return "recompute"  # they are compared with the engine's
-    if updates_per_step(config) == 1 and algorithm.kl.where != "reward":
+    compares = algorithm.kl.where == "reward" or config.teacher.path is not None
+    if updates_per_step(config) == 1 and not compares:
         return "skip"
     device, dtype = config.trainer.computes_on, config.model.dtype
     exact = device in engine_spec(config).exact_on and dtype == engine_dtype(rollout, device) == "float32"

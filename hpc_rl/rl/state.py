@@ -40,6 +40,7 @@ class PpoState:
     actor: WorkerGroup
     critic: WorkerGroup | None
     reference: WorkerGroup | None
+    teacher: WorkerGroup | None
     rollout: Rollout
     scoring: Scoring
     batches: BatchSource

@@ -109,7 +109,7 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
     with clock("adv"):
         kl_coef = state.kl.coef
         kl_mean = add_rewards(experience, algorithm, kl_coef)
-        add_advantages(experience, algorithm, greedy_scores(batch, config))
+        add_advantages(experience, algorithm, greedy_scores(batch, config), config.teacher.coeff)
         if kl_mean is not None:
             state.kl.update(kl_mean, len(batch.prompts))
     metrics = learn(state, experience, clock)
@@ -156,11 +156,12 @@ def stops(state: PpoState, done: Collection[str]) -> bool:
 
 
 def evaluate(state: PpoState, batch: Batch, experience: TensorDict, clock: Clock) -> None:
-    """Add the scores, and the columns that policy, reference and critic compute for the responses."""
+    """Add the scores, and the columns that policy, reference, teacher and critic compute for the responses."""
     held = [group.hold(experience) for group in state.groups]
     # All calls start before the first wait, so that workers compute while rewards are still being scored.
     old = state.actor.logprobs() if state.old_logprobs == "recompute" else None
     ref = state.reference.ref_logprobs() if state.reference else None
+    teacher = state.teacher.teacher_logprobs() if state.teacher else None
     values = state.critic.values() if state.critic else None
     with clock("reward"):
         for pending in held:  # a reward model on the same workers scores first
@@ -179,6 +180,9 @@ def evaluate(state: PpoState, batch: Batch, experience: TensorDict, clock: Clock
     if ref is not None:
         with clock("ref"):
             experience["ref_logprobs"] = ref.wait()
+    if teacher is not None:
+        with clock("teacher"):
+            experience["teacher_logprobs"] = teacher.wait()
     if values is not None:
         with clock("values"):
             experience["values"] = values.wait()

@@ -50,7 +50,7 @@ def validate(
         "val/unfinished": float(np.mean([not completion.finished for completion in completions])),
         "val/reward_errors": float(len(scores.errors)),
     }
-    if len(found):
+    if len(found) and config.reward.sources:
         metrics["val/score"] = float(found.mean())
     metrics |= {f"val/reward/{name}": mean for name, mean in scores.component_means().items()}
     shown = slice(0, config.trainer.log_val_generations * each.n, each.n)

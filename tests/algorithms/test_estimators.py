@@ -15,7 +15,17 @@ MASK = torch.tensor([[True, True, True], [True, True, False], [True, False, Fals
 REWARDS = torch.tensor([[-0.1, 0.2, 1.0], [0.3, 0.0, 0.0], [-1.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
 SCORES = torch.tensor([1.1, 0.3, -1.0, 2.0])
 GROUPS = torch.tensor([4, 4, 0, 0])
-OUTCOME = Outcome(REWARDS, MASK, GROUPS, gamma=0.9, lam=0.8, values_BT=REWARDS.flip(0), greedy_scores_B=torch.ones(4))
+TEACHER = torch.tensor([[0.1, -0.2, 0.3], [0.4, 0.5, 0.0], [-0.6, 0.0, 0.0], [0.7, 0.8, 0.0]])
+OUTCOME = Outcome(
+    REWARDS,
+    MASK,
+    GROUPS,
+    gamma=0.9,
+    lam=0.8,
+    values_BT=REWARDS.flip(0),
+    teacher_BT=TEACHER,
+    greedy_scores_B=torch.ones(4),
+)
 
 
 def test_every_configured_name_has_an_estimator() -> None:
@@ -32,6 +42,7 @@ def test_every_configured_name_has_an_estimator() -> None:
         "remax": advantages.remax(REWARDS, MASK, torch.ones_like(SCORES)),
         "reinforce_pp": advantages.reinforce_pp(REWARDS, MASK, 0.9),
         "reinforce_pp_baseline": advantages.reinforce_pp_baseline(SCORES, GROUPS, MASK),
+        "opd": TEACHER,
     }.items(),
 )
 def test_each_name_is_its_formula(name: str, expected: torch.Tensor) -> None:
@@ -55,5 +66,13 @@ def test_gae_returns_are_the_critics_targets() -> None:
 def test_what_an_estimator_lacks_is_named() -> None:
     with pytest.raises(ValueError, match="critic"):
         ESTIMATORS["gae"](replace(OUTCOME, values_BT=None))
+    with pytest.raises(ValueError, match="teacher"):
+        ESTIMATORS["opd"](replace(OUTCOME, teacher_BT=None))
     with pytest.raises(ValueError, match="greedy"):
         ESTIMATORS["remax"](replace(OUTCOME, greedy_scores_B=None))
+
+
+def test_the_teachers_part_is_the_log_ratio_of_each_token() -> None:
+    policy = torch.full((4, 3), -1.0)
+    got = advantages.opd(torch.full((4, 3), -0.25), policy, MASK, 2.0)
+    torch.testing.assert_close(got, 1.5 * MASK)

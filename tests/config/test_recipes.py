@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.config.compose import compose
+from hpc_rl.config.distill import DistillConfig
 from hpc_rl.config.ppo import PpoConfig, roles_in_use
 from hpc_rl.config.preferences import DpoConfig, RmConfig
 
@@ -18,11 +19,12 @@ VERL = "gsm8k-verl"
 
 
 PREFERENCES = {"ultrafeedback-dpo": "dpo", "ultrafeedback-rm": "rm"}
+DISTILLATION = "gsm8k-distill"
 """Recipes of other kinds of jobs."""
 
 
 def names(group: str) -> list[str]:
-    others = {VERL, *PREFERENCES}
+    others = {VERL, DISTILLATION, *PREFERENCES}
     return sorted(path.stem for path in (ROOT / "configs" / group).glob("*.yaml") if path.stem not in others)
 
 
@@ -39,7 +41,8 @@ def nodes_of(recipe: str) -> int:
 @pytest.mark.parametrize("algorithm", [None, *names("algorithm")])
 @pytest.mark.parametrize("recipe", names("recipe"))
 def test_every_recipe_goes_with_every_algorithm(recipe: str, algorithm: str | None) -> None:
-    config = ppo(f"recipe={recipe}", *([f"algorithm={algorithm}"] if algorithm else []))
+    teacher = ["teacher.path=teacher"] if algorithm == "opd" else []
+    config = ppo(f"recipe={recipe}", *([f"algorithm={algorithm}"] if algorithm else []), *teacher)
     responses = config.data.train_batch_size * config.rollout.n
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     assert config.trainer.nnodes == nodes_of(recipe)
@@ -93,3 +96,10 @@ def test_every_metric_of_the_loop_is_documented() -> None:
     page = (ROOT / "docs" / "rl.md").read_text()
     missing = {name for name in metrics if f"`{name}`" not in page and f"`{name.rpartition('/')[2]}`" not in page}
     assert len(metrics) > 30 and not missing
+
+
+def test_the_recipe_of_distillation() -> None:
+    config = compose("distill", [f"recipe={DISTILLATION}", "data.train_files=a.jsonl"])
+    assert isinstance(config, DistillConfig)
+    assert config.trainer.nnodes == 1 and config.teacher.path != config.model.path
+    assert config.data.train_batch_size % config.trainer.n_gpus_per_node == 0

@@ -214,6 +214,20 @@ def test_advantages_of_a_group_are_at_every_token() -> None:
     assert "returns" not in experience
 
 
+def test_a_teacher_gives_each_token_its_log_ratio_alone_or_added() -> None:
+    for advantage, added in (("opd", [0.0] * 4), ("dr_grpo", [-0.5, 0.5, -0.5, 0.5])):
+        experience = scored(LENGTHS)
+        experience["group"] = torch.tensor([0, 0, 1, 1])
+        experience["old_logprobs"] = column_of(experience, -1.0)
+        experience["teacher_logprobs"] = columns.repeat(torch.tensor([-1.0, -0.5, -1.25, -2.0]), experience)
+        algorithm = ppo_config(f"algorithm.advantage={advantage}", "teacher.path=/teacher").algorithm
+        columns.add_rewards(experience, algorithm, 0.0)
+        columns.add_advantages(experience, algorithm, None, 2.0)
+        assert [row.tolist() for row in experience["advantages"].unbind()] == [
+            [own + reward] * length for own, reward, length in zip([0.0, 1.0, -0.5, -2.0], added, LENGTHS, strict=True)
+        ]
+
+
 def test_gae_gives_the_critic_its_returns() -> None:
     experience = scored(LENGTHS)
     experience["values"] = column_of(experience, 0.0)

@@ -25,6 +25,7 @@ IN_REWARD = "algorithm.kl.where=reward"
         ((TWO_UPDATES, "trainer.device=cuda", "rollout.name=hf", "rollout.dtype=float32"), "recompute"),
         (("rollout.calculate_log_probs=true",), "recompute"),
         (("algorithm.tis_cap=2",), "recompute"),
+        (("teacher.path=/teacher",), "rollout"),
     ],
 )
 def test_old_logprobs_are_computed_where_the_algorithm_needs_them(overrides: tuple[str, ...], expected: str) -> None:

@@ -100,6 +100,7 @@ GOLDEN_SETTINGS: dict[str, dict[str, Any]] = {
     "sft": {"model.path": "/models/qwen", "data.train_files": ["train.jsonl"]},
     "dpo": {"model.path": "/models/qwen", "data.train_files": ["pairs.jsonl"], "ref.path": "/models/reference"},
     "rm": {"model.path": "/models/qwen", "data.train_files": ["pairs.jsonl"], "data.margin_key": "margin"},
+    "distill": {"model.path": "/models/qwen", "data.train_files": ["train.jsonl"], "teacher.path": "/models/teacher"},
     "ppo": {"model.path": "/models/qwen", "data.train_files": ["train.jsonl"], "reward.function": "gsm8k"},
     "torchrun": {},
     "ray": {

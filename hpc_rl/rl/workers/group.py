@@ -37,7 +37,8 @@ class WorkerGroup:
     """The workers of one pool.
 
     Args:
-        roles: roles of the workers: actor, critic, ref, reward, and rollout for an engine in the workers' processes.
+        roles: roles of the workers: actor, critic, ref, teacher, reward, and rollout for an engine in the workers'
+            processes.
         share: part of its GPU (or CPU) that each worker takes; the rest is for an engine in a separate process.
         logs: folder of the workers' logs.
     """
@@ -88,6 +89,10 @@ class WorkerGroup:
     def ref_logprobs(self) -> Pending[torch.Tensor]:
         """Return the reference's log-probabilities: a token column."""
         return self._all("ref_logprobs", combine=self._column)
+
+    def teacher_logprobs(self) -> Pending[torch.Tensor]:
+        """Return the teacher's log-probabilities: a token column."""
+        return self._all("teacher_logprobs", combine=self._column)
 
     def values(self) -> Pending[torch.Tensor]:
         """Return the critic's values: a token column."""

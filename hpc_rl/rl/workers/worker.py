@@ -31,6 +31,7 @@ from hpc_rl.rl.workers.learner import Learner, Sums
 from hpc_rl.rl.workers.logprobs import held_logprobs
 from hpc_rl.rl.workers.reference import Reference
 from hpc_rl.rl.workers.reward_model import RewardModel
+from hpc_rl.rl.workers.teacher import Teacher
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training import distributed, flight_recorder, guards, memory_snapshot
 from hpc_rl.training.checkpoints.export import write_weights
@@ -46,6 +47,7 @@ MODELS: dict[str, Callable[[PpoConfig, World], Any]] = {
     "actor": Actor,
     "critic": Critic,
     "ref": Reference,
+    "teacher": Teacher,
     "reward": RewardModel,
 }
 """Role -> class that loads its model. The role `rollout` is an engine, which may share the actor's model."""
@@ -109,6 +111,12 @@ class Worker:
         """Return the reference's log-probabilities of all held response tokens."""
         reference: Reference = self._part("ref")
         return reference.logprobs(self.held)
+
+    @guards.explain_out_of_memory("the teacher's log-probabilities")
+    def teacher_logprobs(self) -> NDArray[np.float32]:
+        """Return the teacher's log-probabilities of all held response tokens."""
+        teacher: Teacher = self._part("teacher")
+        return teacher.logprobs(self.held)
 
     @guards.explain_out_of_memory("the critic's values")
     def values(self) -> NDArray[np.float32]:

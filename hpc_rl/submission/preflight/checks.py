@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpc_rl.config.base import MAX_NAME_BYTES, MAX_PATH_BYTES
+from hpc_rl.config.distill import DistillConfig
 from hpc_rl.config.finetune import FinetuneConfig
 from hpc_rl.config.ppo import PpoConfig, RewardConfig, engine_spec, pool_of
 from hpc_rl.config.preferences import DpoConfig, RmConfig
@@ -35,6 +36,7 @@ from hpc_rl.submission.preflight.model import (
     check_is_classifier,
     check_is_language_model,
     check_model_path,
+    check_same_special_tokens,
     check_same_vocabulary,
 )
 from hpc_rl.submission.preflight.partition import ask_of, check_partition
@@ -147,6 +149,11 @@ def model(job: Job) -> Iterator[Question]:
                 yield Question(check_model_path, (key, path, job.coming, cache))
         if config.reward.model is not None:
             yield Question(check_is_classifier, ("reward.model", config.reward.model, cache))
+    if isinstance(config, DistillConfig | PpoConfig) and config.teacher.path is not None:
+        yield Question(check_model_path, ("teacher.path", config.teacher.path, job.coming, cache))
+        yield Question(check_is_language_model, ("teacher.path", config.teacher.path, cache))
+        yield Question(check_same_vocabulary, ("teacher.path", config.teacher.path, config.model, cache))
+        yield Question(check_same_special_tokens, ("teacher.path", config.teacher.path, config.model, cache))
     if isinstance(config, DpoConfig) and config.ref.path is not None:
         yield Question(check_model_path, ("ref.path", config.ref.path, job.coming, cache))
         yield Question(check_is_language_model, ("ref.path", config.ref.path, cache))

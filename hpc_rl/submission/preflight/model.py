@@ -13,6 +13,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.host.large_files import check_model_folder
 from hpc_rl.host.model_kind import architectures_of, is_classifier, is_language_model
+from hpc_rl.host.vocabulary import ROLES, other_special_tokens, role_difference, vocabulary_difference
 from hpc_rl.submission.after import is_coming
 from hpc_rl.submission.hub import HubCache
 from hpc_rl.submission.preflight.hub_names import not_cached, refuse_mistyped
@@ -85,15 +86,33 @@ def check_same_vocabulary(key: str, path: str, model: ModelConfig, cache: HubCac
     theirs, ours = (_vocabulary(folder / "tokenizer.json") if folder is not None else {} for folder in folders)
     if not theirs or not ours:
         return
-    either = theirs.keys() | ours.keys()
-    different = sorted((ours.get(token, -1), token) for token in either if theirs.get(token) != ours.get(token))
-    if different:
-        token = different[0][1]
+    if (found := vocabulary_difference(theirs, ours)) is not None:
         raise UserError(
-            f"{key} {path} and model.path {model.path} have different vocabularies: {len(different):,} tokens differ, "
-            f"for example {token!r}, which is {theirs.get(token, 'missing')} and {ours.get(token, 'missing')}; choose "
-            "a model of the same family"
+            f"{key} {path} and model.path {model.path} have different vocabularies: {found}; choose a model of the "
+            "same family"
         )
+
+
+def check_same_special_tokens(key: str, path: str, model: ModelConfig, cache: HubCache) -> None:
+    """Check that two tokenizers begin and end texts with the same tokens, if both tokenizer_config.json name them.
+
+    Args:
+        key: the option that names `path`, for the error.
+
+    Raises:
+        UserError: a special token differs; the message names the first one.
+    """
+    folders = [_model_folder(name, cache) for name in (path, model.tokenizer_path or model.path)]
+    files = [folder / "tokenizer_config.json" if folder is not None else None for folder in folders]
+    theirs, ours = ({} if file is None else _special_tokens(file) for file in files)
+    if (found := role_difference(theirs, ours)) is not None:
+        raise UserError(other_special_tokens(key, path, model.path, found))
+
+
+def _special_tokens(file: Path) -> dict[str, str | None]:
+    """Return role -> token of a tokenizer_config.json, without roles that it leaves to the tokenizer's class."""
+    found = {role: token for role, token in read_json(file).items() if role in ROLES and token is not None}
+    return {role: token["content"] if isinstance(token, dict) else str(token) for role, token in found.items()}
 
 
 def _vocabulary(file: Path) -> dict[str, int]:

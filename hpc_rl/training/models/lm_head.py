@@ -58,10 +58,14 @@ def token_logprobs(
     return logprobs_N, entropy_N
 
 
-def _chunks(positions: int, weight_VH: torch.Tensor) -> Iterator[slice]:
-    """Yield slices of equal size, each with at most CHUNK_BYTES of logits."""
+def chunks(positions: int, weight_VH: torch.Tensor, matrices: int = 1) -> Iterator[slice]:
+    """Yield slices of equal size, each with at most CHUNK_BYTES of logits.
+
+    Args:
+        matrices: number of such matrices that a chunk needs at the same time.
+    """
     chunk_bytes = CHUNK_BYTES["cpu" if weight_VH.device.type == "cpu" else "gpu"]
-    limit = max(1, chunk_bytes // (4 * weight_VH.shape[0]))
+    limit = max(1, chunk_bytes // (4 * weight_VH.shape[0] * matrices))
     size = -(-positions // -(-positions // limit)) if positions else 1
     return (slice(start, min(start + size, positions)) for start in range(0, positions, size))
 
@@ -78,17 +82,22 @@ class _LogProbs:
         rows, vocabulary = hidden_CH.shape[0], self.weight_VH.shape[0]
         if self.buffer is None:
             self.buffer = hidden_CH.new_empty(rows, vocabulary, dtype=torch.float32)
-        logits = self.buffer[:rows]
-        if hidden_CH.dtype == torch.float32:
-            torch.mm(hidden_CH, self.weight_VH.t(), out=logits)
-        elif _multiplies_into_float32(hidden_CH):
-            # Rounding a logit of 25 to bfloat16 would change the log-probability by up to 0.06.
-            torch.mm(hidden_CH, self.weight_VH.t(), out_dtype=torch.float32, out=logits)
-        else:
-            logits.copy_(hidden_CH @ self.weight_VH.t())
+        logits = float32_logits(hidden_CH, self.weight_VH, self.buffer[:rows])
         if temperature != 1.0:
             logits.div_(temperature)
         return torch.log_softmax(logits, dim=-1, out=logits)
+
+
+def float32_logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, logits_CV: torch.Tensor) -> torch.Tensor:
+    """Compute hidden @ weight.T into a float32 tensor, and return it."""
+    if hidden_CH.dtype == torch.float32:
+        torch.mm(hidden_CH, weight_VH.t(), out=logits_CV)
+    elif _multiplies_into_float32(hidden_CH):
+        # Rounding a logit of 25 to bfloat16 would change the log-probability by up to 0.06.
+        torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32, out=logits_CV)
+    else:
+        logits_CV.copy_(hidden_CH @ weight_VH.t())
+    return logits_CV
 
 
 def _multiplies_into_float32(tensor: torch.Tensor) -> bool:
@@ -96,7 +105,7 @@ def _multiplies_into_float32(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.version.hip is None
 
 
-def _add_product(total_VH: torch.Tensor, left_CV: torch.Tensor, right_CH: torch.Tensor, first: bool) -> None:
+def add_product(total_VH: torch.Tensor, left_CV: torch.Tensor, right_CH: torch.Tensor, first: bool) -> None:
     """Add left.T @ right to the total in float32; the first summand replaces the old total."""
     beta = 0 if first else 1
     if left_CV.dtype == total_VH.dtype:
@@ -109,6 +118,16 @@ def _add_product(total_VH: torch.Tensor, left_CV: torch.Tensor, right_CH: torch.
         total_VH.add_(left_CV.t() @ right_CH)
 
 
+def saved_gradients(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of hidden states and weight that the forward pass has computed, times the upstream one."""
+    grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
+    # Reading the value would synchronise a GPU; on a CPU it saves a pass over the weight's gradient.
+    if upstream.device.type != "cpu" or upstream.item() != 1.0:
+        grad_hidden_NH = None if grad_hidden_NH is None else grad_hidden_NH * upstream.to(grad_hidden_NH.dtype)
+        grad_weight_VH = None if grad_weight_VH is None else grad_weight_VH.mul_(upstream)
+    return grad_hidden_NH, None if grad_weight_VH is None else grad_weight_VH.to(ctx.dtype)
+
+
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -119,7 +138,7 @@ class _CrossEntropySum(torch.autograd.Function):
         grad_weight_VH = torch.empty_like(weight_VH, dtype=torch.float32) if needs_weight else None
         total = hidden_NH.new_zeros((), dtype=torch.float32)
         log_softmax = _LogProbs(weight_VH)
-        for rows in _chunks(hidden_NH.shape[0], weight_VH):
+        for rows in chunks(hidden_NH.shape[0], weight_VH):
             hidden_CH, targets_C1 = hidden_NH[rows], targets_N[rows, None]
             logprobs_CV = log_softmax(hidden_CH)
             total -= logprobs_CV.gather(1, targets_C1).sum()
@@ -132,7 +151,7 @@ class _CrossEntropySum(torch.autograd.Function):
             if grad_hidden_NH is not None:
                 torch.mm(grad_CV, weight_VH, out=grad_hidden_NH[rows])
             if grad_weight_VH is not None:
-                _add_product(grad_weight_VH, grad_CV, hidden_CH * scale, first=rows.start == 0)
+                add_product(grad_weight_VH, grad_CV, hidden_CH * scale, first=rows.start == 0)
         if grad_hidden_NH is not None:
             grad_hidden_NH *= scale
         ctx.dtype = weight_VH.dtype
@@ -141,13 +160,7 @@ class _CrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
-        (upstream,) = grads
-        # Reading the value would synchronise a GPU; on a CPU it saves a pass over the weight's gradient.
-        if upstream.device.type != "cpu" or upstream.item() != 1.0:
-            grad_hidden_NH = None if grad_hidden_NH is None else grad_hidden_NH * upstream.to(grad_hidden_NH.dtype)
-            grad_weight_VH = None if grad_weight_VH is None else grad_weight_VH.mul_(upstream)
-        return grad_hidden_NH, None if grad_weight_VH is None else grad_weight_VH.to(ctx.dtype), None, None
+        return *saved_gradients(ctx, grads[0]), None, None
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -163,7 +176,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs_N = hidden_NH.new_empty(hidden_NH.shape[0], dtype=torch.float32)
         entropy_N = torch.zeros_like(logprobs_N)
         log_softmax = _LogProbs(weight_VH)
-        for rows in _chunks(hidden_NH.shape[0], weight_VH):
+        for rows in chunks(hidden_NH.shape[0], weight_VH):
             logprobs_CV = log_softmax(hidden_NH[rows], temperature)
             logprobs_N[rows] = logprobs_CV.gather(1, targets_N[rows, None])[:, 0]
             if entropy:
@@ -180,7 +193,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if needs_weight else None
         log_softmax = _LogProbs(weight_VH)
-        for rows in _chunks(hidden_NH.shape[0], weight_VH):
+        for rows in chunks(hidden_NH.shape[0], weight_VH):
             hidden_CH, targets_C1 = hidden_NH[rows], targets_N[rows, None]
             logprobs_CV = log_softmax(hidden_CH, ctx.temperature)
             # d log p[target] / d logits = onehot - p        d entropy / d logits = -p (log p + entropy)
@@ -192,5 +205,5 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_hidden_NH is not None:
                 torch.mm(grad_CV, weight_VH, out=grad_hidden_NH[rows])
             if grad_weight_VH is not None:
-                _add_product(grad_weight_VH, grad_CV, hidden_CH, first=rows.start == 0)
+                add_product(grad_weight_VH, grad_CV, hidden_CH, first=rows.start == 0)
         return grad_hidden_NH, None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype), None, None, None

@@ -10,6 +10,7 @@ from torch import nn
 
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import UserError
+from hpc_rl.host.vocabulary import vocabulary_difference
 from hpc_rl.training.models.causal_lm import PackedModel, load_tokenizer, refuse_unsupported_backbone
 from hpc_rl.training.models.packed_batch import PackedBatch
 from hpc_rl.training.models.pretrained import Pretrained
@@ -95,11 +96,10 @@ def refuse_other_vocabulary(key: str, path: str, policy: ModelConfig) -> None:
     """
     theirs = load_tokenizer(policy.model_copy(update={"path": path, "tokenizer_path": None})).get_vocab()
     ours = load_tokenizer(policy).get_vocab()
-    if theirs != ours:
-        different = sum(theirs.get(token) != number for token, number in ours.items())
+    if (found := vocabulary_difference(theirs, ours)) is not None:
         raise UserError(
-            f"{key} {path} and model.path {policy.path} have different vocabularies: {different:,} of {len(ours):,} "
-            "tokens differ; choose a model of the same family"
+            f"{key} {path} and model.path {policy.path} have different vocabularies: {found}; choose a model of the "
+            "same family"
         )
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from hpc_rl.errors import RunError
+from hpc_rl.errors import RunError, UserError
+from tests.helpers import make_tiny_model
 from tests.rl.runs.jobs import Runs, metrics, series
 
 ALWAYS = {
@@ -157,3 +159,45 @@ def test_the_critic_warms_up_alone(run: Runs, tmp_path: Path) -> None:
     assert run(tmp_path, "critic.warmup_steps=1") == 0
     assert len(series(tmp_path, "critic/vf_loss")) == 2
     assert len(series(tmp_path, "actor/pg_loss")) == 1
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with other weights than the policy's, and strong preferences."""
+    from transformers import AutoModelForCausalLM
+
+    folder = make_tiny_model(tmp_path_factory.mktemp("teacher") / "teacher", hidden=48)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.nn.init.normal_(model.lm_head.weight, std=0.5, generator=torch.Generator().manual_seed(2))
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_on_policy_distillation_needs_no_reward(run: Runs, tmp_path: Path, teacher: Path) -> None:
+    """The policy comes closer to the teacher, whose log-probabilities are the only signal."""
+    options = ("algorithm.advantage=opd", "reward.function=null", "reward.kwargs={}", "rollout.n=8")
+    steps = ("trainer.total_training_steps=12", "actor.optim.lr=1e-2", "actor.optim.lr_scheduler=constant")
+    assert run(tmp_path, *options, *steps, f"teacher.path={teacher}", "trainer.val_before_train=true") == 0
+    found = series(tmp_path, "actor/teacher_kl")
+    assert len(found) == len(series(tmp_path, "timing_s/teacher")) == 12
+    assert found[0] > 0 and sum(found[-3:]) < 0.8 * sum(found[:3])
+    first = metrics(tmp_path)[0]
+    assert first["critic/advantages/mean"] == pytest.approx(-first["actor/teacher_kl"], abs=1e-5)
+    assert not [name for step in metrics(tmp_path) for name in step if "score" in name or "rewards" in name]
+
+
+def test_a_teacher_is_added_to_a_reward(run: Runs, tmp_path: Path, teacher: Path) -> None:
+    one = ("actor.mini_batch_size=null", "algorithm.advantage=grpo", "trainer.total_training_steps=1")
+    assert run(tmp_path / "plain", *one) == 0
+    assert run(tmp_path / "taught", *one, f"teacher.path={teacher}", "teacher.coeff=0.5") == 0
+    (plain,), (taught,) = metrics(tmp_path / "plain"), metrics(tmp_path / "taught")
+    assert taught["critic/score/mean"] == pytest.approx(plain["critic/score/mean"])
+    # The mean of GRPO's advantages is weighted by length, and the same in both runs.
+    added = taught["critic/advantages/mean"] - plain["critic/advantages/mean"]
+    assert added == pytest.approx(-0.5 * taught["actor/teacher_kl"], abs=1e-5) and added != 0
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(run: Runs, tmp_path: Path) -> None:
+    strange = make_tiny_model(tmp_path / "strange", vocab=300)
+    with pytest.raises(UserError, match=r"teacher\.path .* have different vocabularies"):
+        run(tmp_path / "run", "algorithm.advantage=opd", f"teacher.path={strange}")

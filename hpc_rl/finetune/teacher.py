@@ -1,0 +1,250 @@
+"""The teacher of distillation: a frozen model, or its most probable tokens, which were stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hpc_rl.config.distill import DistillConfig
+from hpc_rl.data.sft_dataset import Sample
+from hpc_rl.errors import RunError, UserError
+from hpc_rl.finetune.base import Work
+from hpc_rl.finetune.reference import free_memory, results_key
+from hpc_rl.host.disk import explained
+from hpc_rl.host.files import replacing
+from hpc_rl.host.heartbeat import heart
+from hpc_rl.run_dir import RunDir
+from hpc_rl.training import guards
+from hpc_rl.training.batching import plan_batch
+from hpc_rl.training.distributed import World
+from hpc_rl.training.models.distill_head import in_chunks, live
+from hpc_rl.training.models.loading import load_sharded
+from hpc_rl.training.models.packed_batch import PackedBatch, filler, pack_samples
+from hpc_rl.training.models.teacher import teacher_model
+from hpc_rl.training.sharding import reshard
+from hpc_rl.training.stopping import Stopped, Stopping
+
+_ROUND = 128
+"""Samples of each rank between two exchanges of results, in which the ranks also agree whether to stop."""
+_STORE_EVERY_S = 300
+"""Approximate time between two writes."""
+_STORE_BYTES = 1 << 30
+"""Bytes of results after which they are written earlier."""
+TopK = NDArray[Any]
+"""Targets of some samples, one after the other, with the fields of `top_k_dtype`."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A sample, and the teacher's most probable tokens at its targets if they were stored."""
+
+    sample: Sample
+    top_k: TopK | None = None
+    """It is read from disk when it is used."""
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """The sample: what a micro-batch cannot divide."""
+        return (self.sample,)
+
+
+class Teacher:
+    """A frozen causal language model, sharded over all ranks.
+
+    Args:
+        tokens: number of its outputs to use, the first ones.
+    """
+
+    def __init__(self, config: DistillConfig, tokens: int, world: World) -> None:
+        self._tokens = tokens
+        found = teacher_model(config.teacher.path, config.model, world.on_accelerator)
+        self._model = load_sharded(found, world, config.trainer)
+
+    @torch.no_grad()
+    def outputs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return hidden states [N, G] and the head's weight [V, G], which is valid until `release`. Every rank calls
+        both."""
+        hidden_NG, weight_VG = self._model(batch, lambda hidden_NG, weight_VG: (hidden_NG, weight_VG))
+        return hidden_NG, weight_VG[: self._tokens]
+
+    def release(self) -> None:
+        """Free the memory of the head's weight, if it was gathered."""
+        reshard(self._model)
+
+
+def pack_lessons(lessons: Sequence[Lesson]) -> PackedBatch:
+    """Build the packed row of a micro-batch; the filler if a rank has no samples left."""
+    samples = [lesson.sample for lesson in lessons]
+    return pack_samples([one.input_ids for one in samples], [one.loss_mask for one in samples]) if samples else filler()
+
+
+def top_k_dtype(top_k: int) -> np.dtype[Any]:
+    """Return the type of a stored target: its most probable tokens, the most probable first; their log-probabilities,
+    and that of all other tokens together."""
+    return np.dtype([("ids", "<i4", (top_k,)), ("logprobs", "<f4", (top_k + 1,))])
+
+
+def with_top_k(
+    config: DistillConfig, tokens: int, lessons: Sequence[Lesson], run: RunDir, world: World, stopping: Stopping
+) -> list[Lesson]:
+    """Return the lessons with the teacher's most probable tokens.
+
+    All ranks compute them together. Rank 0 stores them in the run directory, also while they are computed, so that a
+    run that resumes computes only those that are missing. A file is named after the number of its first target.
+
+    Args:
+        tokens: number of the teacher's outputs to use.
+
+    Raises:
+        Stopped: the run stops before all are known.
+    """
+    ends = np.cumsum([int(lesson.sample.loss_mask.sum()) for lesson in lessons])
+    folder = run.teacher_top_k / str(world.broadcast(_key(config, lessons) if world.is_main else None))
+    dtype = top_k_dtype(config.teacher.top_k or 0)
+    known = int(world.broadcast(sum(map(len, _stored(folder, dtype))) if world.is_main else None))
+    if known < ends[-1]:
+        began = time.monotonic()
+        with guards.explain_out_of_memory("the teacher's most probable tokens"):
+            _complete(config, tokens, lessons, ends, known, folder, world, stopping)
+        free_memory(world)
+        if world.is_main:
+            print(
+                f"teacher: top {config.teacher.top_k} tokens in {folder}, {time.monotonic() - began:.0f} s", flush=True
+            )
+    parts = world.together(lambda: _all_stored(folder, dtype, int(ends[-1])))
+    rows = (row for part, cuts in _cut(parts, ends) for row in np.split(part, cuts))
+    return [replace(lesson, top_k=row) for lesson, row in zip(lessons, rows, strict=True)]
+
+
+def _complete(
+    config: DistillConfig,
+    tokens: int,
+    lessons: Sequence[Lesson],
+    ends: NDArray[np.int64],
+    known: int,
+    folder: Path,
+    world: World,
+    stopping: Stopping,
+) -> None:
+    """Compute and store what is missing. Every rank calls this.
+
+    Args:
+        ends: number of targets up to and including each lesson.
+        known: number of targets, of the first lessons, that are stored.
+    """
+    first = int(np.searchsorted(ends, known, side="right"))
+    waiting: list[TopK] = []
+    written_at = began = time.monotonic()
+    longest_s = 0.0
+    for done, rows in _rounds(config, tokens, lessons, first, world):
+        waiting.append(rows)
+        now = time.monotonic()
+        longest_s, began = max(longest_s, now - began), now
+        stopping.made_a_step = True
+        is_due = now - written_at > _STORE_EVERY_S or sum(part.nbytes for part in waiting) > _STORE_BYTES
+        wishes = [world.is_main and stopping.due(longest_s), is_due]
+        stops, writes = world.gather_rows(list(map(float, wishes)))[0].tolist()  # rank 0 decides
+        if stops or writes or done == len(lessons):
+            part = np.concatenate(waiting)
+            world.together(lambda part=part, known=known: _write(folder, known, part) if world.is_main else None)
+            known, written_at = known + len(part), time.monotonic()
+            waiting.clear()
+        if stops:
+            raise Stopped(
+                f"stopped before the first step: the teacher's most probable tokens of {done:,} of {len(lessons):,} "
+                "samples are stored; submit again to resume"
+            )
+
+
+def _rounds(
+    config: DistillConfig, tokens: int, lessons: Sequence[Lesson], first: int, world: World
+) -> Iterator[tuple[int, TopK]]:
+    """Yield (number of lessons that are done, the results of the next ones) until all are done."""
+    teacher = Teacher(config, tokens, world)
+    for start in range(first, len(lessons), _ROUND * world.size):
+        part = lessons[start : start + _ROUND * world.size]
+        plan = plan_batch(Work.of(part).lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)
+        own = np.concatenate([_top_k(config, teacher, [part[i] for i in micro], world) for micro in plan[world.rank]])
+        by_rank = world.gather_varied(torch.from_numpy(own.view(np.uint8)))
+        of_lesson: dict[int, TopK] = {}
+        for rank, found in enumerate(by_rank):
+            order = [index for micro in plan[rank] for index in micro]
+            cuts = np.cumsum([int(part[index].sample.loss_mask.sum()) for index in order])[:-1]
+            of_lesson |= zip(order, np.split(found.numpy().view(own.dtype), cuts), strict=False)
+        yield start + len(part), np.concatenate([of_lesson[index] for index in range(len(part))])
+
+
+def _top_k(config: DistillConfig, teacher: Teacher, lessons: Sequence[Lesson], world: World) -> TopK:
+    """Return the teacher's most probable tokens at the targets of a micro-batch."""
+    batch = pack_lessons(lessons).to(world.device)
+    hidden_NG, weight_VG = teacher.outputs(batch)
+    teaching = live(hidden_NG, weight_VG, config.algorithm.temperature, config.teacher.top_k)
+    found = np.empty(len(hidden_NG), top_k_dtype(config.teacher.top_k or 0))
+    at = 0
+    for taught in in_chunks(teaching, len(hidden_NG), weight_VG):
+        rows = slice(at, at + len(taught.logprobs_CV))
+        assert taught.ids_CK is not None
+        found["ids"][rows], found["logprobs"][rows] = taught.ids_CK.cpu().numpy(), taught.logprobs_CV.cpu().numpy()
+        at = rows.stop
+    teacher.release()
+    heart.beat()
+    return found
+
+
+def _key(config: DistillConfig, lessons: Sequence[Lesson]) -> str:
+    settings = [config.model.dtype, config.trainer.device, config.teacher.top_k, config.algorithm.temperature]
+    return results_key(config.teacher.path, settings, (lesson.sample for lesson in lessons))[:16]
+
+
+def _stored(folder: Path, dtype: np.dtype[Any]) -> list[TopK]:
+    """Return the results of the first targets, without those after a damaged file. They are not read into memory."""
+    parts: list[TopK] = []
+    while True:
+        try:
+            part = np.load(folder / f"{sum(map(len, parts))}.npy", mmap_mode="r")
+        except (OSError, EOFError, ValueError):
+            return parts
+        if part.dtype != dtype or not len(part):
+            return parts
+        parts.append(part.view(np.ndarray))
+
+
+def _all_stored(folder: Path, dtype: np.dtype[Any], targets: int) -> list[TopK]:
+    """Return the results of all targets.
+
+    Raises:
+        UserError: a file that was just written is not there.
+    """
+    parts = _stored(folder, dtype)
+    if (found := sum(map(len, parts))) != targets:
+        raise UserError(
+            f"{folder} has the teacher's most probable tokens of {found:,} instead of {targets:,} targets: check that "
+            "all nodes see the same run directory, delete this folder and start the run again"
+        )
+    return parts
+
+
+def _cut(parts: Sequence[TopK], ends: NDArray[np.int64]) -> Iterator[tuple[TopK, NDArray[np.int64]]]:
+    """Yield each part, and where its lessons end but the last one; a part has whole lessons."""
+    start = 0
+    for part in parts:
+        inside = ends[(ends > start) & (ends < start + len(part))]
+        yield part, inside - start
+        start += len(part)
+
+
+def _write(folder: Path, first: int, part: TopK) -> None:
+    path = folder / f"{first}.npy"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as partial, partial.open("xb") as file:
+            np.save(file, part)
+    except OSError as error:
+        raise RunError(f"{path} could not be written: {explained(error, path)}") from error
