@@ -39,6 +39,8 @@ class JobKind:
     """For each required key, words of a command line that set it, for the error message if keys are missing."""
     test_settings: Mapping[str, Any] = field(default_factory=dict)
     """Dotted key -> value that make a run short, for `submit --test`."""
+    trains: bool = True
+    """Whether the trainer, if there is one, exports a model that a further job can start from."""
     is_internal: bool = False
     """Whether only hpc-rl itself submits this kind, so that `submit` does not offer it."""
 
@@ -62,6 +64,11 @@ class JobKind:
 
 _TRAINING = ("torch", "transformers", "safetensors")
 _PAIRS = {"model.path": "model=qwen2.5-0.5b", "data.train_files": "data.train_files=pairs.jsonl"}
+_GENERATION = (*_TRAINING, "ray", "tensordict")
+_PROMPTS = {
+    "model.path": "model.path=Qwen/Qwen2.5-0.5B-Instruct",
+    "data.files": "data.files=openai/gsm8k:main data.prompt_key=question",
+}
 _GSM8K = "data.train_files=openai/gsm8k:main data.prompt_key=question"
 
 KINDS: dict[str, JobKind] = {
@@ -121,6 +128,45 @@ KINDS: dict[str, JobKind] = {
             template="ray.sbatch.j2",
         ),
         JobKind(
+            name="generate",
+            meaning="responses to prompts, with scores",
+            options="hpc_rl.config.generate:GenerateConfig",
+            trainer="hpc_rl.rl.main_generate",
+            test_settings={"data.max_prompts": 8},
+            needs=_GENERATION,
+            examples=_PROMPTS,
+            trains=False,
+            node_entry="hpc_rl.node.ray_cluster.node",
+            template="ray.sbatch.j2",
+        ),
+        JobKind(
+            name="eval",
+            meaning="scores of a model (mean, pass@k, maj@k)",
+            options="hpc_rl.config.generate:EvalConfig",
+            trainer="hpc_rl.rl.main_generate",
+            trainer_options=("--kind", "eval"),
+            test_settings={"data.max_prompts": 8},
+            needs=_GENERATION,
+            examples={**_PROMPTS, "reward.function": "reward.function=gsm8k"},
+            trains=False,
+            node_entry="hpc_rl.node.ray_cluster.node",
+            template="ray.sbatch.j2",
+        ),
+        JobKind(
+            name="select",
+            meaning="training data from scored responses",
+            options="hpc_rl.config.select:SelectConfig",
+            trainer="hpc_rl.data.main_select",
+            needs=("torch",),
+            examples={
+                "select.responses": "select.responses=runs/generate-1/responses.jsonl",
+                "select.method": "select.method=pairs",
+            },
+            trains=False,
+            node_entry="hpc_rl.node.torchrun",
+            template="torchrun.sbatch.j2",
+        ),
+        JobKind(
             name="torchrun",
             meaning="your own torchrun program",
             options="hpc_rl.config.job:JobConfig",
@@ -155,4 +201,4 @@ def offered() -> Iterator[JobKind]:
 
 def trained() -> list[str]:
     """Return the names of the kinds that train a model. These can be stages of a chain."""
-    return [kind.name for kind in KINDS.values() if kind.trainer is not None]
+    return [kind.name for kind in KINDS.values() if kind.trainer is not None and kind.trains]

@@ -15,9 +15,12 @@ from typing import NamedTuple
 
 from hpc_rl.config.base import MAX_NAME_BYTES, MAX_PATH_BYTES
 from hpc_rl.config.finetune import FinetuneConfig
-from hpc_rl.config.ppo import PpoConfig, RewardConfig, engine_spec, pool_of
+from hpc_rl.config.generate import GenerateConfig
+from hpc_rl.config.ppo import OptionalRewardConfig, PpoConfig, engine_spec, pool_of
 from hpc_rl.config.preferences import DpoConfig, RmConfig
 from hpc_rl.config.ray import RayJobConfig
+from hpc_rl.config.select import SelectConfig
+from hpc_rl.data.selection import check_scored
 from hpc_rl.errors import UserError
 from hpc_rl.host.disk import refuse_unwritable, space_of
 from hpc_rl.host.environment import refuse_expandable_segments
@@ -128,14 +131,14 @@ def packages(job: Job) -> Iterator[Question]:
     yield Question(check_packages, (slurm.python, job.row.needs, job.kind))
     if slurm.python is None and isinstance(config, RayJobConfig) and (ray := installed_ray()) is not None:
         yield Question(check_ray, (ray, sys.executable))
-    if isinstance(config, PpoConfig) and (package := engine_spec(config).package) is not None:
+    if isinstance(config, PpoConfig | GenerateConfig) and (package := engine_spec(config).package) is not None:
         yield Question(check_packages, (slurm.python, (package,), f"rollout.name={config.rollout.name}"))
 
 
 def model(job: Job) -> Iterator[Question]:
     """Ask whether every model of the job can be loaded."""
     config = job.config
-    if not isinstance(config, FinetuneConfig | PpoConfig):
+    if not isinstance(config, FinetuneConfig | PpoConfig | GenerateConfig):
         return
     coming = job.after.model if job.after else None
     cache = hub_cache(config)
@@ -156,18 +159,24 @@ def model(job: Job) -> Iterator[Question]:
 
 
 def data(job: Job) -> Iterator[Question]:
-    """Ask whether the data can be read and fills a batch."""
+    """Ask whether the data can be read, and fills a batch of training."""
     if isinstance(job.config, FinetuneConfig | PpoConfig):
         found, cache = job.config.data, hub_cache(job.config)
         yield Question(check_train_data, (found, cache))
         for file in found.val_files:
             yield Question(check_val_data, (file, found, cache))
+    elif isinstance(job.config, GenerateConfig):
+        for file in job.config.data.files:
+            yield Question(check_val_data, (file, job.config.data, hub_cache(job.config)))
+    elif isinstance(job.config, SelectConfig) and job.after is None:
+        for file in job.config.select.responses:
+            yield Question(check_scored, (file,))
 
 
 def reward(job: Job) -> Iterator[Question]:
     """Ask whether the reward function can be called, or the URL of the reward server is valid."""
     config = job.config
-    if not isinstance(config, PpoConfig):
+    if not isinstance(config, PpoConfig | GenerateConfig):
         return
     same_python = config.slurm.python is None and config.container.image is None
     if config.reward.function is not None:
@@ -302,6 +311,6 @@ def _shortened(path: Path) -> str:
     return text if len(text) <= 200 else f"{text[:100]}...{text[-60:]}"
 
 
-def _check_reward(reward: RewardConfig, same_python: bool) -> str | None:
+def _check_reward(reward: OptionalRewardConfig, same_python: bool) -> str | None:
     assert reward.function is not None
     return check_function(reward.function, reward.kwargs, same_python=same_python)
