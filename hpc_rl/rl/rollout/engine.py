@@ -21,6 +21,8 @@ from hpc_rl.data.chat import chat_template, end_of_turn
 from hpc_rl.training.models.causal_lm import load_tokenizer
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from hpc_rl.training.models.causal_lm import CausalLM
 
 
@@ -170,6 +172,12 @@ def load_engine(config: EngineJob, placement: Placement, policy: CausalLM | None
 
 
 def eos_token_ids(config: EngineJob) -> set[int]:
+    """Return the tokens that end a response; see `ending_token_ids`."""
+    tokenizer = load_tokenizer(config.model)
+    return ending_token_ids(tokenizer, chat_template(tokenizer, config.data), config.model.path)
+
+
+def ending_token_ids(tokenizer: PreTrainedTokenizerBase, template: str, path: str) -> set[int]:
     """Return the tokens that end a response.
 
     They are the tokenizer's end-of-sequence token, the token that ends a turn of the chat template, and those of the
@@ -177,9 +185,8 @@ def eos_token_ids(config: EngineJob) -> set[int]:
     """
     from transformers import GenerationConfig
 
-    tokenizer = load_tokenizer(config.model)
-    found = [tokenizer.eos_token_id, end_of_turn(tokenizer, chat_template(tokenizer, config.data))]
+    found = [tokenizer.eos_token_id, end_of_turn(tokenizer, template)]
     with contextlib.suppress(OSError):
-        listed = GenerationConfig.from_pretrained(config.model.path).eos_token_id
+        listed = GenerationConfig.from_pretrained(path).eos_token_id
         found += listed if isinstance(listed, list) else [listed]
     return {token for token in found if token is not None}
