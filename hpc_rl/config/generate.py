@@ -19,6 +19,10 @@ class GenerateDataConfig(PromptConfig):
     max_prompts: int | None = Field(None, ge=1)
     """Number of prompts to use, from the beginning of each file. null: all."""
 
+    def problems(self) -> Iterator[str]:
+        if twice := [file for number, file in enumerate(self.files) if file in self.files[:number]]:
+            yield f"data.files names {twice[0]} twice: name each file once"
+
 
 class GenerateRolloutConfig(EngineConfig):
     temperature: float = Field(1.0, ge=0)

@@ -27,7 +27,7 @@ STOPPED, TRUNCATED = "stopped", "truncated"
 COLUMNS = frozenset(
     {"data", "index", "prompt", "answer", "sample", "response", "tokens", "logprob", "finish", "logprobs", "score"}
 )
-"""Names of the columns of a response. Columns of the data that have one of these names are replaced."""
+"""Names of the columns of a response. Columns of the data that have one of these names are left out."""
 _PLAN = "plan.json"
 
 
@@ -70,7 +70,8 @@ def _prompt_columns(asked: Asked, data: PromptConfig) -> Row:
     """Return the columns of a row's prompt: those of the data, with fixed names for prompt and answer."""
     messages, answer = to_prompt(asked.prompt.row, data, "")
     own = asked.prompt.row[data.prompt_key]
-    others = {name: value for name, value in asked.prompt.row.items() if name not in (data.prompt_key, data.answer_key)}
+    left_out = {data.prompt_key, data.answer_key, *COLUMNS}
+    others = {name: value for name, value in asked.prompt.row.items() if name not in left_out}
     fixed = {"data": asked.source, "index": asked.index, "prompt": own if isinstance(own, str) else messages}
     return {**others, **fixed, **({} if data.answer_key is None else {"answer": answer})}
 
