@@ -88,6 +88,26 @@ class RunDir:
         return self.path / "teacher_top_k"
 
     @property
+    def responses(self) -> Path:
+        """responses.jsonl: all responses of generation or evaluation, one JSON object per line."""
+        return self.path / "responses.jsonl"
+
+    @property
+    def response_parts(self) -> Path:
+        """response-parts/: the finished blocks of responses while not all are finished, and what they belong to."""
+        return self.path / "response-parts"
+
+    @property
+    def selected(self) -> Path:
+        """selected.jsonl: training data that was selected from responses."""
+        return self.path / "selected.jsonl"
+
+    @property
+    def evaluation(self) -> Path:
+        """eval.json: the scores of an evaluation, by data set."""
+        return self.path / "eval.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

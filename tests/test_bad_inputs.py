@@ -27,6 +27,7 @@ _PPO = (
     "model.path=model", "data.train_files=prompts.jsonl", "data.train_batch_size=4", "reward.function=exact",
     "rollout.n=2", "trainer.device=cpu",
 )  # fmt: skip
+_GENERATE = ("model.path=model", "data.files=prompts.jsonl", "trainer.device=cpu", "rollout.n=2")
 VALID: dict[str, tuple[str, ...]] = {
     "sft": ("submit", "sft", "--dry-run", *_SFT),
     "dpo": ("submit", "dpo", "--dry-run", "model.path=model", "data.train_files=pairs.jsonl", *_SFT[2:]),
@@ -34,6 +35,10 @@ VALID: dict[str, tuple[str, ...]] = {
     "distill": ("submit", "distill", "--dry-run", "teacher.path=teacher", *_SFT),
     "no-teacher": ("submit", "distill", "--dry-run", *_SFT),
     "ppo": ("submit", "ppo", "--dry-run", *_PPO),
+    "generate": ("submit", "generate", "--dry-run", *_GENERATE),
+    "eval": ("eval", "model", "--dry-run", *_GENERATE[1:], "reward.function=exact"),
+    "select": ("data", "select", "--output", "out.jsonl"),
+    "select-job": ("submit", "select", "--dry-run", "select.responses=scored.jsonl"),
     "torchrun": ("submit", "torchrun", "--dry-run", "trainer.device=cpu"),
     "ray": ("submit", "ray", "--dry-run", "trainer.device=cpu"),
     "sweep": ("sweep", "sft", "--dry-run", *_SFT),
@@ -203,6 +208,34 @@ TEACHERS = [
         "algorithm.kl.where=reward"),
     ppo("reward.function: required, but not given", "reward.function=null", "teacher.path=teacher"),
 ]  # fmt: skip
+GENERATION = [
+    Case("generate", ("rollout.temperature=0",), "all responses are the same: raise it"),
+    Case("generate", ("reward.model=scorer",), "this job has no workers for a reward model: serve it over HTTP"),
+    Case("generate", ("reward.function=exact", "reward.url=http://a"), "found function and url"),
+    Case("generate", ("reward.function=none.py:score",), "no such file: none.py"),
+    Case("generate", ("data.files=none.jsonl",), "none.jsonl: no such data file"),
+    Case("generate", ("data.files=[prompts.jsonl,prompts.jsonl]",), "names prompts.jsonl twice"),
+    Case("generate", ("data.answer_key=nothing",), "no column 'nothing'"),
+    Case("generate", ("rollout.tensor_parallel_size=2", "rollout.name=hf"), "rollout.name=hf does not support"),
+    Case(
+        "generate", ("rollout.name=vllm", "rollout.tensor_parallel_size=2"), "does not divide the 1 CPU slots per node"
+    ),
+    Case("generate", ("optim.lr=1",), "optim: unknown key"),
+    Case("generate", ("model.path=scorer",), "model.path scorer is a classifier"),
+    Case("eval", ("reward.function=null",), "set exactly one of reward.function"),
+    Case("eval", ("model.path=other",), "the model is the first argument, model: leave model.path out"),
+    Case("eval", ("data=",), "name at least one data file: data=FILE[,FILE...]"),
+    Case("eval", ("data=prompts.jsonl,none.jsonl",), "none.jsonl: no such data file"),
+    Case("select", ("train.jsonl", "--pairs"), "no column 'index', so it is no response"),
+    Case("select", ("scored.jsonl", "--pairs", "--best-of-n"), "choose exactly one of --best-of-n, --pairs"),
+    Case("select", ("scored.jsonl",), "choose exactly one of --best-of-n, --pairs and --threshold, found 0"),
+    Case("select", ("single.jsonl", "--best-of-n"), "the prompt has one response"),
+    Case("select", ("unscored.jsonl", "--threshold", "1"), "the responses have no scores"),
+    Case("select-job", ("select.method=threshold",), "select.threshold belongs to select.method=threshold"),
+    Case("select-job", ("select.method=pairs", "trainer.nnodes=2"), "a selection is the work of one CPU"),
+    Case("select-job", ("select.method=pairs", "select.responses=unscored.jsonl"), "the responses have no scores"),
+    Case("select-job", ("select.method=pairs", "select.responses=none.jsonl"), "none.jsonl: no such data file"),
+]
 TEMPLATES = [
     sft("data.chat_template none.jinja: there is no such file", "data.chat_template=none.jinja"),
     sft("data.chat_template empty: there is no such file", "data.chat_template=empty"),
@@ -543,8 +576,8 @@ PROGRAMS = [
     sft("only torchrun and ray accept a program after --", "--", "driver.py"),
 ]
 CASES = [
-    *DATA, *PREFERENCES, *TEACHERS, *TEMPLATES, *MODELS, *KEYS, *RESOURCES, *NAMES, *PROFILES, *REWARDS, *SWEEPS,
-    *IMAGES, *PROGRAMS,
+    *DATA, *PREFERENCES, *TEACHERS, *GENERATION, *TEMPLATES, *MODELS, *KEYS, *RESOURCES, *NAMES, *PROFILES, *REWARDS,
+    *SWEEPS, *IMAGES, *PROGRAMS,
 ]  # fmt: skip
 
 

@@ -29,7 +29,8 @@ def example(command: Any) -> str:
 def test_every_help_ends_with_an_example_that_works(words: tuple[str, ...]) -> None:
     line = example(COMMANDS[words])
     program, *rest = shlex.split(line)
-    assert program == "hpc-rl" and tuple(rest[: len(words)]) == words
+    shown = ("chain",) if words == ("pipeline",) else words  # a form of chain, which has options of its own
+    assert program == "hpc-rl" and tuple(rest[: len(shown)]) == shown
     assert find_command(rest)[1] is not None
     understand(line)
 

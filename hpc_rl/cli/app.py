@@ -62,7 +62,9 @@ SiteOption = Annotated[
 ]
 RunOrSweepArgument = Annotated[
     str,
-    typer.Argument(metavar="RUN", help="Run directory, name of a run, sweep or pipeline, or job id."),
+    typer.Argument(
+        metavar="RUN", help="Run directory, name of a run, sweep or pipeline, or job id.", autocompletion=run_names
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
 

@@ -123,6 +123,38 @@ def arithmetic(
     _print_counts(out, generate(out, train, val, seed, careless))
 
 
+@data_app.command("select")
+def select_rows(
+    responses: Annotated[
+        list[str], typer.Argument(metavar="RESPONSES", help="Files of scored responses (responses.jsonl of a run).")
+    ],
+    output: Annotated[Path, typer.Option(help="File to write: jsonl.")],
+    best_of_n: Annotated[
+        bool, typer.Option("--best-of-n", help="The best response to each prompt, as chats for sft.")
+    ] = False,
+    pairs: Annotated[
+        bool, typer.Option("--pairs", help="The best and the worst response to each prompt, as pairs for dpo and rm.")
+    ] = False,
+    threshold: Annotated[
+        float | None,
+        typer.Option(help="All responses with at least this score, as chats for sft.", show_default=False),
+    ] = None,
+) -> None:
+    """Select training data from scored responses.
+
+    Duplicates, pairs with equal scores and responses whose reward failed are left out, and counted.
+
+    Example: hpc-rl data select runs/generate-1/responses.jsonl --best-of-n --output best.jsonl
+    """
+    from hpc_rl.data.selection import select
+
+    asked = {"best-of-n": best_of_n, "pairs": pairs, "threshold": threshold is not None}
+    methods = [name for name, is_asked in asked.items() if is_asked]
+    if len(methods) != 1:
+        raise UserError(f"choose exactly one of --best-of-n, --pairs and --threshold, found {len(methods)}")
+    print(f"{output}: {select(responses, methods[0], threshold, output)}")
+
+
 def _print_counts(out: Path, counts: dict[str, int]) -> None:
     for name, rows in counts.items():
         print(f"{out / name}.jsonl: {rows} rows")

@@ -37,6 +37,11 @@ RunDirOption = Annotated[Path | None, typer.Option(help="Run directory. The defa
 
 
 LocalOption = Annotated[bool, typer.Option("--local", help="Run on this machine, without Slurm.")]
+InAllocationOption = Annotated[
+    bool, typer.Option("--in-allocation", help="Run immediately in the allocation around this shell (salloc).")
+]
+WaitOption = Annotated[bool, typer.Option("--wait", help="Wait for the job and return its exit code.")]
+FollowOption = Annotated[bool, typer.Option("--follow", help="Like --wait, and also show log and progress.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the exact scripts without submitting them.")]
 
 
@@ -117,12 +122,10 @@ def submit(
         bool, typer.Option("--test", help="Submit a short trial: two steps, 10 minutes, slurm.test_partition if set.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the exact script without submitting it.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for the job and return its exit code.")] = False,
-    follow: Annotated[bool, typer.Option("--follow", help="Like --wait, and also show log and progress.")] = False,
+    wait: WaitOption = False,
+    follow: FollowOption = False,
     local: LocalOption = False,
-    in_allocation: Annotated[
-        bool, typer.Option("--in-allocation", help="Run immediately in the allocation around this shell (salloc).")
-    ] = False,
+    in_allocation: InAllocationOption = False,
 ) -> None:
     """Check a job, write its run directory and queue it.
 
@@ -138,8 +141,6 @@ def submit(
     here = local or in_allocation
     if script is not None and (arguments or flags != SlurmFlags() or run_dir or here or test):
         raise UserError("--script cannot be combined with other options: the script contains all options of the job")
-    if here and (flags.after or (local and in_allocation)):
-        raise UserError("--local and --in-allocation start immediately: use only one of them, without --after")
     if script is not None:
         job, text = job_of_script(str(kind), script, tuple(sys.argv))
         if dry_run:
@@ -153,12 +154,21 @@ def submit(
         return _queued(job, queue.submit(job, text), wait, follow)
     request = request_of(context, kind, arguments, flags, run_dir, local=local)
     request = launch.as_test(request) if test else request
+    carry_out(request, dry_run=dry_run, wait=wait, follow=follow, in_allocation=in_allocation)
+
+
+def carry_out(request: Request, *, dry_run: bool, wait: bool, follow: bool, in_allocation: bool) -> None:
+    """Do with a request what the options of `submit` ask for."""
+    from hpc_rl.submission import launch
+
+    if (request.local or in_allocation) and (request.after or (request.local and in_allocation)):
+        raise UserError("--local and --in-allocation start immediately: use only one of them, without --after")
     if dry_run:
         job, text = launch.prepare(request, note)
         print(text, end="")
         _note_options(job)
         return
-    if here:
+    if request.local or in_allocation:
         leave(_run_here(request, in_allocation))
     _queued(*launch.submit(request, note), wait, follow)
 
@@ -262,7 +272,9 @@ def _wait(job: Job, follow: bool) -> int:
     from contextlib import nullcontext
 
     from hpc_rl.doctor import diagnosis
+    from hpc_rl.host.files import read_json
     from hpc_rl.runs.follow import RunView
+    from hpc_rl.tracking.evaluations import evaluation_text
 
     view = RunView(job.run_dir) if follow else None
     with view or nullcontext():
@@ -273,4 +285,6 @@ def _wait(job: Job, follow: bool) -> int:
     if reasons := explanation_text(explanation, brief=True):
         print(reasons + "\n")
     print(status_text(found))
+    if code == 0 and not follow and (table := evaluation_text([(job.run_dir.name, read_json(job.run_dir.evaluation))])):
+        print(table)
     return code

@@ -68,8 +68,15 @@ class JobKind:
         return self.trainer is None and not self.is_internal
 
 
+_MODEL = "model"
+"""The folder of an exported model."""
 _TRAINING = ("torch", "transformers", "safetensors")
 _PAIRS = {"model.path": "model=qwen2.5-0.5b", "data.train_files": "data.train_files=pairs.jsonl"}
+_GENERATION = (*_TRAINING, "ray", "tensordict")
+_PROMPTS = {
+    "model.path": "model.path=Qwen/Qwen2.5-0.5B-Instruct",
+    "data.files": "data.files=openai/gsm8k:main data.prompt_key=question",
+}
 _GSM8K = "data.train_files=openai/gsm8k:main data.prompt_key=question"
 
 KINDS: dict[str, JobKind] = {
@@ -81,7 +88,7 @@ KINDS: dict[str, JobKind] = {
             options="hpc_rl.config.sft:SftConfig",
             trainer="hpc_rl.finetune.train",
             test_settings={"trainer.total_training_steps": 2},
-            result="model",
+            result=_MODEL,
             needs=_TRAINING,
             examples={
                 "model.path": "model=qwen2.5-0.5b",
@@ -97,7 +104,7 @@ KINDS: dict[str, JobKind] = {
             trainer="hpc_rl.finetune.train",
             trainer_options=("--kind", "dpo"),
             test_settings={"trainer.total_training_steps": 2},
-            result="model",
+            result=_MODEL,
             needs=_TRAINING,
             examples=_PAIRS,
             node_entry="hpc_rl.node.torchrun",
@@ -110,7 +117,7 @@ KINDS: dict[str, JobKind] = {
             trainer="hpc_rl.finetune.train",
             trainer_options=("--kind", "rm"),
             test_settings={"trainer.total_training_steps": 2},
-            result="model",
+            result=_MODEL,
             needs=_TRAINING,
             examples=_PAIRS,
             node_entry="hpc_rl.node.torchrun",
@@ -123,7 +130,7 @@ KINDS: dict[str, JobKind] = {
             trainer="hpc_rl.finetune.train",
             trainer_options=("--kind", "distill"),
             test_settings={"trainer.total_training_steps": 2},
-            result="model",
+            result=_MODEL,
             needs=_TRAINING,
             examples={
                 "model.path": "model=qwen2.5-0.5b",
@@ -139,7 +146,7 @@ KINDS: dict[str, JobKind] = {
             options="hpc_rl.config.ppo:PpoConfig",
             trainer="hpc_rl.rl.main_ppo",
             test_settings={"trainer.total_training_steps": 2, "critic.warmup_steps": 0},
-            result="model",
+            result=_MODEL,
             needs=(*_TRAINING, "ray", "tensordict"),
             examples={
                 "model.path": "model.path=Qwen/Qwen2.5-0.5B-Instruct",
@@ -148,6 +155,45 @@ KINDS: dict[str, JobKind] = {
             },
             node_entry="hpc_rl.node.ray_cluster.node",
             template="ray.sbatch.j2",
+        ),
+        JobKind(
+            name="generate",
+            meaning="responses to prompts, with scores",
+            options="hpc_rl.config.generate:GenerateConfig",
+            trainer="hpc_rl.rl.main_generate",
+            test_settings={"data.max_prompts": 8},
+            needs=_GENERATION,
+            examples=_PROMPTS,
+            result="responses.jsonl",
+            node_entry="hpc_rl.node.ray_cluster.node",
+            template="ray.sbatch.j2",
+        ),
+        JobKind(
+            name="eval",
+            meaning="scores of a model (mean, pass@k, maj@k)",
+            options="hpc_rl.config.generate:EvalConfig",
+            trainer="hpc_rl.rl.main_generate",
+            trainer_options=("--kind", "eval"),
+            test_settings={"data.max_prompts": 8},
+            needs=_GENERATION,
+            examples={**_PROMPTS, "reward.function": "reward.function=gsm8k"},
+            result="eval.json",
+            node_entry="hpc_rl.node.ray_cluster.node",
+            template="ray.sbatch.j2",
+        ),
+        JobKind(
+            name="select",
+            meaning="training data from scored responses",
+            options="hpc_rl.config.select:SelectConfig",
+            trainer="hpc_rl.data.main_select",
+            needs=("torch",),
+            examples={
+                "select.responses": "select.responses=runs/generate-1/responses.jsonl",
+                "select.method": "select.method=pairs",
+            },
+            result="selected.jsonl",
+            node_entry="hpc_rl.node.torchrun",
+            template="torchrun.sbatch.j2",
         ),
         JobKind(
             name="torchrun",
@@ -184,7 +230,7 @@ def offered() -> Iterator[JobKind]:
 
 def trained() -> list[str]:
     """Return the names of the kinds that train a model. These can be stages of a chain."""
-    return [kind.name for kind in KINDS.values() if kind.trainer is not None]
+    return [kind.name for kind in KINDS.values() if kind.result == _MODEL]
 
 
 def piped() -> list[str]:

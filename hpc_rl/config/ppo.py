@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal, Protocol, Self
 
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -13,7 +13,8 @@ from hpc_rl.config.base import Files, Path, Section, SomeFiles, Table, possible_
 from hpc_rl.config.distill import OnPolicyTeacherConfig
 from hpc_rl.config.engines import ENGINES, EngineName, EngineSpec, default_engine
 from hpc_rl.config.ray import RayJobConfig
-from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig
+from hpc_rl.config.training import ModelConfig, ModelSource, OptimConfig, TrainingConfig
+from hpc_rl.host.accelerators import DeviceName
 
 DEFAULT_POOL = "global_pool"
 Role = Literal["actor", "critic", "ref", "teacher", "reward", "rollout"]
@@ -21,12 +22,17 @@ _COMPARES_RESPONSES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 """Advantage estimators that compare several responses to the same prompt."""
 
 
-class PromptDataConfig(Section):
+class PromptFiles(Section):
     train_files: SomeFiles
     """Training prompts: one or more data files (jsonl, json, csv, tsv or parquet), or the name of one data set on the
     hub (its train split)."""
     val_files: Files = []
     """Validation prompts, in the same forms (of a data set on the hub, its test split). Empty: no validation."""
+
+
+class PromptConfig(Section):
+    """Options of prompts that `submit ppo`, `generate` and `eval` share."""
+
     prompt_key: str = "messages"
     """Column with the prompt: text, or chat messages. If the last message is the assistant's, it is ignored."""
     answer_key: str | None = "answer"
@@ -40,6 +46,9 @@ class PromptDataConfig(Section):
     them."""
     max_response_length: int = Field(512, ge=1)
     """Longest response, in tokens."""
+
+
+class PromptDataConfig(PromptConfig, PromptFiles):
     train_batch_size: int = Field(64, ge=1)
     """Prompts per step. The policy generates rollout.n responses to each of them."""
     shuffle: bool = True
@@ -189,7 +198,9 @@ class ValSamplingConfig(Section):
             )
 
 
-class RolloutConfig(Section):
+class EngineConfig(Section):
+    """Options of the engines that `submit ppo`, `generate` and `eval` share."""
+
     name: EngineName = "auto"
     """Engine that generates responses. auto: vllm on GPUs and hf on CPUs."""
     n: int = Field(1, ge=1)
@@ -210,6 +221,9 @@ class RolloutConfig(Section):
     """Largest number of responses that one engine generates at the same time."""
     engine_kwargs: Table = {}
     """Additional arguments of vllm.LLM, such as disable_cascade_attn."""
+
+
+class RolloutConfig(EngineConfig):
     val: ValSamplingConfig = ValSamplingConfig()
     calculate_log_probs: bool = False
     """Measure how much the engine's probabilities differ from the trainer's (training/rollout_probs_diff_*). With a
@@ -221,7 +235,9 @@ class RolloutConfig(Section):
 _ONE_REWARD = "set exactly one of reward.function, reward.functions, reward.model and reward.url"
 
 
-class RewardConfig(Section):
+class OptionalRewardConfig(Section):
+    """Options of a reward, which may be left out."""
+
     function: str | None = None
     """Reward function: gsm8k, math, exact, format, or your own as package.module:function or path/file.py:function."""
     functions: list[Annotated[str, Field(min_length=1)]] = []
@@ -254,14 +270,14 @@ class RewardConfig(Section):
     @property
     def sources(self) -> list[str]:
         """The options that are set of those that name a reward: one, or none for on-policy distillation."""
-        return [name for name in ("function", "functions", "model", "url") if getattr(self, name)]
+        return [name for name in ("function", "functions", "model", "url") if getattr(self, name) not in (None, [])]
 
-    def alone(self, function: str) -> RewardConfig:
+    def alone(self, function: str) -> Self:
         """Return the configuration of one of `functions` by itself, whose failures have no score."""
         own = {"function": function, "kwargs": self.kwargs.get(function, {})}
         return self.model_copy(update={**own, "functions": [], "weights": [], "on_error": None, "clip": None})
 
-    def each_function(self) -> list[RewardConfig]:
+    def each_function(self) -> list[Self]:
         """Return the configuration of each reward function by itself; none for a model or a URL."""
         return [self] if self.function is not None else [self.alone(name) for name in self.functions]
 
@@ -284,6 +300,13 @@ class RewardConfig(Section):
                     f"reward.kwargs.{name}: with reward.functions, write a table for each function, such as "
                     f"reward.kwargs={{{names[0]}: {{NAME: VALUE}}}}"
                 )
+
+
+class RewardConfig(OptionalRewardConfig):
+    def problems(self) -> Iterator[str]:
+        if not self.sources:
+            raise PydanticCustomError("missing", _ONE_REWARD)
+        yield from super().problems()
 
 
 class PoolsConfig(Section):
@@ -313,6 +336,30 @@ class PpoTrainerConfig(TrainingConfig):
     """Number of validation responses to log as text at each validation."""
 
 
+class EngineTrainer(Protocol):
+    """What an engine reads of the section `trainer`."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def computes_on(self) -> DeviceName: ...
+
+
+class EngineJob(Protocol):
+    """A configuration of a job with engines (PpoConfig, GenerateConfig), as far as an engine reads it."""
+
+    @property
+    def model(self) -> ModelSource: ...
+    @property
+    def data(self) -> PromptConfig: ...
+    @property
+    def rollout(self) -> EngineConfig: ...
+    @property
+    def trainer(self) -> EngineTrainer: ...
+    @property
+    def truncates_logprobs(self) -> bool: ...
+
+
 class PpoConfig(RayJobConfig):
     model: ModelConfig
     data: PromptDataConfig
@@ -320,7 +367,7 @@ class PpoConfig(RayJobConfig):
     critic: CriticConfig = CriticConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
-    reward: RewardConfig = RewardConfig()
+    reward: OptionalRewardConfig = OptionalRewardConfig()
     teacher: OnPolicyTeacherConfig = OnPolicyTeacherConfig()
     pools: PoolsConfig = PoolsConfig()
     trainer: PpoTrainerConfig = PpoTrainerConfig()
@@ -338,7 +385,7 @@ class PpoConfig(RayJobConfig):
 
     @field_validator("reward")
     @classmethod
-    def _is_needed(cls, value: RewardConfig, info: ValidationInfo) -> RewardConfig:
+    def _is_needed(cls, value: OptionalRewardConfig, info: ValidationInfo) -> OptionalRewardConfig:
         algorithm = info.data.get("algorithm")
         if algorithm is not None and algorithm.advantage != "opd" and not value.sources:
             raise PydanticCustomError("missing", _ONE_REWARD)
@@ -413,29 +460,10 @@ class PpoConfig(RayJobConfig):
         yield from self._engine_problems(spec)
 
     def _engine_problems(self, spec: dict[str, list[int]]) -> Iterator[str]:
-        device, parallel = self.trainer.computes_on, self.rollout.tensor_parallel_size
-        engine = engine_name(self.rollout, device)
-        if device not in ENGINES[engine].dtypes:
-            yield (
-                f"rollout.name {engine} does not support trainer.device={device}: use "
-                f"rollout.name={default_engine(device)}, or trainer.device={' or '.join(ENGINES[engine].dtypes)}"
-            )
-        if parallel > 1 and not ENGINES[engine].tensor_parallel:
-            able = " or ".join(name for name, each in ENGINES.items() if each.tensor_parallel)
-            yield (
-                f"rollout.tensor_parallel_size is {parallel}, which rollout.name={engine} does not support: "
-                f"set rollout.name={able}, or rollout.tensor_parallel_size=1"
-            )
-            return
+        parallel, name = self.rollout.tensor_parallel_size, pool_of(self, "rollout")
         if parallel > 1 and self.pools.strategy == "PACK":
             yield f"pools.strategy=PACK may place the {parallel} GPUs of an engine on several nodes: use STRICT_PACK"
-        name = pool_of(self, "rollout")
-        odd = [n for n in spec[name] if n % parallel]
-        if odd:
-            yield (
-                f"rollout.tensor_parallel_size {parallel} does not divide the {odd[0]} {self._unit} per node of pool "
-                f"{name}"
-            )
+        yield from engine_problems(self, f"{self._unit} per node of pool {name}", spec[name])
 
     def _group_problems(self) -> Iterator[str]:
         algorithm, n, steps = self.algorithm, self.rollout.n, self.trainer.total_training_steps
@@ -486,17 +514,42 @@ def pool_of(config: PpoConfig, role: Role) -> str:
     return config.pools.roles.get(role) or next(iter(pool_spec(config)))
 
 
-def engine_name(rollout: RolloutConfig, device: str) -> str:
+def engine_problems(config: EngineJob, slots: str, sizes: Sequence[int]) -> Iterator[str]:
+    """Yield a message for each option of the engines that cannot work.
+
+    Args:
+        slots: what each engine takes some of, for messages: `GPUs per node`.
+        sizes: the number of them on each node.
+    """
+    device, parallel = config.trainer.computes_on, config.rollout.tensor_parallel_size
+    engine = engine_name(config.rollout, device)
+    if device not in ENGINES[engine].dtypes:
+        yield (
+            f"rollout.name {engine} does not support trainer.device={device}: use "
+            f"rollout.name={default_engine(device)}, or trainer.device={' or '.join(ENGINES[engine].dtypes)}"
+        )
+    if parallel > 1 and not ENGINES[engine].tensor_parallel:
+        able = " or ".join(name for name, each in ENGINES.items() if each.tensor_parallel)
+        yield (
+            f"rollout.tensor_parallel_size is {parallel}, which rollout.name={engine} does not support: "
+            f"set rollout.name={able}, or rollout.tensor_parallel_size=1"
+        )
+        return
+    if odd := [n for n in sizes if n % parallel]:
+        yield f"rollout.tensor_parallel_size {parallel} does not divide the {odd[0]} {slots}"
+
+
+def engine_name(rollout: EngineConfig, device: str) -> str:
     """Return the name of the rollout engine; rollout.name=auto depends on the device."""
     return default_engine(device) if rollout.name == "auto" else rollout.name
 
 
-def engine_spec(config: PpoConfig) -> EngineSpec:
+def engine_spec(config: EngineJob) -> EngineSpec:
     """Return the run's row of ENGINES."""
     return ENGINES[engine_name(config.rollout, config.trainer.computes_on)]
 
 
-def engine_dtype(rollout: RolloutConfig, device: str) -> str:
+def engine_dtype(rollout: EngineConfig, device: str) -> str:
     """Return torch's name for the type of the engine's weights; rollout.dtype=auto depends on engine and device."""
     return ENGINES[engine_name(rollout, device)].dtypes[device] if rollout.dtype == "auto" else rollout.dtype
 

@@ -17,13 +17,22 @@ MOST_PROFILED = 10
 """Largest number of steps of trainer.profile_steps."""
 
 
-class ModelConfig(Section):
+class ModelSource(Section):
+    """Where a model comes from. Jobs that train it have further options."""
+
     path: Path
     """Folder of a Hugging Face model, or the name of a model on the hub."""
     tokenizer_path: Path | None = None
     """Folder or hub name of the tokenizer. null: the tokenizer of model.path."""
     trust_remote_code: bool = False
     """Run Python code from the model's repository."""
+
+    def in_dtype(self, dtype: str) -> ModelConfig:
+        """Return the options of the same model, with weights of this type."""
+        return ModelConfig.model_validate({**self.model_dump(), "dtype": dtype})
+
+
+class ModelConfig(ModelSource):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trained weights. GPUs compute in bfloat16 in both cases."""
     enable_gradient_checkpointing: bool = False
@@ -52,7 +61,28 @@ class OptimConfig(Section):
     """Learning rate at the end of the cosine and linear schedules, as a fraction of the peak."""
 
 
-class TrainingConfig(TrainerConfig):
+class RecordedConfig(TrainerConfig):
+    """Options of every program of this project that makes progress and records it."""
+
+    hang_timeout_s: float = Field(900, ge=0)
+    """If a process gives no sign of life for so many seconds, the job ends and is queued again once. The limit is four
+    times as long for loading, saving, generation, validation, export and the first step. 0: no limit."""
+    seed: int = Field(1, ge=0, le=2**63 - 1)
+    """Random seed, also of the order of the data."""
+    logger: list[Literal["console", "wandb"]] = ["console"]
+    """Additional destinations of metrics. metrics.jsonl in the run directory is always written."""
+    project_name: str = "hpc-rl"
+    """Name of the project in wandb."""
+    experiment_name: str | None = None
+    """Name of the run in wandb. null: the name of the run directory."""
+    wandb_mode: Literal["online", "offline"] | None = None
+    """offline: wandb writes into the run directory, and `hpc-rl wandb sync` uploads later. null: offline if
+    cache.offline is set, otherwise online."""
+    wandb_proxy: str | None = None
+    """HTTP proxy for wandb only."""
+
+
+class TrainingConfig(RecordedConfig):
     """Options of every training loop of this project."""
 
     total_epochs: int = Field(1, ge=1)
@@ -70,9 +100,6 @@ class TrainingConfig(TrainerConfig):
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which ranks add up gradients. bfloat16 halves this traffic and loses digits. It needs sharding auto, full
     or hybrid."""
-    hang_timeout_s: float = Field(900, ge=0)
-    """If a process gives no sign of life for so many seconds, the job ends and is queued again once. The limit is four
-    times as long for loading, saving, generation, validation, export and the first step. 0: no limit."""
     save_freq: int = Field(0, ge=0)
     """Save a checkpoint every N steps. 0: by time (save_minutes), at the end, and before the walltime."""
     save_minutes: float = Field(30, ge=0)
@@ -92,19 +119,6 @@ class TrainingConfig(TrainerConfig):
     export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights in the exported model. null: the type in which the device computes, which is bfloat16 on
     GPUs and model.dtype on CPUs."""
-    seed: int = Field(1, ge=0, le=2**63 - 1)
-    """Random seed, also of the order of the data."""
-    logger: list[Literal["console", "wandb"]] = ["console"]
-    """Additional destinations of metrics. metrics.jsonl in the run directory is always written."""
-    project_name: str = "hpc-rl"
-    """Name of the project in wandb."""
-    experiment_name: str | None = None
-    """Name of the run in wandb. null: the name of the run directory."""
-    wandb_mode: Literal["online", "offline"] | None = None
-    """offline: wandb writes into the run directory, and `hpc-rl wandb sync` uploads later. null: offline if
-    cache.offline is set, otherwise online."""
-    wandb_proxy: str | None = None
-    """HTTP proxy for wandb only."""
 
     def problems(self) -> Iterator[str]:
         if self.reduce_dtype == "bfloat16" and self.sharding in ("gradients", "none"):

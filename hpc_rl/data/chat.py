@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from jinja2 import TemplateError
 
 from hpc_rl.config.finetune import FinetuneDataConfig
-from hpc_rl.config.ppo import PromptDataConfig
+from hpc_rl.config.ppo import PromptConfig
 from hpc_rl.data.rows import Message
 from hpc_rl.data.template import check_template, read_template
 from hpc_rl.errors import UserError
@@ -34,7 +34,7 @@ class ChatText:
     """[start, end) of each assistant turn in text, including the end-of-turn token."""
 
 
-def chat_template(tokenizer: PreTrainedTokenizerBase, data: FinetuneDataConfig | PromptDataConfig) -> str:
+def chat_template(tokenizer: PreTrainedTokenizerBase, data: FinetuneDataConfig | PromptConfig) -> str:
     """Return the Jinja template to use: data.chat_template if set, otherwise the tokenizer's own.
 
     Raises:

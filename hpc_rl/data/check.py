@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_rl.config.ppo import PromptDataConfig
+from hpc_rl.config.ppo import PromptConfig
 from hpc_rl.config.preferences import PreferenceDataConfig
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.config.training import ModelConfig
@@ -78,7 +78,7 @@ def check_data(file: str, number: int, data: AnyData, model: ModelConfig, folder
         yield install_command("train", sys.executable)
     else:
         yield from _describe_tokens(row, number, where, data, tokenizer)
-    if isinstance(data, PromptDataConfig):
+    if isinstance(data, PromptConfig):
         answer = json.dumps(to_prompt(row, data, where)[1], ensure_ascii=False, default=str)
         yield f"reference answer (data.answer_key={data.answer_key or 'null'}): {answer}"
 
@@ -133,7 +133,7 @@ def _describe_tokens(
     from hpc_rl.data.prompts import tokenize_prompts
     from hpc_rl.data.sft_dataset import tokenize_rows
 
-    if isinstance(data, PromptDataConfig):
+    if isinstance(data, PromptConfig):
         prompts, prompt_counts = tokenize_prompts([(row, where)], data, tokenizer)
         length = f"{prompt_counts.shortest:,} tokens"
         if not prompts:
@@ -203,7 +203,7 @@ def _text_parts(row: Row, where: str, data: AnyData, folder: Path) -> list[Part]
     def text_of(messages: list[Message], generation_prompt: bool) -> str:
         return template.render_plainly(source, messages, where, special, generation_prompt)
 
-    if isinstance(data, PromptDataConfig):
+    if isinstance(data, PromptConfig):
         return [Part(None, [text_of(to_prompt(row, data, where)[0], True)])]
     if isinstance(data, PreferenceDataConfig):
         found = to_preference(row, data, where)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.config.ppo import PromptDataConfig
+from hpc_rl.config.ppo import PromptConfig
 from hpc_rl.data.chat import as_text, chat_template
 from hpc_rl.data.formats import Row
 from hpc_rl.data.rows import to_prompt
@@ -55,7 +55,7 @@ class PromptCounts:
 
 
 def load_prompts(
-    files: Sequence[str], data: PromptDataConfig, tokenizer: PreTrainedTokenizerBase, split: str
+    files: Sequence[str], data: PromptConfig, tokenizer: PreTrainedTokenizerBase, split: str
 ) -> tuple[list[Prompt], PromptCounts]:
     """Load all prompts of some files, in their order, with at most data.max_prompt_length tokens each.
 
@@ -77,7 +77,7 @@ def load_prompts(
 
 
 def tokenize_prompts(
-    rows: Iterable[tuple[Row, str]], data: PromptDataConfig, tokenizer: PreTrainedTokenizerBase
+    rows: Iterable[tuple[Row, str]], data: PromptConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Prompt], PromptCounts]:
     """Tokenize the prompts of rows, each given with its place for errors; leave out the dropped ones.
 
@@ -104,7 +104,7 @@ def tokenize_prompts(
     return prompts, counts
 
 
-def _fitted(ids: NDArray[np.int32], data: PromptDataConfig, counts: PromptCounts) -> NDArray[np.int32] | None:
+def _fitted(ids: NDArray[np.int32], data: PromptConfig, counts: PromptCounts) -> NDArray[np.int32] | None:
     """Return the tokens within data.max_prompt_length, or None if dropped; add them to the counts in both cases."""
     counts.rows += 1
     too_long = len(ids) > data.max_prompt_length

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.finetune import FinetuneDataConfig
-from hpc_rl.config.ppo import PromptDataConfig
+from hpc_rl.config.generate import GenerateDataConfig
+from hpc_rl.config.ppo import PromptConfig, PromptDataConfig
 from hpc_rl.config.preferences import PreferenceDataConfig, RewardDataConfig
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.data.formats import CannotCheck, Row, is_file, read_rows
@@ -16,13 +17,14 @@ from hpc_rl.data.preference_rows import to_preference
 from hpc_rl.data.rows import to_messages, to_prompt
 from hpc_rl.errors import UserError
 
-AnyData = FinetuneDataConfig | PromptDataConfig
+AnyData = FinetuneDataConfig | PromptConfig
 
 READERS: dict[type[AnyData], Callable[[Row, Any, str], object]] = {
     DataConfig: to_messages,
     PreferenceDataConfig: to_preference,
     RewardDataConfig: to_preference,
     PromptDataConfig: to_prompt,
+    GenerateDataConfig: to_prompt,
 }
 """Options of the data -> what reads one of its rows: (row, options, place for errors)."""
 

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from hpc_rl.config.ppo import PromptDataConfig
+from hpc_rl.config.ppo import PromptConfig
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.data.formats import Row, kind_of
 from hpc_rl.errors import UserError
@@ -45,7 +45,7 @@ def to_messages(row: Row, data: DataConfig, where: str) -> list[Message]:
     return messages
 
 
-def to_prompt(row: Row, data: PromptDataConfig, where: str) -> tuple[list[Message], Any]:
+def to_prompt(row: Row, data: PromptConfig, where: str) -> tuple[list[Message], Any]:
     """Return the prompt of one row, as a chat that does not end with an assistant turn, and its reference answer.
 
     Args:

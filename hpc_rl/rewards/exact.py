@@ -8,3 +8,8 @@ from hpc_rl.rewards.number import required_text
 def score(response: str, answer: object) -> float:
     """Compare response and answer."""
     return float(response.strip() == required_text(answer).strip())
+
+
+def extract(response: str) -> str | None:
+    """Return the answer: the whole response."""
+    return response.strip() or None

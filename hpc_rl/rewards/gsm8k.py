@@ -27,6 +27,12 @@ def score(response: str, answer: object) -> float:
     return float(final_number(response) == expected)
 
 
+def extract(response: str) -> str | None:
+    """Return the answer: the final number, so that 1,000 and 1000.0 are the same."""
+    found = final_number(response)
+    return None if found is None else str(found.normalize())
+
+
 def final_number(text: str) -> Decimal | None:
     """Return the first number after the last ####, or else the last number of the text, or else None.
 

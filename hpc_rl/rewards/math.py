@@ -29,6 +29,18 @@ def score(response: str, answer: object) -> float:
     return float(verify(expected, found, timeout_seconds=None))
 
 
+def extract(response: str) -> str | None:
+    """Return the answer: the text in the last \\boxed{...}. Without it there is none, because what math-verify finds in
+    a text cannot be compared quickly."""
+    start = response.rfind(_BOXED + "{")
+    depth = 0
+    for end in range(max(start, 0), len(response)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(response[end], 0)
+        if depth == 0 and response[end] == "}":
+            return "".join(response[start + len(_BOXED) + 1 : end].split()) or None
+    return None
+
+
 @lru_cache(maxsize=4096)
 def _reference(answer: str) -> list[Any]:
     has_marks = "$" in answer or _BOXED in answer

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.config.ppo import RewardConfig
+from hpc_rl.config.ppo import OptionalRewardConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.rewards.check import check_function, check_url
@@ -57,7 +57,7 @@ class Scorer(Protocol):
         ...
 
 
-def open_scorer(config: RewardConfig) -> Scorer:
+def open_scorer(config: OptionalRewardConfig) -> Scorer:
     """Open the scorer of reward.function, reward.functions or reward.url. A reward model is not scored by this package.
 
     Raises:
@@ -79,7 +79,7 @@ def open_scorer(config: RewardConfig) -> Scorer:
 class InDriverScorer:
     """Calls a built-in function in this process."""
 
-    def __init__(self, config: RewardConfig, module: str) -> None:
+    def __init__(self, config: OptionalRewardConfig, module: str) -> None:
         self._config = config
         self._function = importlib.import_module(module).score
 
@@ -102,7 +102,7 @@ class InDriverScorer:
 class ProcessScorer:
     """Calls any function in separate processes, with a time limit for each call."""
 
-    def __init__(self, config: RewardConfig, function: str) -> None:
+    def __init__(self, config: OptionalRewardConfig, function: str) -> None:
         self._config = config
         self._processes = RewardProcesses(function, config.kwargs, config.workers, config.timeout_s)
 
@@ -122,7 +122,7 @@ class ProcessScorer:
 class HttpScorer:
     """Requests scores from an HTTP endpoint."""
 
-    def __init__(self, config: RewardConfig, url: str) -> None:
+    def __init__(self, config: OptionalRewardConfig, url: str) -> None:
         self._config = config
         self._kwargs = config.kwargs
         self._endpoint = Endpoint(url, config.timeout_s, config.workers)
@@ -143,7 +143,7 @@ class HttpScorer:
 class WeightedScorer:
     """Adds the weighted scores of several functions. A response for which one of them fails has no score."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: OptionalRewardConfig) -> None:
         self._config = config
         self._weights = config.weights or [1.0] * len(config.functions)
         self._scorers: list[Scorer] = []
@@ -165,7 +165,7 @@ class WeightedScorer:
             scorer.close()
 
 
-def weighted_sum(scores: Mapping[str, Scores], weights: Sequence[float], config: RewardConfig) -> Scores:
+def weighted_sum(scores: Mapping[str, Scores], weights: Sequence[float], config: OptionalRewardConfig) -> Scores:
     """Return sum_k weight_k * score_k for each response, as `final_values`.
 
     Args:
@@ -187,7 +187,7 @@ def weighted_sum(scores: Mapping[str, Scores], weights: Sequence[float], config:
     return Scores(final_values(total_B, config), sorted(errors.items()), components)
 
 
-def to_scores(results: Sequence[Result], responses: Sequence[str], config: RewardConfig) -> Scores:
+def to_scores(results: Sequence[Result], responses: Sequence[str], config: OptionalRewardConfig) -> Scores:
     """Collect results as `final_values` of their scores, and log failures with the start of the response."""
     then = "the response is left out" if config.on_error is None else f"the score is {config.on_error:g}"
     scores = np.array([result.score if result.error is None else math.nan for result in results], dtype=np.float32)
@@ -200,7 +200,7 @@ def to_scores(results: Sequence[Result], responses: Sequence[str], config: Rewar
     return Scores(final_values(scores, config), errors, components if any(components) else ())
 
 
-def final_values(scores: NDArray[np.float32], config: RewardConfig) -> NDArray[np.float32]:
+def final_values(scores: NDArray[np.float32], config: OptionalRewardConfig) -> NDArray[np.float32]:
     """Return the scores limited to reward.clip, and reward.on_error (if it is not null) for those that are NaN."""
     limited = scores if config.clip is None else scores.clip(*config.clip)
     return limited if config.on_error is None else np.where(np.isnan(limited), np.float32(config.on_error), limited)

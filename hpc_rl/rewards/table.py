@@ -17,12 +17,15 @@ class BuiltIn:
     """Module with the function `score`."""
     in_driver: bool = False
     """Whether it runs in the driver instead of separate processes, because it takes microseconds and always ends."""
+    has_answers: bool = False
+    """Whether the module has a function `extract(response)`, which returns the answer as text, or None if there is
+    none. Answers that are equal count as the same vote in maj@k."""
 
 
 REWARDS: dict[str, BuiltIn] = {
-    "exact": BuiltIn("hpc_rl.rewards.exact", in_driver=True),
+    "exact": BuiltIn("hpc_rl.rewards.exact", in_driver=True, has_answers=True),
     "format": BuiltIn("hpc_rl.rewards.format"),
-    "gsm8k": BuiltIn("hpc_rl.rewards.gsm8k", in_driver=True),
-    "math": BuiltIn("hpc_rl.rewards.math"),
+    "gsm8k": BuiltIn("hpc_rl.rewards.gsm8k", in_driver=True, has_answers=True),
+    "math": BuiltIn("hpc_rl.rewards.math", has_answers=True),
 }
 """reward.function -> built-in function."""

@@ -14,6 +14,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hpc_rl.config.compose import dump
+from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import UserError
 from hpc_rl.host.accelerators import collective_defaults
@@ -35,15 +36,19 @@ _CPU_DEFAULTS = {
 }
 
 
+DriverConfig = PpoConfig | GenerateConfig
+"""Configurations of the jobs that have a driver."""
+
+
 class Runner(Protocol):
     """The driver's class, as `run_driver` uses it."""
 
-    def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
-        """Train and return the exit code."""
+    def run(self, config: Any, run: RunDir, logs: Path) -> int:
+        """Do the work and return the exit code."""
         ...
 
 
-def run_driver(config: PpoConfig, runner_class: type[Runner], run: RunDir, logs: Path) -> int:
+def run_driver(config: DriverConfig, runner_class: type[Runner], run: RunDir, logs: Path) -> int:
     """Run the driver in an actor, so that it is inside the cluster, and print its output. Return its exit code.
 
     Args:
@@ -73,7 +78,7 @@ def run_driver(config: PpoConfig, runner_class: type[Runner], run: RunDir, logs:
     return code
 
 
-def connect(config: PpoConfig, logs: Path) -> bool:
+def connect(config: DriverConfig, logs: Path) -> bool:
     """Connect to the cluster in RAY_ADDRESS, or start one on this machine that ends with this process.
 
     Returns:
@@ -104,10 +109,10 @@ def connect(config: PpoConfig, logs: Path) -> bool:
     return not address
 
 
-def new_run() -> RunDir:
-    """Create a run directory below `runs/`."""
+def new_run(kind: str) -> RunDir:
+    """Create a run directory below `runs/`, which begins with the kind of the job."""
     while True:
-        path = Path("runs", time.strftime("ppo-%Y%m%d-%H%M%S"))
+        path = Path("runs", time.strftime(f"{kind}-%Y%m%d-%H%M%S"))
         try:
             path.mkdir(parents=True, mode=0o700)
         except FileExistsError:
@@ -117,7 +122,7 @@ def new_run() -> RunDir:
         return RunDir(path.absolute())
 
 
-def new_attempt(run: RunDir, config: PpoConfig) -> Path:
+def new_attempt(run: RunDir, config: DriverConfig) -> Path:
     """Create the folder of the next attempt, and write the files of the run directory that a job script writes."""
     run.path.mkdir(parents=True, exist_ok=True, mode=0o700)
     text = dump(config)
@@ -129,7 +134,7 @@ def new_attempt(run: RunDir, config: PpoConfig) -> Path:
     return attempt
 
 
-def worker_environment(config: PpoConfig) -> dict[str, str]:
+def worker_environment(config: DriverConfig) -> dict[str, str]:
     """Return the variables that every process of the run needs. A variable that the user exported keeps its value."""
     device = config.trainer.computes_on
     defaults = {**collective_defaults(device), **tokenizer_defaults(), "VLLM_LOGGING_LEVEL": "WARN"}

@@ -7,20 +7,19 @@ codes: 0 finished, 75 stopped with a checkpoint, 2 bad input, 1 any other error.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_rl.config.compose import compose, load_config
 from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.errors import RunError, UserError
+from hpc_rl.errors import RunError
 from hpc_rl.host.disk import tolerate_lost_output
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.host.imports import large_imports
-from hpc_rl.run_dir import RunDir, current_attempt_dir, current_run_dir
+from hpc_rl.rl.command import parse as read_command
+from hpc_rl.rl.command import run_in_driver, run_main
+from hpc_rl.run_dir import RunDir
 
 if TYPE_CHECKING:
     from hpc_rl.rl.cluster import Runner
@@ -69,50 +68,24 @@ def run_ppo(config: PpoConfig, task_runner_class: type[Runner] | None = None, ru
         UserError: the run cannot work as requested.
         RunError: a process died or did not answer.
     """
-    from hpc_rl.rl.cluster import new_attempt, new_run, run_driver
-
-    run = run or current_run_dir() or new_run()
-    logs = current_attempt_dir() or new_attempt(run, config)
-    return run_driver(config, task_runner_class or TaskRunner, run, logs)
+    return run_in_driver("ppo", config, task_runner_class or TaskRunner, run)
 
 
 def parse(arguments: Sequence[str]) -> tuple[PpoConfig, RunDir | None]:
     """Read the command line. Raises UserError if anything in it is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m hpc_rl.rl.main_ppo", description=__doc__)
-    parser.add_argument("--config", type=Path, help="resolved configuration (config.yaml of a run directory)")
-    parser.add_argument("--run-dir", type=Path, help="run directory (default: $HPC_RL_RUN_DIR, or a new one in runs/)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    options = parser.parse_intermixed_args(arguments)
-    if options.config and options.overrides:
-        raise UserError(
-            f"--config {options.config} is a complete configuration and cannot be combined with key=value: edit the "
-            "file, or give key=value without --config"
-        )
-    if options.config:
-        config = load_config("ppo", options.config)
-    else:
-        from hpc_rl.training.distributed import fill_in_device
-
-        config = compose("ppo", options.overrides, fill_in=[fill_in_device])
+    _, config, run = read_command("hpc_rl.rl.main_ppo", __doc__, arguments)
     assert isinstance(config, PpoConfig)
-    return config, RunDir(options.run_dir.absolute()) if options.run_dir else None
+    return config, run
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code. All errors are printed here."""
-    try:
+
+    def command() -> int:
         config, run = parse(arguments)
         return run_ppo(config, run=run)
-    except UserError as error:
-        for line in str(error).splitlines():
-            print(f"hpc-rl: {line}", file=sys.stderr)
-        return error.exit_code
-    except Exception as error:  # noqa: BLE001 - the outermost handler: print the error and exit
-        traceback.print_exc()
-        cause = getattr(error, "cause", error)  # Ray wraps the exceptions of actors
-        first = str(cause).strip().splitlines()
-        print(f"hpc-rl: {type(cause).__name__}{': ' + first[0] if first else ''}", file=sys.stderr)
-        return 1
+
+    return run_main(command)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from hpc_rl.runs.run_sets import RunSet, find_run_set, run_set_in
 from hpc_rl.runs.status import ROOT, RunStatus, is_run, runs_below, statuses_of
 from hpc_rl.tracking.history import read_history
 
-_SHOWN = ("val/score", "critic/score/mean", "val/loss", "train/loss")
+_SHOWN = ("val/score", "critic/score/mean", "generate/score", "val/loss", "train/loss")
 """The table shows the first of these metrics in a run's last record."""
 COLUMNS = ("run", "job", "state", "step", "metric", "hours", "submitted", "kind", "sweep")
 """Columns to sort by, besides metrics (val/loss) and swept keys (optim.lr)."""

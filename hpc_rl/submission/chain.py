@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hpc_rl.config.kinds import KINDS, trained
+from hpc_rl.config.kinds import trained
 from hpc_rl.config.training import TrainingConfig
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
@@ -103,7 +103,7 @@ def _on_model_of(job: Job, before: RunDir, job_ids: tuple[str, ...]) -> Job:
 
 
 def _check_stage(number: int, request: Request) -> None:
-    if KINDS[request.kind].trainer is None:
+    if request.kind not in trained():
         raise UserError(
             f"stage {number} is {request.kind}: a chain is made of {', '.join(trained())}; "
             "start your own program after a run with hpc-rl submit --after RUN"

@@ -86,6 +86,7 @@ LEARNING = (
         True,
     ),
     Chart("Reward", "mean score of responses", (("critic/score/mean", "training"), ("val/score", "validation"))),
+    Chart("Score", "mean of a block of responses", (("generate/score", "score"),)),
     Chart(
         "Response length",
         "mean, tokens",

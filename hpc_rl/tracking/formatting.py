@@ -36,6 +36,7 @@ def hours(amount: float) -> str:
 def rates(record: Record) -> list[str]:
     """Return speed, memory and remaining time, as far as the record has them."""
     texts: dict[str, Callable[[float], str]] = {
+        "perf/responses_per_s": lambda v: f"{number(v)} responses/s",
         "perf/tokens_per_s": lambda v: f"{number(v)} tok/s",
         "perf/throughput": lambda v: f"{number(v)} tok/s/GPU",
         "perf/mfu": lambda v: f"MFU {100 * v:.1f}%",
@@ -52,6 +53,7 @@ _LEARNING = {
     "train/lr": "lr",
     "train/grad_norm": "grad",
     "critic/score/mean": "score",
+    "generate/score": "score",
     "val/score": "val score",
     "response_length/mean": "length",
     "actor/entropy": "entropy",

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_rl.config.tree import read_options
+from hpc_rl.host.files import read_json
 from hpc_rl.host.usage import NodeUsage, read_usage
 from hpc_rl.run_dir import RunDir
+from hpc_rl.tracking.evaluations import Evaluation
 from hpc_rl.tracking.history import History, read_history
 from hpc_rl.tracking.metrics import Record, read_metrics
 from hpc_rl.tracking.plot import Point
@@ -33,6 +35,8 @@ class Recorded:
     """config.yaml as text."""
     options: dict[str, Any] = field(default_factory=dict)
     """The configuration: dotted key -> value."""
+    evaluation: Evaluation = field(default_factory=dict)
+    """eval.json; empty if the run is no evaluation."""
     swept: dict[str, str] = field(default_factory=dict)
     """What distinguishes the run from the others of its sweep or pipeline: swept key -> value; or round and stage."""
 
@@ -55,6 +59,7 @@ def read_run(run: RunDir) -> Recorded:
         usage=[read_usage(folder) for folder in run.attempts()],
         config=run.config.read_text(encoding="utf-8", errors="replace") if run.config.is_file() else "",
         options=read_options(run.config),
+        evaluation=read_json(run.evaluation),
     )
 
 

@@ -19,6 +19,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.files import replacing
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.charts import PlotGroup, phase_medians, plots_of_run, plots_of_runs
+from hpc_rl.tracking.evaluations import evaluation_table
 from hpc_rl.tracking.formatting import number
 from hpc_rl.tracking.history import ended_with
 from hpc_rl.tracking.plot import as_script_data, is_binned, plot_data
@@ -109,6 +110,7 @@ def render_page(runs: Sequence[Recorded], refresh_s: float | None = None) -> str
         groups=groups,
         sweep_groups=sweep_groups,
         notes=_notes(groups, is_binned(plots, data)),
+        evaluation=evaluation_table([(run.name, run.evaluation) for run in runs]),
         phases=_phase_table(runs) if several else None,
         samples=excerpts_of_runs([(r.name, r.samples) for r in runs]) if several else excerpts_of_run(runs[0].samples),
         style=Markup((_PAGE / f"{UPLOT}.css").read_text() + (_PAGE / "style.css").read_text()),

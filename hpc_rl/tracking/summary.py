@@ -143,11 +143,13 @@ def _numbers(run: Recorded) -> list[tuple[str, str]]:
         ("Validation accuracy", "val/accuracy"),
         ("Training reward", "critic/score/mean"),
         ("Validation reward", "val/score"),
+        ("Score", "generate/score"),
     ):
         if values := run.points(key):
             first, last = first_mean(values), last_mean(values)
             numbers.append((label, f"{last:.4f}" if len(values) == 1 else f"{first:.3f} → {last:.3f}"))
     for label, key, unit in (
+        ("Responses/s", "perf/responses_per_s", ""),
         ("Tokens/s", "perf/tokens_per_s", ""),
         ("Tokens/s/GPU", "perf/throughput", ""),
         ("MFU", "perf/mfu", "%"),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from hpc_rl.config.job import CacheConfig
-from hpc_rl.config.training import TrainingConfig
+from hpc_rl.config.training import RecordedConfig
 from hpc_rl.host.files import LineFile
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.formatting import step_line
@@ -19,17 +19,17 @@ _CONSOLE_EVERY_S = 1.0
 """At most one console line is printed in this time; metrics.jsonl has all steps."""
 
 
-class TrainingJob(Protocol):
-    """A configuration with trainer options (SftConfig, PpoConfig)."""
+class RecordedJob(Protocol):
+    """A configuration with options of what is recorded (SftConfig, PpoConfig, GenerateConfig)."""
 
     @property
-    def trainer(self) -> TrainingConfig: ...
+    def trainer(self) -> RecordedConfig: ...
     @property
     def cache(self) -> CacheConfig: ...
     def model_dump(self, *, mode: str) -> dict[str, Any]: ...
 
 
-def open_tracker(config: TrainingJob, run: RunDir, wandb_id: str | None, is_main: bool) -> Tracker:
+def open_tracker(config: RecordedJob, run: RunDir, wandb_id: str | None, is_main: bool) -> Tracker:
     """Open the tracker that a run's configuration selects; see Tracker."""
     trainer = config.trainer
     return Tracker(

@@ -7,6 +7,7 @@ import pytest
 
 from hpc_rl.config.compose import compose
 from hpc_rl.config.distill import DistillConfig
+from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.ppo import PpoConfig, roles_in_use
 from hpc_rl.config.preferences import DpoConfig, RmConfig
 
@@ -21,10 +22,11 @@ VERL = "gsm8k-verl"
 PREFERENCES = {"ultrafeedback-dpo": "dpo", "ultrafeedback-rm": "rm"}
 DISTILLATION = "gsm8k-distill"
 """Recipes of other kinds of jobs."""
+GENERATE = "gsm8k-generate"
 
 
 def names(group: str) -> list[str]:
-    others = {VERL, DISTILLATION, *PREFERENCES}
+    others = {VERL, DISTILLATION, GENERATE, *PREFERENCES}
     return sorted(path.stem for path in (ROOT / "configs" / group).glob("*.yaml") if path.stem not in others)
 
 
@@ -68,6 +70,13 @@ def test_recipes_of_preferences(recipe: str, kind: str) -> None:
     assert isinstance(config, DpoConfig | RmConfig)
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     assert config.data.train_batch_size % ranks == 0 and config.data.max_length == 2048
+
+
+@pytest.mark.parametrize("kind", ["generate", "eval"])
+def test_the_recipe_of_generation(kind: str) -> None:
+    config = compose(kind, [f"recipe={GENERATE}"])
+    assert isinstance(config, GenerateConfig)
+    assert (config.rollout.n, config.reward.function, config.data.prompt_key) == (16, "gsm8k", "question")
 
 
 def test_model_and_algorithm_win_over_the_recipe() -> None:

@@ -102,6 +102,8 @@ GOLDEN_SETTINGS: dict[str, dict[str, Any]] = {
     "rm": {"model.path": "/models/qwen", "data.train_files": ["pairs.jsonl"], "data.margin_key": "margin"},
     "distill": {"model.path": "/models/qwen", "data.train_files": ["train.jsonl"], "teacher.path": "/models/teacher"},
     "ppo": {"model.path": "/models/qwen", "data.train_files": ["train.jsonl"], "reward.function": "gsm8k"},
+    "generate": {"model.path": "/models/qwen", "data.files": ["prompts.jsonl"], "rollout.n": 16},
+    "eval": {"model.path": "/models/qwen", "data.files": ["test.jsonl"], "reward.function": "gsm8k"},
     "torchrun": {},
     "ray": {
         "ray_kwargs.ray_init": {"num_cpus": 16},

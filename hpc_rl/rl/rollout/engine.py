@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpc_rl.config.ppo import PpoConfig, engine_spec
+from hpc_rl.config.ppo import EngineJob, engine_spec
 from hpc_rl.data.chat import chat_template, end_of_turn
 from hpc_rl.training.models.causal_lm import load_tokenizer
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from hpc_rl.training.models.causal_lm import CausalLM
 
 
@@ -90,6 +93,41 @@ class RolloutEngine(Protocol):
         ...
 
 
+@runtime_checkable
+class BlockEngine(Protocol):
+    """Generate blocks of responses one after the other. The next block begins while the last responses of one are still
+    being generated, so that the engine never waits."""
+
+    def add_block(self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling) -> None:
+        """Add a block behind those that have been added; see `RolloutEngine.generate`."""
+        ...
+
+    def next_block(self) -> list[Completion]:
+        """Generate until the oldest block is complete, and return its completions in order."""
+        ...
+
+
+class SeparateBlocks:
+    """A BlockEngine of an engine that has only `generate`: a block begins when the one before it is complete."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._blocks: deque[tuple[Sequence[NDArray[np.int32]], Sequence[int], Sampling]] = deque()
+
+    def add_block(self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling) -> None:
+        """See BlockEngine."""
+        self._blocks.append((prompts, seeds, sampling))
+
+    def next_block(self) -> list[Completion]:
+        """See BlockEngine."""
+        return self._engine.generate(*self._blocks.popleft())
+
+
+def blocks_of(engine: RolloutEngine) -> BlockEngine:
+    """Return the engine itself if it overlaps blocks, otherwise one that does not."""
+    return engine if isinstance(engine, BlockEngine) else SeparateBlocks(engine)
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where an engine runs, and how its weights arrive."""
@@ -110,7 +148,7 @@ class Loader(Protocol):
     """The function `load` of an engine's module."""
 
     def __call__(
-        self, config: PpoConfig, eos_token_ids: Collection[int], placement: Placement, policy: CausalLM | None
+        self, config: EngineJob, eos_token_ids: Collection[int], placement: Placement, policy: CausalLM | None
     ) -> RolloutEngine:
         """Load the engine in this process.
 
@@ -127,13 +165,19 @@ class Loader(Protocol):
         ...
 
 
-def load_engine(config: PpoConfig, placement: Placement, policy: CausalLM | None = None) -> RolloutEngine:
+def load_engine(config: EngineJob, placement: Placement, policy: CausalLM | None = None) -> RolloutEngine:
     """Load the engine of `rollout.name` in this process; see `Loader`."""
     load: Loader = importlib.import_module(engine_spec(config).module).load
     return load(config, eos_token_ids(config), placement, policy)
 
 
-def eos_token_ids(config: PpoConfig) -> set[int]:
+def eos_token_ids(config: EngineJob) -> set[int]:
+    """Return the tokens that end a response; see `ending_token_ids`."""
+    tokenizer = load_tokenizer(config.model)
+    return ending_token_ids(tokenizer, chat_template(tokenizer, config.data), config.model.path)
+
+
+def ending_token_ids(tokenizer: PreTrainedTokenizerBase, template: str, path: str) -> set[int]:
     """Return the tokens that end a response.
 
     They are the tokenizer's end-of-sequence token, the token that ends a turn of the chat template, and those of the
@@ -141,9 +185,8 @@ def eos_token_ids(config: PpoConfig) -> set[int]:
     """
     from transformers import GenerationConfig
 
-    tokenizer = load_tokenizer(config.model)
-    found = [tokenizer.eos_token_id, end_of_turn(tokenizer, chat_template(tokenizer, config.data))]
+    found = [tokenizer.eos_token_id, end_of_turn(tokenizer, template)]
     with contextlib.suppress(OSError):
-        listed = GenerationConfig.from_pretrained(config.model.path).eos_token_id
+        listed = GenerationConfig.from_pretrained(path).eos_token_id
         found += listed if isinstance(listed, list) else [listed]
     return {token for token in found if token is not None}

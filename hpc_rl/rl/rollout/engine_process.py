@@ -10,10 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.ppo import EngineJob
 from hpc_rl.host.heartbeat import beats_in_calls, heart
 from hpc_rl.rl import process
-from hpc_rl.rl.rollout.engine import Completion, Placement, RolloutEngine, Sampling, load_engine
+from hpc_rl.rl.rollout.engine import (
+    BlockEngine,
+    Completion,
+    Placement,
+    RolloutEngine,
+    Sampling,
+    blocks_of,
+    load_engine,
+)
 from hpc_rl.rl.weights.base import WeightReceiver, receiver_of
 from hpc_rl.training import guards
 
@@ -23,9 +31,10 @@ class EngineProcess:
     """Run a RolloutEngine in a Ray actor, with the four calls of a WeightReceiver."""
 
     _engine: RolloutEngine
+    _blocks: BlockEngine
     _receiver: WeightReceiver
 
-    def __init__(self, config: PpoConfig, pool: str, index: int, placement: Placement, logs: Path) -> None:
+    def __init__(self, config: EngineJob, pool: str, index: int, placement: Placement, logs: Path) -> None:
         process.log_to(logs / f"node{os.environ.get('SLURM_NODEID', '0')}-{pool}-engine{index}.log")
         heart.begin(f"rollout engine {index} of pool {pool}", waits=True)
         self._config = config
@@ -36,6 +45,7 @@ class EngineProcess:
         process.quiet_libraries()
         process.narrow_devices(os.environ, process.assigned_devices())
         self._engine = load_engine(self._config, self._placement)
+        self._blocks = blocks_of(self._engine)
         self._receiver = receiver_of(self._engine)
 
     @guards.explain_out_of_memory("generation", guards.IN_GENERATION)
@@ -43,6 +53,13 @@ class EngineProcess:
         self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
         return self._engine.generate(prompts, seeds, sampling)
+
+    def add_block(self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling) -> None:
+        self._blocks.add_block(prompts, seeds, sampling)
+
+    @guards.explain_out_of_memory("generation", guards.IN_GENERATION)
+    def next_block(self) -> list[Completion]:
+        return self._blocks.next_block()
 
     def sleep(self) -> None:
         self._engine.sleep()

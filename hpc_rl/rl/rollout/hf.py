@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from hpc_rl.config.ppo import PpoConfig, engine_dtype
+from hpc_rl.config.ppo import EngineJob, engine_dtype
 from hpc_rl.errors import UserError
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
@@ -37,11 +37,11 @@ REFILL_SHARE = 8
 """Waiting sequences enter when one row in this many is free, because small prefills are slow."""
 
 
-def load(config: PpoConfig, eos_token_ids: Collection[int], placement: Placement, policy: CausalLM | None) -> HfEngine:
+def load(config: EngineJob, eos_token_ids: Collection[int], placement: Placement, policy: CausalLM | None) -> HfEngine:
     """Load the engine on the policy's own module, or on a copy; see `hpc_rl.rl.rollout.engine.Loader`."""
     if policy is None:
         dtype = engine_dtype(config.rollout, placement.device)
-        policy = load_model(config.model.model_copy(update={"dtype": dtype}))
+        policy = load_model(config.model.in_dtype(dtype))
         policy.requires_grad_(False).eval().to(torch.device(placement.device))
     return HfEngine(policy.hf, eos_token_ids, config.rollout.max_num_seqs)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +16,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from hpc_rl.config.ppo import PpoConfig, engine_spec, pool_of
+from hpc_rl.config.ppo import EngineJob, PpoConfig, engine_spec, pool_of
 from hpc_rl.host.environment import refuse_expandable_segments
 from hpc_rl.rl.calls import MODEL_LIMIT, ActorCall, Pending, wait_for_all
 from hpc_rl.rl.fates import Actor
@@ -146,25 +147,12 @@ class SeparateRollout:
         self._sleeps = share < 1 and device == "cuda"
         self._has_weights = True
         """Whether the engines hold weights, which they lose in their sleep."""
-        spec, parallel = engine_spec(config), config.rollout.tensor_parallel_size
         shared = pool_of(config, "rollout") == pool_of(config, "actor")
-        self._transfer = choose_transfer(spec.transfers, device, shared)
+        self._transfer = choose_transfer(engine_spec(config).transfers, device, shared)
         if self._transfer == "ipc":
             refuse_expandable_segments(os.environ)
-        variables = spec.process_environment(device)
-        runtime = {"runtime_env": {"env_vars": variables}} if variables else {}
-        remote = ray.remote(EngineProcess)
-        actors, names, nodes = [], [], []
-        for index, slots in enumerate(engine_slots(pool, parallel)):
-            spread = parallel > 1 and device == "cuda"
-            bundles = tuple(slot.bundle for slot in slots) if spread else ()
-            placement = Placement(device, self._transfer, self._sleeps, bundles, share)
-            options = slots[0].options(device, 0.0 if spread else share)
-            actors.append(remote.options(**options, **runtime).remote(config, pool.name, index, placement, logs))
-            log = logs / f"node*-{pool.name}-engine{index}.log"
-            names.append(Actor(f"rollout engine {index} on node {slots[0].node.name}", "engine", log))
-            nodes.append(slots[0].node.id)
-        self._engines = EngineActors(actors, names, nodes, SYNC_TIMEOUT_S, parallel)
+        placement = Placement(device, self._transfer, self._sleeps, gpu_share=share)
+        self._engines = create_engines(config, pool, placement, logs)
         self._starting = self._engines.call("start")
 
     def generate(
@@ -210,6 +198,30 @@ class SeparateRollout:
 
     def close(self) -> None:
         self._engines.call("close").wait(CLOSE_TIMEOUT_S)
+
+
+def create_engines(config: EngineJob, pool: Pool, placement: Placement, logs: Path) -> EngineActors:
+    """Create one engine on each `tensor_parallel_size` slots of a pool. They load their models in `start`.
+
+    Args:
+        placement: of every engine; its bundles are chosen here.
+        logs: folder of the engines' logs.
+    """
+    spec, device, share = engine_spec(config), placement.device, placement.gpu_share
+    parallel = config.rollout.tensor_parallel_size
+    variables = spec.process_environment(device)
+    runtime = {"runtime_env": {"env_vars": variables}} if variables else {}
+    remote = ray.remote(EngineProcess)
+    actors, names, nodes = [], [], []
+    for index, slots in enumerate(engine_slots(pool, parallel)):
+        spread = parallel > 1 and device == "cuda"
+        own = replace(placement, bundles=tuple(slot.bundle for slot in slots) if spread else ())
+        options = slots[0].options(device, 0.0 if spread else share)
+        actors.append(remote.options(**options, **runtime).remote(config, pool.name, index, own, logs))
+        log = logs / f"node*-{pool.name}-engine{index}.log"
+        names.append(Actor(f"rollout engine {index} on node {slots[0].node.name}", "engine", log))
+        nodes.append(slots[0].node.id)
+    return EngineActors(actors, names, nodes, SYNC_TIMEOUT_S, parallel)
 
 
 def engine_slots(pool: Pool, parallel: int) -> Iterator[list[Slot]]:

@@ -8,6 +8,7 @@ engine's placement group, so that Ray's accounting stays correct and a trainer o
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from importlib.metadata import requires
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from packaging.requirements import Requirement
 
-from hpc_rl.config.ppo import PpoConfig, RolloutConfig, engine_dtype
-from hpc_rl.config.training import ModelConfig
+from hpc_rl.config.ppo import EngineConfig, EngineJob, engine_dtype
+from hpc_rl.config.training import ModelSource
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
@@ -26,7 +27,7 @@ from hpc_rl.rl.weights.buckets import pack
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-    from vllm import RequestOutput, SamplingParams
+    from vllm import RequestOutput, SamplingParams, TokensPrompt
 
     from hpc_rl.training.models.causal_lm import CausalLM
 
@@ -37,12 +38,14 @@ SHARED_GPU, OWN_GPU = 0.5, 0.9
 """Fractions of a GPU's memory for an engine next to a trainer, and for one that is alone."""
 CPU_BLOCK = 128
 """Tokens per block of the key-value cache on CPUs."""
+LOCAL_BUCKET_BYTES = 256 * 10**6
+"""Size of the buckets in which weights are copied that come from this process."""
 CPU_CACHE_BYTES = 4 << 30
 """Most memory for the cache on CPUs. If all sequences together need more, vLLM lets some of them wait."""
 
 
 def load(
-    config: PpoConfig, eos_token_ids: Collection[int], placement: Placement, policy: CausalLM | None
+    config: EngineJob, eos_token_ids: Collection[int], placement: Placement, policy: CausalLM | None
 ) -> VllmEngine:
     """Load vLLM with a copy of the model; see `hpc_rl.rl.rollout.engine.Loader`."""
     max_length = config.data.max_prompt_length + config.data.max_response_length
@@ -51,7 +54,7 @@ def load(
 
 
 class VllmEngine:
-    """A RolloutEngine and a WeightReceiver.
+    """A RolloutEngine, a BlockEngine and a WeightReceiver.
 
     Log-probabilities are those that Completion describes, with one exception: if top_p or top_k truncate the
     distribution and the configured temperature is not 1, they belong to the truncated, renormalised distribution. vLLM
@@ -60,8 +63,8 @@ class VllmEngine:
 
     def __init__(
         self,
-        model: ModelConfig,
-        rollout: RolloutConfig,
+        model: ModelSource,
+        rollout: EngineConfig,
         eos_token_ids: Collection[int],
         max_length: int,
         seed: int,
@@ -84,7 +87,8 @@ class VllmEngine:
         from vllm import LLM
 
         self._placement = placement
-        self._bucket_bytes = rollout.sync_bucket_mb * 10**6
+        self._blocks: deque[list[str]] = deque()
+        self._outputs: dict[str, RequestOutput] = {}
         self._eos_token_ids = sorted(eos_token_ids)
         self._asleep: set[str] = set()
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
@@ -99,19 +103,28 @@ class VllmEngine:
         self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
         """See RolloutEngine."""
-        from vllm import TokensPrompt
-
-        outputs = self._llm.generate(
-            [TokensPrompt(prompt_token_ids=prompt.tolist()) for prompt in prompts],
-            [self._sampling_params(sampling, seed) for seed in seeds],
-            use_tqdm=False,
-        )
+        outputs = self._llm.generate(*self._requests(prompts, seeds, sampling), use_tqdm=False)
         return [_completion(output) for output in outputs]
+
+    def add_block(self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling) -> None:
+        """See BlockEngine."""
+        names = self._llm.enqueue(*self._requests(prompts, seeds, sampling), use_tqdm=False)
+        # vLLM adds random characters to the number of a request, and its answer has the number alone.
+        self._blocks.append([name.partition("-")[0] for name in names])
+
+    def next_block(self) -> list[Completion]:
+        """See BlockEngine."""
+        names = self._blocks[0]
+        while not all(name in self._outputs for name in names):
+            found = self._llm.llm_engine.step()
+            self._outputs.update((output.request_id, output) for output in found if output.finished)
+        self._blocks.popleft()
+        return [_completion(self._outputs.pop(name)) for name in names]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy all weights at once, from this process. Weights from other processes come by the four calls."""
         self._start_host()
-        for bucket in pack(weights, self._bucket_bytes):
+        for bucket in pack(weights, LOCAL_BUCKET_BYTES):
             self._llm.collective_rpc("load_host_bucket", args=(bucket,))
         self._finish("finish_host_update")
 
@@ -183,6 +196,16 @@ class VllmEngine:
                 )
         self._llm.reset_prefix_cache()
 
+    def _requests(
+        self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
+    ) -> tuple[list[TokensPrompt], list[SamplingParams]]:
+        from vllm import TokensPrompt
+
+        return (
+            [TokensPrompt(prompt_token_ids=prompt.tolist()) for prompt in prompts],
+            [self._sampling_params(sampling, seed) for seed in seeds],
+        )
+
     def _sampling_params(self, sampling: Sampling, seed: int) -> SamplingParams:
         from vllm import SamplingParams
 
@@ -199,7 +222,7 @@ class VllmEngine:
         )
 
 
-def logprobs_mode(rollout: RolloutConfig, truncated: bool) -> str:
+def logprobs_mode(rollout: EngineConfig, truncated: bool) -> str:
     """Return vLLM's name of the distribution whose log-probabilities it reports.
 
     Its raw ones are those at temperature 1, before top_k and top_p; its processed ones those after all of them.
@@ -211,8 +234,8 @@ def logprobs_mode(rollout: RolloutConfig, truncated: bool) -> str:
 
 
 def engine_settings(
-    model: ModelConfig,
-    rollout: RolloutConfig,
+    model: ModelSource,
+    rollout: EngineConfig,
     config: PretrainedConfig,
     max_length: int,
     seed: int,
@@ -256,7 +279,7 @@ def engine_settings(
     return settings | rollout.engine_kwargs
 
 
-def _cpu_cache_bytes(config: PretrainedConfig, rollout: RolloutConfig, max_length: int) -> int:
+def _cpu_cache_bytes(config: PretrainedConfig, rollout: EngineConfig, max_length: int) -> int:
     """Return the memory for keys and values of max_num_seqs sequences of max_length, at most CPU_CACHE_BYTES."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

@@ -16,9 +16,12 @@ from typing import NamedTuple
 from hpc_rl.config.base import MAX_NAME_BYTES, MAX_PATH_BYTES
 from hpc_rl.config.distill import DistillConfig
 from hpc_rl.config.finetune import FinetuneConfig
-from hpc_rl.config.ppo import PpoConfig, RewardConfig, engine_spec, pool_of
+from hpc_rl.config.generate import GenerateConfig
+from hpc_rl.config.ppo import OptionalRewardConfig, PpoConfig, engine_spec, pool_of
 from hpc_rl.config.preferences import DpoConfig, RmConfig
 from hpc_rl.config.ray import RayJobConfig
+from hpc_rl.config.select import SelectConfig
+from hpc_rl.data.selection import check_scored
 from hpc_rl.errors import UserError
 from hpc_rl.host.disk import refuse_unwritable, space_of
 from hpc_rl.host.environment import refuse_expandable_segments
@@ -27,6 +30,7 @@ from hpc_rl.host.ray_version import check_ray, installed_ray
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.rewards.check import check_function, check_url
 from hpc_rl.run_dir import RunDir
+from hpc_rl.submission.after import is_coming
 from hpc_rl.submission.environment import job_environment
 from hpc_rl.submission.hub import hub_cache
 from hpc_rl.submission.job import Job
@@ -129,14 +133,14 @@ def packages(job: Job) -> Iterator[Question]:
     yield Question(check_packages, (slurm.python, job.row.needs, job.kind))
     if slurm.python is None and isinstance(config, RayJobConfig) and (ray := installed_ray()) is not None:
         yield Question(check_ray, (ray, sys.executable))
-    if isinstance(config, PpoConfig) and (package := engine_spec(config).package) is not None:
+    if isinstance(config, PpoConfig | GenerateConfig) and (package := engine_spec(config).package) is not None:
         yield Question(check_packages, (slurm.python, (package,), f"rollout.name={config.rollout.name}"))
 
 
 def model(job: Job) -> Iterator[Question]:
     """Ask whether every model of the job can be loaded."""
     config = job.config
-    if not isinstance(config, FinetuneConfig | PpoConfig):
+    if not isinstance(config, FinetuneConfig | PpoConfig | GenerateConfig):
         return
     cache = hub_cache(config)
     yield Question(check_model_path, ("model.path", config.model.path, job.coming, cache))
@@ -161,18 +165,25 @@ def model(job: Job) -> Iterator[Question]:
 
 
 def data(job: Job) -> Iterator[Question]:
-    """Ask whether the data can be read and fills a batch."""
+    """Ask whether the data can be read, and fills a batch of training."""
     if isinstance(job.config, FinetuneConfig | PpoConfig):
         found, cache = job.config.data, hub_cache(job.config)
         yield Question(check_train_data, (found, job.coming, cache))
         for file in found.val_files:
             yield Question(check_val_data, (file, found, job.coming, cache))
+    elif isinstance(job.config, GenerateConfig):
+        for file in job.config.data.files:
+            yield Question(check_val_data, (file, job.config.data, job.coming, hub_cache(job.config)))
+    elif isinstance(job.config, SelectConfig):
+        for file in job.config.select.responses:
+            if not is_coming(file, job.coming):
+                yield Question(check_scored, (file,))
 
 
 def reward(job: Job) -> Iterator[Question]:
     """Ask whether the reward function can be called, or the URL of the reward server is valid."""
     config = job.config
-    if not isinstance(config, PpoConfig):
+    if not isinstance(config, PpoConfig | GenerateConfig):
         return
     same_python = config.slurm.python is None and config.container.image is None
     for each in config.reward.each_function():
@@ -307,6 +318,6 @@ def _shortened(path: Path) -> str:
     return text if len(text) <= 200 else f"{text[:100]}...{text[-60:]}"
 
 
-def _check_reward(reward: RewardConfig, same_python: bool) -> str | None:
+def _check_reward(reward: OptionalRewardConfig, same_python: bool) -> str | None:
     assert reward.function is not None
     return check_function(reward.function, reward.kwargs, same_python=same_python)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from hpc_rl.config.finetune import FinetuneDataConfig
+from hpc_rl.config.ppo import PromptDataConfig
 from hpc_rl.data.formats import CannotCheck, check_data_folder, is_file, unknown_format
 from hpc_rl.data.row_checks import AnyData, check_batch_size, check_file
 from hpc_rl.errors import UserError
@@ -18,7 +20,9 @@ MAX_ROWS = 10_000
 """Rows of a data file that are checked before the job is queued; the job itself checks all of them."""
 
 
-def check_train_data(data: AnyData, coming: frozenset[Path], cache: HubCache) -> str | None:
+def check_train_data(
+    data: FinetuneDataConfig | PromptDataConfig, coming: frozenset[Path], cache: HubCache
+) -> str | None:
     """Check all training files, and that they fill at least one batch.
 
     Args:
@@ -50,7 +54,7 @@ def check_train_data(data: AnyData, coming: frozenset[Path], cache: HubCache) ->
 
 
 def check_val_data(file: str, data: AnyData, coming: frozenset[Path], cache: HubCache) -> str | None:
-    """Check one validation file.
+    """Check one file of validation data, or of prompts.
 
     Args:
         coming: what an earlier job writes, which may not exist yet.

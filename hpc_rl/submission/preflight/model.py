@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from hpc_rl.config.finetune import FinetuneDataConfig
-from hpc_rl.config.ppo import PromptDataConfig
-from hpc_rl.config.training import ModelConfig
+from hpc_rl.config.ppo import PromptConfig
+from hpc_rl.config.training import ModelSource
 from hpc_rl.data.template import check_template, read_template, stored_template
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
@@ -73,7 +73,7 @@ def check_is_classifier(key: str, path: str, cache: HubCache) -> None:
         )
 
 
-def check_same_vocabulary(key: str, path: str, model: ModelConfig, cache: HubCache) -> None:
+def check_same_vocabulary(key: str, path: str, model: ModelSource, cache: HubCache) -> None:
     """Check that two models read token ids as the same tokens, if both have a tokenizer.json on this machine.
 
     Args:
@@ -93,7 +93,7 @@ def check_same_vocabulary(key: str, path: str, model: ModelConfig, cache: HubCac
         )
 
 
-def check_same_special_tokens(key: str, path: str, model: ModelConfig, cache: HubCache) -> None:
+def check_same_special_tokens(key: str, path: str, model: ModelSource, cache: HubCache) -> None:
     """Check that two tokenizers begin and end texts with the same tokens, if both tokenizer_config.json name them.
 
     Args:
@@ -140,7 +140,7 @@ def _check_folder(what: str, folder: Path, remedy: str) -> None:
         raise UserError(f"{what} is incomplete: {missing[0]}{more} missing in {folder}{remedy}")
 
 
-def check_chat_template(model: ModelConfig, data: FinetuneDataConfig | PromptDataConfig, cache: HubCache) -> None:
+def check_chat_template(model: ModelSource, data: FinetuneDataConfig | PromptConfig, cache: HubCache) -> None:
     """Check that there is a tokenizer with a chat template that Jinja accepts.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from hpc_rl.config.training import ModelConfig, Sharding
+from hpc_rl.config.training import ModelConfig, ModelSource, Sharding
 from hpc_rl.errors import UserError
 from hpc_rl.host.model_kind import is_classifier
 from hpc_rl.training.models import packed_attention
@@ -123,7 +123,7 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: ModelSource) -> PreTrainedTokenizerBase:
     """Load the tokenizer of tokenizer_path or, if that is null, of the model.
 
     Raises:

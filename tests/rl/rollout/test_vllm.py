@@ -74,6 +74,11 @@ class EngineActor:
     def generate(self, *arguments: Any) -> list[Completion]:
         return self.engine.generate(*arguments)
 
+    def blocks(self, *blocks: Any) -> list[list[Completion]]:
+        for block in blocks:
+            self.engine.add_block(*block)
+        return [self.engine.next_block() for _ in blocks]
+
     def load(self, named: list[tuple[str, Any]]) -> None:
         self.engine.load_weights((name, torch.tensor(array)) for name, array in named)
 
@@ -318,3 +323,16 @@ def change(hf: Any) -> None:
     with torch.no_grad():
         for parameter in hf.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.1)
+
+
+@needs_vllm
+def test_overlapping_blocks_are_those_of_separate_calls(setting: Setting) -> None:
+    setting.sync()
+    each = [
+        ([prompt] * 3, [10 * number, 10 * number + 1, 5], setting.sampling()) for number, prompt in enumerate(prompts())
+    ]
+    for found, block in zip(setting.call("blocks", *each), each, strict=True):
+        alone = setting.call("generate", *block)
+        assert [c.token_ids.tolist() for c in found] == [c.token_ids.tolist() for c in alone]
+        assert [c.finished for c in found] == [c.finished for c in alone]
+        setting.check(block[0], found, setting.temperature)

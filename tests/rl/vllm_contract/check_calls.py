@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,16 @@ def test_a_request_and_its_answer() -> None:
     assert isinstance(params[0], SamplingParams) and isinstance(engine._llm, LLM)
     assert (params[0].max_tokens, params[0].temperature, params[0].top_k, params[0].seed) == (9, 0.7, 4, 3)
     assert params[0].stop_token_ids == [7] and params[0].ignore_eos and params[0].logprobs == 0
+
+
+def test_the_calls_of_blocks() -> None:
+    """Requests are added without waiting, and the names of their answers begin as those that `enqueue` returns."""
+    from vllm import LLM, RequestOutput
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    assert {"prompts", "sampling_params", "use_tqdm"} <= inspect.signature(LLM.enqueue).parameters.keys()
+    assert callable(LLMEngine.step)
+    assert {"request_id", "finished"} <= inspect.signature(RequestOutput.__init__).parameters.keys()
 
 
 def test_parts_of_memory_and_levels_of_sleep() -> None:

@@ -1,0 +1,222 @@
+"""Selection of training data from scored responses: best of n, best against worst, or all above a threshold.
+
+Rows are those of responses.jsonl (docs/generation.md): the responses to a prompt are adjacent and share `data` and
+`index`. A response whose reward failed has the score null and is never selected. Only the prompt in hand is in memory,
+and a hash of each row that was selected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from hpc_rl.data.formats import Row, read_rows
+from hpc_rl.data.rows import Message
+from hpc_rl.errors import UserError
+from hpc_rl.host.files import write_jsonl
+
+
+@dataclass
+class Counts:
+    """What became of the responses."""
+
+    prompts: int = 0
+    responses: int = 0
+    failed: int = 0
+    """Responses whose reward failed."""
+    unscored: int = 0
+    """Prompts without enough scored responses."""
+    equal: int = 0
+    """Prompts whose scored responses all have the same score (pairs)."""
+    below: int = 0
+    """Responses below the threshold."""
+    duplicates: int = 0
+    """Rows that had been selected before."""
+    rows: int = 0
+    """Rows that were selected."""
+
+    def __str__(self) -> str:
+        text = f"{self.rows:,} rows from {self.responses:,} responses to {self.prompts:,} prompts"
+        lost = {
+            "responses without a score": self.failed,
+            "prompts without enough scores": self.unscored,
+            "prompts with equal scores": self.equal,
+            "responses below the threshold": self.below,
+            "duplicates": self.duplicates,
+        }
+        return "; ".join([text, *(f"{count:,} {what}" for what, count in lost.items() if count)])
+
+
+class Response(NamedTuple):
+    """A row of a file of responses."""
+
+    row: Row
+    file: str
+    number: int
+
+    @property
+    def where(self) -> str:
+        """Its place for errors."""
+        return f"{self.file}, row {self.number}"
+
+    @property
+    def group(self) -> tuple[object, ...]:
+        """What the responses to a prompt have in common."""
+        return self.file, self.row.get("data"), self.row.get("index")
+
+
+@dataclass
+class Selection:
+    """Selects rows from the responses to one prompt after the other."""
+
+    choose: Callable[[Sequence[Row], Counts], Iterable[Row]]
+    """From the scored responses to a prompt to the rows to write."""
+    compares: bool
+    """Whether it needs several responses to a prompt."""
+    counts: Counts = field(default_factory=Counts)
+
+    def rows(self, responses: Iterable[Response]) -> Iterator[Row]:
+        """Yield the selected rows.
+
+        Raises:
+            UserError: a row has no score, a prompt has a single response although several are compared, or nothing has
+                a score.
+        """
+        seen: set[bytes] = set()
+        for _, found in groupby(responses, key=lambda response: response.group):
+            group = list(found)
+            for response in group:
+                check_response(response)
+            if self.compares and len(group) == 1:
+                raise UserError(
+                    f"{group[0].where}: the prompt has one response, and best-of-n and pairs compare several: generate "
+                    "with rollout.n=2 or more, or select by --threshold"
+                )
+            for row in self._chosen([response.row for response in group]):
+                key = hashlib.blake2b(_text(row), digest_size=16).digest()
+                self.counts.duplicates += key in seen
+                if key not in seen:
+                    seen.add(key)
+                    self.counts.rows += 1
+                    yield row
+        if self.counts.failed == self.counts.responses:
+            raise UserError(
+                f"none of {self.counts.responses:,} responses has a score: the reward failed for all of them"
+            )
+
+    def _chosen(self, group: Sequence[Row]) -> Iterable[Row]:
+        scored = [row for row in group if row["score"] is not None]
+        self.counts.prompts += 1
+        self.counts.responses += len(group)
+        self.counts.failed += len(group) - len(scored)
+        if len(scored) < (2 if self.compares else 1):
+            self.counts.unscored += 1
+            return []
+        return self.choose(scored, self.counts)
+
+
+def best_of_n(scored: Sequence[Row], _counts: Counts) -> list[Row]:
+    """Return the response with the highest score, the first of several, as a chat."""
+    return [as_chat_row(max(scored, key=lambda row: row["score"]))]
+
+
+def best_and_worst(scored: Sequence[Row], counts: Counts) -> list[Row]:
+    """Return the responses with the highest and the lowest score as a pair; nothing if all scores are equal."""
+    best, worst = max(scored, key=lambda row: row["score"]), min(scored, key=lambda row: row["score"])
+    if best["score"] == worst["score"]:
+        counts.equal += 1
+        return []
+    return [
+        {
+            "prompt": best["prompt"],
+            "chosen": best["response"],
+            "rejected": worst["response"],
+            "margin": best["score"] - worst["score"],
+        }
+    ]
+
+
+def above(threshold: float) -> Callable[[Sequence[Row], Counts], list[Row]]:
+    """Return the choice of all responses with at least this score, as chats."""
+
+    def choose(scored: Sequence[Row], counts: Counts) -> list[Row]:
+        kept = [row for row in scored if row["score"] >= threshold]
+        counts.below += len(scored) - len(kept)
+        return [as_chat_row(row) for row in kept]
+
+    return choose
+
+
+def as_chat_row(row: Row) -> Row:
+    """Return prompt and response of a row as a chat for supervised fine-tuning, with the score."""
+    prompt: str | list[Message] = row["prompt"]
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return {"messages": [*asked, {"role": "assistant", "content": row["response"]}], "score": row["score"]}
+
+
+def selection(method: str, threshold: float | None) -> Selection:
+    """Return the selection of a method of `hpc_rl.config.select`."""
+    if method == "threshold":
+        if threshold is None:
+            raise ValueError("a selection by threshold needs one")
+        return Selection(above(threshold), compares=False)
+    return Selection({"best-of-n": best_of_n, "pairs": best_and_worst}[method], compares=True)
+
+
+def select(files: Sequence[str], method: str, threshold: float | None, output: Path) -> Counts:
+    """Select rows from files of responses, and write them atomically.
+
+    Raises:
+        UserError: a file cannot be read or written, its rows are not scored responses, or nothing was selected. Then
+            the output is not changed.
+    """
+    made = selection(method, threshold)
+    write_jsonl(output, _refuse_none(made, made.rows(_responses(files))))
+    return made.counts
+
+
+def check_scored(file: str) -> None:
+    """Raise UserError if the first row of a file is not a scored response."""
+    for response in _responses([file]):
+        check_response(response)
+        return
+    raise UserError(f"{file}: there are no responses in it")
+
+
+def check_response(response: Response) -> None:
+    """Raise UserError if a row is not a response with a score (a number, or null if the reward failed)."""
+    row, where = response.row, response.where
+    if missing := [name for name in ("index", "prompt", "response") if name not in row]:
+        raise UserError(
+            f"{where}: no column {missing[0]!r}, so it is no response: name a responses.jsonl of hpc-rl submit generate"
+        )
+    if "score" not in row:
+        raise UserError(
+            f"{where}: the responses have no scores: generate them with a reward, such as reward.function=gsm8k"
+        )
+    score = row["score"]
+    if score is not None and (isinstance(score, bool) or not isinstance(score, int | float)):
+        raise UserError(f"{where}: column 'score' has {score!r}; a number or null is needed")
+
+
+def _refuse_none(made: Selection, rows: Iterator[Row]) -> Iterator[Row]:
+    yield from rows
+    if not made.counts.rows:
+        raise UserError(f"nothing was selected: {made.counts}")
+
+
+def _responses(files: Sequence[str]) -> Iterator[Response]:
+    for file in files:
+        for number, row in enumerate(read_rows(file), 1):
+            yield Response(row, file, number)
+
+
+def _text(row: Row) -> bytes:
+    """Return what makes two selected rows the same: all but their scores."""
+    kept = {name: value for name, value in row.items() if name not in ("score", "margin")}
+    return json.dumps(kept, sort_keys=True).encode()

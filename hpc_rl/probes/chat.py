@@ -1,0 +1,148 @@
+"""A small terminal chat with a model, on one GPU or on the CPUs of this machine: `hpc-rl chat`.
+
+Input may also come from a pipe, one message per line. The answer appears as it is generated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hpc_rl.config.training import ModelSource
+from hpc_rl.data.chat import as_text
+from hpc_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+RESET, EXIT = "/reset", "/exit"
+
+
+@dataclass
+class Chat:
+    """A conversation with a model.
+
+    Args:
+        temperature: 0 takes the most probable token at every step.
+        max_tokens: longest answer.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    ends: Sequence[int]
+    """Tokens that end an answer."""
+    temperature: float
+    max_tokens: int
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def answer(self, text: str) -> None:
+        """Print the answer to a message while it is generated, and add both to the conversation.
+
+        Raises:
+            UserError: the conversation is longer than the model's context.
+        """
+        import torch
+        from transformers import TextStreamer
+
+        asked = [*self.messages, {"role": "user", "content": text}]
+        prompt = as_text(self.tokenizer, self.tokenizer.get_chat_template(), asked, "chat", generation_prompt=True)
+        ids = self.tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(self.model.device)
+        length = ids["input_ids"].shape[1]
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and length + self.max_tokens > limit:
+            raise UserError(
+                f"the conversation of {length} tokens and an answer of {self.max_tokens} exceed the model's {limit} "
+                f"positions: begin a new one with {RESET}, or lower --max-tokens"
+            )
+        drawn: dict[str, Any] = {"do_sample": True, "temperature": self.temperature, "top_p": 1.0, "top_k": 0}
+        greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        with torch.inference_mode():
+            found = self.model.generate(
+                **ids,
+                **(drawn if self.temperature else greedy),
+                max_new_tokens=self.max_tokens,
+                eos_token_id=list(self.ends),
+                pad_token_id=self.ends[0],
+                streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
+            )
+        said = self.tokenizer.decode(found[0, length:], skip_special_tokens=True)
+        self.messages = [*asked, {"role": "assistant", "content": said}]
+
+
+def load_chat(path: str, temperature: float, max_tokens: int) -> Chat:
+    """Load a model and its tokenizer: on a GPU in bfloat16 if there is one, otherwise in the type of its files.
+
+    Raises:
+        UserError: one of them cannot be loaded, or the tokenizer has no chat template.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from hpc_rl.rl.rollout.engine import ending_token_ids
+    from hpc_rl.training.models.causal_lm import load_tokenizer
+    from hpc_rl.training.models.pretrained import from_pretrained
+
+    tokenizer = load_tokenizer(ModelSource(path=path))
+    if not tokenizer.chat_template:
+        raise UserError(f"the tokenizer of {path} has no chat template, so it cannot chat")
+    there = torch.accelerator.current_accelerator(check_available=True)
+    device = there or torch.device("cpu")
+    dtype = "auto" if there is None else torch.bfloat16
+    model = from_pretrained(AutoModelForCausalLM, path, "model", dtype=dtype).to(device).eval()
+    ends = sorted(ending_token_ids(tokenizer, tokenizer.get_chat_template(), path))
+    return Chat(model, tokenizer, ends, temperature, max_tokens)
+
+
+def converse(chat: Chat) -> None:
+    """Read messages until the input ends, and print the answers."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        import readline  # noqa: F401 - gives input() line editing and a history
+
+        print(f"{RESET} begins a new conversation; {EXIT}, Ctrl-D or Ctrl-C ends the program.")
+    while True:
+        try:
+            text = input("> " if is_terminal else "").strip()
+        except EOFError:
+            return
+        if text == EXIT:
+            return
+        if text == RESET:
+            chat.messages = []
+        elif text:
+            try:
+                chat.answer(text)
+            except UserError as error:
+                print(f"hpc-rl: {error}", file=sys.stderr)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the chat and return the exit code."""
+    parser = argparse.ArgumentParser(prog="hpc-rl chat", description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--seed", type=int)
+    options = parser.parse_args(arguments)
+    try:
+        import torch
+
+        from hpc_rl.rl.process import quiet_libraries
+
+        quiet_libraries()
+        if options.seed is not None:
+            torch.manual_seed(options.seed)
+        converse(load_chat(options.model, options.temperature, options.max_tokens))
+    except UserError as error:
+        print(f"hpc-rl: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

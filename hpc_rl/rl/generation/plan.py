@@ -1,0 +1,115 @@
+"""What a run generates: all prompts in the order of the data, cut into blocks that are generated and written as one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from hpc_rl.config.generate import GenerateConfig
+from hpc_rl.data.prompts import Prompt
+
+
+@dataclass(frozen=True)
+class Source:
+    """The prompts of one data file."""
+
+    name: str
+    """As in data.files."""
+    prompts: list[Prompt]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt with its place in the data."""
+
+    source: str
+    index: int
+    """Number of the prompt in its file, from 0, without those that were left out."""
+    position: int
+    """Number of the prompt in the run, from 0."""
+    prompt: Prompt
+
+
+@dataclass(frozen=True)
+class Block:
+    """Neighbouring prompts that are generated, scored and written together."""
+
+    number: int
+    asked: list[Asked]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything on which the responses depend. Finished blocks are used again only if it is the same."""
+
+    model: str
+    prompts: int
+    digest: str
+    """Of the tokens of all prompts."""
+    n: int
+    seed: int
+    engine: str
+    sampling: dict[str, float]
+    columns: dict[str, object]
+    """What the rows contain besides the responses, and how scores come about."""
+    block_prompts: int
+    """Prompts of a block. It does not depend on the nodes, so that a run may continue on others."""
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.prompts // self.block_prompts)
+
+    def as_dict(self) -> dict[str, object]:
+        # As JSON has it, so that it can be compared with what is read.
+        found: dict[str, object] = json.loads(json.dumps(asdict(self)))
+        return found
+
+
+def make_plan(config: GenerateConfig, sources: Sequence[Source], engine: str) -> Plan:
+    """Return the plan of a run. A block has about rollout.max_num_seqs responses."""
+    digest = hashlib.blake2b(digest_size=16)
+    for source in sources:
+        for prompt in source.prompts:
+            digest.update(prompt.token_ids.tobytes() + b"|")
+    rollout, reward = config.rollout, config.reward.model_dump(mode="json")
+    return Plan(
+        model=config.model.path,
+        prompts=sum(len(source.prompts) for source in sources),
+        digest=digest.hexdigest(),
+        n=rollout.n,
+        seed=config.trainer.seed,
+        engine=engine,
+        sampling={
+            "temperature": rollout.temperature,
+            "top_p": rollout.top_p,
+            "top_k": rollout.top_k,
+            "max_response_length": config.data.max_response_length,
+        },
+        columns={
+            "logprobs": rollout.logprobs,
+            **{f"reward.{name}": reward[name] for name in ("function", "url", "kwargs", "on_error", "clip")},
+        },
+        block_prompts=-(-rollout.max_num_seqs // rollout.n),
+    )
+
+
+def blocks_of(plan: Plan, sources: Sequence[Source]) -> list[Block]:
+    """Return all blocks, in the order of the data."""
+    asked = [(source.name, index, prompt) for source in sources for index, prompt in enumerate(source.prompts)]
+    placed = [Asked(name, index, position, prompt) for position, (name, index, prompt) in enumerate(asked)]
+    edges = [*range(0, plan.prompts, plan.block_prompts), plan.prompts]
+    return [Block(number, placed[start:end]) for number, (start, end) in enumerate(pairwise(edges))]
+
+
+def seeds_of(block: Block, plan: Plan) -> list[int]:
+    """Return the seed of each response of a block: it depends on the prompt's position, and not on the block."""
+    return [
+        seed
+        for asked in block.asked
+        for seed in np.random.default_rng([plan.seed, asked.position]).integers(2**62, size=plan.n).tolist()
+    ]

@@ -1,0 +1,139 @@
+"""The rows of responses.jsonl, and the files in which finished blocks wait until all are finished.
+
+A block is one file, which is renamed when it is complete. The last step joins all of them, in the order of the data.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.config.ppo import PromptConfig
+from hpc_rl.data.rows import to_prompt
+from hpc_rl.errors import UserError
+from hpc_rl.host.files import read_json, replacing, write_atomically, write_jsonl
+from hpc_rl.rewards.scorer import Scores
+from hpc_rl.rl.batches import score_or_none
+from hpc_rl.rl.generation.plan import Asked, Block, Plan
+from hpc_rl.rl.rollout.engine import Completion
+from hpc_rl.run_dir import RunDir
+
+Row = dict[str, Any]
+STOPPED, TRUNCATED = "stopped", "truncated"
+COLUMNS = frozenset(
+    {"data", "index", "prompt", "answer", "sample", "response", "tokens", "logprob", "finish", "logprobs", "score"}
+)
+"""Names of the columns of a response. Columns of the data that have one of these names are left out."""
+_PLAN = "plan.json"
+
+
+def response_rows(
+    block: Block,
+    completions: Sequence[Completion],
+    texts: Sequence[str],
+    scores: Scores | None,
+    data: PromptConfig,
+    logprobs: bool,
+) -> list[Row]:
+    """Return the rows of a block; docs/generation.md describes the columns.
+
+    Args:
+        completions: n for each prompt, in order.
+        texts: the completions as text.
+        scores: of the completions; None if there is no reward.
+        logprobs: whether to write the log-probability of each token.
+    """
+    n = len(completions) // len(block.asked)
+    values = [None] * len(completions) if scores is None else [score_or_none(value) for value in scores.values]
+    return [
+        {
+            **_prompt_columns(block.asked[number // n], data),
+            "sample": number % n,
+            "response": text,
+            "tokens": len(completion.token_ids),
+            "logprob": round(float(completion.logprobs.sum(dtype="float64")), 6),
+            "finish": STOPPED if completion.finished else TRUNCATED,
+            **(
+                {"logprobs": base64.b64encode(completion.logprobs.astype("<f4").tobytes()).decode()} if logprobs else {}
+            ),
+            **({} if scores is None else {"score": value}),
+        }
+        for number, (completion, text, value) in enumerate(zip(completions, texts, values, strict=True))
+    ]
+
+
+def _prompt_columns(asked: Asked, data: PromptConfig) -> Row:
+    """Return the columns of a row's prompt: those of the data, with fixed names for prompt and answer."""
+    messages, answer = to_prompt(asked.prompt.row, data, "")
+    own = asked.prompt.row[data.prompt_key]
+    left_out = {data.prompt_key, data.answer_key, *COLUMNS}
+    others = {name: value for name, value in asked.prompt.row.items() if name not in left_out}
+    fixed = {"data": asked.source, "index": asked.index, "prompt": own if isinstance(own, str) else messages}
+    return {**others, **fixed, **({} if data.answer_key is None else {"answer": answer})}
+
+
+class Parts:
+    """The finished blocks of a run.
+
+    Raises:
+        UserError: the run directory has blocks, or all responses, of another plan.
+    """
+
+    def __init__(self, run: RunDir, plan: Plan) -> None:
+        self._run = run
+        self._folder = run.response_parts
+        self._plan = plan
+        self._folder.mkdir(exist_ok=True)
+        before = read_json(self._folder / _PLAN)
+        after = plan.as_dict()
+        if before and before != after:
+            changed = [name for name in after if before.get(name) != after[name]]
+            raise UserError(
+                f"{run.path} has responses of another plan ({', '.join(changed)} changed), which do not fit together: "
+                f"choose another --job-name, or remove {self._folder} and {run.responses.name} to start over"
+            )
+        if not before:
+            write_atomically(self._folder / _PLAN, json.dumps(after) + "\n")
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether responses.jsonl is complete."""
+        return self._run.responses.is_file()
+
+    def finished(self) -> set[int]:
+        """Return the numbers of the finished blocks."""
+        if self.is_joined:
+            return set(range(self._plan.blocks))
+        return {number for number in range(self._plan.blocks) if self._path(number).is_file()}
+
+    def write(self, number: int, rows: Sequence[Row]) -> None:
+        """Write a finished block, whole or not at all."""
+        write_jsonl(self._path(number), rows)
+
+    def discard(self, numbers: Sequence[int]) -> None:
+        """Remove finished blocks, so that they are generated again."""
+        for number in numbers:
+            self._path(number).unlink(missing_ok=True)
+
+    def join(self) -> None:
+        """Write responses.jsonl from all blocks, in the order of the data, and remove the blocks."""
+        if not self.is_joined:
+            with replacing(self._run.responses) as partial, partial.open("xb") as whole:
+                for number in range(self._plan.blocks):
+                    with self._path(number).open("rb") as part:
+                        shutil.copyfileobj(part, whole)
+        for part in self._folder.glob("*.jsonl"):
+            part.unlink()
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:06d}.jsonl"
+
+
+def read_responses(path: Path) -> Iterator[Row]:
+    """Yield the rows of a responses.jsonl that this program wrote."""
+    with path.open(encoding="utf-8") as lines:
+        yield from map(json.loads, lines)

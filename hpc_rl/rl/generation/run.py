@@ -1,0 +1,56 @@
+"""The path of a generation: load the prompts, start the engines, generate what is left; then evaluate, if asked to."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from hpc_rl.config.generate import EvalConfig, GenerateConfig
+from hpc_rl.errors import RunError
+from hpc_rl.host.heartbeat import heart
+from hpc_rl.rl.generation.evaluate import evaluate_run
+from hpc_rl.rl.generation.generate import generate
+from hpc_rl.rl.generation.setup import Prepared, open_generation, prepare, start_engines
+from hpc_rl.rl.rollout.rollout import CLOSE_TIMEOUT_S
+from hpc_rl.run_dir import RunDir
+
+
+def run_generation(config: GenerateConfig, run: RunDir, logs: Path) -> int:
+    """Generate to the end, or until the run directory has a stop file, and return the exit code.
+
+    Args:
+        logs: folder of the engines' logs.
+
+    Raises:
+        UserError: the run cannot work as requested.
+        RunError: an engine died or did not answer, or the reward failed for every response.
+    """
+    with heart.phase("load"):
+        prepared = prepare(config, run)
+    code = 0 if prepared.parts.is_joined else _generate(config, run, prepared, logs)
+    if code:
+        return code
+    print(f"responses: {run.responses}", flush=True)
+    if isinstance(config, EvalConfig):
+        with heart.phase("testing"):
+            print(evaluate_run(config, run), flush=True)
+    return 0
+
+
+def _generate(config: GenerateConfig, run: RunDir, prepared: Prepared, logs: Path) -> int:
+    with heart.phase("load"):
+        engines = start_engines(config, logs)
+    state = open_generation(config, run, prepared, engines)
+    state.began = time.monotonic()
+    try:
+        code = generate(state)
+    finally:
+        if state.scoring is not None:
+            state.scoring.close()
+    state.tracker.finish(code)
+    if code == 0:  # after a stop, the engines are still generating; they end with the driver
+        try:
+            engines.call("close").wait(CLOSE_TIMEOUT_S)
+        except RunError as error:  # the generation itself succeeded
+            print(f"warning: {error}", flush=True)
+    return code

@@ -1,0 +1,121 @@
+"""From a configuration to a run that is ready to generate: engines, data, rewards, and the blocks that are left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpc_rl.config.generate import EvalConfig, GenerateConfig
+from hpc_rl.config.ppo import DEFAULT_POOL, engine_name
+from hpc_rl.data.chat import chat_template
+from hpc_rl.data.prompts import load_prompts
+from hpc_rl.rewards.scorer import open_scorer
+from hpc_rl.rl.calls import MODEL_LIMIT, wait_for_all
+from hpc_rl.rl.generation.feeder import Feeder
+from hpc_rl.rl.generation.generate import Generation
+from hpc_rl.rl.generation.plan import Plan, Source, blocks_of, make_plan
+from hpc_rl.rl.generation.responses import COLUMNS, Parts
+from hpc_rl.rl.pools import create_pools
+from hpc_rl.rl.rollout.engine import Placement, Sampling
+from hpc_rl.rl.rollout.rollout import create_engines
+from hpc_rl.rl.scoring import FunctionScoring, Scoring
+from hpc_rl.rl.weights.base import EngineActors
+from hpc_rl.run_dir import RunDir
+from hpc_rl.tracking.metrics import read_metrics
+from hpc_rl.tracking.tracker import open_tracker
+from hpc_rl.training.models.causal_lm import load_tokenizer
+from hpc_rl.training.stopping import open_stopping
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_sources(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Source]:
+    """Load the prompts of each data file, and print their counts.
+
+    Args:
+        split: "train" or "test": the split of a data set on the hub.
+    """
+    sources = []
+    for name in config.data.files:
+        prompts, counts = load_prompts([name], config.data, tokenizer, split)
+        kept = prompts[: config.data.max_prompts]
+        limit = f"; the first {len(kept):,} are used" if len(kept) < len(prompts) else ""
+        print(f"{name}: {counts}{limit}", flush=True)
+        replaced = sorted(COLUMNS & kept[0].row.keys() - {config.data.prompt_key, config.data.answer_key})
+        if replaced:
+            print(
+                f"warning: {name}: the columns {', '.join(replaced)} are left out: responses have columns of these names",
+                flush=True,
+            )
+        sources.append(Source(name, kept))
+    return sources
+
+
+def start_engines(config: GenerateConfig, logs: Path) -> EngineActors:
+    """Start engines on all GPUs of all nodes, or on all CPU slots, and wait until they have loaded the model.
+
+    Raises:
+        UserError: the cluster is too small, or an engine refuses the configuration.
+        RunError: the engines did not start in time, or died.
+    """
+    trainer = config.trainer
+    spec = {DEFAULT_POOL: [trainer.n_gpus_per_node] * trainer.nnodes}
+    pools = create_pools(spec, trainer.computes_on, config.ray.start_timeout_s, str(logs))
+    engines = create_engines(config, pools[DEFAULT_POOL], Placement(trainer.computes_on), logs)
+    wait_for_all([engines.call("start")], "engines", MODEL_LIMIT, trainer.model_timeout_s)
+    return engines
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The prompts of a run, and what earlier attempts have finished."""
+
+    tokenizer: PreTrainedTokenizerBase
+    sources: list[Source]
+    plan: Plan
+    parts: Parts
+
+
+def prepare(config: GenerateConfig, run: RunDir) -> Prepared:
+    """Load the prompts, and find out what earlier attempts have finished.
+
+    Raises:
+        UserError: the data is not valid, or the run directory has responses of another plan.
+    """
+    tokenizer = load_tokenizer(config.model)
+    tokenizer.chat_template = chat_template(tokenizer, config.data)
+    sources = load_sources(config, tokenizer, "test" if isinstance(config, EvalConfig) else "train")
+    plan = make_plan(config, sources, engine_name(config.rollout, config.trainer.computes_on))
+    return Prepared(tokenizer, sources, plan, Parts(run, plan))
+
+
+def open_generation(config: GenerateConfig, run: RunDir, prepared: Prepared, engines: EngineActors) -> Generation:
+    """Return what the loop works with.
+
+    Raises:
+        UserError: the reward function cannot be loaded.
+    """
+    plan, finished = prepared.plan, prepared.parts.finished()
+    if finished:
+        print(f"resuming: {len(finished):,} of {plan.blocks:,} blocks of responses are finished", flush=True)
+    rollout = config.rollout
+    sampling = Sampling(config.data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k)
+    return Generation(
+        config=config,
+        tokenizer=prepared.tokenizer,
+        plan=plan,
+        blocks=[block for block in blocks_of(plan, prepared.sources) if block.number not in finished],
+        parts=prepared.parts,
+        feeder=Feeder(engines, plan, sampling),
+        scoring=open_scoring(config, prepared.tokenizer),
+        tracker=open_tracker(config, run, None, is_main=True),
+        stopping=open_stopping(run, config.slurm.warning_s, read_metrics(run.metrics)),
+        done=len(finished),
+    )
+
+
+def open_scoring(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase) -> Scoring | None:
+    """Open the configured source of rewards; None if there is none."""
+    return FunctionScoring(open_scorer(config.reward), tokenizer) if config.scores else None

@@ -1,0 +1,55 @@
+"""python -m hpc_rl.rl.main_generate [--kind generate|eval] [--run-dir DIR] --config FILE | key=value ...
+
+Generate responses on the Ray cluster in RAY_ADDRESS, as `hpc-rl submit generate` and `hpc-rl eval` do, or on a cluster
+that is started on this machine. A run that is started again in its run directory continues with the blocks of responses
+that are not finished. Exit codes: 0 finished, 75 stopped, 2 bad input, 1 any other error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpc_rl.config.generate import GenerateConfig
+from hpc_rl.host.disk import tolerate_lost_output
+from hpc_rl.host.heartbeat import heart
+from hpc_rl.host.imports import large_imports
+from hpc_rl.rl.command import parse, run_in_driver, run_main
+from hpc_rl.run_dir import RunDir
+
+
+class GenerationRunner:
+    """The driver. It runs in a Ray actor; its output goes to `driver.log` in the attempt's folder."""
+
+    def run(self, config: GenerateConfig, run: RunDir, logs: Path) -> int:
+        """Generate what is left, evaluate it if the job is an evaluation, and return the exit code."""
+        with large_imports():
+            from hpc_rl.rl.cluster import driver_log
+            from hpc_rl.rl.generation.run import run_generation
+            from hpc_rl.rl.process import log_to, quiet_libraries
+            from hpc_rl.tracking.report import failure_reported, report_end
+
+        log_to(driver_log(logs))
+        heart.begin("the driver")
+        quiet_libraries()
+        with failure_reported(run):
+            code = run_generation(config, run, logs)
+        if run.metrics.exists():
+            print(report_end(run, code), flush=True)
+        return code
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code. All errors are printed here."""
+
+    def command() -> int:
+        kind, config, run = parse("hpc_rl.rl.main_generate", __doc__, arguments)
+        return run_in_driver(kind, config, GenerationRunner, run)
+
+    return run_main(command)
+
+
+if __name__ == "__main__":
+    tolerate_lost_output()
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,78 @@
+"""The terminal chat, with messages from a pipe, and ended by Ctrl-C and Ctrl-D."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import make_tiny_model
+
+TIMEOUT_S = 600
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("chat")
+    make_tiny_model(made / "runs" / "sft-1" / "model", hidden=32, layers=2, max_position_embeddings=64)
+    (made / "runs" / "sft-1" / "config.yaml").write_text("")
+    (made / "runs" / "sft-2").mkdir()
+    (made / "runs" / "sft-2" / "config.yaml").write_text("")
+    return made
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "hpc_rl.cli", "chat", *words]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=os.environ, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def say(folder: Path, messages: Sequence[str], *words: str) -> tuple[int, list[str], str]:
+    process = start(folder, *words)
+    shown, errors = process.communicate("".join(f"{message}\n" for message in messages), TIMEOUT_S)
+    return process.returncode, shown.splitlines(), errors
+
+
+def test_a_conversation_from_a_pipe(folder: Path) -> None:
+    """A new conversation begins like the first; a second message has the first one as its context."""
+    options = ("sft-1", "--temperature", "0", "--max-tokens", "4")
+    code, shown, errors = say(folder, ["one", "/reset", "one", "one", "/exit", "never read"], *options)
+    assert code == 0, errors
+    assert len(shown) == 3 and shown[0] == shown[1] != shown[2]
+    code, alone, _ = say(folder, ["one"], *options)
+    assert (code, alone) == (0, shown[:1]), "the end of the input ends the chat"
+
+
+def test_a_conversation_that_is_too_long_can_be_begun_anew(folder: Path) -> None:
+    code, shown, errors = say(folder, ["word " * 40, "one"], "sft-1", "--temperature", "0", "--max-tokens", "4")
+    assert code == 0 and len(shown) == 1
+    assert "exceed the model's 64 positions: begin a new one with /reset" in errors
+
+
+def test_ctrl_c_ends_it_without_a_traceback(folder: Path) -> None:
+    process = start(folder, "sft-1", "--temperature", "0", "--max-tokens", "4")
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("one\n")
+    process.stdin.flush()
+    assert process.stdout.readline().strip(), "it has answered"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0 and "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["sft-2"], "run sft-2 has no model"),
+        (["./none"], "./none: there is no such run or model folder"),
+        (["runs"], "tokenizer"),
+    ],
+)
+def test_what_is_no_model(folder: Path, words: list[str], message: str) -> None:
+    code, shown, errors = say(folder, [], *words)
+    assert code == 2 and not shown and message in errors and "Traceback" not in errors

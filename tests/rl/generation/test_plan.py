@@ -1,0 +1,141 @@
+"""The plan of a generation, its blocks, and the files of finished blocks."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_rl.config.compose import compose
+from hpc_rl.config.generate import GenerateConfig
+from hpc_rl.data.prompts import Prompt
+from hpc_rl.errors import UserError
+from hpc_rl.rewards.scorer import Scores
+from hpc_rl.rl.generation.plan import Block, Source, blocks_of, make_plan, seeds_of
+from hpc_rl.rl.generation.responses import Parts, read_responses, response_rows
+from hpc_rl.rl.rollout.engine import Completion
+from hpc_rl.run_dir import RunDir
+
+REQUIRED = ("model.path=/model", "data.files=a.jsonl", "trainer.device=cpu", "data.prompt_key=q", "data.answer_key=a")
+
+
+def config(*overrides: str) -> GenerateConfig:
+    found = compose("generate", [*REQUIRED, *overrides])
+    assert isinstance(found, GenerateConfig)
+    return found
+
+
+def prompt(number: int, **row: Any) -> Prompt:
+    ids = np.array([number, 1], np.int32)
+    return Prompt(ids, str(number), {"q": f"{number}?", "a": str(number), "more": number, **row}, f"<{number}?>")
+
+
+def sources(*sizes: int) -> list[Source]:
+    return [Source(f"{name}.jsonl", [prompt(i) for i in range(size)]) for name, size in zip("abc", sizes, strict=False)]
+
+
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.integers(1, 5), st.integers(1, 12))
+def test_blocks_hold_every_prompt_once_and_in_order(sizes: list[int], n: int, seqs: int) -> None:
+    given_sources = sources(*sizes)
+    plan = make_plan(config(f"rollout.n={n}", f"rollout.max_num_seqs={seqs}"), given_sources, "hf")
+    blocks = blocks_of(plan, given_sources)
+    assert [block.number for block in blocks] == list(range(plan.blocks))
+    places = [(asked.source, asked.index) for block in blocks for asked in block.asked]
+    assert places == [(source.name, i) for source in given_sources for i in range(len(source.prompts))]
+    assert {len(block.asked) for block in blocks[:-1]} <= {plan.block_prompts}
+    assert n * (plan.block_prompts - 1) < seqs <= n * plan.block_prompts
+
+
+def test_seeds_belong_to_prompts_and_not_to_blocks() -> None:
+    found = []
+    for seqs in (4, 8):
+        plan = make_plan(config("rollout.n=2", f"rollout.max_num_seqs={seqs}"), sources(6), "hf")
+        found.append([seed for block in blocks_of(plan, sources(6)) for seed in seeds_of(block, plan)])
+    assert found[0] == found[1] and len(set(found[0])) == 12
+    other = make_plan(config("rollout.n=2", "trainer.seed=2"), sources(6), "hf")
+    assert seeds_of(blocks_of(other, sources(6))[0], other)[:2] != found[0][:2]
+
+
+def completions(count: int) -> list[Completion]:
+    return [
+        Completion(np.array([5, 7], np.int32), np.array([-0.5, -1.25 - i], np.float32), finished=i % 2 == 0)
+        for i in range(count)
+    ]
+
+
+def test_rows_have_fixed_names_and_the_other_columns_of_the_data() -> None:
+    given_config = config("rollout.n=2", "rollout.logprobs=true")
+    given_sources = [Source("a.jsonl", [prompt(4, score="theirs")])]
+    (block,) = blocks_of(make_plan(given_config, given_sources, "hf"), given_sources)
+    scores = Scores(np.array([0.5, np.nan], np.float32), [(1, "failed")])
+    first, second = response_rows(block, completions(2), ["x", "y"], scores, given_config.data, logprobs=True)
+    assert first == {
+        "more": 4,
+        "data": "a.jsonl",
+        "index": 0,
+        "prompt": "4?",
+        "answer": "4",
+        "sample": 0,
+        "response": "x",
+        "tokens": 2,
+        "logprob": -1.75,
+        "finish": "stopped",
+        "logprobs": first["logprobs"],
+        "score": 0.5,
+    }
+    assert np.frombuffer(base64.b64decode(first["logprobs"]), "<f4").tolist() == [-0.5, -1.25]
+    assert (second["sample"], second["finish"], second["score"]) == (1, "truncated", None)
+    (plain, _) = response_rows(block, completions(2), ["x", "y"], None, given_config.data, logprobs=False)
+    assert not {"logprobs", "score"} & plain.keys(), "a score of the data is not one of the response"
+
+
+def rows(block: Block) -> list[dict[str, Any]]:
+    return [{"index": asked.index} for asked in block.asked]
+
+
+def test_blocks_are_joined_in_the_order_of_the_data(tmp_path: Path) -> None:
+    run, given_sources = RunDir(tmp_path), sources(5)
+    plan = make_plan(config("rollout.max_num_seqs=2"), given_sources, "hf")
+    blocks = blocks_of(plan, given_sources)
+    for number in (2, 0):
+        Parts(run, plan).write(number, rows(blocks[number]))
+    parts = Parts(run, plan)
+    assert parts.finished() == {0, 2} and not parts.is_joined
+    parts.discard([2])
+    assert parts.finished() == {0}
+    for number in (2, 1):
+        parts.write(number, rows(blocks[number]))
+    parts.join()
+    assert [row["index"] for row in read_responses(run.responses)] == list(range(5))
+    assert not list(run.response_parts.glob("*.jsonl"))
+    again = Parts(run, plan)
+    assert again.is_joined and again.finished() == {0, 1, 2}
+    again.join()
+
+
+@pytest.mark.parametrize(
+    "override, changed",
+    [
+        ("model.path=/other", "model"),
+        ("rollout.n=3", "n"),
+        ("trainer.seed=2", "seed"),
+        ("rollout.temperature=0.5", "sampling"),
+        ("reward.function=exact", "columns"),
+        ("rollout.max_num_seqs=3", "block_prompts"),
+    ],
+)
+def test_blocks_of_another_plan_are_refused(tmp_path: Path, override: str, changed: str) -> None:
+    run, settings = RunDir(tmp_path), ("rollout.n=2", "rollout.max_num_seqs=8")
+    Parts(run, make_plan(config(*settings), sources(5), "hf"))
+    Parts(run, make_plan(config(*settings), sources(5), "hf"))
+    with pytest.raises(UserError, match=rf"responses of another plan \(.*{changed}.* changed\)"):
+        Parts(run, make_plan(config(*settings, override), sources(5), "hf"))
+    with pytest.raises(UserError, match="digest"):
+        Parts(run, make_plan(config(*settings), [Source("a.jsonl", [prompt(i + 1) for i in range(5)])], "hf"))
+    assert json.loads((run.response_parts / "plan.json").read_text())["n"] == 2
