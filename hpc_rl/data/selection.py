@@ -110,8 +110,8 @@ class Selection:
             check_response(response)
         if self.compares and len(group) == 1:
             raise UserError(
-                f"{group[0].where}: the prompt has one response, and best-of-n and pairs compare several: generate with "
-                "rollout.n=2 or more, or select by --threshold"
+                f"{group[0].where}: the prompt has one response, and best-of-n and pairs compare several: generate "
+                "with rollout.n=2 or more, or select by --threshold"
             )
         scored = [response.row for response in group if response.row["score"] is not None]
         self.counts.prompts += 1
