@@ -37,7 +37,6 @@ VALID: dict[str, tuple[str, ...]] = {
     "ppo": ("submit", "ppo", "--dry-run", *_PPO),
     "generate": ("submit", "generate", "--dry-run", *_GENERATE),
     "eval": ("eval", "model", "--dry-run", *_GENERATE[1:], "reward.function=exact"),
-    "select": ("data", "select", "--output", "out.jsonl"),
     "select-job": ("submit", "select", "--dry-run", "select.responses=scored.jsonl"),
     "torchrun": ("submit", "torchrun", "--dry-run", "trainer.device=cpu"),
     "ray": ("submit", "ray", "--dry-run", "trainer.device=cpu"),
@@ -58,6 +57,10 @@ class Case(NamedTuple):
     folder: str = "."
     same_python: bool = False
     """Whether the mistake can be seen only if the job runs the Python of the login node."""
+
+
+def select(expected: str, *words: str) -> Case:
+    return Case("none", ("data", "select", "--output", "out.jsonl", *words), expected)
 
 
 def sft(expected: str, *words: str) -> Case:
@@ -212,7 +215,7 @@ GENERATION = [
     Case("generate", ("rollout.temperature=0",), "all responses are the same: raise it"),
     Case("generate", ("reward.model=scorer",), "this job has no workers for a reward model: serve it over HTTP"),
     Case("generate", ("reward.function=exact", "reward.url=http://a"), "found function and url"),
-    Case("generate", ("reward.function=none.py:score",), "no such file: none.py"),
+    Case("generate", ("reward.function=none/where.py:score",), "no such file: none/where.py"),
     Case("generate", ("data.files=none.jsonl",), "none.jsonl: no such data file"),
     Case("generate", ("data.files=[prompts.jsonl,prompts.jsonl]",), "names prompts.jsonl twice"),
     Case("generate", ("data.answer_key=nothing",), "no column 'nothing'"),
@@ -222,15 +225,15 @@ GENERATION = [
     ),
     Case("generate", ("optim.lr=1",), "optim: unknown key"),
     Case("generate", ("model.path=scorer",), "model.path scorer is a classifier"),
-    Case("eval", ("reward.function=null",), "set exactly one of reward.function"),
+    Case("eval", ("reward.function=null",), "reward.function: required, but not given"),
     Case("eval", ("model.path=other",), "the model is the first argument, model: leave model.path out"),
     Case("eval", ("data=",), "name at least one data file: data=FILE[,FILE...]"),
     Case("eval", ("data=prompts.jsonl,none.jsonl",), "none.jsonl: no such data file"),
-    Case("select", ("train.jsonl", "--pairs"), "no column 'index', so it is no response"),
-    Case("select", ("scored.jsonl", "--pairs", "--best-of-n"), "choose exactly one of --best-of-n, --pairs"),
-    Case("select", ("scored.jsonl",), "choose exactly one of --best-of-n, --pairs and --threshold, found 0"),
-    Case("select", ("single.jsonl", "--best-of-n"), "the prompt has one response"),
-    Case("select", ("unscored.jsonl", "--threshold", "1"), "the responses have no scores"),
+    select("no column 'index', so it is no response", "train.jsonl", "--pairs"),
+    select("choose exactly one of --best-of-n, --pairs", "scored.jsonl", "--pairs", "--best-of-n"),
+    select("choose exactly one of --best-of-n, --pairs and --threshold, found 0", "scored.jsonl"),
+    select("the prompt has one response", "single.jsonl", "--best-of-n"),
+    select("the responses have no scores", "unscored.jsonl", "--threshold", "1"),
     Case("select-job", ("select.method=threshold",), "select.threshold belongs to select.method=threshold"),
     Case("select-job", ("select.method=pairs", "trainer.nnodes=2"), "a selection is the work of one CPU"),
     Case("select-job", ("select.method=pairs", "select.responses=unscored.jsonl"), "the responses have no scores"),
@@ -658,7 +661,9 @@ def words_of(command: str, words: tuple[str, ...], installation: str) -> tuple[s
 ADDED = {"torchrun": ("--", "driver.py"), "ray": ("--", "python", "driver.py"), "sweep": ("optim.lr=1e-5,3e-5",)}
 
 
-@pytest.mark.parametrize("command", [name for name in VALID if name in ("sft", "ppo", "torchrun", "ray", "sweep")])
+@pytest.mark.parametrize(
+    "command", [name for name in VALID if name in ("sft", "ppo", "generate", "eval", "torchrun", "ray", "sweep")]
+)
 def test_the_commands_are_valid_without_the_mistakes(
     command: str, installation: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

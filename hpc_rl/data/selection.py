@@ -67,7 +67,7 @@ class Response(NamedTuple):
     @property
     def group(self) -> tuple[object, ...]:
         """What the responses to a prompt have in common."""
-        return self.file, self.row.get("data"), self.row.get("index")
+        return self.row.get("data"), self.row.get("index")
 
 
 @dataclass
@@ -80,37 +80,40 @@ class Selection:
     """Whether it needs several responses to a prompt."""
     counts: Counts = field(default_factory=Counts)
 
-    def rows(self, responses: Iterable[Response]) -> Iterator[Row]:
+    def rows(self, files: Iterable[Iterable[Response]]) -> Iterator[Row]:
         """Yield the selected rows.
+
+        Args:
+            files: the rows of each file.
 
         Raises:
             UserError: a row has no score, a prompt has a single response although several are compared, or nothing has
                 a score.
         """
         seen: set[bytes] = set()
-        for _, found in groupby(responses, key=lambda response: response.group):
-            group = list(found)
-            for response in group:
-                check_response(response)
-            if self.compares and len(group) == 1:
-                raise UserError(
-                    f"{group[0].where}: the prompt has one response, and best-of-n and pairs compare several: generate "
-                    "with rollout.n=2 or more, or select by --threshold"
-                )
-            for row in self._chosen([response.row for response in group]):
-                key = hashlib.blake2b(_text(row), digest_size=16).digest()
-                self.counts.duplicates += key in seen
-                if key not in seen:
-                    seen.add(key)
-                    self.counts.rows += 1
-                    yield row
+        for responses in files:
+            for _, found in groupby(responses, key=lambda response: response.group):
+                for row in self._chosen(list(found)):
+                    key = hashlib.blake2b(_text(row), digest_size=16).digest()
+                    self.counts.duplicates += key in seen
+                    if key not in seen:
+                        seen.add(key)
+                        self.counts.rows += 1
+                        yield row
         if self.counts.failed == self.counts.responses:
             raise UserError(
                 f"none of {self.counts.responses:,} responses has a score: the reward failed for all of them"
             )
 
-    def _chosen(self, group: Sequence[Row]) -> Iterable[Row]:
-        scored = [row for row in group if row["score"] is not None]
+    def _chosen(self, group: Sequence[Response]) -> Iterable[Row]:
+        for response in group:
+            check_response(response)
+        if self.compares and len(group) == 1:
+            raise UserError(
+                f"{group[0].where}: the prompt has one response, and best-of-n and pairs compare several: generate "
+                "with rollout.n=2 or more, or select by --threshold"
+            )
+        scored = [response.row for response in group if response.row["score"] is not None]
         self.counts.prompts += 1
         self.counts.responses += len(group)
         self.counts.failed += len(group) - len(scored)
@@ -176,13 +179,13 @@ def select(files: Sequence[str], method: str, threshold: float | None, output: P
             the output is not changed.
     """
     made = selection(method, threshold)
-    write_jsonl(output, _refuse_none(made, made.rows(_responses(files))))
+    write_jsonl(output, _refuse_none(made, made.rows(map(_responses, files))))
     return made.counts
 
 
 def check_scored(file: str) -> None:
     """Raise UserError if the first row of a file is not a scored response."""
-    for response in _responses([file]):
+    for response in _responses(file):
         check_response(response)
         return
     raise UserError(f"{file}: there are no responses in it")
@@ -210,10 +213,9 @@ def _refuse_none(made: Selection, rows: Iterator[Row]) -> Iterator[Row]:
         raise UserError(f"nothing was selected: {made.counts}")
 
 
-def _responses(files: Sequence[str]) -> Iterator[Response]:
-    for file in files:
-        for number, row in enumerate(read_rows(file), 1):
-            yield Response(row, file, number)
+def _responses(file: str) -> Iterator[Response]:
+    for number, row in enumerate(read_rows(file), 1):
+        yield Response(row, file, number)
 
 
 def _text(row: Row) -> bytes:

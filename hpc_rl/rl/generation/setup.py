@@ -46,7 +46,7 @@ def load_sources(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, spl
         replaced = sorted(COLUMNS & kept[0].row.keys() - {config.data.prompt_key, config.data.answer_key})
         if replaced:
             print(
-                f"warning: {name}: the columns {', '.join(replaced)} are left out: responses have columns of these names",
+                f"warning: {name}: the columns {', '.join(replaced)} are left out, as responses have such columns",
                 flush=True,
             )
         sources.append(Source(name, kept))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_rl.config.compose import compose
@@ -31,6 +31,9 @@ def config(*overrides: str) -> GenerateConfig:
     return found
 
 
+BASE = config()
+
+
 def prompt(number: int, **row: Any) -> Prompt:
     ids = np.array([number, 1], np.int32)
     return Prompt(ids, str(number), {"q": f"{number}?", "a": str(number), "more": number, **row}, f"<{number}?>")
@@ -41,9 +44,10 @@ def sources(*sizes: int) -> list[Source]:
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.integers(1, 5), st.integers(1, 12))
+@settings(deadline=None)
 def test_blocks_hold_every_prompt_once_and_in_order(sizes: list[int], n: int, seqs: int) -> None:
     given_sources = sources(*sizes)
-    plan = make_plan(config(f"rollout.n={n}", f"rollout.max_num_seqs={seqs}"), given_sources, "hf")
+    plan = make_plan(BASE.updated("rollout.n", n).updated("rollout.max_num_seqs", seqs), given_sources, "hf")
     blocks = blocks_of(plan, given_sources)
     assert [block.number for block in blocks] == list(range(plan.blocks))
     places = [(asked.source, asked.index) for block in blocks for asked in block.asked]
