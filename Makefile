@@ -76,6 +76,7 @@ bench: .venv/test
 	$(BIN)/pip install --quiet --no-deps --requirement benchmarks/requirements.txt
 	$(BIN)/python -m benchmarks.sft
 	$(BIN)/python -m benchmarks.loss_memory
+	$(BIN)/python -m benchmarks.divergence_memory
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.ray_up
 	$(BIN)/python -m benchmarks.ppo

@@ -57,7 +57,7 @@ def test_words_of_stages() -> None:
         (FIRST, "a chain needs at least two stages"),
         (f"{FIRST} --", "a stage is empty"),
         (f"{FIRST} -- {FIRST}", "stage 2 (sft) trains the model of stage 1: leave out model.path"),
-        (f"{FIRST} -- torchrun", "stage 2 is torchrun: a chain is made of sft, dpo, rm, ppo"),
+        (f"{FIRST} -- torchrun", "stage 2 is torchrun: a chain is made of sft, dpo, rm, distill, ppo"),
         (f"{FIRST} -- {SECOND} --after sft-7", "stage 2 (sft) starts after stage 1: leave out --after"),
         (f"{FIRST} trainer.export=false -- {SECOND}", "stage 1 (sft) exports no model"),
         (f"{FIRST} --job-name x -- {SECOND} --job-name x", "two stages have the same run directory"),
