@@ -77,6 +77,7 @@ bench: .venv/test
 	$(BIN)/python -m benchmarks.sft
 	$(BIN)/python -m benchmarks.preferences
 	$(BIN)/python -m benchmarks.loss_memory
+	$(BIN)/python -m benchmarks.divergence_memory
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.ray_up
 	$(BIN)/python -m benchmarks.ppo

@@ -127,7 +127,7 @@ def submit(
     """Check a job and queue it, like `hpc-rl submit`.
 
     Args:
-        kind: sft, dpo, rm, ppo, generate, eval, select, torchrun or ray.
+        kind: sft, dpo, rm, distill, ppo, generate, eval, select, torchrun or ray.
         overrides: `key=value` and `group=name`, as on the command line.
         time: walltime, such as "24:00:00".
         program: your own program and its arguments, if the kind takes one.

@@ -1,4 +1,4 @@
-"""Options that fine-tuning under torchrun has for every objective: `submit sft`, `dpo` and `rm`."""
+"""Options that fine-tuning under torchrun has for every objective: `submit sft`, `dpo`, `rm` and `distill`."""
 
 from __future__ import annotations
 

@@ -65,6 +65,22 @@ class Chart:
 
 LEARNING = (
     Chart("Loss", "mean of a step", (("train/loss", "training"), ("val/loss", "validation"))),
+    Chart(
+        "Divergence",
+        "from the teacher, nats per token",
+        (("train/divergence", "training"), ("val/divergence", "validation")),
+        True,
+    ),
+    Chart(
+        "Cross-entropy",
+        "of the data, nats per token",
+        (("train/cross_entropy", "training"), ("val/cross_entropy", "validation")),
+    ),
+    Chart(
+        "Agreement",
+        "on the most probable token, fraction of tokens",
+        (("train/agreement", "training"), ("val/agreement", "validation")),
+    ),
     Chart("Accuracy", "of preferences", (("train/accuracy", "training"), ("val/accuracy", "validation"))),
     Chart("Margin", "reward of chosen minus rejected", (("train/margin", "training"), ("val/margin", "validation"))),
     Chart("Rewards", "mean, training", (("train/reward_chosen", "chosen"), ("train/reward_rejected", "rejected"))),
@@ -96,6 +112,7 @@ LEARNING = (
     Chart("Entropy", "nats per token", (("actor/entropy", "policy"),), True),
     Chart("KL to the reference", "per token, in the loss", (("actor/kl_loss", "policy"),)),
     Chart("KL to the reference", "per response, in the reward", (("actor/reward_kl_penalty", "policy"),)),
+    Chart("KL to the teacher", "per token, on-policy", (("actor/teacher_kl", "policy"),)),
     Chart("KL per step", "old to new policy, per token", (("actor/ppo_kl", "policy"),)),
 )
 UPDATES = (

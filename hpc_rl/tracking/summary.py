@@ -139,6 +139,8 @@ def _numbers(run: Recorded) -> list[tuple[str, str]]:
     for label, key in (
         ("Training loss", "train/loss"),
         ("Validation loss", "val/loss"),
+        ("Training divergence", "train/divergence"),
+        ("Validation divergence", "val/divergence"),
         ("Training accuracy", "train/accuracy"),
         ("Validation accuracy", "val/accuracy"),
         ("Training reward", "critic/score/mean"),

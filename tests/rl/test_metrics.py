@@ -132,6 +132,22 @@ def test_the_warning_describes_what_was_found() -> None:
     assert left_out is not None and "tokens whose advantages are not 0 are left out of the loss" in left_out
 
 
+def test_a_teacher_without_a_reward() -> None:
+    """The mean of the log ratio over scored tokens, and nothing about scores."""
+    config = ppo_config("algorithm.advantage=opd", "teacher.path=/teacher", "reward.function=null")
+    experience = experience_of([1, 3])
+    columns.add_scores(experience, torch.tensor([0.0, torch.nan]), config)
+    for name, values in {"old_logprobs": [-1.0, -2.0], "teacher_logprobs": [-1.5, -9.0]}.items():
+        experience[name] = columns.repeat(torch.tensor(values), experience)
+    columns.add_rewards(experience, config.algorithm, 0.0)
+    columns.add_advantages(experience, config.algorithm, None, 1.0)
+    metrics = experience_metrics(experience, config)
+    assert metrics["actor/teacher_kl"] == 0.5 and metrics["critic/advantages/mean"] == -0.5
+    assert not [name for name in metrics if "score" in name or "reward" in name]
+    warning = no_signal_warning(3, metrics)
+    assert warning is not None and "the policy and the teacher give the same probabilities" in warning
+
+
 def test_a_difference_of_probabilities_over_the_threshold_is_a_warning() -> None:
     assert probs_diff_warning({}) is None
     assert probs_diff_warning({"training/rollout_probs_diff_mean": 0.01}) is None

@@ -72,7 +72,7 @@ def test_a_wait_has_a_deadline(folder: Path) -> None:
 def test_an_unknown_kind_lists_the_kinds() -> None:
     for kind in ("grpo", "doctor"):
         with pytest.raises(
-            hpc_rl.UserError, match=f"job kind '{kind}': choose one of sft, dpo, rm, ppo, torchrun, ray$"
+            hpc_rl.UserError, match=f"job kind '{kind}': choose one of sft, dpo, rm, distill, ppo, torchrun, ray$"
         ):
             hpc_rl.submit(kind)
     with pytest.raises(hpc_rl.UserError, match=r"overrides and program are lists of words"):
