@@ -309,6 +309,7 @@ def save(state: TrainerState) -> None:
         samples=len(state.train),
         total_tokens=state.total_tokens,
         dtype=export_dtype(state.config.model, state.config.trainer),
+        merge=state.config.model.lora.merge,
         world_size=state.world.size,
         wandb_id=state.tracker.wandb_id,
     )
