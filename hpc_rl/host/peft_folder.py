@@ -27,10 +27,19 @@ _UNSUPPORTED = (
     *("velora_config", "monteclora_config", "arrow_config", "kasa_config"),
 )
 """Settings of adapters that compute something else."""
-_OF_FILES = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures", "pad_token_id"}
+_OF_FILES = {
+    "_name_or_path",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "use_cache",
+    "architectures",
+    "pad_token_id",
+}
 """Settings of a config.json that may differ between two copies of a model."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-_HEAD = ("score", "classifier")
+HEAD = "score"
+"""Name of the head of a classifier, which peft saves as a whole."""
 Shape = tuple[int, ...]
 
 
@@ -81,7 +90,9 @@ def read_peft_folder(key: str, path: Path) -> PeftFolder:
         raise UserError(f"{what}: {WEIGHTS} cannot be read: {error}") from error
     found = {name.removeprefix(PREFIX): shape for name, shape in stored.items()}
     try:
-        folder = PeftFolder(path, str(config.get("base_model_name_or_path")), int(config["r"]), float(config["lora_alpha"]), found)
+        folder = PeftFolder(
+            path, str(config.get("base_model_name_or_path")), int(config["r"]), float(config["lora_alpha"]), found
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{what}: {CONFIG} has no rank and alpha (r, lora_alpha)") from error
     wrong = [name for name, shape in found.items() if f".{DOWN}." in name and shape[0] != folder.rank]
@@ -110,21 +121,18 @@ def refuse_other_base(key: str, folder: PeftFolder, model: str, weights: Mapping
         if shape != theirs:
             found = "is missing" if shape is None else f"has the shape {_text(shape)}"
             raise UserError(f"{what}: the adapter of {name} is for a weight of {_text(theirs)}, which here {found}")
-    for name, theirs in folder.shapes.items():
-        if f".{DOWN}." in name or f".{UP}." in name or name.partition(".")[0] in _HEAD:
-            continue
+    adapters = {f"{name}.{part}.weight" for name in folder.modules for part in (DOWN, UP)}
+    for name in sorted(folder.shapes.keys() - adapters - {f"{HEAD}.weight"}):
         raise UserError(f"{key} {folder.path} also has {name}, which is no adapter of a linear layer: use plain LoRA")
 
 
 def _other_settings(base: str, model: str) -> str | None:
     """Return a difference between two models: their names on the hub, or the first setting in their folders."""
-    if _HUB_NAME.fullmatch(base) and _HUB_NAME.fullmatch(model) and not Path(base).is_dir() and not Path(model).is_dir():
+    if all(_HUB_NAME.fullmatch(name) and not Path(name).exists() for name in (base, model)):
         return None if base == model else "their names on the hub differ"
     theirs, ours = (read_json(Path(path) / "config.json") for path in (base, model))
-    if not theirs or not ours:
-        return None
-    names = sorted((theirs.keys() & ours.keys()) - _OF_FILES)
-    return next((f"{name} is {theirs[name]} there and {ours[name]} here" for name in names if theirs[name] != ours[name]), None)
+    differ = [name for name in sorted((theirs.keys() & ours.keys()) - _OF_FILES) if theirs[name] != ours[name]]
+    return f"{differ[0]} is {theirs[differ[0]]} there and {ours[differ[0]]} here" if differ else None
 
 
 def _text(shape: Sequence[int]) -> str:
@@ -161,7 +169,9 @@ def block_layers(weights: Mapping[str, Shape]) -> list[str]:
     ]
 
 
-def new_config(base: str, rank: int, alpha: float, dropout: float, targets: Sequence[str], head: str | None) -> dict[str, Any]:
+def new_config(
+    base: str, rank: int, alpha: float, dropout: float, targets: Sequence[str], head: str | None
+) -> dict[str, Any]:
     """Return the contents of adapter_config.json.
 
     Args:

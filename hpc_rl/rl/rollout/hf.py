@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from hpc_rl.config.ppo import PpoConfig, engine_dtype
+from hpc_rl.config.training import LoraConfig
 from hpc_rl.errors import UserError
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
@@ -41,7 +42,8 @@ def load(config: PpoConfig, eos_token_ids: Collection[int], placement: Placement
     """Load the engine on the policy's own module, or on a copy; see `hpc_rl.rl.rollout.engine.Loader`."""
     if policy is None:
         dtype = engine_dtype(config.rollout, placement.device)
-        policy = load_model(config.model.model_copy(update={"dtype": dtype}))
+        # Adapters arrive merged into the weights.
+        policy = load_model(config.model.model_copy(update={"dtype": dtype, "lora": LoraConfig()}))
         policy.requires_grad_(False).eval().to(torch.device(placement.device))
     return HfEngine(policy.hf, eos_token_ids, config.rollout.max_num_seqs)
 

@@ -19,13 +19,16 @@ from torch.distributed.tensor import DTensor
 from hpc_rl.rl.calls import ActorCall, Pending
 from hpc_rl.rl.fates import Actor
 from hpc_rl.rl.weights.buckets import Bucket, TensorEntry, unpack
+from hpc_rl.training.models.lora import adapted_layers, is_adapter, merged
 
 
 class WeightSource:
-    """A model's parameters in the engine's type, by their Hugging Face names, tied ones once."""
+    """A model's parameters in the engine's type, by their Hugging Face names, tied ones once. Adapters are merged into
+    the weights on the way, and the model keeps its own."""
 
     def __init__(self, hf: nn.Module, dtype: torch.dtype) -> None:
-        self.parameters = dict(hf.named_parameters())
+        self.parameters = {name: weight for name, weight in hf.named_parameters() if not is_adapter(name)}
+        self.adapted = {f"{name}.weight": layer for name, layer in adapted_layers(hf).items()}
         self.dtype = dtype
 
     def metadata(self) -> list[TensorEntry]:
@@ -34,7 +37,7 @@ class WeightSource:
 
     def is_in_place(self) -> bool:
         """Whether iteration yields the parameters themselves, in host memory."""
-        return all(
+        return not self.adapted and all(
             not isinstance(parameter, DTensor)
             and (parameter.device.type, parameter.dtype) == ("cpu", self.dtype)
             and parameter.is_contiguous()
@@ -44,9 +47,18 @@ class WeightSource:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield full tensors, one at a time. If parameters are sharded, all ranks have to iterate together."""
         for name, parameter in self.parameters.items():
-            # Convert before gathering, so that fewer bytes travel.
-            tensor = parameter.detach().to(self.dtype)
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if (layer := self.adapted.get(name)) is not None:
+                up, down = _full(layer.lora_B.weight), _full(layer.lora_A.weight)
+                yield name, merged(_full(parameter), down, up, layer.scale).to(self.dtype)
+            else:
+                # Convert before gathering, so that fewer bytes travel.
+                yield name, _full(parameter.detach().to(self.dtype))
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a whole tensor. If it is sharded, all ranks have to call this together."""
+    whole = tensor.detach()
+    return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
 
 class EngineActors:
