@@ -9,6 +9,7 @@ start, update for each bucket, finish.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -49,10 +50,26 @@ class WeightSource:
         for name, parameter in self.parameters.items():
             if (layer := self.adapted.get(name)) is not None:
                 up, down = _full(layer.lora_B.weight), _full(layer.lora_A.weight)
-                yield name, merged(_full(parameter), down, up, layer.scale).to(self.dtype)
+                yield name, rounded(merged(_full(parameter), down, up, layer.scale), self.dtype, name)
             else:
                 # Convert before gathering, so that fewer bytes travel.
                 yield name, _full(parameter.detach().to(self.dtype))
+
+
+def rounded(weight: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """Round a merged float32 weight to the engine's type.
+
+    bfloat16 has steps of 1/256 to 1/128 of a value, and the changes by adapters are often smaller. Rounding to the
+    nearest value would lose them: the engine would keep the weights of the base. Stochastic rounding (Gupta et al.
+    2015, https://arxiv.org/abs/1502.02551) takes one of the two neighbours with probabilities that keep the mean. The
+    draws depend on the name only, so that all engines get the same weights.
+    """
+    if dtype != torch.bfloat16:
+        return weight.to(dtype)
+    generator = torch.Generator(weight.device).manual_seed(zlib.crc32(name.encode()))
+    draws = torch.randint(1 << 16, weight.shape, generator=generator, dtype=torch.int32, device=weight.device)
+    # bfloat16 is the upper half of float32: a carry from the lower half is the step to the next value.
+    return ((weight.view(torch.int32) + draws) & -(1 << 16)).view(torch.float32).to(dtype)
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
