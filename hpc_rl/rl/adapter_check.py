@@ -21,6 +21,9 @@ import torch
 from hpc_rl.algorithms.correction import PROBS_DIFF_WARNING, probability_difference
 from hpc_rl.errors import RunError
 
+_LOG_RATIO = 0.1
+"""Mean difference of log-probabilities that rounding to bfloat16 does not explain. A model that is still undecided has
+small probabilities everywhere, and so small differences between them."""
 _ERROR = 0.05
 """Standard error of the slope at which the second check decides."""
 _TOLERANCE = 0.25
@@ -55,18 +58,19 @@ class AdapterCheck:
         return self._compare_movements((policy_N - base_N).double(), (engine_N - base_N).double())
 
     def _compare_with_base(self, policy_N: torch.Tensor, base_N: torch.Tensor, engine_N: torch.Tensor) -> str:
-        of_engine = probability_difference(engine_N, base_N).mean
-        of_policy = probability_difference(policy_N, base_N).mean
-        for whose, mean in {"the policy's": of_policy, "the engine's": of_engine}.items():
-            if not mean <= PROBS_DIFF_WARNING:
+        for whose, logprobs_N in {"the policy's": policy_N, "the engine's": engine_N}.items():
+            mean = probability_difference(logprobs_N, base_N).mean
+            ratio = float((logprobs_N - base_N).abs().mean())
+            if not (mean <= PROBS_DIFF_WARNING and ratio <= _LOG_RATIO):
                 raise RunError(
                     f"model.lora: new adapters change nothing, but {whose} probabilities differ from those of the "
-                    f"model without adapters by {mean:.3f} on average (limit: {PROBS_DIFF_WARNING}); {_REMEDY}"
+                    f"model without adapters by {mean:.3f} on average (limit: {PROBS_DIFF_WARNING}), and their "
+                    f"logarithms by {ratio:.3f} (limit: {_LOG_RATIO}); {_REMEDY}"
                 )
         self.next = "movement"
         return (
-            f"adapters: before the first update, the engine's probabilities equal those of the model without adapters "
-            f"(mean difference {of_engine:.2g}, {len(base_N):,} tokens)"
+            "adapters: before the first update, the engine's probabilities equal those of the model without adapters "
+            f"(mean difference {mean:.2g}, {len(base_N):,} tokens)"
         )
 
     def _compare_movements(self, policy_N: torch.Tensor, engine_N: torch.Tensor) -> str | None:

@@ -31,6 +31,7 @@ from hpc_rl.submission.hub import hub_cache
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.preflight.data import check_train_data, check_val_data
 from hpc_rl.submission.preflight.model import (
+    check_adapters,
     check_chat_template,
     check_is_classifier,
     check_is_language_model,
@@ -143,6 +144,8 @@ def model(job: Job) -> Iterator[Question]:
     yield Question(check_chat_template, (config.model, config.data, cache))
     if not isinstance(config, RmConfig):
         yield Question(check_is_language_model, ("model.path", config.model.path, cache))
+    if config.model.lora.is_used:
+        yield Question(check_adapters, (config.model, coming, cache))
     if isinstance(config, PpoConfig):
         for key, path in {"reward.model": config.reward.model, "critic.path": config.critic.path}.items():
             if path is not None:

@@ -13,6 +13,8 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.host.large_files import check_model_folder
 from hpc_rl.host.model_kind import architectures_of, is_classifier, is_language_model
+from hpc_rl.host.peft_folder import block_layers, matching, read_peft_folder, refuse_other_base
+from hpc_rl.host.safetensors_header import shapes
 from hpc_rl.submission.hub import HubCache
 from hpc_rl.submission.preflight.hub_names import not_cached, refuse_mistyped
 
@@ -75,6 +77,36 @@ def check_is_classifier(key: str, path: str, cache: HubCache) -> None:
             f"{key} {path} is a language model ({architectures_of(folder)[0]}), and a reward model is needed, a "
             "classifier with one output: train one with hpc-rl submit rm"
         )
+
+
+def check_adapters(model: ModelConfig, coming: Path | None, cache: HubCache) -> None:
+    """Check that the adapters of model.lora fit the model, if its safetensors files are on this machine.
+
+    Args:
+        coming: the model that the job before this one exports, which may not exist yet.
+
+    Raises:
+        UserError: the adapters to continue from are missing, or for another model, or no layer has a wanted name.
+    """
+    lora, folder = model.lora, _model_folder(model.path, cache)
+    weights: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")) if folder is not None else ():
+        try:
+            weights |= shapes(file)
+        except (OSError, ValueError):
+            return  # the check of the model reports it
+    if lora.path is None:
+        if weights:
+            matching(lora.target_modules, block_layers(weights))
+        return
+    key = "model.lora.path"
+    if not Path(lora.path).is_dir():
+        if coming is None or Path(lora.path).absolute() != coming:
+            raise UserError(f"{key} {lora.path}: there is no such folder")
+        return
+    adapters = read_peft_folder(key, Path(lora.path))
+    if weights:
+        refuse_other_base(key, adapters, model.path, weights)
 
 
 def check_same_vocabulary(key: str, path: str, model: ModelConfig, cache: HubCache) -> None:
