@@ -14,7 +14,7 @@ from hpc_rl.host.peft_folder import CONFIG, DOWN, HEAD, PREFIX, UP, WEIGHTS
 from hpc_rl.training.checkpoints import model_state
 from hpc_rl.training.checkpoints.model_state import StoredWeight
 from hpc_rl.training.models import loading, safetensors_files
-from hpc_rl.training.models.lora import merged
+from hpc_rl.training.models.lora import is_adapter, merged
 from hpc_rl.training.models.pretrained import Pretrained
 from hpc_rl.training.models.safetensors_files import Stored
 
@@ -71,31 +71,27 @@ class _Merged:
         self._scale = config["lora_alpha"] / config["r"]
         self._trained = model_state.stored_weights(part)
         self._base = _base_weights(str(config["base_model_name_or_path"]), hf)
-        self.stored = {
-            name: StoredWeight(weight.dtype, torch.Size(weight.shape))
-            for name, weight in ({name: w for name, w in self._base.items()} | self._whole()).items()
-        }
-
-    def _whole(self) -> dict[str, Any]:
-        """Return the weights that were trained as a whole: a head."""
-        return {
-            name: weight for name, weight in self._trained.items() if f".{DOWN}." not in name and f".{UP}." not in name
-        }
+        self.stored = {name: StoredWeight(weight.dtype, weight.shape) for name, weight in self._base.items()}
+        self.stored |= {name: weight for name, weight in self._trained.items() if not is_adapter(name)}  # a head
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """See Weights.read."""
         if name in self._trained:
             return model_state.read_weights(self._part, [name], dtype)[name]
-        found = self._base[name]
-        if isinstance(found, Stored):
-            found = torch.cat([rows.clone() for _, rows in found.rows(0, found.shape[0] if found.shape else 1)]).view(
-                found.shape
-            )
-        down, up = (f"{name.removesuffix('.weight')}.{end}.weight" for end in (DOWN, UP))
+        weight = _whole(self._base[name])
+        layer = name.removesuffix(".weight")
+        down, up = f"{layer}.{DOWN}.weight", f"{layer}.{UP}.weight"
         if down in self._trained:
             both = model_state.read_weights(self._part, [down, up])
-            found = merged(found, both[down], both[up], self._scale)
-        return found.to(dtype) if found.dtype.is_floating_point else found
+            weight = merged(weight, both[down], both[up], self._scale)
+        return weight.to(dtype) if weight.dtype.is_floating_point else weight
+
+
+def _whole(weight: Stored | torch.Tensor) -> torch.Tensor:
+    if isinstance(weight, torch.Tensor):
+        return weight
+    rows = [part.clone() for _, part in weight.rows(0, weight.shape[0] if weight.shape else 1)]
+    return torch.cat(rows).view(weight.shape)
 
 
 def _base_weights(base: str, hf: PreTrainedModel) -> dict[str, Stored] | dict[str, torch.Tensor]:
