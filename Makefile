@@ -80,6 +80,7 @@ bench: .venv/test
 	$(BIN)/python -m benchmarks.ray_up
 	$(BIN)/python -m benchmarks.ppo
 	$(BIN)/python -m benchmarks.weight_sync
+	$(BIN)/python -m benchmarks.lora
 
 # The API reference is read from the source, so this environment needs no torch.
 docs: .venv-docs
