@@ -62,6 +62,11 @@ VLLM_WHEELS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpc-rl/vllm-wheels
 test-vllm-api: .venv/test
 	$(BIN)/python -m tests.vllm_wheels --wheels $(VLLM_WHEELS)
 
+# peft loads what is exported. It needs accelerate, which would change what transformers imports in all other tests.
+test-peft: .venv/test
+	$(BIN)/pip install --quiet --no-deps --upgrade --target build/peft 'peft>=0.18' 'accelerate>=1.10'
+	PYTHONPATH=build/peft $(BIN)/python -m pytest tests/training/checkpoints/test_peft.py
+
 # It needs a driver and several gigabytes: pip's default builds of torch and vLLM are for CUDA. The report is printed, and
 # the exit code is 1 if a check failed. Fewer GPUs: CUDA_VISIBLE_DEVICES=0,1 make test-gpu.
 test-gpu: .venv-gpu
