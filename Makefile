@@ -16,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export WANDB_MODE ?= offline
 
-.PHONY: demo test test-large test-faults test-lowest test-slurm-new test-vllm-api test-gpu lint bench docs clean
+.PHONY: demo test test-large test-faults test-lowest test-slurm-new test-vllm-api test-peft test-gpu lint bench docs clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo

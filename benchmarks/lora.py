@@ -41,7 +41,7 @@ VOCABULARY = 4096
 BATCH = 24  # samples per optimizer step: about 4,100 tokens
 RANK, ALPHA = 16, 32.0
 LR = 1e-5
-REPEATS, STEPS = 7, 3
+REPEATS, STEPS = 5, 2
 OURS, LAYERS, PLAIN, WHOLE = "hpc-rl", "peft's layers in hpc-rl", "peft, plain loop", "hpc-rl, all weights"
 ALONE = World(0, 1, torch.device("cpu"))
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.test_ppo_on_slurm import PPO, REWARD, scores
 from tests.e2e.workspace import QUICK, Workspace, make_workspace
+from tests.helpers import make_tiny_model
 from tests.sandbox.cluster import Cluster
 
 pytestmark = pytest.mark.sandbox
@@ -65,9 +66,11 @@ def test_stopped_on_two_nodes_and_resumed_on_one(workspace: Workspace) -> None:
 def test_ppo_learns_with_adapters_and_checks_them(workspace: Workspace) -> None:
     workspace.ok("data", "arithmetic", "--out", "sums", "--train", "400", "--val", "40")
     (workspace.folder / "reward.py").write_text(REWARD)
+    # The LM head is frozen, so its values have to be large enough for a probable token.
+    make_tiny_model(workspace.folder / "policy", hidden=64, layers=2, initializer_range=0.1)
     lora = ["model.lora.rank=16", "actor.optim.lr=1e-2", "critic.optim.lr=1e-2", "algorithm.kl.where=reward"]
-    steps = ["trainer.total_training_steps=12", "rollout.name=hf"]
-    workspace.ok("submit", "ppo", "--local", "--nodes", "2", "--job-name", "ppo", *PPO, *lora, *steps)
+    more = ["model.path=policy", "rollout.name=hf", "trainer.total_training_steps=12"]
+    workspace.ok("submit", "ppo", "--local", "--nodes", "2", "--job-name", "ppo", *PPO, *lora, *more)
     found = scores(workspace, "ppo")
     assert sorted(found) == list(range(1, 13))
     assert found[12] > found[1] + 0.1
