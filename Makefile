@@ -16,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export WANDB_MODE ?= offline
 
-.PHONY: demo test test-large test-faults test-lowest test-slurm-new test-vllm-api test-gpu lint bench docs clean
+.PHONY: demo test test-large test-faults test-lowest test-slurm-new test-vllm-api test-peft test-gpu lint bench docs clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo
@@ -62,6 +62,11 @@ VLLM_WHEELS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpc-rl/vllm-wheels
 test-vllm-api: .venv/test
 	$(BIN)/python -m tests.vllm_wheels --wheels $(VLLM_WHEELS)
 
+# peft loads what is exported. It needs accelerate, which would change what transformers imports in all other tests.
+test-peft: .venv/test
+	$(BIN)/pip install --quiet --no-deps --upgrade --target build/peft 'peft>=0.18' 'accelerate>=1.10'
+	PYTHONPATH=build/peft $(BIN)/python -m pytest tests/training/checkpoints/test_peft.py
+
 # It needs a driver and several gigabytes: pip's default builds of torch and vLLM are for CUDA. The report is printed, and
 # the exit code is 1 if a check failed. Fewer GPUs: CUDA_VISIBLE_DEVICES=0,1 make test-gpu.
 test-gpu: .venv-gpu
@@ -83,6 +88,7 @@ bench: .venv/test
 	$(BIN)/python -m benchmarks.ppo
 	$(BIN)/python -m benchmarks.weight_sync
 	$(BIN)/python -m benchmarks.generate
+	$(BIN)/python -m benchmarks.lora
 
 # The API reference is read from the source, so this environment needs no torch.
 docs: .venv-docs

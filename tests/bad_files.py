@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from pathlib import Path
 
@@ -18,6 +19,44 @@ def safetensors(data: bytes = bytes(8)) -> bytes:
     """Return a safetensors file with one tensor of 8 bytes, of which `data` is what the file holds."""
     header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     return struct.pack("<Q", len(header)) + header + data
+
+
+def weights(shapes: dict[str, tuple[int, ...]]) -> bytes:
+    """Return a safetensors file with tensors of zeros."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(end)
+
+
+def make_adapters(folder: Path, base: Path, inputs: int = 8, **changes: object) -> None:
+    """Write a folder with adapters of rank 2 in the format of peft."""
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(base), "r": 2, "lora_alpha": 4}
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+    found = weights({f"{layer}.lora_A.weight": (2, inputs), f"{layer}.lora_B.weight": (4, 2)})
+    (folder / "adapter_model.safetensors").write_bytes(found)
+
+
+def write_adapters(root: Path) -> None:
+    """Write a model with layers, and folders with adapters that fit it and that do not."""
+    shapes = {f"model.layers.0.self_attn.{name}_proj.weight": (4, 8) for name in "qk"}
+    base = make_model(root / "blocks", model__safetensors=weights({"model.embed_tokens.weight": (5, 8), **shapes}))
+    settings = json.dumps({"model_type": "qwen2", "vocab_size": 9})
+    other = make_model(root / "other-blocks", config__json=settings, model__safetensors=weights(shapes))
+    larger = json.dumps({"model_type": "qwen2", "vocab_size": 5})
+    (base / "config.json").write_text(larger)
+    make_adapters(root / "adapters", base)
+    make_adapters(root / "adapters-of-another", other)
+    make_adapters(root / "adapters-of-the-hub", Path("me/another"), inputs=16)
+    make_adapters(root / "dora", base, use_dora=True)
+    make_adapters(root / "ia3", base, peft_type="IA3")
+    make_adapters(root / "rank", base, r=3)
+    make_adapters(root / "no-adapters", base)
+    (root / "no-adapters" / "adapter_model.safetensors").unlink()
 
 
 def make_model(folder: Path, **changes: str | bytes | None) -> Path:
@@ -42,6 +81,7 @@ def make_model(folder: Path, **changes: str | bytes | None) -> Path:
 def write_models(root: Path) -> None:
     """Write the folder `model`, and one folder for each way in which a model can be broken."""
     make_model(root / "model")
+    write_adapters(root)
     vocabulary = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": []}
     make_model(root / "ours", tokenizer__json=json.dumps(vocabulary))
     make_model(root / "strange", tokenizer__json=json.dumps({"model": {"vocab": {"b": 0, "c": 1}}}))

@@ -239,6 +239,34 @@ GENERATION = [
     Case("select-job", ("select.method=pairs", "select.responses=unscored.jsonl"), "the responses have no scores"),
     Case("select-job", ("select.method=pairs", "select.responses=none.jsonl"), "none.jsonl: no such data file"),
 ]
+ADAPTERS = [
+    sft("model.lora.rank: Input should be greater than or equal to 1", "model.lora.rank=0"),
+    sft("alpha has no effect without adapters: set rank, or remove alpha", "model.lora.alpha=8"),
+    sft("target_modules: qproj matches no linear layer of the model's transformer blocks; they have: k_proj, q_proj",
+        "model.path=blocks", "model.lora.rank=4", "model.lora.target_modules=[q_proj,qproj]"),
+    sft("model.lora.path none: there is no such folder", "model.path=blocks", "model.lora.path=none"),
+    sft("have their own rank; remove rank", "model.path=blocks", "model.lora.path=adapters", "model.lora.rank=2"),
+    sft("not a folder with adapters in the format of peft: it has no adapter_config.json", "model.path=blocks",
+        "model.lora.path=empty"),
+    dpo("it has no adapter_model.safetensors", "model.path=blocks", "model.lora.path=no-adapters"),
+    rm("other-blocks) than model.path blocks: vocab_size is 9 there and 5 here; set model.path", "model.path=blocks",
+        "model.lora.path=adapters-of-another"),
+    ppo("the adapter of model.layers.0.self_attn.q_proj is for a weight of 4 x 16, which here has the shape 4 x 8",
+        "model.path=blocks", "model.lora.path=adapters-of-the-hub"),
+    sft("which here is missing", "model.lora.path=adapters"),
+    sft("has adapters with use_dora, which is not supported", "model.path=blocks", "model.lora.path=dora"),
+    sft("has adapters of type IA3, and only LORA is supported", "model.path=blocks", "model.lora.path=ia3"),
+    sft("has no adapters of rank 3", "model.path=blocks", "model.lora.path=rank"),
+    sft("it has no config.json", "model.path=adapters"),
+    dpo("the policy has no dropout in DPO", "model.lora={rank: 4, dropout: 0.1}"),
+    ppo("the policy has no dropout in reinforcement learning", "model.lora={rank: 4, dropout: 0.1}"),
+    ppo("cannot show that the adapters (model.lora) reach the engine", "model.lora.rank=4", "rollout.top_p=0.9",
+        "algorithm.tis_cap=2"),
+    ppo("the reference is the actor without its adapters; remove it", "model.lora.rank=4",
+        "algorithm.kl.where=reward", "pools={spec: {a: [1], b: [1]}, roles: {ref: b, actor: a}}",
+        "trainer.n_gpus_per_node=2"),
+]  # fmt: skip
+
 TEMPLATES = [
     sft("data.chat_template none.jinja: there is no such file", "data.chat_template=none.jinja"),
     sft("data.chat_template empty: there is no such file", "data.chat_template=empty"),
@@ -580,7 +608,7 @@ PROGRAMS = [
 ]
 CASES = [
     *DATA, *PREFERENCES, *TEACHERS, *GENERATION, *TEMPLATES, *MODELS, *KEYS, *RESOURCES, *NAMES, *PROFILES, *REWARDS,
-    *SWEEPS, *IMAGES, *PROGRAMS,
+    *SWEEPS, *IMAGES, *PROGRAMS, *ADAPTERS,
 ]  # fmt: skip
 
 

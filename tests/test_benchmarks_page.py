@@ -76,7 +76,17 @@ def start_of_ray() -> Iterator[str]:
             yield f"| {nodes} nodes, {title} | {median(seconds):.1f} | {ratio} |"
 
 
-TABLES = (fine_tuning, preferences, memory, ranks, reinforcement_learning, weight_sync, start_of_ray)
+def adapters() -> Iterator[str]:
+    measured = result("lora")
+    speeds = measured["tokens per second"]
+    for who, own in speeds.items():
+        ratio = "" if who == "hpc-rl" else f"{median_ratio(speeds['hpc-rl'], own):.2f}"
+        yield f"| {who} | {median(own):,.0f} | {ratio} |"
+    for who, size in measured["bytes of a checkpoint"].items():
+        yield f"| {who} | {size / 1e6:.1f} |"
+
+
+TABLES = (fine_tuning, preferences, memory, ranks, reinforcement_learning, weight_sync, start_of_ray, adapters)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+PROBS_DIFF_WARNING = 0.01
+"""Mean difference of probabilities that rounding does not explain."""
 _MAX_LOG_RATIO = 20.0
 """Ratios are limited to e^-20 to e^20, so that none is infinite."""
 

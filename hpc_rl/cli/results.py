@@ -97,6 +97,15 @@ def export(
         Dtype | None,
         typer.Option(help="Data type of the weights. The default is trainer.export_dtype.", show_default=False),
     ] = None,
+    merge: Annotated[
+        bool | None,
+        typer.Option(
+            "--merge/--no-merge",
+            help="Merge adapters (LoRA) into the weights of their model, or write a folder that peft loads. Default: "
+            "model.lora.merge.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face model folder.
 
@@ -114,7 +123,7 @@ def export(
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    export_model(folder, out, dtype)
+    export_model(folder, out, dtype, merge)
     print(f"wrote {out}")
 
 

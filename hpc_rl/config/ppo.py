@@ -396,6 +396,7 @@ class PpoConfig(RayJobConfig):
         yield from self._teacher_problems()
         yield from self._pool_problems()
         yield from self._group_problems()
+        yield from self._lora_problems()
 
     def _batch_problems(self) -> Iterator[str]:
         data, size = self.data, self.actor.mini_batch_size
@@ -484,17 +485,30 @@ class PpoConfig(RayJobConfig):
                 "lower it"
             )
 
+    def _lora_problems(self) -> Iterator[str]:
+        if self.model.lora.dropout:
+            yield "model.lora.dropout: the policy has no dropout in reinforcement learning; remove it"
+        if self.model.lora.is_used and self.truncates_logprobs:
+            yield (
+                "rollout.top_p or top_k with a correction (algorithm.tis_*): the engine's log-probabilities are then "
+                "those of another distribution, and cannot show that the adapters (model.lora) reach the engine; "
+                "remove top_p and top_k, or the correction"
+            )
+        if self.model.lora.is_used and "ref" in self.pools.roles:
+            yield "pools.roles.ref: with model.lora, the reference is the actor without its adapters; remove it"
+
     @property
     def _unit(self) -> str:
         return "GPUs" if self.trainer.uses_gpus else "CPU slots"
 
 
 def roles_in_use(config: PpoConfig) -> list[Role]:
-    """Return the roles that the algorithm needs: no critic without GAE, no reference without a KL term."""
+    """Return the roles that the algorithm needs: no critic without GAE, no reference without a KL term. With adapters,
+    the reference is the actor without them."""
     roles: list[Role] = ["actor"]
     if config.algorithm.advantage == "gae":
         roles.append("critic")
-    if config.algorithm.kl.where != "none":
+    if config.algorithm.kl.where != "none" and not config.model.lora.is_used:
         roles.append("ref")
     if config.teacher.path is not None:
         roles.append("teacher")

@@ -108,6 +108,8 @@ class DpoConfig(FinetuneConfig):
             yield f"ref.path {self.ref.path}: algorithm.loss={loss} uses no reference; remove it"
         if not self.ref.precompute_logprobs and loss in NEEDS_NO_REFERENCE:
             yield f"ref.precompute_logprobs=false has no effect: algorithm.loss={loss} uses no reference; remove it"
+        if self.model.lora.dropout:
+            yield "model.lora.dropout: the policy has no dropout in DPO, because the reference has none; remove it"
 
 
 class RewardDataConfig(PreferenceDataConfig):

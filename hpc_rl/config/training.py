@@ -17,6 +17,38 @@ MOST_PROFILED = 10
 """Largest number of steps of trainer.profile_steps."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters. Without rank and path, all weights are trained."""
+
+    rank: int | None = Field(None, ge=1)
+    """Rank of the adapters (LoRA): only these are trained. null: all weights of the model are trained."""
+    alpha: float | None = Field(None, gt=0)
+    """The adapters' output is multiplied by alpha / rank. null: twice the rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout of the adapters' inputs. DPO and reinforcement learning have none."""
+    target_modules: list[str] = []
+    """Names of the linear layers that get an adapter, such as [q_proj,v_proj]. Empty: all linear layers of the
+    transformer blocks."""
+    path: Path | None = None
+    """Continue from the adapters in this folder, in the format of peft. Rank, alpha and target modules are theirs."""
+    merge: bool = True
+    """Export the model with the adapters merged into its weights. false: export a folder with the adapters only, in the
+    format of peft."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether adapters are trained instead of the whole model."""
+        return self.rank is not None or self.path is not None
+
+    def problems(self) -> Iterator[str]:
+        changed = [name for name in type(self).model_fields if self._is_changed(name)]
+        if not self.is_used and changed:
+            yield f"{changed[0]} has no effect without adapters: set rank, or remove {' and '.join(changed)}"
+        own = [name for name in ("rank", "alpha", "target_modules") if name in changed]
+        if self.path is not None and own:
+            yield f"path {self.path}: these adapters have their own {own[0]}; remove {' and '.join(own)}"
+
+
 class ModelSource(Section):
     """Where a model comes from. Jobs that train it have further options."""
 
@@ -28,8 +60,8 @@ class ModelSource(Section):
     """Run Python code from the model's repository."""
 
     def in_dtype(self, dtype: str) -> ModelConfig:
-        """Return the options of the same model, with weights of this type."""
-        return ModelConfig.model_validate({**self.model_dump(), "dtype": dtype})
+        """Return the options of the same model, with weights of this type, and without adapters."""
+        return ModelConfig.model_validate({**self.model_dump(exclude={"lora"}), "dtype": dtype})
 
 
 class ModelConfig(ModelSource):
@@ -40,6 +72,7 @@ class ModelConfig(ModelSource):
     memory."""
     use_torch_compile: bool = False
     """Compile each transformer layer with torch.compile."""
+    lora: LoraConfig = LoraConfig()
 
 
 class OptimConfig(Section):

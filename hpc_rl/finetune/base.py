@@ -13,6 +13,7 @@ from hpc_rl.data.sft_dataset import Counts, Sample
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import PackedModel
+from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.models.pretrained import Pretrained
 from hpc_rl.training.stopping import Stopping
 
@@ -91,6 +92,10 @@ class Objective(ABC):
     @abstractmethod
     def model(self) -> Pretrained[Any]:
         """Return the model that is trained, to be loaded."""
+
+    def load(self, world: World) -> Any:
+        """Load the model that is trained. Every rank calls this."""
+        return load_sharded(self.model(), world, self.config.trainer)
 
     @abstractmethod
     def collate(self, items: Sequence[Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from hpc_rl.data.sft_dataset import Counts
 from hpc_rl.finetune.base import Found, Objective, Work
 from hpc_rl.finetune.dataset import gather_preferences
 from hpc_rl.finetune.pair_batch import PairBatch, pack_preferences, response_logprobs
-from hpc_rl.finetune.reference import Reference, with_ref_logprobs
+from hpc_rl.finetune.reference import Reference, load_reference, with_ref_logprobs
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.distributed import World
@@ -35,6 +36,8 @@ class _Referenced(Objective):
     config: DpoConfig
     _reference: Reference | None = None
     """Held if its log-probabilities are computed in each step."""
+    _policy: CausalLM | None = None
+    """Held between `prepare` and `load`, if the reference is the policy without its adapters."""
 
     def tokenize(
         self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, split: str, rank: int, world: int
@@ -50,6 +53,11 @@ class _Referenced(Objective):
         """Return the policy, without dropout: it is compared with a reference that has none."""
         return causal_lm(self.config.model, dropout=False)
 
+    def load(self, world: World) -> CausalLM:
+        """Return the policy, which may have been loaded for the reference."""
+        policy, self._policy = self._policy, None
+        return super().load(world) if policy is None else policy
+
     def prepare(
         self, train: list[Preference], val: list[Preference], run: RunDir, world: World, stopping: Stopping
     ) -> tuple[list[Preference], list[Preference]]:
@@ -57,9 +65,17 @@ class _Referenced(Objective):
         if self.config.algorithm.loss in NEEDS_NO_REFERENCE:
             return train, val
         if not self.config.ref.precompute_logprobs:
-            self._reference = Reference(self.config, world)
+            self._reference = Reference(self._reference_model(world))
             return train, val
-        return with_ref_logprobs(self.config, train, val, run, world, stopping)
+        load = partial(self._reference_model, world)
+        return with_ref_logprobs(self.config, train, val, load, run, world, stopping)
+
+    def _reference_model(self, world: World) -> CausalLM:
+        """Load the reference: the policy, of which it is the part without adapters, or a frozen model."""
+        if not self.config.model.lora.is_used or self.config.ref.path is not None:
+            return load_reference(self.config, world)
+        self._policy = super().load(world)
+        return self._policy
 
     def ref_logprobs(self, batch: PairBatch) -> torch.Tensor:
         """Return the reference's log-probabilities of a micro-batch's samples, [P, W]."""

@@ -29,8 +29,9 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.training import guards
 from hpc_rl.training.batching import plan_batch
 from hpc_rl.training.distributed import World
-from hpc_rl.training.models.causal_lm import causal_lm
+from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
 from hpc_rl.training.models.loading import load_sharded
+from hpc_rl.training.models.lora import without_adapters
 from hpc_rl.training.models.scalar_model import refuse_other_vocabulary
 from hpc_rl.training.sharding import reshard
 from hpc_rl.training.stopping import Stopped, Stopping
@@ -42,32 +43,47 @@ _STORE_EVERY_S = 300
 
 
 class Reference:
-    """A frozen causal language model: ref.path, or the policy before training."""
+    """A causal language model without its adapters: a frozen model, or the policy with adapters."""
 
-    def __init__(self, config: DpoConfig, world: World) -> None:
-        path, key = config.ref.path or config.model.path, "ref.path" if config.ref.path else "model.path"
-        if config.ref.path is not None:
-            world.together(lambda: refuse_other_vocabulary(key, path, config.model))
-        settings = config.model.model_copy(update={"path": path})
-        if world.on_accelerator:  # which computes in bfloat16; no optimizer needs more digits of these weights
-            settings = settings.updated("dtype", "bfloat16")
-        self._model = load_sharded(causal_lm(settings, trained=False, key=key), world, config.trainer)
+    def __init__(self, model: CausalLM) -> None:
+        self._model = model
 
     @torch.no_grad()
     def logprobs(self, batch: PairBatch) -> torch.Tensor:
         """Return the log-probability of each sample's targets, [P, W]. Every rank calls this."""
-        found = response_logprobs(self._model, batch)
+        with without_adapters(self._model):
+            found = response_logprobs(self._model, batch)
         reshard(self._model)
         return found
 
 
+def load_reference(config: DpoConfig, world: World) -> CausalLM:
+    """Load a frozen model: ref.path, or the policy before training. Every rank calls this."""
+    path, key = config.ref.path or config.model.path, "ref.path" if config.ref.path else "model.path"
+    if config.ref.path is not None:
+        world.together(lambda: refuse_other_vocabulary(key, path, config.model))
+    settings = config.model.model_copy(update={"path": path})
+    if world.on_accelerator:  # which computes in bfloat16; no optimizer needs more digits of these weights
+        settings = settings.updated("dtype", "bfloat16")
+    return load_sharded(causal_lm(settings, trained=False, key=key), world, config.trainer)
+
+
 def with_ref_logprobs(
-    config: DpoConfig, train: list[Preference], val: list[Preference], run: RunDir, world: World, stopping: Stopping
+    config: DpoConfig,
+    train: list[Preference],
+    val: list[Preference],
+    load: Callable[[], CausalLM],
+    run: RunDir,
+    world: World,
+    stopping: Stopping,
 ) -> tuple[list[Preference], list[Preference]]:
     """Return the preferences with the reference's log-probabilities.
 
     All ranks compute them together. Rank 0 stores them in the run directory, also while they are computed, so that a
     run that resumes computes only those that are missing.
+
+    Args:
+        load: returns the model whose log-probabilities without adapters these are; called only if some are missing.
 
     Raises:
         Stopped: the run stops before all are known.
@@ -79,7 +95,8 @@ def with_ref_logprobs(
     if len(found) < len(preferences):
         began = time.monotonic()
         with guards.explain_out_of_memory("the reference's log-probabilities"):
-            found = _completed(found, config, preferences, partial(_write, run.ref_logprobs, key), world, stopping)
+            write = partial(_write, run.ref_logprobs, key)
+            found = _completed(found, config, preferences, load, write, world, stopping)
         free_memory(world)
         if world.is_main:
             seconds = time.monotonic() - began
@@ -92,6 +109,7 @@ def _completed(
     found: NDArray[np.float32],
     config: DpoConfig,
     preferences: Sequence[Preference],
+    load: Callable[[], CausalLM],
     write: Callable[[NDArray[np.float32]], None],
     world: World,
     stopping: Stopping,
@@ -104,7 +122,7 @@ def _completed(
     """
     written_at = began = time.monotonic()
     longest_s = 0.0
-    for rows in _rounds(config, preferences[len(found) :], world):
+    for rows in _rounds(config, preferences[len(found) :], Reference(load()), world):
         found = np.concatenate([found, rows])
         now = time.monotonic()
         longest_s, began = max(longest_s, now - began), now
@@ -122,9 +140,11 @@ def _completed(
     return found
 
 
-def _rounds(config: DpoConfig, preferences: Sequence[Preference], world: World) -> Iterator[NDArray[np.float32]]:
+def _rounds(
+    config: DpoConfig, preferences: Sequence[Preference], reference: Reference, world: World
+) -> Iterator[NDArray[np.float32]]:
     """Yield the log-probabilities of the next preferences until there are all."""
-    reference, width = Reference(config, world), len(preferences[0].samples)
+    width = len(preferences[0].samples)
     for start in range(0, len(preferences), _ROUND * world.size):
         part = preferences[start : start + _ROUND * world.size]
         plan = plan_batch(Work.of(part).lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)

@@ -31,7 +31,6 @@ from hpc_rl.training.checkpoints.folders import Progress
 from hpc_rl.training.checkpoints.model_state import Tensors, random_state, set_random_state
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import Flops, PackedModel, count_flops, load_tokenizer
-from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
 from hpc_rl.training.perf import Clock, max_memory_gb, peak_flops
 from hpc_rl.training.profiling import trace_path, traced
@@ -149,7 +148,7 @@ def load(config: FinetuneConfig, run: RunDir, world: World) -> TrainerState:
     stopping = open_stopping(run, config.slurm.warning_s, records)
     items, val = objective.prepare(items, val, run, world, stopping)
     with guards.explain_out_of_memory("loading the model"):
-        model = load_sharded(objective.model(), world, config.trainer)
+        model = objective.load(world)
         flops = count_flops(model)
         optimizer = build_optimizer(model, config.optim)
         progress = checkpoint.load_latest(run.checkpoints, model, optimizer, world)
@@ -309,6 +308,7 @@ def save(state: TrainerState) -> None:
         samples=len(state.train),
         total_tokens=state.total_tokens,
         dtype=export_dtype(state.config.model, state.config.trainer),
+        merge=state.config.model.lora.merge,
         world_size=state.world.size,
         wandb_id=state.tracker.wandb_id,
     )

@@ -38,6 +38,7 @@ def save(state: PpoState) -> None:
     progress = Progress(
         samples=len(state.train),
         dtype=export_dtype(state.config.model, trainer),
+        merge=state.config.model.lora.merge,
         parts=tuple(learners),
         step=state.step,
         epoch=state.batches.position.epoch,

@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 
 from hpc_rl.algorithms.advantages import group_deviations
-from hpc_rl.algorithms.correction import probability_difference
+from hpc_rl.algorithms.correction import PROBS_DIFF_WARNING, probability_difference
 from hpc_rl.algorithms.losses import explained_variance
 from hpc_rl.config.ppo import AlgorithmConfig, PpoConfig
 from hpc_rl.rewards.scorer import Scores
@@ -14,7 +14,6 @@ from hpc_rl.rl import experience as columns
 from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.workers.learner import Sums
 
-PROBS_DIFF_WARNING = 0.01
 PROBS_DIFF_DOCS = "docs/rl.md, section 'When engine and trainer disagree'"
 LENGTH_PERCENTILES = (10, 50, 90)
 OF_REWARDS = ("critic/score/", "critic/rewards/", "reward_std", "frac_reward_zero_std")

@@ -13,6 +13,7 @@ from hpc_rl.data.prompts import Prompt, load_prompts
 from hpc_rl.errors import UserError
 from hpc_rl.rewards.scorer import open_scorer
 from hpc_rl.rl import checkpoints
+from hpc_rl.rl.adapter_check import AdapterCheck
 from hpc_rl.rl.batches import BatchSource
 from hpc_rl.rl.calls import MODEL_LIMIT, wait_for_all
 from hpc_rl.rl.dealing import mini_batches
@@ -60,6 +61,8 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     progress = checkpoints.load_latest(run, actor, critic)
     if progress is not None:
         checkpoint.refuse_other_data(run.checkpoints, progress, len(train))
+    lora = config.model.lora
+    if progress is not None or lora.is_used:
         rollout.sync()
     flops, peak = actor.flops().wait()
     kl = config.algorithm.kl
@@ -79,12 +82,13 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
         groups=list(dict.fromkeys(of_role[role] for role in ("actor", "critic", "ref", "teacher") if role in of_role)),
         actor=actor,
         critic=critic,
-        reference=of_role.get("ref"),
+        reference=actor if lora.is_used and kl.where != "none" else of_role.get("ref"),
         teacher=of_role.get("teacher"),
         rollout=rollout,
         scoring=scoring,
         batches=BatchSource(config, train, rollout, scoring, checkpoints.position_of(progress)),
         old_logprobs=old_logprobs(config),
+        adapter_check=AdapterCheck(progress is None and lora.path is None) if lora.is_used else None,
         gpus=sum(len(pool.slots) for pool in pools.values()),
         flops=flops,
         peak=peak,

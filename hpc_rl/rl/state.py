@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from hpc_rl.algorithms.kl import AdaptiveKl
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.prompts import Prompt
+from hpc_rl.rl.adapter_check import AdapterCheck
 from hpc_rl.rl.batches import BatchSource
 from hpc_rl.rl.rollout.rollout import Rollout
 from hpc_rl.rl.saving import Saving
@@ -45,6 +46,8 @@ class PpoState:
     scoring: Scoring
     batches: BatchSource
     old_logprobs: OldLogprobs
+    adapter_check: AdapterCheck | None
+    """With adapters: the checks that they reach the engines."""
     gpus: int
     """Number of GPUs, or CPU slots, in all pools."""
     flops: Flops

@@ -106,6 +106,7 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
     if stops(state, clock.seconds):
         state.batches.position = position
         return {}
+    check_adapters(state, experience, clock)
     with clock("adv"):
         kl_coef = state.kl.coef
         kl_mean = add_rewards(experience, algorithm, kl_coef)
@@ -188,6 +189,23 @@ def evaluate(state: PpoState, batch: Batch, experience: TensorDict, clock: Clock
             experience["values"] = values.wait()
 
 
+def check_adapters(state: PpoState, experience: TensorDict, clock: Clock) -> None:
+    """Check that the engines have the policy's adapters, in the first steps of a run with adapters.
+
+    Raises:
+        RunError: they do not.
+    """
+    check = state.adapter_check
+    if check is None or check.next is None:
+        return
+    with clock("check_adapters"):
+        policy, base = state.actor.logprobs(), state.actor.ref_logprobs()
+        engine_N = experience["rollout_logprobs"].values()
+        line = check.compare(policy.wait().values(), base.wait().values(), engine_N)
+    if line is not None:
+        print(line, flush=True)
+
+
 def learn(state: PpoState, experience: TensorDict, clock: Clock) -> dict[str, float]:
     """Update critic and actor, and send the new weights to the engines. Return the metrics of the updates."""
     config, number, total = state.config, state.step, state.total_steps
@@ -257,6 +275,8 @@ def finish(state: PpoState) -> int:
         if state.stopping.is_in_vain():
             raise RunError(IN_VAIN)
         print(stopped_line(state.step, state.total_steps), flush=True)
+    if done and state.adapter_check is not None and (warning := state.adapter_check.unfinished()) is not None:
+        print(warning, flush=True)
     code = 0 if done else EXIT_STOPPED
     state.tracker.finish(code)
     if state.run.metrics.exists():

@@ -25,7 +25,7 @@ from hpc_rl.training.models.causal_lm import PackedModel
 Model = TypeVar("Model", bound=PackedModel)
 
 STATE_BYTES = 16
-"""Bytes per parameter of weight, gradient and AdamW's two moments, each float32."""
+"""Bytes per trained parameter of weight, gradient and AdamW's two moments, each float32."""
 NODE_SHARE = 0.25
 """Part of each device's memory that the states may take if `auto` is to choose hybrid. The rest holds a critic of the
 same size, a reference, activations, and gathered layers."""
@@ -44,10 +44,11 @@ def shard(model: Model, world: World, trainer: TrainingConfig) -> Model:
     """
     if not is_sharded(world):
         return model
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    # A frozen weight has no gradient and no moments.
+    state_bytes = sum(p.numel() * (STATE_BYTES if p.requires_grad else p.itemsize) for p in model.parameters())
     # All ranks need the same answer, also if their devices differ.
     memory = world.broadcast(_memory_bytes(world.device))
-    model.sharding = choose(trainer.sharding, parameters, world, memory)
+    model.sharding = choose(trainer.sharding, state_bytes, world, memory)
     mesh = _mesh(model.sharding, world, dist.group.WORLD)
     policy = _policy(world.device, trainer)
     reshard = model.sharding in ("full", "hybrid")
@@ -61,10 +62,11 @@ def shard(model: Model, world: World, trainer: TrainingConfig) -> Model:
     return model
 
 
-def choose(requested: str, parameters: int, world: World, memory: int | None) -> Sharding:
-    """Return the sharding of a model with this number of parameters; only `auto` depends on that number.
+def choose(requested: str, state_bytes: int, world: World, memory: int | None) -> Sharding:
+    """Return the sharding of a model; only `auto` depends on its size.
 
     Args:
+        state_bytes: bytes of all parameters, gradients and optimizer states.
         memory: bytes of memory of each device; None on CPUs.
 
     Raises:
@@ -77,7 +79,7 @@ def choose(requested: str, parameters: int, world: World, memory: int | None) ->
             "numbers: use trainer.sharding=full, or nodes of equal size"
         )
     if requested == "auto":
-        fits = bool(ranks and memory) and STATE_BYTES * parameters / ranks <= NODE_SHARE * memory
+        fits = bool(ranks and memory) and state_bytes / ranks <= NODE_SHARE * memory
         requested = "hybrid" if fits else "full"
     if requested == "hybrid" and ranks == world.size:
         return "full"  # on one node they are the same

@@ -19,7 +19,7 @@ VERL = "gsm8k-verl"
 """The settings of another project's example, which tests/test_docs.py compares with docs/from-verl.md."""
 
 
-PREFERENCES = {"ultrafeedback-dpo": "dpo", "ultrafeedback-rm": "rm"}
+PREFERENCES = {"ultrafeedback-dpo": "dpo", "ultrafeedback-dpo-lora": "dpo", "ultrafeedback-rm": "rm"}
 DISTILLATION = "gsm8k-distill"
 """Recipes of other kinds of jobs."""
 GENERATE = "gsm8k-generate"

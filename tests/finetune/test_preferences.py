@@ -20,12 +20,13 @@ from hpc_rl.config.finetune import FinetuneConfig
 from hpc_rl.data.pairs import Preference
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.errors import EXIT_STOPPED, UserError
-from hpc_rl.finetune import reference, trainer
+from hpc_rl.finetune import reference
 from hpc_rl.finetune.base import Objective
 from hpc_rl.finetune.objectives import objective_of
 from hpc_rl.finetune.rm import BINS, BradleyTerry
 from hpc_rl.finetune.trainer import load, step, validate
 from hpc_rl.run_dir import RunDir
+from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.perf import Clock
 from tests.finetune.jobs import ALONE, run_here, run_job, run_several, series
 from tests.helpers import make_tiny_model
@@ -289,13 +290,13 @@ def test_the_reference_is_freed_before_the_policy_is_loaded(
             references.append(weakref.ref(self))
 
     monkeypatch.setattr(reference, "Reference", Cyclic)
-    load_policy = trainer.load_sharded
+    load_policy = load_sharded
 
     def load_alone(*arguments: Any) -> Any:
         assert [found() for found in references] == [None]
         return load_policy(*arguments)
 
-    monkeypatch.setattr(trainer, "load_sharded", load_alone)
+    monkeypatch.setattr("hpc_rl.finetune.base.load_sharded", load_alone)
     gc.disable()
     try:
         load(config_of("dpo", overrides(folder, "dpo", "sigmoid")), RunDir(tmp_path), ALONE)

@@ -17,10 +17,10 @@ def world(ranks: int, ranks_per_node: int | None) -> World:
 
 
 @pytest.mark.parametrize(
-    ("requested", "parameters", "per_node", "memory", "chosen"),
+    ("requested", "state_bytes", "per_node", "memory", "chosen"),
     [
-        ("auto", 10 * GB, 8, 80 * GB, "hybrid"),  # 16 bytes x 10e9 / 8 = 20e9, a quarter of the memory
-        ("auto", 10 * GB + 8, 8, 80 * GB, "full"),
+        ("auto", 160 * GB, 8, 80 * GB, "hybrid"),  # 160e9 / 8 = 20e9, a quarter of the memory
+        ("auto", 160 * GB + 8, 8, 80 * GB, "full"),
         ("auto", 1, 16, 80 * GB, "full"),  # one node
         ("auto", 1, None, 80 * GB, "full"),
         ("auto", 1, 8, None, "full"),  # CPUs
@@ -31,8 +31,8 @@ def world(ranks: int, ranks_per_node: int | None) -> World:
         ("none", 1, None, None, "none"),
     ],
 )
-def test_the_choice(requested: str, parameters: int, per_node: int | None, memory: int | None, chosen: str) -> None:
-    assert choose(requested, parameters, world(16, per_node), memory) == chosen
+def test_the_choice(requested: str, state_bytes: int, per_node: int | None, memory: int | None, chosen: str) -> None:
+    assert choose(requested, state_bytes, world(16, per_node), memory) == chosen
 
 
 def test_hybrid_needs_nodes_of_equal_size() -> None:

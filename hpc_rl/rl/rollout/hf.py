@@ -41,6 +41,7 @@ def load(config: EngineJob, eos_token_ids: Collection[int], placement: Placement
     """Load the engine on the policy's own module, or on a copy; see `hpc_rl.rl.rollout.engine.Loader`."""
     if policy is None:
         dtype = engine_dtype(config.rollout, placement.device)
+        # Adapters arrive merged into the weights.
         policy = load_model(config.model.in_dtype(dtype))
         policy.requires_grad_(False).eval().to(torch.device(placement.device))
     return HfEngine(policy.hf, eos_token_ids, config.rollout.max_num_seqs)

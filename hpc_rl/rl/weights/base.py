@@ -9,6 +9,7 @@ start, update for each bucket, finish.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,13 +20,16 @@ from torch.distributed.tensor import DTensor
 from hpc_rl.rl.calls import ActorCall, Pending
 from hpc_rl.rl.fates import Actor
 from hpc_rl.rl.weights.buckets import Bucket, TensorEntry, unpack
+from hpc_rl.training.models.lora import adapted_layers, is_adapter, merged
 
 
 class WeightSource:
-    """A model's parameters in the engine's type, by their Hugging Face names, tied ones once."""
+    """A model's parameters in the engine's type, by their Hugging Face names, tied ones once. Adapters are merged into
+    the weights on the way, and the model keeps its own."""
 
     def __init__(self, hf: nn.Module, dtype: torch.dtype) -> None:
-        self.parameters = dict(hf.named_parameters())
+        self.parameters = {name: weight for name, weight in hf.named_parameters() if not is_adapter(name)}
+        self.adapted = {f"{name}.weight": layer for name, layer in adapted_layers(hf).items()}
         self.dtype = dtype
 
     def metadata(self) -> list[TensorEntry]:
@@ -34,7 +38,7 @@ class WeightSource:
 
     def is_in_place(self) -> bool:
         """Whether iteration yields the parameters themselves, in host memory."""
-        return all(
+        return not self.adapted and all(
             not isinstance(parameter, DTensor)
             and (parameter.device.type, parameter.dtype) == ("cpu", self.dtype)
             and parameter.is_contiguous()
@@ -44,9 +48,34 @@ class WeightSource:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield full tensors, one at a time. If parameters are sharded, all ranks have to iterate together."""
         for name, parameter in self.parameters.items():
-            # Convert before gathering, so that fewer bytes travel.
-            tensor = parameter.detach().to(self.dtype)
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if (layer := self.adapted.get(name)) is not None:
+                up, down = _full(layer.lora_B.weight), _full(layer.lora_A.weight)
+                yield name, rounded(merged(_full(parameter), down, up, layer.scale), self.dtype, name)
+            else:
+                # Convert before gathering, so that fewer bytes travel.
+                yield name, _full(parameter.detach().to(self.dtype))
+
+
+def rounded(weight: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """Round a merged float32 weight to the engine's type.
+
+    bfloat16 has steps of 1/256 to 1/128 of a value, and the changes by adapters are often smaller. Rounding to the
+    nearest value would lose them: the engine would keep the weights of the base. Stochastic rounding (Gupta et al.
+    2015, https://arxiv.org/abs/1502.02551) takes one of the two neighbours with probabilities that keep the mean. The
+    draws depend on the name only, so that all engines get the same weights.
+    """
+    if dtype != torch.bfloat16:
+        return weight.to(dtype)
+    generator = torch.Generator(weight.device).manual_seed(zlib.crc32(name.encode()))
+    draws = torch.randint(1 << 16, weight.shape, generator=generator, dtype=torch.int32, device=weight.device)
+    # bfloat16 is the upper half of float32: a carry from the lower half is the step to the next value.
+    return ((weight.view(torch.int32) + draws) & -(1 << 16)).view(torch.float32).to(dtype)
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a whole tensor. If it is sharded, all ranks have to call this together."""
+    whole = tensor.detach()
+    return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
 
 class EngineActors:

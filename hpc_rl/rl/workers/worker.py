@@ -37,6 +37,7 @@ from hpc_rl.training import distributed, flight_recorder, guards, memory_snapsho
 from hpc_rl.training.checkpoints.export import write_weights
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import Flops, load_tokenizer
+from hpc_rl.training.models.lora import without_adapters
 from hpc_rl.training.perf import max_memory_gb, peak_flops
 from hpc_rl.training.profiling import Trace, trace_path
 
@@ -108,7 +109,11 @@ class Worker:
 
     @guards.explain_out_of_memory("the reference's log-probabilities")
     def ref_logprobs(self) -> NDArray[np.float32]:
-        """Return the reference's log-probabilities of all held response tokens."""
+        """Return the reference's log-probabilities of all held response tokens. With adapters, the reference is the
+        policy without them."""
+        if self.config.model.lora.is_used:
+            with without_adapters(self.actor.model):
+                return held_logprobs(self.actor.model, self.held, self.config.rollout.temperature)
         reference: Reference = self._part("ref")
         return reference.logprobs(self.held)
 

@@ -21,6 +21,7 @@ from hpc_rl.config.ppo import OptionalRewardConfig, PpoConfig, engine_spec, pool
 from hpc_rl.config.preferences import DpoConfig, RmConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.select import SelectConfig
+from hpc_rl.config.training import ModelConfig
 from hpc_rl.data.selection import check_scored
 from hpc_rl.errors import UserError
 from hpc_rl.host.disk import refuse_unwritable, space_of
@@ -36,6 +37,7 @@ from hpc_rl.submission.hub import hub_cache
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.preflight.data import check_train_data, check_val_data
 from hpc_rl.submission.preflight.model import (
+    check_adapters,
     check_chat_template,
     check_is_classifier,
     check_is_language_model,
@@ -147,6 +149,8 @@ def model(job: Job) -> Iterator[Question]:
     yield Question(check_chat_template, (config.model, config.data, cache))
     if not isinstance(config, RmConfig):
         yield Question(check_is_language_model, ("model.path", config.model.path, cache))
+    if isinstance(config.model, ModelConfig) and config.model.lora.is_used:
+        yield Question(check_adapters, (config.model, job.coming, cache))
     if isinstance(config, PpoConfig):
         for key, path in {"reward.model": config.reward.model, "critic.path": config.critic.path}.items():
             if path is not None:

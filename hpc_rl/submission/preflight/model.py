@@ -7,12 +7,14 @@ from pathlib import Path
 
 from hpc_rl.config.finetune import FinetuneDataConfig
 from hpc_rl.config.ppo import PromptConfig
-from hpc_rl.config.training import ModelSource
+from hpc_rl.config.training import ModelConfig, ModelSource
 from hpc_rl.data.template import check_template, read_template, stored_template
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.host.large_files import check_model_folder
 from hpc_rl.host.model_kind import architectures_of, is_classifier, is_language_model
+from hpc_rl.host.peft_folder import block_layers, matching, read_peft_folder, refuse_other_base
+from hpc_rl.host.safetensors_header import shapes
 from hpc_rl.host.vocabulary import ROLES, other_special_tokens, role_difference, vocabulary_difference
 from hpc_rl.submission.after import is_coming
 from hpc_rl.submission.hub import HubCache
@@ -71,6 +73,36 @@ def check_is_classifier(key: str, path: str, cache: HubCache) -> None:
             f"{key} {path} is a language model ({architectures_of(folder)[0]}), and a reward model is needed, a "
             "classifier with one output: train one with hpc-rl submit rm"
         )
+
+
+def check_adapters(model: ModelConfig, coming: frozenset[Path], cache: HubCache) -> None:
+    """Check that the adapters of model.lora fit the model, if its safetensors files are on this machine.
+
+    Args:
+        coming: what an earlier job writes, which may not exist yet.
+
+    Raises:
+        UserError: the adapters to continue from are missing, or for another model, or no layer has a wanted name.
+    """
+    lora, folder = model.lora, _model_folder(model.path, cache)
+    weights: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")) if folder is not None else ():
+        try:
+            weights |= shapes(file)
+        except (OSError, ValueError):
+            return  # the check of the model reports it
+    if lora.path is None:
+        if weights:
+            matching(lora.target_modules, block_layers(weights))
+        return
+    key = "model.lora.path"
+    if not Path(lora.path).is_dir():
+        if not is_coming(lora.path, coming):
+            raise UserError(f"{key} {lora.path}: there is no such folder")
+        return
+    adapters = read_peft_folder(key, Path(lora.path))
+    if weights:
+        refuse_other_base(key, adapters, model.path, weights)
 
 
 def check_same_vocabulary(key: str, path: str, model: ModelSource, cache: HubCache) -> None:

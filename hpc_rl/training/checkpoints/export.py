@@ -9,6 +9,7 @@ called `rank` 0 to N - 1,
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 import shutil
@@ -22,12 +23,14 @@ import torch
 
 from hpc_rl.config.training import ModelConfig, TrainingConfig
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.host import peft_folder
 from hpc_rl.host.disk import explained
 from hpc_rl.host.model_kind import is_classifier
 from hpc_rl.host.ownership import own_folders
 from hpc_rl.host.scratch import held, remove_abandoned
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training.checkpoints import checkpoint, folders, model_state
+from hpc_rl.training.checkpoints import adapter_weights, checkpoint, folders, model_state
+from hpc_rl.training.checkpoints.adapter_weights import Weights
 from hpc_rl.training.checkpoints.model_state import UnreadableError
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models import safetensors_files
@@ -42,16 +45,26 @@ _FILE_BYTES = 2 * 10**9
 """Largest size of a file with several weights. Files are the unit of parallel writing."""
 
 
-def export(source: Path, out: Path, dtype: str | None = None, replace: bool = False, world: World = ALONE) -> Path:
+def export(
+    source: Path,
+    out: Path,
+    dtype: str | None = None,
+    merge: bool | None = None,
+    replace: bool = False,
+    world: World = ALONE,
+) -> Path:
     """Write weights (safetensors), configuration and tokenizer of a checkpoint into the folder `out`.
 
-    This needs only the checkpoint: no GPU, and not the model that training started from. Every rank of `world` calls
-    it and writes a part. The files get the permissions that the umask gives to new files.
+    This needs only the checkpoint: no GPU, and not the model that training started from, unless its adapters are
+    merged into it. Every rank of `world` calls it and writes a part. The files get the permissions that the umask gives
+    to new files.
 
     Args:
         source: a run directory (its newest checkpoint is exported) or the folder of one checkpoint.
         out: a folder that does not exist yet or is empty.
-        dtype: "float32", "bfloat16", ...; None for the run's trainer.export_dtype.
+        dtype: "float32", "bfloat16", ...; None for the run's trainer.export_dtype, and of adapters for their own.
+        merge: whether adapters are merged into the weights of their model; otherwise a folder in the format of peft is
+            written. None for the run's model.lora.merge.
         replace: replace the contents of `out`, after the new folder is complete.
 
     Returns:
@@ -63,10 +76,10 @@ def export(source: Path, out: Path, dtype: str | None = None, replace: bool = Fa
     """
     with ExitStack() as stack:
         folders = world.together(
-            lambda: stack.enter_context(new_folder(source, out, dtype, replace)) if world.is_main else None
+            lambda: stack.enter_context(new_folder(source, out, dtype, merge, replace)) if world.is_main else None
         )
         path, partial = map(Path, world.broadcast(folders and [str(folder) for folder in folders]))
-        world.together(lambda: write_weights(path, partial, dtype, world.rank, world.size))
+        world.together(lambda: write_weights(path, partial, dtype, world.rank, world.size, merge))
         world.together(stack.close)
     return path
 
@@ -77,7 +90,9 @@ def export_dtype(model: ModelConfig, trainer: TrainingConfig) -> str:
 
 
 @contextmanager
-def new_folder(source: Path, out: Path, dtype: str | None = None, replace: bool = False) -> Iterator[tuple[Path, Path]]:
+def new_folder(
+    source: Path, out: Path, dtype: str | None = None, merge: bool | None = None, replace: bool = False
+) -> Iterator[tuple[Path, Path]]:
     """Yield a checkpoint and a folder in which only the weights are missing; name the folder `out` at the end.
 
     The arguments and errors are those of `export`. What killed exports of `out` left is removed.
@@ -92,7 +107,7 @@ def new_folder(source: Path, out: Path, dtype: str | None = None, replace: bool 
             partial.mkdir(parents=True)
         with held(partial):
             with _explained(out):
-                _write_settings(path, partial, dtype)
+                _write_settings(path, partial, dtype, merge)
             yield path, partial
         with _explained(out):
             _follow_umask(partial)
@@ -103,11 +118,14 @@ def new_folder(source: Path, out: Path, dtype: str | None = None, replace: bool 
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_weights(path: Path, folder: Path, dtype: str | None, rank: int, ranks: int) -> None:
+def write_weights(
+    path: Path, folder: Path, dtype: str | None, rank: int, ranks: int, merge: bool | None = None
+) -> None:
     """Write one rank's files of the weights of a checkpoint.
 
     Args:
         path: the checkpoint.
+        merge: see `export`.
 
     Raises:
         UserError: the checkpoint cannot be read.
@@ -118,8 +136,14 @@ def write_weights(path: Path, folder: Path, dtype: str | None, rank: int, ranks:
         model_state.refuse_damage(part, rank, ranks)
     except UnreadableError as error:
         raise UserError(f"checkpoint {path} cannot be exported: {error}; export another step of the run") from error
+    if _exports_adapters(path, merge):
+        if rank == 0:
+            with _explained(folder):
+                adapter_weights.write_peft_weights(part, folder, dtype)
+        return
     hf = _empty(part, target)
-    stored = model_state.stored_weights(part)
+    weights = adapter_weights.open_weights(part, hf)
+    stored = weights.stored
     names = [name for name in weights_of(hf) if name not in (hf._keys_to_ignore_on_save or ())]
     missing = [name for name in names if name not in stored]
     if missing:
@@ -127,7 +151,7 @@ def write_weights(path: Path, folder: Path, dtype: str | None, rank: int, ranks:
     with _explained(folder):
         if changes_weights(hf):
             if rank == 0:
-                _write_whole(hf, part, target, folder)
+                _write_whole(hf, weights, target, folder)
             return
         dtypes = {name: target if stored[name].dtype.is_floating_point else stored[name].dtype for name in names}
         sizes = {name: stored[name].size.numel() * dtypes[name].itemsize for name in names}
@@ -137,15 +161,25 @@ def write_weights(path: Path, folder: Path, dtype: str | None, rank: int, ranks:
             (folder / "model.safetensors.index.json").write_text(index)
         for file, group in list(zip(files, groups, strict=True))[rank::ranks]:
             shapes = {name: stored[name].size for name in group}
-            read = lambda name: model_state.read_weights(part, [name], target)[name]  # noqa: E731
-            safetensors_files.write(folder / file, shapes, dtypes, read)
+            safetensors_files.write(folder / file, shapes, dtypes, functools.partial(weights.read, dtype=target))
 
 
-def _write_settings(path: Path, folder: Path, dtype: str | None) -> None:
-    """Write configuration, generation settings, tokenizer, and a model's own code."""
+def _exports_adapters(path: Path, merge: bool | None) -> bool:
+    """Return whether a checkpoint is exported as a folder with its adapters."""
+    merges = folders.read_progress(path).merge if merge is None else merge
+    return not merges and adapter_weights.has_adapters(_part(path))
+
+
+def _write_settings(path: Path, folder: Path, dtype: str | None, merge: bool | None) -> None:
+    """Write configuration, generation settings, tokenizer, and a model's own code. Adapters have a configuration of
+    their own, and the tokenizer."""
     from transformers import AutoTokenizer, GenerationConfig
 
     part = _part(path)
+    if _exports_adapters(path, merge):
+        shutil.copy(part / model_state.HF / peft_folder.CONFIG, folder)
+        AutoTokenizer.from_pretrained(part / model_state.HF).save_pretrained(folder)
+        return
     hf = _empty(part, _type(path, dtype))
     if (part / model_state.HF / "generation_config.json").exists():
         hf.generation_config = GenerationConfig.from_pretrained(part / model_state.HF)
@@ -158,9 +192,9 @@ def _write_settings(path: Path, folder: Path, dtype: str | None) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _write_whole(hf: PreTrainedModel, part: Path, dtype: torch.dtype, folder: Path) -> None:
+def _write_whole(hf: PreTrainedModel, weights: Weights, dtype: torch.dtype, folder: Path) -> None:
     """Write all weights in one process, for models whose weights transformers renames or splits in files."""
-    hf.load_state_dict(model_state.read_weights(part, None, dtype), strict=False, assign=True)
+    hf.load_state_dict({name: weights.read(name, dtype) for name in weights.stored}, strict=False, assign=True)
     hf.tie_weights()
     hf.save_pretrained(folder, max_shard_size=_FILE_BYTES)
 

@@ -40,6 +40,8 @@ class Progress:
     """Samples in the training data."""
     dtype: str
     """Type of the exported weights, such as bfloat16."""
+    merge: bool = True
+    """Whether adapters are exported merged into the weights of their model."""
     parts: tuple[str, ...] = (MODEL,)
     """Names of the trained models; the first one is exported."""
     step: int = 0

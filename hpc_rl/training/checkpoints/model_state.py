@@ -1,7 +1,8 @@
 """One model's part of a checkpoint, written by torch.distributed.checkpoint and readable with any number of ranks.
 
 .metadata, __0_0.distcp, ...   weights, optimizer and random state; each rank writes its shards
-hf/                            model configuration and tokenizer, so that an export needs nothing else
+hf/                            model configuration and tokenizer, so that an export needs nothing else; of adapters also
+                               adapter_config.json, and their export needs the model that they belong to
 checksums.json                 of all these files; written last
 """
 
@@ -26,12 +27,13 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hpc_rl.errors import AgreedError, RunError, UserError
+from hpc_rl.host import peft_folder
 from hpc_rl.host.disk import explained
 from hpc_rl.training.checkpoints import checksums, folders
 from hpc_rl.training.checkpoints.checksums import Checksum, SummedStream
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import PackedModel
-from hpc_rl.training.models.loading import weights_of
+from hpc_rl.training.models.loading import trained_weights
 from hpc_rl.training.sharding import reshard
 
 if TYPE_CHECKING:
@@ -207,8 +209,7 @@ _MODEL, _OPTIMIZER, _RANDOM = "model.", "optimizer.", "random."
 
 
 def _model_tensors(model: PackedModel) -> Tensors:
-    """Return weights and persistent buffers by their Hugging Face names, tied weights once."""
-    return {_MODEL + name: tensor for name, tensor in weights_of(model.hf).items()}
+    return {_MODEL + name: tensor for name, tensor in trained_weights(model).items()}
 
 
 def _optimizer_tensors(model: PackedModel, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -307,6 +308,10 @@ def _write_settings(folder: Path, found: Snapshot) -> None:
             generation_config.save_pretrained(folder)
         if found.tokenizer is not None:
             found.tokenizer.save_pretrained(folder)
+        if (adapters := found.model.adapters) is not None:
+            (folder / peft_folder.CONFIG).write_text(
+                json.dumps(adapters.peft_config(found.model.head_name()), indent=2) + "\n"
+            )
         for file in folder.iterdir():
             checksums.sync(file)
     except OSError as error:

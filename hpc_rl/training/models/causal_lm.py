@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from hpc_rl.config.training import ModelConfig, ModelSource, Sharding
+from hpc_rl.config.training import LoraConfig, ModelConfig, ModelSource, Sharding
 from hpc_rl.errors import UserError
 from hpc_rl.host.model_kind import is_classifier
-from hpc_rl.training.models import packed_attention
+from hpc_rl.training.models import lora, packed_attention
 from hpc_rl.training.models.packed_batch import PackedBatch
 from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
 
@@ -35,6 +35,8 @@ class PackedModel(nn.Module):
 
     sharding: Sharding = "none"
     """The division of its parameters among ranks, which sharding.shard sets."""
+    adapters: lora.Adapters | None = None
+    """The adapters that are trained instead of the whole model."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
@@ -59,8 +61,20 @@ class PackedModel(nn.Module):
         """Return modules that compute in float32 on every device: their results would suffer from bfloat16."""
         return []
 
+    def head_name(self) -> str | None:
+        """Return the name of a head that is trained as a whole even if the rest has adapters; None without one."""
+        return None
+
     def prepare_training(self, config: ModelConfig) -> None:
-        """Switch to training mode, with recomputation and compilation as configured."""
+        """Switch to training mode, with adapters, recomputation and compilation as configured.
+
+        Raises:
+            UserError: the model cannot have these adapters.
+        """
+        if config.lora.is_used:
+            self.adapters = lora.add_adapters(self.hf, self.layers(), config.lora, config.path)
+            if (head := self.head_name()) is not None:
+                self.hf.get_submodule(head).requires_grad_(True)
         self.hf.train()
         if config.enable_gradient_checkpointing:
             # transformers 5 introduced the new name, and transformers 6 removes the old one.
@@ -93,7 +107,7 @@ def causal_lm(
     def wrap(hf: PreTrainedModel, _missing: frozenset[str]) -> CausalLM:
         refuse_unsupported(hf)
         model = CausalLM(hf)
-        model.prepare_training(config)
+        model.prepare_training(config if trained else config.updated("lora", LoraConfig()))
         if not dropout:
             disable_dropout(model)
         if not trained:
@@ -176,7 +190,8 @@ class Flops:
 
     6 per parameter and token, and 12 * layers * heads * head size * length per token for attention: PaLM,
     appendix B (https://arxiv.org/abs/2204.02311). Input embeddings are looked up, not multiplied, and do not count;
-    the LM head counts only for target tokens, because it is computed only for them.
+    the LM head counts only for target tokens, because it is computed only for them. Frozen parameters count 4, because
+    they have no gradient.
     """
 
     per_token: float
@@ -194,8 +209,13 @@ def count_flops(model: PackedModel) -> Flops:
     config = model.hf.config.get_text_config()
     output = model.hf.get_output_embeddings()  # a classifier has none
     embeddings = {id(layer.weight) for layer in (model.hf.get_input_embeddings(), output) if layer is not None}
-    body = sum(p.numel() for p in model.parameters() if id(p) not in embeddings)
-    head = 0 if output is None else output.weight.numel()
+    body = sum(_flops_of(p) for p in model.parameters() if id(p) not in embeddings)
+    head = 0.0 if output is None else _flops_of(output.weight)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_size
-    return Flops(per_token=6.0 * body, per_target=6.0 * head, per_squared_token=float(attention))
+    return Flops(per_token=body, per_target=head, per_squared_token=float(attention))
+
+
+def _flops_of(parameter: torch.Tensor) -> float:
+    """Return the operations of a parameter's matrix products for one token."""
+    return (6.0 if parameter.requires_grad else 4.0) * parameter.numel()

@@ -22,6 +22,7 @@ from hpc_rl.config.training import TrainingConfig
 from hpc_rl.errors import UserError
 from hpc_rl.training import sharding
 from hpc_rl.training.distributed import World
+from hpc_rl.training.models import lora
 from hpc_rl.training.models.causal_lm import PackedModel
 from hpc_rl.training.models.pretrained import Pretrained
 from hpc_rl.training.models.safetensors_files import BUFFER_BYTES, Stored, contents
@@ -39,8 +40,27 @@ def load_sharded(pretrained: Pretrained[Model], world: World, trainer: TrainingC
     Raises:
         AgreedError: no model can be loaded, or it cannot be used; every rank raises this.
     """
-    if not sharding.is_sharded(world):
-        return world.together(pretrained.load)
+    whole = not sharding.is_sharded(world)
+    model = world.together(pretrained.load) if whole else _load_parts(pretrained, world, trainer)
+    world.together(lambda: set_adapters(model, trainer.seed))
+    return model
+
+
+def set_adapters(model: PackedModel, seed: int) -> None:
+    """Give the adapters of a model their first values: this rank's part of them. Nothing happens without adapters.
+
+    Raises:
+        UserError: the adapters to continue from cannot be read.
+    """
+    if model.adapters is None:
+        return
+    weights = weights_of(model.hf)
+    for name, value in lora.initial_values(model.hf, model.adapters, seed):
+        first, local = _local(weights[name])
+        local.copy_(value[first : first + len(local)])
+
+
+def _load_parts(pretrained: Pretrained[Model], world: World, trainer: TrainingConfig) -> Model:
     hf = world.together(pretrained.empty)
     stored = world.together(lambda: stored_weights(pretrained, hf))
     # Some ranks may not find a file, for example without a connection to the hub. All have to load in the same way.
@@ -60,6 +80,14 @@ def weights_of(hf: nn.Module) -> Tensors:
     persistent = hf.state_dict().keys()
     buffers = {name: buffer for name, buffer in hf.named_buffers() if name in persistent}
     return {name: parameter.detach() for name, parameter in hf.named_parameters()} | buffers
+
+
+def trained_weights(model: PackedModel) -> Tensors:
+    """Return what a checkpoint has of a model, by name, tied weights once: the adapters and the head that are trained,
+    or, of a model without adapters, all parameters and persistent buffers."""
+    if model.adapters is not None:
+        return {name: weight.detach() for name, weight in model.hf.named_parameters() if weight.requires_grad}
+    return weights_of(model.hf)
 
 
 def stored_weights(pretrained: Pretrained[Any], hf: PreTrainedModel) -> dict[str, Stored] | None:
@@ -172,6 +200,8 @@ def _from_rank_0(pretrained: Pretrained[Model], hf: PreTrainedModel, world: Worl
     _shard(model, world, trainer)
     for name, weight in weights_of(hf).items():
         first, local = _local(weight)
+        if name not in described:  # an adapter
+            continue
         for row, part in _pieces(sources.pop(name, None), described[name], world):
             low, high = max(row, first), min(row + len(part), first + len(local))
             if low < high:

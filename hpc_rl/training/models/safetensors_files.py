@@ -1,15 +1,13 @@
-"""The safetensors format, read and written in parts: https://huggingface.co/docs/safetensors/index#format
+"""The safetensors format, read and written in parts; host/safetensors_header.py describes it.
 
-A file begins with the length of its header (8 bytes, little-endian) and the header, a JSON object that gives type,
-shape and place of each tensor. The library maps whole files into memory, and a mapped file counts as memory of the
-process. These functions read and write with one buffer of bounded size, which is also faster on network file systems.
+The library maps whole files into memory, and a mapped file counts as memory of the process. These functions read and
+write with one buffer of bounded size, which is also faster on network file systems.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
+from hpc_rl.host.safetensors_header import read_header
 
 BUFFER_BYTES = 64 * 2**20
 """Size of the pieces in which tensors are read and written."""
@@ -34,8 +34,6 @@ _TYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
-_HEADER_LIMIT = 100_000_000
-"""Longest header that the format allows, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -85,23 +83,16 @@ def contents(file: Path) -> dict[str, Stored]:
         OSError: the file cannot be read.
         ValueError: it is not a complete safetensors file, or a tensor has a type that torch cannot train.
     """
-    with file.open("rb") as source:
-        start = source.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _HEADER_LIMIT
-        if length >= _HEADER_LIMIT:
-            raise ValueError(f"{file} is not a safetensors file")
-        header = json.loads(source.read(length))
-        size = os.fstat(source.fileno()).st_size
+    header, start = read_header(file)
+    size = file.stat().st_size
     found = {}
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
         if entry["dtype"] not in _TYPES:
             raise ValueError(f"{name} in {file} has the type {entry['dtype']}, and only {', '.join(_TYPES)} are read")
         begin, end = entry["data_offsets"]
-        if 8 + length + end > size:
-            raise ValueError(f"{file} has {size:,} bytes, and its header states at least {8 + length + end:,}")
-        found[name] = Stored(file, _TYPES[entry["dtype"]], torch.Size(entry["shape"]), 8 + length + begin)
+        if start + end > size:
+            raise ValueError(f"{file} has {size:,} bytes, and its header states at least {start + end:,}")
+        found[name] = Stored(file, _TYPES[entry["dtype"]], torch.Size(entry["shape"]), start + begin)
     return found
 
 

@@ -12,6 +12,7 @@ from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import UserError
 from hpc_rl.host.vocabulary import vocabulary_difference
 from hpc_rl.training.models.causal_lm import PackedModel, load_tokenizer, refuse_unsupported_backbone
+from hpc_rl.training.models.lora import new_like
 from hpc_rl.training.models.packed_batch import PackedBatch
 from hpc_rl.training.models.pretrained import Pretrained
 
@@ -39,6 +40,10 @@ class ScalarModel(PackedModel):
         head: nn.Module = getattr(self.hf, _HEAD)
         return head
 
+    def head_name(self) -> str:
+        """See PackedModel.head_name."""
+        return _HEAD
+
     def float32_modules(self) -> list[nn.Module]:
         """See PackedModel.float32_modules."""
         return [self.head]
@@ -55,7 +60,8 @@ def critic(path: str, config: ModelConfig) -> Pretrained[ScalarModel]:
     Without a trained head the values are 0. This is a better start than random values: the first advantages are then
     the returns themselves.
     """
-    return trained_scalar_model(path, "critic.path", config)
+    # The adapters to continue from are the policy's.
+    return trained_scalar_model(path, "critic.path", config.updated("lora", new_like(config.lora)))
 
 
 def trained_scalar_model(path: str, key: str, config: ModelConfig) -> Pretrained[ScalarModel]:

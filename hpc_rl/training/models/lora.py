@@ -1,0 +1,205 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685) beside the linear layers of a model.
+
+A layer with an adapter keeps its weight and the name of its weight, so that loading, sharding and export see the same
+model. Only the adapters are trained, in float32; the model's weights are frozen in model.dtype.
+
+Shape suffixes: T tokens, I inputs, O outputs, R rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hpc_rl.config.training import LoraConfig
+from hpc_rl.errors import UserError
+from hpc_rl.host.peft_folder import (
+    DOWN,
+    PREFIX,
+    UP,
+    WEIGHTS,
+    PeftFolder,
+    matching,
+    new_config,
+    read_peft_folder,
+    refuse_other_base,
+)
+from hpc_rl.training.models.safetensors_files import contents
+
+KEY = "model.lora.path"
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer with an adapter: x W' + bias + alpha / rank * (x A') B'. It has the layer's parameters."""
+
+    def __init__(self, layer: nn.Linear, rank: int, scale: float, dropout: float) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.scale = layer.in_features, layer.out_features, scale
+        self.weight, self.bias = layer.weight, layer.bias
+        self.dropout = nn.Dropout(dropout)
+        device = layer.weight.device
+        self.lora_A = _empty_linear(layer.in_features, rank, device)
+        self.lora_B = _empty_linear(rank, layer.out_features, device)
+        self.is_enabled = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute in the type of `x`. The scale is applied where the tensor is smallest."""
+        y = F.linear(x, self.weight, self.bias)
+        if not self.is_enabled:
+            return y
+        down_RI, up_OR = self.lora_A.weight.to(x.dtype), self.lora_B.weight.to(x.dtype)
+        low_TR = F.linear(self.dropout(x), down_RI).flatten(0, -2) * self.scale
+        return torch.addmm(y.flatten(0, -2), low_TR, up_OR.t()).view(y.shape)
+
+
+def _empty_linear(inputs: int, outputs: int, device: torch.device) -> nn.Linear:
+    """Return a layer with values of 0, without a use of torch's random state."""
+    layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, device=device, dtype=torch.float32)
+    nn.init.zeros_(layer.weight)
+    return layer
+
+
+def merged(weight_OI: torch.Tensor, down_RI: torch.Tensor, up_OR: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the weight of a linear layer that computes the same as the layer and its adapter, float32."""
+    return torch.addmm(weight_OI.float(), up_OR.float(), down_RI.float(), alpha=scale)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a model."""
+
+    base: str
+    """The option model.path."""
+    rank: int
+    alpha: float
+    dropout: float
+    layers: tuple[str, ...]
+    """Names of the layers that have one."""
+    targets: tuple[str, ...]
+    """Names that select these layers and no others in peft."""
+    source: PeftFolder | None
+    """Where their first values are; None for new ones."""
+
+    def peft_config(self, head: str | None) -> dict[str, Any]:
+        """Return the contents of adapter_config.json; see `new_config`."""
+        return new_config(self.base, self.rank, self.alpha, self.dropout, self.targets, head)
+
+
+def add_adapters(hf: nn.Module, blocks: Sequence[nn.Module], config: LoraConfig, base: str) -> Adapters:
+    """Give linear layers adapters, whose values are 0 until `initial_values` are set; freeze all other parameters.
+
+    Args:
+        blocks: the model's transformer blocks.
+        base: the option model.path.
+
+    Raises:
+        UserError: no layer has such a name, or the adapters to continue from are not for this model.
+    """
+    inside = {id(module) for block in blocks for module in block.modules()}
+    linear = {name: m for name, m in hf.named_modules() if isinstance(m, nn.Linear) and id(m) in inside}
+    source = None
+    if config.path is not None:
+        source = read_peft_folder(KEY, Path(config.path))
+        refuse_other_base(KEY, source, base, {f"{name}.weight": tuple(m.weight.shape) for name, m in linear.items()})
+        names: Sequence[str] = source.modules
+        rank, alpha = source.rank, source.alpha
+    else:
+        assert config.rank is not None
+        names = matching(config.target_modules, linear)
+        rank = config.rank
+        alpha = 2.0 * rank if config.alpha is None else config.alpha
+    if not names:
+        raise UserError(f"model.lora: the transformer blocks of model.path {base} have no linear layers")
+    hf.requires_grad_(False)
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        setattr(hf.get_submodule(parent), child, LoraLinear(linear[name], rank, alpha / rank, config.dropout))
+    return Adapters(base, rank, alpha, config.dropout, tuple(names), _shortest(names, hf), source)
+
+
+def new_like(config: LoraConfig) -> LoraConfig:
+    """Return the options of new adapters with the shape of those to continue from: for a critic beside a policy.
+
+    Raises:
+        UserError: the folder cannot be read.
+    """
+    if config.path is None:
+        return config
+    source = read_peft_folder(KEY, Path(config.path))
+    targets = sorted({name.rpartition(".")[2] for name in source.modules})
+    return LoraConfig(rank=source.rank, alpha=source.alpha, target_modules=targets)
+
+
+def _shortest(names: Sequence[str], hf: nn.Module) -> tuple[str, ...]:
+    """Return the last parts of the layers' names if these select the same layers, else the whole names."""
+    last = sorted({name.rpartition(".")[2] for name in names})
+    others = [name for name, m in hf.named_modules() if isinstance(m, nn.Linear) and name.rpartition(".")[2] in last]
+    return tuple(names) if others else tuple(last)
+
+
+def adapted_layers(hf: nn.Module) -> dict[str, LoraLinear]:
+    """Return the layers with an adapter by name."""
+    return {name: module for name, module in hf.named_modules() if isinstance(module, LoraLinear)}
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter of this name belongs to an adapter."""
+    return f".{DOWN}." in name or f".{UP}." in name
+
+
+@contextmanager
+def without_adapters(hf: nn.Module) -> Iterator[None]:
+    """Compute with the frozen model alone, the reference of DPO and reinforcement learning."""
+    layers = adapted_layers(hf).values()
+    for layer in layers:
+        layer.is_enabled = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_enabled = True
+
+
+def initial_values(hf: nn.Module, adapters: Adapters, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and whole first value of the adapters' parameters, equal on all ranks.
+
+    Those to continue from come from their folder. Of new ones, A is uniform as in a new linear layer and B is 0, so
+    that training starts with the model itself.
+
+    Raises:
+        UserError: the folder cannot be read.
+    """
+    if adapters.source is not None:
+        yield from _stored_values(hf, adapters.source)
+        return
+    for name in adapters.layers:
+        layer = hf.get_submodule(name)
+        assert isinstance(layer, LoraLinear)
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
+        bound = 1 / math.sqrt(layer.in_features)  # the variance that nn.Linear has
+        down_RI = torch.empty(adapters.rank, layer.in_features).uniform_(-bound, bound, generator=generator)
+        yield f"{name}.{DOWN}.weight", down_RI
+        yield f"{name}.{UP}.weight", torch.zeros(layer.out_features, adapters.rank)
+
+
+def _stored_values(hf: nn.Module, source: PeftFolder) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the values in a folder. A head in it is for a model with such a head."""
+    parameters = {name for name, _ in hf.named_parameters()}
+    try:
+        for key, stored in contents(source.path / WEIGHTS).items():
+            name = key.removeprefix(PREFIX)
+            if name in parameters:
+                rows = [part.clone() for _, part in stored.rows(0, stored.shape[0])]
+                yield name, torch.cat(rows)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{KEY} {source.path} cannot be read: {error}") from error

@@ -1,0 +1,161 @@
+"""Runs with adapters: the same numbers however the work is split, and failures if adapters do not reach the engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hpc_rl.errors import RunError
+from hpc_rl.rl import trainer
+from hpc_rl.rl.workers.worker import Worker
+from tests.rl.runs.jobs import Runs, metrics, same_metrics, samples, series, stop_after
+
+LORA = (
+    "model.lora.rank=4",
+    *("actor.optim.lr=2e-2", "critic.optim.lr=1e-2", "algorithm.kl={where: reward, coef: 0.1}"),
+    *("trainer.total_training_steps=3", "trainer.val_before_train=true", "trainer.export=true"),
+)
+ENGINE_POOL = ("trainer.n_gpus_per_node=3", "pools={spec: {train: [2], engines: [1]}, roles: {rollout: engines}}")
+
+
+@pytest.fixture(scope="module")
+def one_worker(run: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("one")
+    assert run(run_dir, *LORA) == 0
+    return run_dir
+
+
+def base_of(run: Runs) -> str:
+    return next(option for option in run.base if option.startswith("model.path=")).partition("=")[2]
+
+
+def test_the_reference_is_the_policy_without_its_adapters(one_worker: Path) -> None:
+    penalties = series(one_worker, "actor/reward_kl_penalty")
+    assert penalties[0] == pytest.approx(0, abs=1e-7)
+    assert penalties[2] > 1e-4
+    assert series(one_worker, "actor/kl_coef") == [0.1] * 3
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        ("trainer.n_gpus_per_node=2",),
+        ("trainer.n_gpus_per_node=2", "trainer.sharding=none", "model.enable_gradient_checkpointing=true"),
+        ENGINE_POOL,
+    ],
+    ids=["sharded", "replicated", "engine in another process"],
+)
+def test_every_split_gives_the_same_numbers(
+    run: Runs, tmp_path: Path, one_worker: Path, split: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, *LORA, *split) == 0
+    same_metrics(tmp_path, one_worker)
+    said = capsys.readouterr().out
+    assert "before the first update, the engine's probabilities equal those of the model without adapters" in said
+    assert "the engine's log-probabilities moved together with the policy's (slope 1.000" in said
+    exported, expected = (AutoModelForCausalLM.from_pretrained(path / "model") for path in (tmp_path, one_worker))
+    base = AutoModelForCausalLM.from_pretrained(base_of(run)).state_dict()
+    for name, weight in exported.state_dict().items():
+        torch.testing.assert_close(weight, expected.state_dict()[name], atol=1e-4, rtol=1e-3)
+        assert torch.equal(weight, base[name]) == ("_proj" not in name or name.endswith("bias")), name
+
+
+def test_resuming_is_exact_and_needs_no_second_check(
+    run: Runs, tmp_path: Path, one_worker: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 2)
+        assert run(tmp_path, *LORA, "trainer.n_gpus_per_node=2") == 75
+    capsys.readouterr()
+    (tmp_path / "stop").unlink()
+    assert run(tmp_path, *LORA) == 0
+    said = capsys.readouterr().out
+    assert "before the first update" not in said
+    assert "moved together" in said
+    same_metrics(tmp_path, one_worker)
+    assert [row["response"] for row in samples(tmp_path)] == [row["response"] for row in samples(one_worker)]
+    sizes = {
+        part.name: sum(file.stat().st_size for file in part.glob("*.distcp")) for part in checkpoint_parts(tmp_path)
+    }
+    adapters = load_file(next(Path(base_of(run)).glob("*.safetensors")))
+    assert sizes.keys() == {"actor", "critic"}
+    whole = sum(weight.numel() * 4 * 3 for weight in adapters.values())
+    assert all(size < whole for size in sizes.values())
+
+
+def checkpoint_parts(run_dir: Path) -> list[Path]:
+    newest = max((run_dir / "checkpoints").glob("step-????????"))
+    return [path for path in newest.iterdir() if path.is_dir()]
+
+
+def test_a_run_continues_from_adapters(
+    run: Runs, tmp_path: Path, one_worker: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path / "first", *LORA, "model.lora.merge=false", "trainer.total_training_steps=1") == 0
+    folder = tmp_path / "first" / "model"
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == base_of(run)
+    capsys.readouterr()
+    more = (f"model.lora.path={folder}", "trainer.total_training_steps=1")
+    assert run(tmp_path / "second", *LORA[1:], *more, *ENGINE_POOL) == 0
+    said = capsys.readouterr().out
+    assert "before the first update" not in said
+    assert "moved together" in said
+    assert series(tmp_path / "second", "actor/reward_kl_penalty")[0] > 1e-4  # the reference has no adapters
+
+
+def drop_adapters(worker: Worker) -> None:
+    worker._parts["sender"]._source.adapted = {}
+
+
+def send_other_weights(worker: Worker) -> None:
+    source = worker._parts["sender"]._source
+    kept = type(source).__iter__
+
+    class Other(type(source)):  # type: ignore[misc]
+        def __iter__(self) -> Any:
+            return ((name, weight * 3) for name, weight in kept(self))
+
+    source.__class__ = Other
+
+
+def break_on(state: Any, fault: Any) -> None:
+    """Change something in the processes of the policy's workers."""
+    import ray
+
+    ray.get([worker.__ray_call__.remote(fault) for worker in state.actor._workers], timeout=60)
+
+
+def test_a_transfer_that_drops_adapters_ends_the_run(run: Runs, tmp_path: Path) -> None:
+    with run.state(tmp_path, *LORA, *ENGINE_POOL) as state:
+        break_on(state, drop_adapters)
+        with pytest.raises(RunError, match=r"engine's log-probabilities have moved by -?0\.0\d times the policy's"):
+            trainer.train(state)
+    assert [step["step"] for step in metrics(tmp_path)] == [0, 1]
+
+
+def test_a_transfer_of_wrong_weights_ends_the_run_before_the_first_update(run: Runs, tmp_path: Path) -> None:
+    with run.state(tmp_path, *LORA, *ENGINE_POOL) as state:
+        break_on(state, send_other_weights)
+        state.rollout.sync()
+        with pytest.raises(RunError, match="the engine's probabilities differ from those of the model without"):
+            trainer.train(state)
+    assert [step["step"] for step in metrics(tmp_path)] == [0]
+
+
+def test_adapters_that_change_something_at_the_start_end_the_run(run: Runs, tmp_path: Path) -> None:
+    def disturb(worker: Worker) -> None:
+        with torch.no_grad():
+            for name, parameter in worker.actor.model.hf.named_parameters():
+                if ".lora_B." in name:
+                    parameter.add_(0.5)
+
+    with run.state(tmp_path, *LORA) as state:
+        break_on(state, disturb)
+        with pytest.raises(RunError, match="but the policy's probabilities differ from those of the model without"):
+            trainer.train(state)
