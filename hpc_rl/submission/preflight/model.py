@@ -36,7 +36,7 @@ def check_model_path(key: str, path: str, coming: frozenset[Path], cache: HubCac
         UserError: the folder is missing or not a complete model, or compute nodes are offline and the cache lacks it.
     """
     if is_coming(path, coming):
-        return f"model {path} is exported by an earlier job"
+        return None
     folder = _model_folder(path, cache)
     if folder is None:
         if Path(path).exists():
