@@ -34,6 +34,13 @@ def memory() -> Iterator[str]:
         yield f"| {name} | {row['gib']:.2f} | {row['gib'] / plain['gib']:.0%} |"
 
 
+def divergences() -> Iterator[str]:
+    measured = result("divergence_memory")
+    plain = measured["forward, plain logits"]["gib"]
+    for name, row in measured.items():
+        yield f"| {name} | {row['gib']:.2f} | {row['gib'] / plain:.0%} |"
+
+
 def ranks() -> Iterator[str]:
     measured = result("scaling")
     for name, speeds in measured.items():
@@ -68,7 +75,7 @@ def start_of_ray() -> Iterator[str]:
             yield f"| {nodes} nodes, {title} | {median(seconds):.1f} | {ratio} |"
 
 
-TABLES = (fine_tuning, memory, ranks, reinforcement_learning, weight_sync, start_of_ray)
+TABLES = (fine_tuning, memory, divergences, ranks, reinforcement_learning, weight_sync, start_of_ray)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
