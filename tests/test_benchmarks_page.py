@@ -42,6 +42,13 @@ def preferences() -> Iterator[str]:
                 yield f"| {who} | {median(speeds):,.2f} | {ratio} |"
 
 
+def divergences() -> Iterator[str]:
+    measured = result("divergence_memory")
+    plain = measured["forward, plain logits"]["gib"]
+    for name, row in measured.items():
+        yield f"| {name} | {row['gib']:.2f} | {row['gib'] / plain:.0%} |"
+
+
 def ranks() -> Iterator[str]:
     measured = result("scaling")
     for name, speeds in measured.items():
@@ -86,7 +93,17 @@ def adapters() -> Iterator[str]:
         yield f"| {who} | {size / 1e6:.1f} |"
 
 
-TABLES = (fine_tuning, preferences, memory, ranks, reinforcement_learning, weight_sync, start_of_ray, adapters)
+TABLES = (
+    fine_tuning,
+    preferences,
+    memory,
+    divergences,
+    ranks,
+    reinforcement_learning,
+    weight_sync,
+    start_of_ray,
+    adapters,
+)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)

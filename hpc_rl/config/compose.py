@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from hpc_rl.config.groups import check_choices, find_cycle, folders, groups, not_text, recipe_for
 from hpc_rl.config.job import JobConfig
-from hpc_rl.config.keys import documented_keys, find_annotation, leaf_types, nearest
+from hpc_rl.config.keys import MISSING, documented_keys, find_annotation, leaf_types, nearest
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.origins import line_in, origin_of
 from hpc_rl.config.tree import flat, merged, put, read_tree
@@ -107,7 +107,7 @@ def compose_partly(
     else:
         missing = []
     for key in missing:
-        put(tree, key, "???")
+        put(tree, key, MISSING)
     return validate(job, tree), missing
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from hpc_rl.config.base import Path, Section
+from hpc_rl.config.keys import MISSING
 from hpc_rl.config.sft import SftConfig
 
 
@@ -65,7 +66,7 @@ class DistillConfig(SftConfig):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if self.teacher.path == self.model.path and not self.algorithm.sft_coeff:
+        if self.teacher.path == self.model.path != MISSING and not self.algorithm.sft_coeff:
             yield (
                 f"teacher.path and model.path are both {self.model.path}: the model has nothing to learn from itself; "
                 "name another teacher"

@@ -12,6 +12,9 @@ from pydantic import BaseModel
 from hpc_rl.config.tree import put
 from hpc_rl.errors import UserError
 
+MISSING = "???"
+"""Stands for the value of a required key in a configuration that is not complete yet."""
+
 
 def documented_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
     """Yield (dotted key, type, default, meaning) of every option, in the order of the schema."""

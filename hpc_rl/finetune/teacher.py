@@ -35,7 +35,7 @@ _ROUND = 128
 """Samples of each rank between two exchanges of results, in which the ranks also agree whether to stop."""
 _STORE_EVERY_S = 300
 """Approximate time between two writes."""
-_STORE_BYTES = 1 << 30
+_STORE_BYTES = 256 << 20
 """Bytes of results after which they are written earlier."""
 TopK = NDArray[Any]
 """Targets of some samples, one after the other, with the fields of `top_k_dtype`."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.compose import compose
+from hpc_rl.config.compose import compose, compose_partly
 from hpc_rl.config.distill import DistillConfig
 from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.ppo import PpoConfig, roles_in_use
@@ -112,3 +112,8 @@ def test_the_recipe_of_distillation() -> None:
     assert isinstance(config, DistillConfig)
     assert config.trainer.nnodes == 1 and config.teacher.path != config.model.path
     assert config.data.train_batch_size % config.trainer.n_gpus_per_node == 0
+
+
+def test_a_distillation_without_models_can_be_looked_at() -> None:
+    _, missing = compose_partly("distill", ["data.train_files=a.jsonl"])
+    assert missing == ["model.path", "teacher.path"]

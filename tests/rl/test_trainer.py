@@ -159,7 +159,7 @@ def test_a_step_that_is_discarded_returns_to_its_position(
 
 def evaluated(batch: Batch, *overrides: str) -> TensorDict:
     experience = experience_of([1] * len(batch.prompts))
-    absent = dict.fromkeys(("reference", "critic", "old_logprobs"))
+    absent = dict.fromkeys(("reference", "teacher", "critic", "old_logprobs"))
     state = SimpleNamespace(config=ppo_config(*overrides), groups=[], step=0, **absent)
     trainer.evaluate(state, batch, experience, Clock())  # type: ignore[arg-type]
     return experience
