@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -279,3 +280,11 @@ def test_the_reference_of_a_policy_ignores_its_adapters(folder: Path, tmp_path: 
         step(state, Clock())
     torch.testing.assert_close(reference.Reference(state.model).logprobs(batch), before, atol=0, rtol=0)
     torch.testing.assert_close(before, batch.ref_PW, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_compiled(folder: Path, tmp_path: Path, uninterrupted: dict[str, Path]) -> None:
+    base = [*overrides(folder, "dpo"), "model.use_torch_compile=true", "ref.precompute_logprobs=false"]
+    assert run_here(["--kind", "dpo", *base], tmp_path) == 0
+    same_as(uninterrupted["dpo"], tmp_path)

@@ -38,6 +38,14 @@ from hpc_rl.training.models.safetensors_files import contents
 KEY = "model.lora.path"
 
 
+class Matrix(nn.Module):
+    """One of an adapter's two matrices, with the name that it has in peft's files: `weight`."""
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, columns, dtype=torch.float32, device=device))
+
+
 class LoraLinear(nn.Module):
     """A frozen linear layer with an adapter: x W' + bias + alpha / rank * (x A') B'. It has the layer's parameters."""
 
@@ -47,8 +55,8 @@ class LoraLinear(nn.Module):
         self.weight, self.bias = layer.weight, layer.bias
         self.dropout = nn.Dropout(dropout)
         device = layer.weight.device
-        self.lora_A = _empty_linear(layer.in_features, rank, device)
-        self.lora_B = _empty_linear(rank, layer.out_features, device)
+        self.lora_A = Matrix(rank, layer.in_features, device)
+        self.lora_B = Matrix(layer.out_features, rank, device)
         self.is_enabled = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,13 +67,6 @@ class LoraLinear(nn.Module):
         down_RI, up_OR = self.lora_A.weight.to(x.dtype), self.lora_B.weight.to(x.dtype)
         low_TR = F.linear(self.dropout(x), down_RI).flatten(0, -2) * self.scale
         return torch.addmm(y.flatten(0, -2), low_TR, up_OR.t()).view(y.shape)
-
-
-def _empty_linear(inputs: int, outputs: int, device: torch.device) -> nn.Linear:
-    """Return a layer with values of 0, without a use of torch's random state."""
-    layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, device=device, dtype=torch.float32)
-    nn.init.zeros_(layer.weight)
-    return layer
 
 
 def merged(weight_OI: torch.Tensor, down_RI: torch.Tensor, up_OR: torch.Tensor, scale: float) -> torch.Tensor:
