@@ -50,7 +50,16 @@ from tests.helpers import chats, make_tiny_model
 ROOT = Path(__file__).parents[1]
 DOCS = sorted(path for path in (ROOT / "docs").glob("*.md") if not path.name.startswith("_"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
-NO_KEYS = {"container.sh", "container.sh.j2", "ray.init", "ray.put", "data.rows", "ray.sbatch.j2", "trainer.json"}
+NO_KEYS = {
+    "eval.json",
+    "container.sh",
+    "container.sh.j2",
+    "ray.init",
+    "ray.put",
+    "data.rows",
+    "ray.sbatch.j2",
+    "trainer.json",
+}
 """Dotted words in code that look like keys of the configuration and are something else."""
 TO_BE_WRITTEN = {"configs/recipe/mine.yaml", "hpc_rl/images/charliecloud.py"}
 """Files that the reader is asked to write."""
