@@ -35,7 +35,7 @@ def memory() -> Iterator[str]:
 
 
 def preferences() -> Iterator[str]:
-    for name in ("preferences_4096",):
+    for name in ("preferences_4096", "preferences_151936"):
         for measured in result(name).values():
             for who, speeds in measured.items():
                 ratio = "" if who == "hpc-rl" else f"{median_ratio(measured['hpc-rl'], speeds):.2f}"
