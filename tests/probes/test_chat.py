@@ -39,11 +39,14 @@ def say(folder: Path, messages: Sequence[str], *words: str) -> tuple[int, list[s
 
 
 def test_a_conversation_from_a_pipe(folder: Path) -> None:
-    """A new conversation begins like the first; a second message has the first one as its context."""
+    """A new conversation begins like the first; earlier messages stay in the context until it is full."""
     options = ("sft-1", "--temperature", "0", "--max-tokens", "4")
-    code, shown, errors = say(folder, ["one", "/reset", "one", "one", "/exit", "never read"], *options)
+    code, shown, errors = say(
+        folder, ["one", "/reset", *["one"] * 20, "/reset", "one", "/exit", "never read"], *options
+    )
     assert code == 0, errors
-    assert len(shown) == 3 and shown[0] == shown[1] != shown[2]
+    assert 3 < len(shown) < 20 and shown[0] == shown[1] == shown[-1]
+    assert "exceed the model's 64 positions" in errors
     code, alone, _ = say(folder, ["one"], *options)
     assert (code, alone) == (0, shown[:1]), "the end of the input ends the chat"
 

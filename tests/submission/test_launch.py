@@ -70,10 +70,9 @@ def test_a_wait_has_a_deadline(folder: Path) -> None:
 
 
 def test_an_unknown_kind_lists_the_kinds() -> None:
+    kinds = "sft, dpo, rm, distill, ppo, generate, eval, select, torchrun, ray"
     for kind in ("grpo", "doctor"):
-        with pytest.raises(
-            hpc_rl.UserError, match=f"job kind '{kind}': choose one of sft, dpo, rm, distill, ppo, torchrun, ray$"
-        ):
+        with pytest.raises(hpc_rl.UserError, match=f"job kind '{kind}': choose one of {kinds}$"):
             hpc_rl.submit(kind)
     with pytest.raises(hpc_rl.UserError, match=r"overrides and program are lists of words"):
         hpc_rl.submit("torchrun", program="train.py")
