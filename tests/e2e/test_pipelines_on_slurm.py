@@ -1,4 +1,4 @@
-"""A pipeline on a real Slurm: all stages are queued at once, a cancelled stage ends those after it, and requeue continues."""
+"""A pipeline on a real Slurm: all stages are queued at once; a cancelled one ends those after it; requeue continues."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NAMES = ["twice_1-train", "twice_1-again", "twice_2-train", "twice_2-again"]
 @pytest.fixture(scope="module")
 def workspace(slurm_cluster: Cluster) -> Workspace:
     workspace = make_workspace(slurm_cluster.shared / f"pipelines-{uuid.uuid4().hex[:8]}", slurm_cluster.env)
-    (workspace.folder / "twice.yaml").write_text(yaml.safe_dump(TWICE))
+    (workspace.folder / "twice.yaml").write_text(yaml.safe_dump(TWICE, sort_keys=False))
     return workspace
 
 
