@@ -1,7 +1,9 @@
 # make demo    a model that learns sums on this machine, from nothing: SFT, then PPO
+# make demo-pipeline   the same model improved by a reward model and PPO, and by three rounds of iterative DPO
 # make test    everything: lint, types, imports, unit tests, and a real Slurm where root can have one
 # make test-large  memory of 7B and 32B models on simulated GPUs
 # make test-faults  faults injected into jobs on real nodes, and a table of what they did
+# make test-pipelines   the shipped pipelines for three rounds on real nodes, with a cancelled job in each stage
 # make test-slurm-new   the tests that depend on Slurm's version most, on a newer Slurm (about 600 MB)
 # make test-vllm-api   vLLM's API in the oldest and newest wheel for GPUs that setup.cfg admits (downloads 700 MB; no GPU)
 # make bench   the measurements of docs/benchmarks.md
@@ -16,10 +18,13 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export WANDB_MODE ?= offline
 
-.PHONY: demo test test-large test-faults test-lowest test-slurm-new test-vllm-api test-peft test-gpu lint bench docs clean
+.PHONY: demo demo-pipeline test test-large test-faults test-pipelines test-lowest test-slurm-new test-vllm-api test-peft test-gpu lint bench docs clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo
+
+demo-pipeline: .venv/train
+	$(BIN)/python -m tests.demo_pipeline
 
 test: .venv/test
 	.ci/install-slurm
@@ -35,6 +40,10 @@ test-faults: .venv/test
 	.ci/install-slurm
 	rm -rf build/faults
 	.ci/test-faults $(BIN)/python
+
+test-pipelines: .venv/test
+	.ci/install-slurm
+	$(BIN)/python -m pytest -m pipelines --capture=no tests/e2e
 
 lint: .venv/test
 	$(BIN)/ruff check .

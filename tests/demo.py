@@ -88,7 +88,7 @@ def make_model(folder: Path) -> None:
 
 
 def hpc_rl(*arguments: str) -> None:
-    subprocess.run([str(Path(sys.executable).with_name("hpc-rl")), *arguments], check=True, timeout=900)
+    subprocess.run([str(Path(sys.executable).with_name("hpc-rl")), *arguments], check=True, timeout=3600)
 
 
 def metrics(run: str) -> list[dict[str, float]]:
