@@ -58,7 +58,7 @@ class Loop:
             rollout=SimpleNamespace(wake=lambda: None, sleep=lambda: None),
             tracker=SimpleNamespace(log=lambda step, *_: self.did.append(f"log {step}"), finish=lambda _: None),
             **{"step": 0, "total_steps": 4, "saved_step": 0, "saved_at": 0.0, "val": ["prompt"]},
-            **{"validates_first": False, "saving": None, "write_s": None},
+            **{"validates_first": False, "saving": None, "write_s": None, "adapter_check": None},
         )
         patch.setattr(trainer, "step", self.step)
         patch.setattr(trainer, "test", lambda state: self.did.append(f"test {state.step}") or {"val/score": 1.0})
