@@ -40,8 +40,6 @@ class Progress:
     """Samples in the training data."""
     dtype: str
     """Type of the exported weights, such as bfloat16."""
-    merge: bool = True
-    """Whether adapters are exported merged into the weights of their model."""
     parts: tuple[str, ...] = (MODEL,)
     """Names of the trained models; the first one is exported."""
     step: int = 0
@@ -56,6 +54,8 @@ class Progress:
     wandb_id: str | None = None
     kl_coef: float | None = None
     """Weight of the KL penalty, if it adapts."""
+    merge: bool = True
+    """Whether adapters are exported merged into the weights of their model."""
 
 
 def step_folder(folder: Path, step: int) -> Path:
