@@ -1,5 +1,5 @@
 # make demo    a model that learns sums on this machine, from nothing: SFT, then PPO
-# make demo-pipeline   the same model improved by a reward model and PPO, and by three rounds of iterative DPO
+# make demo-pipeline   the same model improved by three rounds of rejection sampling, and of iterative DPO
 # make test    everything: lint, types, imports, unit tests, and a real Slurm where root can have one
 # make test-large  memory of 7B and 32B models on simulated GPUs
 # make test-faults  faults injected into jobs on real nodes, and a table of what they did
