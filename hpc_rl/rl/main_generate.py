@@ -1,4 +1,6 @@
-"""python -m hpc_rl.rl.main_generate [--kind generate|eval] [--run-dir DIR] --config FILE | key=value ...
+"""Generate responses, or evaluate a model, with Ray.
+
+    python -m hpc_rl.rl.main_generate [--kind generate|eval] [--run-dir DIR] --config FILE | key=value ...
 
 Generate responses on the Ray cluster in RAY_ADDRESS, as `hpc-rl submit generate` and `hpc-rl eval` do, or on a cluster
 that is started on this machine. A run that is started again in its run directory continues with the blocks of responses
