@@ -26,17 +26,14 @@ from hpc_rl.cli.submit import (
     with_slurm_flags,
 )
 from hpc_rl.cli.text import short_path, submitted_text
+from hpc_rl.config.groups import choices
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.errors import UserError
-from hpc_rl.host.shipped import shipped
 
 if TYPE_CHECKING:
     from hpc_rl.submission.job import Job
     from hpc_rl.submission.pipeline import Plan
     from hpc_rl.submission.request import Request
-
-
-_SHIPPED = sorted(path.stem for path in shipped("configs/pipeline").glob("*.yaml"))
 
 
 @app.command(cls=CommandWithProgram)
@@ -83,7 +80,7 @@ def chain(
         typer.Argument(
             metavar="KIND [KEY=VALUE]... -- KIND [KEY=VALUE]... | PIPELINE [NAME=VALUE]...",
             help="Stages, each with the arguments of `submit`; or a pipeline: a file, or "
-            f"{' or '.join(_SHIPPED)}. `hpc-rl chain PIPELINE --help` lists its options.",
+            f"{' or '.join(choices('pipeline'))}. `hpc-rl chain PIPELINE --help` lists its options.",
         ),
     ],
     dry_run: DryRunOption = False,
@@ -98,7 +95,8 @@ def chain(
     """
     if stages[0] not in KINDS:
         flags = [*(["--dry-run"] if dry_run else []), *(["--local"] if local else [])]
-        leave(_run_command("pipeline", "hpc-rl chain", [*flags, *stages]))
+        _run_command("pipeline", "hpc-rl chain", [*flags, *stages])
+        return
     from hpc_rl.submission import chain as chains
     from hpc_rl.submission import queue
 
@@ -187,8 +185,8 @@ def _run_here_in_order(planned: Plan) -> int:
     return 0
 
 
-def _run_command(command: str, shown: str, words: list[str]) -> int:
-    """Run another command of the application with these words; return its exit code.
+def _run_command(command: str, shown: str, words: list[str]) -> None:
+    """Run another command of the application with these words.
 
     Args:
         shown: what its usage line shows.
@@ -196,7 +194,6 @@ def _run_command(command: str, shown: str, words: list[str]) -> int:
     found = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
     with found.make_context(shown, words) as context:
         found.invoke(context)
-    return 0
 
 
 def _split_stages(words: list[str]) -> list[list[str]]:

@@ -30,7 +30,7 @@ def choices(group: str) -> list[str]:
 def recipe_for(nodes: int) -> str | None:
     """Return the first recipe for a number of nodes, if there is one."""
     for name in choices("recipe"):
-        trainer = _load(_file("recipe", name)).get("trainer")
+        trainer = _load(file_of("recipe", name)).get("trainer")
         if isinstance(trainer, dict) and trainer.get("nnodes") == nodes:
             return name
     return None
@@ -48,7 +48,7 @@ def check_choices(overrides: Sequence[str], instead: dict[str, str]) -> None:
     known, problems = groups(), []
     for override in overrides:
         group, _, name = override.lstrip("+").partition("=")
-        if group not in known or name.startswith("[") or _file(group, name).is_file():
+        if group not in known or name.startswith("[") or file_of(group, name).is_file():
             continue
         names = choices(group)
         close = difflib.get_close_matches(name, names, n=1)
@@ -81,7 +81,7 @@ def composed_files(job: str, overrides: Sequence[str] = ()) -> list[tuple[Path, 
     """
     chosen = dict(word.lstrip("+").split("=", 1) for word in overrides if "=" in word)
     files = list(_composed(job, {name: chosen[name] for name in groups() & chosen.keys()}, []))
-    return [(_file(*_split(name)), "" if _is_global(name) else f"{_split(name)[0]}.") for name in files]
+    return [(file_of(*_split(name)), "" if _is_global(name) else f"{_split(name)[0]}.") for name in files]
 
 
 def not_text() -> Path | None:
@@ -97,7 +97,7 @@ def not_text() -> Path | None:
 def _composed(name: str, chosen: dict[str, str], above: list[str]) -> Iterator[str]:
     """Yield a file and those in its defaults list in the order of Hydra; the file itself is at `_self_`, or last."""
     group, stem = _split(name)
-    entries = _load(_file(group, stem)).get("defaults")
+    entries = _load(file_of(group, stem)).get("defaults")
     entries = entries if isinstance(entries, list) else []
     missing = [] if "_self_" in entries else ["_self_"]
     for entry in [*entries, *missing]:
@@ -120,7 +120,7 @@ def _is_global(name: str) -> bool:
     """Return whether no section is in front of a file's keys: a job file, or `# @package _global_` at its beginning."""
     group, stem = _split(name)
     try:
-        head = _file(group, stem).read_text(encoding="utf-8")[:200]
+        head = file_of(group, stem).read_text(encoding="utf-8")[:200]
     except (OSError, UnicodeDecodeError):
         return True
     return not group or "# @package _global_" in head
@@ -130,7 +130,7 @@ def _cycle_from(name: str, above: list[str]) -> list[str]:
     if name in above:
         return [*above[above.index(name) :], name]
     group, _, stem = name.rpartition("/")
-    for included in _included(group, _load(_file(group, stem))):
+    for included in _included(group, _load(file_of(group, stem))):
         if cycle := _cycle_from(included, [*above, name]):
             return cycle
     return []
@@ -147,7 +147,7 @@ def _included(group: str, document: dict[str, Any]) -> Iterator[str]:
                 yield path[1:] if path.startswith("/") else "/".join(part for part in (group, path) if part)
 
 
-def _file(group: str, name: str) -> Path:
+def file_of(group: str, name: str) -> Path:
     """Return the file of a group; a path that does not exist if there is none."""
     found = [folder / group / f"{name}.yaml" for folder in folders()]
     try:

@@ -23,10 +23,10 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from hpc_rl.config.base import Section
+from hpc_rl.config.groups import choices, file_of
 from hpc_rl.config.kinds import KINDS, piped
 from hpc_rl.config.tree import flat, read_tree
 from hpc_rl.errors import UserError
-from hpc_rl.host.shipped import shipped
 
 ROUND = "round"
 _STAGE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
@@ -79,22 +79,21 @@ class PlannedStage:
     """File or folder that the stage writes."""
 
 
-def shipped_pipelines() -> list[str]:
-    """Return the names of the pipelines that come with the package."""
-    return sorted(path.stem for path in shipped("configs/pipeline").glob("*.yaml"))
-
-
 def load_pipeline(name: str) -> PipelineConfig:
     """Read a pipeline: a file, or the name of a file below ./configs/pipeline or of a shipped one.
 
     Raises:
         UserError: there is no such file, or it is no valid pipeline.
     """
-    own = Path("configs/pipeline") / f"{name}.yaml"
-    path = Path(name) if name.endswith((".yaml", ".yml")) else own if own.is_file() else _shipped(name)
+    is_file, known = name.endswith((".yaml", ".yml")), choices("pipeline")
+    if not is_file and name not in known:
+        raise UserError(
+            f"there is no pipeline {name!r}: choose one of {', '.join(known)}, name a file (.yaml), or begin a chain "
+            f"with a kind: {', '.join(piped())}"
+        )
+    path = Path(name) if is_file else file_of("pipeline", name)
     try:
-        tree = read_tree(path)
-        return PipelineConfig.model_validate(tree)
+        return PipelineConfig.model_validate(read_tree(path))
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}".lstrip(": ") for one in error.errors()]
         raise UserError("\n".join(f"{path}: {line.replace('Value error, ', '')}" for line in lines)) from None
@@ -143,12 +142,3 @@ def _resolved(options: dict[str, Any], names: Mapping[str, Any], stage: str) -> 
         return names[reference[1]]
 
     return {key: resolve(value) for key, value in options.items()}
-
-
-def _shipped(name: str) -> Path:
-    if name not in shipped_pipelines():
-        raise UserError(
-            f"there is no pipeline {name!r}: choose one of {', '.join(shipped_pipelines())}, name a file (.yaml), or "
-            f"begin a chain with a kind: {', '.join(piped())}"
-        )
-    return shipped("configs/pipeline") / f"{name}.yaml"
