@@ -1,11 +1,12 @@
 # make demo    a model that learns sums on this machine, from nothing: SFT, then PPO
-# make demo-pipeline   the same model improved by three rounds of rejection sampling, and of iterative DPO
+# make demo-pipeline   the same model improved by rejection sampling, by iterative DPO, and by PPO with a reward model
 # make test    everything: lint, types, imports, unit tests, and a real Slurm where root can have one
 # make test-large  memory of 7B and 32B models on simulated GPUs
 # make test-faults  faults injected into jobs on real nodes, and a table of what they did
 # make test-pipelines   the shipped pipelines for three rounds on real nodes, with a cancelled job in each stage
 # make test-slurm-new   the tests that depend on Slurm's version most, on a newer Slurm (about 600 MB)
 # make test-vllm-api   vLLM's API in the oldest and newest wheel for GPUs that setup.cfg admits (downloads 700 MB; no GPU)
+# make test-peft   exported adapters loaded by peft, which is downloaded for the test
 # make bench   the measurements of docs/benchmarks.md
 # make test-gpu   every part of training once on the GPUs of this machine, in an environment of its own
 # make docs    the documentation as a site, in build/docs; fails on any broken link
@@ -18,7 +19,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export WANDB_MODE ?= offline
 
-.PHONY: demo demo-pipeline test test-large test-faults test-pipelines test-lowest test-slurm-new test-vllm-api test-peft test-gpu lint bench docs clean
+.PHONY: demo demo-pipeline test test-large test-faults test-pipelines test-lowest test-slurm-new test-vllm-api test-peft test-qlora test-gpu lint bench docs clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo
@@ -75,6 +76,11 @@ test-vllm-api: .venv/test
 test-peft: .venv/test
 	$(BIN)/pip install --quiet --no-deps --upgrade --target build/peft 'peft>=0.18' 'accelerate>=1.10'
 	PYTHONPATH=build/peft $(BIN)/python -m pytest tests/training/checkpoints/test_peft.py
+
+# bitsandbytes computes with weights in 4 bits. It is for GPUs, and has the same functions for CPUs, which this runs.
+test-qlora: .venv/test
+	$(BIN)/pip install --quiet --no-deps --upgrade --target build/qlora 'bitsandbytes>=0.50'
+	PYTHONPATH=build/qlora $(BIN)/python -m pytest tests/training/models/test_four_bit.py
 
 # It needs a driver and several gigabytes: pip's default builds of torch and vLLM are for CUDA. The report is printed, and
 # the exit code is 1 if a check failed. Fewer GPUs: CUDA_VISIBLE_DEVICES=0,1 make test-gpu.

@@ -1,25 +1,19 @@
 """Peak memory of the loss of distillation: `python -m benchmarks.divergence_memory [--device cuda]`.
 
-4,096 tokens, vocabulary 151,936, hidden size 896 (Qwen2.5-0.5B's) for student and teacher. As in loss_memory.py, each
-variant runs in a process of its own, and the figure is the memory beyond hidden states and weights, with the gradients
-of the student's. The plain version computes the forward divergence, with all logits of both models at once, by torch's
-own function; of the three divergences it needs the least memory that way.
+4,096 tokens, vocabulary 151,936, hidden size 896 (Qwen2.5-0.5B's) for student and teacher. The figure is the memory
+beyond hidden states and weights (see memory.py), with the gradients of the student's. The plain version computes the
+forward divergence, with all logits of both models at once, by torch's own function; of the three divergences it needs
+the least memory that way.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 
 import torch
 from torch.nn.functional import kl_div
 
-from benchmarks.common import publish, table
-from benchmarks.loss_memory import HIDDEN, TOKENS, VOCABULARY, memory_gib
+from benchmarks.memory import HIDDEN, TOKENS, VOCABULARY, compare, peak
 from hpc_rl.training.models.distill_head import Terms, distillation_sum, live
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -54,30 +48,6 @@ VARIANTS: dict[str, Loss] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--variant", choices=list(VARIANTS), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("benchmarks.divergence_memory: torch does not find a CUDA device")
-    if arguments.variant:
-        print(json.dumps(measure(VARIANTS[arguments.variant], torch.device(arguments.device))))
-        return
-    results = {name: in_own_process(name, arguments.device) for name in VARIANTS}
-    rows = []
-    for name, result in results.items():
-        ratio = result["gib"] / results["forward, plain logits"]["gib"]
-        rows.append([name, f"{result['gib']:.2f}", f"{ratio:.0%}", f"{result['seconds']:.1f}"])
-    publish("divergence_memory", table(["", "peak GiB", "of forward, plain", "seconds"], rows), results, ["torch"])
-
-
-def in_own_process(name: str, device: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.divergence_memory", "--device", device, "--variant", name]
-    found: dict[str, float] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-    return found
-
-
 def measure(loss: Loss, device: torch.device) -> dict[str, float]:
     """Return the peak memory in GiB beyond the inputs, and the wall time."""
     torch.manual_seed(0)
@@ -87,13 +57,10 @@ def measure(loss: Loss, device: torch.device) -> dict[str, float]:
     weight.requires_grad_()
     loss(hidden[:2], weight[:128], theirs[:2], head[:128]).backward()  # libraries are loaded at first use
     hidden.grad = weight.grad = None
-    before = memory_gib(device, reset=True)
-    start = time.perf_counter()
-    loss(hidden, weight, theirs, head).backward()
-    after = memory_gib(device)
+    found = peak(lambda: loss(hidden, weight, theirs, head), device)
     assert hidden.grad is not None and weight.grad is not None
-    return {"gib": after - before, "seconds": time.perf_counter() - start}
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    compare("divergence_memory", __doc__, VARIANTS, measure, lambda _: "forward, plain logits", "of forward, plain")

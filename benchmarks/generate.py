@@ -53,20 +53,20 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]
     from hpc_rl.rl.cluster import connect
     from hpc_rl.rl.generation.generate import generate
     from hpc_rl.rl.generation.plan import blocks_of, seeds_of
-    from hpc_rl.rl.generation.setup import open_generation, prepare, start_engines
+    from hpc_rl.rl.generation.setup import open_generation, prepare, start_workers
     from hpc_rl.rl.rollout.engine import Sampling
     from hpc_rl.run_dir import RunDir
 
     config = prepare_config(folder, options)
     connect(config, folder)
-    engines = start_engines(config, folder)
+    workers = start_workers(config, folder)
 
     def new_run() -> RunDir:
         return RunDir(Path(tempfile.mkdtemp(dir=folder)))
 
     def job() -> float:
         run = new_run()
-        state = open_generation(config, run, prepare(config, run), engines)
+        state = open_generation(config, run, prepare(config, run), workers)
         return seconds(lambda: generate(state))
 
     def one_call() -> float:
@@ -74,7 +74,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]
         blocks = blocks_of(prepared.plan, prepared.sources)
         prompts = [asked.prompt.token_ids for block in blocks for asked in block.asked for _ in range(options.n)]
         seeds = [seed for block in blocks for seed in seeds_of(block, prepared.plan)]
-        call = engines.actors[0].generate.remote
+        call = workers.engines.actors[0].generate.remote
         return seconds(lambda: ray.get(call(prompts, seeds, Sampling(options.tokens)), timeout=TIMEOUT_S))
 
     job()  # compiles, and fills caches

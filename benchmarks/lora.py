@@ -84,8 +84,8 @@ def state_of(name: str, data: Sequence[Sample], folder: Path) -> TrainerState:
     settings = sft_config(BATCH, FinetuneTrainerConfig(device="cpu", micro_tokens=2048))
     state = trainer_state(qwen2_config(VOCABULARY), data, settings, ALONE, folder)
     if name == OURS:
-        layers, config = state.model.layers(), LoraConfig(rank=RANK, alpha=ALPHA)
-        state.model.adapters = lora.add_adapters(state.model.hf, layers, config, "random")
+        config = LoraConfig(rank=RANK, alpha=ALPHA)
+        state.model.adapters = lora.add_adapters(state.model.hf, config, "random")
         loading.set_adapters(state.model, seed=1)
     elif name == LAYERS:
         peft.inject_adapter_in_model(peft_config(), state.model.hf)

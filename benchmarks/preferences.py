@@ -108,7 +108,7 @@ def pairs(count: int, vocabulary: int) -> list[Preference]:
         samples = [
             Sample(np.concatenate([asked, answer]), np.arange(prompt + len(answer)) >= prompt) for answer in answers
         ]
-        made.append(Preference(tuple(samples), 0.0))
+        made.append(Preference(tuple(samples), (0.0,)))
     return made
 
 

@@ -31,13 +31,13 @@ def weights(shapes: dict[str, tuple[int, ...]]) -> bytes:
     return struct.pack("<Q", len(text)) + text + bytes(end)
 
 
-def make_adapters(folder: Path, base: Path, inputs: int = 8, **changes: object) -> None:
-    """Write a folder with adapters of rank 2 in the format of peft."""
+def make_adapters(folder: Path, base: Path, inputs: int = 8, rank: int = 2, **changes: object) -> None:
+    """Write a folder with adapters in the format of peft."""
     layer = "base_model.model.model.layers.0.self_attn.q_proj"
-    config = {"peft_type": "LORA", "base_model_name_or_path": str(base), "r": 2, "lora_alpha": 4}
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(base), "r": rank, "lora_alpha": 4}
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps(config | changes))
-    found = weights({f"{layer}.lora_A.weight": (2, inputs), f"{layer}.lora_B.weight": (4, 2)})
+    found = weights({f"{layer}.lora_A.weight": (rank, inputs), f"{layer}.lora_B.weight": (4, rank)})
     (folder / "adapter_model.safetensors").write_bytes(found)
 
 
@@ -52,6 +52,7 @@ def write_adapters(root: Path) -> None:
     make_adapters(root / "adapters", base)
     make_adapters(root / "adapters-of-another", other)
     make_adapters(root / "adapters-of-the-hub", Path("me/another"), inputs=16)
+    make_adapters(root / "adapters-of-600", base, rank=600)
     make_adapters(root / "dora", base, use_dora=True)
     make_adapters(root / "ia3", base, peft_type="IA3")
     make_adapters(root / "rank", base, r=3)
@@ -90,6 +91,8 @@ def write_models(root: Path) -> None:
     make_model(root / "teacher")
     for name, kind in {"scorer": "Qwen2ForSequenceClassification", "language": "Qwen2ForCausalLM"}.items():
         make_model(root / name, config__json=json.dumps({"model_type": "qwen2", "architectures": [kind]}))
+    classifier = json.dumps({"model_type": "qwen2", "architectures": ["Qwen2ForSequenceClassification"]})
+    make_model(root / "two-heads", config__json=classifier, model__safetensors=weights({"score.weight": (2, 8)}))
     make_model(root / "no-config", config__json=None)
     make_model(root / "bad-config", config__json="{")
     make_model(root / "empty-config", config__json="")

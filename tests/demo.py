@@ -1,7 +1,7 @@
-"""make demo: a small model learns sums from a careless teacher, then from rewards, on two nodes' worth of processes.
+"""make demo: a small model learns sums from careless solutions, then from rewards, on two nodes' worth of processes.
 
-The teacher forgets to carry the one in most of the answers that it gives. Supervised training learns the mistake along
-with the sums; reinforcement learning, which is told right from wrong alone, undoes it.
+Most of the solutions forget to carry the one. Supervised training learns the mistake along with the sums; reinforcement
+learning, which learns only whether an answer is right, undoes it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> int:
     logging.disable_progress_bar()
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
-    print("1. A model with random weights, and sums by a teacher that forgets to carry in 70 % of its answers.")
+    print("1. A model with random weights, and sums with solutions that forget to carry in 70 % of the rows.")
     make_model(FOLDER / "model")
     hpc_rl(
         "data",

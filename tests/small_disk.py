@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ class SmallDisk:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._filler = path / ".filler"
+        self._filler, self._files = path / ".filler", path / ".inodes"
 
     def fill(self, leave_bytes: int = 0) -> None:
         """Use all space except the last bytes."""
@@ -31,15 +32,15 @@ class SmallDisk:
                 left -= file.write(bytes(min(left, 4096)))
 
     def free(self) -> None:
-        """Give the space back."""
+        """Give the space and the inodes back."""
         self._filler.unlink(missing_ok=True)
+        shutil.rmtree(self._files, ignore_errors=True)
 
     def use_all_inodes(self) -> None:
-        folder = self.path / ".inodes"
-        folder.mkdir()
         with suppress(OSError):
+            self._files.mkdir(exist_ok=True)
             for number in range(10**6):
-                (folder / str(number)).touch()
+                (self._files / str(number)).touch()
 
     def read_only(self, value: bool = True) -> None:
         subprocess.run(

@@ -12,7 +12,6 @@ import torch
 
 from benchmarks import ppo_gpu, sft_gpu
 from benchmarks.ppo_gpu import OURS, TRL, Work
-from hpc_rl.config.ppo import roles_in_use
 from hpc_rl.training.distributed import World
 
 ROOT = Path(__file__).parent.parent
@@ -41,8 +40,8 @@ def test_a_machine_without_gpus_is_refused(benchmark: ModuleType, monkeypatch: p
 
 def test_the_measured_runs_are_those_that_the_benchmark_describes(tmp_path: Path) -> None:
     grpo, ppo = (ppo_gpu.configuration(tmp_path, algorithm, WORK) for algorithm in ("grpo", "ppo"))
-    assert roles_in_use(grpo) == ["actor", "rollout"]
-    assert roles_in_use(ppo) == ["actor", "critic", "ref", "rollout"]
+    assert grpo.roles == ["actor", "rollout"]
+    assert ppo.roles == ["actor", "critic", "ref", "rollout"]
     assert (grpo.data.train_batch_size, grpo.rollout.n) == (64, 8)
     assert (ppo.data.train_batch_size, ppo.rollout.n) == (512, 1)
     assert grpo.rollout.name == "vllm" and grpo.trainer.computes_on == "cuda"

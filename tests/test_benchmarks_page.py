@@ -93,6 +93,12 @@ def adapters() -> Iterator[str]:
         yield f"| {who} | {size / 1e6:.1f} |"
 
 
+def generation() -> Iterator[str]:
+    speeds = result("generate")["responses_per_s"]
+    yield f"| job | {median(speeds['job']):.1f} | {median_ratio(speeds['job'], speeds['one call']):.3f} |"
+    yield f"| one call | {median(speeds['one call']):.1f} |  |"
+
+
 TABLES = (
     fine_tuning,
     preferences,
@@ -103,6 +109,7 @@ TABLES = (
     weight_sync,
     start_of_ray,
     adapters,
+    generation,
 )
 
 

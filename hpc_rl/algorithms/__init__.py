@@ -7,7 +7,7 @@ Each extension point is a table. A new entry is a file with one function, and a 
     aggregation.LOSS_AGGREGATIONS    algorithm.loss_agg       (lengths_B, MiniBatchTotals) -> weights_B
     kl.KL_ESTIMATORS                 algorithm.kl.estimator   (logprobs, ref_logprobs) -> divergence
 
-The names are also listed in hpc_rl/config/ppo.py, which is imported without torch; a test compares both.
+The names are also listed in hpc_rl/config/algorithm.py, which is imported without torch; a test compares both.
 
 Shape suffixes: B responses of a step, T tokens of the longest response, N tokens of all responses concatenated, G
 groups. Tensors [B, T] are padded on the right, and `mask_BT` is true at real tokens. `lengths_B` (int64) holds the

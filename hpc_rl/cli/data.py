@@ -32,7 +32,13 @@ _UNREAD: dict[DataKind, dict[str, Any]] = {
     DataKind.dpo: {},
     DataKind.rm: {},
     DataKind.distill: {"teacher.path": "teacher"},
-    DataKind.ppo: {"reward.function": "exact", "reward.model": None, "reward.url": None},
+    DataKind.ppo: {
+        "reward.function": "exact",
+        "reward.functions": [],
+        "reward.weights": [],
+        "reward.model": None,
+        "reward.url": None,
+    },
 }
 
 """Values of required options that `check` does not read, so that a file can be checked before they are chosen."""
@@ -55,7 +61,9 @@ def check(
     ] = None,
     kind: Annotated[
         DataKind,
-        typer.Option(help="Job that will read the file. ppo shows the prompt, and the others tokens and loss."),
+        typer.Option(
+            help="Job that will read the file. ppo shows the prompt; the others show the tokens, and which carry loss."
+        ),
     ] = DataKind.sft,
     row: Annotated[int, typer.Option(min=1, help="Row to show, counted from 1.")] = 1,
     site: SiteOption = None,
@@ -135,6 +143,9 @@ def select_rows(
     pairs: Annotated[
         bool, typer.Option("--pairs", help="The best and the worst response to each prompt, as pairs for dpo and rm.")
     ] = False,
+    all_pairs: Annotated[
+        bool, typer.Option("--all-pairs", help="All pairs of responses with different scores, for rm.")
+    ] = False,
     threshold: Annotated[
         float | None,
         typer.Option(help="All responses with at least this score, as chats for sft.", show_default=False),
@@ -148,10 +159,12 @@ def select_rows(
     """
     from hpc_rl.data.selection import select
 
-    asked = {"best-of-n": best_of_n, "pairs": pairs, "threshold": threshold is not None}
+    asked = {"best-of-n": best_of_n, "pairs": pairs, "all-pairs": all_pairs, "threshold": threshold is not None}
     methods = [name for name, is_asked in asked.items() if is_asked]
     if len(methods) != 1:
-        raise UserError(f"choose exactly one of --best-of-n, --pairs and --threshold, found {len(methods)}")
+        raise UserError(
+            f"choose exactly one of --best-of-n, --pairs, --all-pairs and --threshold, found {len(methods)}"
+        )
     print(f"{output}: {select(responses, methods[0], threshold, output)}")
 
 

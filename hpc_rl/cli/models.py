@@ -28,7 +28,7 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="RUN_OR_MODEL",
-        help="Run directory, name of a run or job id with an exported model; a model folder, or a name on the hub.",
+        help="A run with an exported model (directory, name or job id), a model folder, or a name on the hub.",
         autocompletion=run_names,
     ),
 ]

@@ -50,13 +50,14 @@ def watch(
 @app.command()
 def report(
     targets: Annotated[
-        list[str], typer.Argument(metavar="RUN_OR_SWEEP", help="Run directories, names of runs or sweeps, or job ids.")
+        list[str],
+        typer.Argument(metavar="RUN_OR_SWEEP", help="Run directories, names of runs, sweeps or pipelines, or job ids."),
     ],
     out: Annotated[
         Path | None,
         typer.Option(
-            help="File to write. The default is report.html, in the directory of the run or sweep, or in the current "
-            "directory for several runs.",
+            help="File to write. The default is report.html, in the directory of the run, sweep or pipeline, or in the "
+            "current directory for several runs.",
             show_default=False,
         ),
     ] = None,
@@ -64,7 +65,7 @@ def report(
         bool, typer.Option("-f", "--follow", help="Rewrite the page every 30 s until all runs have ended.")
     ] = False,
 ) -> None:
-    """Write an HTML page about one run, or one that compares several runs or the runs of a sweep.
+    """Write an HTML page about one run, or one that compares several runs, or those of a sweep or a pipeline.
 
     The page is a single file and needs no network.
 

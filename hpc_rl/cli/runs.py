@@ -114,7 +114,7 @@ def runs(
         str | None,
         typer.Argument(
             metavar="DIR_OR_SWEEP",
-            help="Directory of runs, or name of a sweep. The default is ./runs.",
+            help="Directory of runs, or name of a sweep or pipeline. The default is ./runs.",
             show_default=False,
         ),
     ] = None,

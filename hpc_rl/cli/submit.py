@@ -68,7 +68,8 @@ class SlurmFlags:
         list[str] | None, typer.Option(metavar="KEY[=VALUE]", help="Any other sbatch option. Repeatable.")
     ] = None
     after: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Start after this run, sweep or job has completed successfully.")
+        str | None,
+        typer.Option(metavar="RUN", help="Start after this run, sweep, pipeline or job has completed successfully."),
     ] = None
     site: SiteOption = None
 
@@ -272,9 +273,8 @@ def _wait(job: Job, follow: bool) -> int:
     from contextlib import nullcontext
 
     from hpc_rl.doctor import diagnosis
-    from hpc_rl.host.files import read_json
     from hpc_rl.runs.follow import RunView
-    from hpc_rl.tracking.evaluations import evaluation_text
+    from hpc_rl.tracking.evaluations import evaluation_text, read_evaluation
 
     view = RunView(job.run_dir) if follow else None
     with view or nullcontext():
@@ -285,6 +285,6 @@ def _wait(job: Job, follow: bool) -> int:
     if reasons := explanation_text(explanation, brief=True):
         print(reasons + "\n")
     print(status_text(found))
-    if code == 0 and not follow and (table := evaluation_text([(job.run_dir.name, read_json(job.run_dir.evaluation))])):
+    if code == 0 and not follow and (table := evaluation_text([(job.run_dir.name, read_evaluation(job.run_dir))])):
         print(table)
     return code

@@ -86,10 +86,11 @@ def chain(
     dry_run: DryRunOption = False,
     local: LocalOption = False,
 ) -> None:
-    """Submit stages that run one after the other. Each starts when the previous one completes, and trains its model.
+    """Submit stages that run one after the other. Each starts when the previous one completes, from the model that it
+    exports.
 
     Options of the chain come first. Options of a stage, such as --nodes and --time, follow its kind. A pipeline is a
-    file that names the stages, which may run for several rounds.
+    file with stages, which may run for several rounds.
 
     Example: hpc-rl chain sft model.path=model data.train_files=train.jsonl -- ppo --nodes 2 recipe=gsm8k-2nodes
     """
@@ -176,7 +177,7 @@ def _run_here_in_order(planned: Plan) -> int:
     from hpc_rl.submission.after import COMPLETED
 
     queue.reserve(planned.folder.path)
-    pipelines.write_record(planned)
+    pipelines.prepare(planned)
     for job, script in zip(planned.jobs, planned.scripts, strict=True):
         if job.run_dir.path.is_dir() and status_of(job.run_dir).state == COMPLETED:
             continue

@@ -30,7 +30,7 @@ class ContainerConfig(Section):
     """GPU libraries of the host to mount in the image: nv (NVIDIA) or rocm (AMD). Ignored with trainer.device=cpu."""
     unpack: Literal["auto", "always", "never"] = "auto"
     """Whether to run from an unpacked copy of the image on the node's own disk. auto: in jobs longer than an hour, if
-    the runtime would mount the image with FUSE, because such a mount may not live that long."""
+    the runtime would mount the image with FUSE, because such a mount may fail after some time."""
     arch: Literal["amd64", "arm64", "ppc64le"] | None = None
     """CPU architecture of the compute nodes. null: the same as the login node."""
     options: list[Line] = []

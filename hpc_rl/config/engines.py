@@ -35,10 +35,23 @@ class EngineSpec:
     processes."""
     tensor_parallel: bool = False
     """Whether one engine can spread a model over several GPUs."""
+    max_lora_rank: int = 0
+    """Largest rank of adapters with which the engine computes beside the model's weights; 0: it cannot."""
+    truncates_scaled: bool = False
+    """Whether log-probabilities at a temperature other than 1 are those after top_k and top_p."""
     exact_on: tuple[str, ...] = ()
     """Devices on which the engine's float32 log-probabilities equal the trainer's up to rounding."""
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Per device, variables of a separate process of the engine, set before it imports anything."""
+
+    def lora_rank_problem(self, rank: int) -> str | None:
+        """Return why an engine that computes with adapters cannot have those of a rank; None if it can."""
+        if rank <= self.max_lora_rank:
+            return None
+        return (
+            f"model.lora.rank is {rank}, and engines compute with adapters of rank {self.max_lora_rank} or less "
+            "(rollout.merge_lora=false): lower it, or use rollout.merge_lora=true"
+        )
 
     def process_environment(self, device: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Return the variables for a process of the engine; a variable that the user has exported keeps its value."""
@@ -69,6 +82,8 @@ ENGINES: dict[str, EngineSpec] = {
         package="vllm",
         default_on=("cuda",),
         tensor_parallel=True,
+        max_lora_rank=512,
+        truncates_scaled=True,
         environment={"cuda": _VLLM, "cpu": _VLLM | _VLLM_CPU},
     ),
 }

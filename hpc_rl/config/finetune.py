@@ -8,7 +8,7 @@ from pydantic import Field
 
 from hpc_rl.config.base import Files, Path, Section, SomeFiles
 from hpc_rl.config.job import JobConfig
-from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig
+from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig, quantize_problems
 
 
 class FinetuneDataConfig(Section):
@@ -49,6 +49,7 @@ class FinetuneConfig(JobConfig):
         return self.trainer.hang_timeout_s
 
     def problems(self) -> Iterator[str]:
+        yield from quantize_problems(self.model, self.trainer)
         longest, limit = self.data.longest, self.trainer.micro_tokens
         if longest > limit:
             both = "" if longest == self.data.max_length else f" for each of two samples needs {longest} tokens, which"

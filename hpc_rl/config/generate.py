@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from hpc_rl.config.base import Section, SomeFiles
-from hpc_rl.config.ppo import EngineConfig, OptionalRewardConfig, PromptConfig, RewardConfig, engine_problems
+from hpc_rl.config.pools import PoolsConfig, Role, pool_problems
+from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.config.ray import RayJobConfig
-from hpc_rl.config.training import ModelSource, RecordedConfig
+from hpc_rl.config.reward import OptionalRewardConfig, RewardConfig
+from hpc_rl.config.rollout import EngineConfig, engine_problems
+from hpc_rl.config.training import ModelSource, RecordedConfig, Sharding
 
 
 class GenerateDataConfig(PromptConfig):
@@ -29,17 +33,27 @@ class GenerateRolloutConfig(EngineConfig):
     """Sampling temperature. Log-probabilities are those of the distribution at this temperature. 0: always the most
     probable token."""
     logprobs: bool = False
-    """Also write the log-probability of each token (the column logprobs). The sum over a response is always written."""
+    """Also write the log-probability of each token, as the column logprobs. The sum over a response, logprob, is always
+    written."""
 
     def problems(self) -> Iterator[str]:
         if self.n > 1 and self.temperature == 0:
-            yield f"rollout.n is {self.n}, but at rollout.temperature=0 all responses are the same: raise it"
+            yield (
+                f"rollout.n is {self.n}, but at rollout.temperature=0 all responses are the same: raise the "
+                "temperature, or set rollout.n=1"
+            )
 
 
 class GenerateTrainerConfig(RecordedConfig):
     model_timeout_s: int = Field(1800, ge=1)
-    """Deadline in seconds for the engines to load the model. The nodes and Ray have a limit of their own
-    (ray.start_timeout_s)."""
+    """Deadline in seconds for the engines to load the model, and again for the reward model. The nodes and Ray have a
+    limit of their own (ray.start_timeout_s)."""
+    micro_tokens: int = Field(4096, ge=2)
+    """Largest number of tokens in one forward pass of the reward model on one GPU."""
+    sharding: ClassVar[Literal["auto", Sharding]] = "auto"
+    """Of the reward model, as in reinforcement learning."""
+    reduce_dtype: ClassVar[Literal["float32", "bfloat16"]] = "float32"
+    """Without effect: nothing is trained, so there are no gradients."""
 
 
 class GenerateConfig(RayJobConfig):
@@ -47,7 +61,13 @@ class GenerateConfig(RayJobConfig):
     data: GenerateDataConfig
     rollout: GenerateRolloutConfig = GenerateRolloutConfig()
     reward: OptionalRewardConfig = OptionalRewardConfig()
+    pools: PoolsConfig = PoolsConfig()
     trainer: GenerateTrainerConfig = GenerateTrainerConfig()
+
+    @property
+    def roles(self) -> list[Role]:
+        """The roles that the job needs."""
+        return ["rollout"] if self.reward.model is None else ["reward", "rollout"]
 
     @property
     def truncates_logprobs(self) -> bool:
@@ -65,12 +85,19 @@ class GenerateConfig(RayJobConfig):
         return max(limit_s, 2 * self.reward.timeout_s) if limit_s else 0.0  # nothing happens while one reward is slow
 
     def problems(self) -> Iterator[str]:
-        unit = "GPUs" if self.trainer.uses_gpus else "CPU slots"
-        yield from engine_problems(self, f"{unit} per node", [self.trainer.n_gpus_per_node])
-        if self.reward.model is not None:
+        yield from (
+            f"pools.roles.{role}: this job trains nothing and has only the roles reward and rollout; remove it"
+            for role in self.pools.roles
+            if role not in ("reward", "rollout")
+        )
+        yield from pool_problems(self)
+        yield from engine_problems(self)
+        longest, limit = self.data.max_prompt_length + self.data.max_response_length, self.trainer.micro_tokens
+        if self.reward.model is not None and longest > limit:
             yield (
-                f"reward.model is {self.reward.model}, and this job has no workers for a reward model: serve it over "
-                "HTTP and set reward.url, or use reward.function"
+                f"data.max_prompt_length {self.data.max_prompt_length} + data.max_response_length "
+                f"{self.data.max_response_length} exceeds trainer.micro_tokens {limit}: the reward model reads whole "
+                "samples, so raise micro_tokens or lower the lengths"
             )
 
 

@@ -16,8 +16,8 @@ class TrainerConfig(Section):
     nnodes: int = Field(1, ge=1)
     """Number of nodes. Same as --nodes."""
     n_gpus_per_node: int = Field(1, ge=1)
-    """Processes per node: one for each GPU, or CPU processes. Same as --gpus-per-node. If not given: the
-    GPUs of a node that the site profile or the partition states, otherwise 1."""
+    """Processes per node: one for each GPU, or CPU processes. Same as --gpus-per-node. If not given: the number of GPUs
+    per node in the site profile or the partition, otherwise 1."""
     device: Literal["auto", "cuda", "npu", "xpu", "cpu"] = "auto"
     """Device of the processes, by torch's name: cuda (NVIDIA, and AMD with ROCm), xpu (Intel), npu (Huawei Ascend).
     auto: GPUs if the nodes have them, otherwise CPUs. cpu: the job requests no GPUs."""

@@ -1,4 +1,4 @@
-"""KINDS: the table of job kinds. To add a kind, add a row, a file with its options and a module that trains.
+"""KINDS: the table of job kinds. To add a kind, add a row, a file with its options and the module that the job runs.
 
 The table is in `config` because the commands, the site profiles, the launcher and the trainers all read it. It names
 modules as strings, so that `hpc-rl --help` imports none of them, and a login node only those that it needs.

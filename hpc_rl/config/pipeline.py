@@ -24,11 +24,12 @@ from pydantic import Field, ValidationError
 
 from hpc_rl.config.base import Section
 from hpc_rl.config.groups import choices, file_of
-from hpc_rl.config.kinds import KINDS, piped
+from hpc_rl.config.kinds import KINDS, piped, trained
 from hpc_rl.config.tree import flat, read_tree
 from hpc_rl.errors import UserError
 
 ROUND = "round"
+"""The name of the number of the round, in pipeline files and among the records of a pipeline's runs."""
 _STAGE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _REFERENCE = re.compile(r"@([\w-]+)")
 
@@ -61,7 +62,10 @@ class PipelineConfig(Section):
             if stage.kind not in piped():
                 yield f"stage {name}: there is no kind {stage.kind!r} for stages; choose one of {', '.join(piped())}"
             if stage.becomes is not None and stage.becomes not in self.values:
-                yield f"stage {name}: becomes {stage.becomes}, which is none of the values: {', '.join(self.values)}"
+                yield (
+                    f"stage {name}: becomes {stage.becomes}, which is none of the values: {', '.join(self.values)}; "
+                    "add it to values"
+                )
         for name in sorted(self.values.keys() & {*self.before, *self.stages, ROUND}):
             yield f"{name} is a value and also {'the number of the round' if name == ROUND else 'a stage'}: rename it"
 
@@ -88,8 +92,8 @@ def load_pipeline(name: str) -> PipelineConfig:
     is_file, known = name.endswith((".yaml", ".yml")), choices("pipeline")
     if not is_file and name not in known:
         raise UserError(
-            f"there is no pipeline {name!r}: choose one of {', '.join(known)}, name a file (.yaml), or begin a chain "
-            f"with a kind: {', '.join(piped())}"
+            f"there is no pipeline or kind {name!r}: choose one of the pipelines {', '.join(known)}, name a file "
+            f"(.yaml), or begin a chain with one of the kinds {', '.join(trained())}"
         )
     path = Path(name) if is_file else file_of("pipeline", name)
     try:

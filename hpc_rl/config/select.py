@@ -8,15 +8,16 @@ from typing import Literal
 from hpc_rl.config.base import Section, SomeFiles
 from hpc_rl.config.job import JobConfig
 
-Method = Literal["best-of-n", "pairs", "threshold"]
+Method = Literal["best-of-n", "pairs", "all-pairs", "threshold"]
 
 
 class SelectionConfig(Section):
     responses: SomeFiles
     """Files with scored responses: the responses.jsonl of `submit generate` or `submit eval`."""
     method: Method
-    """What is selected. best-of-n: the best response to each prompt. pairs: the best and the worst one. threshold: all
-    with a score of at least select.threshold."""
+    """What is selected. best-of-n: the best response to each prompt. pairs: the best and the worst response to each
+    prompt. all-pairs: all pairs of responses to a prompt with different scores. threshold: all responses with a score
+    of at least select.threshold."""
     threshold: float | None = None
     """Lowest score of a selected response, for method=threshold."""
 
@@ -33,6 +34,6 @@ class SelectConfig(JobConfig):
         if trainer.nnodes * trainer.n_gpus_per_node > 1 or trainer.computes_on != "cpu":
             yield (
                 f"the job has {trainer.nnodes} x {trainer.n_gpus_per_node} processes (trainer.device="
-                f"{trainer.device}), and a selection is the work of one CPU: leave out --nodes, --gpus-per-node and "
+                f"{trainer.device}), but a selection is the work of one CPU: leave out --nodes, --gpus-per-node and "
                 "trainer.device"
             )

@@ -25,7 +25,8 @@ class NodeConfig(Section):
     """The size of this cluster's nodes. A job that uses a fraction of a node's GPUs gets that fraction of the rest."""
 
     gpus: int | None = Field(None, ge=1)
-    """GPUs of one node of this cluster. Jobs that do not set cpus_per_task and mem request them in proportion to it."""
+    """GPUs of one node of this cluster. Jobs that do not set cpus_per_task and mem request both in proportion to their
+    GPUs."""
     cpus: int | None = Field(None, ge=1)
     """CPUs of one node of this cluster. A job on half of a node's GPUs requests half of them."""
     mem_mb: int | None = Field(None, ge=1)
@@ -39,8 +40,8 @@ class SlurmConfig(Section):
     partition: Line | None = None
     """Partition (queue). null: Slurm's default partition."""
     group: Line | None = None
-    """UNIX group that may read the run directory, its metrics and its exported model. The logs of its attempts
-    stay private. Its members are trusted: they may own the folders above the run directory. null: nobody else."""
+    """UNIX group that may read the run directory, its metrics and its exported model. The logs of its attempts stay
+    private. The members of the group are trusted: they may own the folders above the run directory. null: no group."""
     test_partition: Line | None = None
     """Partition for short trials (`submit --test`), usually called debug or test. null: the job's own partition."""
     account: Line | None = None
@@ -70,14 +71,14 @@ class SlurmConfig(Section):
     leave_out: list[Omittable] = []
     """Directives to leave out of the script because this cluster refuses them."""
     warning_s: int = Field(180, ge=1, le=65535)
-    """Seconds before the walltime at which the run is told to save; it is then queued again. Slurm may send the warning
-    up to a minute early. A run whose steps and checkpoints have taken longer saves earlier by itself."""
+    """Seconds before the end of the walltime at which the run is told to save; it is then queued again. Slurm may send
+    the warning up to a minute early. A run whose steps and checkpoints have taken longer saves earlier by itself."""
     requeue: bool = True
     """Queue the job again after it reached its walltime, was preempted, hung once, or lost a node."""
     max_node_failures: int = Field(3, ge=0)
-    """How often a job may lose a node and be queued again, without that node. 0: never."""
+    """Number of times that a job is queued again after it has lost a node, without that node. 0: never."""
     sbatch: dict[str, Line | int | None] = {}
-    """Any other options of sbatch. null is the value of an option that takes none. Same as --sbatch KEY=VALUE."""
+    """Any other options of sbatch. For an option without a value, write null. Same as --sbatch KEY=VALUE."""
     setup: list[str] = []
     """Lines of bash that run on the first node before the job step, after the modules are loaded."""
     epilogue: list[str] = []

@@ -25,12 +25,16 @@ class LoraConfig(Section):
     alpha: float | None = Field(None, gt=0)
     """The adapters' output is multiplied by alpha / rank. null: twice the rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout of the adapters' inputs. DPO and reinforcement learning have none."""
+    """Dropout of the adapters' inputs. It has to be 0 in DPO and reinforcement learning."""
     target_modules: list[str] = []
     """Names of the linear layers that get an adapter, such as [q_proj,v_proj]. Empty: all linear layers of the
     transformer blocks."""
     path: Path | None = None
-    """Continue from the adapters in this folder, in the format of peft. Rank, alpha and target modules are theirs."""
+    """Continue from the adapters in this folder, in the format of peft. Rank, alpha and layers are those of the
+    folder."""
+    quantize: Literal["nf4"] | None = None
+    """nf4: keep the frozen weights of the transformer blocks' linear layers in 4 bits (QLoRA), on GPUs. Each GPU holds
+    all of them. It needs bitsandbytes. null: in model.dtype."""
     merge: bool = True
     """Export the model with the adapters merged into its weights. false: export a folder with the adapters only, in the
     format of peft."""
@@ -39,6 +43,12 @@ class LoraConfig(Section):
     def is_used(self) -> bool:
         """Whether adapters are trained instead of the whole model."""
         return self.rank is not None or self.path is not None
+
+    @property
+    def alpha_of_new(self) -> float:
+        """Alpha of adapters that do not come from a folder."""
+        assert self.rank is not None
+        return 2.0 * self.rank if self.alpha is None else self.alpha
 
     def problems(self) -> Iterator[str]:
         changed = [name for name in type(self).model_fields if self._is_changed(name)]
@@ -98,8 +108,8 @@ class RecordedConfig(TrainerConfig):
     """Options of every program of this project that makes progress and records it."""
 
     hang_timeout_s: float = Field(900, ge=0)
-    """If a process gives no sign of life for so many seconds, the job ends and is queued again once. The limit is four
-    times as long for loading, saving, generation, validation, export and the first step. 0: no limit."""
+    """If a process gives no sign of life for this many seconds, the job ends and is queued again once. The limit is
+    four times as long for loading, saving, generation, validation, export and the first step. 0: no limit."""
     seed: int = Field(1, ge=0, le=2**63 - 1)
     """Random seed, also of the order of the data."""
     logger: list[Literal["console", "wandb"]] = ["console"]
@@ -121,7 +131,7 @@ class TrainingConfig(RecordedConfig):
     total_epochs: int = Field(1, ge=1)
     """Passes over the training data."""
     total_training_steps: int | None = Field(None, ge=1)
-    """Number of training steps. It replaces total_epochs if set."""
+    """Number of training steps, instead of total_epochs. null: as many as total_epochs has."""
     micro_tokens: int = Field(4096, ge=2)
     """Largest number of tokens in one forward and backward pass on one rank. This setting determines memory use."""
     sharding: Literal["auto", Sharding] = "auto"
@@ -131,8 +141,8 @@ class TrainingConfig(RecordedConfig):
     step. none: every rank has the whole model. auto: hybrid if a model's parameters, gradients and optimizer state take
     at most a quarter of the memory of one node's GPUs, otherwise full."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which ranks add up gradients. bfloat16 halves this traffic and loses digits. It needs sharding auto, full
-    or hybrid."""
+    """Type in which ranks add up gradients. bfloat16 halves this traffic and loses precision. It needs sharding auto,
+    full or hybrid."""
     save_freq: int = Field(0, ge=0)
     """Save a checkpoint every N steps. 0: by time (save_minutes), at the end, and before the walltime."""
     save_minutes: float = Field(30, ge=0)
@@ -176,3 +186,12 @@ class TrainingConfig(RecordedConfig):
         if len(value) > MOST_PROFILED or min(value, default=1) < 1:
             raise ValueError(f"write 1 to {MOST_PROFILED} steps, counted from 1, such as [3,4] or 10-12")
         return value
+
+
+def quantize_problems(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:
+    """Yield a message if the job's device has no weights in 4 bits."""
+    if model.lora.quantize is not None and trainer.computes_on != "cuda":
+        yield (
+            f"model.lora.quantize={model.lora.quantize} needs GPUs of type cuda, and trainer.device is "
+            f"{trainer.device}: remove it, or set trainer.device=cuda"
+        )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from jinja2 import TemplateError
 
 from hpc_rl.config.finetune import FinetuneDataConfig
-from hpc_rl.config.ppo import PromptConfig
+from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.data.rows import Message
 from hpc_rl.data.template import check_template, read_template
 from hpc_rl.errors import UserError

@@ -15,8 +15,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_rl.config.ppo import PromptConfig
 from hpc_rl.config.preferences import PreferenceDataConfig
+from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.data import template
@@ -98,7 +98,7 @@ def _count(file: str, rows: int, data: AnyData) -> str:
 
 def _kind_of_rows(data: AnyData) -> str:
     if isinstance(data, PreferenceDataConfig):
-        return "pairs" if data.label_key is None else "responses with labels"
+        return "responses with labels" if data.labels else "pairs"
     return "chats" if isinstance(data, DataConfig) else "prompts"
 
 

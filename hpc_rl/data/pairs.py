@@ -1,4 +1,4 @@
-"""Preferences as token sequences: pairs of samples, or single samples with a label."""
+"""Preferences as token sequences: pairs of samples, or single samples with labels."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Preference:
 
     samples: tuple[Sample, ...]
     """Chosen and rejected; or one sample, which may be followed by a mismatched one (see `mismatched`)."""
-    value: float
-    """The pair's margin, or the label."""
+    values: tuple[float, ...]
+    """The pair's margin, or the labels."""
     ref_logprobs: tuple[float, ...] = ()
     """The reference's log-probability of each sample's response, if it has been computed."""
 
@@ -67,8 +67,8 @@ def tokenize_preferences(
         encoded = iter(_encoded(encode, read))
         for row, _ in read:
             samples = tuple(next(encoded) for _ in _chats(row))
-            value = row.margin if isinstance(row, PairRow) else row.label
-            found.append(_kept(Preference(samples, value), row, data, counts))
+            values = (row.margin,) if isinstance(row, PairRow) else row.labels
+            found.append(_kept(Preference(samples, values), row, data, counts))
     return found, counts
 
 

@@ -1,4 +1,4 @@
-"""Rows of preferences as chats: a better and a worse response to the same prompt, or one response with a label.
+"""Rows of preferences as chats: a better and a worse response to the same prompt, or one response with its labels.
 
 A login node reads rows with this module before it queues a job.
 """
@@ -38,14 +38,15 @@ class PairRow:
 
 @dataclass(frozen=True)
 class LabelledRow:
-    """A chat that ends with a response, and the label of that response."""
+    """A chat that ends with a response, and the labels of that response."""
 
     messages: list[Message]
-    label: float
+    labels: tuple[float, ...]
+    """One for each of `PreferenceDataConfig.labels`."""
 
 
 def to_preference(row: Row, data: PreferenceDataConfig, where: str) -> PairRow | LabelledRow:
-    """Return the pair of a row or, if data.label_key is set, its response with a label.
+    """Return the pair of a row or, if there are columns with labels, its response with these.
 
     Args:
         where: file and row number, for the error.
@@ -53,7 +54,7 @@ def to_preference(row: Row, data: PreferenceDataConfig, where: str) -> PairRow |
     Raises:
         UserError: a column is missing or holds something else; or the chats of a pair have no prompt in common.
     """
-    return to_pair(row, data, where) if data.label_key is None else to_labelled(row, data, data.label_key, where)
+    return to_labelled(row, data, where) if data.labels else to_pair(row, data, where)
 
 
 def to_pair(row: Row, data: PreferenceDataConfig, where: str) -> PairRow:
@@ -81,15 +82,21 @@ def to_pair(row: Row, data: PreferenceDataConfig, where: str) -> PairRow:
     return pair
 
 
-def to_labelled(row: Row, data: PreferenceDataConfig, label_key: str, where: str) -> LabelledRow:
-    """Return the response of a row with its label; see `to_preference`."""
+def to_labelled(row: Row, data: PreferenceDataConfig, where: str) -> LabelledRow:
+    """Return the response of a row with its labels; see `to_preference`."""
     messages = _whole_chat(row, "response_key", data.response_key, RESPONSE_COLUMNS, data, where)
-    value = column(row, "label_key", label_key, where, _suggested(row, "label_key", _LABEL_COLUMNS))
+    option = "label_key" if data.label_key is not None else "label_keys"
+    return LabelledRow(messages, tuple(_label(row, option, key, data, where) for key in data.labels))
+
+
+def _label(row: Row, option: str, key: str, data: PreferenceDataConfig, where: str) -> float:
+    suggested = _suggested(row, option, _LABEL_COLUMNS) if option == "label_key" else None
+    value = column(row, option, key, where, suggested)
     label = _TRUTH.get(value.strip().lower(), value) if isinstance(value, str) else value
-    number = _number(label, label_key, where)
+    number = _number(label, key, where)
     if not isinstance(data, RewardDataConfig) and number not in (0.0, 1.0):
-        raise UserError(f"{where}: column {label_key!r} has {value!r}; a label is true or false (1 or 0)")
-    return LabelledRow(messages, number)
+        raise UserError(f"{where}: column {key!r} has {value!r}; a label is true or false (1 or 0)")
+    return number
 
 
 def _margin(row: Row, data: PreferenceDataConfig, where: str) -> float:

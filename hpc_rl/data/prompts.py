@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.config.ppo import PromptConfig
+from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.data.chat import as_text, chat_template
 from hpc_rl.data.formats import Row
 from hpc_rl.data.rows import to_prompt

@@ -9,8 +9,8 @@ from typing import Any
 
 from hpc_rl.config.finetune import FinetuneDataConfig
 from hpc_rl.config.generate import GenerateDataConfig
-from hpc_rl.config.ppo import PromptConfig, PromptDataConfig
 from hpc_rl.config.preferences import PreferenceDataConfig, RewardDataConfig
+from hpc_rl.config.prompts import PromptConfig, PromptDataConfig
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.data.formats import CannotCheck, Row, is_file, read_rows
 from hpc_rl.data.preference_rows import to_preference

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from hpc_rl.config.ppo import PromptConfig
+from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.data.formats import Row, kind_of
 from hpc_rl.errors import UserError

@@ -102,7 +102,8 @@ class Selection:
                         yield row
         if self.counts.failed == self.counts.responses:
             raise UserError(
-                f"none of {self.counts.responses:,} responses has a score: the reward failed for all of them"
+                f"none of {self.counts.responses:,} responses has a score, because the reward failed for all of them: "
+                "repair the reward and generate again"
             )
 
     def _chosen(self, group: Sequence[Response]) -> Iterable[Row]:
@@ -110,8 +111,8 @@ class Selection:
             check_response(response)
         if self.compares and len(group) == 1:
             raise UserError(
-                f"{group[0].where}: the prompt has one response, and best-of-n and pairs compare several: generate "
-                "with rollout.n=2 or more, or select by --threshold"
+                f"{group[0].where}: the prompt has one response, but best-of-n and pairs compare several: generate "
+                "with rollout.n=2 or more, or select by threshold"
             )
         scored = [response.row for response in group if response.row["score"] is not None]
         self.counts.prompts += 1
@@ -134,14 +135,24 @@ def best_and_worst(scored: Sequence[Row], counts: Counts) -> list[Row]:
     if best["score"] == worst["score"]:
         counts.equal += 1
         return []
-    return [
-        {
-            "prompt": best["prompt"],
-            "chosen": best["response"],
-            "rejected": worst["response"],
-            "margin": best["score"] - worst["score"],
-        }
-    ]
+    return [_pair(best, worst)]
+
+
+def all_pairs(scored: Sequence[Row], counts: Counts) -> list[Row]:
+    """Return all pairs of responses with different scores: the comparisons that a reward model learns from (Ouyang et
+    al. 2022, https://arxiv.org/abs/2203.02155, section 3.5)."""
+    found = [_pair(better, worse) for better in scored for worse in scored if better["score"] > worse["score"]]
+    counts.equal += not found
+    return found
+
+
+def _pair(better: Row, worse: Row) -> Row:
+    return {
+        "prompt": better["prompt"],
+        "chosen": better["response"],
+        "rejected": worse["response"],
+        "margin": better["score"] - worse["score"],
+    }
 
 
 def above(threshold: float) -> Callable[[Sequence[Row], Counts], list[Row]]:
@@ -168,7 +179,8 @@ def selection(method: str, threshold: float | None) -> Selection:
         if threshold is None:
             raise ValueError("a selection by threshold needs one")
         return Selection(above(threshold), compares=False)
-    return Selection({"best-of-n": best_of_n, "pairs": best_and_worst}[method], compares=True)
+    compared = {"best-of-n": best_of_n, "pairs": best_and_worst, "all-pairs": all_pairs}
+    return Selection(compared[method], compares=True)
 
 
 def select(files: Sequence[str], method: str, threshold: float | None, output: Path) -> Counts:
@@ -188,7 +200,7 @@ def check_scored(file: str) -> None:
     for response in _responses(file):
         check_response(response)
         return
-    raise UserError(f"{file}: there are no responses in it")
+    raise UserError(f"{file} has no responses: name a responses.jsonl of hpc-rl submit generate")
 
 
 def check_response(response: Response) -> None:
@@ -196,7 +208,8 @@ def check_response(response: Response) -> None:
     row, where = response.row, response.where
     if missing := [name for name in ("index", "prompt", "response") if name not in row]:
         raise UserError(
-            f"{where}: no column {missing[0]!r}, so it is no response: name a responses.jsonl of hpc-rl submit generate"
+            f"{where}: no column {missing[0]!r}, so this is not a response: name a responses.jsonl of hpc-rl submit "
+            "generate"
         )
     if "score" not in row:
         raise UserError(

@@ -79,6 +79,18 @@ class Objective(ABC):
     def __init__(self, config: Any) -> None:
         self.config = config
 
+    def join(self, world: World) -> World | None:
+        """Return the ranks that train, if this is one of them. Any other rank gets None, and calls `serve`. Every rank
+        calls this first."""
+        return world
+
+    def serve(self) -> int:
+        """Serve the ranks that train until they are done, and return their exit code."""
+        raise NotImplementedError
+
+    def leave(self, exit_code: int) -> None:  # noqa: B027 - may be left out
+        """Let the ranks that do not train end. Every rank that trains calls this at the end of a run."""
+
     @abstractmethod
     def tokenize(
         self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, split: str, rank: int, world: int

@@ -63,15 +63,19 @@ def gather_samples(share: Sequence[Sample | None], world: World) -> list[Sample]
     return samples
 
 
-def gather_preferences(share: Sequence[Preference | None], world: World, width: int) -> list[Preference]:
+def gather_preferences(
+    share: Sequence[Preference | None], world: World, width: int, values: int = 1
+) -> list[Preference]:
     """Combine the ranks' shares into one list, without the dropped rows (None).
 
     Args:
         width: samples of each preference.
+        values: margins or labels of each preference.
     """
     columns = [gather_samples([row and row.samples[place] for row in share], world) for place in range(width)]
-    own = torch.tensor([math.nan if row is None else row.value for row in share], dtype=torch.float64)
-    by_rank = world.gather_varied(own)
-    rows = [by_rank[row % world.size][row // world.size].item() for row in range(sum(map(len, by_rank)))]
-    values = [value for value in rows if not math.isnan(value)]
-    return [Preference(tuple(samples), value) for *samples, value in zip(*columns, values, strict=True)]
+    none = (math.nan,) * values
+    own = torch.tensor([none if row is None else row.values for row in share], dtype=torch.float64)
+    by_rank = [flat.view(-1, values) for flat in world.gather_varied(own.flatten())]
+    rows = [by_rank[row % world.size][row // world.size] for row in range(sum(map(len, by_rank)))]
+    kept = [tuple(row.tolist()) for row in rows if not row[0].isnan()]
+    return [Preference(tuple(samples), found) for *samples, found in zip(*columns, kept, strict=True)]

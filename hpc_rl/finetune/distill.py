@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,11 @@ from hpc_rl.finetune.base import Found
 from hpc_rl.finetune.dataset import gather_samples
 from hpc_rl.finetune.sft import Sft
 from hpc_rl.finetune.teacher import Lesson, Teacher, pack_lessons, top_k_dtype, with_top_k
+from hpc_rl.finetune.teacher_ranks import RemoteTeacher, Teams, serve, split
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.distributed import World
-from hpc_rl.training.models.causal_lm import CausalLM
-from hpc_rl.training.models.distill_head import SUMS, Teaching, Terms, distillation_sum, live, stored
+from hpc_rl.training.models.causal_lm import CausalLM, PackedModel
+from hpc_rl.training.models.distill_head import SUMS, Teaching, Terms, distillation_sum, stored
 from hpc_rl.training.models.packed_batch import PackedBatch
 from hpc_rl.training.models.teacher import common_outputs
 from hpc_rl.training.stopping import Stopping
@@ -43,14 +44,34 @@ class Distill(Sft):
     """Learn the teacher's distribution of each of the assistant's tokens of chats."""
 
     config: DistillConfig  # type: ignore[assignment]
-    _teacher: Teacher | None = None
+    _teacher: Teacher | RemoteTeacher | None = None
     """Held if it is evaluated in each step."""
+    _teams: Teams | None = None
+    """Set if the teacher has ranks of its own."""
 
     def __init__(self, config: DistillConfig) -> None:
         super().__init__(config)
         own = config.algorithm
         self._tokens = 0
         self._terms = Terms(own.divergence, own.js_weight, own.temperature, own.sft_coeff)
+
+    def join(self, world: World) -> World | None:
+        """See `Objective.join`. All ranks check the models: only rank 0, which trains, prints what is wrong."""
+        self._tokens = self._common_outputs(world)
+        if self.config.teacher.ranks_per_node is None:
+            return world
+        self._teams = split(world, self.config.teacher.ranks_per_node)
+        return None if self._teams.teaches else self._teams.own
+
+    def serve(self) -> int:
+        """See `Objective.serve`."""
+        assert self._teams is not None
+        return serve(self.config, self._tokens, self._teams)
+
+    def leave(self, exit_code: int) -> None:
+        """See `Objective.leave`."""
+        if isinstance(self._teacher, RemoteTeacher):
+            self._teacher.leave(exit_code)
 
     def gather(self, share: Sequence[Any], world: World) -> list[Any]:
         """See `Objective.gather`."""
@@ -60,17 +81,19 @@ class Distill(Sft):
         self, train: list[Lesson], val: list[Lesson], run: RunDir, world: World, stopping: Stopping
     ) -> tuple[list[Lesson], list[Lesson]]:
         """Load the teacher, or add its most probable tokens to the lessons."""
-        self._tokens = world.together(lambda: common_outputs(self.config.teacher.path, self.config.model))
-        if self.config.teacher.top_k is not None and self.config.teacher.top_k >= self._tokens:
-            raise AgreedError(
-                f"teacher.top_k {self.config.teacher.top_k} is not less than the {self._tokens:,} tokens that both "
-                "models have: lower it, or remove it to compare all"
-            )
         if not self.config.teacher.precompute_top_k:
-            self._teacher = Teacher(self.config, self._tokens, world)
+            if self._teams is None:
+                self._teacher = Teacher(self.config, self._tokens, world)
             return train, val
         lessons = with_top_k(self.config, self._tokens, [*train, *val], run, world, stopping)
         return lessons[: len(train)], lessons[len(train) :]
+
+    def load(self, world: World) -> Any:
+        """See `Objective.load`. A teacher on other ranks is loaded at the same time."""
+        model = super().load(world)
+        if self._teams is not None:
+            self._teacher = RemoteTeacher(self.config, self._tokens, self._teams)
+        return model
 
     def collate(self, items: Sequence[Any]) -> Any:
         """Build a micro-batch; the filler if a rank has no samples left."""
@@ -79,12 +102,16 @@ class Distill(Sft):
         ids_NK, logprobs_NK = found["ids"].astype(np.int64), np.ascontiguousarray(found["logprobs"])
         return LessonBatch(pack_lessons(items), torch.from_numpy(ids_NK), torch.from_numpy(logprobs_NK))
 
+    def begin(self, model: PackedModel, batches: Iterable[LessonBatch], world: World) -> None:
+        """See `Objective.begin`."""
+        if isinstance(self._teacher, RemoteTeacher):
+            self._teacher.begin(batch.packed for batch in batches)
+
     def loss(self, model: CausalLM, batch: LessonBatch, scale: float) -> Found:
         """Return `scale` times the sum of the losses of a micro-batch's targets, in nats."""
         if self._teacher is None:
             return self._compared(model, batch.packed, stored(batch.ids_NK, batch.logprobs_NK), scale)
-        outputs = self._teacher.outputs(batch.packed)  # also without targets: all ranks have to call this
-        teaching = live(*outputs, self.config.algorithm.temperature, self.config.teacher.top_k)
+        teaching = self._teacher.teaching(batch.packed)  # also without targets: all ranks have to call this
         found = self._compared(model, batch.packed, teaching, scale)
         self._teacher.release()
         return found
@@ -93,6 +120,20 @@ class Distill(Sft):
         """Return the means over all targets."""
         count, *totals = sums
         return {name: total / count for name, total in zip(SUMS, totals, strict=True)}
+
+    def _common_outputs(self, world: World) -> int:
+        """Return the number of tokens that both models have.
+
+        Raises:
+            AgreedError: the two do not fit together, or there are fewer than teacher.top_k needs.
+        """
+        tokens = world.together(lambda: common_outputs(self.config.teacher.path, self.config.model))
+        if self.config.teacher.top_k is not None and self.config.teacher.top_k >= tokens:
+            raise AgreedError(
+                f"teacher.top_k {self.config.teacher.top_k} is not less than the {tokens:,} tokens that both models "
+                "have: lower it, or remove it to compare all"
+            )
+        return tokens
 
     def _compared(self, model: CausalLM, packed: PackedBatch, teaching: Teaching, scale: float) -> Found:
         def head(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -151,7 +151,7 @@ class Kto(_Referenced):
         for batch in batches:
             there = batch.mismatched.to(world.device)
             total += (response_logprobs(model, there) - self.ref_logprobs(there)).sum()
-            count += there.value_P.numel()
+            count += len(there.values_PK)
             heart.beat()
         reshard(model)
         total, count = world.gather_rows([total.item(), count]).sum(dim=0).tolist()
@@ -162,7 +162,7 @@ class Kto(_Referenced):
         settings, own = self.config.algorithm, batch.own
         logprob_P = response_logprobs(model, own)[:, 0]
         ratio_P = logprob_P - self.ref_logprobs(own)[:, 0]
-        good_P, weights = own.value_P > 0, (settings.desirable_weight, settings.undesirable_weight)
+        good_P, weights = own.values_PK[:, 0] > 0, (settings.desirable_weight, settings.undesirable_weight)
         loss_P = preferences.kto(ratio_P, good_P, self._baseline, settings.beta, weights)
         loss_P = loss_P - settings.sft_coeff * good_P * logprob_P / own.tokens_PW[:, 0].clamp(min=1)
         with torch.no_grad():

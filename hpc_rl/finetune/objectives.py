@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hpc_rl.config.distill import DistillConfig
 from hpc_rl.config.finetune import FinetuneConfig
-from hpc_rl.config.preferences import DpoConfig, RmConfig
+from hpc_rl.config.preferences import DpoConfig, PreferenceDataConfig, RmConfig
 from hpc_rl.config.sft import SftConfig
 from hpc_rl.finetune.base import Objective
 from hpc_rl.finetune.distill import Distill
@@ -23,10 +23,10 @@ OBJECTIVES: dict[type[FinetuneConfig], type[Objective]] = {
 }
 """Configuration -> objective."""
 LABELLED: dict[type[FinetuneConfig], type[Objective]] = {DpoConfig: Kto, RmConfig: Regression}
-"""Configuration -> objective, if data.label_key is set."""
+"""Configuration -> objective, if the data has labels instead of pairs."""
 
 
 def objective_of(config: FinetuneConfig) -> Objective:
     """Return the objective of a run."""
-    has_labels = getattr(config.data, "label_key", None) is not None
+    has_labels = isinstance(config.data, PreferenceDataConfig) and bool(config.data.labels)
     return (LABELLED if has_labels else OBJECTIVES)[type(config)](config)

@@ -16,7 +16,10 @@ from hpc_rl.training.models.packed_batch import PackedBatch, filler, pack_sample
 
 @dataclass(frozen=True)
 class PairBatch:
-    """Preferences in one packed row, the samples of each one after the other. P preferences, W samples of each."""
+    """Preferences in one packed row, the samples of each one after the other.
+
+    P preferences, W samples and K values of each.
+    """
 
     packed: PackedBatch
     sample_N: torch.Tensor
@@ -25,8 +28,8 @@ class PairBatch:
     """Targets of each sample: float32."""
     ref_PW: torch.Tensor
     """The reference's log-probability of each sample's targets: float32. NaN if it has not been computed."""
-    value_P: torch.Tensor
-    """Margins or labels: float32."""
+    values_PK: torch.Tensor
+    """The margin or the K labels of each preference: float32."""
 
     def to(self, device: torch.device) -> PairBatch:
         """Return a copy on the device."""
@@ -34,20 +37,22 @@ class PairBatch:
         return PairBatch(**moved)
 
     def by_preference(self, values_S: torch.Tensor) -> torch.Tensor:
-        """Arrange one value per sample as [P, W]. The row of a rank without preferences has a filler sample."""
-        return values_S[: self.tokens_PW.numel()].view(self.tokens_PW.shape)
+        """Arrange one value, or one vector, per sample as [P, W, ...]. The row of a rank without preferences has a
+        filler sample."""
+        return values_S[: self.tokens_PW.numel()].view(*self.tokens_PW.shape, *values_S.shape[1:])
 
     def last_tokens(self) -> PackedBatch:
         """Return the packed row, with each sample's last token as the only rows that a model returns."""
         return replace(self.packed, rows_N=self.packed.cu_seqlens[1:].long() - 1)
 
 
-def pack_preferences(preferences: Sequence[Preference], width: int, first: int = 0) -> PairBatch:
+def pack_preferences(preferences: Sequence[Preference], width: int, first: int = 0, values: int = 1) -> PairBatch:
     """Build a micro-batch; without preferences one with a filler sample.
 
     Args:
         width: number of samples of each preference that are packed.
         first: place of the first one among the preference's samples.
+        values: margins or labels of each preference.
     """
     places = slice(first, first + width)
     samples = [sample for one in preferences for sample in one.samples[places]]
@@ -61,7 +66,7 @@ def pack_preferences(preferences: Sequence[Preference], width: int, first: int =
         sample_N=torch.from_numpy(np.repeat(np.arange(len(samples)), counts)),
         tokens_PW=torch.from_numpy(counts.astype(np.float32).reshape(-1, width)),
         ref_PW=torch.from_numpy(np.array(ref, np.float32).reshape(-1, width)),
-        value_P=torch.tensor([one.value for one in preferences], dtype=torch.float32),
+        values_PK=torch.tensor([one.values for one in preferences], dtype=torch.float32).view(len(preferences), values),
     )
 
 

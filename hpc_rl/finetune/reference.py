@@ -23,7 +23,7 @@ from hpc_rl.errors import RunError
 from hpc_rl.finetune.base import Work
 from hpc_rl.finetune.pair_batch import PairBatch, pack_preferences, response_logprobs
 from hpc_rl.host.disk import explained
-from hpc_rl.host.files import replacing
+from hpc_rl.host.files import folder_state, replacing
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training import guards
@@ -171,9 +171,7 @@ def results_key(path: str, settings: Sequence[object], samples: Iterable[Sample]
         path: folder or hub name of the model.
         settings: what else its results depend on, as JSON can write it.
     """
-    files = sorted(Path(path).glob("*")) if Path(path).is_dir() else []
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    digest = hashlib.sha256(json.dumps([path, stats, *settings]).encode())
+    digest = hashlib.sha256(json.dumps([path, folder_state(Path(path)), *settings]).encode())
     for sample in samples:
         digest.update(len(sample.input_ids).to_bytes(8))
         digest.update(np.ascontiguousarray(sample.input_ids, np.int32).data)
@@ -183,7 +181,9 @@ def results_key(path: str, settings: Sequence[object], samples: Iterable[Sample]
 
 def _key(config: DpoConfig, preferences: Sequence[Preference]) -> str:
     samples = (sample for preference in preferences for sample in preference.samples)
-    return results_key(config.ref.path or config.model.path, [config.model.dtype, config.trainer.device], samples)
+    model = config.model
+    quantize = None if config.ref.path else model.lora.quantize  # the model without its adapters keeps its 4 bits
+    return results_key(config.ref.path or model.path, [model.dtype, config.trainer.device, quantize], samples)
 
 
 def _read(path: Path, key: str, width: int) -> NDArray[np.float32]:

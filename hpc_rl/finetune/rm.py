@@ -1,4 +1,4 @@
-"""Reward models: a score of a response, read at its last token."""
+"""Reward models: scores of a response, read at its last token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpc_rl.finetune.dataset import gather_preferences
 from hpc_rl.finetune.pair_batch import PairBatch, pack_preferences
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.pretrained import Pretrained
-from hpc_rl.training.models.scalar_model import ScalarModel, trained_scalar_model
+from hpc_rl.training.models.scalar_model import ScoreModel, check_outputs, trained_reward_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,7 +26,7 @@ BINS = 10
 
 
 class _Scoring(Objective):
-    """An objective of a sequence classifier with one output."""
+    """An objective of a sequence classifier with one output, or one for each label."""
 
     config: RmConfig
     width: int
@@ -40,18 +40,29 @@ class _Scoring(Objective):
 
     def gather(self, share: Sequence[Preference | None], world: World) -> list[Preference]:
         """See `Objective.gather`."""
-        return gather_preferences(share, world, self.width)
+        return gather_preferences(share, world, self.width, self.config.outputs)
 
-    def model(self) -> Pretrained[ScalarModel]:
+    def model(self) -> Pretrained[ScoreModel]:
         """Return the classifier: a causal language model with a new head, or an earlier reward model."""
-        return trained_scalar_model(self.config.model.path, "model.path", self.config.model)
+        return trained_reward_model(self.config.model, self.config.data.labels)
+
+    def load(self, world: World) -> ScoreModel:
+        """Load the classifier. Every rank calls this.
+
+        Raises:
+            AgreedError: an earlier reward model has another number of outputs.
+        """
+        path, outputs = self.config.model.path, self.config.outputs
+        world.together(lambda: check_outputs("model.path", path, outputs))
+        model: ScoreModel = super().load(world)
+        return model
 
     def collate(self, items: Sequence[Preference]) -> PairBatch:
         """Build a micro-batch."""
-        return pack_preferences(items, self.width)
+        return pack_preferences(items, self.width, values=self.config.outputs)
 
-    def scores(self, model: ScalarModel, batch: PairBatch) -> torch.Tensor:
-        """Return the score of each sample, [P, W]."""
+    def scores(self, model: ScoreModel, batch: PairBatch) -> torch.Tensor:
+        """Return the scores of each sample, [P, W, K]."""
         return batch.by_preference(model(batch.last_tokens()))
 
 
@@ -60,10 +71,10 @@ class BradleyTerry(_Scoring):
 
     width = 2
 
-    def loss(self, model: ScalarModel, batch: PairBatch, scale: float) -> Found:
+    def loss(self, model: ScoreModel, batch: PairBatch, scale: float) -> Found:
         """Return `scale` times the sum of the pairs' losses."""
-        chosen_P, rejected_P = self.scores(model, batch).T
-        loss_P = bradley_terry(chosen_P, rejected_P, batch.value_P)
+        chosen_P, rejected_P = self.scores(model, batch)[..., 0].T
+        loss_P = bradley_terry(chosen_P, rejected_P, batch.values_PK[:, 0])
         with torch.no_grad():
             right_P, confidence_P = (chosen_P > rejected_P).float(), torch.sigmoid((chosen_P - rejected_P).abs())
             # The more probable order has a probability of 0.5 to 1.
@@ -89,20 +100,28 @@ class BradleyTerry(_Scoring):
 
 
 class Regression(_Scoring):
-    """Score a response by its label: the mean squared error."""
+    """Score a response by its labels: the mean squared error."""
 
     width = 1
 
-    def loss(self, model: ScalarModel, batch: PairBatch, scale: float) -> Found:
-        """Return `scale` times the sum of the squared errors."""
-        score_P = self.scores(model, batch)[:, 0]
-        error_P = score_P - batch.value_P
+    def loss(self, model: ScoreModel, batch: PairBatch, scale: float) -> Found:
+        """Return `scale` times the sum of the squared errors, each the mean over the labels of a response."""
+        score_PK = self.scores(model, batch)[:, 0]
+        error_PK = score_PK - batch.values_PK
         with torch.no_grad():
-            sums = torch.stack([torch.ones_like(error_P), error_P.abs(), score_P, batch.value_P]).sum(dim=1)
-        return Found(scale * error_P.square().sum(), sums)
+            sums_K = [column_PK.sum(dim=0) for column_PK in (error_PK.abs(), score_PK, batch.values_PK)]
+            sums = torch.cat([error_PK.new_tensor([len(error_PK)]), *sums_K])
+        return Found(scale * error_PK.square().mean(dim=1).sum(), sums)
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return the mean absolute error, the mean score and the mean label."""
+        """Return the mean absolute error, the mean score and the mean label; with several labels, also of each one by
+        its name."""
         count, *totals = sums
-        names = ("absolute_error", "score_mean", "label_mean")
-        return {name: total / count for name, total in zip(names, totals, strict=True)}
+        labels = self.config.data.labels
+        found = {}
+        for number, name in enumerate(("absolute_error", "score_mean", "label_mean")):
+            means = [total / count for total in totals[number * len(labels) : (number + 1) * len(labels)]]
+            found[name] = sum(means) / len(means)
+            if len(labels) > 1:
+                found |= {f"{name}/{label}": mean for label, mean in zip(labels, means, strict=True)}
+        return found

@@ -24,7 +24,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.training import guards
 from hpc_rl.training.batching import plan_batch
 from hpc_rl.training.distributed import World
-from hpc_rl.training.models.distill_head import in_chunks, live
+from hpc_rl.training.models.distill_head import Teaching, in_chunks, live
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.models.packed_batch import PackedBatch, filler, pack_samples
 from hpc_rl.training.models.teacher import teacher_model
@@ -64,6 +64,7 @@ class Teacher:
 
     def __init__(self, config: DistillConfig, tokens: int, world: World) -> None:
         self._tokens = tokens
+        self._config = config
         found = teacher_model(config.teacher.path, config.model, world.on_accelerator)
         self._model = load_sharded(found, world, config.trainer)
 
@@ -73,6 +74,11 @@ class Teacher:
         both."""
         hidden_NG, weight_VG = self._model(batch, lambda hidden_NG, weight_VG: (hidden_NG, weight_VG))
         return hidden_NG, weight_VG[: self._tokens]
+
+    def teaching(self, batch: PackedBatch) -> Teaching:
+        """Return the distributions at the targets of a micro-batch, which are valid until `release`. Every rank calls
+        both."""
+        return live(*self.outputs(batch), self._config.algorithm.temperature, self._config.teacher.top_k)
 
     def release(self) -> None:
         """Free the memory of the head's weight, if it was gathered."""

@@ -9,23 +9,20 @@ bad input, 1 any other error.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import NoReturn
 
-from hpc_rl.config.compose import compose, load_config
 from hpc_rl.config.finetune import FinetuneConfig
-from hpc_rl.config.kinds import KINDS
 from hpc_rl.errors import AgreedError, UserError
 from hpc_rl.host.disk import tolerate_lost_output
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.host.imports import large_imports
 from hpc_rl.run_dir import RunDir, current_attempt_dir, current_run_dir
+from hpc_rl.training.command import parse as read_command
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -91,27 +88,10 @@ def parse(arguments: Sequence[str]) -> tuple[FinetuneConfig, RunDir]:
     Raises:
         UserError: one of them is not valid; every rank raises the same error.
     """
-    parser = argparse.ArgumentParser(prog="python -m hpc_rl.finetune.train", description=__doc__)
-    kinds = [row.name for row in KINDS.values() if row.trainer == "hpc_rl.finetune.train"]
-    parser.add_argument("--kind", choices=kinds, default="sft", help="the kind of the job")
-    parser.add_argument("--config", type=Path, help="complete configuration (config.yaml of a run directory)")
-    parser.add_argument("--run-dir", type=Path, help="run directory; the default is $HPC_RL_RUN_DIR")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    options = parser.parse_intermixed_args(arguments)
-    run_dir = RunDir(options.run_dir.absolute()) if options.run_dir else current_run_dir()
+    _, config, given = read_command("hpc_rl.finetune.train", __doc__, arguments)
+    run_dir = given or current_run_dir()
     if run_dir is None:
         raise UserError("no run directory: add --run-dir DIR, or set HPC_RL_RUN_DIR")
-    if options.config and options.overrides:
-        raise UserError(
-            f"--config {options.config} is a complete configuration, so {options.overrides[0]} cannot be added: "
-            "change the file, or use key=value without --config"
-        )
-    if options.config:
-        config = load_config(options.kind, options.config)
-    else:
-        from hpc_rl.training.distributed import fill_in_device
-
-        config = compose(options.kind, options.overrides, fill_in=[fill_in_device])
     assert isinstance(config, FinetuneConfig)
     return config, run_dir
 

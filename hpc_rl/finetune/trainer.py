@@ -84,14 +84,20 @@ def train(config: FinetuneConfig, run: RunDir, world: World) -> int:
     Returns:
         the exit code of the process: 0, or 75 if the run is not finished and can be resumed.
     """
+    objective = objective_of(config)
+    own = objective.join(world)
+    if own is None:
+        return objective.serve()
     try:
         with heart.phase("load"):
-            state = load(config, run, world)
+            state = load(config, run, own, objective)
     except Stopped as stopped:
-        print_once(world, str(stopped))
+        print_once(own, str(stopped))
         return EXIT_STOPPED
     with state.saver:
-        return loop(state)
+        code = loop(state)
+    objective.leave(code)
+    return code
 
 
 def loop(state: TrainerState) -> int:
@@ -128,20 +134,26 @@ def profile_path(state: TrainerState) -> Path | None:
     """Return the path of this rank's trace of the next step; None if it is not to be profiled."""
     number = state.step + 1
     is_profiled = number in state.config.trainer.profile_steps
-    return trace_path(state.run, number, state.world.rank) if is_profiled else None
+    return trace_path(state.run, number, state.world.in_job(state.world.rank)) if is_profiled else None
 
 
-def load(config: FinetuneConfig, run: RunDir, world: World) -> TrainerState:
+def load(config: FinetuneConfig, run: RunDir, world: World, objective: Objective | None = None) -> TrainerState:
     """Load data, model and optimizer, and restore the newest checkpoint.
+
+    Args:
+        world: the ranks that train.
+        objective: the one that they have joined. None: a new one; all ranks train.
 
     Raises:
         Stopped: the run stops before the model is loaded.
     """
+    if objective is None:
+        objective = objective_of(config)
+        objective.join(world)
     torch.manual_seed(config.trainer.seed + world.rank)
     data, seed = config.data, config.trainer.seed
     tokenizer = world.together(lambda: load_tokenizer(config.model))
     tokenizer.chat_template = world.together(lambda: chat_template(tokenizer, data))  # also for the exported model
-    objective = objective_of(config)
     items = load_items(objective, data.train_files, tokenizer, "train", world)
     val = load_items(objective, data.val_files, tokenizer, "test", world) if data.val_files else []
     records = read_metrics(run.metrics) if world.is_main else []
@@ -155,6 +167,7 @@ def load(config: FinetuneConfig, run: RunDir, world: World) -> TrainerState:
     if progress is None:
         progress = Progress(samples=len(items), dtype=export_dtype(config.model, config.trainer))
     else:
+        checkpoint.refuse_other_quantize(run.checkpoints, progress, config.model.lora.quantize)
         print_once(world, f"resuming after step {progress.step}, from {run.checkpoints}")
     checkpoint.refuse_other_data(run.checkpoints, progress, len(items))
     position = Position(progress.epoch, progress.index)
@@ -218,7 +231,7 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
         loss, *sums_K = sums.tolist()
         own = [loss / sharding.loss_factor(state.model, world), *decisions(state, number, started), *sums_K]
         losses, stops, saves, seconds, *by_rank = world.gather_rows(own).T.tolist()
-        guards.refuse_not_finite(number, losses, norm)
+        guards.refuse_not_finite(number, {world.in_job(rank): loss for rank, loss in enumerate(losses)}, norm)
     with guards.explain_out_of_memory(f"step {number}"), clock("optimizer"):
         lr = config.optim.lr * lr_factor(config.optim, state.step, state.total_steps)
         set_lr(state.optimizer, lr)
@@ -309,6 +322,7 @@ def save(state: TrainerState) -> None:
         total_tokens=state.total_tokens,
         dtype=export_dtype(state.config.model, state.config.trainer),
         merge=state.config.model.lora.merge,
+        quantize=state.config.model.lora.quantize,
         world_size=state.world.size,
         wandb_id=state.tracker.wandb_id,
     )

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Self
 
-from hpc_rl.errors import UserError
+from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.disk import UNWRITABLE, explained
 
 MOST_PENDING_BYTES = 16 * 2**20
@@ -126,6 +126,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def folder_state(folder: Path) -> list[tuple[str, int, int]]:
+    """Return (name, bytes, time of the last change in ns) of each file in a folder, which differ after the files have
+    been written again; nothing if there is no such folder. Hidden files are left out."""
+    files = sorted(file for file in folder.glob("[!.]*") if file.is_file())
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the same folder, and rename it to `path` if the block succeeds.
@@ -140,6 +147,15 @@ def replacing(path: Path) -> Iterator[Path]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise RunError if the block, which writes a file or folder, raises OSError: a full disk, for example."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{path} could not be written: {explained(error, path)}") from error
 
 
 def write_atomically(path: Path, text: str, forbidden: int = 0) -> None:

@@ -6,6 +6,7 @@ is checked before a job is queued.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,14 @@ _OF_FILES = {
     "pad_token_id",
 }
 """Settings of a config.json that may differ between two copies of a model."""
+_BASE = "base_model_name_or_path"
+_OPTIONS = {
+    _BASE: "model.path",
+    "r": "model.lora.rank",
+    "lora_alpha": "model.lora.alpha",
+    "target_modules": "model.lora.target_modules",
+}
+"""Settings that have to stay the same while adapters are trained -> the options that set them."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 HEAD = "score"
 """Name of the head of a classifier, which peft saves as a whole."""
@@ -69,7 +78,7 @@ def read_peft_folder(key: str, path: Path) -> PeftFolder:
         key: the option that names it, for errors.
 
     Raises:
-        UserError: it has no LoRA adapters, or such that are computed in another way.
+        UserError: it has no LoRA adapters, or a variant of LoRA that is computed in another way.
     """
     what = f"{key} {path}"
     for name in (CONFIG, WEIGHTS):
@@ -77,7 +86,7 @@ def read_peft_folder(key: str, path: Path) -> PeftFolder:
             raise UserError(f"{what} is not a folder with adapters in the format of peft: it has no {name}")
     config = read_json(path / CONFIG)
     if config.get("peft_type") != "LORA":
-        raise UserError(f"{what} has adapters of type {config.get('peft_type')}, and only LORA is supported")
+        raise UserError(f"{what} has adapters of type {config.get('peft_type')}, but only LORA is supported")
     special = [name for name in _UNSUPPORTED if config.get(name)]
     special += ["bias"] if config.get("bias", "none") != "none" else []
     if config.get("init_lora_weights", True) not in (True, False, "gaussian"):
@@ -128,11 +137,15 @@ def refuse_other_base(key: str, folder: PeftFolder, model: str, weights: Mapping
 
 def _other_settings(base: str, model: str) -> str | None:
     """Return a difference between two models: their names on the hub, or the first setting in their folders."""
-    if all(_HUB_NAME.fullmatch(name) and not Path(name).exists() for name in (base, model)):
+    if _are_on_hub(base, model):
         return None if base == model else "their names on the hub differ"
     theirs, ours = (read_json(Path(path) / "config.json") for path in (base, model))
     differ = [name for name in sorted((theirs.keys() & ours.keys()) - _OF_FILES) if theirs[name] != ours[name]]
     return f"{differ[0]} is {theirs[differ[0]]} there and {ours[differ[0]]} here" if differ else None
+
+
+def _are_on_hub(*names: str) -> bool:
+    return all(_HUB_NAME.fullmatch(name) and not Path(name).exists() for name in names)
 
 
 def _text(shape: Sequence[int]) -> str:
@@ -191,3 +204,35 @@ def new_config(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+
+
+def changed_setting(stored: Mapping[str, Any], ours: Mapping[str, Any], continued: bool = False) -> str | None:
+    """Return the first difference between the adapters of a checkpoint and a run's, or None.
+
+    Args:
+        stored, ours: contents of adapter_config.json, as `new_config` makes them.
+        continued: whether the run's come from a folder, model.lora.path.
+    """
+    for setting, option in _OPTIONS.items():
+        theirs, mine = (_comparable(setting, each.get(setting)) for each in (stored, ours))
+        if theirs == mine or (setting == _BASE and _is_gone(theirs, mine)):
+            continue
+        who = "the adapters of model.lora.path have" if continued and setting != _BASE else "the run has"
+        return f"its adapters have {option}={_shown(theirs)}, and {who} {_shown(mine)}"
+    return None
+
+
+def _is_gone(base: str, model: str) -> bool:
+    """Return whether a base is no longer where it was, so that `model` may be the same one in another place."""
+    return not Path(base).exists() and not _are_on_hub(base, model)
+
+
+def _comparable(setting: str, value: Any) -> Any:
+    """Two paths to the same folder are equal, and the order of names does not matter."""
+    if setting == _BASE and Path(str(value)).exists():
+        return os.path.realpath(value)
+    return sorted(value) if isinstance(value, list) else value
+
+
+def _shown(value: Any) -> str:
+    return f"[{', '.join(value)}]" if isinstance(value, list) else str(value)

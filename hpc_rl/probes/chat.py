@@ -55,7 +55,7 @@ class Chat:
         if limit is not None and length + self.max_tokens > limit:
             raise UserError(
                 f"the conversation of {length} tokens and an answer of {self.max_tokens} exceed the model's {limit} "
-                f"positions: begin a new one with {RESET}, or lower --max-tokens"
+                f"positions: begin a new conversation with {RESET}, or lower --max-tokens"
             )
         drawn: dict[str, Any] = {"do_sample": True, "temperature": self.temperature, "top_p": 1.0, "top_k": 0}
         greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -87,7 +87,7 @@ def load_chat(path: str, temperature: float, max_tokens: int) -> Chat:
 
     tokenizer = load_tokenizer(ModelSource(path=path))
     if not tokenizer.chat_template:
-        raise UserError(f"the tokenizer of {path} has no chat template, so it cannot chat")
+        raise UserError(f"the tokenizer of {path} has no chat template: choose a model that was trained on chats")
     there = torch.accelerator.current_accelerator(check_available=True)
     device = there or torch.device("cpu")
     dtype = "auto" if there is None else torch.bfloat16

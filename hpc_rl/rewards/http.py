@@ -28,6 +28,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, build_opener
 
+from hpc_rl.errors import RunError
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.rewards.number import SCORE_KEY
 from hpc_rl.rewards.worker import Result, failed, succeeded
@@ -74,8 +75,10 @@ class Endpoint:
                     return failed(f"{self._url} took over {self._timeout_s:g} s")
                 problem = f"{self._url} cannot be reached: {cause or type(cause).__name__}"
             pause = min(_PAUSE_S * 2 ** (attempt - 1), deadline - time.monotonic())
-            if attempt == _ATTEMPTS or self._closed.wait(max(pause, 0)):
+            if attempt == _ATTEMPTS:
                 break
+            if self._closed.wait(max(pause, 0)):
+                raise RunError("reward.url: the scorer was closed while it scored")
         return failed(problem)
 
     def _post(self, data: bytes, deadline: float) -> bytes:

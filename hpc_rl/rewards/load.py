@@ -17,6 +17,9 @@ from hpc_rl.host.installation import install_command
 from hpc_rl.rewards import signature
 from hpc_rl.rewards.check import FunctionLocation, check_function, locate
 
+_files: list[Path] = []
+"""The files that this process has loaded functions from. Their folders are where `import` finds other modules."""
+
 
 def load_function(spec: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
     """Load the function that reward.function names, with reward.kwargs bound.
@@ -43,6 +46,8 @@ def _imported(spec: str, location: FunctionLocation) -> ModuleType:
     except ModuleNotFoundError as error:
         hint = f": {install_command('rl')}" if location.module.startswith("hpc_rl.") else ""
         raise UserError(f"reward.function {spec} needs {error.name}, which is not installed{hint}") from error
+    except UserError:
+        raise
     except Exception as error:  # the user's module may raise anything
         raise UserError(f"reward.function {spec}: importing it raised {type(error).__name__}: {error}") from error
 
@@ -55,7 +60,23 @@ def _from_file(path: Path) -> ModuleType:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module
-    if (folder := str(path.resolve().parent)) not in sys.path:
-        sys.path.append(folder)
+    if path.resolve() not in _files:
+        _refuse_ambiguous(path.resolve())
+        _files.append(path.resolve())
+        sys.path.append(str(path.resolve().parent))
     found.loader.exec_module(module)
     return module
+
+
+def _refuse_ambiguous(path: Path) -> None:
+    """Refuse a file beside which there is a module of the same name as beside another function's file: all functions
+    would import one of them."""
+    for other in _files:
+        both = {file.name for file in path.parent.glob("*.py")} & {file.name for file in other.parent.glob("*.py")}
+        names = sorted(both - {"__init__.py"} - ({path.name} & {other.name}))  # functions are loaded by their paths
+        if names and path.parent != other.parent:
+            raise UserError(
+                f"{path.with_name(names[0])} has the name of {other.with_name(names[0])}, which another of "
+                "reward.functions may import in the same process: rename one of them, or put both functions into one "
+                "folder"
+            )

@@ -1,4 +1,4 @@
-"""Calls of a reward function in separate processes, so that one that hangs or crashes can be ended and replaced.
+"""Calls of reward functions in separate processes, so that one that hangs or crashes can be ended and replaced.
 
 Each process has a thread, which starts it, sends it calls, and waits for each result at most as long as the time limit.
 The kernel ends the process when its thread ends, however this program ends.
@@ -24,9 +24,12 @@ from hpc_rl.host.heartbeat import heart
 from hpc_rl.host.processes import shell_code
 from hpc_rl.rewards.worker import Call, Result, failed
 
+Function = tuple[str, Mapping[str, Any]]
+"""A reward function by its name, and its keyword arguments."""
 START_TIMEOUT_S = 120.0
-"""Time limit for a process to import the function."""
+"""Time limit for a process to import a function."""
 _END_TIMEOUT_S = 10.0
+_CLOSED = "reward.function: the scorer was closed while it scored"
 
 
 class ProcessLost(Exception):
@@ -65,11 +68,11 @@ class RewardProcess:
         closing: file descriptor that becomes readable when the results are no longer needed.
 
     Raises:
-        UserError: the function cannot be loaded.
-        RunError: the process ended, or took too long, while it loaded the function.
+        UserError: a function cannot be loaded.
+        RunError: the process ended, or took too long, while it loaded the functions.
     """
 
-    def __init__(self, spec: str, kwargs: Mapping[str, Any], timeout_s: float, closing: int) -> None:
+    def __init__(self, functions: Sequence[Function], timeout_s: float, closing: int) -> None:
         self._timeout_s, self._closing = timeout_s, closing
         ours, theirs = socket.socketpair()
         # The time limit also applies to sending, so that a process that does not read cannot block its thread.
@@ -85,16 +88,17 @@ class RewardProcess:
             )
         self._connection: Connection[Any, Any] = Connection(ours.detach())
         try:
-            self._connection.send((spec, dict(kwargs)))
-            found = self._receive(START_TIMEOUT_S)
+            self._connection.send([(spec, dict(kwargs)) for spec, kwargs in functions])
+            found = self._receive(START_TIMEOUT_S * len(functions))
         except (ProcessLost, OSError) as error:
             self.end()
-            raise RunError(f"reward.function {spec}: a reward process {error} while it loaded the function") from error
+            specs = ", ".join(spec for spec, _ in functions)
+            raise RunError(f"reward.function {specs}: a reward process {error} while it loaded the function") from error
         if isinstance(found, UserError):
             self.end()
             raise found
-        self.extras: list[str] = found
-        """The names in signature.EXTRAS that are parameters of the function."""
+        self.extras: list[list[str]] = found
+        """For each function, the names in signature.EXTRAS that are its parameters."""
 
     @property
     def alive(self) -> bool:
@@ -135,16 +139,17 @@ class RewardProcess:
 
 
 class RewardProcesses:
-    """Processes that have loaded the same function.
+    """Processes of which each has loaded the same functions.
 
     Raises:
-        UserError: the function cannot be loaded.
+        UserError: a function cannot be loaded.
     """
 
-    def __init__(self, spec: str, kwargs: Mapping[str, Any], workers: int, timeout_s: float) -> None:
-        self._spec, self._kwargs, self._workers, self._timeout_s = spec, kwargs, workers, timeout_s
+    def __init__(self, functions: Sequence[Function], workers: int, timeout_s: float) -> None:
+        self._functions, self._workers, self._timeout_s = functions, workers, timeout_s
+        self._start_s = START_TIMEOUT_S * len(functions)
         self._queues: queue.SimpleQueue[CallQueue | None] = queue.SimpleQueue()
-        self._started: queue.SimpleQueue[list[str] | UserError] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[list[list[str]] | UserError] = queue.SimpleQueue()
         self._closing, self._close = os.pipe()
         self._closed = threading.Event()
         self._threads = [
@@ -152,28 +157,31 @@ class RewardProcesses:
         ]
         for thread in self._threads:
             thread.start()
-        self.extras: list[str] = []
-        """The names in signature.EXTRAS that are parameters of the function."""
+        self.extras: list[list[str]] = []
+        """For each function, the names in signature.EXTRAS that are its parameters."""
         for _ in self._threads:
-            found = self._started.get(timeout=2 * START_TIMEOUT_S)
+            found = self._started.get(timeout=2 * self._start_s)
             if isinstance(found, UserError):
                 self.close()
                 raise found
             self.extras = found
 
     def results(self, calls: Sequence[Call]) -> list[Result]:
-        """Call the function for each call, and return the results in order.
+        """Return the results of all calls, in order. A process that is free takes the next ones.
 
         Raises:
-            UserError: a process that replaced another one could not load the function.
+            UserError: a process that replaced another one could not load a function.
+            RunError: the processes were closed meanwhile.
         """
         shared = CallQueue(calls, self._workers)
         for _ in self._threads:
             self._queues.put(shared)
+        if self._closed.is_set():  # the threads may have ended without these calls
+            raise RunError(_CLOSED)
         results: list[Result] = [failed("not called")] * len(calls)
         for _ in calls:
             try:
-                done = shared.done.get(timeout=self._timeout_s + 2 * START_TIMEOUT_S)
+                done = shared.done.get(timeout=self._timeout_s + 2 * self._start_s)
             except queue.Empty:
                 done = RunError("reward.function: the reward processes do not answer")
             if isinstance(done, UserError):
@@ -197,7 +205,7 @@ class RewardProcesses:
         os.close(self._closing)
 
     def _start(self) -> RewardProcess:
-        return RewardProcess(self._spec, self._kwargs, self._timeout_s, self._closing)
+        return RewardProcess(self._functions, self._timeout_s, self._closing)
 
     def _serve(self) -> None:
         try:
@@ -227,7 +235,7 @@ class RewardProcesses:
                     shared.done.put((indices.popleft(), result))
             except ProcessLost as lost:
                 if self._closed.is_set():
-                    raise RunError("reward.function: the scorer was closed while it scored") from lost
+                    raise RunError(_CLOSED) from lost
                 shared.done.put((indices.popleft(), failed(str(lost))))
                 process = self._start()
         return process

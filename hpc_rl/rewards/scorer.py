@@ -12,14 +12,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.config.ppo import OptionalRewardConfig
+from hpc_rl.config.reward import OptionalRewardConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.rewards.check import check_function, check_url
 from hpc_rl.rewards.http import Endpoint
 from hpc_rl.rewards.processes import RewardProcesses
 from hpc_rl.rewards.table import REWARDS
-from hpc_rl.rewards.worker import Result, failed, succeeded
+from hpc_rl.rewards.worker import Call, Result, failed, succeeded
 
 _SHOWN = 5
 """Number of failures of one batch that are logged separately."""
@@ -63,9 +63,8 @@ def open_scorer(config: OptionalRewardConfig) -> Scorer:
     Raises:
         UserError: the function cannot be loaded, or the URL is invalid.
     """
-    if config.function in REWARDS and REWARDS[config.function].in_driver:
-        check_function(config.function, config.kwargs, same_python=False)
-        return InDriverScorer(config, REWARDS[config.function].module)
+    if config.function is not None and _in_driver(config.function):
+        return InDriverScorer(config, config.function)
     if config.function is not None:
         return ProcessScorer(config, config.function)
     if config.functions:
@@ -79,9 +78,10 @@ def open_scorer(config: OptionalRewardConfig) -> Scorer:
 class InDriverScorer:
     """Calls a built-in function in this process."""
 
-    def __init__(self, config: OptionalRewardConfig, module: str) -> None:
+    def __init__(self, config: OptionalRewardConfig, function: str) -> None:
+        check_function(function, config.kwargs, same_python=False)
         self._config = config
-        self._function = importlib.import_module(module).score
+        self._function = importlib.import_module(REWARDS[function].module).score
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Scores:
         """See Scorer."""
@@ -104,15 +104,12 @@ class ProcessScorer:
 
     def __init__(self, config: OptionalRewardConfig, function: str) -> None:
         self._config = config
-        self._processes = RewardProcesses(function, config.kwargs, config.workers, config.timeout_s)
+        self._processes = RewardProcesses([(function, config.kwargs)], config.workers, config.timeout_s)
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Scores:
         """See Scorer."""
-        calls = []
-        for prompt, response in zip(prompts, responses, strict=True):
-            extras = {"row": prompt.row, "prompt": prompt.text}
-            calls.append((response, prompt.answer, {name: extras[name] for name in self._processes.extras}))
-        return to_scores(self._processes.results(calls), responses, self._config)
+        (results,) = _of_each_function(self._processes, prompts, responses)
+        return to_scores(results, responses, self._config)
 
     def close(self) -> None:
         """See Scorer."""
@@ -141,50 +138,80 @@ class HttpScorer:
 
 
 class WeightedScorer:
-    """Adds the weighted scores of several functions. A response for which one of them fails has no score."""
+    """Adds the weighted scores of several functions. A response for which one of them fails has reward.on_error.
+
+    All calls of all functions share reward.workers processes, each of which has loaded all functions. Built-in
+    functions that take microseconds run in this process.
+    """
 
     def __init__(self, config: OptionalRewardConfig) -> None:
         self._config = config
         self._weights = config.weights or [1.0] * len(config.functions)
-        self._scorers: list[Scorer] = []
-        try:
-            for each in config.each_function():
-                self._scorers.append(open_scorer(each))
-        except BaseException:
-            self.close()
-            raise
+        alone = {name: config.alone(name) for name in config.functions}
+        self._here = {name: InDriverScorer(own, name) for name, own in alone.items() if _in_driver(name)}
+        self._elsewhere = {name: own for name, own in alone.items() if not _in_driver(name)}
+        functions = [(name, own.kwargs) for name, own in self._elsewhere.items()]
+        self._processes = RewardProcesses(functions, config.workers, config.timeout_s) if functions else None
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Scores:
         """See Scorer. The score of each function is a component with its name."""
-        found = [scorer.score(prompts, responses) for scorer in self._scorers]
-        return weighted_sum(dict(zip(self._config.functions, found, strict=True)), self._weights, self._config)
+        found = {name: scorer.score(prompts, responses) for name, scorer in self._here.items()}
+        if self._processes is not None:
+            results = _of_each_function(self._processes, prompts, responses)
+            for (name, own), each in zip(self._elsewhere.items(), results, strict=True):
+                found[name] = to_scores(each, responses, own)
+        return weighted_sum({name: found[name] for name in self._config.functions}, self._weights, self._config)
 
     def close(self) -> None:
         """See Scorer."""
-        for scorer in self._scorers:
-            scorer.close()
+        if self._processes is not None:
+            self._processes.close()
+
+
+def _in_driver(function: str) -> bool:
+    return function in REWARDS and REWARDS[function].in_driver
+
+
+def _of_each_function(
+    processes: RewardProcesses, prompts: Sequence[Prompt], responses: Sequence[str]
+) -> list[list[Result]]:
+    """Call every function of the processes for every response. Return each function's results, in order."""
+    calls: list[Call] = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        known = {"row": prompt.row, "prompt": prompt.text}
+        for number, extras in enumerate(processes.extras):
+            calls.append((number, response, prompt.answer, {name: known[name] for name in extras}))
+    results, functions = processes.results(calls), len(processes.extras)
+    return [results[number::functions] for number in range(functions)]
 
 
 def weighted_sum(scores: Mapping[str, Scores], weights: Sequence[float], config: OptionalRewardConfig) -> Scores:
     """Return sum_k weight_k * score_k for each response, as `final_values`.
 
     Args:
-        scores: those of each function, NaN where it failed. The numbers become components: NAME, and NAME/KEY for
+        scores: those of each function. The numbers become components: NAME, except where it failed, and NAME/KEY for
             the function's own.
     """
-    table_KB = np.stack([each.values for each in scores.values()])
+    table_KB = np.stack([_without_failures(each) for each in scores.values()])
     total_B = (np.array(weights)[:, None] * table_KB).sum(axis=0).astype(np.float32)
     errors: dict[int, str] = {}
     components: list[dict[str, float]] = [{} for _ in total_B]
-    for name, each in scores.items():
+    for (name, each), values_B in zip(scores.items(), table_KB.tolist(), strict=True):
         for index, reason in each.errors:
             errors.setdefault(index, f"{name}: {reason}")
-        for index, value in enumerate(each.values.tolist()):
+        for index, value in enumerate(values_B):
             if not math.isnan(value):
                 components[index][name] = value
         for index, own in enumerate(each.components):
             components[index] |= {f"{name}/{key}": value for key, value in own.items()}
     return Scores(final_values(total_B, config), sorted(errors.items()), components)
+
+
+def _without_failures(scores: Scores) -> NDArray[np.float32]:
+    """Return [B]: the scores, NaN where scoring failed."""
+    values = scores.values.copy()
+    values[[index for index, _ in scores.errors]] = math.nan
+    return values
 
 
 def to_scores(results: Sequence[Result], responses: Sequence[str], config: OptionalRewardConfig) -> Scores:

@@ -1,8 +1,8 @@
 """A process that scores: python -m hpc_rl.rewards.worker FD, started and ended by hpc_rl.rewards.processes.
 
-FD is a socket. The process receives (spec, kwargs), loads the function, and sends the names of the extra parameters
-that the function takes, or the UserError that loading raised. Then it receives lists of calls and sends the result of
-each call separately: if n results have arrived, call n is the one that is running.
+FD is a socket. The process receives (spec, kwargs) of each function, loads the functions, and sends the names of the
+extra parameters that each one takes, or the UserError that loading raised. Then it receives lists of calls and sends
+the result of each call separately: if n results have arrived, call n is the one that is running.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -20,8 +20,8 @@ from hpc_rl.rewards import signature
 from hpc_rl.rewards.load import load_function
 from hpc_rl.rewards.number import split_reward
 
-Call = tuple[str, Any, dict[str, Any]]
-"""Response, reference answer, and the extra parameters."""
+Call = tuple[int, str, Any, dict[str, Any]]
+"""Number of the function, response, reference answer, and the extra parameters."""
 
 
 class Result(NamedTuple):
@@ -46,33 +46,32 @@ def failed(message: str) -> Result:
     return Result(math.nan, " ".join(message.split())[:300])
 
 
-def result_of(function: Callable[..., Any], call: Call) -> Result:
+def result_of(functions: Sequence[Callable[..., Any]], call: Call) -> Result:
     """Call the function, and turn anything that it raises into a failure."""
-    response, answer, extras = call
+    number, response, answer, extras = call
     try:
-        return succeeded(function(response, answer, **extras))
+        return succeeded(functions[number](response, answer, **extras))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's function may raise anything
         return failed(f"{type(error).__name__}: {error}")
 
 
 def main(fd: int) -> None:
-    """Load the function, then score until the socket is closed."""
+    """Load the functions, then score until the socket is closed."""
     die_with_parent()
     connection: Connection[Any, Any] = Connection(fd)
-    spec, kwargs = connection.recv()
     try:
-        function = load_function(spec, kwargs)
+        functions = [load_function(spec, kwargs) for spec, kwargs in connection.recv()]
     except UserError as error:
         connection.send(error)
         return
-    connection.send(signature.extras(inspect.signature(function)))
+    connection.send([signature.extras(inspect.signature(function)) for function in functions])
     while True:
         try:
             calls: list[Call] = connection.recv()
         except EOFError:
             return
         for call in calls:
-            connection.send(tuple(result_of(function, call)))
+            connection.send(tuple(result_of(functions, call)))
 
 
 if __name__ == "__main__":

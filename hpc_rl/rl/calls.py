@@ -74,6 +74,12 @@ class Pending(Generic[T]):
         return Pending(lambda timeout_s: _future_result(future, name, timeout_s))
 
     @staticmethod
+    def of_all(pending: Sequence[Pending[Any]]) -> Pending[list[Any]]:
+        """Return all results, which are awaited in their order."""
+        calls = [call for one in pending for call in one.calls]
+        return Pending(lambda timeout_s: [one.wait(timeout_s) for one in pending], calls)
+
+    @staticmethod
     def known(value: T) -> Pending[T]:
         """Return a value that needs no waiting."""
         return Pending(lambda _: value)

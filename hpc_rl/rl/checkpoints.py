@@ -39,6 +39,7 @@ def save(state: PpoState) -> None:
         samples=len(state.train),
         dtype=export_dtype(state.config.model, trainer),
         merge=state.config.model.lora.merge,
+        quantize=state.config.model.lora.quantize,
         parts=tuple(learners),
         step=state.step,
         epoch=state.batches.position.epoch,

@@ -137,7 +137,8 @@ def new_attempt(run: RunDir, config: DriverConfig) -> Path:
 def worker_environment(config: DriverConfig) -> dict[str, str]:
     """Return the variables that every process of the run needs. A variable that the user exported keeps its value."""
     device = config.trainer.computes_on
-    defaults = {**collective_defaults(device), **tokenizer_defaults(), "VLLM_LOGGING_LEVEL": "WARN"}
+    quiet_and_equal = {"VLLM_LOGGING_LEVEL": "WARN", "RAY_worker_niceness": "0"}
+    defaults = {**collective_defaults(device), **tokenizer_defaults(), **quiet_and_equal}
     if device == "cpu":
         defaults |= _CPU_DEFAULTS
     return {name: os.environ.get(name, value) for name, value in defaults.items()}

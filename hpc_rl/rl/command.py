@@ -1,51 +1,17 @@
-"""The command line of the programs that run in a driver: `main_ppo` and `main_generate`."""
+"""What the programs that run in a driver share: `main_ppo` and `main_generate`."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from hpc_rl.config.compose import compose, load_config
-from hpc_rl.config.kinds import KINDS
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir, current_attempt_dir, current_run_dir
 
 if TYPE_CHECKING:
     from hpc_rl.rl.cluster import DriverConfig, Runner
-
-
-def parse(module: str, about: str | None, arguments: Sequence[str]) -> tuple[str, DriverConfig, RunDir | None]:
-    """Read the command line of a module that kinds of jobs name as their trainer.
-
-    Returns:
-        the kind, its configuration, and the run directory if one is given.
-
-    Raises:
-        UserError: anything in it is wrong.
-    """
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
-    kinds = [row.name for row in KINDS.values() if row.trainer == module]
-    parser.add_argument("--kind", choices=kinds, default=kinds[0], help="the kind of the job")
-    parser.add_argument("--config", type=Path, help="resolved configuration (config.yaml of a run directory)")
-    parser.add_argument("--run-dir", type=Path, help="run directory (default: $HPC_RL_RUN_DIR, or a new one in runs/)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    options = parser.parse_intermixed_args(arguments)
-    if options.config and options.overrides:
-        raise UserError(
-            f"--config {options.config} is a complete configuration and cannot be combined with key=value: edit the "
-            "file, or give key=value without --config"
-        )
-    if options.config:
-        config = load_config(options.kind, options.config)
-    else:
-        from hpc_rl.training.distributed import fill_in_device
-
-        config = compose(options.kind, options.overrides, fill_in=[fill_in_device])
-    return options.kind, config, RunDir(options.run_dir.absolute()) if options.run_dir else None  # type: ignore[return-value]
 
 
 def run_in_driver(kind: str, config: DriverConfig, runner_class: type[Runner], run: RunDir | None) -> int:

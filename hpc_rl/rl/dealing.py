@@ -1,7 +1,7 @@
 """Which rank holds which responses, and in which order: pure functions of lengths.
 
-A step's responses are cut into mini-batches in their order, and each mini-batch is dealt to all ranks by tokens
-(training/batching.py). The mini-batches, and so the updates, are the same for any number of ranks.
+A step's responses are cut into mini-batches, in their order or in a shuffled one, and each mini-batch is dealt to all
+ranks by tokens (training/batching.py). The mini-batches, and so the updates, are the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_rl.training.batching import Bin, plan_batch
+
+_SHUFFLE = 1
+"""Distinguishes these random numbers from those of the same seed and step that sampling uses."""
 
 
 @dataclass(frozen=True)
@@ -64,24 +67,33 @@ def mini_batches(responses: int, mini_batch_size: int | None) -> list[slice]:
     return [slice(start, min(start + size, responses)) for start in range(0, responses, size)]
 
 
+def shuffled(responses: int, seed: int, step: int, epoch: int) -> NDArray[np.int64]:
+    """Return the order of the responses, [B], that one pass over a step cuts into mini-batches."""
+    return np.random.default_rng([seed, step, epoch, _SHUFFLE]).permutation(responses)
+
+
 def deal_step(
     prompt_lengths: NDArray[np.int64],
     response_lengths: NDArray[np.int64],
     mini_batch_size: int | None,
     ranks: int,
     micro_tokens: int,
+    order: NDArray[np.int64] | None = None,
 ) -> Deal:
     """Deal a step's responses to ranks.
 
     Args:
         prompt_lengths, response_lengths: in tokens, [B].
         micro_tokens: maximum number of tokens, including prompts, of one micro-batch.
+        order: order of the responses, [B]. Default: as they are.
     """
     totals = prompt_lengths + response_lengths
     dealt: list[list[list[Bin]]] = [[] for _ in range(ranks)]
+    ordered = np.arange(len(totals)) if order is None else order
     for part in mini_batches(len(totals), mini_batch_size):
-        for rank, micros in enumerate(plan_batch(totals[part].tolist(), ranks, micro_tokens)):
-            dealt[rank].append([[sample + part.start for sample in micro] for micro in micros])
+        responses = ordered[part].tolist()
+        for rank, micros in enumerate(plan_batch(totals[responses].tolist(), ranks, micro_tokens)):
+            dealt[rank].append([[responses[sample] for sample in micro] for micro in micros])
     starts = np.concatenate([[0], np.cumsum(response_lengths)])
     orders = [np.array([i for mini in minis for micro in mini for i in micro], np.int64) for minis in dealt]
     return Deal(dealt, orders, [_ranges(starts[order], response_lengths[order]) for order in orders])

@@ -36,7 +36,8 @@ from hpc_rl.algorithms.correction import correction_weights, importance_ratios
 from hpc_rl.algorithms.estimators import ESTIMATORS
 from hpc_rl.algorithms.kl import KL_ESTIMATORS
 from hpc_rl.algorithms.outcome import Outcome
-from hpc_rl.config.ppo import AlgorithmConfig, PpoConfig
+from hpc_rl.config.algorithm import AlgorithmConfig
+from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl.dealing import mini_batches
 from hpc_rl.rl.rollout.engine import Completion
 
@@ -139,23 +140,28 @@ def add_advantages(
             experience[name] = unpadded(all_BT, experience)
 
 
-def loss_weights(experience: TensorDict, config: PpoConfig, aggregation: str) -> torch.Tensor:
+def loss_weights(
+    experience: TensorDict, config: PpoConfig, aggregation: str, order: NDArray[np.int64] | None = None
+) -> torch.Tensor:
     """Return a token column: the weight of each token in its mini-batch's loss.
 
     It is 0 in responses that teach nothing, which do not count in the totals either.
 
     Args:
         aggregation: a name in LOSS_AGGREGATIONS.
+        order: order of the responses, [B], that is cut into mini-batches. Default: as they are.
     """
     lengths_B, teaches_B = lengths(experience), teaching(experience, config.algorithm)
     weights = LOSS_AGGREGATIONS[aggregation]
-    parts = []
+    weights_B = torch.empty(len(lengths_B))
+    ordered = torch.arange(len(lengths_B)) if order is None else torch.from_numpy(order)
     for part in mini_batches(len(lengths_B), config.actor.mini_batch_size):
-        count_B = teaches_B[part]
-        tokens, responses = int(lengths_B[part][count_B].sum()), int(count_B.sum())
+        rows = ordered[part]
+        teaches, mine = teaches_B[rows], lengths_B[rows]
+        tokens, responses = int(mine[teaches].sum()), int(teaches.sum())
         totals = MiniBatchTotals(max(tokens, 1), max(responses, 1), config.data.max_response_length)
-        parts.append(weights(lengths_B[part], totals) * count_B)
-    return repeat(torch.cat(parts), experience)
+        weights_B[rows] = weights(mine, totals) * teaches
+    return repeat(weights_B, experience)
 
 
 def teaching(experience: TensorDict, algorithm: AlgorithmConfig) -> torch.Tensor:

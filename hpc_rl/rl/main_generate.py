@@ -3,8 +3,9 @@
     python -m hpc_rl.rl.main_generate [--kind generate|eval] [--run-dir DIR] --config FILE | key=value ...
 
 Generate responses on the Ray cluster in RAY_ADDRESS, as `hpc-rl submit generate` and `hpc-rl eval` do, or on a cluster
-that is started on this machine. A run that is started again in its run directory continues with the blocks of responses
-that are not finished. Exit codes: 0 finished, 75 stopped, 2 bad input, 1 any other error.
+that is started on this machine. Without a run directory, a new one is made in runs/. A run that is started again in its
+run directory continues with the blocks of responses that are not finished. Exit codes: 0 finished, 75 stopped, 2 bad
+input, 1 any other error.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.host.disk import tolerate_lost_output
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.host.imports import large_imports
-from hpc_rl.rl.command import parse, run_in_driver, run_main
+from hpc_rl.rl.command import run_in_driver, run_main
 from hpc_rl.run_dir import RunDir
+from hpc_rl.training.command import parse
 
 
 class GenerationRunner:
@@ -47,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def command() -> int:
         kind, config, run = parse("hpc_rl.rl.main_generate", __doc__, arguments)
+        assert isinstance(config, GenerateConfig)
         return run_in_driver(kind, config, GenerationRunner, run)
 
     return run_main(command)

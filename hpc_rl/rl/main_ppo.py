@@ -1,8 +1,9 @@
 """python -m hpc_rl.rl.main_ppo [--run-dir DIR] --config FILE | key=value ...
 
 Train with reinforcement learning on the Ray cluster in RAY_ADDRESS, as `hpc-rl submit ppo` does, or on a cluster that
-is started on this machine. A run that is started again in its run directory resumes from its newest checkpoint. Exit
-codes: 0 finished, 75 stopped with a checkpoint, 2 bad input, 1 any other error.
+is started on this machine. Without a run directory, a new one is made in runs/. A run that is started again in its run
+directory resumes from its newest checkpoint. Exit codes: 0 finished, 75 stopped with a checkpoint, 2 bad input, 1 any
+other error.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from hpc_rl.errors import RunError
 from hpc_rl.host.disk import tolerate_lost_output
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.host.imports import large_imports
-from hpc_rl.rl.command import parse as read_command
 from hpc_rl.rl.command import run_in_driver, run_main
 from hpc_rl.run_dir import RunDir
+from hpc_rl.training.command import parse as read_command
 
 if TYPE_CHECKING:
     from hpc_rl.rl.cluster import Runner

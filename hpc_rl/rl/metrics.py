@@ -8,7 +8,8 @@ from tensordict import TensorDict
 from hpc_rl.algorithms.advantages import group_deviations
 from hpc_rl.algorithms.correction import PROBS_DIFF_WARNING, probability_difference
 from hpc_rl.algorithms.losses import explained_variance
-from hpc_rl.config.ppo import AlgorithmConfig, PpoConfig
+from hpc_rl.config.algorithm import AlgorithmConfig
+from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl import experience as columns
 from hpc_rl.rl.state import PpoState

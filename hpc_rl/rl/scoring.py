@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from hpc_rl.config.ppo import RewardConfig
+from hpc_rl.config.reward import RewardConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scorer, Scores, final_values
@@ -28,8 +28,14 @@ if TYPE_CHECKING:
 class Scoring(Protocol):
     """A source of rewards."""
 
-    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Pending[Scores]:
-        """Start to score completions[i] as a response to prompts[i]."""
+    def start(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str] | None = None
+    ) -> Pending[Scores]:
+        """Start to score completions[i] as a response to prompts[i].
+
+        Args:
+            texts: the completions as text, if they are decoded already.
+        """
         ...
 
     def close(self) -> None:
@@ -45,9 +51,11 @@ class FunctionScoring:
         self._tokenizer = tokenizer
         self._thread = ThreadPoolExecutor(max_workers=1)
 
-    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Pending[Scores]:
+    def start(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str] | None = None
+    ) -> Pending[Scores]:
         """See Scoring."""
-        texts = response_texts(self._tokenizer, completions)
+        texts = response_texts(self._tokenizer, completions) if texts is None else texts
         return Pending.of_future(self._thread.submit(self._scorer.score, prompts, texts), "the reward")
 
     def close(self) -> None:
@@ -63,7 +71,9 @@ class ModelScoring:
         self._group = group
         self._config = config
 
-    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Pending[Scores]:
+    def start(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str] | None = None
+    ) -> Pending[Scores]:
         """See Scoring."""
         experience = new_experience([p.token_ids for p in prompts], range(len(prompts)), completions)
         return self._group.reward_scores(experience).then(self._checked)
@@ -83,7 +93,9 @@ class ModelScoring:
 class NoScoring:
     """No rewards, for on-policy distillation: every score is 0, and no metric shows it."""
 
-    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Pending[Scores]:
+    def start(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str] | None = None
+    ) -> Pending[Scores]:
         """See Scoring."""
         return Pending.known(Scores(np.zeros(len(completions), np.float32), []))
 

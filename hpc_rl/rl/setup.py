@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_rl.algorithms.kl import AdaptiveKl
-from hpc_rl.config.ppo import PpoConfig, Role, engine_dtype, engine_spec, pool_of, pool_spec, roles_in_use
+from hpc_rl.config.pools import Role, pool_of, pool_spec
+from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rollout import engine_dtype, engine_spec
 from hpc_rl.data.chat import chat_template
 from hpc_rl.data.prompts import Prompt, load_prompts
 from hpc_rl.errors import UserError
@@ -52,7 +54,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     train, val = load_data(config, tokenizer)
     rollout.wait_before_workers(model_s)
     starting = [group.start() for group in groups.values()]
-    of_role = {role: groups[pool_of(config, role)] for role in roles_in_use(config) if role != "rollout"}
+    of_role = {role: groups[pool_of(config, role)] for role in config.roles if role != "rollout"}
     scoring = open_scoring(config, of_role, tokenizer)
     wait_for_all(starting, "models", MODEL_LIMIT, model_s)
     rollout.wait_until_ready(model_s)
@@ -61,6 +63,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     progress = checkpoints.load_latest(run, actor, critic)
     if progress is not None:
         checkpoint.refuse_other_data(run.checkpoints, progress, len(train))
+        checkpoint.refuse_other_quantize(run.checkpoints, progress, config.model.lora.quantize)
     lora = config.model.lora
     if progress is not None or lora.is_used:
         rollout.sync()
@@ -111,7 +114,7 @@ def start_workers(config: PpoConfig, pools: Mapping[str, Pool], logs: Path) -> t
     in_process = engine_spec(config).in_process and engine_pool == pool_of(config, "actor")
     groups = {}
     for name, pool in pools.items():
-        roles = frozenset(role for role in roles_in_use(config) if pool_of(config, role) == name)
+        roles = frozenset(role for role in config.roles if pool_of(config, role) == name)
         if name == engine_pool and not in_process:
             roles -= {"rollout"}
         if roles:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from hpc_rl.config.ppo import PpoConfig
@@ -13,6 +16,8 @@ from hpc_rl.errors import EXIT_STOPPED, RunError
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl import checkpoints
 from hpc_rl.rl.batches import Batch, training_samples
+from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.dealing import shuffled
 from hpc_rl.rl.experience import (
     add_advantages,
     add_rewards,
@@ -35,11 +40,17 @@ from hpc_rl.rl.scoring import NoScoresError, refuse_no_baselines, refuse_no_scor
 from hpc_rl.rl.setup import validation_is_due
 from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.validation import validate
+from hpc_rl.rl.workers.group import WorkerGroup, add_passes
+from hpc_rl.rl.workers.learner import Sums
 from hpc_rl.tracking.report import report_end
 from hpc_rl.tracking.samples import TRAIN, VAL, records_training_samples
 from hpc_rl.training.checkpoints import checkpoint
 from hpc_rl.training.perf import Clock
 from hpc_rl.training.stopping import IN_VAIN, TESTING, WRITING, stopped_line
+
+Order = NDArray[np.int64] | None
+"""Order of the responses of a step that is cut into mini-batches, [B]; None: as they are."""
+ColumnsOf = Callable[[TensorDict, PpoConfig, Order], dict[str, torch.Tensor]]
 
 
 def train(state: PpoState) -> int:
@@ -158,7 +169,7 @@ def stops(state: PpoState, done: Collection[str]) -> bool:
 
 def evaluate(state: PpoState, batch: Batch, experience: TensorDict, clock: Clock) -> None:
     """Add the scores, and the columns that policy, reference, teacher and critic compute for the responses."""
-    held = [group.hold(experience) for group in state.groups]
+    held = [group.hold(experience, state.config.actor.mini_batch_size) for group in state.groups]
     # All calls start before the first wait, so that workers compute while rewards are still being scored.
     old = state.actor.logprobs() if state.old_logprobs == "recompute" else None
     ref = state.reference.ref_logprobs() if state.reference else None
@@ -208,14 +219,13 @@ def check_adapters(state: PpoState, experience: TensorDict, clock: Clock) -> Non
 
 def learn(state: PpoState, experience: TensorDict, clock: Clock) -> dict[str, float]:
     """Update critic and actor, and send the new weights to the engines. Return the metrics of the updates."""
-    config, number, total = state.config, state.step, state.total_steps
-    warming_up = state.critic is not None and number < config.critic.warmup_steps
+    warming_up = state.critic is not None and state.step < state.config.critic.warmup_steps
     metrics: dict[str, float] = {}
     critic = actor = None
     if state.critic is not None:
-        critic = state.critic.update("critic", critic_columns(experience, config), number, total)
+        critic = update(state, state.critic, "critic", experience, critic_columns)
     if not warming_up:
-        actor = state.actor.update("actor", actor_columns(experience, config), number, total)
+        actor = update(state, state.actor, "actor", experience, actor_columns)
     if critic is not None:
         with clock("update_critic"):
             metrics |= critic_metrics(critic.wait())
@@ -227,21 +237,40 @@ def learn(state: PpoState, experience: TensorDict, clock: Clock) -> dict[str, fl
     return metrics
 
 
-def actor_columns(experience: TensorDict, config: PpoConfig) -> dict[str, torch.Tensor]:
-    """Return the columns that the actor's loss needs."""
+def update(
+    state: PpoState, group: WorkerGroup, role: str, experience: TensorDict, columns_of: ColumnsOf
+) -> Pending[Sums]:
+    """Start the updates of actor or critic: actor.ppo_epochs passes over the responses of a step.
+
+    With actor.shuffle, each pass cuts them into other mini-batches, and the ranks get them again.
+    """
+    config, step, total = state.config, state.step, state.total_steps
+    epochs = config.actor.ppo_epochs
+    if not config.actor.shuffle:
+        return group.update(role, columns_of(experience, config, None), step, total, epochs)
+    started: list[Pending[Any]] = []
+    for epoch in range(epochs):
+        order = shuffled(len(experience), config.trainer.seed, step, epoch)
+        started.append(group.hold(experience, config.actor.mini_batch_size, order))
+        started.append(group.update(role, columns_of(experience, config, order), step, total, 1))
+    return Pending.of_all(started).then(lambda results: add_passes(results[1::2]))
+
+
+def actor_columns(experience: TensorDict, config: PpoConfig, order: Order) -> dict[str, torch.Tensor]:
+    """Return the columns that the actor's loss needs, for mini-batches of this order."""
     names = ["advantages"]
     names += ["old_logprobs"] if "old_logprobs" in experience else []
     names += ["ref_logprobs"] if config.algorithm.kl.where == "loss" else []
     found = {name: experience[name] for name in names}
-    found["weights"] = loss_weights(experience, config, config.algorithm.loss_agg)
+    found["weights"] = loss_weights(experience, config, config.algorithm.loss_agg, order)
     if config.algorithm.corrects:
         found["is_weights"] = importance_weights(experience, config.algorithm)
     return found
 
 
-def critic_columns(experience: TensorDict, config: PpoConfig) -> dict[str, torch.Tensor]:
-    """Return the columns that the critic's loss needs."""
-    weights = loss_weights(experience, config, "token-mean")
+def critic_columns(experience: TensorDict, config: PpoConfig, order: Order) -> dict[str, torch.Tensor]:
+    """Return the columns that the critic's loss needs, for mini-batches of this order."""
+    weights = loss_weights(experience, config, "token-mean", order)
     return {"values": experience["values"], "returns": experience["returns"], "weights": weights}
 
 

@@ -25,7 +25,7 @@ def model_of(target: str, may_come: bool = False) -> str:
     run = find_run(target)
     if not may_come and not run.model.is_dir():
         raise UserError(
-            f"run {run.name} has no model: {run.model} does not exist. A run exports it at its end; a checkpoint "
-            f"can be exported with hpc-rl export {run.name} FOLDER"
+            f"run {run.name} has no model: {run.model} does not exist. A run exports its model when it completes. "
+            f"To export a checkpoint, run hpc-rl export {run.name} FOLDER"
         )
     return str(run.model)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_rl.config.kinds import KINDS
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import RunDir
@@ -58,7 +59,7 @@ def find_after(target: str) -> After:
     if target.isdigit():
         return _after_job(target)
     run = find_run(target)
-    return _after_runs(target, run.path, [run], frozenset({run.model}))
+    return _after_runs(target, run.path, [run])
 
 
 def find_after_again(found: Sequence[RunDir]) -> After | None:
@@ -76,7 +77,7 @@ def _has_started(run: RunDir) -> bool:
     return bool(said.get("attempt")) and said.get("job_id") == read_json(run.job).get("job_id")
 
 
-def _after_runs(target: str, path: Path, found: list[RunDir], coming: frozenset[Path] = frozenset()) -> After:
+def _after_runs(target: str, path: Path, found: list[RunDir]) -> After:
     waited = []
     for run, now in zip(found, statuses_of(found), strict=True):
         if now.state == NOT_SUBMITTED or (now.active and not in_slurm(run)):
@@ -86,11 +87,19 @@ def _after_runs(target: str, path: Path, found: list[RunDir], coming: frozenset[
         if now.ended and now.state != COMPLETED:
             raise UserError(
                 f"--after {target}: run {now.run} is {now.state}, so a job after it would never start; "
-                f"start it again with hpc-rl requeue {now.run}"
+                f"start it again with hpc-rl requeue {path.name}"
             )
         if now.active:
             waited.append(str(now.job_id))
-    return After(str(path), tuple(waited), coming)
+    return After(str(path), tuple(waited), frozenset(result for run in found for result in _results_of(run)))
+
+
+def _results_of(run: RunDir) -> set[Path]:
+    """Return the files and folders that a run writes for others. The user's own program may write model/."""
+    row = KINDS.get(str(read_json(run.job).get("kind")))
+    if row is None or row.result is None:
+        return {run.model}
+    return {row.result_in(run.path), *([run.responses] if row.name == "eval" else [])}
 
 
 def _after_job(job_id: str) -> After:

@@ -20,6 +20,7 @@ from hpc_rl.submission.local import check_local
 from hpc_rl.submission.request import Request, reserve
 from hpc_rl.submission.request import plan as plan_job
 from hpc_rl.submission.script import render
+from hpc_rl.submission.stages import check_models
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ def plan(requests: Sequence[Request], local: bool = False) -> tuple[list[Stage],
     """
     if len(requests) < 2:
         raise UserError("a chain needs at least two stages: hpc-rl chain sft KEY=VALUE ... -- ppo KEY=VALUE ...")
+    if local and requests[0].after is not None:
+        raise UserError("--local starts immediately: leave out --after")
     jobs: list[Job] = []
     nodes = commands.NodeListing()
     for number, request in enumerate(requests, 1):
@@ -49,6 +52,11 @@ def plan(requests: Sequence[Request], local: bool = False) -> tuple[list[Stage],
         trainer = job.config.trainer
         if not (isinstance(trainer, TrainingConfig) and trainer.export):
             raise UserError(f"stage {number} ({job.kind}) exports no model: leave out trainer.export=false")
+    for number, job in enumerate(jobs, 1):
+        try:
+            check_models(job, jobs[: number - 1])
+        except UserError as error:
+            raise UserError(f"stage {number} ({job.kind}): {error}") from error
     for job in jobs:
         queue.check_free(job.run_dir)
         if local:

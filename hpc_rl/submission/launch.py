@@ -67,8 +67,7 @@ def resumed(job: Job) -> list[str]:
         before = flat(read_tree(edited / job.run_dir.config.name if edited else job.run_dir.config))
     except UserError as error:
         return [f"run {job.run_dir.name} resumes; the settings of its last attempt cannot be read: {error}"]
-    after = flat(job.config.model_dump(mode="json"))
-    changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+    changed = changes(before, job)
     note = (
         [f"{job.run_dir.config} was edited after {edited.name}: only settings given as key=value count"]
         if edited
@@ -79,8 +78,18 @@ def resumed(job: Job) -> list[str]:
     head = f"run {job.run_dir.name} {start}"
     if not changed:
         return [*note, f"{head}, with the same settings as its last attempt"]
-    lines = [f"{key}: {_shown(before, key)} -> {_shown(after, key)}" for key in changed]
-    return [*note, f"{head}, with settings that differ from its last attempt:", *(f"  {line}" for line in lines)]
+    return [*note, f"{head}, with settings that differ from its last attempt:", *(f"  {line}" for line in changed)]
+
+
+def changes(before: Mapping[str, Any], job: Job) -> list[str]:
+    """Return the settings of a job that differ from earlier ones, one per line.
+
+    Args:
+        before: dotted key -> value of a config.yaml.
+    """
+    after = flat(job.config.model_dump(mode="json"))
+    changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+    return [f"{key}: {_shown(before, key)} -> {_shown(after, key)}" for key in changed]
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

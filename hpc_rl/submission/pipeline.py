@@ -14,21 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.groups import groups
-from hpc_rl.config.pipeline import PlannedStage, expand, load_pipeline
+from hpc_rl.config.pipeline import ROUND, PlannedStage, expand, load_pipeline
 from hpc_rl.config.training import TrainingConfig
+from hpc_rl.config.tree import read_options
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import write_atomically
 from hpc_rl.runs.run_sets import PipelineDir
-from hpc_rl.runs.status import ROOT
+from hpc_rl.runs.status import ROOT, is_pipeline, status_of
 from hpc_rl.slurm import commands
 from hpc_rl.submission import queue
-from hpc_rl.submission.after import After
+from hpc_rl.submission.after import COMPLETED, After
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.launch import notes_on
+from hpc_rl.submission.launch import changes, notes_on
 from hpc_rl.submission.request import Request, free_name
 from hpc_rl.submission.request import plan as plan_job
 from hpc_rl.submission.script import render
-from hpc_rl.tracking.recorded import ROUND, STAGE
+from hpc_rl.submission.stages import check_models, check_responses
+from hpc_rl.tracking.recorded import STAGE
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Asked:
     pipeline: str
     """File, or name of a shipped pipeline."""
     words: Sequence[str] = ()
-    """VALUE=..., and STAGE.KEY=... for an option of one stage."""
+    """NAME=VALUE for a value of the pipeline, and STAGE.KEY=VALUE for an option of one stage."""
     settings: Mapping[str, Any] | None = None
     """Dotted key -> value for all stages that do not set it, from flags such as --nodes."""
     rounds: int | None = None
@@ -71,26 +73,34 @@ def plan(asked: Asked) -> Plan:
     config = load_pipeline(asked.pipeline)
     stem = Path(asked.pipeline).stem
     folder = PipelineDir((ROOT / (asked.name or free_name(stem))).absolute())
+    if asked.local and asked.after is not None:
+        raise UserError("--local starts immediately: leave out --after")
     if folder.path.exists() and not asked.local:
         raise UserError(
             f"{folder.path} exists: choose another --job-name, or resume it with hpc-rl requeue {folder.name}"
         )
     given, of_stages = _sorted_words(asked.words, {*config.before, *config.stages})
     stages = expand(config, given, asked.rounds or config.rounds, folder.path)
+    if folder.path.exists():
+        _check_same(folder, stages)
     nodes = commands.NodeListing()
     jobs: list[Job] = []
     for stage in stages:
         request = _request(asked, stage, of_stages.get(stage.name, []), folder)
         try:
             job = plan_job(request if jobs else replace(request, after=asked.after), nodes=nodes)
+            check_models(job, jobs)
+            check_responses(job, jobs)
         except UserError as error:
             raise UserError(f"stage {stage.name}: {error}") from error
         if isinstance(job.config.trainer, TrainingConfig) and not job.config.trainer.export:
             raise UserError(f"stage {stage.name} exports no model: leave out trainer.export=false")
         if jobs:
-            coming = frozenset(one.result for one in stages[: len(jobs)])
+            coming = jobs[-1].coming | {stages[len(jobs) - 1].result}
             job = replace(job, after=After(str(jobs[-1].run_dir.path), (), coming))
         jobs.append(job)
+    for job in jobs:
+        _check_completed(job)
     return Plan(folder, stages, jobs, [render(job) for job in jobs], notes_on(jobs, asked.local))
 
 
@@ -106,7 +116,7 @@ def submit(planned: Plan) -> list[str]:
         raise UserError(f"{folder.path} has just been created by another process: choose another --job-name")
     try:
         with queue.submitting(folder.path):
-            write_record(planned)
+            prepare(planned)
             for job, script in zip(planned.jobs, planned.scripts, strict=True):
                 if job_ids and job.after:
                     job = replace(job, after=replace(job.after, job_ids=(job_ids[-1],)))
@@ -119,14 +129,56 @@ def submit(planned: Plan) -> list[str]:
     return job_ids
 
 
-def write_record(planned: Plan) -> None:
-    """Write pipeline.json into the folder, which exists."""
+def prepare(planned: Plan) -> None:
+    """Fill the folder, which exists: share it with slurm.group, and write pipeline.json.
+
+    Stages that it has from later rounds stay in the record.
+
+    Raises:
+        UserError: the group does not exist, or the user is not a member.
+    """
+    if (group := planned.jobs[0].config.slurm.group) is not None:
+        queue.share(planned.folder.path, group)
+    stages = _recorded(planned.stages)
     record = {
         "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": list(planned.jobs[0].command),
-        "stages": [{ROUND: str(stage.round), STAGE: stage.name} for stage in planned.stages],
+        "stages": [*stages, *planned.folder.values()[len(stages) :]],
     }
     write_atomically(planned.folder.record, json.dumps(record, indent=2) + "\n")
+
+
+def _recorded(stages: Sequence[PlannedStage]) -> list[dict[str, str]]:
+    """Return the stages as pipeline.json has them."""
+    return [{ROUND: str(stage.round), STAGE: stage.name} for stage in stages]
+
+
+def _check_same(folder: PipelineDir, stages: Sequence[PlannedStage]) -> None:
+    """Check that a folder that exists has these stages, or those of fewer or more rounds.
+
+    Raises:
+        UserError: it is the folder of another pipeline, or of something else.
+    """
+    pairs = zip(folder.values(), _recorded(stages), strict=False)
+    if not is_pipeline(folder.path) or any(before != now for before, now in pairs):
+        raise UserError(f"{folder.path} exists, and is not this pipeline: choose another --job-name")
+
+
+def _check_completed(job: Job) -> None:
+    """Check that a stage that has completed, and does not run again, had the settings that it would have now.
+
+    Raises:
+        UserError: it had others. Those of Slurm do not count, nor options that its version did not have yet.
+    """
+    if not job.run_dir.path.is_dir() or status_of(job.run_dir).state != COMPLETED:
+        return
+    before = read_options(job.run_dir.config)
+    old = [key for key in before if not key.startswith("slurm.")]
+    if changed := [line for line in changes(before, job) if line.partition(": ")[0] in old]:
+        raise UserError(
+            f"stage {job.run_dir.name} has completed with other settings ({'; '.join(changed)}): give the same ones to "
+            "continue, or start again with another --job-name"
+        )
 
 
 def _sorted_words(words: Sequence[str], stages: set[str]) -> tuple[dict[str, Any], dict[str, list[str]]]:
@@ -142,7 +194,10 @@ def _sorted_words(words: Sequence[str], stages: set[str]) -> tuple[dict[str, Any
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
-            raise UserError(f"{word!r} is not an option: write VALUE=..., or STAGE.KEY=... for an option of a stage")
+            raise UserError(
+                f"{word!r} is not an option: write NAME=VALUE for a value of the pipeline, or STAGE.KEY=VALUE for an "
+                "option of a stage"
+            )
         stage, dot, rest = key.partition(".")
         if dot and stage in stages:
             of_stages.setdefault(stage, []).append(f"{rest}={value}")

@@ -10,7 +10,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -139,16 +139,25 @@ def record(job: Job, job_id: str, **more: object) -> None:
         "working_dir": str(job.working_dir),
         **more,
     }
-    write_atomically(job.run_dir.job, json.dumps(facts, indent=2) + "\n")
+    write_job(job.run_dir, facts)
 
 
 def record_again(run: RunDir, job_id: str) -> None:
-    """Update job.json and the snapshot of the code for a run that was submitted again unchanged."""
-    before = read_json(run.job)
-    folder = Path(str(before.get("working_dir", Path.cwd())))
-    write_atomically(run.git, git_snapshot(folder))
-    now = {"job_id": job_id, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    write_atomically(run.job, json.dumps({**before, **now}, indent=2) + "\n")
+    """Update job.json of a run that was submitted again unchanged."""
+    write_job(run, {**read_json(run.job), "job_id": job_id, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+
+
+def write_job(run: RunDir, facts: Mapping[str, object]) -> None:
+    """Write job.json."""
+    write_atomically(run.job, json.dumps(facts, indent=2) + "\n")
+
+
+def record_code(runs: Sequence[RunDir]) -> None:
+    """Update the snapshot of the code of runs that were submitted again."""
+    folders = [Path(str(read_json(run.job).get("working_dir", Path.cwd()))) for run in runs]
+    found = {folder: git_snapshot(folder) for folder in set(folders)}
+    for run, folder in zip(runs, folders, strict=True):
+        write_atomically(run.git, found[folder])
 
 
 def require_slurm() -> None:

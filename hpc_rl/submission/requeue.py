@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.files import read_json
 from hpc_rl.host.ownership import open_own
 from hpc_rl.run_dir import REQUEUE, RunDir
 from hpc_rl.runs import control
-from hpc_rl.runs.run_sets import RunSet, SweepDir, run_of, states
+from hpc_rl.runs.run_sets import RunSet, SweepDir, run_of, run_set_in, states
 from hpc_rl.runs.status import RunStatus, in_slurm, status_of, statuses_of
 from hpc_rl.slurm import commands
 from hpc_rl.submission import queue
@@ -52,6 +54,7 @@ def _requeue(run: RunDir) -> str:
     run.stop.unlink(missing_ok=True)
     job_id = queue.queue(script, after.sbatch_options if after else [])
     queue.record_again(run, job_id)
+    queue.record_code([run])
     waits = f" after job {', '.join(after.job_ids)}" if after and after.job_ids else ""
     submitted = f"submitted job {job_id}{waits}: run {run.name} will resume (previous state: {now.state})"
     return "\n".join([submitted, *environment_notes(os.environ, run.script.read_text())])
@@ -62,9 +65,14 @@ def refuse_edited_settings(run: RunDir) -> None:
     if attempt := run.edited_since():
         raise UserError(
             f"{run.config} was edited after {attempt.name}, and a requeued job uses the settings in {run.script.name}: "
-            f"submit the run again with --job-name {run.name} and the changed settings as key=value, or undo the edit "
+            f"submit the run again with {_place(run)} and the changed settings as key=value, or undo the edit "
             f"(cp {attempt / run.config.name} {run.config})"
         )
+
+
+def _place(run: RunDir) -> str:
+    """Return the option of `submit` that names an existing run; --job-name finds none below a sweep or a pipeline."""
+    return f"--run-dir {run.path}" if run_set_in(run.path.parent) else f"--job-name {run.name}"
 
 
 def _from_within(run: RunDir, now: RunStatus, script: str) -> str:
@@ -94,7 +102,7 @@ def _own_script(path: Path) -> str:
     except OSError as error:
         raise UserError(
             f"{path} {error.strerror}, and would run as you: look at it, and submit the run again "
-            f"(hpc-rl submit with --job-name {path.parent.name}), which writes a new one"
+            f"(hpc-rl submit with {_place(RunDir(path.parent))}), which writes a new one"
         ) from error
 
 
@@ -108,10 +116,16 @@ def requeue_all(several: RunSet) -> str:
 
 
 def requeue_pipeline(pipeline: RunSet) -> str:
-    """Queue the stages that did not complete again, each after the one before it. Return a line about what was done.
+    """Queue the stages from the first that ended without completing again, each after the one before it.
+
+    Later stages that still wait are queued anew: Slurm will remove them, because the job that they wait for has failed.
+
+    Returns:
+        a line that describes what was done.
 
     Raises:
-        UserError: a stage has no script of this user's, or sbatch refused it. Then no stage is queued again.
+        UserError: a stage was not queued by Slurm, has no script of this user's, or still runs and blocks those after
+            it; or sbatch refused one. Then no stage is queued again.
     """
     RunDir(pipeline.path).check_owner()
     with queue.submitting(pipeline.path):
@@ -120,34 +134,98 @@ def requeue_pipeline(pipeline: RunSet) -> str:
 
 def _requeue_pipeline(pipeline: RunSet) -> str:
     found = statuses_of(pipeline.runs())
-    again = [run_of(now) for now in found if not now.active and now.state != "COMPLETED"]
-    if not again:
+    first = next((k for k, now in enumerate(found) if not now.active and now.state != "COMPLETED"), None)
+    if first is None:
         return f"pipeline {pipeline.name} has nothing to resume: {states(found)}"
-    scripts = {}
-    for run in again:
-        run.check_owner()
-        scripts[run.path] = _own_script(run.script)
-        refuse_edited_settings(run)
+    before, again = found[:first], [now for now in found[first:] if now.state != "COMPLETED"]
+    _refuse_blocked(pipeline, before, again)
+    scripts = [_script_of_stage(pipeline, now) for now in again]
+    after = None if before else find_after_again([run_of(found[0])])
+    options = after.sbatch_options if after else afterok([str(now.job_id) for now in before[-1:] if now.active])
+    waiting = [now for now in again if now.active]
+    recorded = [read_json(run_of(now).job) for now in again]
     submitted: list[str] = []
-    before: str | None = None
     try:
-        for run, now in zip(pipeline.runs(), found, strict=True):
-            if run.path in scripts:
-                run.stop.unlink(missing_ok=True)
-                before = queue.queue(scripts[run.path], afterok([before] if before else []))
-                submitted.append(before)
-            elif now.active:
-                before = now.job_id
-    except BaseException:
-        if submitted:
-            commands.cancel(*submitted)
+        for now, script in zip(again, scripts, strict=True):
+            run_of(now).stop.unlink(missing_ok=True)
+            submitted.append(queue.queue(script, afterok(submitted[-1:]) or options))
+            queue.record_again(run_of(now), submitted[-1])
+        if waiting:
+            _remove_from_queue(waiting)
+    except BaseException as error:
+        _take_back(submitted, error)
+        for now, job in zip(again, recorded, strict=True):
+            queue.write_job(run_of(now), job)
         raise
-    for run, job_id in zip(again, submitted, strict=True):
-        queue.record_again(run, job_id)
+    queue.record_code([run_of(now) for now in again])
     return (
         f"submitted jobs {submitted[0]} to {submitted[-1]}: {len(again)} of {len(found)} stages of pipeline "
-        f"{pipeline.name}, from {again[0].name} on"
+        f"{pipeline.name}, from {again[0].run} on"
     )
+
+
+def _remove_from_queue(waiting: Sequence[RunStatus]) -> None:
+    """Cancel jobs that wait. Slurm may remove them first, because the job that they wait for has failed.
+
+    Nothing is written into the run directories, whose newest job would be the old one then.
+
+    Raises:
+        UserError: scancel failed, and one of them is still there.
+    """
+    job_ids = [str(now.job_id) for now in waiting]
+    try:
+        commands.cancel(*job_ids)
+    except UserError as error:
+        try:
+            found = commands.job_states(job_ids)
+        except commands.NoAnswer:
+            raise error from None
+        if not all(state.ended for state in found.values()):
+            raise
+
+
+def _take_back(submitted: Sequence[str], error: BaseException) -> None:
+    """Cancel the new jobs of stages after an error.
+
+    Raises:
+        UserError: scancel failed, so that they are still there.
+    """
+    try:
+        if submitted:
+            commands.cancel(*submitted)
+    except UserError as refused:
+        raise UserError(
+            f"{str(error) or 'interrupted'}\njobs {', '.join(submitted)} were queued before that and are still there, "
+            f"because they cannot be cancelled ({refused}): cancel them with scancel {' '.join(submitted)}"
+        ) from error
+
+
+def _refuse_blocked(pipeline: RunSet, before: Sequence[RunStatus], again: Sequence[RunStatus]) -> None:
+    """Raise UserError if a stage runs that will not complete, or that a stage before it has to precede."""
+    for now in before:
+        if now.active and run_of(now).stop.exists():
+            raise UserError(
+                f"stage {now.run} was asked to stop and has not ended yet, so the stages after it would never start: "
+                f"wait for it (hpc-rl status {pipeline.name}), and requeue {pipeline.name} then"
+            )
+    for now in again:
+        if now.active and now.state != "PENDING":
+            raise UserError(
+                f"stage {now.run} is {now.state}, but {again[0].run} before it did not complete: wait for it or cancel "
+                f"it (hpc-rl cancel {now.run}), and requeue {pipeline.name} then"
+            )
+
+
+def _script_of_stage(pipeline: RunSet, now: RunStatus) -> str:
+    run = run_of(now)
+    if not run.script.is_file() or (now.job_id is not None and not in_slurm(run)):
+        raise UserError(
+            f"stage {run.name} was not queued by Slurm: run the command that started pipeline {pipeline.name} again, "
+            f"with --job-name {pipeline.name}"
+        )
+    run.check_owner()
+    refuse_edited_settings(run)
+    return _own_script(run.script)
 
 
 def requeue_sweep(sweep: SweepDir) -> str:
@@ -184,6 +262,7 @@ def _requeue_sweep(sweep: SweepDir) -> str:
     job_id = queue.queue(script, [array, *(after.sbatch_options if after else [])])
     for number, now in again.items():
         queue.record_again(run_of(now), f"{job_id}_{number}")
+    queue.record_code([run_of(now) for now in again.values()])
     before = states(again.values())
     submitted = (
         f"submitted job {job_id}: {len(again)} of {len(found)} runs of sweep {sweep.name} will resume "

@@ -1,8 +1,8 @@
 """eval.json as tables: on the terminal, and in the report, where evaluations are compared.
 
-Keys of eval.json: `model`, `n`, `temperature`, `reward`, `correct`, `interval`, and `data`, a list of data sets with
-`file`, `name`, `prompts`, `responses`, `failed`, `truncated`, `mean_tokens`, and `metrics`: name -> `value`, `low`,
-`high`, `prompts`.
+Keys of eval.json: `model`, `n`, `temperature`, `reward`, `weights`, `correct`, `interval`, and `data`, a list of data
+sets with `file`, `name`, `prompts`, `responses`, `failed`, `truncated`, `mean_tokens`, and `metrics`: name -> `value`,
+`low`, `high`, `prompts`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from hpc_rl.host.files import read_json
+from hpc_rl.run_dir import RunDir
 
 Evaluation = Mapping[str, Any]
 """The contents of eval.json; empty if there is none."""
@@ -23,6 +26,18 @@ class EvaluationTable:
     rows: list[list[str]]
     note: str
     """How to read the intervals."""
+
+
+def read_evaluation(run: RunDir) -> Evaluation:
+    """Read eval.json of a run; empty if there is none. A file of the user's own program with this name is another."""
+    found = read_json(run.evaluation)
+    if read_json(run.job).get("kind", "eval") != "eval":
+        return {}
+    try:
+        evaluation_text([(run.name, found)])
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return {}
+    return found
 
 
 def evaluation_table(evaluations: Sequence[tuple[str, Evaluation]]) -> EvaluationTable | None:

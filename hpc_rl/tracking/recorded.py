@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpc_rl.config.pipeline import ROUND
 from hpc_rl.config.tree import read_options
-from hpc_rl.host.files import read_json
 from hpc_rl.host.usage import NodeUsage, read_usage
 from hpc_rl.run_dir import RunDir
-from hpc_rl.tracking.evaluations import Evaluation
+from hpc_rl.tracking.evaluations import Evaluation, read_evaluation
 from hpc_rl.tracking.history import History, read_history
 from hpc_rl.tracking.metrics import Record, read_metrics
 from hpc_rl.tracking.plot import Point
 from hpc_rl.tracking.samples import TextSample, read_samples
 
-ROUND, STAGE = "round", "stage"
+STAGE = "stage"
 STAGE_KEYS = (ROUND, STAGE)
 """Keys of `Recorded.swept` of the runs of a pipeline."""
 
@@ -59,7 +59,7 @@ def read_run(run: RunDir) -> Recorded:
         usage=[read_usage(folder) for folder in run.attempts()],
         config=run.config.read_text(encoding="utf-8", errors="replace") if run.config.is_file() else "",
         options=read_options(run.config),
-        evaluation=read_json(run.evaluation),
+        evaluation=read_evaluation(run),
     )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hpc_rl.config.pipeline import ROUND
 from hpc_rl.tracking.charts import Figure, PlotGroup
 from hpc_rl.tracking.plot import Plot, Series
-from hpc_rl.tracking.recorded import ROUND, STAGE_KEYS, Recorded
+from hpc_rl.tracking.recorded import STAGE_KEYS, Recorded
 from hpc_rl.tracking.summary import last_mean
 
 RESULTS = (

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of the job, from the view of one of them."""
+    """The ranks of the job, or some of them, from the view of one of these."""
 
     rank: int
     size: int
@@ -44,12 +44,42 @@ class World:
     ranks_per_node: int | None = None
     """Number of ranks on each node, which are consecutive; None if it differs between nodes."""
     group: dist.ProcessGroup | None = None
-    """Process group of the exchanges. None: the default group."""
+    """Process group of these ranks. None: the default group, which has all ranks of the job."""
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0, which writes files and prints messages."""
         return self.rank == 0
+
+    def in_job(self, rank: int) -> int:
+        """Return the number in the whole job of one of these ranks."""
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def new_group(self, ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+        """Return a new process group of some of these ranks. Only they call this.
+
+        If these are not all ranks of the job, each of them must have the same number of groups before: torch makes a
+        name for the group from this number.
+
+        Args:
+            options: those of torch.distributed.new_group.
+        """
+        if self.group is None and len(ranks) == self.size:
+            return dist.new_group(**options)
+        members = [self.in_job(rank) for rank in ranks]
+        return dist.new_group(members, use_local_synchronization=True, **options)
+
+    def part(self, ranks: Sequence[int], ranks_per_node: int, **options: Any) -> World:
+        """Return some of these ranks, numbered from 0 in ascending order, as a world of their own. Only they call this.
+
+        Args:
+            ranks_per_node: how many of them are on each node.
+            options: those of torch.distributed.new_group.
+        """
+        group = self.new_group(ranks, **{"timeout": _COLLECTIVE_TIMEOUT, **options})
+        return replace(
+            self, rank=sorted(ranks).index(self.rank), size=len(ranks), ranks_per_node=ranks_per_node, group=group
+        )
 
     @property
     def on_accelerator(self) -> bool:
@@ -82,9 +112,9 @@ class World:
         text = _as_bytes(value if self.is_main else None)
         if self.size > 1:
             length = torch.tensor([len(text)])
-            dist.broadcast(length, src=0, group=self.group)
+            dist.broadcast(length, group_src=0, group=self.group)
             text = text if self.is_main else text.new_empty(int(length))
-            dist.broadcast(text, src=0, group=self.group)
+            dist.broadcast(text, group_src=0, group=self.group)
         return _from_bytes(text)
 
     def gather(self, value: Any) -> list[Any]:
@@ -122,7 +152,9 @@ class World:
         first = min(failed)
         text, while_running = failed[first]
         alike = len(failed) == self.size and len(set(failed.values())) == 1
-        raise (AgreedRunError if while_running else AgreedError)(text if alike else f"rank {first}: {text}")
+        raise (AgreedRunError if while_running else AgreedError)(
+            text if alike else f"rank {self.in_job(first)}: {text}"
+        )
 
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -39,13 +39,13 @@ def explain_out_of_memory(what: str, remedy: str = IN_TRAINING) -> Iterator[None
         raise RunError(f"out of memory in {what}: {remedy} ({first}){more}") from error
 
 
-def refuse_not_finite(step: int, losses_by_rank: Sequence[float], gradient_norm: float) -> None:
+def refuse_not_finite(step: int, losses_by_rank: Mapping[int, float], gradient_norm: float) -> None:
     """Stop training at NaN or Inf. Every rank must pass the same values.
 
     Raises:
         AgreedRunError: a value is not finite; the message names the step and the ranks.
     """
-    bad = [rank for rank, loss in enumerate(losses_by_rank) if not math.isfinite(loss)]
+    bad = [rank for rank, loss in losses_by_rank.items() if not math.isfinite(loss)]
     if bad:
         found = f"the loss is {losses_by_rank[bad[0]]} in step {step} on rank {', '.join(map(str, bad[:8]))}"
     elif not math.isfinite(gradient_norm):

@@ -10,14 +10,14 @@ rank holds one complete shard. These two exchange gradients once per step.
 from __future__ import annotations
 
 from functools import cache
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from hpc_rl.config.training import Sharding, TrainingConfig
+from hpc_rl.config.training import Sharding
 from hpc_rl.errors import UserError
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import PackedModel
@@ -31,12 +31,21 @@ NODE_SHARE = 0.25
 same size, a reference, activations, and gathered layers."""
 
 
+class ShardingOptions(Protocol):
+    """What the sharding of a model depends on in the section `trainer`."""
+
+    @property
+    def sharding(self) -> str: ...
+    @property
+    def reduce_dtype(self) -> str: ...
+
+
 def is_sharded(world: World) -> bool:
     """Return whether models are sharded; in a single CPU process they are not."""
     return world.size > 1 or world.device.type != "cpu"
 
 
-def shard(model: Model, world: World, trainer: TrainingConfig) -> Model:
+def shard(model: Model, world: World, trainer: ShardingOptions) -> Model:
     """Shard a model in place, which may be on the meta device; return it. fully_shard moves it to the device.
 
     Raises:
@@ -86,7 +95,7 @@ def choose(requested: str, state_bytes: int, world: World, memory: int | None) -
     return requested  # type: ignore[return-value]  # one of the remaining values of trainer.sharding
 
 
-def begin_micro_batch(model: PackedModel, trainer: TrainingConfig, last: bool) -> None:
+def begin_micro_batch(model: PackedModel, trainer: ShardingOptions, last: bool) -> None:
     """Prepare a forward pass, after which gradients are exchanged as the sharding requires.
 
     Args:
@@ -119,13 +128,22 @@ def loss_factor(model: PackedModel, world: World) -> float:
 def _mesh(sharding: Sharding, world: World, _group: dist.ProcessGroup | None) -> DeviceMesh:
     """Return the ranks as a mesh. All models of a process group share it, and with it the communicators."""
     shards = {"none": 1, "hybrid": world.ranks_per_node or 1}.get(sharding, world.size)
+    kind, names = world.device.type, ("replicas", "shards")
     if sharding in ("none", "hybrid"):
-        shape, names = (world.size // shards, shards), ("replicas", "shards")
-        return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
-    return init_device_mesh(world.device.type, (shards,), mesh_dim_names=("shards",))
+        shape = (world.size // shards, shards)
+        if world.group is None:
+            return init_device_mesh(kind, shape, mesh_dim_names=names)
+        ranks = torch.arange(world.size).view(shape)
+        row, column = divmod(world.rank, shards)
+        groups = [world.new_group(part.tolist()) for part in (ranks[:, column], ranks[row])]
+        members = torch.tensor([world.in_job(rank) for rank in range(world.size)]).view(shape)
+        return DeviceMesh.from_group(groups, kind, members, mesh_dim_names=names)
+    if world.group is None:
+        return init_device_mesh(kind, (shards,), mesh_dim_names=names[1:])
+    return DeviceMesh.from_group(world.group, kind, mesh_dim_names=names[1:])
 
 
-def _policy(device: torch.device, trainer: TrainingConfig) -> MixedPrecisionPolicy:
+def _policy(device: torch.device, trainer: ShardingOptions) -> MixedPrecisionPolicy:
     """Return the types of computation and of the exchange of gradients: on CPUs those of the weights."""
     reduce_dtype = getattr(torch, trainer.reduce_dtype)
     if device.type != "cpu":

@@ -10,7 +10,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from hpc_rl.config.engines import ENGINES, EngineSpec, default_engine
-from hpc_rl.config.ppo import RolloutConfig, engine_dtype, engine_name
+from hpc_rl.config.rollout import RolloutConfig, engine_dtype, engine_name
 from hpc_rl.errors import UserError
 from hpc_rl.host.accelerators import DEVICES
 from tests.rl.ppo_config import ppo_config
@@ -56,6 +56,15 @@ def test_a_device_that_the_engine_does_not_support_is_refused(monkeypatch: pytes
     message = "rollout.name vllm does not support trainer.device=cpu: use rollout.name=hf, or trainer.device=cuda"
     with pytest.raises(UserError, match=message):
         ppo_config("rollout.name=vllm")
+
+
+def test_temperature_and_top_p_with_adapters_depend_on_the_engine() -> None:
+    words = ["model.lora.rank=4", "rollout.top_p=0.9", "rollout.temperature=0.8"]
+    ppo_config(*words, "rollout.name=hf")
+    with pytest.raises(UserError, match=r"cannot show that the adapters \(model\.lora\) reach the engine"):
+        ppo_config(*words, "rollout.name=vllm")
+    with pytest.raises(UserError, match=r"cannot show that the adapters \(model\.lora\) reach the engine"):
+        ppo_config(*words, "rollout.name=hf", "algorithm.tis_cap=2")
 
 
 def test_exported_variables_keep_their_value() -> None:

@@ -99,9 +99,10 @@ def test_a_name_is_a_file_of_the_project_or_a_shipped_one(tmp_path: Path, monkey
     (tmp_path / "configs/pipeline").mkdir(parents=True)
     (tmp_path / "configs/pipeline/mine.yaml").write_text(yaml.safe_dump(TWO))
     assert load_pipeline("mine").rounds == 2
-    for name in ("iterative-dpo", "rejection-sampling"):
+    for name in ("iterative-dpo", "rejection-sampling", "reward-model"):
         assert load_pipeline(name).description
-    with pytest.raises(UserError, match="there is no pipeline 'yours': choose one of "):
+    said = r"there is no pipeline or kind 'yours': choose one of .* the kinds sft, dpo, rm, distill, ppo$"
+    with pytest.raises(UserError, match=said):
         load_pipeline("yours")
     with pytest.raises(UserError, match=r"no configuration at yours\.yaml: No such file"):
         load_pipeline("yours.yaml")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_rl.config.ppo import pool_of, pool_spec, roles_in_use
+from hpc_rl.config.pools import pool_of, pool_spec
 from hpc_rl.errors import UserError
 from tests.rl.ppo_config import ppo_config
 
@@ -30,6 +30,10 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
             "actor.mini_batch_size 512 does not divide the 2000 responses of a step (data.train_batch_size 250 x "
             "rollout.n 8): the nearest that do are 500 and 1000",
         ),
+        *(
+            (("actor.shuffle=true", f"actor.mini_batch_size={size}"), "actor.shuffle has no effect: all 8 responses of")
+            for size in ("null", "8")
+        ),
         (
             ("trainer.micro_tokens=519",),
             "data.max_prompt_length 512 + data.max_response_length 8 exceeds trainer.micro_tokens 519: a sample is "
@@ -39,14 +43,14 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
         *(
             (
                 (f"algorithm.advantage={name}", "rollout.n=1"),
-                f"algorithm.advantage={name} compares responses to the same prompt, and rollout.n is 1: set rollout.n "
+                f"algorithm.advantage={name} compares responses to the same prompt, but rollout.n is 1: set rollout.n "
                 "to 2 or more",
             )
             for name in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
         ),
         (
             ("algorithm.filter_groups=true", "rollout.n=1"),
-            "algorithm.filter_groups compares responses to the same prompt, and rollout.n is 1",
+            "algorithm.filter_groups compares responses to the same prompt, but rollout.n is 1",
         ),
         (
             ("algorithm.filter_groups=true", "algorithm.advantage=remax"),
@@ -68,7 +72,7 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
         ),
         (
             ("algorithm.scale_rewards=batch",),
-            "algorithm.scale_rewards is for algorithm.advantage=grpo, and not for gae: leave it out",
+            "algorithm.scale_rewards has no effect with algorithm.advantage=gae: use algorithm.advantage=grpo, or",
         ),
         (
             ("algorithm.tis_bounds=[2,0.5]",),
@@ -89,7 +93,7 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
         (
             ("reward.function=null", "reward.functions=[exact,format]", "reward.kwargs.pattern=x"),
             "reward.kwargs.pattern: with reward.functions, write a table for each function, such as "
-            "reward.kwargs={exact: {NAME: VALUE}}",
+            "'reward.kwargs={exact: {NAME: VALUE}, format: {NAME: VALUE}}'",
         ),
         (
             ("reward.clip=[1,1]",),
@@ -97,7 +101,7 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
         ),
         (
             ("rollout.val.n=4",),
-            "rollout.val.n is 4, but at rollout.val.temperature=0 all responses are the same: raise it",
+            "rollout.val.n is 4, but at rollout.val.temperature=0 all responses are the same: raise the temperature",
         ),
         (
             ("rollout.val.top_p=0.9",),
@@ -170,6 +174,16 @@ def test_what_is_wrong_is_said(overrides: tuple[str, ...], message: str) -> None
     )
 
 
+def test_the_arguments_of_an_own_function_beside_others_can_be_written_as_the_message_shows() -> None:
+    functions = ("reward.function=null", "reward.functions=[exact,my/r.py:score]")
+    with pytest.raises(UserError) as caught:
+        ppo_config(*functions, "reward.kwargs.bonus=5")
+    shown = r"reward.kwargs={exact: {NAME: VALUE}, my/r.py\:score: {NAME: VALUE}}"
+    assert str(caught.value).endswith(f"such as '{shown}'")
+    config = ppo_config(*functions, shown.replace("NAME: VALUE", "bonus: 5"))
+    assert config.reward.kwargs == {"exact": {"bonus": 5}, "my/r.py:score": {"bonus": 5}}
+
+
 def test_all_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(UserError) as caught:
         ppo_config(GRPO, "rollout.n=1", "actor.mini_batch_size=3", "rollout.tensor_parallel_size=2")
@@ -182,21 +196,21 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 
 
 def test_roles_are_those_that_the_algorithm_needs() -> None:
-    assert roles_in_use(ppo_config()) == ["actor", "critic", "rollout"]
-    assert roles_in_use(ppo_config(GRPO)) == ["actor", "rollout"]
+    assert ppo_config().roles == ["actor", "critic", "rollout"]
+    assert ppo_config(GRPO).roles == ["actor", "rollout"]
     everything = ppo_config("algorithm.kl.where=reward", "reward.function=null", "reward.model=/reward")
-    assert roles_in_use(everything) == ["actor", "critic", "ref", "reward", "rollout"]
+    assert everything.roles == ["actor", "critic", "ref", "reward", "rollout"]
 
 
 def test_one_pool_of_all_nodes_unless_told_otherwise() -> None:
     config = ppo_config("trainer.nnodes=2", "trainer.n_gpus_per_node=8")
     assert pool_spec(config) == {"global_pool": [8, 8]}
-    assert {pool_of(config, role) for role in roles_in_use(config)} == {"global_pool"}
+    assert {pool_of(config, role) for role in config.roles} == {"global_pool"}
 
 
 def test_roles_without_a_pool_are_in_the_first_one() -> None:
     config = ppo_config("pools={spec: {train: [1], engines: [1]}, roles: {rollout: engines}}", TWO_GPUS)
-    assert {role: pool_of(config, role) for role in roles_in_use(config)} == {
+    assert {role: pool_of(config, role) for role in config.roles} == {
         "actor": "train",
         "critic": "train",
         "rollout": "engines",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from hpc_rl.config.ppo import PromptDataConfig
+from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.data.check import check_data

@@ -67,7 +67,7 @@ def test_what_is_dropped_is_counted(tokenizer: PreTrainedTokenizerFast) -> None:
 def test_a_label_belongs_to_one_sample(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"prompt": "What?", "response": "twelve", "label": label} for label in (True, False)]
     found, _ = tokenized(tokenizer, rows, label_key="label")
-    assert [(len(one.samples), one.value) for one in found] == [(1, 1.0), (1, 0.0)]
+    assert [(len(one.samples), one.values) for one in found] == [(1, (1.0,)), (1, (0.0,))]
     assert targets(tokenizer, found[0].samples[0]) == "twelve<|im_end|>"
 
 

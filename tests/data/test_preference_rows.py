@@ -89,13 +89,13 @@ def test_margins() -> None:
 @pytest.mark.parametrize(("value", "label"), [(True, 1.0), (False, 0.0), (1, 1.0), ("True", 1.0), ("0", 0.0)])
 def test_labels(value: Any, label: float) -> None:
     row = {"prompt": "?", "response": "+", "label": value}
-    assert to_preference(row, data(label_key="label"), "row 1") == LabelledRow([USER, GOOD], label)
+    assert to_preference(row, data(label_key="label"), "row 1") == LabelledRow([USER, GOOD], (label,))
 
 
 def test_only_reward_models_learn_any_number() -> None:
     row = {"prompt": "?", "completion": "+", "label": 0.25}
     keys = {"label_key": "label", "response_key": "completion"}
-    assert to_preference(row, data(RewardDataConfig, **keys), "row 1") == LabelledRow([USER, GOOD], 0.25)
+    assert to_preference(row, data(RewardDataConfig, **keys), "row 1") == LabelledRow([USER, GOOD], (0.25,))
     with pytest.raises(UserError, match=r"column 'label' has 0.25; a label is true or false"):
         to_preference(row, data(**keys), "row 1")
     with pytest.raises(UserError, match=r"set data.response_key=completion"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from hpc_rl.config.ppo import PromptDataConfig
+from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.data.formats import CannotCheck
 from hpc_rl.data.prompts import PromptCounts, load_prompts
 from hpc_rl.data.row_checks import check_file

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from hpc_rl.config.ppo import PromptDataConfig
+from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.data.formats import CannotCheck, read_rows
 from hpc_rl.data.row_checks import check_batch_size, check_file

@@ -70,6 +70,7 @@ def test_what_is_selected_follows_from_the_scores(tmp_path_factory: pytest.TempP
     expected = {
         "best-of-n": sum(len(group) > 1 for group in known),
         "pairs": sum(len(set(group)) > 1 for group in known),
+        "all-pairs": sum(better > worse for group in known for better in group for worse in group),
         "threshold": sum(score >= 0.5 for group in known for score in group),
     }
     rows = rows_of(found)
@@ -86,8 +87,12 @@ def test_what_is_selected_follows_from_the_scores(tmp_path_factory: pytest.TempP
         assert len(once) == count == counts.rows
         assert counts.responses == len(rows) and counts.failed == sum(row["score"] is None for row in rows)
         for row in once:
-            best = by_text[row["chosen"] if method == "pairs" else row["messages"][-1]["content"]]
+            best = by_text[row["chosen"] if method.endswith("pairs") else row["messages"][-1]["content"]]
             group = known[best["index"]]
+            if method == "all-pairs":
+                worse = by_text[row["rejected"]]
+                assert worse["index"] == best["index"] and row["margin"] == best["score"] - worse["score"] > 0
+                continue
             assert best["score"] >= 0.5 if threshold else best["score"] == max(group)
             if method == "pairs":
                 worst = by_text[row["rejected"]]
@@ -97,12 +102,12 @@ def test_what_is_selected_follows_from_the_scores(tmp_path_factory: pytest.TempP
 @pytest.mark.parametrize(
     "rows, method, message",
     [
-        (rows_of([[1.0], [0.0]]), "best-of-n", "row 1: the prompt has one response, and best-of-n and pairs compare"),
+        (rows_of([[1.0], [0.0]]), "best-of-n", "row 1: the prompt has one response, but best-of-n and pairs compare"),
         (rows_of([[1.0, 0.0], [0.0]]), "pairs", "row 3: the prompt has one response"),
         ([{k: v for k, v in row.items() if k != "score"} for row in rows_of([[1.0, 0.0]])], "pairs", "have no scores"),
         (rows_of([[None, None]]), "best-of-n", "none of 2 responses has a score"),
         (rows_of([["1", 0.0]]), "pairs", "column 'score' has '1'; a number or null is needed"),  # type: ignore[list-item]
-        ([{"messages": []}], "pairs", "row 1: no column 'index', so it is no response"),
+        ([{"messages": []}], "pairs", "row 1: no column 'index', so this is not a response"),
         (rows_of([[1.0, 1.0]]), "pairs", "nothing was selected: 0 rows from 2 responses to 1 prompts; 1 prompts with"),
     ],
 )

@@ -21,6 +21,7 @@ COMMON = [
     *(f"eval.{word}" for word in LENGTHS),
     *("train.data.max_length=32", "train.optim.lr=3e-4", "train.optim.warmup_ratio=0.1"),
     *("train.trainer.total_epochs=15", "train.data.train_batch_size=32"),
+    *(f"{stage}.trainer.device=cpu" for stage in ("generate", "train", "eval")),
 ]
 OWN: dict[str, Sequence[str]] = {
     "rejection-sampling": ["select.select.method=threshold", "select.select.threshold=1"],
@@ -48,7 +49,9 @@ def workspace(slurm_cluster: Cluster) -> Workspace:
 
 
 def states(workspace: Workspace, name: str) -> dict[str, str]:
-    return {row["run"]: row["state"] for row in json.loads(workspace.ok("status", name, "--json"))}
+    found = {row["run"]: row["state"] for row in json.loads(workspace.ok("status", name, "--json"))}
+    assert "FAILED" not in found.values(), found
+    return found
 
 
 @pytest.mark.parametrize("name", OWN)

@@ -57,6 +57,10 @@ def test_a_pipeline_is_cancelled_and_continued(workspace: Workspace) -> None:
     assert states(workspace)["twice_1-again"] == "PENDING"
     assert "nothing to resume" in workspace.ok("requeue", "twice")
     workspace.ok("cancel", "twice_1-train")
+    workspace.wait_until(lambda: states(workspace)["twice_1-train"] == "CANCELLED", "it is cancelled")
+    shown = workspace.ok("requeue", "twice")  # perhaps before Slurm has removed those after it
+    assert "4 of 4 stages of pipeline twice, from twice_1-train on" in shown
+    workspace.ok("cancel", "twice_1-train")
     workspace.wait_until(lambda: set(states(workspace).values()) == {"CANCELLED"}, "those after it are cancelled")
 
     workspace.release("twice/twice_1-train")

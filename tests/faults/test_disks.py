@@ -39,22 +39,27 @@ def workspace(cluster: Cluster) -> Workspace:
     return workspace_on(cluster, "disks")
 
 
+@pytest.mark.parametrize("exhaust", [SmallDisk.fill, SmallDisk.use_all_inodes], ids=["full disk", "no inodes"])
 @pytest.mark.parametrize("job", ["sft", "ppo"])
 def test_the_disk_of_the_run_directory_fills_up(
-    workspace: Workspace, disk: SmallDisk, job: Literal["sft", "ppo"], observed: Callable[[Outcome], None]
+    workspace: Workspace,
+    disk: SmallDisk,
+    job: Literal["sft", "ppo"],
+    exhaust: Callable[[SmallDisk], None],
+    observed: Callable[[Outcome], None],
 ) -> None:
-    run = disk.path / job
+    run = disk.path / f"{job}-{exhaust.__name__}"
     options = [*(QUICK if job == "sft" else SMALL_PPO), *SAVES]
     command = ["submit", job, "--nodes", "2", "--mem", "4G", "--run-dir", str(run), *options]
     workspace.ok(*command)
     workspace.wait_until(lambda: max(dict(measured(run)), default=0) >= 3, "3 steps")
-    disk.fill()
+    exhaust(disk)
     workspace.wait_until(lambda: workspace.status(str(run))["state"] == "FAILED", "the job failed")
     assert workspace.status(str(run))["exit_code"] == 1
     for view in ("status", "explain"):
         assert "No space left on device" in workspace.ok(view, str(run))
     assert f"file system {disk.path} (tmpfs) has" in workspace.ok("status", str(run))
-    disk.fill()  # the job has removed what it had written of the last checkpoint
+    exhaust(disk)  # the job has removed what it had written of the last checkpoint
     refused = workspace.hpc_rl(*command)
     assert refused.returncode == 2 and "is not writable" in refused.stderr and "Traceback" not in refused.stderr
     disk.free()
@@ -65,9 +70,8 @@ def test_the_disk_of_the_run_directory_fills_up(
     after = dict(measured(run))
     assert sorted(after) == list(range(1, last + 1))
     lost = max(before) - saved
-    observed(
-        Outcome("full disk of the run directory", job, None, "No space left on device", "exit code 1; resumed", lost)
-    )
+    fault = "full disk of the run directory" if exhaust is SmallDisk.fill else "no free inodes for the run directory"
+    observed(Outcome(fault, job, None, "No space left on device", "exit code 1; resumed", lost))
 
 
 @pytest.mark.parametrize("job", ["sft", "ppo"])

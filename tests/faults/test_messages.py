@@ -90,7 +90,8 @@ def test_a_killed_process_of_ppo(
     assert 0 in done, done
     words = message.format(logs=run / "attempt-1")
     seconds, line = first_message(workspace, slurm_cluster, run.name, words)
-    observed(Outcome(f"SIGKILL of a {what}", "ppo", seconds, line, "exit code 137", None))
+    article = "an" if what[0] in "aeiou" else "a"
+    observed(Outcome(f"SIGKILL of {article} {what}", "ppo", seconds, line, "exit code 137", None))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from hpc_rl.tracking.metrics import read_metrics
 from hpc_rl.training import distributed, sharding
 from hpc_rl.training.distributed import World
 
+ROOT = Path(__file__).parents[2]
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 Result = tuple[int, str, str]
 
@@ -64,16 +65,20 @@ def ask_at(patch: pytest.MonkeyPatch, run: RunDir, micro_batch: int) -> None:
 
 
 def run_several(
-    runs: Sequence[tuple[Sequence[str], Path, Sequence[str]]], ranks: int, ranks_per_node: int | None = None
+    runs: Sequence[tuple[Sequence[str], Path, Sequence[str]]],
+    ranks: int,
+    ranks_per_node: int | None = None,
+    timeout: float = 120,
 ) -> list[Result]:
     """Several runs one after the other in the same processes, which saves their start; they print their exit codes."""
     command = [__file__, json.dumps([arguments(base, path, *more) for base, path, more in runs])]
-    return spawn(command, ranks, ranks_per_node=ranks_per_node)
+    return spawn(command, ranks, timeout, ranks_per_node)
 
 
 def spawn(command: Sequence[str], ranks: int, timeout: float = 120, ranks_per_node: int | None = None) -> list[Result]:
     group = tempfile.mkdtemp(prefix="group-")
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of `tests`
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     torchrun = {"WORLD_SIZE": str(ranks), "HPC_RL_GROUP_DIR": group} if ranks > 1 else {}
     if ranks_per_node is not None:
         torchrun["LOCAL_WORLD_SIZE"] = str(ranks_per_node)

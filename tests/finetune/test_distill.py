@@ -20,6 +20,7 @@ from hpc_rl.finetune.distill import Distill
 from hpc_rl.finetune.trainer import load, step
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import read_metrics
+from hpc_rl.training.checkpoints import checkpoint, folders, model_state
 from hpc_rl.training.perf import Clock
 from tests.finetune.jobs import ALONE, run_here, run_job, run_several, series
 from tests.helpers import make_tiny_model, write_chats
@@ -203,6 +204,18 @@ def test_what_was_stored_is_used_only_if_it_fits(
     assert file.read_bytes() == whole
     assert run_here(base, tmp_path, "algorithm.temperature=3", "trainer.total_training_steps=3") == 0
     assert len(list(tmp_path.glob("teacher_top_k/*/0.npy"))) == 2, "another temperature has other probabilities"
+
+
+def test_adapters_alone_learn_on_any_number_of_ranks(folder: Path, tmp_path: Path) -> None:
+    base = [*KIND, *overrides(folder, "forward"), "model.lora.rank=4"]
+    assert run_here(base, tmp_path / "one") == 0
+    losses = series(tmp_path / "one", "train/divergence")
+    assert losses[-1] < losses[0]
+    results = run_several([(base, tmp_path / "two", ["trainer.sharding=full"])], ranks=2)
+    assert [code for code, _, _ in results] == [0, 0], results
+    same_as(tmp_path / "one", tmp_path / "two")
+    path, _ = checkpoint.newest(tmp_path / "two" / "checkpoints") or (Path(), None)
+    assert all(".lora_" in name for name in model_state.stored_weights(path / folders.MODEL))
 
 
 def test_a_rank_without_samples_adds_nothing(folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hpc_rl.config.compose import compose
 from hpc_rl.config.finetune import FinetuneConfig
-from hpc_rl.errors import EXIT_STOPPED, UserError
+from hpc_rl.errors import EXIT_STOPPED, AgreedError, UserError
 from hpc_rl.finetune import reference
 from hpc_rl.finetune.trainer import load, step
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.checkpoints import checkpoint, folders, model_state
 from hpc_rl.training.checkpoints.export import export
-from hpc_rl.training.models import loading
+from hpc_rl.training.models import loading, lora
 from hpc_rl.training.perf import Clock
 from tests.finetune import test_preferences as pairs
 from tests.finetune.jobs import ALONE, run_here, run_job, run_several, series
@@ -227,6 +229,15 @@ def test_the_stored_reference_is_that_of_a_full_run(folder: Path, tmp_path: Path
     np.testing.assert_allclose(found[0]["logprobs"], found[1]["logprobs"], atol=1e-5)
 
 
+def test_the_stored_reference_belongs_to_its_quantisation() -> None:
+    words = [*("model.path=m", "data.train_files=f", "data.val_files=f"), *LORA, "trainer.device=cuda"]
+    four_bit = [*words, "model.lora.quantize=nf4"]
+    own, own_four_bit = (reference._key(config_of("dpo", each), []) for each in (words, four_bit))
+    assert own != own_four_bit
+    other, other_four_bit = (reference._key(config_of("dpo", [*each, "ref.path=r"]), []) for each in (words, four_bit))
+    assert other == other_four_bit, "only the policy has 4 bits"
+
+
 @pytest.mark.parametrize("kind", ["sft", "rm"])
 def test_exports(folder: Path, tmp_path: Path, uninterrupted: dict[str, Path], kind: str) -> None:
     export(uninterrupted[kind], tmp_path / "merged")
@@ -259,6 +270,47 @@ def test_the_run_writes_what_merge_says(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "adapters" / "model" / "adapter_model.safetensors").exists()
     export(tmp_path / "adapters", tmp_path / "out", merge=True)
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_merged_weights_are_rounded_as_engines_get_them(folder: Path, tmp_path: Path) -> None:
+    assert run_here([*overrides(folder, "sft"), "trainer.total_training_steps=1"], tmp_path / "run") == 0
+    for dtype in ("float32", "bfloat16"):
+        export(tmp_path / "run", tmp_path / dtype, dtype=dtype)
+    exact, found = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("float32", "bfloat16"))
+    adapted = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(found[adapted], lora.rounded(exact[adapted], torch.bfloat16, adapted))
+    assert not torch.equal(found[adapted], exact[adapted].bfloat16())
+    embeddings = "model.embed_tokens.weight"
+    assert torch.equal(found[embeddings], exact[embeddings].bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        (["model.lora.alpha=6"], "its adapters have model.lora.alpha=12.0, and the run has 6.0"),
+        (["model.lora.rank=4"], "its adapters have model.lora.rank=3, and the run has 4"),
+        (["model.lora.target_modules=[q_proj]"], "model.lora.target_modules=[down_proj, gate_proj, k_proj, "),
+        (["model.path={copy}"], "its adapters have model.path={model}, and the run has {copy}"),
+        (["model.lora.rank=null", "model.lora.alpha=null"], "it has adapters (model.lora), and the run has none"),
+    ],
+)
+def test_other_adapters_are_not_resumed(folder: Path, tmp_path: Path, other: list[str], problem: str) -> None:
+    """They could have the same shapes."""
+    paths = {"model": str((folder / "model").resolve()), "copy": str(tmp_path / "copy")}
+    shutil.copytree(folder / "model", tmp_path / "copy")
+    base = [*overrides(folder, "sft"), "trainer.total_training_steps=1"]
+    assert run_here(base, tmp_path / "run") == 0
+    changed = [word.replace("{copy}", paths["copy"]) for word in other]
+    with pytest.raises(AgreedError, match=re.escape(problem.format(**paths))):
+        run_here([*base, *changed], tmp_path / "run")
+
+
+def test_adapters_do_not_continue_a_whole_model(folder: Path, tmp_path: Path) -> None:
+    words = [word for word in overrides(folder, "sft") if word not in LORA]
+    base = [*words, "trainer.total_training_steps=1"]
+    assert run_here(base, tmp_path / "run") == 0
+    with pytest.raises(AgreedError, match=r"it has no adapters, and the run has some \(model\.lora\)"):
+        run_here([*base, *LORA], tmp_path / "run")
 
 
 def test_a_base_that_is_gone(folder: Path, tmp_path: Path) -> None:

@@ -41,8 +41,16 @@ DPO = {
     "orpo": ["algorithm.loss=orpo"],
     "kto": [*LABELS, "algorithm.undesirable_weight=0.7"],
 }
-RM = {"pairs": ["data.margin_key=margin"], "labels": ["data.label_key=label"]}
+RM = {
+    "pairs": ["data.margin_key=margin"],
+    "labels": ["data.label_key=label"],
+    "heads": ["data.label_keys=[length,label]"],
+}
 CASES = [("dpo", name) for name in DPO] + [("rm", name) for name in RM]
+METRICS_OF_HEADS = [
+    *("loss", "absolute_error"),
+    *(f"{name}/{head}" for name in ("absolute_error", "score_mean", "label_mean") for head in ("length", "label")),
+]
 SPLITS = {
     "packed": [],
     "unpacked": ["trainer.packing=false", "model.enable_gradient_checkpointing=true"],
@@ -68,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny_model(folder / "model", tie=True)
     make_tiny_model(folder / "other", tie=True, hidden=48)
     labelled = [
-        {"prompt": row["prompt"], "response": row[key], "label": key == "chosen"}
+        {"prompt": row["prompt"], "response": row[key], "label": key == "chosen", "length": len(row[key]) / 50}
         for row in rows()
         for key in ("chosen", "rejected")
     ]
@@ -79,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def overrides(folder: Path, kind: str, name: str) -> list[str]:
     own = (DPO if kind == "dpo" else RM)[name]
-    file = folder / ("labels.jsonl" if "data.label_key=label" in own else "pairs.jsonl")
+    file = folder / ("labels.jsonl" if any("label_key" in option for option in own) else "pairs.jsonl")
     return [
         f"model.path={folder / 'model'}",
         f"data.train_files={file}",
@@ -119,7 +127,9 @@ def plain_dpo(name: str, config: Any, policy: Any, reference: Any, batch: list[A
             ref = [logprobs(reference, sample)[0] for sample in one.samples]
         if name == "kto":
             ratio = chosen - ref[0] - baseline
-            total = total + (1 - torch.sigmoid(beta * ratio) if one.value else 0.7 * (1 - torch.sigmoid(-beta * ratio)))
+            total = total + (
+                1 - torch.sigmoid(beta * ratio) if one.values[0] else 0.7 * (1 - torch.sigmoid(-beta * ratio))
+            )
             continue
         ((rejected, rejected_n),) = others
         margin = beta * ((chosen - ref[0]) - (rejected - ref[1]))
@@ -145,11 +155,11 @@ def plain_rm(name: str, model: Any, batch: list[Any]) -> torch.Tensor:
         scores = []
         for sample in one.samples:
             hidden = model.model(input_ids=torch.from_numpy(sample.input_ids).long()[None]).last_hidden_state
-            scores.append(model.score(hidden[0, -1])[0])
-        if name == "labels":
-            total = total + (scores[0] - one.value) ** 2
+            scores.append(model.score(hidden[0, -1]))
+        if name == "pairs":
+            total = total + torch.nn.functional.softplus(scores[1][0] + one.values[0] - scores[0][0])
         else:
-            total = total + torch.nn.functional.softplus(scores[1] + one.value - scores[0])
+            total = total + (scores[0] - torch.tensor(one.values)).square().mean()
     return total / len(batch)
 
 
@@ -173,7 +183,7 @@ def test_loss_and_gradients_equal_those_of_a_plain_loop(folder: Path, tmp_path: 
         batch = [state.train[index] for index in order[:8]]
         found = step(state.__class__(**{**vars(state), "config": config.updated("optim.clip_grad", 0.0)}), Clock())
         auto = AutoModelForCausalLM if kind == "dpo" else AutoModelForSequenceClassification
-        options = {} if kind == "dpo" else {"num_labels": 1}
+        options = {} if kind == "dpo" else {"num_labels": 2 if name == "heads" else 1}
         plain = auto.from_pretrained(folder / "model", attn_implementation="eager", **options)
         plain.load_state_dict(before)
         if kind == "dpo":
@@ -190,9 +200,9 @@ def test_loss_and_gradients_equal_those_of_a_plain_loop(folder: Path, tmp_path: 
 
 @pytest.fixture(scope="module")
 def uninterrupted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    runs = {name: tmp_path_factory.mktemp("runs") / name for name in ("sigmoid", "kto", "pairs")}
+    runs = {name: tmp_path_factory.mktemp("runs") / name for name in ("sigmoid", "kto", "pairs", "heads")}
     for name, run in runs.items():
-        kind = "rm" if name == "pairs" else "dpo"
+        kind = "rm" if name in RM else "dpo"
         assert run_here(["--kind", kind, *overrides(folder, kind, name)], run) == 0
     return runs
 
@@ -204,14 +214,16 @@ def same_as(expected: Path, found: Path) -> None:
         for name in record
         if name.startswith(("train/", "val/"))
     }
-    assert {"train/loss", "train/accuracy", "train/margin", "val/loss", "val/accuracy", "val/reward_chosen"} <= names
+    compared = {"train/accuracy", "train/margin", "val/accuracy", "val/reward_chosen"}
+    by_head = {f"val/{name}/{head}" for name in ("absolute_error", "score_mean") for head in ("length", "label")}
+    assert {"train/loss", "val/loss"} <= names and (compared <= names or by_head <= names)
     for name in names:
         assert series(found, name) == pytest.approx(series(expected, name), abs=1e-4), name
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "kto", "pairs"])
+@pytest.mark.parametrize("name", ["sigmoid", "kto", "pairs", "heads"])
 def test_two_ranks(folder: Path, tmp_path: Path, uninterrupted: dict[str, Path], name: str) -> None:
-    kind = "rm" if name == "pairs" else "dpo"
+    kind = "rm" if name in RM else "dpo"
     base = ["--kind", kind, *overrides(folder, kind, name)]
     splits = {"full": [], "none, unpacked": ["trainer.sharding=none", "trainer.packing=false"]}
     if kind == "dpo":
@@ -343,6 +355,32 @@ def test_the_exported_reward_model_scores_as_it_was_trained(folder: Path, tmp_pa
         run_here(dpo, tmp_path / "dpo", f"model.path={tmp_path / 'model'}")
 
 
+def test_each_label_has_an_output(folder: Path, tmp_path: Path) -> None:
+    """The metrics are those of the exported model, which names its outputs, and it is refused where one is needed."""
+    base = ["--kind", "rm", *overrides(folder, "rm", "heads"), "trainer.export=true"]
+    assert run_here(base, tmp_path) == 0
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert model.config.id2label == {0: "length", 1: "label"}
+    state = load(config_of("rm", base[2:]), RunDir(tmp_path), ALONE)
+    ids = [torch.from_numpy(one.samples[0].input_ids).long()[None] for one in state.val]
+    with torch.no_grad():
+        scores = torch.stack([model(input_ids=each).logits[0] for each in ids])
+    labels = torch.tensor([one.values for one in state.val])
+    assert labels[0].tolist() == pytest.approx([len(rows()[0]["chosen"]) / 50, 1.0])
+    last = {name: series(tmp_path, f"val/{name}")[-1] for name in METRICS_OF_HEADS}
+    for number, head in enumerate(("length", "label")):
+        assert last[f"absolute_error/{head}"] == pytest.approx(
+            float((scores - labels).abs()[:, number].mean()), abs=1e-4
+        )
+        assert last[f"score_mean/{head}"] == pytest.approx(float(scores[:, number].mean()), abs=1e-4)
+        assert last[f"label_mean/{head}"] == pytest.approx(float(labels[:, number].mean()), abs=1e-4)
+    assert last["absolute_error"] == pytest.approx(float((scores - labels).abs().mean()), abs=1e-4)
+    assert last["loss"] == pytest.approx(float((scores - labels).square().mean()), abs=1e-4)
+    pairs = ["--kind", "rm", *overrides(folder, "rm", "pairs")]
+    with pytest.raises(UserError, match=r"^model\.path .* has 2 outputs, not 1: name one column in data\.label_keys"):
+        run_here(pairs, tmp_path / "pairs", f"model.path={tmp_path / 'model'}")
+
+
 def test_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "strange", vocab=300)
     with pytest.raises(UserError, match=r"ref\.path .* have different vocabularies"):
@@ -351,7 +389,7 @@ def test_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_rank_without_pairs_adds_nothing(folder: Path, tmp_path: Path) -> None:
-    for kind, name in (("dpo", "sigmoid"), ("dpo", "kto"), ("rm", "pairs"), ("rm", "labels")):
+    for kind, name in (("dpo", "sigmoid"), ("dpo", "kto"), ("rm", "pairs"), ("rm", "labels"), ("rm", "heads")):
         config = config_of(kind, [*overrides(folder, kind, name), *(["ref.path=null"] if kind == "dpo" else [])])
         objective: Objective = objective_of(config)
         model = objective.model().load()
@@ -365,7 +403,7 @@ def test_samples_that_are_not_trained_on_are_not_counted(folder: Path) -> None:
     objective = objective_of(config_of("dpo", overrides(folder, "dpo", "kto")))
     mask = np.array([False, True, True])
     sample, other = Sample(np.arange(3, dtype=np.int32), mask), Sample(np.arange(2, dtype=np.int32), mask[:2])
-    work = objective.work([Preference((sample, other), 1.0)] * 2)
+    work = objective.work([Preference((sample, other), (1.0,))] * 2)
     assert (work.lengths, work.sample_lengths, work.targets, work.tokens) == ([5, 5], [3, 3], 4, 6)
 
 
@@ -389,9 +427,9 @@ def test_validation_holds_one_micro_batch_at_a_time(folder: Path, tmp_path: Path
 def test_a_score_that_is_not_a_number_reaches_the_guard() -> None:
     class Broken(BradleyTerry):
         def scores(self, model: Any, batch: Any) -> torch.Tensor:
-            return torch.tensor([[np.nan, 0.0], [1.0, 0.0]])
+            return torch.tensor([[np.nan, 0.0], [1.0, 0.0]])[..., None]
 
-    batch = dataclasses.make_dataclass("Batch", ["value_P"])(torch.zeros(2))
+    batch = dataclasses.make_dataclass("Batch", ["values_PK"])(torch.zeros(2, 1))
     assert Broken(None).loss(None, batch, 1.0).loss.isnan()
 
 
@@ -401,10 +439,10 @@ def test_the_calibration_error() -> None:
     class Fixed(BradleyTerry):
         def scores(self, model: Any, batch: Any) -> torch.Tensor:
             logit = lambda p: float(np.log(p / (1 - p)))  # noqa: E731
-            return torch.tensor([[logit(0.91), 0.0], [0.0, logit(0.94)]])
+            return torch.tensor([[logit(0.91), 0.0], [0.0, logit(0.94)]])[..., None]
 
     objective = Fixed(None)
-    batch = dataclasses.make_dataclass("Batch", ["value_P"])(torch.zeros(2))
+    batch = dataclasses.make_dataclass("Batch", ["values_PK"])(torch.zeros(2, 1))
     found = objective.metrics(objective.loss(None, batch, 1.0).sums.tolist())
     assert BINS == 10 and found["accuracy"] == 0.5
     assert found["calibration_error"] == pytest.approx((0.91 + 0.94 - 1) / 2, abs=1e-6)

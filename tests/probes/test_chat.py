@@ -54,7 +54,7 @@ def test_a_conversation_from_a_pipe(folder: Path) -> None:
 def test_a_conversation_that_is_too_long_can_be_begun_anew(folder: Path) -> None:
     code, shown, errors = say(folder, ["word " * 40, "one"], "sft-1", "--temperature", "0", "--max-tokens", "4")
     assert code == 0 and len(shown) == 1
-    assert "exceed the model's 64 positions: begin a new one with /reset" in errors
+    assert "exceed the model's 64 positions: begin a new conversation with /reset" in errors
 
 
 def test_ctrl_c_ends_it_without_a_traceback(folder: Path) -> None:

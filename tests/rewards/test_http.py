@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from hpc_rl.errors import UserError
+from hpc_rl.errors import RunError, UserError
+from hpc_rl.rewards import http
 from tests.rewards.conftest import Open, prompts
 
 
@@ -129,6 +130,18 @@ def test_nobody_listens(opened: Open) -> None:
         url = closed.url
     (error,) = opened(url=url).score(prompts("a"), ["a"]).errors
     assert "cannot be reached" in error[1] and "refused" in error[1]
+
+
+def test_close_ends_further_attempts(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "_PAUSE_S", 30)
+    with Server() as closed:
+        url = closed.url
+    scorer = opened(url=url, timeout_s=60)
+    threading.Timer(0.3, scorer.close).start()
+    started = time.monotonic()
+    with pytest.raises(RunError, match="the scorer was closed while it scored"):
+        scorer.score(prompts("a"), ["a"])
+    assert time.monotonic() - started < 20
 
 
 def test_proxies_of_the_environment(opened: Open, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,13 @@ def test_a_function_that_cannot_be_loaded_again(opened: Open, write: Write, tmp_
         scorer.score(prompts("a", "a"), ["a", "a"])
 
 
+def test_a_closed_scorer_does_not_wait_for_calls(opened: Open, write: Write) -> None:
+    scorer = opened(function=write("def score(r, a): return 1\n"), workers=1)
+    scorer.close()
+    with pytest.raises(RunError, match="the scorer was closed while it scored"):
+        scorer.score(prompts("a"), ["a"])
+
+
 def test_close_ends_what_hangs_and_what_it_started(opened: Open, write: Write, tmp_path: Path) -> None:
     started = tmp_path / "pids"
     source = f"""
@@ -203,7 +210,7 @@ def test_processes_end_with_their_owner(write: Write, tmp_path: Path, busy: bool
     owner = f"""
 import time
 from tests.rewards.conftest import prompts
-from hpc_rl.config.ppo import RewardConfig
+from hpc_rl.config.reward import RewardConfig
 from hpc_rl.rewards.scorer import open_scorer
 scorer = open_scorer(RewardConfig(function={spec!r}, workers=2))
 print("open", flush=True)
@@ -249,6 +256,53 @@ def test_scores_are_limited_and_the_score_of_failures_is_not(opened: Open, write
 HALF = "def score(response, answer):\n    return {'score': len(response) / 2, 'letters': len(response)}\n"
 
 
+WAITS = """
+import time
+from pathlib import Path
+def wait(response, answer, row):
+    deadline = time.monotonic() + 20
+    while not Path(answer).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return float(row["id"])
+def write(response, answer):
+    Path(answer).touch()
+    return 10
+"""
+
+
+def test_several_functions_share_the_processes_at_the_same_time(opened: Open, write: Write, tmp_path: Path) -> None:
+    waits, writes = write(WAITS, function="wait"), write(WAITS, function="write")
+    scorer = opened(functions=[waits, writes, "exact"], workers=2)
+    answer = str(tmp_path / "written")
+    scores = scorer.score(prompts(answer), [answer])  # the call of `wait` needs that of `write` beside it
+    assert scores.errors == []
+    assert scores.components == [{waits: 0, writes: 10, "exact": 1}]
+    assert scores.values.tolist() == [11]
+
+
+def test_a_call_that_hangs_costs_its_function_alone(opened: Open, write: Write) -> None:
+    hangs = write("import time\ndef score(r, a): time.sleep(600 if r == 'hang' else 0); return 1\n", "hangs.py")
+    name = write(HALF)
+    scorer = opened(functions=[hangs, name], timeout_s=0.5, on_error=None)
+    scores = scorer.score(prompts(*"abc"), ["hang", "ab", "abcd"])
+    assert scores.errors == [(0, f"{hangs}: took over 0.5 s and was ended")]
+    assert scores.values.tolist() == pytest.approx([float("nan"), 2, 3], nan_ok=True)
+    assert scores.components[0] == {name: 2.0, f"{name}/letters": 4.0}
+
+
+def test_functions_whose_helpers_have_the_same_name_are_refused(opened: Open, tmp_path: Path) -> None:
+    functions = []
+    for folder, value in (("one", 1), ("two", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "helper_of_both.py").write_text(f"VALUE = {value}\n")
+        source = "def score(response, answer):\n    from helper_of_both import VALUE\n    return VALUE\n"
+        (tmp_path / folder / "own.py").write_text(source)
+        functions.append(f"{tmp_path / folder / 'own.py'}:score")
+    with pytest.raises(UserError, match=r"two/helper_of_both\.py has the name of .*one/helper_of_both\.py"):
+        opened(functions=functions)
+
+
 def test_several_functions_add_up_with_their_weights(opened: Open, write: Write) -> None:
     name = write(HALF)
     scorer = opened(functions=["exact", name], weights=[2, -3], clip=(-4, 9), on_error=None)
@@ -258,7 +312,9 @@ def test_several_functions_add_up_with_their_weights(opened: Open, write: Write)
     assert opened(functions=["exact", name]).score(prompts("ab"), ["ab"]).values.tolist() == [2]  # weights of 1
 
 
-def test_a_response_that_one_of_several_functions_fails_on_has_no_score(opened: Open, write: Write) -> None:
+def test_a_response_that_one_of_several_functions_fails_on_has_no_score(
+    opened: Open, write: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
     name = write("def score(response, answer):\n    return float(response)\n")
     for on_error in (-3.0, None):
         scorer = opened(functions=["exact", name], on_error=on_error)
@@ -266,6 +322,8 @@ def test_a_response_that_one_of_several_functions_fails_on_has_no_score(opened: 
         assert scores.values.tolist() == pytest.approx([2, on_error or float("nan")], nan_ok=True)
         assert scores.errors == [(1, f"{name}: ValueError: could not convert string to float: 'x'")]
         assert scores.components[1] == {"exact": 1.0}
+        then = "the response is left out" if on_error is None else "the score is -3"
+        assert f"scoring failed, {then}: ValueError" in capfd.readouterr().err
 
 
 def test_each_of_several_functions_has_its_own_arguments(opened: Open, write: Write) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from hpc_rl.config.ppo import PpoConfig, RewardConfig
+from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.reward import RewardConfig
 from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError
@@ -45,7 +46,9 @@ class Scoring:
     def __init__(self, score: Score) -> None:
         self._score = score
 
-    def start(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Pending[Scores]:
+    def start(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str] | None = None
+    ) -> Pending[Scores]:
         values = [self._score(*pair) for pair in zip(prompts, completions, strict=True)]
         components = [{"length": float(len(completion.token_ids))} for completion in completions]
         return Pending.known(Scores(np.array(values, np.float32), [], components))

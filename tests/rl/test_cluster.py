@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def test_a_cluster_of_this_machine_that_others_may_have_started_is_never_joined(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert connect(tmp_path)
     assert (asked["address"], asked["_node_ip_address"]) == ("local", "127.0.0.1")
+    assert {"RAY_worker_niceness": "0"}.items() <= os.environ.items()
 
 
 def test_the_jobs_cluster_is_joined(asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

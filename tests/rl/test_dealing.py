@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from hpc_rl.errors import UserError
-from hpc_rl.rl.dealing import Deal, deal_step, mini_batches, shards
+from hpc_rl.rl.dealing import Deal, deal_step, mini_batches, shards, shuffled
 
 MICRO_TOKENS = 60
 no_deadline = settings(deadline=None)
@@ -17,9 +18,11 @@ sizes = st.none() | st.integers(1, 50)
 ranks = st.integers(1, 5)
 
 
-def dealt_to(pairs: list[tuple[int, int]], size: int | None, ranks: int) -> Deal:
+def dealt_to(
+    pairs: list[tuple[int, int]], size: int | None, ranks: int, order: NDArray[np.int64] | None = None
+) -> Deal:
     prompts, responses = np.array(pairs, np.int64).T
-    return deal_step(prompts, responses, size, ranks, MICRO_TOKENS)
+    return deal_step(prompts, responses, size, ranks, MICRO_TOKENS, order)
 
 
 @no_deadline
@@ -93,6 +96,26 @@ def test_shards_hold_prompt_and_response_of_their_samples(
             assert shard.tokens[at : at + p + r].tolist() == [1000 + i] * p + [2000 + i] * r
             at += p + r
         assert at == len(shard.tokens)
+
+
+@no_deadline
+@given(lengths, sizes, ranks, st.integers(0, 9))
+def test_shuffled_mini_batches_are_the_same_for_any_number_of_ranks(
+    pairs: list[tuple[int, int]], size: int | None, ranks: int, seed: int
+) -> None:
+    order = shuffled(len(pairs), seed, 3, 1)
+    deal = dealt_to(pairs, size, ranks, order)
+    for number, part in enumerate(mini_batches(len(pairs), size)):
+        dealt = [i for plan in deal.micro_batches for micro in plan[number] for i in micro]
+        assert sorted(dealt) == sorted(order[part].tolist())
+    column = np.arange(sum(length for _, length in pairs), dtype=np.float32)
+    np.testing.assert_array_equal(deal.join(deal.split(column)), column)
+
+
+def test_the_order_depends_on_seed_step_and_epoch() -> None:
+    orders = [shuffled(20, *key).tolist() for key in ((1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3), (1, 2, 3))]
+    assert all(sorted(order) == list(range(20)) for order in orders)
+    assert orders.pop() == orders[0] and len({tuple(order) for order in orders}) == 4
 
 
 def test_a_last_mini_batch_may_be_smaller() -> None:

@@ -150,6 +150,13 @@ def test_truncated_responses_can_be_left_out_of_the_loss() -> None:
         assert second.tolist() == ([1.0, 1.0] if aggregation == "seq-mean-token-sum" else [0.5, 0.5])
 
 
+def test_weights_follow_the_order_that_is_cut_into_mini_batches() -> None:
+    experience, config = scored([1, 2, 3, 6]), ppo_config("actor.mini_batch_size=2")
+    weights = columns.loss_weights(experience, config, "token-mean", np.array([3, 0, 1, 2]))
+    per_token = [row[0].item() for row in weights.unbind()]
+    assert per_token == pytest.approx([1 / 7, 1 / 5, 1 / 5, 1 / 7])
+
+
 def test_a_mini_batch_that_teaches_nothing_has_no_weight() -> None:
     weights = columns.loss_weights(without_scores([2, 2], [0, 1]), PLAIN, "token-mean")
     assert weights.values().tolist() == [0.0] * 4

@@ -25,7 +25,7 @@ def test_a_resolved_configuration(tmp_path: Path) -> None:
     file.write_text(dump(ppo_config("algorithm.advantage=grpo")))
     assert parse(["--config", str(file)])[0] == ppo_config("algorithm.advantage=grpo")
     with pytest.raises(
-        UserError, match=r"--config .*config\.yaml is a complete configuration and cannot be combined with key=value"
+        UserError, match=r"--config .*config\.yaml is a complete configuration, so rollout\.n=3 cannot be added"
     ):
         parse(["--config", str(file), "rollout.n=3"])
 
@@ -35,7 +35,7 @@ def test_a_resolved_configuration(tmp_path: Path) -> None:
     [
         (["rollout.n=3"], "model.path, data.train_files, reward.function: required, but not given"),
         ([*REQUIRED, "rollout.m=3"], "rollout.m: unknown key; did you mean rollout.n?"),
-        ([*REQUIRED, "algorithm.advantage=grpo"], "and rollout.n is 1: set rollout.n to 2 or more"),
+        ([*REQUIRED, "algorithm.advantage=grpo"], "but rollout.n is 1: set rollout.n to 2 or more"),
         (["--config", "/nowhere/config.yaml"], "no configuration at /nowhere/config.yaml"),
     ],
 )

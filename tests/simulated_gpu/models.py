@@ -86,8 +86,8 @@ def untrained(config: PretrainedConfig) -> Iterator[None]:
         """Return the names of the weights that files would have."""
         return {name: None for name in loading.weights_of(hf) if not model.may_be_new(name)}
 
-    def read(_model: Pretrained[Any], weights: dict[str, torch.Tensor], _stored: object) -> None:
-        for weight in weights.values():
+    def read(_model: Pretrained[Any], hf: Any, *_: object) -> None:
+        for weight in loading.weights_of(hf).values():
             weight.zero_()
 
     with (

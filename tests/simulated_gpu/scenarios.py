@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hpc_rl.config.compose import compose
-from hpc_rl.config.ppo import PpoConfig, roles_in_use
+from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.sft import SftConfig
 from hpc_rl.rl.dealing import Shard
 from hpc_rl.rl.workers.held import Held, hold
@@ -106,7 +106,7 @@ def rl_step(job: Job) -> dict[str, Phase]:
         phases = _Phases(gpu)
         world = job.world()
         parts: dict[str, Any] = {}
-        for role in roles_in_use(config):
+        for role in config.roles:
             if role in MODELS:
                 parts[role] = MODELS[role](config, world)
                 phases.end(f"load {role}")
@@ -119,7 +119,7 @@ def rl_step(job: Job) -> dict[str, Phase]:
         columns = {name: torch.zeros(held.tokens, device=world.device) for name in names}
         for role in ("critic", "actor"):
             if role in parts:
-                parts[role].update(held, columns, 0, 10)
+                parts[role].update(held, columns, 0, 10, epochs=1)
                 phases.end(f"update {role}")
         return phases.found
 

@@ -58,6 +58,14 @@ def test_words_of_stages() -> None:
         (f"{FIRST} -- torchrun", "stage 2 is torchrun: a chain is made of sft, dpo, rm, distill, ppo"),
         (f"{FIRST} -- {SECOND} --after sft-7", "stage 2 (sft) starts after stage 1: leave out --after"),
         (f"{FIRST} trainer.export=false -- {SECOND}", "stage 1 (sft) exports no model"),
+        (
+            f"{FIRST} model.lora.rank=2 model.lora.merge=false -- {SECOND}",
+            "stage 2 (sft): model.path is the result of sft-1 (sft), which exports only adapters: leave out its",
+        ),
+        (
+            f"rm{FIRST.removeprefix('sft')} -- {SECOND}",
+            "stage 2 (sft): model.path is the result of rm-1 (rm), a reward model, and a language model is needed",
+        ),
         (f"{FIRST} --job-name x -- {SECOND} --job-name x", "two stages have the same run directory"),
         (f"{FIRST} -- {SECOND} --dry-run", "--dry-run is not an option of a stage"),
         (f"{FIRST} -- {SECOND} data.train_files=none.jsonl", "none.jsonl: no such data file"),
@@ -82,4 +90,10 @@ def test_an_image_that_this_machine_cannot_run_is_said_at_once(
         _stage(f"{line} container.runtime={runtime} --image image".split(), local=True) for line in (FIRST, SECOND)
     ]
     with pytest.raises(UserError, match=said):
+        chain.plan(requests, local=True)
+
+
+def test_a_local_chain_waits_for_no_job() -> None:
+    requests = [_stage(line.split(), local=True) for line in (f"{FIRST} --after 7", SECOND)]
+    with pytest.raises(UserError, match="--local starts immediately: leave out --after"):
         chain.plan(requests, local=True)

@@ -1,13 +1,17 @@
+import grp
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from hpc_rl.config.compose import dump
 from hpc_rl.errors import UserError
 from hpc_rl.submission import pipeline
 from hpc_rl.submission.pipeline import Asked
+from tests.fake_slurm import fake_slurm
 from tests.submission.test_chain import folder  # noqa: F401 - a fixture
 
 OPTIONS = {"trainer.device": "cpu", "data.train_batch_size": 1, "data.train_files": "@data", "model.path": "@model"}
@@ -58,7 +62,7 @@ def test_an_option_of_the_command_line_replaces_that_of_the_file_and_the_flag(fi
 def test_the_record_lists_rounds_and_stages(tmp_path: Path, file: str) -> None:
     planned = pipeline.plan(Asked(file, ["model=model"], name="mine"))
     planned.folder.path.mkdir(parents=True)
-    pipeline.write_record(planned)
+    pipeline.prepare(planned)
     assert planned.folder.values() == [{"round": "1", "stage": "a"}, {"round": "1", "stage": "b"}]
     assert planned.folder.runs() == [job.run_dir for job in planned.jobs]
     assert "submitted" in json.loads((tmp_path / "runs/mine/pipeline.json").read_text())
@@ -73,7 +77,7 @@ def test_the_record_lists_rounds_and_stages(tmp_path: Path, file: str) -> None:
         (["model=model", "b.trainer.export=false"], "stage b exports no model: leave out trainer.export=false"),
         (
             ["model=model", "word"],
-            "'word' is not an option: write VALUE=..., or STAGE.KEY=... for an option of a stage",
+            "'word' is not an option: write NAME=VALUE for a value of the pipeline, or STAGE.KEY=VALUE for an",
         ),
         (["model=model", "data=[x"], "data=[x: the value cannot be read as YAML"),
         (
@@ -93,3 +97,84 @@ def test_a_pipeline_is_not_submitted_twice(tmp_path: Path, file: str) -> None:
     (tmp_path / "runs/mine").mkdir(parents=True)
     with pytest.raises(UserError, match="resume it with hpc-rl requeue mine"):
         pipeline.plan(Asked(file, ["model=model"], name="mine"))
+
+
+def test_the_folder_is_shared_with_the_group(tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_slurm(tmp_path, monkeypatch)
+    group = grp.getgrgid(os.getgid()).gr_name
+    planned = pipeline.plan(Asked(file, ["model=model"], {"slurm.group": group}, name="mine"))
+    assert pipeline.submit(planned) == ["7", "7"]
+    for path in (planned.folder.path, *(run.path for run in planned.folder.runs())):
+        assert path.stat().st_mode & 0o7777 == 0o2750, path
+
+
+def test_a_later_stage_can_use_what_the_first_one_waits_for(
+    tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = fake_slurm(tmp_path, monkeypatch)
+    (programs / "squeue.text").write_text("5|RUNNING|node1|None|\n")
+    select = tmp_path / "runs" / "select-1"
+    select.mkdir(parents=True)
+    (select / "job.json").write_text(json.dumps({"job_id": "5", "kind": "select"}))
+    words = ["model=model", "b.data.train_files=runs/select-1/selected.jsonl"]
+    planned = pipeline.plan(Asked(file, words, after="select-1"))
+    after = [job.after for job in planned.jobs]
+    assert after[0] is not None and after[0].job_ids == ("5",)
+    assert after[1] is not None and after[1].coming == {select / "selected.jsonl", planned.jobs[0].run_dir.model}
+
+
+def completed(planned: pipeline.Plan) -> None:
+    """The folder, with the first stage as a local run leaves it."""
+    planned.folder.path.mkdir(parents=True)
+    pipeline.prepare(planned)
+    run = planned.jobs[0].run_dir
+    run.path.mkdir()
+    run.config.write_text(dump(planned.jobs[0].config))
+    run.write_status("local-1", 1, "COMPLETED", 0)
+
+
+def test_a_local_pipeline_is_continued_with_the_same_settings(file: str) -> None:
+    words = ["model=model"]
+    completed(pipeline.plan(Asked(file, words, name="mine", local=True)))
+    for again in (
+        Asked(file, words, name="mine", local=True, rounds=2),
+        Asked(file, words, {"slurm.time": "10:00"}, name="mine", local=True),
+        Asked(file, [*words, "b.optim.lr=0.5"], name="mine", local=True),  # this stage has not run
+    ):
+        assert pipeline.plan(again).folder.name == "mine"
+    with pytest.raises(UserError) as error:
+        pipeline.plan(Asked(file, [*words, "a.optim.lr=0.5"], name="mine", local=True))
+    assert "stage mine_1-a has completed with other settings (optim.lr: 1e-05 -> 0.5): " in str(error.value)
+
+
+def test_a_local_pipeline_is_continued_by_a_version_with_more_options(file: str) -> None:
+    asked = Asked(file, ["model=model"], name="mine", local=True)
+    planned = pipeline.plan(asked)
+    completed(planned)
+    config = planned.jobs[0].run_dir.config
+    tree = yaml.safe_load(config.read_text())
+    del tree["trainer"]["hang_timeout_s"]
+    config.write_text(yaml.safe_dump(tree))
+    assert pipeline.plan(asked).folder.name == "mine"
+
+
+def test_fewer_rounds_leave_the_later_ones_in_the_record(file: str) -> None:
+    completed(pipeline.plan(Asked(file, ["model=model"], name="mine", local=True, rounds=3)))
+    fewer = pipeline.plan(Asked(file, ["model=model"], name="mine", local=True, rounds=1))
+    pipeline.prepare(fewer)
+    assert [one["round"] for one in fewer.folder.values()] == ["1", "1", "2", "2", "3", "3"]
+
+
+def test_a_local_pipeline_is_not_put_into_another_folder(tmp_path: Path, file: str) -> None:
+    said = "runs/mine exists, and is not this pipeline: choose another --job-name"
+    (tmp_path / "runs/mine").mkdir(parents=True)
+    with pytest.raises(UserError, match=said):
+        pipeline.plan(Asked(file, ["model=model"], name="mine", local=True))
+    (tmp_path / "runs/mine/pipeline.json").write_text(json.dumps({"stages": [{"round": "1", "stage": "b"}]}))
+    with pytest.raises(UserError, match=said):
+        pipeline.plan(Asked(file, ["model=model"], name="mine", local=True))
+
+
+def test_a_local_pipeline_waits_for_no_job(file: str) -> None:
+    with pytest.raises(UserError, match="--local starts immediately: leave out --after"):
+        pipeline.plan(Asked(file, ["model=model"], after="7", local=True))

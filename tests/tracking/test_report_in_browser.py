@@ -207,6 +207,19 @@ def test_a_swept_value_under_the_pointer(browser: Browser, sweep: Path) -> None:
     assert where == "optim.lr=3e-5" and len(values) == 2 and values[1].startswith("path=y: ")
 
 
+def test_the_names_of_stages_are_on_one_line(browser: Browser, tmp_path: Path) -> None:
+    stages = [{"round": "1", "stage": name} for name in ("x", "generate-and-select")]
+    runs = [read_run(make_run(tmp_path, f"p_1-{stage['stage']}")) for stage in stages]
+    recorded = [replace(run, swept=stage) for run, stage in zip(runs, stages, strict=True)]
+    browser.show(write_page(recorded, tmp_path / "pipeline.html"), 360)
+    lines = browser.value(
+        "[...document.querySelectorAll('td.value')].map((cell) => cell.firstChild).map((text) => {"
+        "  const range = document.createRange(); range.selectNodeContents(text);"
+        "  return range.getClientRects().length; })"
+    )
+    assert lines[:4] == [1, 1, 1, 1]
+
+
 def test_labels_do_not_overlap(browser: Browser, comparison: Path, sweep: Path) -> None:
     for path in (comparison, sweep):
         browser.show(path, 360)

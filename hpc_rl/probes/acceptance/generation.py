@@ -21,7 +21,8 @@ import torch
 from ray.exceptions import RayError
 from tensordict import TensorDict
 
-from hpc_rl.config.ppo import PpoConfig, engine_dtype
+from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rollout import engine_dtype
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.probes.acceptance.bench import Bench, Failed, Skip

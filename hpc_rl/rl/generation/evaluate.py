@@ -14,7 +14,7 @@ import numpy as np
 
 from hpc_rl.algorithms.evaluation import CONFIDENCE, RESAMPLES, Estimate, estimate, maj_at_k, pass_at_k, sizes
 from hpc_rl.config.generate import EvalConfig
-from hpc_rl.host.files import write_atomically
+from hpc_rl.host.files import write_atomically, writing
 from hpc_rl.rewards.table import REWARDS
 from hpc_rl.rl.generation.responses import TRUNCATED, Row, read_responses
 from hpc_rl.run_dir import RunDir
@@ -25,13 +25,18 @@ Extract = Callable[[str], str | None]
 
 
 def evaluate_run(config: EvalConfig, run: RunDir) -> str:
-    """Write eval.json, and return it as a table."""
+    """Write eval.json, and return it as a table.
+
+    Raises:
+        RunError: it cannot be written, for example to a full disk.
+    """
     rows, extract = list(read_responses(run.responses)), extraction(config.reward.function)
     found = {
         "model": config.model.path,
         "n": config.rollout.n,
         "temperature": config.rollout.temperature,
-        "reward": config.reward.function or config.reward.url,
+        "reward": config.reward.described,
+        "weights": config.reward.weights,
         "correct": config.eval.correct,
         "interval": f"{CONFIDENCE:.0%}, percentile bootstrap over prompts, {RESAMPLES:,} resamples",
         "data": [
@@ -43,7 +48,8 @@ def evaluate_run(config: EvalConfig, run: RunDir) -> str:
             for name, own in groupby(rows, key=lambda row: row["data"])
         ],
     }
-    write_atomically(run.evaluation, json.dumps(found, indent=1) + "\n")
+    with writing(run.evaluation):
+        write_atomically(run.evaluation, json.dumps(found, indent=1) + "\n")
     return evaluation_text([(run.name, found)])
 
 

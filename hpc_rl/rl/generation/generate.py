@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -64,51 +66,80 @@ class Generation:
     done: int
     """Finished blocks, of this attempt and of earlier ones."""
     began: float = field(default_factory=time.monotonic)
-    attempted: int = 0
-    """Blocks of this attempt that are written."""
     responses: int = 0
     """Responses of this attempt that are written."""
     tokens: int = 0
     """Their tokens."""
-    unscored: list[int] = field(default_factory=list)
-    """The blocks of this attempt, as long as the reward has failed for each of their responses."""
+    is_scored: bool = False
+    """Whether a finished response has a score, of this attempt or of an earlier one."""
+
+
+class NothingScoredError(RunError):
+    """The reward fails for everything."""
 
 
 def generate(state: Generation) -> int:
     """Generate to the end, or until the run directory has a stop file.
 
-    Blocks that are not finished when the run stops are discarded.
+    Blocks that are not finished when the run stops are discarded. At the end, the scoring is closed. If the reward has
+    failed for everything, finished blocks are discarded too, so that a run with a repaired reward generates them again.
 
     Returns:
         the process's exit code: 0, or 75 if the run stopped early and resumes when it is started again.
 
     Raises:
-        RunError: an engine died, or the reward failed for all of many responses.
+        NothingScoredError: the reward failed for all of many responses.
+        RunError: an engine died.
     """
-    waiting = deque(state.blocks)
-    scoring: deque[Future[BlockResult]] = deque()
-    with ThreadPoolExecutor(max_workers=1) as scorer, heart.phase("generate"):
-        while waiting or len(state.feeder) or scoring:
-            if state.stopping.due(0.0):
-                scorer.shutdown(wait=False, cancel_futures=True)
-                return _stopped(state)
-            while waiting and state.feeder.has_room and len(scoring) < MOST_SCORING:
-                state.feeder.feed(waiting.popleft())
-            for block, completions in state.feeder.completed(POLL_S) if len(state.feeder) else []:
-                scoring.append(scorer.submit(finish_block, state, block, completions))
-            if not len(state.feeder) and scoring:
-                _wait_for(scoring[0])
-            while scoring and scoring[0].done():
-                record(state, scoring.popleft().result())
+    try:
+        with heart.phase("generate"), _finisher(state) as finisher:
+            is_complete = _finish_blocks(state, finisher)
+    except NothingScoredError:
+        state.parts.discard(state.parts.finished())
+        raise
+    if not is_complete:
+        return _stopped(state)
     state.parts.join()
     return 0
+
+
+def _finish_blocks(state: Generation, finisher: ThreadPoolExecutor) -> bool:
+    """Finish all blocks; return False if the run has to stop before."""
+    waiting = deque(state.blocks)
+    scoring: deque[Future[BlockResult]] = deque()
+    while waiting or len(state.feeder) or scoring:
+        if state.stopping.due(0.0):
+            return False
+        while waiting and state.feeder.has_room and len(scoring) < MOST_SCORING:
+            state.feeder.feed(waiting.popleft())
+        for block, completions in state.feeder.completed(POLL_S) if len(state.feeder) else []:
+            scoring.append(finisher.submit(finish_block, state, block, completions))
+        if not len(state.feeder) and scoring:
+            _wait_for(scoring[0])
+        while scoring and scoring[0].done():
+            record(state, scoring.popleft().result())
+    return True
+
+
+@contextmanager
+def _finisher(state: Generation) -> Iterator[ThreadPoolExecutor]:
+    """Yield the thread for `finish_block`. At the end it is idle: a block that still waits for its scores fails, so
+    that neither a stop nor an error waits for a slow reward."""
+    finisher = ThreadPoolExecutor(max_workers=1)
+    try:
+        yield finisher
+    finally:
+        finisher.shutdown(wait=False, cancel_futures=True)
+        if state.scoring is not None:
+            state.scoring.close()
+        finisher.shutdown()
 
 
 def finish_block(state: Generation, block: Block, completions: list[Completion]) -> BlockResult:
     """Score the responses of a block and write them. This runs in a thread beside the loop."""
     prompts = [asked.prompt for asked in block.asked for _ in range(state.plan.n)]
-    scores = None if state.scoring is None else state.scoring.start(prompts, completions).wait()
     texts = response_texts(state.tokenizer, completions)
+    scores = None if state.scoring is None else state.scoring.start(prompts, completions, texts).wait()
     config = state.config
     rows = response_rows(block, completions, texts, scores, config.data, config.rollout.logprobs)
     state.parts.write(block.number, rows)
@@ -118,7 +149,6 @@ def finish_block(state: Generation, block: Block, completions: list[Completion])
 def record(state: Generation, result: BlockResult) -> None:
     """Record a finished block as a step of the run's metrics."""
     state.done += 1
-    state.attempted += 1
     heart.at_step(state.done)
     seconds = time.monotonic() - state.began
     lengths = np.array([len(completion.token_ids) for completion in result.completions])
@@ -126,7 +156,7 @@ def record(state: Generation, result: BlockResult) -> None:
     state.tokens += int(lengths.sum())
     state.stopping.note_step({"timing_s/gen": seconds / (state.responses / len(lengths))})
     metrics = {
-        "generate/responses": float(min(state.done * state.plan.block_prompts, state.plan.prompts) * state.plan.n),
+        "generate/responses": float(_finished_responses(state)),
         "response_length/mean": float(lengths.mean()),
         "response_length/clip_ratio": float(np.mean([not c.finished for c in result.completions])),
         "perf/responses_per_s": state.responses / seconds,
@@ -135,21 +165,22 @@ def record(state: Generation, result: BlockResult) -> None:
     }
     state.tracker.log(state.done, metrics, state.plan.blocks)
     if result.scores is not None:
-        refuse_no_scores(state, result.block, result.scores)
+        refuse_no_scores(state, result.scores)
 
 
-def refuse_no_scores(state: Generation, block: Block, scores: Scores) -> None:
-    """Raise RunError if the reward has failed for all responses of this attempt, and these are many, or the last ones.
-    Their blocks are discarded, so that a run with a repaired reward generates them again."""
-    if len(scores.errors) < len(scores.values) or len(state.unscored) < state.attempted - 1:
-        state.unscored.clear()
-        return
-    state.unscored.append(block.number)
-    if state.responses >= MOST_FAILED or state.done == state.plan.blocks:
-        state.parts.discard(state.unscored)
-        raise RunError(
-            f"none of {state.responses:,} responses could be scored; the first error: {scores.errors[0][1]}: repair "
-            "the reward and start the run again"
+def _finished_responses(state: Generation) -> int:
+    """Return the number of responses in finished blocks, of this attempt and of earlier ones."""
+    return min(state.done * state.plan.block_prompts, state.plan.prompts) * state.plan.n
+
+
+def refuse_no_scores(state: Generation, scores: Scores) -> None:
+    """Raise NothingScoredError if no finished response of the run has a score, and these are many, or all."""
+    state.is_scored = state.is_scored or len(scores.errors) < len(scores.values)
+    responses = _finished_responses(state)
+    if not state.is_scored and (responses >= MOST_FAILED or state.done == state.plan.blocks):
+        raise NothingScoredError(
+            f"none of {responses:,} responses could be scored; the first error: {scores.errors[0][1]}; repair the "
+            "reward and submit the run again"
         )
 
 

@@ -7,11 +7,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
 from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.data.prompts import Prompt
+from hpc_rl.host.files import folder_state
+
+_NOT_OF_SCORES = {"workers", "timeout_s"}
+"""The options of the section `reward` that may change while a run is stopped."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,11 @@ class Plan:
     """Everything on which the responses depend. Finished blocks are used again only if it is the same."""
 
     model: str
+    model_files: list[tuple[str, int, int]]
+    """Of the model's folder, as `folder_state` returns them; none for a name on the hub."""
     prompts: int
     digest: str
-    """Of the tokens of all prompts."""
+    """Of the tokens of all prompts, and of their rows, which rewards and responses.jsonl depend on."""
     n: int
     seed: int
     engine: str
@@ -75,10 +82,11 @@ def make_plan(config: GenerateConfig, sources: Sequence[Source], engine: str) ->
     digest = hashlib.blake2b(digest_size=16)
     for source in sources:
         for prompt in source.prompts:
-            digest.update(prompt.token_ids.tobytes() + b"|")
-    rollout, reward = config.rollout, config.reward.model_dump(mode="json")
+            digest.update(prompt.token_ids.tobytes() + b"|" + json.dumps(prompt.row, default=str).encode() + b"|")
+    rollout, reward = config.rollout, config.reward.model_dump(mode="json", exclude=_NOT_OF_SCORES)
     return Plan(
         model=config.model.path,
+        model_files=folder_state(Path(config.model.path)),
         prompts=sum(len(source.prompts) for source in sources),
         digest=digest.hexdigest(),
         n=rollout.n,
@@ -92,7 +100,9 @@ def make_plan(config: GenerateConfig, sources: Sequence[Source], engine: str) ->
         },
         columns={
             "logprobs": rollout.logprobs,
-            **{f"reward.{name}": reward[name] for name in ("function", "url", "kwargs", "on_error", "clip")},
+            "answer_key": config.data.answer_key,
+            "reward": reward,
+            "reward_model_files": folder_state(Path(config.reward.model)) if config.reward.model else [],
         },
         block_prompts=-(-rollout.max_num_seqs // rollout.n),
     )

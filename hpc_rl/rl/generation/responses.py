@@ -8,14 +8,14 @@ from __future__ import annotations
 import base64
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.ppo import PromptConfig
+from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.data.rows import to_prompt
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import read_json, replacing, write_atomically, write_jsonl
+from hpc_rl.host.files import read_json, replacing, write_atomically, write_jsonl, writing
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.batches import score_or_none
 from hpc_rl.rl.generation.plan import Asked, Block, Plan
@@ -81,23 +81,27 @@ class Parts:
 
     Raises:
         UserError: the run directory has blocks, or all responses, of another plan.
+        RunError: the run directory cannot be written.
     """
 
     def __init__(self, run: RunDir, plan: Plan) -> None:
         self._run = run
         self._folder = run.response_parts
         self._plan = plan
-        self._folder.mkdir(exist_ok=True)
+        with writing(self._folder):
+            self._folder.mkdir(exist_ok=True)
         before = read_json(self._folder / _PLAN)
         after = plan.as_dict()
-        if before and before != after:
+        if before and before != after and self.finished():
             changed = [name for name in after if before.get(name) != after[name]]
             raise UserError(
-                f"{run.path} has responses of another plan ({', '.join(changed)} changed), which do not fit together: "
-                f"choose another --job-name, or remove {self._folder} and {run.responses.name} to start over"
+                f"{run.path} has responses that were generated with other settings ({', '.join(changed)} changed), and "
+                "new ones would not fit them: undo the change, choose another --job-name, or remove "
+                f"{self._folder} and {run.responses} to start over"
             )
-        if not before:
-            write_atomically(self._folder / _PLAN, json.dumps(after) + "\n")
+        if before != after:
+            with writing(self._folder):
+                write_atomically(self._folder / _PLAN, json.dumps(after) + "\n")
 
     @property
     def is_joined(self) -> bool:
@@ -114,15 +118,25 @@ class Parts:
         """Write a finished block, whole or not at all."""
         write_jsonl(self._path(number), rows)
 
-    def discard(self, numbers: Sequence[int]) -> None:
+    def has_score(self) -> bool:
+        """Return whether a response of a finished block has a score."""
+        rows = (row for number in sorted(self.finished()) for row in read_responses(self._path(number)))
+        return not self.is_joined and any(row.get("score") is not None for row in rows)
+
+    def discard(self, numbers: Iterable[int]) -> None:
         """Remove finished blocks, so that they are generated again."""
         for number in numbers:
             self._path(number).unlink(missing_ok=True)
 
     def join(self) -> None:
-        """Write responses.jsonl from all blocks, in the order of the data, and remove the blocks."""
+        """Write responses.jsonl from all blocks, in the order of the data, and remove the blocks.
+
+        Raises:
+            RunError: it cannot be written, for example to a full disk. The blocks stay.
+        """
+        responses = self._run.responses
         if not self.is_joined:
-            with replacing(self._run.responses) as partial, partial.open("xb") as whole:
+            with writing(responses), replacing(responses) as partial, partial.open("xb") as whole:
                 for number in range(self._plan.blocks):
                     with self._path(number).open("rb") as part:
                         shutil.copyfileobj(part, whole)

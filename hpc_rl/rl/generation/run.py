@@ -1,4 +1,4 @@
-"""The path of a generation: load the prompts, start the engines, generate what is left; then evaluate, if asked to."""
+"""The path of a generation: load the prompts, start the workers, generate what is left; then evaluate, if asked to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpc_rl.errors import RunError
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl.generation.evaluate import evaluate_run
 from hpc_rl.rl.generation.generate import generate
-from hpc_rl.rl.generation.setup import Prepared, open_generation, prepare, start_engines
+from hpc_rl.rl.generation.setup import Prepared, open_generation, prepare, start_workers
 from hpc_rl.rl.rollout.rollout import CLOSE_TIMEOUT_S
 from hpc_rl.run_dir import RunDir
 
@@ -19,11 +19,11 @@ def run_generation(config: GenerateConfig, run: RunDir, logs: Path) -> int:
     """Generate to the end, or until the run directory has a stop file, and return the exit code.
 
     Args:
-        logs: folder of the engines' logs.
+        logs: folder of the logs of engines and reward model.
 
     Raises:
         UserError: the run cannot work as requested.
-        RunError: an engine died or did not answer, or the reward failed for every response.
+        RunError: a process died or did not answer, or the reward failed for every response.
     """
     with heart.phase("load"):
         prepared = prepare(config, run)
@@ -39,18 +39,14 @@ def run_generation(config: GenerateConfig, run: RunDir, logs: Path) -> int:
 
 def _generate(config: GenerateConfig, run: RunDir, prepared: Prepared, logs: Path) -> int:
     with heart.phase("load"):
-        engines = start_engines(config, logs)
-    state = open_generation(config, run, prepared, engines)
+        workers = start_workers(config, logs)
+    state = open_generation(config, run, prepared, workers)
     state.began = time.monotonic()
-    try:
-        code = generate(state)
-    finally:
-        if state.scoring is not None:
-            state.scoring.close()
+    code = generate(state)
     state.tracker.finish(code)
     if code == 0:  # after a stop, the engines are still generating; they end with the driver
         try:
-            engines.call("close").wait(CLOSE_TIMEOUT_S)
+            workers.engines.call("close").wait(CLOSE_TIMEOUT_S)
         except RunError as error:  # the generation itself succeeded
             print(f"warning: {error}", flush=True)
     return code

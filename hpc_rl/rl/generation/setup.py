@@ -1,4 +1,4 @@
-"""From a configuration to a run that is ready to generate: engines, data, rewards, and the blocks that are left."""
+"""From a configuration to a run that is ready to generate: workers, data, rewards, and the blocks that are left."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_rl.config.generate import EvalConfig, GenerateConfig
-from hpc_rl.config.ppo import DEFAULT_POOL, engine_name
+from hpc_rl.config.pools import pool_of, pool_spec
+from hpc_rl.config.rollout import engine_name
 from hpc_rl.data.chat import chat_template
 from hpc_rl.data.prompts import load_prompts
 from hpc_rl.rewards.scorer import open_scorer
@@ -19,8 +20,9 @@ from hpc_rl.rl.generation.responses import COLUMNS, Parts
 from hpc_rl.rl.pools import create_pools
 from hpc_rl.rl.rollout.engine import Placement, Sampling
 from hpc_rl.rl.rollout.rollout import create_engines
-from hpc_rl.rl.scoring import FunctionScoring, Scoring
+from hpc_rl.rl.scoring import FunctionScoring, ModelScoring, Scoring
 from hpc_rl.rl.weights.base import EngineActors
+from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import read_metrics
 from hpc_rl.tracking.tracker import open_tracker
@@ -46,26 +48,44 @@ def load_sources(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, spl
         replaced = sorted(COLUMNS & kept[0].row.keys() - {config.data.prompt_key, config.data.answer_key})
         if replaced:
             print(
-                f"warning: {name}: the columns {', '.join(replaced)} are left out, as responses have such columns",
+                f"warning: {name}: these columns of the data are left out, because responses.jsonl has columns of the "
+                f"same name: {', '.join(replaced)}",
                 flush=True,
             )
         sources.append(Source(name, kept))
     return sources
 
 
-def start_engines(config: GenerateConfig, logs: Path) -> EngineActors:
-    """Start engines on all GPUs of all nodes, or on all CPU slots, and wait until they have loaded the model.
+@dataclass(frozen=True)
+class Workers:
+    """The processes of a run."""
+
+    engines: EngineActors
+    judges: WorkerGroup | None
+    """The ranks of the reward model, if there is one."""
+
+
+def start_workers(config: GenerateConfig, logs: Path) -> Workers:
+    """Start the engines and the reward model in their pools, and wait until they have loaded their models.
 
     Raises:
-        UserError: the cluster is too small, or an engine refuses the configuration.
-        RunError: the engines did not start in time, or died.
+        UserError: the cluster is too small, an engine refuses the configuration, or the reward model does not fit.
+        RunError: a process did not start in time, or died.
     """
-    trainer = config.trainer
-    spec = {DEFAULT_POOL: [trainer.n_gpus_per_node] * trainer.nnodes}
-    pools = create_pools(spec, trainer.computes_on, config.ray.start_timeout_s, str(logs))
-    engines = create_engines(config, pools[DEFAULT_POOL], Placement(trainer.computes_on), logs)
-    wait_for_all([engines.call("start")], "engines", MODEL_LIMIT, trainer.model_timeout_s)
-    return engines
+    device, limit_s = config.trainer.computes_on, config.trainer.model_timeout_s
+    pools = create_pools(pool_spec(config), device, config.ray.start_timeout_s, str(logs), config.pools.strategy)
+    pool, judging = pool_of(config, "rollout"), pool_of(config, "reward") if "reward" in config.roles else None
+    share = 0.5 if pool == judging else 1.0
+    engines = create_engines(config, pools[pool], Placement(device, gpu_share=share), logs)
+    starting = [engines.call("start")]
+    if pool == judging:  # vLLM measures the free memory of the GPU, which has to stay constant meanwhile
+        wait_for_all(starting, "engines", MODEL_LIMIT, limit_s)
+    judges = None
+    if judging is not None:
+        judges = WorkerGroup(config, pools[judging], frozenset({"reward"}), share, logs)
+        starting.append(judges.start())
+    wait_for_all(starting, "models", MODEL_LIMIT, limit_s)
+    return Workers(engines, judges)
 
 
 @dataclass(frozen=True)
@@ -91,7 +111,7 @@ def prepare(config: GenerateConfig, run: RunDir) -> Prepared:
     return Prepared(tokenizer, sources, plan, Parts(run, plan))
 
 
-def open_generation(config: GenerateConfig, run: RunDir, prepared: Prepared, engines: EngineActors) -> Generation:
+def open_generation(config: GenerateConfig, run: RunDir, prepared: Prepared, workers: Workers) -> Generation:
     """Return what the loop works with.
 
     Raises:
@@ -108,14 +128,19 @@ def open_generation(config: GenerateConfig, run: RunDir, prepared: Prepared, eng
         plan=plan,
         blocks=[block for block in blocks_of(plan, prepared.sources) if block.number not in finished],
         parts=prepared.parts,
-        feeder=Feeder(engines, plan, sampling),
-        scoring=open_scoring(config, prepared.tokenizer),
+        feeder=Feeder(workers.engines, plan, sampling),
+        scoring=open_scoring(config, workers.judges, prepared.tokenizer),
         tracker=open_tracker(config, run, None, is_main=True),
         stopping=open_stopping(run, config.slurm.warning_s, read_metrics(run.metrics)),
         done=len(finished),
+        is_scored=prepared.parts.has_score(),
     )
 
 
-def open_scoring(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase) -> Scoring | None:
+def open_scoring(
+    config: GenerateConfig, judges: WorkerGroup | None, tokenizer: PreTrainedTokenizerBase
+) -> Scoring | None:
     """Open the configured source of rewards; None if there is none."""
+    if judges is not None:
+        return ModelScoring(judges, config.reward)
     return FunctionScoring(open_scorer(config.reward), tokenizer) if config.scores else None

@@ -8,15 +8,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpc_rl.config.ppo import EngineJob, engine_spec
+from hpc_rl.config.rollout import EngineJob, engine_spec
 from hpc_rl.data.chat import chat_template, end_of_turn
 from hpc_rl.training.models.causal_lm import load_tokenizer
 
@@ -142,6 +142,8 @@ class Placement:
     """On GPUs with tensor parallelism: the bundles of the actor's placement group that the engine's processes use."""
     gpu_share: float = 1.0
     """Share of its GPU that each of these processes uses."""
+    adapters: Mapping[str, Any] | None = None
+    """Contents of adapter_config.json if the engine receives the policy's adapters only; None for merged weights."""
 
 
 class Loader(Protocol):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.config.ppo import EngineJob
+from hpc_rl.config.rollout import EngineJob
 from hpc_rl.host.heartbeat import beats_in_calls, heart
 from hpc_rl.rl import process
 from hpc_rl.rl.rollout.engine import (

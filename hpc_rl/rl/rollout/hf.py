@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from hpc_rl.config.ppo import EngineJob, engine_dtype
+from hpc_rl.config.rollout import EngineJob, engine_dtype
 from hpc_rl.errors import UserError
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling

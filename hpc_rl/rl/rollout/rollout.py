@@ -10,14 +10,18 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from hpc_rl.config.ppo import EngineJob, PpoConfig, engine_spec, pool_of
+from hpc_rl.config.pools import pool_of
+from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rollout import EngineJob, engine_spec
+from hpc_rl.errors import UserError
 from hpc_rl.host.environment import refuse_expandable_segments
+from hpc_rl.host.peft_folder import new_config
 from hpc_rl.rl.calls import MODEL_LIMIT, ActorCall, Pending, wait_for_all
 from hpc_rl.rl.fates import Actor
 from hpc_rl.rl.pools import Pool, Slot
@@ -25,6 +29,7 @@ from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
 from hpc_rl.rl.rollout.engine_process import EngineProcess
 from hpc_rl.rl.weights.base import EngineActors
 from hpc_rl.rl.weights.transfers import choose_transfer
+from hpc_rl.training.models.lora import new_like
 
 CONTROL_TIMEOUT_S = 600
 """Longest time for `sleep` or `wake`, which release and allocate GPU memory."""
@@ -148,10 +153,13 @@ class SeparateRollout:
         self._has_weights = True
         """Whether the engines hold weights, which they lose in their sleep."""
         shared = pool_of(config, "rollout") == pool_of(config, "actor")
-        self._transfer = choose_transfer(engine_spec(config).transfers, device, shared)
+        adapters = None if config.rollout.merge_lora else adapter_config(config)
+        # Adapters are small, and an engine reads them from host memory.
+        transfers = engine_spec(config).transfers if adapters is None else ("host",)
+        self._transfer = choose_transfer(transfers, device, shared)
         if self._transfer == "ipc":
             refuse_expandable_segments(os.environ)
-        placement = Placement(device, self._transfer, self._sleeps, gpu_share=share)
+        placement = Placement(device, self._transfer, self._sleeps, gpu_share=share, adapters=adapters)
         self._engines = create_engines(config, pool, placement, logs)
         self._starting = self._engines.call("start")
 
@@ -198,6 +206,19 @@ class SeparateRollout:
 
     def close(self) -> None:
         self._engines.call("close").wait(CLOSE_TIMEOUT_S)
+
+
+def adapter_config(config: PpoConfig) -> dict[str, Any]:
+    """Return the contents of adapter_config.json of the policy's adapters, for engines.
+
+    Raises:
+        UserError: the folder of model.lora.path cannot be read, or the engine cannot compute with its rank.
+    """
+    lora = new_like(config.model.lora)
+    assert lora.rank is not None
+    if problem := engine_spec(config).lora_rank_problem(lora.rank):
+        raise UserError(problem)
+    return new_config(config.model.path, lora.rank, lora.alpha_of_new, 0.0, lora.target_modules, None)
 
 
 def create_engines(config: EngineJob, pool: Pool, placement: Placement, logs: Path) -> EngineActors:

@@ -18,16 +18,18 @@ import torch
 from numpy.typing import NDArray
 from packaging.requirements import Requirement
 
-from hpc_rl.config.ppo import EngineConfig, EngineJob, engine_dtype
+from hpc_rl.config.rollout import EngineConfig, EngineJob, engine_dtype
 from hpc_rl.config.training import ModelSource
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
+from hpc_rl.rl.rollout.vllm_adapters import VllmAdapters, engine_rank
 from hpc_rl.rl.weights.buckets import pack
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm import RequestOutput, SamplingParams, TokensPrompt
+    from vllm.lora.request import LoRARequest
 
     from hpc_rl.training.models.causal_lm import CausalLM
 
@@ -91,6 +93,7 @@ class VllmEngine:
         self._outputs: dict[str, RequestOutput] = {}
         self._eos_token_ids = sorted(eos_token_ids)
         self._asleep: set[str] = set()
+        self._adapters = None if placement.adapters is None else VllmAdapters(placement.adapters)
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         settings = engine_settings(model, rollout, config, max_length, seed, placement, truncated_logprobs)
         try:
@@ -103,12 +106,14 @@ class VllmEngine:
         self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
         """See RolloutEngine."""
-        outputs = self._llm.generate(*self._requests(prompts, seeds, sampling), use_tqdm=False)
+        requests, adapters = self._requests(prompts, seeds, sampling), self._adapters_of_requests
+        outputs = self._llm.generate(*requests, lora_request=adapters, use_tqdm=False)
         return [_completion(output) for output in outputs]
 
     def add_block(self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling) -> None:
         """See BlockEngine."""
-        names = self._llm.enqueue(*self._requests(prompts, seeds, sampling), use_tqdm=False)
+        requests, adapters = self._requests(prompts, seeds, sampling), self._adapters_of_requests
+        names = self._llm.enqueue(*requests, lora_request=adapters, use_tqdm=False)
         # vLLM adds random characters to the number of a request, and its answer has the number alone.
         self._blocks.append([name.partition("-")[0] for name in names])
 
@@ -132,7 +137,10 @@ class VllmEngine:
         self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        if self._placement.transfer == "host":
+        if self._adapters is not None:
+            self._wake("weights")
+            self._adapters.start()
+        elif self._placement.transfer == "host":
             self._start_host()
         else:
             self._wake("weights")
@@ -143,13 +151,18 @@ class VllmEngine:
         Args:
             update: a Bucket, or what vLLM's own transfers send.
         """
-        if self._placement.transfer == "host":
+        if self._adapters is not None:
+            self._adapters.take(update)
+        elif self._placement.transfer == "host":
             self._llm.collective_rpc("load_host_bucket", args=(update,))
         else:
             self._llm.collective_rpc("update_weights", kwargs={"update_info": update})
 
     def finish_weight_update(self) -> None:
-        if self._placement.transfer == "host":
+        if self._adapters is not None:
+            self._adapters.replace(self._llm.llm_engine)
+            self._llm.reset_prefix_cache()
+        elif self._placement.transfer == "host":
             self._finish("finish_host_update")
         else:
             self._finish("finish_tracked_update")
@@ -157,11 +170,12 @@ class VllmEngine:
     def sleep(self) -> None:
         """Discard weights and cache. Do nothing on CPUs, where vLLM does not support it.
 
-        At level 2, vLLM keeps a copy of the model's buffers, which no update brings, and of nothing else. Level 1 would
-        also copy the weights, to pinned host memory, where all engines of a node together hold the model many times.
+        At level 2, vLLM keeps a copy of the model's buffers, which no update brings, and of nothing else. Level 1 also
+        copies the weights, to pinned host memory, where all engines of a node together hold the model many times. An
+        engine that receives adapters only needs it, because no update brings the model's weights.
         """
         if self._placement.sleeps and self._placement.device == "cuda" and self._asleep != PARTS:
-            self._llm.sleep(level=2)
+            self._llm.sleep(level=2 if self._adapters is None else 1)
             self._asleep = set(PARTS)
 
     def wake(self) -> None:
@@ -195,6 +209,11 @@ class VllmEngine:
                     "use rollout.name=hf, or another version of vLLM"
                 )
         self._llm.reset_prefix_cache()
+
+    @property
+    def _adapters_of_requests(self) -> LoRARequest | None:
+        """The adapters with which new requests are computed; None for the model's weights alone."""
+        return None if self._adapters is None else self._adapters.current
 
     def _requests(
         self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
@@ -276,6 +295,8 @@ def engine_settings(
         }
     if placement.transfer != "host":
         settings["weight_transfer_config"] = {"backend": placement.transfer}
+    if placement.adapters is not None:
+        settings |= {"enable_lora": True, "max_lora_rank": engine_rank(placement.adapters["r"])}
     return settings | rollout.engine_kwargs
 
 

@@ -9,7 +9,6 @@ start, update for each bucket, finish.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,25 +19,33 @@ from torch.distributed.tensor import DTensor
 from hpc_rl.rl.calls import ActorCall, Pending
 from hpc_rl.rl.fates import Actor
 from hpc_rl.rl.weights.buckets import Bucket, TensorEntry, unpack
-from hpc_rl.training.models.lora import adapted_layers, is_adapter, merged
+from hpc_rl.training.models.four_bit import four_bit_weights
+from hpc_rl.training.models.lora import adapted_layers, is_adapter, merged, rounded
 
 
 class WeightSource:
     """A model's parameters in the engine's type, by their Hugging Face names, tied ones once. Adapters are merged into
-    the weights on the way, and the model keeps its own."""
+    the weights on the way, and the model keeps its own.
 
-    def __init__(self, hf: nn.Module, dtype: torch.dtype) -> None:
-        self.parameters = {name: weight for name, weight in hf.named_parameters() if not is_adapter(name)}
-        self.adapted = {f"{name}.weight": layer for name, layer in adapted_layers(hf).items()}
+    Args:
+        adapters_only: the source has the adapters, and nothing else.
+    """
+
+    def __init__(self, hf: nn.Module, dtype: torch.dtype, adapters_only: bool = False) -> None:
+        self.parameters = {name: weight for name, weight in hf.named_parameters() if is_adapter(name) == adapters_only}
+        layers = {} if adapters_only else adapted_layers(hf)
+        self.adapted = {f"{name}.weight": layer for name, layer in layers.items()}
+        self.four_bit = {} if adapters_only else four_bit_weights(hf)
         self.dtype = dtype
 
     def metadata(self) -> list[TensorEntry]:
         """Return what iteration yields, without any communication."""
-        return [TensorEntry(name, self.dtype, tuple(parameter.shape)) for name, parameter in self.parameters.items()]
+        every = {**self.parameters, **self.four_bit}
+        return [TensorEntry(name, self.dtype, tuple(weight.shape)) for name, weight in every.items()]
 
     def is_in_place(self) -> bool:
         """Whether iteration yields the parameters themselves, in host memory."""
-        return not self.adapted and all(
+        return not (self.adapted or self.four_bit) and all(
             not isinstance(parameter, DTensor)
             and (parameter.device.type, parameter.dtype) == ("cpu", self.dtype)
             and parameter.is_contiguous()
@@ -48,28 +55,19 @@ class WeightSource:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield full tensors, one at a time. If parameters are sharded, all ranks have to iterate together."""
         for name, parameter in self.parameters.items():
-            if (layer := self.adapted.get(name)) is not None:
-                up, down = _full(layer.lora_B.weight), _full(layer.lora_A.weight)
-                yield name, rounded(merged(_full(parameter), down, up, layer.scale), self.dtype, name)
+            if name in self.adapted:
+                yield name, self._merged(name, _full(parameter))
             else:
                 # Convert before gathering, so that fewer bytes travel.
                 yield name, _full(parameter.detach().to(self.dtype))
+        for name, stored in self.four_bit.items():
+            weight = stored.dequantized()
+            yield name, self._merged(name, weight) if name in self.adapted else weight.to(self.dtype)
 
-
-def rounded(weight: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Round a merged float32 weight to the engine's type.
-
-    bfloat16 has steps of 1/256 to 1/128 of a value, and the changes by adapters are often smaller. Rounding to the
-    nearest value would lose them: the engine would keep the weights of the base. Stochastic rounding (Gupta et al.
-    2015, https://arxiv.org/abs/1502.02551) takes one of the two neighbours with probabilities that keep the mean. The
-    draws depend on the name only, so that all engines get the same weights.
-    """
-    if dtype != torch.bfloat16:
-        return weight.to(dtype)
-    generator = torch.Generator(weight.device).manual_seed(zlib.crc32(name.encode()))
-    draws = torch.randint(1 << 16, weight.shape, generator=generator, dtype=torch.int32, device=weight.device)
-    # bfloat16 is the upper half of float32: a carry from the lower half is the step to the next value.
-    return ((weight.view(torch.int32) + draws) & -(1 << 16)).view(torch.float32).to(dtype)
+    def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        layer = self.adapted[name]
+        up, down = _full(layer.lora_B.weight), _full(layer.lora_A.weight)
+        return rounded(merged(weight, down, up, layer.scale), self.dtype, name)
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:

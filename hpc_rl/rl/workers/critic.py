@@ -13,7 +13,7 @@ from hpc_rl.rl.workers.learner import Columns, Learner, Parts, add
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import disable_dropout
 from hpc_rl.training.models.loading import load_sharded
-from hpc_rl.training.models.scalar_model import ScalarModel, critic, refuse_other_vocabulary
+from hpc_rl.training.models.scalar_model import ScalarModel, check_outputs, critic, refuse_other_vocabulary
 from hpc_rl.training.sharding import reshard
 
 
@@ -24,6 +24,7 @@ class Critic(Learner[ScalarModel]):
         path = config.critic.path or config.model.path
         if config.critic.path is not None:
             world.together(lambda: refuse_other_vocabulary("critic.path", path, config.model))
+            world.together(lambda: check_outputs("critic.path", path, 1))
         model = load_sharded(critic(path, config.model), world, config.trainer)
         disable_dropout(model)
         super().__init__("critic", model, config.critic.optim, config, world)

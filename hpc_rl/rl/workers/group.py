@@ -1,14 +1,14 @@
 """All workers of a pool as one object. A method starts a call on every rank and returns a Pending result.
 
-A step's responses are dealt to the ranks once, by `hold`. The calls that follow compute on them, and the columns that
-they return are joined in the order of the responses.
+A step's responses are dealt to the ranks by `hold`: once, or again for each pass over them with other mini-batches. The
+calls that follow compute on them, and the columns that they return are joined in the order of the responses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import ray
@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl import experience as columns
 from hpc_rl.rl.calls import ActorCall, Pending
 from hpc_rl.rl.dealing import Deal, Shard, deal_step, shards
@@ -29,6 +28,9 @@ from hpc_rl.rl.workers.learner import Sums
 from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.models.causal_lm import Flops
+
+if TYPE_CHECKING:
+    from hpc_rl.rl.cluster import DriverConfig
 
 T = TypeVar("T")
 
@@ -43,9 +45,8 @@ class WorkerGroup:
         logs: folder of the workers' logs.
     """
 
-    def __init__(self, config: PpoConfig, pool: Pool, roles: frozenset[str], share: float, logs: Path) -> None:
+    def __init__(self, config: DriverConfig, pool: Pool, roles: frozenset[str], share: float, logs: Path) -> None:
         self._micro_tokens = config.trainer.micro_tokens
-        self._mini_batch_size = config.actor.mini_batch_size
         size = len(pool.slots)
         on_node = {slot.rank: len(node) for node in pool.nodes for slot in node}
         remote = ray.remote(Worker)
@@ -76,9 +77,16 @@ class WorkerGroup:
         group_dir = self._workers[0].new_group_dir.remote()
         return self._all("start", group_dir, combine=_nothing)
 
-    def hold(self, experience: TensorDict) -> Pending[None]:
-        """Deal a step's responses to the ranks, for all calls until the next `hold`."""
-        deal = self._deal(experience, self._mini_batch_size)
+    def hold(
+        self, experience: TensorDict, mini_batch_size: int | None, order: NDArray[np.int64] | None = None
+    ) -> Pending[None]:
+        """Deal a step's responses to the ranks, for all calls until the next `hold`.
+
+        Args:
+            mini_batch_size: responses of an update; None for all.
+            order: order of the responses, [B], that is cut into mini-batches. Default: as they are.
+        """
+        deal = self._deal(experience, mini_batch_size, order)
         self._held = (deal, columns.lengths(experience))
         return self._each("hold", ([shard] for shard in self._shards(experience, deal)), _nothing)
 
@@ -107,8 +115,10 @@ class WorkerGroup:
 
         return self._each("reward_scores", ([shard] for shard in self._shards(experience, deal)), combine)
 
-    def update(self, role: str, token_columns: Mapping[str, torch.Tensor], step: int, total: int) -> Pending[Sums]:
-        """Update actor or critic on the held responses.
+    def update(
+        self, role: str, token_columns: Mapping[str, torch.Tensor], step: int, total: int, epochs: int
+    ) -> Pending[Sums]:
+        """Update actor or critic on the held responses, in some passes over them.
 
         Args:
             token_columns: the columns that the role's loss needs, by name; see the role's `loss`.
@@ -119,7 +129,7 @@ class WorkerGroup:
         deal, _ = self._dealt
         parts = {name: deal.split(column.values().numpy()) for name, column in token_columns.items()}
         arguments = (
-            [role, {name: part[rank] for name, part in parts.items()}, step, total] for rank in range(self.size)
+            [role, {name: part[rank] for name, part in parts.items()}, step, total, epochs] for rank in range(self.size)
         )
         return self._each("update", arguments, _add_sums)
 
@@ -187,9 +197,11 @@ class WorkerGroup:
             raise RuntimeError("the workers hold no responses: call `hold` first")
         return self._held
 
-    def _deal(self, experience: TensorDict, mini_batch_size: int | None) -> Deal:
+    def _deal(
+        self, experience: TensorDict, mini_batch_size: int | None, order: NDArray[np.int64] | None = None
+    ) -> Deal:
         prompts, responses = columns.lengths(experience, "prompt_ids"), columns.lengths(experience)
-        return deal_step(prompts.numpy(), responses.numpy(), mini_batch_size, self.size, self._micro_tokens)
+        return deal_step(prompts.numpy(), responses.numpy(), mini_batch_size, self.size, self._micro_tokens, order)
 
     def _shards(self, experience: TensorDict, deal: Deal) -> list[Shard]:
         prompts, responses = (
@@ -215,6 +227,11 @@ class WorkerGroup:
 def _add_sums(parts: list[Sums]) -> Sums:
     alike = ("updates", "grad_norm", "lr")
     return {name: value if name in alike else sum(part[name] for part in parts) for name, value in parts[0].items()}
+
+
+def add_passes(passes: Sequence[Sums]) -> Sums:
+    """Return the sums of several passes over the same responses; they have the same learning rate."""
+    return {name: value if name == "lr" else sum(one[name] for one in passes) for name, value in passes[0].items()}
 
 
 def _nothing(_parts: list[Any]) -> None:

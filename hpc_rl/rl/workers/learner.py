@@ -55,8 +55,8 @@ class Learner(ABC, Generic[Model]):
             columns: token columns of this micro-batch.
         """
 
-    def update(self, held: Held, columns: Columns, step: int, total_steps: int) -> Sums:
-        """Make ppo_epochs passes over the held responses, with one optimizer step per mini-batch.
+    def update(self, held: Held, columns: Columns, step: int, total_steps: int, epochs: int) -> Sums:
+        """Make some passes over the held responses, with one optimizer step per mini-batch.
 
         Args:
             step: number of the run's step, starting at 0; with total_steps it determines the learning rate.
@@ -65,7 +65,7 @@ class Learner(ABC, Generic[Model]):
         set_lr(self.optimizer, lr)
         sums: Sums = {"updates": 0.0, "grad_norm": 0.0, "lr": lr}
         parts: Parts = {}
-        for _ in range(self.config.actor.ppo_epochs):
+        for _ in range(epochs):
             for mini_batch in held.mini_batches:
                 loss, norm = self._step(mini_batch, columns, parts, step + 1)
                 sums["updates"] += 1
@@ -103,7 +103,7 @@ class Learner(ABC, Generic[Model]):
                 heart.beat()
             total = sum(torch.stack(losses).tolist())
             norm = clip_gradients(self.model.parameters(), self.optim.clip_grad)
-            guards.refuse_not_finite(number, self.world.gather_rows([total])[:, 0].tolist(), norm)
+            guards.refuse_not_finite(number, dict(enumerate(self.world.gather_rows([total])[:, 0].tolist())), norm)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         return total, norm

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl.dealing import Shard
 from hpc_rl.rl.workers.held import hold
 from hpc_rl.training import sharding
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.models.packed_batch import PackedBatch
-from hpc_rl.training.models.scalar_model import refuse_other_vocabulary, reward_model
+from hpc_rl.training.models.scalar_model import check_outputs, refuse_other_vocabulary, reward_model
+
+if TYPE_CHECKING:
+    from hpc_rl.rl.cluster import DriverConfig
 
 
 class RewardModel:
-    """A frozen sequence classifier with one output."""
+    """A frozen sequence classifier. The score is its output, or the sum of its outputs with reward.weights."""
 
-    def __init__(self, config: PpoConfig, world: World) -> None:
+    def __init__(self, config: DriverConfig, world: World) -> None:
         path = config.reward.model
         if path is None:
             raise ValueError("reward.model is not set, so there is no reward model to load")
         world.together(lambda: refuse_other_vocabulary("reward.model", path, config.model))
+        outputs = config.reward.outputs
+        world.together(lambda: check_outputs("reward.model", path, outputs))
         dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
-        self._model = load_sharded(reward_model(path, config.model, dtype), world, config.trainer)
+        self._model = load_sharded(reward_model(path, config.model, dtype, outputs), world, config.trainer)
+        self._weights_K = np.array(config.reward.weights or [1.0], np.float32)
         self._world = world
 
     @torch.no_grad()
@@ -38,7 +44,8 @@ class RewardModel:
             for micro in hold(shard, self._world.device).micro_batches()
         ]
         sharding.reshard(self._model)
-        return torch.cat(parts).cpu().numpy()
+        scores_BK: NDArray[np.float32] = torch.cat(parts).cpu().numpy()
+        return scores_BK @ self._weights_K
 
 
 def _last_rows(batch: PackedBatch) -> PackedBatch:

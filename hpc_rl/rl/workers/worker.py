@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.fsdp import FSDPModule
 
-from hpc_rl.config.ppo import PpoConfig, engine_dtype
+from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rollout import engine_dtype
 from hpc_rl.data.chat import chat_template
 from hpc_rl.host.heartbeat import beats_in_calls, heart
 from hpc_rl.rl import process
@@ -44,7 +45,9 @@ from hpc_rl.training.profiling import Trace, trace_path
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MODELS: dict[str, Callable[[PpoConfig, World], Any]] = {
+    from hpc_rl.rl.cluster import DriverConfig
+
+MODELS: dict[str, Callable[[Any, World], Any]] = {
     "actor": Actor,
     "critic": Critic,
     "ref": Reference,
@@ -64,7 +67,7 @@ class Worker:
     """
 
     def __init__(
-        self, config: PpoConfig, pool: str, rank: int, size: int, on_node: int, roles: frozenset[str], logs: Path
+        self, config: DriverConfig, pool: str, rank: int, size: int, on_node: int, roles: frozenset[str], logs: Path
     ) -> None:
         self.config = config
         self.pool = pool
@@ -111,7 +114,7 @@ class Worker:
     def ref_logprobs(self) -> NDArray[np.float32]:
         """Return the reference's log-probabilities of all held response tokens. With adapters, the reference is the
         policy without them."""
-        if self.config.model.lora.is_used:
+        if self._training.model.lora.is_used:
             with without_adapters(self.actor.model):
                 return held_logprobs(self.actor.model, self.held, self.config.rollout.temperature)
         reference: Reference = self._part("ref")
@@ -135,11 +138,13 @@ class Worker:
         model: RewardModel = self._part("reward")
         return model.scores(shard)
 
-    def update(self, role: str, columns: Mapping[str, NDArray[np.float32]], step: int, total_steps: int) -> Sums:
+    def update(
+        self, role: str, columns: Mapping[str, NDArray[np.float32]], step: int, total_steps: int, epochs: int
+    ) -> Sums:
         """Train actor or critic on the held responses; see Learner.update."""
         learner: Learner[Any] = self._part(role)
         tensors = {name: torch.tensor(column, device=self.world.device) for name, column in columns.items()}
-        return learner.update(self.held, tensors, step, total_steps)
+        return learner.update(self.held, tensors, step, total_steps, epochs)
 
     @guards.explain_out_of_memory("generation", guards.IN_GENERATION)
     def generate(
@@ -156,7 +161,7 @@ class Worker:
 
     def connect_engines(self, engines: EngineActors, transfer: str) -> None:
         """Prepare `send_weights`. Every rank calls this, after the engines have started."""
-        bucket_bytes = self.config.rollout.sync_bucket_mb * 10**6
+        bucket_bytes = self._training.rollout.sync_bucket_mb * 10**6
         self._parts["sender"] = open_sender(transfer, self._weights(), engines, self.world, bucket_bytes)
 
     def send_weights(self) -> None:
@@ -233,6 +238,12 @@ class Worker:
         """Whether the policy is an FSDP module, whose parameters are parts of tensors."""
         return isinstance(self.actor.model, FSDPModule)
 
+    @property
+    def _training(self) -> PpoConfig:
+        """The configuration of a run that trains a policy."""
+        assert isinstance(self.config, PpoConfig)
+        return self.config
+
     def _part(self, name: str) -> Any:
         if name not in self._parts:
             roles, parts = ", ".join(sorted(self.roles)), ", ".join(self._parts) or "nothing"
@@ -242,9 +253,10 @@ class Worker:
         return self._parts[name]
 
     def _weights(self) -> WeightSource:
-        """Return the policy's weights in the engines' type."""
+        """Return the policy's weights, or only its adapters, in the engines' type."""
         dtype = engine_dtype(self.config.rollout, self.config.trainer.computes_on)
-        return WeightSource(self.actor.model.hf, getattr(torch, dtype))
+        adapters_only = not self.config.rollout.merge_lora
+        return WeightSource(self.actor.model.hf, getattr(torch, dtype), adapters_only)
 
     def _load_engine(self) -> RolloutEngine:
         """Load an engine on the policy's own module, or on a copy if the policy is sharded."""

@@ -17,9 +17,12 @@ from hpc_rl.config.base import MAX_NAME_BYTES, MAX_PATH_BYTES
 from hpc_rl.config.distill import DistillConfig
 from hpc_rl.config.finetune import FinetuneConfig
 from hpc_rl.config.generate import GenerateConfig
-from hpc_rl.config.ppo import OptionalRewardConfig, PpoConfig, engine_spec, pool_of
+from hpc_rl.config.pools import pool_of
+from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.preferences import DpoConfig, RmConfig
 from hpc_rl.config.ray import RayJobConfig
+from hpc_rl.config.reward import OptionalRewardConfig
+from hpc_rl.config.rollout import engine_spec
 from hpc_rl.config.select import SelectConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.data.selection import check_scored
@@ -42,6 +45,7 @@ from hpc_rl.submission.preflight.model import (
     check_is_classifier,
     check_is_language_model,
     check_model_path,
+    check_outputs,
     check_same_special_tokens,
     check_same_vocabulary,
 )
@@ -133,6 +137,8 @@ def packages(job: Job) -> Iterator[Question]:
     if config.container.image is not None or slurm.modules or slurm.setup:
         return
     yield Question(check_packages, (slurm.python, job.row.needs, job.kind))
+    if isinstance(config, FinetuneConfig | PpoConfig) and config.model.lora.quantize is not None:
+        yield Question(check_packages, (slurm.python, ("bitsandbytes",), "model.lora.quantize"))
     if slurm.python is None and isinstance(config, RayJobConfig) and (ray := installed_ray()) is not None:
         yield Question(check_ray, (ray, sys.executable))
     if isinstance(config, PpoConfig | GenerateConfig) and (package := engine_spec(config).package) is not None:
@@ -147,16 +153,24 @@ def model(job: Job) -> Iterator[Question]:
     cache = hub_cache(config)
     yield Question(check_model_path, ("model.path", config.model.path, job.coming, cache))
     yield Question(check_chat_template, (config.model, config.data, cache))
-    if not isinstance(config, RmConfig):
+    if isinstance(config, RmConfig):
+        yield Question(check_outputs, ("model.path", config.model.path, config.outputs, cache))
+    else:
         yield Question(check_is_language_model, ("model.path", config.model.path, cache))
     if isinstance(config.model, ModelConfig) and config.model.lora.is_used:
-        yield Question(check_adapters, (config.model, job.coming, cache))
-    if isinstance(config, PpoConfig):
-        for key, path in {"reward.model": config.reward.model, "critic.path": config.critic.path}.items():
-            if path is not None:
-                yield Question(check_model_path, (key, path, job.coming, cache))
-        if config.reward.model is not None:
-            yield Question(check_is_classifier, ("reward.model", config.reward.model, cache))
+        max_rank = None
+        if isinstance(config, PpoConfig) and not config.rollout.merge_lora:
+            max_rank = engine_spec(config).max_lora_rank
+        yield Question(check_adapters, (config.model, max_rank, job.coming, cache))
+    if isinstance(config, PpoConfig) and config.critic.path is not None:
+        yield Question(check_model_path, ("critic.path", config.critic.path, job.coming, cache))
+        yield Question(check_same_vocabulary, ("critic.path", config.critic.path, config.model, cache))
+        yield Question(check_outputs, ("critic.path", config.critic.path, 1, cache))
+    if isinstance(config, PpoConfig | GenerateConfig) and config.reward.model is not None:
+        yield Question(check_model_path, ("reward.model", config.reward.model, job.coming, cache))
+        yield Question(check_is_classifier, ("reward.model", config.reward.model, cache))
+        yield Question(check_same_vocabulary, ("reward.model", config.reward.model, config.model, cache))
+        yield Question(check_outputs, ("reward.model", config.reward.model, config.reward.outputs, cache))
     if isinstance(config, DistillConfig | PpoConfig) and config.teacher.path is not None:
         yield Question(check_model_path, ("teacher.path", config.teacher.path, job.coming, cache))
         yield Question(check_is_language_model, ("teacher.path", config.teacher.path, cache))
@@ -210,7 +224,9 @@ def partition(job: Job) -> Iterator[Question]:
 
 def locks(job: Job) -> Iterator[Question]:
     """Ask whether the ranks of several nodes can meet in the run directory."""
-    if job.config.trainer.nnodes > 1 and isinstance(job.config, FinetuneConfig | PpoConfig):
+    config = job.config
+    judges = isinstance(config, GenerateConfig) and config.reward.model is not None
+    if config.trainer.nnodes > 1 and (judges or isinstance(config, FinetuneConfig | PpoConfig)):
         yield Question(check_locks, (job.run_dir.path,))
 
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from hpc_rl.config.finetune import FinetuneDataConfig
-from hpc_rl.config.ppo import PromptDataConfig
+from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.data.formats import CannotCheck, check_data_folder, is_file, unknown_format
 from hpc_rl.data.row_checks import AnyData, check_batch_size, check_file
 from hpc_rl.errors import UserError

@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 
 from hpc_rl.config.finetune import FinetuneDataConfig
-from hpc_rl.config.ppo import PromptConfig
+from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.config.training import ModelConfig, ModelSource
 from hpc_rl.data.template import check_template, read_template, stored_template
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.host.large_files import check_model_folder
-from hpc_rl.host.model_kind import architectures_of, is_classifier, is_language_model
+from hpc_rl.host.model_kind import architectures_of, is_classifier, is_language_model, refuse_other_outputs
 from hpc_rl.host.peft_folder import block_layers, matching, read_peft_folder, refuse_other_base
 from hpc_rl.host.safetensors_header import shapes
 from hpc_rl.host.vocabulary import ROLES, other_special_tokens, role_difference, vocabulary_difference
@@ -71,14 +71,22 @@ def check_is_classifier(key: str, path: str, cache: HubCache) -> None:
     if folder is not None and is_language_model(architectures_of(folder)):
         raise UserError(
             f"{key} {path} is a language model ({architectures_of(folder)[0]}), and a reward model is needed, a "
-            "classifier with one output: train one with hpc-rl submit rm"
+            "classifier: train one with hpc-rl submit rm"
         )
 
 
-def check_adapters(model: ModelConfig, coming: frozenset[Path], cache: HubCache) -> None:
+def check_outputs(key: str, path: str, needed: int, cache: HubCache) -> None:
+    """Raise UserError if the safetensors files in a folder have a head with another number of outputs."""
+    folder = _model_folder(path, cache)
+    if folder is not None:
+        refuse_other_outputs(key, path, sorted(folder.glob("*.safetensors")), needed)
+
+
+def check_adapters(model: ModelConfig, max_rank: int | None, coming: frozenset[Path], cache: HubCache) -> None:
     """Check that the adapters of model.lora fit the model, if its safetensors files are on this machine.
 
     Args:
+        max_rank: largest rank of adapters that engines accept; None if engines get merged weights.
         coming: what an earlier job writes, which may not exist yet.
 
     Raises:
@@ -101,6 +109,11 @@ def check_adapters(model: ModelConfig, coming: frozenset[Path], cache: HubCache)
             raise UserError(f"{key} {lora.path}: there is no such folder")
         return
     adapters = read_peft_folder(key, Path(lora.path))
+    if max_rank is not None and adapters.rank > max_rank:
+        raise UserError(
+            f"{key} {lora.path} has adapters of rank {adapters.rank}, and engines compute with adapters of rank "
+            f"{max_rank} or less (rollout.merge_lora=false): use rollout.merge_lora=true"
+        )
     if weights:
         refuse_other_base(key, adapters, model.path, weights)
 

@@ -14,12 +14,16 @@ from hpc_rl.host.peft_folder import CONFIG, DOWN, HEAD, PREFIX, UP, WEIGHTS
 from hpc_rl.training.checkpoints import model_state
 from hpc_rl.training.checkpoints.model_state import StoredWeight
 from hpc_rl.training.models import loading, safetensors_files
-from hpc_rl.training.models.lora import is_adapter, merged
+from hpc_rl.training.models.four_bit import bitsandbytes, rounded_to_four_bits
+from hpc_rl.training.models.lora import block_linears, is_adapter, merged, rounded
 from hpc_rl.training.models.pretrained import Pretrained
 from hpc_rl.training.models.safetensors_files import Stored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+_ALONE = "the adapters alone (hpc-rl export --no-merge)"
 
 
 class Weights(Protocol):
@@ -38,16 +42,18 @@ def has_adapters(part: Path) -> bool:
     return (part / model_state.HF / CONFIG).exists()
 
 
-def open_weights(part: Path, hf: PreTrainedModel) -> Weights:
+def open_weights(part: Path, hf: PreTrainedModel, four_bit: bool) -> Weights:
     """Return the weights of a model's part of a checkpoint, with adapters merged.
 
     Args:
         hf: the model without memory.
+        four_bit: whether the weights below the adapters had 4 bits. Adapters also make up for their rounding, so they
+            are merged into the rounded weights.
 
     Raises:
-        UserError: there is no checkpoint, or the model of its adapters cannot be read.
+        UserError: there is no checkpoint, or the model of its adapters cannot be read or rounded.
     """
-    return _Merged(part, hf) if has_adapters(part) else _Plain(part)
+    return _Merged(part, hf, four_bit) if has_adapters(part) else _Plain(part)
 
 
 class _Plain:
@@ -65,8 +71,11 @@ class _Plain:
 class _Merged:
     """The weights of the model that adapters belong to, with the adapters merged into them."""
 
-    def __init__(self, part: Path, hf: PreTrainedModel) -> None:
+    def __init__(self, part: Path, hf: PreTrainedModel, four_bit: bool) -> None:
         self._part = part
+        if four_bit:
+            bitsandbytes(f"export {_ALONE}")
+        self._four_bit = {f"{name}.weight" for name in block_linears(hf)} if four_bit else set()
         config = json.loads((part / model_state.HF / CONFIG).read_text())
         self._scale = config["lora_alpha"] / config["r"]
         self._trained = model_state.stored_weights(part)
@@ -79,11 +88,13 @@ class _Merged:
         if name in self._trained:
             return model_state.read_weights(self._part, [name], dtype)[name]
         weight = _whole(self._base[name])
+        if name in self._four_bit:
+            weight = rounded_to_four_bits(weight)
         layer = name.removesuffix(".weight")
         down, up = f"{layer}.{DOWN}.weight", f"{layer}.{UP}.weight"
         if down in self._trained:
             both = model_state.read_weights(self._part, [down, up])
-            weight = merged(weight, both[down], both[up], self._scale)
+            return rounded(merged(weight, both[down], both[up], self._scale), dtype, name)
         return weight.to(dtype) if weight.dtype.is_floating_point else weight
 
 
@@ -105,8 +116,7 @@ def _base_weights(base: str, hf: PreTrainedModel) -> dict[str, Stored] | dict[st
         return loading.weights_of(pretrained.load_module()[0]) if stored is None else stored
     except UserError as error:
         raise UserError(
-            f"{error}; the adapters were trained on this model, so make it available, or export the adapters alone "
-            "(hpc-rl export --no-merge)"
+            f"{error}; the adapters were trained on this model, so make it available, or export {_ALONE}"
         ) from error
 
 

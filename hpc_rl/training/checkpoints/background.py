@@ -16,7 +16,6 @@ from concurrent.futures import wait as wait_for
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.training.distributed import World
@@ -55,7 +54,8 @@ class BackgroundWriter:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "background-writer", initializer=self._use_device)
             if self._world.size > 1:
-                group = dist.new_group(backend="gloo", timeout=timedelta(seconds=DEADLINE_S))
+                timeout = timedelta(seconds=DEADLINE_S)
+                group = self._world.new_group(range(self._world.size), backend="gloo", timeout=timeout)
                 self._world = dataclasses.replace(self._world, group=group)
         self._what = what
         self._future = self._executor.submit(self._run, work)

@@ -87,6 +87,17 @@ def refuse_other_data(folder: Path, progress: Progress, samples: int) -> None:
         )
 
 
+def refuse_other_quantize(folder: Path, progress: Progress, quantize: str | None) -> None:
+    """Raise AgreedError if adapters would continue on weights that are quantised in another way (model.lora.quantize)
+    than those that they were trained on."""
+    if progress.quantize != quantize:
+        theirs, ours = (one or "null" for one in (progress.quantize, quantize))
+        raise AgreedError(
+            f"{folder} was trained with model.lora.quantize={theirs}, and the run has {ours}: set the option back, or "
+            "choose another run directory"
+        )
+
+
 class Saver:
     """Writes the checkpoints of a run with one model. Every rank has one.
 

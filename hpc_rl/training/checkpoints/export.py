@@ -142,7 +142,9 @@ def write_weights(
                 adapter_weights.write_peft_weights(part, folder, dtype)
         return
     hf = _empty(part, target)
-    weights = adapter_weights.open_weights(part, hf)
+    if changes_weights(hf) and rank != 0:
+        return
+    weights = adapter_weights.open_weights(part, hf, folders.read_progress(path).quantize is not None)
     stored = weights.stored
     names = [name for name in weights_of(hf) if name not in (hf._keys_to_ignore_on_save or ())]
     missing = [name for name in names if name not in stored]
@@ -150,8 +152,7 @@ def write_weights(
         raise UserError(f"{path} has no weights for {', '.join(missing[:3])} ({len(missing)} in all)")
     with _explained(folder):
         if changes_weights(hf):
-            if rank == 0:
-                _write_whole(hf, weights, target, folder)
+            _write_whole(hf, weights, target, folder)
             return
         dtypes = {name: target if stored[name].dtype.is_floating_point else stored[name].dtype for name in names}
         sizes = {name: stored[name].size.numel() * dtypes[name].itemsize for name in names}

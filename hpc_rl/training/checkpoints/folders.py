@@ -56,6 +56,8 @@ class Progress:
     """Weight of the KL penalty, if it adapts."""
     merge: bool = True
     """Whether adapters are exported merged into the weights of their model."""
+    quantize: str | None = None
+    """How the weights below the adapters are quantised: model.lora.quantize."""
 
 
 def step_folder(folder: Path, step: int) -> Path:

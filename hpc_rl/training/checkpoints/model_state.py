@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from hpc_rl.errors import AgreedError, RunError, UserError
 from hpc_rl.host import peft_folder
 from hpc_rl.host.disk import explained
+from hpc_rl.host.files import read_json
 from hpc_rl.training.checkpoints import checksums, folders
 from hpc_rl.training.checkpoints.checksums import Checksum, SummedStream
 from hpc_rl.training.distributed import World
@@ -111,20 +112,40 @@ def read(path: Path, model: PackedModel, optimizer: torch.optim.Optimizer, world
 
     Raises:
         UnreadableError: the folder cannot be read, or a file is not as it was written; every rank raises this.
+        AgreedError: its adapters are not those of the model.
     """
     try:
         world.together(lambda: _refuse_damage(path, world))
     except AgreedError as error:
         raise UnreadableError(str(error)) from error
+    world.together(lambda: _refuse_other_adapters(path, model) if world.is_main else None)
     reshard(model)
     tensors = {**_model_tensors(model), **_optimizer_tensors(model, optimizer)}
     known = _metadata(path).state_dict_metadata
     random = {name: value for name, value in random_state(world).items() if name in known}
     try:
-        _transfer(dcp.load, {**tensors, **random}, path, alone=world.size == 1)
+        _transfer(dcp.load, {**tensors, **random}, path, alone=world.size == 1, process_group=world.group)
     except CheckpointException as error:
         raise UnreadableError(f"cannot be read: {_first_cause(error)}") from error
     set_random_state(random, world)
+
+
+def _refuse_other_adapters(path: Path, model: PackedModel) -> None:
+    """Check that a checkpoint has the adapters of the model: other ones may have the same shapes.
+
+    Raises:
+        UserError: it has not.
+    """
+    file = path / HF / peft_folder.CONFIG
+    if model.adapters is None:
+        problem = "it has adapters (model.lora), and the run has none" if file.exists() else None
+    elif not file.exists():
+        problem = "it has no adapters, and the run has some (model.lora)"
+    else:
+        ours = model.adapters.peft_config(model.head_name())
+        problem = peft_folder.changed_setting(read_json(file), ours, continued=model.adapters.source is not None)
+    if problem:
+        raise UserError(f"{path} does not fit the run: {problem}; set the option back, or choose another run directory")
 
 
 def stored_weights(path: Path) -> dict[str, StoredWeight]:

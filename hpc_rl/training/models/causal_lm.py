@@ -13,6 +13,7 @@ from hpc_rl.config.training import LoraConfig, ModelConfig, ModelSource, Shardin
 from hpc_rl.errors import UserError
 from hpc_rl.host.model_kind import is_classifier
 from hpc_rl.training.models import lora, packed_attention
+from hpc_rl.training.models.four_bit import four_bit_weights
 from hpc_rl.training.models.packed_batch import PackedBatch
 from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
 
@@ -28,6 +29,9 @@ _HEAD_EXTRAS = {
     "lm_head_multiplier": 1.0,
 }
 """Settings that change logits after the LM head, which the chunked loss does not do, with their neutral values."""
+
+_FROZEN_FLOPS = 4.0
+"""Operations per token of a parameter without gradient, forward and backward."""
 
 
 class PackedModel(nn.Module):
@@ -54,8 +58,7 @@ class PackedModel(nn.Module):
 
     def layers(self) -> list[nn.Module]:
         """Return the transformer layers, the unit of sharding, recomputation and compilation."""
-        names = set(self.hf._no_split_modules or ())
-        return [module for module in self.hf.modules() if type(module).__name__ in names]
+        return lora.blocks_of(self.hf)
 
     def float32_modules(self) -> list[nn.Module]:
         """Return modules that compute in float32 on every device: their results would suffer from bfloat16."""
@@ -72,7 +75,7 @@ class PackedModel(nn.Module):
             UserError: the model cannot have these adapters.
         """
         if config.lora.is_used:
-            self.adapters = lora.add_adapters(self.hf, self.layers(), config.lora, config.path)
+            self.adapters = lora.add_adapters(self.hf, config.lora, config.path)
             if (head := self.head_name()) is not None:
                 self.hf.get_submodule(head).requires_grad_(True)
         self.hf.train()
@@ -210,6 +213,7 @@ def count_flops(model: PackedModel) -> Flops:
     output = model.hf.get_output_embeddings()  # a classifier has none
     embeddings = {id(layer.weight) for layer in (model.hf.get_input_embeddings(), output) if layer is not None}
     body = sum(_flops_of(p) for p in model.parameters() if id(p) not in embeddings)
+    body += sum(_FROZEN_FLOPS * weight.shape.numel() for weight in four_bit_weights(model.hf).values())
     head = 0.0 if output is None else _flops_of(output.weight)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_size
@@ -218,4 +222,4 @@ def count_flops(model: PackedModel) -> Flops:
 
 def _flops_of(parameter: torch.Tensor) -> float:
     """Return the operations of a parameter's matrix products for one token."""
-    return (6.0 if parameter.requires_grad else 4.0) * parameter.numel()
+    return (6.0 if parameter.requires_grad else _FROZEN_FLOPS) * parameter.numel()

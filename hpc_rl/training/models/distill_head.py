@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hpc_rl.algorithms.divergences import DIVERGENCES, top_k_logprobs
-from hpc_rl.training.models.lm_head import add_product, chunks, float32_logits, saved_gradients
+from hpc_rl.training.models.lm_head import HeadGradients, chunks, differentiated, float32_logits, saved_gradients
 
 _MATRICES = {"cpu": 1, "gpu": 4}
 """Divisor of a chunk's size: about ten matrices [C, V] exist at a time, which is much on a GPU, where chunks are
@@ -97,21 +97,18 @@ def distillation_sum(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `scale` times the sum of the losses of all positions, a float32 scalar, and the sums of SUMS, [3].
 
-    The gradients of hidden states and weight are computed in the same pass, so disable gradients if you need none.
+    The gradients of hidden states and weight are computed in the same pass, but not below torch.no_grad.
 
     Args:
         hidden_NH: the student's, float32 or bfloat16; logits and the weight's gradient are float32 in both cases.
         weight_VH: the student's head, with the rows of the teacher's.
         targets_N: int64.
     """
-    if hidden_NH.shape[0] == 0:
-        # Keeps both tensors in the graph: FSDP expects a gradient from every rank.
-        return (hidden_NH.sum() + weight_VH[0, 0] * 0).float() * 0, hidden_NH.new_zeros(len(SUMS), dtype=torch.float32)
 
     def loss_of(rows: slice, logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return _loss(logits_CV, targets_N[rows], teaching(rows), terms)
 
-    total, sums = _ChunkedSum.apply(hidden_NH, weight_VH, loss_of, scale)
+    total, sums = _ChunkedSum.apply(*differentiated(hidden_NH, weight_VH), loss_of, scale)
     return total, sums
 
 
@@ -152,32 +149,23 @@ class _ChunkedSum(torch.autograd.Function):
         loss_of: Callable[[slice, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
-        grad_weight_VH = torch.empty_like(weight_VH, dtype=torch.float32) if needs_weight else None
+        gradients = HeadGradients(ctx, hidden_NH, weight_VH, scale)
         total = hidden_NH.new_zeros((), dtype=torch.float32)
         sums = hidden_NH.new_zeros(len(SUMS), dtype=torch.float32)
         for rows in chunks(hidden_NH.shape[0], weight_VH, _matrices(weight_VH)):
             hidden_CH = hidden_NH[rows]
             logits_CV = hidden_CH.new_empty(len(hidden_CH), len(weight_VH), dtype=torch.float32)
             float32_logits(hidden_CH, weight_VH, logits_CV)
-            with torch.set_grad_enabled(needs_hidden or needs_weight):
-                loss, found = loss_of(rows, logits_CV.requires_grad_(needs_hidden or needs_weight))
+            with torch.set_grad_enabled(gradients.needed):
+                loss, found = loss_of(rows, logits_CV.requires_grad_(gradients.needed))
             total += loss.detach()
             sums += found
-            if not (needs_hidden or needs_weight):
-                continue
-            (grad_CV,) = torch.autograd.grad(loss, logits_CV)
-            del loss
-            grad_CV = grad_CV.to(hidden_NH.dtype)
-            if grad_hidden_NH is not None:
-                torch.mm(grad_CV, weight_VH, out=grad_hidden_NH[rows])
-            if grad_weight_VH is not None:
-                add_product(grad_weight_VH, grad_CV, hidden_CH * scale, first=rows.start == 0)
-        if grad_hidden_NH is not None:
-            grad_hidden_NH *= scale
-        ctx.dtype = weight_VH.dtype
-        ctx.save_for_backward(grad_hidden_NH, grad_weight_VH)
+            if gradients.needed:
+                (grad_CV,) = torch.autograd.grad(loss, logits_CV)
+                del loss
+                grad_CV = grad_CV.to(hidden_NH.dtype)  # frees the float32 one before the products
+                gradients.add(rows, grad_CV)
+        gradients.save(ctx)
         ctx.mark_non_differentiable(sums)
         return total * scale, sums
 

@@ -26,17 +26,20 @@ def cross_entropy_sum(
 ) -> torch.Tensor:
     """Return `scale` times the sum of -log p(target) over all positions, a float32 scalar.
 
-    The gradients of hidden states and weight are computed in the same pass, so disable gradients if you need none.
+    The gradients of hidden states and weight are computed in the same pass, but not below torch.no_grad.
 
     Args:
         hidden_NH: float32 or bfloat16; sums, exponentials and the weight's gradient are float32 in both cases.
         targets_N: int64.
     """
-    if hidden_NH.shape[0] == 0:
-        # Keeps both tensors in the graph: FSDP expects a gradient from every rank.
-        return (hidden_NH.sum() + weight_VH[0, 0] * 0).float() * 0
-    result: torch.Tensor = _CrossEntropySum.apply(hidden_NH, weight_VH, targets_N, scale)
+    result: torch.Tensor = _CrossEntropySum.apply(*differentiated(hidden_NH, weight_VH), targets_N, scale)
     return result
+
+
+def differentiated(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return tensors as they are, or detached below torch.no_grad, of which an autograd function would not know: its
+    ctx.needs_input_grad says what the tensors require."""
+    return tensors if torch.is_grad_enabled() else tuple(tensor.detach() for tensor in tensors)
 
 
 def token_logprobs(
@@ -105,7 +108,46 @@ def _multiplies_into_float32(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.version.hip is None
 
 
-def add_product(total_VH: torch.Tensor, left_CV: torch.Tensor, right_CH: torch.Tensor, first: bool) -> None:
+class HeadGradients:
+    """The gradients of hidden states and weight, to which each chunk adds its part.
+
+    Args:
+        ctx: of an autograd function whose first two arguments are hidden states and weight.
+        scale: factor of both gradients.
+    """
+
+    def __init__(self, ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, scale: float = 1.0) -> None:
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        self.needed = needs_hidden or needs_weight
+        self._inputs, self._scale = (hidden_NH, weight_VH), scale
+        self._hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
+        # The first chunk overwrites the weight's gradient. Without positions it is 0: FSDP expects one from each rank.
+        new = torch.empty_like if len(hidden_NH) else torch.zeros_like
+        self._weight_VH = new(weight_VH, dtype=torch.float32) if needs_weight else None
+
+    def add(self, rows: slice, grad_CV: torch.Tensor) -> None:
+        """Add the part of a chunk, from the gradient of its logits, in the type of the hidden states."""
+        hidden_NH, weight_VH = self._inputs
+        if self._hidden_NH is not None:
+            torch.mm(grad_CV, weight_VH, out=self._hidden_NH[rows])
+            if self._scale != 1:
+                self._hidden_NH[rows].mul_(self._scale)
+        if self._weight_VH is not None:
+            hidden_CH = hidden_NH[rows] if self._scale == 1 else hidden_NH[rows] * self._scale
+            _add_product(self._weight_VH, grad_CV, hidden_CH, first=rows.start == 0)
+
+    def result(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return both gradients in the types of their tensors; None for one that is not needed."""
+        grad_weight_VH = self._weight_VH
+        return self._hidden_NH, None if grad_weight_VH is None else grad_weight_VH.to(self._inputs[1].dtype)
+
+    def save(self, ctx: Any) -> None:
+        """Keep both gradients for `saved_gradients` in the backward pass."""
+        ctx.dtype = self._inputs[1].dtype
+        ctx.save_for_backward(self._hidden_NH, self._weight_VH)
+
+
+def _add_product(total_VH: torch.Tensor, left_CV: torch.Tensor, right_CH: torch.Tensor, first: bool) -> None:
     """Add left.T @ right to the total in float32; the first summand replaces the old total."""
     beta = 0 if first else 1
     if left_CV.dtype == total_VH.dtype:
@@ -133,29 +175,20 @@ class _CrossEntropySum(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
-        grad_weight_VH = torch.empty_like(weight_VH, dtype=torch.float32) if needs_weight else None
+        gradients = HeadGradients(ctx, hidden_NH, weight_VH, scale)
         total = hidden_NH.new_zeros((), dtype=torch.float32)
         log_softmax = _LogProbs(weight_VH)
         for rows in chunks(hidden_NH.shape[0], weight_VH):
-            hidden_CH, targets_C1 = hidden_NH[rows], targets_N[rows, None]
-            logprobs_CV = log_softmax(hidden_CH)
+            targets_C1 = targets_N[rows, None]
+            logprobs_CV = log_softmax(hidden_NH[rows])
             total -= logprobs_CV.gather(1, targets_C1).sum()
-            if not (needs_hidden or needs_weight):
+            if not gradients.needed:
                 continue
             # d(-log p[target]) / d logits = p - onehot(target)
             grad_CV = logprobs_CV.exp_()
             grad_CV.scatter_add_(1, targets_C1, grad_CV.new_full((1, 1), -1.0).expand_as(targets_C1))
-            grad_CV = grad_CV.to(hidden_NH.dtype)
-            if grad_hidden_NH is not None:
-                torch.mm(grad_CV, weight_VH, out=grad_hidden_NH[rows])
-            if grad_weight_VH is not None:
-                add_product(grad_weight_VH, grad_CV, hidden_CH * scale, first=rows.start == 0)
-        if grad_hidden_NH is not None:
-            grad_hidden_NH *= scale
-        ctx.dtype = weight_VH.dtype
-        ctx.save_for_backward(grad_hidden_NH, grad_weight_VH)
+            gradients.add(rows, grad_CV.to(hidden_NH.dtype))
+        gradients.save(ctx)
         return total * scale
 
     @staticmethod
@@ -189,21 +222,15 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
         hidden_NH, weight_VH, targets_N, entropy_N = ctx.saved_tensors
         grad_logprobs_N, grad_entropy_N = grads
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if needs_weight else None
+        gradients = HeadGradients(ctx, hidden_NH, weight_VH)
         log_softmax = _LogProbs(weight_VH)
         for rows in chunks(hidden_NH.shape[0], weight_VH):
-            hidden_CH, targets_C1 = hidden_NH[rows], targets_N[rows, None]
-            logprobs_CV = log_softmax(hidden_CH, ctx.temperature)
+            targets_C1 = targets_N[rows, None]
+            logprobs_CV = log_softmax(hidden_NH[rows], ctx.temperature)
             # d log p[target] / d logits = onehot - p        d entropy / d logits = -p (log p + entropy)
             up_C1, up_entropy_C1 = grad_logprobs_N[rows, None], grad_entropy_N[rows, None]
             p_CV = logprobs_CV.exp()
             grad_CV = logprobs_CV.add_(entropy_N[rows, None]).mul_(up_entropy_C1).add_(up_C1).mul_(p_CV).neg_()
             grad_CV.scatter_add_(1, targets_C1, up_C1)
-            grad_CV = grad_CV.div_(ctx.temperature).to(hidden_NH.dtype)
-            if grad_hidden_NH is not None:
-                torch.mm(grad_CV, weight_VH, out=grad_hidden_NH[rows])
-            if grad_weight_VH is not None:
-                add_product(grad_weight_VH, grad_CV, hidden_CH, first=rows.start == 0)
-        return grad_hidden_NH, None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype), None, None, None
+            gradients.add(rows, grad_CV.div_(ctx.temperature).to(hidden_NH.dtype))
+        return *gradients.result(), None, None, None

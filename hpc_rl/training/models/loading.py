@@ -11,19 +11,19 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from hpc_rl.config.training import TrainingConfig
 from hpc_rl.errors import UserError
 from hpc_rl.training import sharding
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models import lora
 from hpc_rl.training.models.causal_lm import PackedModel
+from hpc_rl.training.models.four_bit import four_bit_weights
 from hpc_rl.training.models.pretrained import Pretrained
 from hpc_rl.training.models.safetensors_files import BUFFER_BYTES, Stored, contents
 
@@ -34,7 +34,14 @@ Model = TypeVar("Model", bound=PackedModel)
 Tensors = dict[str, torch.Tensor]
 
 
-def load_sharded(pretrained: Pretrained[Model], world: World, trainer: TrainingConfig) -> Model:
+class LoadingOptions(sharding.ShardingOptions, Protocol):
+    """What loading depends on in the section `trainer`."""
+
+    @property
+    def seed(self) -> int: ...
+
+
+def load_sharded(pretrained: Pretrained[Model], world: World, trainer: LoadingOptions) -> Model:
     """Load a model onto the ranks' devices. Every rank calls this. A single CPU process loads it whole.
 
     Raises:
@@ -60,7 +67,7 @@ def set_adapters(model: PackedModel, seed: int) -> None:
         local.copy_(value[first : first + len(local)])
 
 
-def _load_parts(pretrained: Pretrained[Model], world: World, trainer: TrainingConfig) -> Model:
+def _load_parts(pretrained: Pretrained[Model], world: World, trainer: LoadingOptions) -> Model:
     hf = world.together(pretrained.empty)
     stored = world.together(lambda: stored_weights(pretrained, hf))
     # Some ranks may not find a file, for example without a connection to the hub. All have to load in the same way.
@@ -71,7 +78,7 @@ def _load_parts(pretrained: Pretrained[Model], world: World, trainer: TrainingCo
     _shard(model, world, trainer)
     if missing and world.is_main:
         print(f"{pretrained.path} has no {', '.join(sorted(missing))}: values start at 0", flush=True)
-    world.together(lambda: _read(pretrained, weights_of(hf), stored))
+    world.together(lambda: _read(pretrained, hf, stored, world.device))
     return model
 
 
@@ -99,7 +106,7 @@ def stored_weights(pretrained: Pretrained[Any], hf: PreTrainedModel) -> dict[str
     if getattr(hf.config, "quantization_config", None) or changes_weights(hf) or _in_other_types(hf):
         return None
     try:
-        files = _files(pretrained.path)
+        files = weight_files(pretrained.path)
         found = {name: stored for file in files or () for name, stored in contents(file).items()}
     except (OSError, ValueError) as error:
         raise UserError(f"{pretrained.key}: the weights in {pretrained.path!r} cannot be read: {error}") from error
@@ -132,7 +139,7 @@ def _is_unused(name: str, pretrained: Pretrained[Any]) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (bool(pretrained.new_head) and name.startswith("lm_head."))
 
 
-def _files(path: str) -> list[Path] | None:
+def weight_files(path: str) -> list[Path] | None:
     """Return the safetensors files of a folder or of a model of the hub; None if it has none."""
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -159,7 +166,7 @@ def _file(path: str, name: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-def _shard(model: PackedModel, world: World, trainer: TrainingConfig) -> None:
+def _shard(model: PackedModel, world: World, trainer: LoadingOptions) -> None:
     """Shard a model without memory, then give each rank memory for its part. Tied parameters stay tied."""
     sharding.shard(model, world, trainer)
     made: dict[nn.Parameter, nn.Parameter] = {}
@@ -174,13 +181,18 @@ def _shard(model: PackedModel, world: World, trainer: TrainingConfig) -> None:
     model.to(world.device)  # FSDP takes note of the new parameters, and buffers move
 
 
-def _read(pretrained: Pretrained[Any], weights: Tensors, stored: Mapping[str, Stored]) -> None:
-    """Read this rank's part of each weight; weights that are not stored become 0."""
+def _read(pretrained: Pretrained[Any], hf: PreTrainedModel, stored: Mapping[str, Stored], device: torch.device) -> None:
+    """Read this rank's part of each weight, and weights in 4 bits whole; weights that are not stored become 0."""
+    weights, four_bit = weights_of(hf), four_bit_weights(hf)
     for name in weights.keys() - stored.keys():
         _local(weights[name])[1].zero_()
     in_order = sorted(stored, key=lambda name: (stored[name].file, stored[name].offset))
     try:
         for name in in_order:
+            if name in four_bit:
+                rows = [part.to(device, copy=True) for _, part in stored[name].rows(0, stored[name].shape[0])]
+                four_bit[name].store(torch.cat(rows))
+                continue
             first, local = _local(weights[name])
             for row, part in stored[name].rows(first, len(local)):
                 local[row - first :][: len(part)].copy_(part.to(local.device))
@@ -188,7 +200,7 @@ def _read(pretrained: Pretrained[Any], weights: Tensors, stored: Mapping[str, St
         raise UserError(f"{pretrained.key}: the weights in {pretrained.path!r} cannot be read: {error}") from error
 
 
-def _from_rank_0(pretrained: Pretrained[Model], hf: PreTrainedModel, world: World, trainer: TrainingConfig) -> Model:
+def _from_rank_0(pretrained: Pretrained[Model], hf: PreTrainedModel, world: World, trainer: LoadingOptions) -> Model:
     """Load the whole model on rank 0, and send it to all ranks piece by piece."""
     whole, missing = world.together(lambda: pretrained.load_module() if world.is_main else (None, frozenset()))
     sources = weights_of(whole) if whole is not None else {}
@@ -206,6 +218,9 @@ def _from_rank_0(pretrained: Pretrained[Model], hf: PreTrainedModel, world: Worl
             low, high = max(row, first), min(row + len(part), first + len(local))
             if low < high:
                 local[low - first : high - first].copy_(part[low - row : high - row])
+    for name, place in four_bit_weights(hf).items():
+        parts = [part for _, part in _pieces(sources.pop(name, None), described[name], world)]
+        place.store(torch.cat(parts))
     return model
 
 
@@ -247,7 +262,7 @@ def _pieces(
             part = torch.empty(count, *rows[1:], dtype=dtype, device=world.device)
         else:
             part = source.view(rows)[row : row + count].to(world.device).contiguous()
-        dist.broadcast(part, src=0)
+        dist.broadcast(part, group_src=0, group=world.group)
         yield row, part
 
 

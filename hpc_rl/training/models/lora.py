@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,7 +34,11 @@ from hpc_rl.host.peft_folder import (
     read_peft_folder,
     refuse_other_base,
 )
+from hpc_rl.training.models.four_bit import FourBitLinear
 from hpc_rl.training.models.safetensors_files import contents
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 KEY = "model.lora.path"
 
@@ -49,19 +54,21 @@ class Matrix(nn.Module):
 class LoraLinear(nn.Module):
     """A frozen linear layer with an adapter: x W' + bias + alpha / rank * (x A') B'. It has the layer's parameters."""
 
-    def __init__(self, layer: nn.Linear, rank: int, scale: float, dropout: float) -> None:
+    def __init__(self, layer: nn.Linear | FourBitLinear, rank: int, scale: float, dropout: float) -> None:
         super().__init__()
         self.in_features, self.out_features, self.scale = layer.in_features, layer.out_features, scale
-        self.weight, self.bias = layer.weight, layer.bias
+        self.four_bit = layer.four_bit if isinstance(layer, FourBitLinear) else None
+        self.weight = None if isinstance(layer, FourBitLinear) else layer.weight
+        self.bias = layer.bias
         self.dropout = nn.Dropout(dropout)
-        device = layer.weight.device
+        device = layer.four_bit.device if isinstance(layer, FourBitLinear) else layer.weight.device
         self.lora_A = Matrix(rank, layer.in_features, device)
         self.lora_B = Matrix(layer.out_features, rank, device)
         self.is_enabled = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute in the type of `x`. The scale is applied where the tensor is smallest."""
-        y = F.linear(x, self.weight, self.bias)
+        y = F.linear(x, self.weight, self.bias) if self.four_bit is None else self.four_bit(x, self.bias)
         if not self.is_enabled:
             return y
         down_RI, up_OR = self.lora_A.weight.to(x.dtype), self.lora_B.weight.to(x.dtype)
@@ -72,6 +79,23 @@ class LoraLinear(nn.Module):
 def merged(weight_OI: torch.Tensor, down_RI: torch.Tensor, up_OR: torch.Tensor, scale: float) -> torch.Tensor:
     """Return the weight of a linear layer that computes the same as the layer and its adapter, float32."""
     return torch.addmm(weight_OI.float(), up_OR.float(), down_RI.float(), alpha=scale)
+
+
+def rounded(weight: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """Round a merged float32 weight to the type of an engine or of an exported model.
+
+    bfloat16 has steps of 1/256 to 1/128 of a value, and the changes by adapters are often smaller. Rounding to the
+    nearest value would lose them: the result would be the weights of the base. Stochastic rounding (Gupta et al.
+    2015, https://arxiv.org/abs/1502.02551) takes one of the two neighbours with probabilities that keep the mean. The
+    draws depend on the name and on the kind of device, whose generators of random numbers differ: on one kind, all
+    engines and exports get the same weights; an export on a CPU has others of the same distribution than a GPU.
+    """
+    if dtype != torch.bfloat16:
+        return weight.to(dtype)
+    generator = torch.Generator(weight.device).manual_seed(zlib.crc32(name.encode()))
+    draws = torch.randint(1 << 16, weight.shape, generator=generator, dtype=torch.int32, device=weight.device)
+    # bfloat16 is the upper half of float32: a carry from the lower half is the step to the next value.
+    return ((weight.view(torch.int32) + draws) & -(1 << 16)).view(torch.float32).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -95,18 +119,29 @@ class Adapters:
         return new_config(self.base, self.rank, self.alpha, self.dropout, self.targets, head)
 
 
-def add_adapters(hf: nn.Module, blocks: Sequence[nn.Module], config: LoraConfig, base: str) -> Adapters:
-    """Give linear layers adapters, whose values are 0 until `initial_values` are set; freeze all other parameters.
+def blocks_of(hf: PreTrainedModel) -> list[nn.Module]:
+    """Return the transformer blocks of a model."""
+    names = set(hf._no_split_modules or ())
+    return [module for module in hf.modules() if type(module).__name__ in names]
+
+
+def block_linears(hf: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Return the linear layers of the transformer blocks by name."""
+    inside = {id(module) for block in blocks_of(hf) for module in block.modules()}
+    return {name: m for name, m in hf.named_modules() if isinstance(m, nn.Linear) and id(m) in inside}
+
+
+def add_adapters(hf: PreTrainedModel, config: LoraConfig, base: str) -> Adapters:
+    """Give linear layers adapters, whose values are 0 until `initial_values` are set; freeze all other parameters, and
+    quantise the weights of all linear layers of the blocks if the configuration says so.
 
     Args:
-        blocks: the model's transformer blocks.
         base: the option model.path.
 
     Raises:
         UserError: no layer has such a name, or the adapters to continue from are not for this model.
     """
-    inside = {id(module) for block in blocks for module in block.modules()}
-    linear = {name: m for name, m in hf.named_modules() if isinstance(m, nn.Linear) and id(m) in inside}
+    linear = block_linears(hf)
     source = None
     if config.path is not None:
         source = read_peft_folder(KEY, Path(config.path))
@@ -117,14 +152,18 @@ def add_adapters(hf: nn.Module, blocks: Sequence[nn.Module], config: LoraConfig,
         assert config.rank is not None
         names = matching(config.target_modules, linear)
         rank = config.rank
-        alpha = 2.0 * rank if config.alpha is None else config.alpha
+        alpha = config.alpha_of_new
     if not names:
         raise UserError(f"model.lora: the transformer blocks of model.path {base} have no linear layers")
     hf.requires_grad_(False)
-    for name in names:
-        parent, _, child = name.rpartition(".")
-        setattr(hf.get_submodule(parent), child, LoraLinear(linear[name], rank, alpha / rank, config.dropout))
-    return Adapters(base, rank, alpha, config.dropout, tuple(names), _shortest(names, hf), source)
+    targets, chosen = _shortest(names, hf), set(names)
+    for name, layer in linear.items():
+        frozen = layer if config.quantize is None else FourBitLinear(layer)
+        new = LoraLinear(frozen, rank, alpha / rank, config.dropout) if name in chosen else frozen
+        if new is not layer:
+            parent, _, child = name.rpartition(".")
+            setattr(hf.get_submodule(parent), child, new)
+    return Adapters(base, rank, alpha, config.dropout, tuple(names), targets, source)
 
 
 def new_like(config: LoraConfig) -> LoraConfig:
@@ -137,14 +176,15 @@ def new_like(config: LoraConfig) -> LoraConfig:
         return config
     source = read_peft_folder(KEY, Path(config.path))
     targets = sorted({name.rpartition(".")[2] for name in source.modules})
-    return LoraConfig(rank=source.rank, alpha=source.alpha, target_modules=targets)
+    return LoraConfig(rank=source.rank, alpha=source.alpha, target_modules=targets, quantize=config.quantize)
 
 
 def _shortest(names: Sequence[str], hf: nn.Module) -> tuple[str, ...]:
     """Return the last parts of the layers' names if these select the same layers, else the whole names."""
     last = sorted({name.rpartition(".")[2] for name in names})
-    others = [name for name, m in hf.named_modules() if isinstance(m, nn.Linear) and name.rpartition(".")[2] in last]
-    return tuple(names) if others else tuple(last)
+    linear = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
+    selected = {name for name in linear if name.rpartition(".")[2] in last}
+    return tuple(names) if selected - set(names) else tuple(last)
 
 
 def adapted_layers(hf: nn.Module) -> dict[str, LoraLinear]:

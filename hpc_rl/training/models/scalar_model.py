@@ -1,17 +1,20 @@
-"""A transformer that outputs one number per position: the values of a critic, or the score of a reward model."""
+"""A transformer with a small head: the values of a critic, one per position, or the scores of a reward model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
 
-from hpc_rl.config.training import ModelConfig
+from hpc_rl.config.training import ModelConfig, ModelSource
 from hpc_rl.errors import UserError
+from hpc_rl.host.model_kind import refuse_other_outputs
 from hpc_rl.host.vocabulary import vocabulary_difference
 from hpc_rl.training.models.causal_lm import PackedModel, load_tokenizer, refuse_unsupported_backbone
+from hpc_rl.training.models.loading import weight_files
 from hpc_rl.training.models.lora import new_like
 from hpc_rl.training.models.packed_batch import PackedBatch
 from hpc_rl.training.models.pretrained import Pretrained
@@ -54,6 +57,20 @@ class ScalarModel(PackedModel):
         return values_N1[:, 0].clone()  # FSDP warns of views
 
 
+class ScoreModel(ScalarModel):
+    """A sequence classifier with one or several outputs."""
+
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        """Return the head's K outputs at `batch.rows_N`: [N, K], float32."""
+        scores_NK: torch.Tensor = self.head(self.hidden(batch)[batch.rows_N].float())
+        return scores_NK
+
+
+Kind = TypeVar("Kind", bound=ScalarModel)
+Wrap = Callable[["PreTrainedModel", frozenset[str]], Kind]
+"""Turns a module into a model; see `Pretrained.wrap`."""
+
+
 def critic(path: str, config: ModelConfig) -> Pretrained[ScalarModel]:
     """Return a critic to be loaded.
 
@@ -61,40 +78,48 @@ def critic(path: str, config: ModelConfig) -> Pretrained[ScalarModel]:
     the returns themselves.
     """
     # The adapters to continue from are the policy's.
-    return trained_scalar_model(path, "critic.path", config.updated("lora", new_like(config.lora)))
+    key, own = "critic.path", config.updated("lora", new_like(config.lora))
+    return _classifier(
+        path, key, own, getattr(torch, config.dtype), _trained(ScalarModel, key, path, own), new_head=_HEAD
+    )
 
 
-def trained_scalar_model(path: str, key: str, config: ModelConfig) -> Pretrained[ScalarModel]:
-    """Return a model to be loaded and trained: from a causal language model, or from an earlier critic or reward model.
+def trained_reward_model(config: ModelConfig, labels: Sequence[str]) -> Pretrained[ScoreModel]:
+    """Return a reward model to be loaded and trained: from a causal language model, or from an earlier reward model.
     Without a trained head its outputs are 0.
 
     Args:
-        key: the option that names `path`, for errors.
+        labels: names of the outputs; empty for one output without a name.
     """
-
-    def wrap(hf: PreTrainedModel, _missing: frozenset[str]) -> ScalarModel:
-        _refuse_unsupported(hf, key, path)
-        model = ScalarModel(hf)
-        model.prepare_training(config)
-        return model
-
-    return _classifier(path, key, config, getattr(torch, config.dtype), wrap, new_head=_HEAD)
+    dtype = getattr(torch, config.dtype)
+    wrap = _trained(ScoreModel, "model.path", config.path, config)
+    return _classifier(config.path, "model.path", config, dtype, wrap, max(1, len(labels)), labels, new_head=_HEAD)
 
 
-def reward_model(path: str, config: ModelConfig, dtype: torch.dtype) -> Pretrained[ScalarModel]:
-    """Return a trained reward model to be loaded, without gradients. It needs a trained head with one output."""
+def reward_model(path: str, config: ModelSource, dtype: torch.dtype, outputs: int = 1) -> Pretrained[ScoreModel]:
+    """Return a trained reward model to be loaded, without gradients. It needs a trained head with so many outputs."""
 
-    def wrap(hf: PreTrainedModel, missing: frozenset[str]) -> ScalarModel:
+    def wrap(hf: PreTrainedModel, missing: frozenset[str]) -> ScoreModel:
         _refuse_unsupported(hf, "reward.model", path)
         if any(name.startswith(_HEAD) for name in missing):
             raise UserError(f"reward.model {path} has no trained head {_HEAD!r}: it is not a sequence classifier")
         hf.eval().requires_grad_(False)
-        return ScalarModel(hf)
+        return ScoreModel(hf)
 
-    return _classifier(path, "reward.model", config, dtype, wrap)
+    return _classifier(path, "reward.model", config, dtype, wrap, outputs)
 
 
-def refuse_other_vocabulary(key: str, path: str, policy: ModelConfig) -> None:
+def check_outputs(key: str, path: str, needed: int) -> None:
+    """Raise UserError if a classifier has another number of outputs than is needed, as far as its files show it.
+
+    Args:
+        key: the option that names `path`, for the error.
+    """
+    with suppress(OSError, ValueError):  # loading the model explains it
+        refuse_other_outputs(key, path, weight_files(path) or (), needed)
+
+
+def refuse_other_vocabulary(key: str, path: str, policy: ModelSource) -> None:
     """Raise UserError if a model would read the policy's token ids as other tokens.
 
     Args:
@@ -109,16 +134,36 @@ def refuse_other_vocabulary(key: str, path: str, policy: ModelConfig) -> None:
         )
 
 
+def _trained(
+    kind: type[Kind], key: str, path: str, config: ModelConfig
+) -> Callable[[PreTrainedModel, frozenset[str]], Kind]:
+    """Return what turns a module into a model that is trained."""
+
+    def wrap(hf: PreTrainedModel, _missing: frozenset[str]) -> Kind:
+        _refuse_unsupported(hf, key, path)
+        model = kind(hf)
+        model.prepare_training(config)
+        return model
+
+    return wrap
+
+
 def _classifier(
     path: str,
     key: str,
-    config: ModelConfig,
+    config: ModelSource,
     dtype: torch.dtype,
-    wrap: Callable[[PreTrainedModel, frozenset[str]], ScalarModel],
+    wrap: Wrap[Kind],
+    outputs: int = 1,
+    labels: Sequence[str] = (),
     new_head: str = "",
-) -> Pretrained[ScalarModel]:
-    auto, remote, one_output = "AutoModelForSequenceClassification", config.trust_remote_code, {"num_labels": 1}
-    return Pretrained(auto, path, key, dtype, remote, wrap, settings=one_output, new_head=new_head)
+) -> Pretrained[Kind]:
+    settings: dict[str, object] = {"num_labels": outputs}
+    if len(labels) > 1:
+        settings["id2label"] = dict(enumerate(labels))
+        settings["label2id"] = {label: number for number, label in enumerate(labels)}
+    auto, remote = "AutoModelForSequenceClassification", config.trust_remote_code
+    return Pretrained(auto, path, key, dtype, remote, wrap, settings=settings, new_head=new_head)
 
 
 def _refuse_unsupported(hf: PreTrainedModel, key: str, path: str) -> None:

@@ -108,6 +108,11 @@ def test_what_the_user_exported_wins_but_for_the_token() -> None:
     assert environment({}, timeline=True)["RAY_PROFILING"] == "1"
 
 
+def test_rays_workers_are_not_nicer_than_other_processes_unless_the_user_says_so() -> None:
+    assert environment({})["RAY_worker_niceness"] == "0"
+    assert environment({"RAY_worker_niceness": "5"})["RAY_worker_niceness"] == "5"
+
+
 def test_the_end_of_rays_own_log_is_that_of_the_newest_session(tmp_path: Path) -> None:
     assert last_words(tmp_path, "raylet") == ""
     for number, session in enumerate(("session_2026-01-01_b", "session_2026-01-01_a"), 1):

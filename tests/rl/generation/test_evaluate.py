@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 
 from hpc_rl.config.compose import compose
 from hpc_rl.config.generate import EvalConfig
+from hpc_rl.errors import RunError
+from hpc_rl.rl.generation import evaluate as module
 from hpc_rl.rl.generation.evaluate import evaluate, evaluate_run, extraction
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.evaluations import evaluation_table, evaluation_text
@@ -100,3 +104,27 @@ def test_data_sets_are_separate_and_tables_compare_them(tmp_path: Path) -> None:
     assert table.columns[5:-2] == ["score", "pass@1", "pass@2", "pass@4", "maj@2", "maj@4"]
     assert table.rows[2][table.columns.index("pass@4")] == "–", "the second data set has three scores"
     assert evaluation_table([("none", {})]) is None and evaluation_text([]) == ""
+
+
+def test_a_full_disk_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    config = compose("eval", ["model.path=m", "data.files=a.jsonl", "reward.function=gsm8k", "trainer.device=cpu"])
+    assert isinstance(config, EvalConfig)
+    run = RunDir(tmp_path)
+    run.responses.write_text("".join(json.dumps(row) + "\n" for row in rows(GROUPS)))
+    monkeypatch.setattr(module, "write_atomically", full)
+    with pytest.raises(RunError, match=r"eval.json could not be written: No space left .*; free space or raise"):
+        evaluate_run(config, run)
+
+
+def test_several_rewards_are_recorded_with_their_weights(tmp_path: Path) -> None:
+    rewards = ["reward.functions=[gsm8k,format]", "reward.weights=[1,0.1]"]
+    config = compose("eval", ["model.path=m", "data.files=a.jsonl", "trainer.device=cpu", *rewards])
+    assert isinstance(config, EvalConfig)
+    run = RunDir(tmp_path)
+    run.responses.write_text("".join(json.dumps(row) + "\n" for row in rows(GROUPS)))
+    evaluate_run(config, run)
+    found = json.loads(run.evaluation.read_text())
+    assert (found["reward"], found["weights"]) == ("gsm8k, format", [1, 0.1])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 from hpc_rl.config.compose import compose
 from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.data.prompts import Prompt
-from hpc_rl.errors import UserError
+from hpc_rl.errors import RunError, UserError
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.generation.plan import Block, Source, blocks_of, make_plan, seeds_of
 from hpc_rl.rl.generation.responses import Parts, read_responses, response_rows
@@ -131,15 +134,78 @@ def test_blocks_are_joined_in_the_order_of_the_data(tmp_path: Path) -> None:
         ("trainer.seed=2", "seed"),
         ("rollout.temperature=0.5", "sampling"),
         ("reward.function=exact", "columns"),
+        ("data.answer_key=more", "columns"),
         ("rollout.max_num_seqs=3", "block_prompts"),
     ],
 )
 def test_blocks_of_another_plan_are_refused(tmp_path: Path, override: str, changed: str) -> None:
     run, settings = RunDir(tmp_path), ("rollout.n=2", "rollout.max_num_seqs=8")
+    Parts(run, make_plan(config(*settings), sources(5), "hf")).write(0, [])
     Parts(run, make_plan(config(*settings), sources(5), "hf"))
-    Parts(run, make_plan(config(*settings), sources(5), "hf"))
-    with pytest.raises(UserError, match=rf"responses of another plan \(.*{changed}.* changed\)"):
+    with pytest.raises(UserError, match=rf"generated with other settings \(.*{changed}.* changed\)"):
         Parts(run, make_plan(config(*settings, override), sources(5), "hf"))
     with pytest.raises(UserError, match="digest"):
         Parts(run, make_plan(config(*settings), [Source("a.jsonl", [prompt(i + 1) for i in range(5)])], "hf"))
+    with pytest.raises(UserError, match="digest"):
+        Parts(run, make_plan(config(*settings), [Source("a.jsonl", [prompt(i, a="0") for i in range(5)])], "hf"))
     assert json.loads((run.response_parts / "plan.json").read_text())["n"] == 2
+
+
+def test_another_plan_replaces_one_of_which_nothing_is_finished(tmp_path: Path) -> None:
+    """A mistake in the reward, or too many sequences for the memory, is repaired in the same run."""
+    run = RunDir(tmp_path)
+    for n in (2, 3):
+        parts = Parts(run, make_plan(config(f"rollout.n={n}"), sources(5), "hf"))
+        assert json.loads((run.response_parts / "plan.json").read_text())["n"] == n
+    parts.write(0, [])
+    with pytest.raises(UserError, match="generated with other settings"):
+        Parts(run, make_plan(config("rollout.n=2"), sources(5), "hf"))
+
+
+@pytest.mark.parametrize("option, changed", [("model.path", "model_files"), ("reward.model", "columns")])
+def test_blocks_of_a_model_that_was_written_again_are_refused(tmp_path: Path, option: str, changed: str) -> None:
+    run, weights = RunDir(tmp_path / "run"), tmp_path / "model" / "model.safetensors"
+    for folder in (run.path, weights.parent):
+        folder.mkdir()
+    weights.write_text("old")
+    settings = config(f"{option}={weights.parent}")
+    Parts(run, make_plan(settings, sources(5), "hf")).write(0, [])
+    (weights.parent / ".nfs1").touch()
+    Parts(run, make_plan(settings, sources(5), "hf"))
+    weights.write_text("new")
+    os.utime(weights, ns=(0, 0))
+    with pytest.raises(UserError, match=rf"other settings \({changed} changed\)"):
+        Parts(run, make_plan(settings, sources(5), "hf"))
+
+
+def test_a_full_disk_is_explained_when_blocks_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, given_sources = RunDir(tmp_path), sources(1)
+    parts = Parts(run, make_plan(BASE, given_sources, "hf"))
+    parts.write(0, [{"index": 0}])
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfileobj", full)
+        with pytest.raises(
+            RunError, match=r"responses.jsonl could not be written: No space left .*; free space or raise"
+        ):
+            parts.join()
+    assert not parts.is_joined and parts.finished() == {0}
+    parts.join()
+    assert parts.is_joined
+
+
+@pytest.mark.parametrize(
+    "override", ["reward.functions=[exact,format]", "reward.weights=[1,5]", "reward.kwargs={format: {a: 1}}"]
+)
+def test_a_plan_depends_on_several_rewards(override: str) -> None:
+    several = ("reward.functions=[gsm8k,format]", "reward.weights=[1,0.1]")
+    assert make_plan(config(*several), sources(5), "hf") != make_plan(config(*several, override), sources(5), "hf")
+
+
+@pytest.mark.parametrize("override", ["reward.workers=9", "reward.timeout_s=9"])
+def test_a_plan_does_not_depend_on_the_speed_of_the_reward(override: str) -> None:
+    reward = "reward.function=exact"
+    assert make_plan(config(reward), sources(5), "hf") == make_plan(config(reward, override), sources(5), "hf")

@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpc_rl.config.engines import ENGINES
 from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.training import LoraConfig
+from hpc_rl.errors import UserError
 from hpc_rl.rl.calls import ActorCall, Pending
 from hpc_rl.rl.pools import Node, Pool, Slot
-from hpc_rl.rl.rollout import rollout
+from hpc_rl.rl.rollout import rollout, vllm_adapters
 from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
 from hpc_rl.rl.rollout.rollout import InProcessRollout, SeparateRollout, engine_slots, joined, split_requests
 from tests.rl.ppo_config import ppo_config
@@ -23,6 +26,17 @@ SYNC = ("neighbours.free_cache", "policy.send_weights")
 WAKE = ("neighbours.free_cache", "engine0.wake", "engine1.wake")
 SLEEP = ("engine0.sleep", "engine1.sleep")
 TWO_POOLS = "pools={spec: {train: [2], engines: [2]}, roles: {rollout: engines}}"
+
+
+def test_adapters_that_an_engine_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rank is not in the configuration if they continue from a folder."""
+    config = ppo_config("model.lora.path=adapters", "rollout.merge_lora=false", "rollout.name=vllm")
+    monkeypatch.setattr(rollout, "new_like", lambda _: LoraConfig(rank=512))
+    assert rollout.adapter_config(config)["r"] == 512
+    monkeypatch.setattr(rollout, "new_like", lambda _: LoraConfig(rank=513))
+    with pytest.raises(UserError, match=r"model\.lora\.rank is 513, .* of rank 512 or less"):
+        rollout.adapter_config(config)
+    assert ENGINES["vllm"].max_lora_rank == vllm_adapters.RANKS[-1]
 
 
 def completion(number: int) -> Completion:

@@ -1,4 +1,5 @@
-"""Real vLLM on the CPU, in Ray actors: one engine with tied embeddings, and one with an untied head and two workers."""
+"""Real vLLM on the CPU, in Ray actors: an engine with tied embeddings, one with an untied head and two workers, and one
+that receives adapters only."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ import ray
 import torch
 
 from hpc_rl.config.engines import ENGINES
-from hpc_rl.config.ppo import RolloutConfig
-from hpc_rl.config.training import ModelConfig
+from hpc_rl.config.rollout import RolloutConfig
+from hpc_rl.config.training import LoraConfig, ModelConfig
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.host.peft_folder import new_config
 from hpc_rl.rl.fates import Actor
 from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
 from hpc_rl.rl.rollout.vllm import VllmEngine, engine_settings, logprobs_mode, refuse_version
@@ -28,10 +30,12 @@ from hpc_rl.rl.weights.host import HostSender
 from hpc_rl.rl.weights.transfers import open_sender
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.lm_head import token_logprobs
+from hpc_rl.training.models.lora import add_adapters, is_adapter
 from tests.helpers import make_tiny_model
 
 TIMEOUT_S = 600
 MAX_LENGTH = 400
+RANK, ALPHA = 3, 7.5
 EOS = range(60)
 """Many tokens, so that some responses end early."""
 needs_vllm = pytest.mark.skipif(
@@ -44,14 +48,17 @@ needs_vllm = pytest.mark.skipif(
 class EngineActor:
     """As EngineProcess, with further methods for tests."""
 
-    def start(self, path: str, tensor_parallel_size: int, temperature: float, **engine_kwargs: Any) -> None:
+    def start(
+        self, path: str, tensor_parallel_size: int, temperature: float, adapters: Any = None, **engine_kwargs: Any
+    ) -> None:
         rollout = RolloutConfig(
             temperature=temperature,
             max_num_seqs=8,
             tensor_parallel_size=tensor_parallel_size,
             engine_kwargs=engine_kwargs,
         )
-        self.engine = VllmEngine(ModelConfig(path=path), rollout, EOS, MAX_LENGTH, 0, Placement("cpu"))
+        placement = Placement("cpu", adapters=adapters)
+        self.engine = VllmEngine(ModelConfig(path=path), rollout, EOS, MAX_LENGTH, 0, placement)
         assert isinstance(self.engine, WeightReceiver)
 
     def refusal(self, path: str, **engine_kwargs: Any) -> str:
@@ -114,8 +121,8 @@ class Setting:
     def sampling(self, **changes: Any) -> Sampling:
         return Sampling(**{"max_new_tokens": 12, "temperature": self.temperature, **changes})
 
-    def sync(self, parameters: Sequence[str] | None = None) -> None:
-        source = WeightSource(self.hf, torch.float32)
+    def sync(self, parameters: Sequence[str] | None = None, adapters_only: bool = False) -> None:
+        source = WeightSource(self.hf, torch.float32, adapters_only)
         if parameters is not None:
             source.parameters = {name: source.parameters[name] for name in parameters}
         here, name = ray.get_runtime_context().get_node_id(), Actor("the engine", "engine")
@@ -149,14 +156,17 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Set
             "VLLM_LOGGING_LEVEL": "WARNING",
         }
         found, starting = {}, []
-        for name, tie, tensor_parallel_size, temperature in (
-            ("tied", True, 1, 0.7),
-            ("untied, parallel", False, 2, 1.0),
+        for name, tie, tensor_parallel_size, temperature, adapters in (
+            ("tied", True, 1, 0.7, None),
+            ("untied, parallel", False, 2, 1.0, None),
+            ("adapters", True, 1, 1.0, new_config("", RANK, ALPHA, 0.0, [], None)),
         ):
             path = make_tiny_model(folder / str(tie), hidden=64, num_attention_heads=2, num_key_value_heads=2, tie=tie)
             actor = ray.remote(num_cpus=1, runtime_env={"env_vars": variables})(EngineActor).remote()
-            starting.append(actor.start.remote(str(path), tensor_parallel_size, temperature))
+            starting.append(actor.start.remote(str(path), tensor_parallel_size, temperature, adapters))
             hf = AutoModelForCausalLM.from_pretrained(path)
+            if adapters is not None:
+                add_adapters(hf, LoraConfig(rank=RANK, alpha=ALPHA), str(path))
             found[name] = Setting(actor, hf, str(path), temperature)
         try:
             ray.get(starting, timeout=TIMEOUT_S)
@@ -235,6 +245,30 @@ def test_missing_weights_are_an_error(settings: dict[str, Setting]) -> None:
     setting = settings["tied"]
     with pytest.raises(RunError, match=r"brought vllm no weights for \d+ of its parameters \(model.layers.1"):
         setting.sync([name for name in WeightSource(setting.hf, torch.float32).parameters if "layers.1" not in name])
+
+
+@needs_vllm
+def test_an_engine_that_receives_adapters_only_computes_with_them(settings: dict[str, Setting]) -> None:
+    """Adapters of 0 reproduce the model; each sync replaces them, and the model's weights do not travel."""
+    setting = settings["adapters"]
+    adapters = [weight for name, weight in setting.hf.named_parameters() if is_adapter(name)]
+    assert WeightSource(setting.hf, torch.float32, adapters_only=True).parameters.keys() == {
+        name for name, _ in setting.hf.named_parameters() if is_adapter(name)
+    }
+    before = setting.call("generate", prompts(), [1, 2, 3], setting.sampling())
+    setting.check(prompts(), before, 1.0)
+    for scale in (0.0, 0.3, 0.3):
+        with torch.no_grad():
+            for weight in adapters:
+                weight.normal_().mul_(scale)
+        setting.sync(adapters_only=True)
+        after = setting.call("generate", prompts(), [1, 2, 3], setting.sampling())
+        setting.check(prompts(), after, 1.0)
+        first, again = ([float(completion.logprobs[0]) for completion in found] for found in (before, after))
+        assert (first == again) == (scale == 0)
+        before = after
+    (block,) = setting.call("blocks", (prompts(), [1, 2, 3], setting.sampling()))
+    setting.check(prompts(), block, 1.0)
 
 
 @needs_vllm

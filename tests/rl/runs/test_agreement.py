@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.rl.runs.jobs import Runs, metrics, same_metrics
+from hpc_rl.errors import EXIT_STOPPED
+from tests.rl.runs.jobs import Runs, metrics, same_metrics, series, stop_after
 
 OPTIONS = (
     "trainer.total_training_steps=3",
@@ -37,6 +38,22 @@ def test_again_is_the_same(run: Runs, tmp_path: Path, one_worker: Path) -> None:
 def test_another_seed_is_not(run: Runs, tmp_path: Path, one_worker: Path) -> None:
     assert run(tmp_path, *OPTIONS, "trainer.seed=2") == 0
     assert metrics(tmp_path)[1]["actor/grad_norm"] != metrics(one_worker)[1]["actor/grad_norm"]
+
+
+def test_shuffled_mini_batches_agree_too(run: Runs, tmp_path: Path, one_worker: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    shuffle = (*OPTIONS, "actor.shuffle=true", "algorithm.loss_agg=token-mean")
+    assert run(one, *shuffle) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 1)
+        assert run(two, *shuffle) == EXIT_STOPPED
+    (two / "stop").unlink()
+    assert run(two, *shuffle, "trainer.n_gpus_per_node=2") == 0
+    same_metrics(two, one)
+    for name in ("actor/grad_norm", "critic/grad_norm", "actor/lr"):
+        values = [series(folder, name)[0] for folder in (one, one_worker)]
+        assert values[0] == pytest.approx(values[1], rel=0.5)
+        assert (values[0] == values[1]) == (name == "actor/lr")
 
 
 def test_separate_pools_agree_with_a_shared_one(run: Runs, tmp_path: Path, one_worker: Path) -> None:

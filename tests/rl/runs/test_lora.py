@@ -14,6 +14,9 @@ from transformers import AutoModelForCausalLM
 from hpc_rl.errors import RunError
 from hpc_rl.rl import trainer
 from hpc_rl.rl.workers.worker import Worker
+from hpc_rl.training.models.lora import is_adapter
+from tests.helpers import make_tiny_model
+from tests.rl.rollout.test_vllm import needs_vllm
 from tests.rl.runs.jobs import Runs, metrics, same_metrics, samples, series, stop_after
 
 LORA = (
@@ -124,6 +127,17 @@ def send_other_weights(worker: Worker) -> None:
     source.__class__ = Other
 
 
+def send_zeros(worker: Worker) -> None:
+    source = worker._parts["sender"]._source
+    kept = type(source).__iter__
+
+    class Other(type(source)):  # type: ignore[misc]
+        def __iter__(self) -> Any:
+            return ((name, weight * 0) for name, weight in kept(self))
+
+    source.__class__ = Other
+
+
 def break_on(state: Any, fault: Any) -> None:
     """Change something in the processes of the policy's workers."""
     import ray
@@ -159,3 +173,41 @@ def test_adapters_that_change_something_at_the_start_end_the_run(run: Runs, tmp_
         break_on(state, disturb)
         with pytest.raises(RunError, match="but the policy's probabilities differ from those of the model without"):
             trainer.train(state)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_vllm_computes_with_the_adapters_alone(run: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both checks of adapters succeed, and nothing but adapters is sent."""
+    with run.state(tmp_path / "run", *LORA, *ENGINE_POOL, *on_vllm(tmp_path)) as state:
+        assert all(map(is_adapter, sent_names(state)))
+        assert trainer.train(state) == 0
+    said = capsys.readouterr().out
+    assert "before the first update, the engine's probabilities equal those of the model without adapters" in said
+    assert "the engine's log-probabilities moved together with the policy's (slope 1.0" in said
+    assert [step["step"] for step in metrics(tmp_path / "run")] == [0, 1, 2, 3]
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_adapters_that_do_not_reach_vllm_end_the_run(run: Runs, tmp_path: Path) -> None:
+    with run.state(tmp_path / "run", *LORA, *ENGINE_POOL, *on_vllm(tmp_path)) as state:
+        break_on(state, send_zeros)
+        with pytest.raises(RunError, match=r"engine's log-probabilities have moved by -?0\.0\d times the policy's"):
+            trainer.train(state)
+
+
+def on_vllm(folder: Path) -> list[str]:
+    """Return options of a run with vLLM, which supports no heads of size 16 on CPUs."""
+    model = make_tiny_model(folder / "model", hidden=64, num_attention_heads=2, num_key_value_heads=2)
+    return [f"model.path={model}", "rollout.name=vllm", "rollout.merge_lora=false"]
+
+
+def sent_names(state: Any) -> list[str]:
+    import ray
+
+    def names(worker: Worker) -> list[str]:
+        return list(worker._parts["sender"]._source.parameters)
+
+    found: list[str] = ray.get(state.actor._workers[0].__ray_call__.remote(names), timeout=60)
+    return found

@@ -158,14 +158,14 @@ def test_an_endpoint(plain: Runs, tmp_path: Path, url: str) -> None:
         assert step["critic/reward_errors"] == 0 and step["critic/score/max"] > 0
 
 
-def make_reward_model(folder: Path, vocab: int = 320) -> Path:
+def make_reward_model(folder: Path, vocab: int = 320, outputs: int = 1) -> Path:
     """A sequence classifier whose head is not that of a new one."""
     from transformers import AutoModelForSequenceClassification
 
     make_tiny_model(folder)
-    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=outputs)
     with torch.no_grad():
-        model.score.weight.copy_(torch.randn(1, 32, generator=torch.Generator().manual_seed(3)))
+        model.score.weight.copy_(torch.randn(outputs, 32, generator=torch.Generator().manual_seed(3)))
     model.save_pretrained(folder)
     make_tokenizer(vocab).save_pretrained(folder)
     return folder
@@ -183,11 +183,11 @@ def test_a_reward_model_on_the_same_pool_and_on_its_own(plain: Runs, tmp_path: P
 
 
 def test_a_reward_model_scores_as_transformers_does(plain: Runs, tmp_path: Path) -> None:
-    """Greedy responses, scored again one by one."""
+    """Greedy responses, scored again one by one. The score is the weighted sum of two outputs."""
     from transformers import AutoModelForSequenceClassification
 
-    folder = make_reward_model(tmp_path / "reward")
-    with plain.state(tmp_path / "run", f"reward.model={folder}") as state:
+    folder = make_reward_model(tmp_path / "reward", outputs=2)
+    with plain.state(tmp_path / "run", f"reward.model={folder}", "reward.weights=[2,-0.5]") as state:
         prompts = state.val
         asked = [prompt.token_ids for prompt in prompts]
         completions = state.rollout.generate(asked, [0] * len(asked), greedy_sampling(state.config)).wait()
@@ -196,7 +196,8 @@ def test_a_reward_model_scores_as_transformers_does(plain: Runs, tmp_path: Path)
     for prompt, completion, score in zip(prompts, completions, scores, strict=True):
         ids = torch.tensor([[*prompt.token_ids.tolist(), *completion.token_ids.tolist()]])
         with torch.no_grad():
-            expected = model.score(model.base_model(ids).last_hidden_state[0, -1])
+            first, second = model.score(model.base_model(ids).last_hidden_state[0, -1]).tolist()
+        expected = 2 * first - 0.5 * second
         assert score == pytest.approx(float(expected), abs=1e-4)
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hpc_rl.config.ppo import RolloutConfig
+from hpc_rl.config.rollout import RolloutConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.rl.rollout.engine import Placement
 from hpc_rl.rl.rollout.vllm import WORKER_EXTENSION, engine_settings
@@ -22,6 +22,7 @@ PLACEMENTS = {
     "own GPU": Placement("cuda", "nccl"),
     "shared GPU": Placement("cuda", "ipc", sleeps=True, gpu_share=0.5),
     "several GPUs": Placement("cuda", "nccl", bundles=(0, 1)),
+    "adapters only": Placement("cuda", "host", sleeps=True, gpu_share=0.5, adapters={"r": 9}),
 }
 
 
@@ -56,7 +57,10 @@ def test_vllm_accepts_the_arguments(name: str, model: str) -> None:
     assert (config.model_config.seed, config.model_config.max_model_len) == (1, 256)
     assert config.model_config.logprobs_mode == "raw_logprobs" and config.model_config.skip_tokenizer_init
     assert config.scheduler_config.max_num_seqs == 256
-    assert config.weight_transfer_config.backend == placement.transfer
+    if placement.adapters is None:
+        assert config.weight_transfer_config.backend == placement.transfer
+    else:
+        assert config.lora_config.max_lora_rank == 16 and config.lora_config.lora_dtype == torch.bfloat16
 
 
 def test_vllm_knows_the_arguments_for_cpus(model: str) -> None:

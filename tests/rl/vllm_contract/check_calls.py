@@ -9,17 +9,22 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 import hpc_rl
 from hpc_rl.config.engines import ENGINES
+from hpc_rl.host.peft_folder import new_config
 from hpc_rl.rl.rollout import vllm as engine_module
+from hpc_rl.rl.rollout import vllm_adapters
 from hpc_rl.rl.rollout.engine import Placement, Sampling
 from hpc_rl.rl.rollout.vllm import PARTS
 from hpc_rl.rl.rollout.vllm_worker import WeightUpdates
+from hpc_rl.rl.weights.buckets import pack
 from tests.rl.vllm_contract.pretend import make_engine
 
 
@@ -96,6 +101,51 @@ def test_the_calls_of_blocks() -> None:
     assert {"prompts", "sampling_params", "use_tqdm"} <= inspect.signature(LLM.enqueue).parameters.keys()
     assert callable(LLMEngine.step)
     assert {"request_id", "finished"} <= inspect.signature(RequestOutput.__init__).parameters.keys()
+
+
+def test_adapters_without_merged_weights(tmp_path: Path) -> None:
+    """The request loads what the folder has, in place of the adapters before; later requests name it."""
+    from typing import get_args
+
+    from vllm.config.lora import MaxLoRARanks
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    assert get_args(MaxLoRARanks) == vllm_adapters.RANKS
+    assert [vllm_adapters.engine_rank(rank) for rank in (1, 2, 8, 9, 512)] == [1, 8, 8, 16, 512]
+    engine = make_engine(mock.MagicMock(), "host")
+    engine._llm.llm_engine = core = mock.create_autospec(LLMEngine, instance=True)
+    engine._adapters = vllm_adapters.VllmAdapters(new_config("base", 2, 6.0, 0.0, ["q_proj"], None))
+    layer = "model.layers.0.self_attn.q_proj"
+    sent = {f"{layer}.lora_A.weight": torch.randn(2, 4), f"{layer}.lora_B.weight": torch.randn(3, 2)}
+    loaded: list[LoRAModel] = []
+
+    def add_lora(request: Any) -> bool:
+        assert request.load_inplace
+        config = PEFTHelper.from_local_dir(request.lora_path, None)
+        loaded.append(LoRAModel.from_local_checkpoint(request.lora_path, {"q_proj"}, config, device="cpu"))
+        return True
+
+    core.add_lora.side_effect = add_lora
+    for _ in range(2):
+        engine.start_weight_update()
+        for bucket in pack(sent.items(), 1):
+            engine.update_weights(bucket)
+        engine.finish_weight_update()
+    layers = loaded[-1].loras
+    assert layers.keys() == {layer} and len(loaded) == 2
+    assert torch.equal(layers[layer].lora_a, sent[f"{layer}.lora_A.weight"]) and layers[layer].scaling == 3
+    assert torch.equal(layers[layer].lora_b, sent[f"{layer}.lora_B.weight"])
+    engine._llm.reset_prefix_cache.assert_called()
+    request = engine._adapters.current
+    assert request is not None and not request.load_inplace
+    engine._eos_token_ids = [7]
+    engine._llm.generate.return_value = []
+    engine.generate([np.array([1], np.int32)], [3], Sampling(9))
+    assert engine._llm.generate.call_args.kwargs["lora_request"] is request
+    engine.sleep()
+    engine._llm.sleep.assert_called_once_with(level=1)  # no update would bring the model's weights again
 
 
 def test_parts_of_memory_and_levels_of_sleep() -> None:

@@ -153,6 +153,7 @@ def make_engine(worker: Any, backend: str) -> VllmEngine:
     engine._llm.wake_up.side_effect = lambda tags: worker.wake_up(tags)
     engine._placement = Placement("cuda", backend, sleeps=True, gpu_share=0.5)
     engine._asleep = set()
+    engine._adapters = None
     return engine
 
 

@@ -6,7 +6,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from hpc_rl.config.ppo import Role
+from hpc_rl.config.pools import Role
 from hpc_rl.rl import process
 from hpc_rl.rl.rollout.engine import Sampling
 from hpc_rl.rl.workers.worker import MODELS, Worker

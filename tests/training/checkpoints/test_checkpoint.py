@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpc_rl.config.training import ModelConfig, OptimConfig
-from hpc_rl.errors import UserError
+from hpc_rl.errors import AgreedError, UserError
 from hpc_rl.training.checkpoints import checkpoint, folders, model_state
 from hpc_rl.training.checkpoints.folders import ACTOR, CRITIC, Progress
 from hpc_rl.training.checkpoints.model_state import UnreadableError
@@ -135,3 +135,12 @@ def test_where_a_checkpoint_is_found(config: ModelConfig, tmp_path: Path) -> Non
     assert checkpoint.find(tmp_path, tmp_path / "checkpoints") == path
     with pytest.raises(UserError, match="is neither a checkpoint nor a run directory with one in checkpoints/"):
         checkpoint.find(tmp_path, tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(("before", "now"), [("nf4", None), (None, "nf4")])
+def test_another_quantisation_is_not_resumed(tmp_path: Path, before: str | None, now: str | None) -> None:
+    progress = Progress(samples=1, dtype="float32", quantize=before)
+    checkpoint.refuse_other_quantize(tmp_path, progress, before)
+    theirs, ours = before or "null", now or "null"
+    with pytest.raises(AgreedError, match=f"was trained with model.lora.quantize={theirs}, and the run has {ours}: "):
+        checkpoint.refuse_other_quantize(tmp_path, progress, now)

@@ -12,7 +12,7 @@ from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import UserError
 from hpc_rl.training.models.causal_lm import load_model
 from hpc_rl.training.models.packed_batch import PackedBatch, pack_samples
-from hpc_rl.training.models.scalar_model import critic, reward_model
+from hpc_rl.training.models.scalar_model import critic, reward_model, trained_reward_model
 from tests.helpers import make_tiny_model
 
 LENGTHS = [5, 9, 1]
@@ -74,7 +74,26 @@ def test_packed_scores_are_those_of_single_samples(causal: str, classifier: str)
     with torch.no_grad():
         hidden = [plain.base_model(torch.from_numpy(ids)[None].long()).last_hidden_state[0] for ids in samples()]
         expected_N = torch.cat([plain.score(hidden_TH[:-1])[:, 0] for hidden_TH in hidden])
-    torch.testing.assert_close(model(packed()), expected_N, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model(packed()), expected_N[:, None], atol=1e-5, rtol=1e-5)
+
+
+def test_a_reward_model_with_several_outputs(causal: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    plain = AutoModelForSequenceClassification.from_pretrained(causal, num_labels=3)
+    plain.save_pretrained(tmp_path)
+    model = reward_model(str(tmp_path), ModelConfig(path=causal), torch.float32, 3).load()
+    with torch.no_grad():
+        hidden = [plain.base_model(torch.from_numpy(ids)[None].long()).last_hidden_state[0] for ids in samples()]
+        expected_NK = torch.cat([plain.score(hidden_TH[:-1]) for hidden_TH in hidden])
+    torch.testing.assert_close(model(packed()), expected_NK, atol=1e-5, rtol=1e-5)
+
+
+def test_a_new_reward_model_names_its_outputs(causal: str) -> None:
+    model = trained_reward_model(ModelConfig(path=causal), ["helpful", "correct"]).load()
+    assert model(packed()).shape == (sum(LENGTHS) - len(LENGTHS), 2)
+    assert model.hf.config.id2label == {0: "helpful", 1: "correct"}
+    assert trained_reward_model(ModelConfig(path=causal), []).load().hf.config.num_labels == 1
 
 
 def test_a_reward_model_in_half_precision_gives_float32(causal: str, classifier: str) -> None:

@@ -1,0 +1,42 @@
+"""The section `data` of reinforcement learning, and the options of prompts that `generate` and `eval` share."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from hpc_rl.config.base import Files, Path, Section, SomeFiles
+
+
+class PromptFiles(Section):
+    train_files: SomeFiles
+    """Training prompts: one or more data files (jsonl, json, csv, tsv or parquet), or the name of one data set on the
+    hub (its train split)."""
+    val_files: Files = []
+    """Validation prompts, in the same forms (of a data set on the hub, its test split). Empty: no validation."""
+
+
+class PromptConfig(Section):
+    """Options of prompts that `submit ppo`, `generate` and `eval` share."""
+
+    prompt_key: str = "messages"
+    """Column with the prompt: text, or chat messages. If the last message is the assistant's, it is ignored."""
+    answer_key: str | None = "answer"
+    """Column with the reference answer for the reward function. null: no reference answers."""
+    chat_template: Path | None = None
+    """File with a Jinja chat template that replaces the tokenizer's. null: the tokenizer's own template."""
+    max_prompt_length: int = Field(512, ge=1)
+    """Longest prompt, in tokens."""
+    overlong_prompts: Literal["drop", "truncate"] = "drop"
+    """Treatment of prompts longer than max_prompt_length: leave them out, or keep only their end. The log counts
+    them."""
+    max_response_length: int = Field(512, ge=1)
+    """Longest response, in tokens."""
+
+
+class PromptDataConfig(PromptConfig, PromptFiles):
+    train_batch_size: int = Field(64, ge=1)
+    """Prompts per step. The policy generates rollout.n responses to each of them."""
+    shuffle: bool = True
+    """Use a new random order in each epoch."""

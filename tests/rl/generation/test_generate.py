@@ -1,0 +1,199 @@
+"""The loop of generation: what is on disk after a stop, after an error, and after a reward that fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpc_rl.data.prompts import Prompt
+from hpc_rl.errors import EXIT_STOPPED, RunError
+from hpc_rl.rewards.scorer import Scores, open_scorer
+from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.generation import generate as loop
+from hpc_rl.rl.generation.generate import Generation, generate
+from hpc_rl.rl.generation.plan import Block, blocks_of, make_plan
+from hpc_rl.rl.generation.responses import Parts, read_responses
+from hpc_rl.rl.rollout.engine import Completion
+from hpc_rl.rl.scoring import FunctionScoring
+from hpc_rl.run_dir import RunDir
+from tests.rl.generation.test_plan import completions, config, sources
+
+Values = Callable[[int], float]
+"""From the number of a call to the score of each of its responses; NaN if the reward fails."""
+
+
+class Feeder:
+    """Completes each block at once."""
+
+    has_room = True
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.completes: list[int] = []
+        """Blocks that each call of `completed` returns; all if there is no such call any more. 0: an engine is dead."""
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def feed(self, block: Block) -> None:
+        self.blocks.append(block)
+
+    def completed(self, timeout_s: float) -> list[tuple[Block, list[Completion]]]:
+        count = self.completes.pop(0) if self.completes else len(self.blocks)
+        if not count:
+            raise RunError("an engine is dead")
+        done, self.blocks = self.blocks[:count], self.blocks[count:]
+        return [(block, completions(len(block.asked))) for block in done]
+
+
+class Scoring:
+    """Scores each block in its own call. From call `hangs_at` on, it hangs until it is closed."""
+
+    def __init__(self, values: Values = lambda _: 1.0, hangs_at: int = 1000) -> None:
+        self._values, self._hangs_at = values, hangs_at
+        self._calls = 0
+        self.hangs, self.closed = threading.Event(), threading.Event()
+
+    def start(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str] | None = None
+    ) -> Pending[Scores]:
+        def compute(_: float) -> Scores:
+            if number >= self._hangs_at:
+                self.hangs.set()
+                if self.closed.wait(5):
+                    raise RunError("closed")
+            value = self._values(number)
+            errors = [(index, "broken") for index in range(len(prompts)) if np.isnan(value)]
+            return Scores(np.full(len(prompts), value, np.float32), errors)
+
+        number, self._calls = self._calls, self._calls + 1
+        return Pending(compute)
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Tokenizer:
+    """Counts the responses that it decodes."""
+
+    def __init__(self) -> None:
+        self.decoded = 0
+
+    def batch_decode(self, ids: Sequence[Any], skip_special_tokens: bool) -> list[str]:
+        self.decoded += len(ids)
+        return [" ".join(map(str, each)) for each in ids]
+
+
+class Tracker:
+    def log(self, *_: Any) -> None:
+        pass
+
+
+class Stopping:
+    """Stops as soon as `when` is true."""
+
+    def __init__(self, when: Callable[[], bool]) -> None:
+        self._when = when
+
+    def due(self, work_s: float) -> bool:
+        return self._when()
+
+    def note_step(self, seconds: object) -> None:
+        pass
+
+    def is_in_vain(self) -> bool:
+        return False
+
+
+def attempt(
+    folder: Path, scoring: Scoring | FunctionScoring, stops: Callable[[], bool] = lambda: False, blocks: int = 4
+) -> Generation:
+    """Return an attempt of a run with blocks of two responses."""
+    settings, given = config("rollout.max_num_seqs=2", "reward.function=exact"), sources(2 * blocks)
+    plan = make_plan(settings, given, "hf")
+    parts = Parts(RunDir(folder), plan)
+    finished = parts.finished()
+    left = [block for block in blocks_of(plan, given) if block.number not in finished]
+    others: Any = (Tokenizer(), Tracker(), Stopping(stops), Feeder())
+    counts: Any = {"done": len(finished), "is_scored": parts.has_score()}
+    return Generation(settings, others[0], plan, left, parts, others[3], scoring, others[1], others[2], **counts)
+
+
+def test_a_stop_does_not_wait_for_the_scores_of_a_block(tmp_path: Path) -> None:
+    scoring = Scoring(hangs_at=1)
+    state = attempt(tmp_path, scoring, stops=scoring.hangs.is_set)
+    assert generate(state) == EXIT_STOPPED
+    assert scoring.closed.is_set() and state.parts.finished() == {0}
+    assert generate(attempt(tmp_path, Scoring())) == 0
+
+
+def test_an_error_of_an_engine_does_not_wait_for_the_scores_of_a_block(tmp_path: Path) -> None:
+    state = attempt(tmp_path, Scoring(hangs_at=1))
+    state.feeder.completes = [2, 0]  # type: ignore[attr-defined]
+    with pytest.raises(RunError, match="an engine is dead"):
+        generate(state)
+    assert not state.parts.finished() - {0}
+
+
+def failing(*calls: int) -> Values:
+    return lambda number: np.nan if number in calls else 1.0
+
+
+@pytest.fixture
+def few_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "MOST_FAILED", 4)
+
+
+@pytest.mark.usefixtures("few_failures")
+def test_no_block_without_scores_is_finished_if_the_reward_always_fails(tmp_path: Path) -> None:
+    state = attempt(tmp_path, Scoring(failing(*range(100))), blocks=9)
+    with pytest.raises(RunError, match="none of 4 responses could be scored; the first error: broken"):
+        generate(state)
+    assert state.parts.finished() == set(), "also those that wait to be recorded"
+    assert generate(attempt(tmp_path, Scoring(), blocks=9)) == 0
+
+
+def test_a_stop_keeps_blocks_without_scores_and_the_next_attempt_counts_them(tmp_path: Path) -> None:
+    """A run that is stopped again and again before enough responses have failed would have no end otherwise."""
+    scoring = Scoring(failing(0, 1), hangs_at=2)
+    state = attempt(tmp_path, scoring, stops=scoring.hangs.is_set)
+    assert generate(state) == EXIT_STOPPED
+    assert state.parts.finished() == {0, 1}
+    state = attempt(tmp_path, Scoring(failing(*range(4))))
+    with pytest.raises(RunError, match="none of 8 responses could be scored"):
+        generate(state)
+    assert state.parts.finished() == set()
+
+
+@pytest.mark.usefixtures("few_failures")
+def test_a_restart_in_data_for_which_the_reward_fails_goes_on(tmp_path: Path) -> None:
+    """As the run would have done without the restart."""
+    scoring = Scoring(hangs_at=1)
+    assert generate(attempt(tmp_path, scoring, stops=scoring.hangs.is_set)) == EXIT_STOPPED
+    assert generate(attempt(tmp_path, Scoring(failing(*range(4))))) == 0
+
+
+def test_the_last_block_may_have_no_scores_if_an_earlier_attempt_had_some(tmp_path: Path) -> None:
+    scoring = Scoring(hangs_at=3)
+    assert generate(attempt(tmp_path, scoring, stops=scoring.hangs.is_set)) == EXIT_STOPPED
+    state = attempt(tmp_path, Scoring(failing(0)))
+    assert len(state.blocks) == 1 and generate(state) == 0
+    rows = list(read_responses(RunDir(tmp_path).responses))
+    assert [row["score"] for row in rows] == [1.0] * 6 + [None] * 2
+
+
+def test_a_run_whose_reward_fails_for_all_its_few_responses_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="none of 8 responses could be scored"):
+        generate(attempt(tmp_path, Scoring(failing(*range(4)))))
+
+
+def test_a_response_is_decoded_once(tmp_path: Path) -> None:
+    tokenizer: Any = Tokenizer()
+    state = attempt(tmp_path, FunctionScoring(open_scorer(config("reward.function=exact").reward), tokenizer))
+    state.tokenizer = tokenizer
+    assert generate(state) == 0 and tokenizer.decoded == 8

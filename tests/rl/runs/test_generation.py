@@ -1,0 +1,152 @@
+"""Generation with a reward model: in the engines' pool or its own, and after a stop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hpc_rl.config.compose import compose
+from hpc_rl.config.generate import GenerateConfig
+from hpc_rl.data.arithmetic import generate
+from hpc_rl.data.prompts import Prompt
+from hpc_rl.errors import EXIT_STOPPED, UserError
+from hpc_rl.rewards.scorer import Scores
+from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.generation import generate as loop
+from hpc_rl.rl.generation.responses import Parts, read_responses
+from hpc_rl.rl.generation.run import run_generation
+from hpc_rl.rl.pools import release_pools
+from hpc_rl.rl.rollout.engine import Completion
+from hpc_rl.rl.scoring import ModelScoring
+from hpc_rl.rl.workers import group
+from hpc_rl.run_dir import RunDir
+from tests.helpers import make_tiny_model
+from tests.rl.runs.jobs import Hosts, metrics, stop_after
+from tests.rl.runs.test_rewards import make_reward_model
+
+PROMPTS, N = 7, 2
+DIVIDED = ("trainer.n_gpus_per_node=3", "pools={spec: {gen: [1], judges: [2]}, roles: {reward: judges}}")
+
+
+class Generations:
+    """Generations one after the other, which share options."""
+
+    def __init__(self, folder: Path, hosts: Hosts) -> None:
+        generate(folder, n_train=PROMPTS, n_val=1)
+        self.model = make_tiny_model(folder / "model")
+        self.reward = make_reward_model(folder / "reward")
+        self._options = [
+            *(f"model.path={self.model}", f"data.files={folder}/train.jsonl", "trainer.device=cpu"),
+            *("data.max_prompt_length=40", "data.max_response_length=6", f"rollout.n={N}", "rollout.max_num_seqs=4"),
+            *(f"reward.model={self.reward}", "trainer.micro_tokens=64", "trainer.logger=[]"),
+        ]
+        self._hosts = hosts
+
+    def __call__(self, run_dir: Path, *overrides: str, attempt: int = 1) -> int:
+        """Run to the end and return the exit code."""
+        config = compose("generate", [*self._options, *overrides])
+        assert isinstance(config, GenerateConfig)
+        logs = run_dir / f"attempt-{attempt}"
+        logs.mkdir(parents=True)
+        self._hosts.all_free()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(group, "ray", SimpleNamespace(remote=lambda _: self._hosts))
+            try:
+                return run_generation(config, RunDir(run_dir), logs)
+            finally:
+                release_pools(str(logs))
+
+
+@pytest.fixture(scope="module")
+def generation(tmp_path_factory: pytest.TempPathFactory, hosts: Hosts) -> Generations:
+    return Generations(tmp_path_factory.mktemp("generation"), hosts)
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    return list(read_responses(run_dir / "responses.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[list[int]]:
+    """The tokens of prompt and response that the reward model of `shared` has scored, in this order."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def shared(generation: Generations, asked: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose reward model is in the engines' pool."""
+    run_dir = tmp_path_factory.mktemp("shared")
+    start = ModelScoring.start
+
+    def noted(
+        self: ModelScoring, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str]
+    ) -> Pending[Scores]:
+        both = zip(prompts, completions, strict=True)
+        asked.extend([*one.token_ids.tolist(), *other.token_ids.tolist()] for one, other in both)
+        return start(self, prompts, completions, texts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelScoring, "start", noted)
+        assert generation(run_dir) == 0
+    return run_dir
+
+
+def test_scores_are_those_of_transformers(generation: Generations, shared: Path, asked: list[list[int]]) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(generation.reward)
+    rows = rows_of(shared)
+    assert len(rows) == PROMPTS * N and len({row["score"] for row in rows}) > N
+    for row, ids in zip(rows, asked, strict=True):
+        with torch.no_grad():
+            expected = model.score(model.base_model(torch.tensor([ids])).last_hidden_state[0, -1])
+        assert row["score"] == pytest.approx(float(expected), abs=1e-4)
+    means = [step["generate/score"] for step in metrics(shared)]
+    assert len(means) == 4 and means[0] == pytest.approx(sum(row["score"] for row in rows[:4]) / 4, abs=1e-4)
+
+
+def test_ranks_of_its_own_score_the_same(generation: Generations, shared: Path, tmp_path: Path) -> None:
+    assert generation(tmp_path, *DIVIDED) == 0
+    for own, other in zip(rows_of(tmp_path), rows_of(shared), strict=True):
+        assert own["score"] == pytest.approx(other["score"], abs=1e-4)
+        assert {**own, "score": 0} == {**other, "score": 0, "logprob": own["logprob"]}
+
+
+def test_a_restart_scores_only_what_is_left(
+    generation: Generations, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "MOST_SCORING", 1)
+        stop_after(patch, 1)
+        assert generation(tmp_path) == EXIT_STOPPED
+    (tmp_path / "stop").unlink()
+    finished = {path.name for path in (tmp_path / "response-parts").glob("*.jsonl")}
+    assert finished and len(finished) < 4
+    written: list[str] = []
+    write = Parts.write
+    monkeypatch.setattr(
+        Parts, "write", lambda self, number, rows: (written.append(f"{number:06d}.jsonl"), write(self, number, rows))
+    )
+    assert generation(tmp_path, attempt=2) == 0
+    assert {*written} | finished == {f"{number:06d}.jsonl" for number in range(4)} and not {*written} & finished
+    assert [row["response"] for row in rows_of(tmp_path)] == [row["response"] for row in rows_of(shared)]
+    with pytest.raises(UserError, match=r"has responses that were generated with other settings \(columns changed\)"):
+        generation(tmp_path, f"reward.model={generation.model}", attempt=3)
+
+
+def test_several_outputs_need_weights(generation: Generations, tmp_path: Path) -> None:
+    folder = make_reward_model(tmp_path / "two", outputs=2)
+    with pytest.raises(UserError, match=r"^reward\.model .* has 2 outputs, not 1: set reward\.weights to one number"):
+        generation(tmp_path / "without", f"reward.model={folder}")
+    with pytest.raises(UserError, match=r"^reward\.model .* has 1 output, not 2: set reward\.weights"):
+        generation(tmp_path / "with", "reward.weights=[1,0.5]")
+
+
+def test_a_model_without_a_trained_head_is_refused(generation: Generations, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"reward\.model .* has no trained head 'score'"):
+        generation(tmp_path, f"reward.model={generation.model}")
