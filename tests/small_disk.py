@@ -46,7 +46,7 @@ class SmallDisk:
         subprocess.run(
             ["mount", "-o", f"remount,{'ro' if value else 'rw'}", self.path],
             check=True,
-            timeout=20,
+            timeout=300,
             capture_output=True,
         )
 
@@ -56,14 +56,14 @@ def small_disk(path: Path, size: str = "8m", inodes: int = 1000) -> Iterator[Sma
     """Mount an empty file system on a new folder."""
     path.mkdir()
     options = f"size={size},nr_inodes={inodes},mode=700"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "small-disk", path], check=True, timeout=20)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "small-disk", path], check=True, timeout=300)
     try:
         yield SmallDisk(path)
     finally:
-        subprocess.run(["umount", "--lazy", path], check=True, timeout=20)
+        subprocess.run(["umount", "--lazy", path], check=True, timeout=300)
 
 
-def await_folder(path: Path, timeout_s: float = 120) -> None:
+def await_folder(path: Path, timeout_s: float = 600) -> None:
     """Wait until a checkpoint that is written in the background has its name."""
     deadline = time.monotonic() + timeout_s
     while not path.is_dir():

@@ -27,6 +27,8 @@ from hpc_rl.rl.pools import release_pools
 from hpc_rl.run_dir import RunDir
 
 _LOG_POLL_S = 0.1
+_STARTS = 3
+_TOO_SLOW = "timed out during startup"  # in the message of ray._private.node.Node
 
 _CPU_DEFAULTS = {
     # By default glibc returns memory to the kernel after each pass, and the page faults slow down generation
@@ -102,11 +104,31 @@ def connect(config: DriverConfig, logs: Path) -> bool:
         # Without an address, Ray joins the cluster that a file in /tmp names, which any user can write.
         options = {"address": "local"} | options | {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     try:
-        ray.init(**options)
+        _init(options)
     except (ConnectionError, TypeError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise UserError(f"Ray does not start or answer (RAY_ADDRESS, ray_kwargs.ray_init): {first}") from error
     return not address
+
+
+def _init(options: dict[str, Any]) -> None:
+    """Call `ray.init`, again if Ray's processes are too slow: on a busy machine they need more than Ray's fixed 30 s.
+
+    The processes of a failed start end with this process.
+    """
+    for tries in range(1, _STARTS + 1):
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:  # Ray has no type for it
+            if _TOO_SLOW not in str(error):
+                raise
+            if tries == _STARTS:
+                load, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
+                raise UserError(
+                    f"Ray's processes did not start within 30 s, {_STARTS} times. This machine has a load of "
+                    f"{load:.0f} on {cpus} CPUs: run on a machine with less load"
+                ) from error
 
 
 def new_run(kind: str) -> RunDir:

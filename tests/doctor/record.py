@@ -214,7 +214,7 @@ def run(case: Case, workspace: Path) -> tuple[str, str]:
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
-            process.wait(30)
+            process.wait(600)
         while taken:
             taken.pop().close()
     output.seek(0)

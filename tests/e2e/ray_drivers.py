@@ -60,7 +60,7 @@ for token, setting in settings.items():
 for where in ("127.0.0.1", address.split(":")[0]):
     job = urllib.request.Request(f"http://{where}:{dashboard_port}/api/jobs/", data=b'{"entrypoint": "id"}')
     try:
-        found[f"submit to {where}"] = urllib.request.urlopen(job, timeout=60).status
+        found[f"submit to {where}"] = urllib.request.urlopen(job, timeout=300).status
     except urllib.error.HTTPError as error:
         found[f"submit to {where}"] = error.code
     except OSError:
@@ -70,11 +70,11 @@ for path in private:
         found[f"read {path}"] = os.listdir(path) if os.path.isdir(path) else pathlib.Path(path).read_text()
     except OSError as error:
         found[f"read {path}"] = type(error).__name__
-with socket.create_connection((address.split(":")[0], int(address.split(":")[1]) + 1), timeout=60) as call:
+with socket.create_connection((address.split(":")[0], int(address.split(":")[1]) + 1), timeout=300) as call:
     call.sendall(b"up\\nend 0\\n")
     found["roll call"] = call.recv(100).decode()
 for what, process in running.items():
-    output = process.communicate(timeout=250)[0]
+    output = process.communicate(timeout=600)[0]
     found[what] = "in" if process.returncode == 0 else output[-2000:]
 subprocess.run(["rm", "-rf", home])
 print(json.dumps(found))

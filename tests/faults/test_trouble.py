@@ -90,14 +90,16 @@ def mounted(folder: Path) -> Iterator[Path]:
     disk.mkdir()
     with image.open("wb") as file:
         file.truncate(256 << 20)
-    subprocess.run(["mkfs.ext4", "-q", image], check=True, timeout=60)
-    done = subprocess.run(["mount", "-o", "loop", image, disk], capture_output=True, text=True, timeout=60, check=False)
+    subprocess.run(["mkfs.ext4", "-q", image], check=True, timeout=300)
+    done = subprocess.run(
+        ["mount", "-o", "loop", image, disk], capture_output=True, text=True, timeout=300, check=False
+    )
     if done.returncode:
         pytest.skip(f"no loop devices here: {done.stderr.strip()}")
     try:
         yield disk
     finally:
-        subprocess.run(["umount", "--lazy", disk], check=True, timeout=60)
+        subprocess.run(["umount", "--lazy", disk], check=True, timeout=300)
         shutil.rmtree(folder, ignore_errors=True)
 
 

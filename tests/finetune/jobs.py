@@ -68,14 +68,14 @@ def run_several(
     runs: Sequence[tuple[Sequence[str], Path, Sequence[str]]],
     ranks: int,
     ranks_per_node: int | None = None,
-    timeout: float = 120,
+    timeout: float = 600,
 ) -> list[Result]:
     """Several runs one after the other in the same processes, which saves their start; they print their exit codes."""
     command = [__file__, json.dumps([arguments(base, path, *more) for base, path, more in runs])]
     return spawn(command, ranks, timeout, ranks_per_node)
 
 
-def spawn(command: Sequence[str], ranks: int, timeout: float = 120, ranks_per_node: int | None = None) -> list[Result]:
+def spawn(command: Sequence[str], ranks: int, timeout: float = 600, ranks_per_node: int | None = None) -> list[Result]:
     group = tempfile.mkdtemp(prefix="group-")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of `tests`
     shared = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
@@ -107,7 +107,7 @@ def series(run_dir: Path, name: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    world = distributed.start("cpu", start_timeout_s=60)
+    world = distributed.start("cpu", start_timeout_s=600)
     codes = []
     for each in json.loads(sys.argv[1]):
         config, run = parse(each)

@@ -214,7 +214,7 @@ def test_ranks_that_cannot_be_divided_are_refused(world: World) -> None:
 
 
 if __name__ == "__main__":
-    world = distributed.start("cpu", start_timeout_s=120)
+    world = distributed.start("cpu", start_timeout_s=600)
     what, arguments_of_runs = sys.argv[1], json.loads(sys.argv[2])
     for each in arguments_of_runs:
         config, run = parse(each)

@@ -87,7 +87,7 @@ def test_what_may_be_another_users_is_refused_at_once(tmp_path: Path, make: Call
 
     thread = threading.Thread(target=attempt, daemon=True)  # opening a FIFO would wait for ever
     thread.start()
-    thread.join(30)
+    thread.join(600)
     assert not thread.is_alive() and caught
 
 

@@ -13,7 +13,7 @@ from hpc_rl.node.doctor_train import Node, entry, follow, lead, settle
 from hpc_rl.slurm.allocation import Allocation
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = argparse.Namespace(device="cpu", processes=1, start_timeout=90, interface=None, first_port=None)
+OPTIONS = argparse.Namespace(device="cpu", processes=1, start_timeout=600, interface=None, first_port=None)
 
 
 @pytest.fixture

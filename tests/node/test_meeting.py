@@ -18,7 +18,7 @@ def test_nodes_meet_over_files(tmp_path: Path) -> None:
     assert head.missing() == ["b"]
     late = threading.Timer(0.1, head.publish, ["10.0.0.1:1234"])
     late.start()
-    assert other.await_address(timeout_s=10) == "10.0.0.1:1234"
+    assert other.await_address(timeout_s=600) == "10.0.0.1:1234"
     late.join()
 
 

@@ -21,7 +21,7 @@ def parents(tmp_path: Path) -> Iterator[list["subprocess.Popen[bytes]"]]:
     yield running
     for process in running:
         process.kill()
-        process.wait(60)
+        process.wait(600)
 
 
 def ended(folder: Path, rank: int, exit_code: int, was_asked: bool = False, time: float = 1.0, log: str = "") -> None:
@@ -60,7 +60,7 @@ def test_a_killed_parent_of_a_rank_is_named_even_if_the_node_was_asked_to_end(
     tmp_path: Path, parents: list["subprocess.Popen[bytes]"]
 ) -> None:
     parents[1].kill()
-    parents[1].wait(60)
+    parents[1].wait(600)
     ended(tmp_path, 2, 1, log="Connection closed by peer")
     for was_asked in (True, False):
         found = node_end(tmp_path, "b", 1, RANKS, 1, was_asked)

@@ -23,7 +23,7 @@ def roll() -> Iterator[tuple[RollCall, int]]:
 
 def until(condition: Callable[[], bool], roll: RollCall) -> list[tuple[int, str]]:
     """Poll until a condition holds, and return what was received."""
-    deadline, received = time.monotonic() + 120, []
+    deadline, received = time.monotonic() + 600, []
     while not condition():
         assert time.monotonic() < deadline
         received += roll.poll()
@@ -33,7 +33,7 @@ def until(condition: Callable[[], bool], roll: RollCall) -> list[tuple[int, str]
 
 def test_nodes_call_send_lines_and_leave(roll: tuple[RollCall, int]) -> None:
     head, port = roll
-    first, second = (Caller("127.0.0.1", port, rank, SECRET, timeout_s=5) for rank in (1, 2))
+    first, second = (Caller("127.0.0.1", port, rank, SECRET, timeout_s=600) for rank in (1, 2))
     assert head.seen == {0}
     second.send("up")
     second.send("end " + "x" * 20_000)
@@ -51,7 +51,7 @@ def test_nodes_call_send_lines_and_leave(roll: tuple[RollCall, int]) -> None:
 
 def test_a_killed_process_is_told_at_once(roll: tuple[RollCall, int]) -> None:
     head, port = roll
-    code = f"from hpc_rl.node.roll_call import *; c = Caller('127.0.0.1', {port}, 1, {SECRET!r}, 5); input()"
+    code = f"from hpc_rl.node.roll_call import *; c = Caller('127.0.0.1', {port}, 1, {SECRET!r}, 600); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as child:
         until(lambda: 1 in head.seen, head)
         child.send_signal(signal.SIGKILL)
@@ -61,10 +61,10 @@ def test_a_killed_process_is_told_at_once(roll: tuple[RollCall, int]) -> None:
 
 def test_a_head_that_ends_is_told(roll: tuple[RollCall, int]) -> None:
     head, port = roll
-    caller = Caller("127.0.0.1", port, 1, SECRET, timeout_s=5)
+    caller = Caller("127.0.0.1", port, 1, SECRET, timeout_s=600)
     until(lambda: 1 in head.seen, head)
     head.close()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while caller.closed is None:
         assert caller.poll() == [] and time.monotonic() < deadline
     assert caller.closed.machine_answers
@@ -83,17 +83,17 @@ def sent_away(stranger: socket.socket, roll: RollCall) -> bool:
 def test_strangers_are_sent_away_and_do_not_take_a_place(roll: tuple[RollCall, int]) -> None:
     head, port = roll
     for said in (b"up\nend 0\n", signature(b"another job", 1).encode() + b"\n", b"\xff" * 5000):
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+        with socket.create_connection(("127.0.0.1", port), timeout=600) as stranger:
             stranger.sendall(said)
             stranger.setblocking(False)
             until(lambda stranger=stranger: sent_away(stranger, head), head)  # type: ignore[misc]
     silent = []
     for _ in range(100):
-        silent.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+        silent.append(socket.create_connection(("127.0.0.1", port), timeout=600))
         head.poll()
-    own = Caller("127.0.0.1", port, 1, SECRET, timeout_s=5)
+    own = Caller("127.0.0.1", port, 1, SECRET, timeout_s=600)
     until(lambda: 1 in head.seen, head)
-    again = Caller("127.0.0.1", port, 1, SECRET, timeout_s=5)  # one connection per node
+    again = Caller("127.0.0.1", port, 1, SECRET, timeout_s=600)  # one connection per node
     until(lambda: again.poll() == [] and again.closed is not None, head)
     assert head.seen == {0, 1} and not head.closed
     for stranger in silent:

@@ -79,4 +79,4 @@ def test_a_child_ends_when_the_event_is_set() -> None:
             end_when(asked, child, grace_s=0.3)
             assert child.poll() is None
             asked.set()
-            assert child.wait(60) == code
+            assert child.wait(600) == code

@@ -21,7 +21,7 @@ HERE = Allocation(job_id="7", restart=0, nodes=("gpu01", "gpu02"), node_rank=1, 
 PART = "import sys; from tests.node.test_usage_recorder import sleep_as_an_entry; sleep_as_an_entry(sys.argv[1])"
 
 
-def until(true: Callable[[], bool], timeout_s: float = 30) -> None:
+def until(true: Callable[[], bool], timeout_s: float = 600) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline, "timed out"

@@ -33,7 +33,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, response: str) -> None:
         if response == "slow":
-            self.server.over.wait(30)
+            self.server.over.wait(600)
         if response == "drop" or (response == "once" and sum(b["response"] == "once" for b in self.server.bodies) == 1):
             self.connection.close()
             return
@@ -73,7 +73,7 @@ def server() -> Iterator[Server]:
         yield server
         server.over.set()
         server.shutdown()
-        thread.join(10)
+        thread.join(600)
 
 
 def test_the_protocol(opened: Open, server: Server) -> None:
@@ -99,8 +99,8 @@ def test_further_numbers_of_an_answer_are_components(opened: Open, server: Serve
 
 def test_failures_are_scored_on_error(opened: Open, server: Server) -> None:
     bad = {
-        "slow": "took over 1 s",
-        "drip": "took over 1 s",
+        "slow": "took over 5 s",
+        "drip": "took over 5 s",
         "500": "answered 500 Internal Server Error",
         "garbage": "the endpoint answered b'<html>'; expected {\"score\": number}",
         "null": "expected a number, got NoneType",
@@ -110,8 +110,8 @@ def test_failures_are_scored_on_error(opened: Open, server: Server) -> None:
     }
     responses = [text for name in bad for text in (name, "good")]
     started = time.monotonic()
-    scores = opened(url=server.url, timeout_s=1, workers=4).score(prompts(*responses), responses)
-    assert time.monotonic() - started < 10
+    scores = opened(url=server.url, timeout_s=5, workers=4).score(prompts(*responses), responses)
+    assert time.monotonic() - started < 300
     assert scores.values.tolist() == [4 if response == "good" else -1 for response in responses]
     assert len(scores.errors) == len(bad)
     for index, text in scores.errors:
@@ -133,15 +133,15 @@ def test_nobody_listens(opened: Open) -> None:
 
 
 def test_close_ends_further_attempts(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "_PAUSE_S", 30)
+    monkeypatch.setattr(http, "_PAUSE_S", 600)
     with Server() as closed:
         url = closed.url
-    scorer = opened(url=url, timeout_s=60)
+    scorer = opened(url=url, timeout_s=600)
     threading.Timer(0.3, scorer.close).start()
     started = time.monotonic()
     with pytest.raises(RunError, match="the scorer was closed while it scored"):
         scorer.score(prompts("a"), ["a"])
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 300
 
 
 def test_proxies_of_the_environment(opened: Open, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray._private.node
 
 from hpc_rl.config.compose import compose
 from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.errors import UserError
 from hpc_rl.rl import cluster
 
 REQUIRED = ["model.path=m", "data.train_files=t.jsonl", "reward.function=exact", "trainer.device=cpu"]
@@ -44,3 +47,29 @@ def test_the_jobs_cluster_is_joined(asked: dict[str, Any], tmp_path: Path, monke
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert not connect(tmp_path, "ray_kwargs.ray_init.num_cpus=3")
     assert asked["address"] == "10.0.0.1:6379" and "num_cpus" not in asked
+
+
+def test_a_slow_start_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster, "_authenticate", lambda _: None)
+    outcomes: list[str] = []
+
+    def init(**_: Any) -> None:
+        if outcome := outcomes.pop(0):
+            raise Exception(outcome)  # as Ray does
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    slow = "The current node timed out during startup. This could happen because"
+    assert cluster._TOO_SLOW in inspect.getsource(ray._private.node.Node)
+    outcomes += [slow, slow, ""]
+    assert connect(tmp_path) and not outcomes
+    outcomes += [slow] * 4
+    with pytest.raises(
+        UserError,
+        match=r"^Ray's processes did not start within 30 s, 3 times\. This machine has a load of .* less load$",
+    ):
+        connect(tmp_path)
+    assert outcomes == [slow]
+    outcomes[:] = ["another", ""]
+    with pytest.raises(Exception, match=r"^another$"):
+        connect(tmp_path)

@@ -13,7 +13,7 @@ from hpc_rl.rl.saving import Saving
 from hpc_rl.training.checkpoints import checksums, folders, model_state
 from hpc_rl.training.checkpoints.folders import ACTOR, CRITIC, Progress
 
-SOON_S = 60
+SOON_S = 600
 
 
 def begin(folder: Path) -> tuple[Path, Saving]:

@@ -31,7 +31,7 @@ def missing(accounting: bool = False) -> str | None:
         return f"the Slurm sandbox lacks {', '.join(lacking)}: run .ci/install-slurm"
     # In a container, root may not be allowed to create namespaces.
     probe = ["unshare", *machines.NAMESPACES, "sh", "-ec", "ip link add type veth; ip link add type bridge"]
-    tried = subprocess.run(probe, capture_output=True, text=True, timeout=60, env={"PATH": machines.PATH})
+    tried = subprocess.run(probe, capture_output=True, text=True, timeout=300, env={"PATH": machines.PATH})
     if tried.returncode != 0:
         return f"the Slurm sandbox cannot make network namespaces: {' '.join(tried.stderr.split())}"
     return None
@@ -161,7 +161,7 @@ class Cluster:
     def node_states(self) -> dict[str, str]:
         """Return node -> state in lower case with Slurm's flags, such as `down*`. Empty if Slurm does not answer."""
         try:
-            answer = self.run(["sinfo", "--noheader", "--Node", "--format=%N %T"], timeout=60)
+            answer = self.run(["sinfo", "--noheader", "--Node", "--format=%N %T"], timeout=300)
         except (subprocess.TimeoutExpired, SandboxError):
             return {}
         found = dict(line.split() for line in answer.stdout.splitlines())
@@ -180,7 +180,7 @@ class Cluster:
 
     def job_state(self, job_id: int | str) -> str:
         """Return Slurm's JobState, such as PENDING. Slurm keeps it until MinJobAge (300 s) after the job's end."""
-        answer = self.run(["scontrol", "show", "job", "--oneliner", str(job_id)], timeout=60)
+        answer = self.run(["scontrol", "show", "job", "--oneliner", str(job_id)], timeout=300)
         found = re.search(r"\bJobState=(\S+)", answer.stdout)
         if not found:
             raise SandboxError(f"job {job_id}: {answer.stderr.strip() or answer.stdout.strip()}")
@@ -196,7 +196,7 @@ class Cluster:
 
         wanted = "end" if states == FINAL_STATES else f"become {' or '.join(sorted(states))}"
         show = ["scontrol", "show", "job", str(job_id)]
-        wait_until(check, f"job {job_id} to {wanted}", timeout, lambda: self.run(show, timeout=60).stdout)
+        wait_until(check, f"job {job_id} to {wanted}", timeout, lambda: self.run(show, timeout=300).stdout)
         return seen[-1]
 
     def drain(self, drained: bool) -> None:
@@ -256,4 +256,4 @@ class Cluster:
         self._launchers[machine] = machines.start(state.read(self.name), machine)
 
     def _update_node(self, node: str, *settings: str) -> None:
-        self.run(["scontrol", "update", f"NodeName={node}", *settings], timeout=60, check=True)
+        self.run(["scontrol", "update", f"NodeName={node}", *settings], timeout=300, check=True)

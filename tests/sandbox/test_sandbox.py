@@ -198,12 +198,12 @@ import os, socket
 number = int(os.environ["SLURM_NODEID"])
 if number == 0:
     server = socket.create_server(("", 5000))
-    server.settimeout(20)
+    server.settimeout(600)
     print(server.accept()[0].recv(99).decode(), flush=True)
 else:
     for attempt in range(200):
         try:
-            socket.create_connection(("node1", 5000), timeout=20).sendall(os.uname().nodename.encode())
+            socket.create_connection(("node1", 5000), timeout=600).sendall(os.uname().nodename.encode())
             break
         except ConnectionRefusedError:
             __import__("time").sleep(0.05)
@@ -280,7 +280,7 @@ def traces(name: str) -> dict[str, str]:
     """Return the lists of things on this machine that mention a sandbox."""
     listing = {
         "processes": "\n".join(path.read_text().replace("\0", " ") for path in command_lines()),
-        "links": subprocess.run(["ip", "link"], capture_output=True, text=True, check=True, timeout=20).stdout,
+        "links": subprocess.run(["ip", "link"], capture_output=True, text=True, check=True, timeout=600).stdout,
         "namespaces": "\n".join(map(str, Path("/run/netns").iterdir())) if Path("/run/netns").exists() else "",
         "mounts": Path("/proc/self/mounts").read_text(),
         "cgroups": "\n".join(str(path) for point in cgroups.hierarchies() for path in point.iterdir()),

@@ -54,7 +54,7 @@ def test_what_a_run_can_be_asked(folder: Path) -> None:
     assert run.logs() == "a line\n"
     status = {"job_id": "7", "attempt": 1, "state": "COMPLETED", "exit_code": 0}
     (run.path / "status.json").write_text(json.dumps(status))
-    assert run.wait(timeout_s=60).state == "COMPLETED"
+    assert run.wait(timeout_s=600).state == "COMPLETED"
     with pytest.raises(hpc_rl.UserError, match=r"has not exported .*: its state is COMPLETED"):
         _ = run.model
     (run.path / "model").mkdir()

@@ -247,9 +247,9 @@ AGREED = "echo 137 > $HPC_RL_ATTEMPT_DIR/.outcome"
 def test_a_ray_job_does_not_wait_for_a_node_that_is_gone(tmp_path: Path) -> None:
     began = time.monotonic()
     done, _ = run_script(
-        ray_job(tmp_path / "run"), tmp_path, step=f"{AGREED}; echo node2 > $HPC_RL_ATTEMPT_DIR/.lost; exec sleep 100"
+        ray_job(tmp_path / "run"), tmp_path, step=f"{AGREED}; echo node2 > $HPC_RL_ATTEMPT_DIR/.lost; exec sleep 1000"
     )
-    assert done.returncode == 137 and time.monotonic() - began < 60
+    assert done.returncode == 137 and time.monotonic() - began < 600
     assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 137
 
 

@@ -103,7 +103,7 @@ def test_wandb_without_a_network_warns_and_goes_on(
     made = tracker(tmp_path, loggers=["wandb"], wandb_mode="online", wandb_proxy=proxy)
     made.log(1, {"train/loss": 1.0}, total_steps=2)
     made.finish()
-    assert time.monotonic() - started < 12
+    assert time.monotonic() - started < 60
     printed = capsys.readouterr()
     assert printed.err.count("warning: wandb cannot be used online and writes to") == 1 and "wandb sync" in printed.out
     assert asked and asked[0].startswith(b"CONNECT")

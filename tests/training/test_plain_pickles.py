@@ -92,7 +92,7 @@ def test_ranks_write_and_read_a_checkpoint_and_report_its_errors(tmp_path: Path)
 
 def rank(folder: Path) -> None:
     """Part of one rank: torch's checkpoints, and a program from the other rank."""
-    world = distributed.start("cpu", start_timeout_s=60)
+    world = distributed.start("cpu", start_timeout_s=600)
     assert world.gather([world.rank, "é"]) == [[0, "é"], [1, "é"]]
     assert world.broadcast({"rank": world.rank, "pair": (1, 2)}) == {"rank": 0, "pair": [1, 2]}
     own = {f"rank {world.rank}": torch.arange(4.0) + world.rank, "all": torch.ones(3, dtype=torch.bfloat16)}

@@ -22,15 +22,15 @@ class Actor:
 
 
 def module() -> None:
-    ray.get(Actor.remote().import_it.remote(), timeout=120)
+    ray.get(Actor.remote().import_it.remote(), timeout=600)
 
 
 def killed() -> None:
-    ray.get(Actor.remote().die.remote(), timeout=120)
+    ray.get(Actor.remote().die.remote(), timeout=600)
 
 
 def memory() -> None:
-    ray.get(Actor.remote().wait.remote(), timeout=120)
+    ray.get(Actor.remote().wait.remote(), timeout=600)
 
 
 def placement() -> None:

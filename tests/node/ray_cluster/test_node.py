@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.ray_drivers import COUNT, WAIT
 
-START_S = 120
+START_S = 600
 """Deadline of a start in seconds. Ray takes 5 to 15 s on an idle machine."""
 
 
@@ -86,7 +86,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     for process in jobs.running:
         if process.poll() is None:
             process.terminate()
-        process.wait(60)
+        process.wait(600)
         if process.stdout:
             process.stdout.close()
     subprocess.run(["rm", "-rf", folder], check=True, timeout=600)

@@ -65,7 +65,7 @@ class Scoring:
         def compute(_: float) -> Scores:
             if number >= self._hangs_at:
                 self.hangs.set()
-                if self.closed.wait(5):
+                if self.closed.wait(600):
                     raise RunError("closed")
             value = self._values(number)
             errors = [(index, "broken") for index in range(len(prompts)) if np.isnan(value)]

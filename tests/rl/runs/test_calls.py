@@ -89,7 +89,7 @@ def test_an_actor_that_died_is_named(members: list[Any]) -> None:
     with pytest.raises(RunError, match=r"^rank 1 of pool test died: killed \(signal 9\) by a user") as found:
         Pending.of_calls(calls).wait(TIMEOUT_S)
     assert found.value.exit_code == 137
-    assert time.monotonic() - since < 30
+    assert time.monotonic() - since < 300
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def break_on(state: Any, fault: Any) -> None:
     """Change something in the processes of the policy's workers."""
     import ray
 
-    ray.get([worker.__ray_call__.remote(fault) for worker in state.actor._workers], timeout=60)
+    ray.get([worker.__ray_call__.remote(fault) for worker in state.actor._workers], timeout=600)
 
 
 def test_a_transfer_that_drops_adapters_ends_the_run(run: Runs, tmp_path: Path) -> None:
@@ -209,5 +209,5 @@ def sent_names(state: Any) -> list[str]:
     def names(worker: Worker) -> list[str]:
         return list(worker._parts["sender"]._source.parameters)
 
-    found: list[str] = ray.get(state.actor._workers[0].__ray_call__.remote(names), timeout=60)
+    found: list[str] = ray.get(state.actor._workers[0].__ray_call__.remote(names), timeout=600)
     return found

@@ -17,7 +17,7 @@ from hpc_rl.rl.rollout.vllm import VllmEngine
 from hpc_rl.rl.rollout.vllm_worker import WeightUpdates
 from hpc_rl.rl.weights.base import EngineActors
 
-TIMEOUT_S = 60
+TIMEOUT_S = 600
 CPU = torch.device("cpu")
 UNIQUE_ID = bytes(range(128))
 

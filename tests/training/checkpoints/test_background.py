@@ -25,7 +25,7 @@ from tests.finetune.jobs import spawn
 from tests.helpers import make_tiny_model
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
-SOON_S = 60
+SOON_S = 600
 """Limit of waits that end as soon as something happens."""
 
 
@@ -205,7 +205,7 @@ def main() -> None:
     """Write twice on each of two ranks: rank 1 fails at first. Meanwhile the main threads exchange something else."""
     from hpc_rl.training import distributed
 
-    world = distributed.start("cpu", start_timeout_s=60)
+    world = distributed.start("cpu", start_timeout_s=600)
     writer = BackgroundWriter(world)
     found: list[Any] = []
 

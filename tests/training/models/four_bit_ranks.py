@@ -49,6 +49,6 @@ def compare(path: str, world: World) -> list[str]:
 
 
 if __name__ == "__main__":
-    world = distributed.start("cpu", start_timeout_s=60)
+    world = distributed.start("cpu", start_timeout_s=600)
     print("found", json.dumps([compare(path, world) for path in json.loads(sys.argv[1])]))
     distributed.finish()

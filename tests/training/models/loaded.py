@@ -73,6 +73,6 @@ def compare(case: dict[str, str], world: World) -> str:
 
 
 if __name__ == "__main__":
-    world = distributed.start("cpu", start_timeout_s=60)
+    world = distributed.start("cpu", start_timeout_s=600)
     print("found", json.dumps([compare(case, world) for case in json.loads(sys.argv[1])]))
     distributed.finish()

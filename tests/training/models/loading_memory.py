@@ -15,7 +15,7 @@ from hpc_rl.training.models.causal_lm import causal_lm, load_model
 from hpc_rl.training.models.loading import load_sharded
 
 if __name__ == "__main__":
-    world = distributed.start("cpu", start_timeout_s=60)
+    world = distributed.start("cpu", start_timeout_s=600)
     config = ModelConfig(path=sys.argv[1])
     model = load_sharded(causal_lm(config), world, TrainingConfig())
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
