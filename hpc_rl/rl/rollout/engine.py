@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections import deque
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -40,6 +40,27 @@ class Sampling:
     """Whether log-probabilities are those of the distribution after top_k and top_p, from which tokens are drawn."""
 
 
+class Span(NamedTuple):
+    """Neighbouring tokens of a response that were sampled with the same weights."""
+
+    version: int
+    """Number of weight updates before them, as `RolloutEngine.advance` was told."""
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response that an engine has to generate."""
+
+    number: int
+    """Which request of the run this is. The engine returns it with the response."""
+    prompt: NDArray[np.int32]
+    """Token ids, [P]."""
+    seed: int
+    """A response depends only on its prompt, its seed and the weights, not on other requests (up to rounding)."""
+    sampling: Sampling
+
+
 @dataclass(frozen=True)
 class Completion:
     """One response."""
@@ -47,10 +68,12 @@ class Completion:
     token_ids: NDArray[np.int32]
     """[R], R >= 1. If the response ended by itself, the last one is an end-of-sequence token."""
     logprobs: NDArray[np.float32]
-    """[R], natural logarithms under softmax(logits / temperature), at temperature 1 if decoding was greedy; see also
-    Sampling.truncated_logprobs."""
+    """[R], natural logarithms under softmax(logits / temperature), at temperature 1 if decoding was greedy, of the
+    weights that sampled the token; see also Sampling.truncated_logprobs."""
     finished: bool
     """Whether the response ended by itself; otherwise it was cut off at max_new_tokens."""
+    spans: tuple[Span, ...] = ()
+    """Which weights sampled which tokens, in order; the tokens of all spans are R."""
 
 
 class RolloutEngine(Protocol):
@@ -60,17 +83,27 @@ class RolloutEngine(Protocol):
     from other processes itself; for any other engine, `BucketReceiver` passes each bucket to `load_weights`.
     """
 
-    def generate(
-        self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
-    ) -> list[Completion]:
-        """Return one completion for each prompt, in order.
+    def add(self, requests: Sequence[Request]) -> None:
+        """Add requests behind those that wait. They enter as soon as there is room.
+
+        Raises:
+            UserError: the engine cannot generate a response of this length.
+        """
+        ...
+
+    def advance(self, slice_s: float, version: int) -> list[tuple[int, Completion]]:
+        """Generate for this many seconds, or until no request is left, and return the responses that are complete, each
+        with the number of its request.
 
         Args:
-            prompts: token ids [P] of each. Equal prompts are adjacent, so that an engine can compute them once.
-            seeds: one per prompt. A completion depends only on its prompt, its seed and the weights, not on the other
-                prompts (up to rounding).
-            sampling: how tokens are drawn.
+            version: number of weight updates so far. If it has changed, the weights may have: responses that are not
+                complete continue with the new ones, as if these had computed prompt and response from the beginning.
         """
+        ...
+
+    @property
+    def running(self) -> int:
+        """Number of requests that are not complete."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -93,39 +126,16 @@ class RolloutEngine(Protocol):
         ...
 
 
-@runtime_checkable
-class BlockEngine(Protocol):
-    """Generate blocks of responses one after the other. The next block begins while the last responses of one are still
-    being generated, so that the engine never waits."""
-
-    def add_block(self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling) -> None:
-        """Add a block behind those that have been added; see `RolloutEngine.generate`."""
-        ...
-
-    def next_block(self) -> list[Completion]:
-        """Generate until the oldest block is complete, and return its completions in order."""
-        ...
-
-
-class SeparateBlocks:
-    """A BlockEngine of an engine that has only `generate`: a block begins when the one before it is complete."""
-
-    def __init__(self, engine: RolloutEngine) -> None:
-        self._engine = engine
-        self._blocks: deque[tuple[Sequence[NDArray[np.int32]], Sequence[int], Sampling]] = deque()
-
-    def add_block(self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling) -> None:
-        """See BlockEngine."""
-        self._blocks.append((prompts, seeds, sampling))
-
-    def next_block(self) -> list[Completion]:
-        """See BlockEngine."""
-        return self._engine.generate(*self._blocks.popleft())
-
-
-def blocks_of(engine: RolloutEngine) -> BlockEngine:
-    """Return the engine itself if it overlaps blocks, otherwise one that does not."""
-    return engine if isinstance(engine, BlockEngine) else SeparateBlocks(engine)
+def complete(
+    engine: RolloutEngine, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
+) -> list[Completion]:
+    """Generate one response to each prompt with an engine that has no other requests; return them in order."""
+    numbers = range(len(prompts))
+    engine.add([Request(*each, sampling) for each in zip(numbers, prompts, seeds, strict=True)])
+    found: dict[int, Completion] = {}
+    while len(found) < len(prompts):
+        found.update(engine.advance(math.inf, 0))
+    return [found[number] for number in numbers]
 
 
 @dataclass(frozen=True)
