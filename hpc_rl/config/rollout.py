@@ -59,6 +59,8 @@ class EngineConfig(Section):
     """Fraction of each GPU's memory that vllm uses. null: 0.9, or 0.5 on GPUs that training workers use too."""
     max_num_seqs: int = Field(256, ge=1)
     """Largest number of responses that one engine generates at the same time."""
+    stall_s: float = Field(600, gt=0)
+    """An engine that does not answer for so many seconds is ended and started again."""
     engine_kwargs: Table = {}
     """Additional arguments of vllm.LLM, such as disable_cascade_attn."""
 

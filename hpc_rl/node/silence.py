@@ -17,7 +17,7 @@ LONG = 4
 LONG_PHASES = frozenset(
     {
         *(RUN, "load", "save_checkpoint", "save", "saved", "export", "testing"),
-        *("gen", "generate", "next_block", "connect_engines", "send_weights", "sync_engine", "update_weights"),
+        *("gen", "generate", "advance", "connect_engines", "send_weights", "sync_engine", "update_weights"),
     }
 )
 """Phases that read or write whole models, or generate: the shared file system and an engine set their pace."""

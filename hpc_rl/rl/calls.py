@@ -56,11 +56,15 @@ class Pending(Generic[T]):
     Args:
         compute: waits for the result, at most the given number of seconds, and returns it.
         calls: the calls to actors that it waits for.
+        ready: returns whether everything else that it waits for is there.
     """
 
-    def __init__(self, compute: Callable[[float], T], calls: Sequence[ActorCall] = ()) -> None:
+    def __init__(
+        self, compute: Callable[[float], T], calls: Sequence[ActorCall] = (), ready: Callable[[], bool] = lambda: True
+    ) -> None:
         self._compute = compute
         self.calls = calls
+        self._ready = ready
         self._result: list[T] = []
 
     @staticmethod
@@ -71,13 +75,17 @@ class Pending(Generic[T]):
     @staticmethod
     def of_future(future: Future[T], name: str) -> Pending[T]:
         """Return the result of a function that runs in a thread; `name` is its name for error messages."""
-        return Pending(lambda timeout_s: _future_result(future, name, timeout_s))
+        return Pending(lambda timeout_s: _future_result(future, name, timeout_s), ready=future.done)
 
     @staticmethod
     def of_all(pending: Sequence[Pending[Any]]) -> Pending[list[Any]]:
         """Return all results, which are awaited in their order."""
         calls = [call for one in pending for call in one.calls]
-        return Pending(lambda timeout_s: [one.wait(timeout_s) for one in pending], calls)
+        return Pending(
+            lambda timeout_s: [one.wait(timeout_s) for one in pending],
+            calls,
+            lambda: all(one.is_ready() for one in pending),
+        )
 
     @staticmethod
     def known(value: T) -> Pending[T]:
@@ -86,7 +94,14 @@ class Pending(Generic[T]):
 
     def then(self, change: Callable[[T], U]) -> Pending[U]:
         """Return the result after `change`, which runs once, in the process and thread that waits."""
-        return Pending(lambda timeout_s: change(self.wait(timeout_s)), self.calls)
+        return Pending(lambda timeout_s: change(self.wait(timeout_s)), self.calls, self._ready)
+
+    def is_ready(self) -> bool:
+        """Return whether `wait` returns at once."""
+        if self._result:
+            return True
+        refs = [call.ref for call in self.calls]
+        return self._ready() and (not refs or len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs))
 
     def wait(self, timeout_s: float = CALL_TIMEOUT_S) -> T:
         """Wait for the result. A second call returns the same object.

@@ -84,12 +84,16 @@ class Fate:
     exit_code: int
 
 
+class ActorDiedError(RunError):
+    """A process of the run died."""
+
+
 def died(actor: Actor, error: RayActorError) -> RunError:
-    """Return the error of a run whose actor died."""
+    """Return the error of a run whose actor died, or does not answer."""
     if isinstance(error, ActorUnavailableError):
         return RunError(f"{actor} does not answer: {_first_line(str(error))}")
     fate = fate_of(evidence(error, actor.log), actor.role)
-    return RunError(f"{actor} died: {fate.text}", fate.exit_code)
+    return ActorDiedError(f"{actor} died: {fate.text}", fate.exit_code)
 
 
 def fate_of(known: Evidence, role: Role) -> Fate:

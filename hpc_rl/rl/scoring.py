@@ -25,8 +25,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_MOST_CALLS = 64
+"""Groups that are scored at a time; the calls for their responses share the processes of the reward."""
+
+
 class Scoring(Protocol):
     """A source of rewards."""
+
+    @property
+    def at_once(self) -> bool:
+        """Whether to score responses while others are generated, rather than all together."""
+        ...
 
     def start(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str] | None = None
@@ -44,28 +53,32 @@ class Scoring(Protocol):
 
 
 class FunctionScoring:
-    """Scores by a function or an endpoint, in a thread, so that the workers compute meanwhile."""
+    """Scores by a function or an endpoint, in threads, so that engines and workers compute meanwhile."""
+
+    at_once = True
 
     def __init__(self, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> None:
         self._scorer = scorer
         self._tokenizer = tokenizer
-        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._threads = ThreadPoolExecutor(max_workers=_MOST_CALLS)
 
     def start(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str] | None = None
     ) -> Pending[Scores]:
         """See Scoring."""
         texts = response_texts(self._tokenizer, completions) if texts is None else texts
-        return Pending.of_future(self._thread.submit(self._scorer.score, prompts, texts), "the reward")
+        return Pending.of_future(self._threads.submit(self._scorer.score, prompts, texts), "the reward")
 
     def close(self) -> None:
         """See Scoring."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._scorer.close()
 
 
 class ModelScoring:
-    """Scores by a reward model on the workers of a pool."""
+    """Scores by a reward model on the workers of a pool, which may have the engines in their processes."""
+
+    at_once = False
 
     def __init__(self, group: WorkerGroup, config: RewardConfig) -> None:
         self._group = group
@@ -92,6 +105,8 @@ class ModelScoring:
 
 class NoScoring:
     """No rewards, for on-policy distillation: every score is 0, and no metric shows it."""
+
+    at_once = True
 
     def start(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str] | None = None

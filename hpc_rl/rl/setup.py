@@ -121,7 +121,7 @@ def start_workers(config: PpoConfig, pools: Mapping[str, Pool], logs: Path) -> t
             share = 0.5 if name == engine_pool and not in_process else 1.0
             groups[name] = WorkerGroup(config, pool, roles, share, logs)
     if in_process:
-        return groups, InProcessRollout(groups[engine_pool], frees_memory=config.trainer.uses_gpus)
+        return groups, InProcessRollout(groups[engine_pool], config, frees_memory=config.trainer.uses_gpus)
     neighbours = groups.get(engine_pool)
     share = 0.5 if neighbours else 1.0
     policy = groups[pool_of(config, "actor")]

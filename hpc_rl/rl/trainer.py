@@ -15,9 +15,10 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import EXIT_STOPPED, RunError
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl import checkpoints
-from hpc_rl.rl.batches import Batch, training_samples
+from hpc_rl.rl.batches import training_samples
 from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.dealing import shuffled
+from hpc_rl.rl.draws import Batch
 from hpc_rl.rl.experience import (
     add_advantages,
     add_rewards,

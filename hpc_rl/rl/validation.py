@@ -38,10 +38,16 @@ def validate(
     """Generate rollout.val.n responses to each prompt and score them. They are the same at each validation of the same
     weights."""
     each = config.rollout.val
-    prompts = [prompt for prompt in prompts for _ in range(each.n)]
     sampling = Sampling(config.data.max_response_length, each.temperature, each.top_p)
-    seeds = np.random.default_rng([config.trainer.seed]).integers(2**62, size=len(prompts)).tolist()
-    completions = rollout.generate([p.token_ids for p in prompts], seeds, sampling).wait()
+    seeds = np.random.default_rng([config.trainer.seed]).integers(2**62, size=len(prompts) * each.n).tolist()
+    asked = [
+        rollout.queue.ask(prompt.token_ids, [(seed, sampling) for seed in seeds[index * each.n : (index + 1) * each.n]])
+        for index, prompt in enumerate(prompts)
+    ]
+    rollout.queue.wait(asked)
+    rollout.queue.pause()
+    completions = [completion for one in asked for completion in one.completions()]
+    prompts = [prompt for prompt in prompts for _ in range(each.n)]
     scores = scoring.start(prompts, completions).wait()
     found = scores.values[~np.isnan(scores.values)]
     lengths = np.array([len(completion.token_ids) for completion in completions])

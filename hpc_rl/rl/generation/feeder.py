@@ -1,84 +1,75 @@
-"""Blocks on their way through the engines. Each engine always has further blocks, so that it never waits."""
+"""Blocks on their way through the engines. There are always further blocks, so that no engine waits."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import ray
-
-from hpc_rl.errors import RunError
-from hpc_rl.host.heartbeat import heart
-from hpc_rl.rl.calls import CALL_TIMEOUT_S, ActorCall, Pending
 from hpc_rl.rl.generation.plan import Block, Plan, seeds_of
 from hpc_rl.rl.rollout.engine import Completion, Sampling
-from hpc_rl.rl.weights.base import EngineActors
+from hpc_rl.rl.rollout.request_queue import Asked, RequestQueue
 
 DEPTH = 3
-"""Blocks that an engine has at a time: one whose last responses are generated, one that takes their places, and one
-for the time until the driver reacts."""
+"""Blocks per engine: one whose last responses are generated, one that takes their places, and one for the time until
+the driver reacts."""
 
 
 @dataclass(frozen=True)
-class Flight:
-    """A block that an engine has."""
+class _Flight:
+    """A block that is being generated."""
 
     block: Block
-    engine: int
-    calls: Sequence[ActorCall]
-    """`add_block` and `next_block`."""
+    asked: list[Asked]
+
+    @property
+    def is_complete(self) -> bool:
+        return all(one.is_complete for one in self.asked)
 
 
 class Feeder:
-    """Distributes blocks to the engine that has the fewest."""
+    """Turns blocks into requests, and their responses into blocks.
 
-    def __init__(self, engines: EngineActors, plan: Plan, sampling: Sampling) -> None:
-        self._engines = engines
+    Args:
+        engines: number of engines of the queue.
+    """
+
+    def __init__(self, queue: RequestQueue, engines: int, plan: Plan, sampling: Sampling) -> None:
+        self._queue = queue
+        self._most = DEPTH * engines
         self._plan = plan
         self._sampling = sampling
-        self._flights: dict[Any, Flight] = {}
-        """By Ray's reference to the result of `next_block`."""
-        self._heard = time.monotonic()
+        self._flights: list[_Flight] = []
 
     def __len__(self) -> int:
-        """Return the number of blocks that the engines have."""
+        """Return the number of blocks that are being generated."""
         return len(self._flights)
 
     @property
     def has_room(self) -> bool:
-        """Whether an engine takes another block."""
-        return len(self) < DEPTH * len(self._engines.actors)
+        """Whether the engines need another block."""
+        return len(self) < self._most
 
     def feed(self, block: Block) -> None:
-        """Give a block to an engine."""
-        loads = [0] * len(self._engines.actors)
-        for flight in self._flights.values():
-            loads[flight.engine] += 1
-        engine = loads.index(min(loads))
-        actor, name = self._engines.actors[engine], self._engines.names[engine]
-        prompts = [asked.prompt.token_ids for asked in block.asked for _ in range(self._plan.n)]
-        # An actor runs its calls in their order.
-        added = actor.add_block.remote(prompts, seeds_of(block, self._plan), self._sampling)
-        generated = actor.next_block.remote()
-        self._flights[generated] = Flight(block, engine, [ActorCall(added, name), ActorCall(generated, name)])
+        """Request the responses of a block. Earlier blocks go first."""
+        n, seeds = self._plan.n, seeds_of(block, self._plan)
+        asked = [
+            self._queue.ask(
+                one.prompt.token_ids,
+                [(seed, self._sampling) for seed in seeds[index * n : (index + 1) * n]],
+                block.number,
+            )
+            for index, one in enumerate(block.asked)
+        ]
+        self._flights.append(_Flight(block, asked))
 
     def completed(self, timeout_s: float) -> list[tuple[Block, list[Completion]]]:
-        """Wait until a block is complete, at most this long, and return those that are.
+        """Let the engines generate until they have completed something, at most this long. Return the blocks that are
+        complete.
 
         Raises:
             UserError: an engine refused a request.
-            RunError: an engine died, or nothing was complete for a very long time.
+            RunError: no engine is left.
         """
-        with heart.waiting():
-            ready, _ = ray.wait(list(self._flights), num_returns=1, timeout=timeout_s)
-        if not ready and time.monotonic() - self._heard > CALL_TIMEOUT_S:
-            raise RunError(f"no block of responses was complete within {CALL_TIMEOUT_S:.0f} s")
-        found = []
-        for ref in ready:
-            self._heard = time.monotonic()
-            flight = self._flights.pop(ref)
-            _, completions = Pending.of_calls(flight.calls).wait()
-            found.append((flight.block, completions))
-        return found
+        self._queue.turn(timeout_s)
+        done = [flight for flight in self._flights if flight.is_complete]
+        self._flights = [flight for flight in self._flights if not flight.is_complete]
+        return [(flight.block, [c for one in flight.asked for c in one.completions()]) for flight in done]

@@ -46,7 +46,7 @@ def _generate(config: GenerateConfig, run: RunDir, prepared: Prepared, logs: Pat
     state.tracker.finish(code)
     if code == 0:  # after a stop, the engines are still generating; they end with the driver
         try:
-            workers.engines.call("close").wait(CLOSE_TIMEOUT_S)
+            workers.fleet.engines.call("close").wait(CLOSE_TIMEOUT_S)
         except RunError as error:  # the generation itself succeeded
             print(f"warning: {error}", flush=True)
     return code

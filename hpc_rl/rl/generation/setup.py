@@ -19,9 +19,9 @@ from hpc_rl.rl.generation.plan import Plan, Source, blocks_of, make_plan
 from hpc_rl.rl.generation.responses import COLUMNS, Parts
 from hpc_rl.rl.pools import create_pools
 from hpc_rl.rl.rollout.engine import Placement, Sampling
-from hpc_rl.rl.rollout.rollout import create_engines
+from hpc_rl.rl.rollout.request_queue import RequestQueue
+from hpc_rl.rl.rollout.rollout import Fleet
 from hpc_rl.rl.scoring import FunctionScoring, ModelScoring, Scoring
-from hpc_rl.rl.weights.base import EngineActors
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import read_metrics
@@ -60,7 +60,8 @@ def load_sources(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, spl
 class Workers:
     """The processes of a run."""
 
-    engines: EngineActors
+    fleet: Fleet
+    """The engines."""
     judges: WorkerGroup | None
     """The ranks of the reward model, if there is one."""
 
@@ -76,8 +77,8 @@ def start_workers(config: GenerateConfig, logs: Path) -> Workers:
     pools = create_pools(pool_spec(config), device, config.ray.start_timeout_s, str(logs), config.pools.strategy)
     pool, judging = pool_of(config, "rollout"), pool_of(config, "reward") if "reward" in config.roles else None
     share = 0.5 if pool == judging else 1.0
-    engines = create_engines(config, pools[pool], Placement(device, gpu_share=share), logs)
-    starting = [engines.call("start")]
+    fleet = Fleet(config, pools[pool], Placement(device, gpu_share=share), logs)
+    starting = [fleet.engines.call("start")]
     if pool == judging:  # vLLM measures the free memory of the GPU, which has to stay constant meanwhile
         wait_for_all(starting, "engines", MODEL_LIMIT, limit_s)
     judges = None
@@ -85,7 +86,7 @@ def start_workers(config: GenerateConfig, logs: Path) -> Workers:
         judges = WorkerGroup(config, pools[judging], frozenset({"reward"}), share, logs)
         starting.append(judges.start())
     wait_for_all(starting, "models", MODEL_LIMIT, limit_s)
-    return Workers(engines, judges)
+    return Workers(fleet, judges)
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ def open_generation(config: GenerateConfig, run: RunDir, prepared: Prepared, wor
     plan, finished = prepared.plan, prepared.parts.finished()
     if finished:
         print(f"resuming: {len(finished):,} of {plan.blocks:,} blocks of responses are finished", flush=True)
-    rollout = config.rollout
+    rollout, engines = config.rollout, workers.fleet.engines
+    queue = RequestQueue(engines, rollout.max_num_seqs, rollout.stall_s, workers.fleet.replace)
     sampling = Sampling(config.data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k)
     return Generation(
         config=config,
@@ -128,7 +130,7 @@ def open_generation(config: GenerateConfig, run: RunDir, prepared: Prepared, wor
         plan=plan,
         blocks=[block for block in blocks_of(plan, prepared.sources) if block.number not in finished],
         parts=prepared.parts,
-        feeder=Feeder(workers.engines, plan, sampling),
+        feeder=Feeder(queue, len(engines.actors), plan, sampling),
         scoring=open_scoring(config, workers.judges, prepared.tokenizer),
         tracker=open_tracker(config, run, None, is_main=True),
         stopping=open_stopping(run, config.slurm.warning_s, read_metrics(run.metrics)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -124,6 +125,23 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """End the processes that the engine has started."""
         ...
+
+
+class Progress(NamedTuple):
+    """What an engine has done in a call."""
+
+    completed: list[tuple[int, Completion]]
+    """Responses, each with the number of its request."""
+    busy_s: float
+    """Seconds that it has generated."""
+
+
+def progress(engine: RolloutEngine, requests: Sequence[Request], slice_s: float, version: int) -> Progress:
+    """Add requests to an engine and let it generate; see RolloutEngine. This is one call of `RequestQueue`."""
+    engine.add(requests)
+    began = time.perf_counter()
+    completed = engine.advance(slice_s, version) if engine.running else []
+    return Progress(completed, time.perf_counter() - began)
 
 
 def complete(

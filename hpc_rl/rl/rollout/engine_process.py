@@ -7,21 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hpc_rl.config.rollout import EngineJob
 from hpc_rl.host.heartbeat import beats_in_calls, heart
 from hpc_rl.rl import process
-from hpc_rl.rl.rollout.engine import (
-    BlockEngine,
-    Completion,
-    Placement,
-    RolloutEngine,
-    Sampling,
-    blocks_of,
-    load_engine,
-)
+from hpc_rl.rl.rollout.engine import Placement, Progress, Request, RolloutEngine, load_engine, progress
 from hpc_rl.rl.weights.base import WeightReceiver, receiver_of
 from hpc_rl.training import guards
 
@@ -31,7 +20,6 @@ class EngineProcess:
     """Run a RolloutEngine in a Ray actor, with the four calls of a WeightReceiver."""
 
     _engine: RolloutEngine
-    _blocks: BlockEngine
     _receiver: WeightReceiver
 
     def __init__(self, config: EngineJob, pool: str, index: int, placement: Placement, logs: Path) -> None:
@@ -45,21 +33,12 @@ class EngineProcess:
         process.quiet_libraries()
         process.narrow_devices(os.environ, process.assigned_devices())
         self._engine = load_engine(self._config, self._placement)
-        self._blocks = blocks_of(self._engine)
         self._receiver = receiver_of(self._engine)
 
     @guards.explain_out_of_memory("generation", guards.IN_GENERATION)
-    def generate(
-        self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
-    ) -> list[Completion]:
-        return self._engine.generate(prompts, seeds, sampling)
-
-    def add_block(self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling) -> None:
-        self._blocks.add_block(prompts, seeds, sampling)
-
-    @guards.explain_out_of_memory("generation", guards.IN_GENERATION)
-    def next_block(self) -> list[Completion]:
-        return self._blocks.next_block()
+    def advance(self, requests: Sequence[Request], slice_s: float, version: int) -> Progress:
+        """Add requests and generate for a slice of time; see `hpc_rl.rl.rollout.engine.progress`."""
+        return progress(self._engine, requests, slice_s, version)
 
     def sleep(self) -> None:
         self._engine.sleep()

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import ray
-from numpy.typing import NDArray
 
 from hpc_rl.config.pools import pool_of
 from hpc_rl.config.ppo import PpoConfig
@@ -22,11 +20,12 @@ from hpc_rl.config.rollout import EngineJob, engine_spec
 from hpc_rl.errors import UserError
 from hpc_rl.host.environment import refuse_expandable_segments
 from hpc_rl.host.peft_folder import new_config
-from hpc_rl.rl.calls import MODEL_LIMIT, ActorCall, Pending, wait_for_all
-from hpc_rl.rl.fates import Actor
+from hpc_rl.rl.calls import CALL_TIMEOUT_S, MODEL_LIMIT, ActorCall, Pending, wait_for_all
+from hpc_rl.rl.fates import Actor, ActorDiedError
 from hpc_rl.rl.pools import Pool, Slot
-from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
+from hpc_rl.rl.rollout.engine import Placement
 from hpc_rl.rl.rollout.engine_process import EngineProcess
+from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.weights.base import EngineActors
 from hpc_rl.rl.weights.transfers import choose_transfer
 from hpc_rl.training.models.lora import new_like
@@ -34,6 +33,8 @@ from hpc_rl.training.models.lora import new_like
 CONTROL_TIMEOUT_S = 600
 """Longest time for `sleep` or `wake`, which release and allocate GPU memory."""
 CLOSE_TIMEOUT_S = 30
+MOST_DEATHS = 3
+"""Engines that are replaced in one place. If more die there, the run ends."""
 SYNC_TIMEOUT_S = 900
 """Longest time for a weight sync: if an engine dies during one, the sender waits for it."""
 
@@ -41,9 +42,7 @@ SYNC_TIMEOUT_S = 900
 class PolicyWorkers(Protocol):
     """The training workers of a pool (`hpc_rl.rl.workers.group.WorkerGroup`), as far as generation needs them."""
 
-    def generate(
-        self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
-    ) -> Pending[list[Completion]]: ...
+    def engines(self) -> EngineActors: ...
 
     def sync_engine(self) -> Pending[None]: ...
 
@@ -57,12 +56,11 @@ class PolicyWorkers(Protocol):
 
 
 class Rollout(Protocol):
-    """All engines of a run."""
+    """All engines of a run. Between `sleep` and `wake` nothing is generated, and the queue is empty."""
 
-    def generate(
-        self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
-    ) -> Pending[list[Completion]]:
-        """Start generating one completion for each prompt, in order; see RolloutEngine."""
+    @property
+    def queue(self) -> RequestQueue:
+        """What the engines generate."""
         ...
 
     def wait_before_workers(self, timeout_s: float) -> None:
@@ -74,7 +72,7 @@ class Rollout(Protocol):
         ...
 
     def sync(self) -> None:
-        """Give the engines the policy's weights."""
+        """Give the engines the policy's weights. Meanwhile they do not generate."""
         ...
 
     def sleep(self) -> None:
@@ -98,14 +96,10 @@ class InProcessRollout:
         frees_memory: whether `sleep` releases the engines' memory. On CPUs that costs more than it gains.
     """
 
-    def __init__(self, workers: PolicyWorkers, frees_memory: bool) -> None:
+    def __init__(self, workers: PolicyWorkers, config: EngineJob, frees_memory: bool) -> None:
         self._workers = workers
         self._frees_memory = frees_memory
-
-    def generate(
-        self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
-    ) -> Pending[list[Completion]]:
-        return self._workers.generate(prompts, seeds, sampling)
+        self.queue = RequestQueue(workers.engines(), config.rollout.max_num_seqs, CALL_TIMEOUT_S, _no_other)
 
     def wait_before_workers(self, timeout_s: float) -> None:
         """Return at once: the engines start with their workers."""
@@ -115,6 +109,7 @@ class InProcessRollout:
 
     def sync(self) -> None:
         self._workers.sync_engine().wait()
+        self.queue.version += 1
 
     def sleep(self) -> None:
         if self._frees_memory:
@@ -125,6 +120,11 @@ class InProcessRollout:
 
     def close(self) -> None:
         """Do nothing: the engines end with their workers."""
+
+
+def _no_other(_engine: int, error: ActorDiedError) -> None:
+    """Raise the error: the policy's process has died with its engine."""
+    raise error
 
 
 class SeparateRollout:
@@ -150,6 +150,7 @@ class SeparateRollout:
         self._neighbours = neighbours
         device = config.trainer.computes_on
         self._sleeps = share < 1 and device == "cuda"
+        self._model_s = config.trainer.model_timeout_s
         self._has_weights = True
         """Whether the engines hold weights, which they lose in their sleep."""
         shared = pool_of(config, "rollout") == pool_of(config, "actor")
@@ -160,19 +161,13 @@ class SeparateRollout:
         if self._transfer == "ipc":
             refuse_expandable_segments(os.environ)
         placement = Placement(device, self._transfer, self._sleeps, gpu_share=share, adapters=adapters)
-        self._engines = create_engines(config, pool, placement, logs)
+        self._fleet = Fleet(config, pool, placement, logs)
+        self._engines = self._fleet.engines
         self._starting = self._engines.call("start")
-
-    def generate(
-        self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
-    ) -> Pending[list[Completion]]:
-        engines = self._engines
-        parts = split_requests(prompts, seeds, sampling, len(engines.actors))
-        calls = [
-            ActorCall(actor.generate.remote(*part), name)
-            for actor, part, name in zip(engines.actors, parts, engines.names, strict=True)
-        ]
-        return Pending.of_calls(calls).then(joined)
+        self._replacing: dict[int, ActorCall] = {}
+        """Engines that start in the place of others, and receive weights with the next sync."""
+        rollout = config.rollout
+        self.queue = RequestQueue(self._engines, rollout.max_num_seqs, rollout.stall_s, self._replace)
 
     def wait_before_workers(self, timeout_s: float) -> None:
         if self._sleeps:  # vLLM measures the free memory of the GPU, which has to stay constant meanwhile
@@ -184,8 +179,11 @@ class SeparateRollout:
         self._policy.connect_engines(self._engines, self._transfer).wait(timeout_s)
 
     def sync(self) -> None:
+        self.queue.pause()
         self._make_room()
+        self._connect_replaced()
         self._policy.send_weights().wait(SYNC_TIMEOUT_S)
+        self.queue.version += 1
         self._has_weights = True
 
     def sleep(self) -> None:
@@ -199,6 +197,22 @@ class SeparateRollout:
         if self._sleeps:
             self._make_room()
             self._engines.call("wake").wait(CONTROL_TIMEOUT_S)
+
+    def _replace(self, engine: int, error: ActorDiedError) -> None:
+        """Start another engine in the place of one that has died. Until the next sync, the others do its work."""
+        self._replacing[engine] = self._fleet.replace(engine, error)
+        if len(self._replacing) == len(self._engines.actors):
+            self.sync()
+
+    def _connect_replaced(self) -> None:
+        """Let engines that have replaced others receive weights and requests."""
+        if not self._replacing:
+            return
+        wait_for_all([Pending.of_calls(list(self._replacing.values()))], "rollout engines", MODEL_LIMIT, self._model_s)
+        self._policy.connect_engines(self._engines, self._transfer).wait(self._model_s)
+        for engine in self._replacing:
+            self.queue.restore(engine)
+        self._replacing.clear()
 
     def _make_room(self) -> None:
         if self._sleeps and self._neighbours is not None:
@@ -221,28 +235,60 @@ def adapter_config(config: PpoConfig) -> dict[str, Any]:
     return new_config(config.model.path, lora.rank, lora.alpha_of_new, 0.0, lora.target_modules, None)
 
 
-def create_engines(config: EngineJob, pool: Pool, placement: Placement, logs: Path) -> EngineActors:
-    """Create one engine on each `tensor_parallel_size` slots of a pool. They load their models in `start`.
+class Fleet:
+    """One engine on each `tensor_parallel_size` slots of a pool. They load their models in `start`.
 
     Args:
         placement: of every engine; its bundles are chosen here.
         logs: folder of the engines' logs.
     """
-    spec, device, share = engine_spec(config), placement.device, placement.gpu_share
-    parallel = config.rollout.tensor_parallel_size
-    variables = spec.process_environment(device)
-    runtime = {"runtime_env": {"env_vars": variables}} if variables else {}
-    remote = ray.remote(EngineProcess)
-    actors, names, nodes = [], [], []
-    for index, slots in enumerate(engine_slots(pool, parallel)):
-        spread = parallel > 1 and device == "cuda"
-        own = replace(placement, bundles=tuple(slot.bundle for slot in slots) if spread else ())
+
+    def __init__(self, config: EngineJob, pool: Pool, placement: Placement, logs: Path) -> None:
+        self._config = config
+        self._pool = pool.name
+        self._placement = placement
+        self._logs = logs
+        parallel = config.rollout.tensor_parallel_size
+        self._slots = list(engine_slots(pool, parallel))
+        self._deaths = [0] * len(self._slots)
+        self.engines = EngineActors(
+            [self._create(index) for index in range(len(self._slots))],
+            [
+                Actor(
+                    f"rollout engine {index} on node {slots[0].node.name}",
+                    "engine",
+                    logs / f"node*-{pool.name}-engine{index}.log",
+                )
+                for index, slots in enumerate(self._slots)
+            ],
+            [slots[0].node.id for slots in self._slots],
+            SYNC_TIMEOUT_S,
+            parallel,
+        )
+
+    def replace(self, engine: int, error: ActorDiedError) -> ActorCall:
+        """Start another engine in the place of one that has died.
+
+        Raises:
+            ActorDiedError: too many have died in this place.
+        """
+        self._deaths[engine] += 1
+        if self._deaths[engine] > MOST_DEATHS:
+            raise error
+        print(f"warning: {error}; another engine starts in its place, and its requests are repeated", flush=True)
+        self.engines.actors[engine] = actor = self._create(engine)
+        return ActorCall(actor.start.remote(), self.engines.names[engine])
+
+    def _create(self, index: int) -> Any:
+        spec, device, share = engine_spec(self._config), self._placement.device, self._placement.gpu_share
+        variables = spec.process_environment(device)
+        runtime = {"runtime_env": {"env_vars": variables}} if variables else {}
+        slots = self._slots[index]
+        spread = len(slots) > 1 and device == "cuda"
+        own = replace(self._placement, bundles=tuple(slot.bundle for slot in slots) if spread else ())
         options = slots[0].options(device, 0.0 if spread else share)
-        actors.append(remote.options(**options, **runtime).remote(config, pool.name, index, own, logs))
-        log = logs / f"node*-{pool.name}-engine{index}.log"
-        names.append(Actor(f"rollout engine {index} on node {slots[0].node.name}", "engine", log))
-        nodes.append(slots[0].node.id)
-    return EngineActors(actors, names, nodes, SYNC_TIMEOUT_S, parallel)
+        remote = ray.remote(EngineProcess).options(**options, **runtime)
+        return remote.remote(self._config, self._pool, index, own, self._logs)
 
 
 def engine_slots(pool: Pool, parallel: int) -> Iterator[list[Slot]]:
@@ -250,17 +296,3 @@ def engine_slots(pool: Pool, parallel: int) -> Iterator[list[Slot]]:
     for _, slots in itertools.groupby(pool.slots, key=lambda slot: slot.group.id):
         entry = list(slots)
         yield from (entry[start : start + parallel] for start in range(0, len(entry), parallel))
-
-
-def split_requests(
-    prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling, engines: int
-) -> Iterator[tuple[Sequence[NDArray[np.int32]], Sequence[int], Sampling]]:
-    """Yield contiguous parts of about equal size. Equal prompts are adjacent, so that most of them share an engine."""
-    edges = np.linspace(0, len(prompts), engines + 1).round().astype(int)
-    for start, end in itertools.pairwise(edges):
-        yield prompts[start:end], seeds[start:end], sampling
-
-
-def joined(parts: list[list[Completion]]) -> list[Completion]:
-    """Join lists in their order."""
-    return [item for part in parts for item in part]

@@ -17,12 +17,10 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from hpc_rl.rl import experience as columns
-from hpc_rl.rl.calls import ActorCall, Pending
+from hpc_rl.rl.calls import CALL_TIMEOUT_S, ActorCall, Pending
 from hpc_rl.rl.dealing import Deal, Shard, deal_step, shards
 from hpc_rl.rl.fates import Actor
 from hpc_rl.rl.pools import Pool
-from hpc_rl.rl.rollout.engine import Completion, Sampling
-from hpc_rl.rl.rollout.rollout import joined, split_requests
 from hpc_rl.rl.weights.base import EngineActors
 from hpc_rl.rl.workers.learner import Sums
 from hpc_rl.rl.workers.worker import Worker
@@ -64,6 +62,7 @@ class WorkerGroup:
             )
             for slot in pool.slots
         ]
+        self._nodes = [slot.node.id for slot in pool.slots]
         self._held: tuple[Deal, torch.Tensor] | None = None
         """Deal of the held responses, and their lengths [B]."""
 
@@ -133,11 +132,9 @@ class WorkerGroup:
         )
         return self._each("update", arguments, _add_sums)
 
-    def generate(
-        self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
-    ) -> Pending[list[Completion]]:
-        """Generate with the engines in the workers' processes; each takes a contiguous part of the prompts."""
-        return self._each("generate", split_requests(prompts, seeds, sampling, self.size), joined)
+    def engines(self) -> EngineActors:
+        """Return the workers as engines, if there is one in each of their processes."""
+        return EngineActors(self._workers, self._names, self._nodes, CALL_TIMEOUT_S)
 
     def sync_engine(self) -> Pending[None]:
         """Give the engines in the workers' processes the policy's weights."""

@@ -22,7 +22,7 @@ from hpc_rl.data.chat import chat_template
 from hpc_rl.host.heartbeat import beats_in_calls, heart
 from hpc_rl.rl import process
 from hpc_rl.rl.dealing import Shard
-from hpc_rl.rl.rollout.engine import Completion, Placement, RolloutEngine, Sampling, load_engine
+from hpc_rl.rl.rollout.engine import Placement, Progress, Request, RolloutEngine, load_engine, progress
 from hpc_rl.rl.weights.base import EngineActors, WeightSender, WeightSource
 from hpc_rl.rl.weights.transfers import open_sender
 from hpc_rl.rl.workers.actor import Actor
@@ -147,11 +147,9 @@ class Worker:
         return learner.update(self.held, tensors, step, total_steps, epochs)
 
     @guards.explain_out_of_memory("generation", guards.IN_GENERATION)
-    def generate(
-        self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
-    ) -> list[Completion]:
-        """Generate with the engine in this process; see RolloutEngine.generate."""
-        return self.engine.generate(prompts, seeds, sampling)
+    def advance(self, requests: Sequence[Request], slice_s: float, version: int) -> Progress:
+        """Add requests to the engine in this process and let it generate; see `hpc_rl.rl.rollout.engine.progress`."""
+        return progress(self.engine, requests, slice_s, version)
 
     def sync_engine(self) -> None:
         """Give the engine in this process the policy's weights. Every rank calls this."""

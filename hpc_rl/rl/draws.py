@@ -1,0 +1,242 @@
+"""The prompts that a step draws from the data, the responses to them, and the batch that these become.
+
+A group is the responses to one prompt. It is scored as soon as it is complete. Dynamic sampling
+(algorithm.filter_groups) rejects groups whose responses have equal scores, and draws one further prompt for each. A
+batch has the first groups, in the order of the data, that are not rejected: it does not depend on which responses are
+complete first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from hpc_rl.algorithms.advantages import informative_groups
+from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.data.order import Position, epoch_order
+from hpc_rl.data.prompts import Prompt
+from hpc_rl.errors import RunError
+from hpc_rl.rewards.scorer import Scores
+from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.experience import new_experience
+from hpc_rl.rl.rollout.engine import Completion, Sampling
+from hpc_rl.rl.rollout.request_queue import Asked, RequestQueue
+from hpc_rl.rl.scoring import Scoring, refuse_no_scores
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """The greedy responses to the prompts of a step, one per group."""
+
+    completions: list[Completion]
+    scored: Pending[Scores]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step's responses and their scores. Responses to the same prompt are adjacent."""
+
+    prompts: list[Prompt]
+    """The prompt of each response."""
+    groups: list[int]
+    """Which prompt of the step each response answers."""
+    completions: list[Completion]
+    scored: Pending[Scores]
+    greedy: Greedy | None = None
+    """For ReMax."""
+
+    def experience(self) -> TensorDict:
+        """Return the responses as tensors."""
+        return new_experience([prompt.token_ids for prompt in self.prompts], self.groups, self.completions)
+
+
+@dataclass(frozen=True)
+class Desk:
+    """Where the draws of a run get prompts, responses and scores."""
+
+    config: PpoConfig
+    train: Sequence[Prompt]
+    queue: RequestQueue
+    scoring: Scoring
+    order: Iterator[tuple[int, Position]]
+    """See prompt_order."""
+
+
+@dataclass
+class Group:
+    """A prompt and the responses to it; for ReMax, the last one is greedy."""
+
+    prompt: Prompt
+    asked: Asked
+    scored: Pending[Scores] | None = None
+    """None until all responses are complete."""
+    is_informative: bool | None = None
+    """What dynamic sampling has found; None until there are scores."""
+
+
+class Draw:
+    """The prompts of one step."""
+
+    def __init__(self, desk: Desk, step: int) -> None:
+        self._desk = desk
+        self._step = step
+        self._filters = desk.config.algorithm.filter_groups
+        self._size = desk.config.data.train_batch_size
+        self.groups: list[Group] = []
+        """In the order of the data."""
+        self.position: Position | None = None
+        """In the data, after the last prompt."""
+
+    @property
+    def lacks(self) -> int:
+        """Number of prompts that the batch needs beyond those that were drawn and not rejected."""
+        return self._size - sum(group.is_informative is not False for group in self.groups)
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether a response is not complete."""
+        return any(not group.asked.is_complete for group in self.groups)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the batch is complete. Without dynamic sampling, scores may still be missing."""
+        if self.lacks:
+            return False
+        return all(group.is_informative is not None if self._filters else group.scored for group in self.groups)
+
+    def ask(self) -> None:
+        """Draw the prompts that the batch lacks, and request responses to them.
+
+        Raises:
+            RunError: algorithm.max_gen_batches does not allow so many.
+        """
+        config = self._desk.config
+        for _ in range(self.lacks):
+            self._refuse_too_many()
+            index, self.position = next(self._desk.order)
+            prompt = self._desk.train[index]
+            draws = [(seed, sampling(config)) for seed in seeds_of(config, self._step, len(self.groups))]
+            if config.algorithm.advantage == "remax":
+                draws.append((0, greedy_sampling(config)))
+            self.groups.append(Group(prompt, self._desk.queue.ask(prompt.token_ids, draws, self._step)))
+
+    def judge(self) -> None:
+        """Start to score the groups that are complete. With dynamic sampling, judge those whose scores are there.
+
+        Raises:
+            NoScoresError: the reward failed for all responses, and these are enough for a batch.
+        """
+        complete = [group for group in self.groups if group.asked.is_complete and group.scored is None]
+        if self._desk.scoring.at_once or not self.is_generating:
+            self._score(complete)
+        if not self._filters:
+            return
+        for group in self.groups:
+            if group.is_informative is None and group.scored is not None and group.scored.is_ready():
+                values = torch.from_numpy(group.scored.wait().values)
+                group.is_informative = bool(informative_groups(values, torch.zeros(len(values), dtype=torch.int64))[0])
+        judged = [group.scored.wait() for group in self.groups if group.scored and group.is_informative is not None]
+        if len(judged) >= self._size:
+            refuse_no_scores(joined_scores(judged), self._step + 1)
+
+    def wait_for_score(self) -> None:
+        """Wait for the scores of a group, if dynamic sampling needs them."""
+        for group in self.groups:
+            if self._filters and group.is_informative is None and group.scored is not None:
+                group.scored.wait()
+                return
+
+    def batch(self) -> Batch:
+        """Return the batch of a complete draw. Its scores have the errors of all responses that were scored."""
+        n = self._desk.config.rollout.n
+        kept = [group for group in self.groups if group.is_informative is not False]
+        scored = Pending.of_all([group.scored for group in kept if group.scored])
+        rejected = [group.scored.wait() for group in self.groups if group.scored and group.is_informative is False]
+        greedy = None
+        if self._desk.config.algorithm.advantage == "remax":
+            best = [group.asked.completions()[n] for group in kept]
+            greedy = Greedy(best, scored.then(lambda parts: joined_scores([part_of(one, n, n + 1) for one in parts])))
+        return Batch(
+            [group.prompt for group in kept for _ in range(n)],
+            np.repeat(np.arange(len(kept)), n).tolist(),
+            [completion for group in kept for completion in group.asked.completions()[:n]],
+            scored.then(lambda parts: joined_scores([part_of(one, 0, n) for one in parts], rejected)),
+            greedy,
+        )
+
+    def _score(self, groups: Sequence[Group]) -> None:
+        """Start to score the responses of these groups together."""
+        found = [(group, group.asked.completions()) for group in groups]
+        prompts = [group.prompt for group, completions in found for _ in completions]
+        if not prompts:
+            return
+        scored = self._desk.scoring.start(prompts, [one for _, completions in found for one in completions])
+        end = 0
+        for group, completions in found:
+            start, end = end, end + len(completions)
+            group.scored = scored.then(partial(part_of, start=start, end=end))
+
+    def _refuse_too_many(self) -> None:
+        algorithm = self._desk.config.algorithm
+        if self._filters and len(self.groups) >= algorithm.max_gen_batches * self._size:
+            raise RunError(
+                f"algorithm.filter_groups: of {len(self.groups)} prompts ({algorithm.max_gen_batches} batches of "
+                f"{self._size}, algorithm.max_gen_batches), only {self._size - self.lacks} had responses with "
+                "different scores. The task is too easy or too hard for this model: raise algorithm.max_gen_batches or "
+                "rollout.n, or set algorithm.filter_groups=false"
+            )
+
+
+def part_of(scores: Scores, start: int, end: int) -> Scores:
+    """Return the scores of responses start ... end - 1."""
+    errors = [(index - start, text) for index, text in scores.errors if start <= index < end]
+    return Scores(scores.values[start:end], errors, scores.components[start:end])
+
+
+def joined_scores(parts: Sequence[Scores], rejected: Sequence[Scores] = ()) -> Scores:
+    """Return the scores of all parts as one, with the errors of further responses, whose indices mean nothing."""
+    starts = np.cumsum([0, *(len(part.values) for part in parts)]).tolist()
+    errors = [(start + index, text) for start, part in zip(starts, parts, strict=False) for index, text in part.errors]
+    errors += [error for part in rejected for error in part.errors]
+    components = [each for part in parts for each in (part.components or [{}] * len(part.values))]
+    return Scores(np.concatenate([part.values for part in parts]), errors, components if any(components) else ())
+
+
+def prompt_order(config: PpoConfig, prompts: int, start: Position) -> Iterator[tuple[int, Position]]:
+    """Yield the indices of prompts without end, each with the position after it.
+
+    Prompts at the end of an epoch that do not fill a batch are skipped; the next epoch has another order.
+    """
+    used = prompts - prompts % config.data.train_batch_size
+    epoch, index = start.epoch, start.index
+    while True:
+        order = epoch_order(prompts, config.trainer.seed, epoch, config.data.shuffle)
+        while index < used:
+            index += 1
+            yield int(order[index - 1]), Position(epoch, index) if index < prompts else Position(epoch + 1, 0)
+        epoch, index = epoch + 1, 0
+
+
+def seeds_of(config: PpoConfig, step: int, number: int) -> list[int]:
+    """Return the seed of each response to a prompt, which is the prompt of this number in its step."""
+    n, size = config.rollout.n, config.data.train_batch_size
+    attempt, place = divmod(number, size)
+    drawn = np.random.default_rng([config.trainer.seed, step, attempt]).integers(2**62, size=size * n)
+    seeds: list[int] = drawn[place * n : (place + 1) * n].tolist()
+    return seeds
+
+
+def sampling(config: PpoConfig) -> Sampling:
+    """Return how training responses are sampled."""
+    rollout, length = config.rollout, config.data.max_response_length
+    return Sampling(length, rollout.temperature, rollout.top_p, rollout.top_k, config.truncates_logprobs)
+
+
+def greedy_sampling(config: PpoConfig) -> Sampling:
+    """Return how the baselines of ReMax are decoded."""
+    return Sampling(config.data.max_response_length, temperature=0.0)

@@ -1,0 +1,205 @@
+"""The requests of a run on their way through the engines.
+
+    asked = queue.ask(prompt, [(seed, sampling)])   # waits until an engine has room
+    while not asked.is_complete:
+        queue.turn(timeout_s)                       # engines generate for a short time, and return what is complete
+    asked.completions()
+
+An engine generates only in calls of `advance`, each of which takes new requests along and lasts for a slice of time. It
+always has two of them, so that it never waits for the driver. Its weights change between two calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from hpc_rl.errors import RunError
+from hpc_rl.host.heartbeat import heart
+from hpc_rl.rl.calls import ActorCall, Pending
+from hpc_rl.rl.fates import ActorDiedError
+from hpc_rl.rl.rollout.dispatch import Dispatch
+from hpc_rl.rl.rollout.engine import Completion, Progress, Request, Sampling
+from hpc_rl.rl.weights.base import EngineActors
+
+SLICE_S = 0.1
+"""Time of a call. Within it, complete responses wait for their rewards, and new requests for their engine."""
+CALLS_PER_S = 1000
+"""Most calls to all engines together: with many engines, the slices are longer."""
+CALLS_AHEAD = 2
+TURN_S = 0.5
+"""Longest time of a turn of `wait`, between two looks at what else the caller waits for."""
+
+
+@dataclass
+class Asked:
+    """The responses to one prompt that were requested together."""
+
+    requests: list[Request]
+    found: dict[int, Completion] = field(default_factory=dict)
+    """By the number of the request."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there are all responses."""
+        return len(self.found) == len(self.requests)
+
+    def completions(self) -> list[Completion]:
+        """Return the responses in the order in which they were requested."""
+        return [self.found[request.number] for request in self.requests]
+
+
+class RequestQueue:
+    """All engines of a run, as one queue.
+
+    Args:
+        engines: actors with the method `advance` of EngineProcess.
+        places: requests that one engine computes at a time (rollout.max_num_seqs).
+        stall_s: an engine that does not answer for so long is ended.
+        replace: called if an engine has died, with its index. It returns the call that starts another in its place, or
+            None if `restore` follows later; it raises the error if there is no other.
+    """
+
+    def __init__(
+        self,
+        engines: EngineActors,
+        places: int,
+        stall_s: float,
+        replace: Callable[[int, ActorDiedError], ActorCall | None],
+    ) -> None:
+        count = len(engines.actors)
+        self._engines = engines
+        self._stall_s = stall_s
+        self._replace = replace
+        self._dispatch = Dispatch(count, places)
+        self._slice_s = max(SLICE_S, count / CALLS_PER_S)
+        self._calls: list[deque[ActorCall]] = [deque() for _ in range(count)]
+        self._starting: dict[int, ActorCall] = {}
+        """Engines that get requests when this call has returned."""
+        self._heard = [time.monotonic()] * count
+        self._asked: dict[int, Asked] = {}
+        """The requests that are not complete, by number."""
+        self._number = 0
+        self.version = 0
+        """Number of weight updates of this attempt."""
+        self.busy_s = 0.0
+        """Seconds that all engines together have generated."""
+        self.repeated = 0
+        """Requests that were repeated because their engine died."""
+
+    def __len__(self) -> int:
+        """Return the number of requests that are not complete."""
+        return len(self._asked)
+
+    def ask(self, prompt: NDArray[np.int32], draws: Sequence[tuple[int, Sampling]], wave: int = 0) -> Asked:
+        """Request responses to one prompt, which share an engine.
+
+        Args:
+            prompt: token ids [P].
+            draws: seed and sampling of each response; see Request.
+            wave: prompts of a smaller wave go first.
+        """
+        first, self._number = self._number, self._number + len(draws)
+        asked = Asked([Request(first + index, prompt, *draw) for index, draw in enumerate(draws)])
+        self._asked.update((request.number, asked) for request in asked.requests)
+        self._dispatch.add(asked.requests, wave)
+        return asked
+
+    def turn(self, timeout_s: float) -> None:
+        """Give waiting requests to engines, and take what they have completed, for which this waits.
+
+        Raises:
+            UserError: an engine refused a request.
+            RunError: no engine is left.
+        """
+        self._send()
+        self._take(timeout_s)
+
+    def wait(self, asked: Sequence[Asked]) -> None:
+        """Wait until all these responses are complete. See `turn`."""
+        left = deque(asked)
+        while left:
+            while left and left[0].is_complete:
+                left.popleft()
+            if left:
+                self.turn(TURN_S)
+
+    def pause(self) -> None:
+        """Wait until no engine generates. Requests that are not complete stay where they are."""
+        while any(self._calls):
+            self._take(TURN_S)
+
+    def restore(self, engine: int) -> None:
+        """Give requests to an engine again that has been replaced."""
+        self._heard[engine] = time.monotonic()
+        self._dispatch.restore(engine)
+
+    def _send(self) -> None:
+        """Keep every engine that has requests supplied with calls."""
+        assigned = self._dispatch.assign()
+        if not self._dispatch.available and not self._starting:
+            raise RunError("no rollout engine is left")
+        for index, calls in enumerate(self._calls):
+            requests = assigned.get(index, [])
+            while requests or (len(calls) < CALLS_AHEAD and self._dispatch.running(index)):
+                if not calls:
+                    self._heard[index] = time.monotonic()
+                ref = self._engines.actors[index].advance.remote(requests, self._slice_s, self.version)
+                calls.append(ActorCall(ref, self._engines.names[index]))
+                requests = []
+
+    def _take(self, timeout_s: float) -> None:
+        """Wait for an answer, at most this long, and record all that there are."""
+        first = {calls[0].ref: index for index, calls in enumerate(self._calls) if calls}
+        starting = {call.ref: index for index, call in self._starting.items()}
+        refs = [*first, *starting]
+        if not refs:
+            return
+        with heart.waiting():
+            ray.wait(refs, num_returns=1, timeout=timeout_s)
+            ready, silent = ray.wait(refs, num_returns=len(refs), timeout=0)
+        for ref in ready:
+            if ref in first:
+                self._record(first[ref])
+            else:
+                Pending.of_calls([self._starting.pop(starting[ref])]).wait()
+                self.restore(starting[ref])
+        for ref in silent:
+            if ref in first:
+                self._end_if_stalled(first[ref])
+
+    def _record(self, engine: int) -> None:
+        """Record the answer to the first call of an engine."""
+        call = self._calls[engine].popleft()
+        try:
+            progress: Progress = Pending.of_calls([call]).wait()[0]
+        except ActorDiedError as error:
+            self._lose(engine, error)
+            return
+        self._heard[engine] = time.monotonic()
+        self.busy_s += progress.busy_s
+        for number, completion in progress.completed:
+            self._dispatch.complete(engine, number)
+            self._asked.pop(number).found[number] = completion
+
+    def _lose(self, engine: int, error: ActorDiedError) -> None:
+        self._calls[engine].clear()
+        self.repeated += self._dispatch.lose(engine)
+        started = self._replace(engine, error)
+        if started is not None:
+            self._starting[engine] = started
+
+    def _end_if_stalled(self, engine: int) -> None:
+        """End an engine that does not answer; the next look at it finds it dead."""
+        silent_s = time.monotonic() - self._heard[engine]
+        if silent_s > self._stall_s:
+            name = self._engines.names[engine]
+            print(f"warning: {name} has not answered for {silent_s:.0f} s (rollout.stall_s), and is ended", flush=True)
+            ray.kill(self._engines.actors[engine])
+            self._heard[engine] = time.monotonic()
