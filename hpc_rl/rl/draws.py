@@ -116,8 +116,11 @@ class Draw:
             RunError: algorithm.max_gen_batches does not allow so many.
         """
         config = self._desk.config
-        for _ in range(self.lacks):
-            self._refuse_too_many()
+        most = config.algorithm.max_gen_batches * self._size if self._filters else self._size
+        lacks = self.lacks
+        if lacks and len(self.groups) == most and not any(group.is_informative is None for group in self.groups):
+            raise self._too_few()
+        for _ in range(min(lacks, most - len(self.groups))):
             index, self.position = next(self._desk.order)
             prompt = self._desk.train[index]
             draws = [(seed, sampling(config)) for seed in seeds_of(config, self._step, len(self.groups))]
@@ -181,15 +184,13 @@ class Draw:
             start, end = end, end + len(completions)
             group.scored = scored.then(partial(part_of, start=start, end=end))
 
-    def _refuse_too_many(self) -> None:
-        algorithm = self._desk.config.algorithm
-        if self._filters and len(self.groups) >= algorithm.max_gen_batches * self._size:
-            raise RunError(
-                f"algorithm.filter_groups: of {len(self.groups)} prompts ({algorithm.max_gen_batches} batches of "
-                f"{self._size}, algorithm.max_gen_batches), only {self._size - self.lacks} had responses with "
-                "different scores. The task is too easy or too hard for this model: raise algorithm.max_gen_batches or "
-                "rollout.n, or set algorithm.filter_groups=false"
-            )
+    def _too_few(self) -> RunError:
+        return RunError(
+            f"algorithm.filter_groups: of {len(self.groups)} prompts "
+            f"({self._desk.config.algorithm.max_gen_batches} batches of {self._size}, algorithm.max_gen_batches), only "
+            f"{self._size - self.lacks} had responses with different scores. The task is too easy or too hard for this "
+            "model: raise algorithm.max_gen_batches or rollout.n, or set algorithm.filter_groups=false"
+        )
 
 
 def part_of(scores: Scores, start: int, end: int) -> Scores:

@@ -1,0 +1,114 @@
+"""Which engine gets which requests."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_rl.rl.rollout.dispatch import Dispatch
+from hpc_rl.rl.rollout.engine import Request, Sampling
+
+
+def group(first: int, size: int = 1, prompt: int = 3, most: int = 10) -> list[Request]:
+    return [Request(first + i, np.zeros(prompt, np.int32), i, Sampling(most)) for i in range(size)]
+
+
+def numbers(assigned: dict[int, list[Request]]) -> dict[int, list[int]]:
+    return {engine: [request.number for request in requests] for engine, requests in assigned.items()}
+
+
+def test_groups_stay_together_and_go_to_the_engine_with_the_fewest_requests() -> None:
+    dispatch = Dispatch(engines=2, places=8)
+    for first, size in ((0, 3), (10, 1), (20, 1), (30, 2)):
+        dispatch.add(group(first, size))
+    assert numbers(dispatch.assign()) == {0: [0, 1, 2], 1: [10, 20, 30, 31]}
+    assert (dispatch.running(0), dispatch.running(1), dispatch.waiting) == (3, 4, 0)
+
+
+def test_among_equals_the_engine_with_fewer_tokens_is_next() -> None:
+    dispatch = Dispatch(engines=2, places=8)
+    dispatch.add(group(0, prompt=50))
+    dispatch.add(group(1, prompt=20))
+    dispatch.add(group(2, prompt=10))
+    assert numbers(dispatch.assign()) == {0: [0], 1: [1, 2]}
+    dispatch.complete(0, 0)
+    dispatch.complete(1, 1)
+    dispatch.add(group(3, prompt=5))
+    dispatch.add(group(4, prompt=5, most=1))
+    assert numbers(dispatch.assign()) == {0: [3, 4]}, "15 tokens of engine 0 are fewer than 20"
+
+
+def test_earlier_waves_go_first_then_longer_prompts_then_earlier_groups() -> None:
+    dispatch = Dispatch(engines=1, places=8)
+    dispatch.add(group(0, prompt=9), wave=1)
+    dispatch.add(group(1, prompt=2))
+    dispatch.add(group(2, prompt=4))
+    dispatch.add(group(3, prompt=4))
+    assert numbers(dispatch.assign()) == {0: [2, 3, 1, 0]}
+
+
+def test_an_engine_has_a_quarter_more_requests_than_it_computes() -> None:
+    dispatch = Dispatch(engines=1, places=5)
+    for number in range(20):
+        dispatch.add(group(number))
+    assert numbers(dispatch.assign()) == {0: [0, 1, 2, 3, 4, 5, 6]}
+    assert dispatch.assign() == {} and dispatch.waiting == 13
+    dispatch.complete(0, 4)
+    assert numbers(dispatch.assign()) == {0: [7]}
+
+
+def test_requests_of_a_dead_engine_go_to_others_before_newer_ones() -> None:
+    dispatch = Dispatch(engines=2, places=4)
+    dispatch.add(group(0, 3, prompt=9))
+    dispatch.add(group(10, 1, prompt=5))
+    dispatch.assign()
+    dispatch.complete(0, 1)
+    dispatch.add(group(20, prompt=9))
+    assert dispatch.lose(0) == 2 and dispatch.available == [1] and dispatch.waiting == 3
+    assert numbers(dispatch.assign()) == {1: [0, 2, 20]}
+    assert dispatch.lose(1) == 4 and dispatch.assign() == {} and dispatch.available == []
+    dispatch.restore(0)
+    assert numbers(dispatch.assign()) == {0: [0, 2, 20, 10]}
+
+
+@given(
+    st.integers(1, 4), st.integers(1, 6), st.lists(st.integers(1, 5), max_size=30), st.randoms(use_true_random=False)
+)
+def test_every_request_is_answered_once_whatever_happens(
+    engines: int, places: int, sizes: list[int], chance: random.Random
+) -> None:
+    dispatch = Dispatch(engines, places)
+    running: dict[int, set[int]] = {engine: set() for engine in range(engines)}
+    answered: list[int] = []
+    expected = 0
+    left = list(sizes)
+    while left or dispatch.waiting or any(running.values()):
+        event = chance.choice(["add", "complete", "complete", "lose", "restore"])
+        if event == "add" and left:
+            size = left.pop()
+            dispatch.add(group(expected, size, prompt=chance.randint(1, 9)), wave=chance.randint(0, 2))
+            expected += size
+        elif event == "complete" and (busy := [engine for engine in running if running[engine]]):
+            engine = chance.choice(busy)
+            number = chance.choice(sorted(running[engine]))
+            running[engine].remove(number)
+            answered.append(number)
+            dispatch.complete(engine, number)
+        elif event == "lose":
+            engine = chance.randrange(engines)
+            assert dispatch.lose(engine) == len(running[engine])
+            running[engine].clear()
+        elif event == "restore":
+            dispatch.restore(chance.randrange(engines))
+        for engine, requests in dispatch.assign().items():
+            assert engine in dispatch.available
+            running[engine] |= {request.number for request in requests}
+        for engine in running:
+            assert dispatch.running(engine) == len(running[engine])
+            assert len(running[engine]) < places + -(-places // 4) + max(sizes)
+        if dispatch.waiting and dispatch.available:
+            assert min(len(running[engine]) for engine in dispatch.available) >= places
+    assert sorted(answered) == list(range(expected))
