@@ -20,8 +20,9 @@ from tests.sandbox.variants import LARGE
 # Without job control a shell starts background commands with SIGINT ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No test depends on speed; hypothesis allows 0.2 s for each example otherwise.
-hypothesis.settings.register_profile("any speed", deadline=None)
+# No test depends on speed. Otherwise hypothesis allows 0.2 s for an example, and 1 s for drawing ten of them.
+_SLOW = hypothesis.HealthCheck.too_slow
+hypothesis.settings.register_profile("any speed", deadline=None, suppress_health_check=[_SLOW])
 hypothesis.settings.load_profile("any speed")
 
 
