@@ -34,7 +34,7 @@ from benchmarks.ppo_workload import (
     Algorithm,
     prompt_lengths,
 )
-from hpc_rl.rl.rollout.engine import Sampling
+from hpc_rl.rl.rollout.engine import Sampling, complete
 from hpc_rl.rl.rollout.hf import HfEngine
 from hpc_rl.training.batching import pack
 from hpc_rl.training.models import packed_attention
@@ -65,7 +65,7 @@ Compute = Callable[[Any, Rows], torch.Tensor]
 def generate_packed(folder: Path, prompts: Sequence[NDArray[np.int32]]) -> Part:
     hf = load(AutoModelForCausalLM, folder / POLICY, packed_attention.ATTENTION)
     engine = HfEngine(hf, eos_token_ids=[])
-    return lambda: void(engine.generate(prompts, list(range(len(prompts))), Sampling(RESPONSE_TOKENS)))
+    return lambda: void(complete(engine, prompts, range(len(prompts)), Sampling(RESPONSE_TOKENS)))
 
 
 def generate_padded(folder: Path, prompts: Sequence[NDArray[np.int32]]) -> Part:

@@ -1,8 +1,8 @@
 """Keys and values of the sequences that are being generated, and attention that reads and writes them.
 
-A cache has a fixed number of rows. A sequence occupies one row, with its first token in column 0, regardless of the
-lengths of other sequences. The two classes that fill the cache are passed to the model's forward as `attend`, so that
-models run unchanged and transformers' own caches are not involved.
+A sequence occupies one row, with its first token in column 0, regardless of the lengths of other sequences. The two
+classes that fill the cache are passed to the model's forward as `attend`, so that models run unchanged and
+transformers' own caches are not involved.
 
 Shape suffixes: B rows in use, L columns in use, G query heads per key head, D head size, T tokens of a packed row.
 """
@@ -42,12 +42,26 @@ class KVCache:
             self._layers[index] = (keys, values)
         return self._layers[index]
 
+    def grow(self, rows: int, columns: int) -> None:
+        """Make room for more rows and columns, and keep what is in the cache."""
+        self.rows, self.columns = rows, columns
+        for index, (keys, values) in self._layers.items():
+            shapes = ((rows, x.shape[1], columns, x.shape[3]) for x in (keys, values))
+            self._layers[index] = (grown(keys, next(shapes)), grown(values, next(shapes)))
+
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], columns: int) -> None:
         """Copy the first `columns` tokens of some rows to others; no row is in both."""
         for layer in self._layers.values():
             for states in layer:
                 index = torch.tensor([sources, targets], device=states.device)
                 states[index[1], :, :columns] = states[index[0], :, :columns]
+
+
+def grown(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return a larger tensor that begins with this one in each dimension; the rest is zero."""
+    larger = tensor.new_zeros(shape)
+    larger[tuple(map(slice, tensor.shape))] = tensor
+    return larger
 
 
 class PrefillDone(Exception):

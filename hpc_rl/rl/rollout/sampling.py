@@ -4,12 +4,15 @@ Every step of every response has one uniform number, from a counter-based genera
 (Philox: Salmon et al., https://doi.org/10.1145/2063384.2063405). The token is the one at which the cumulative
 distribution exceeds that number.
 
-Shape suffixes: B rows, V vocabulary, K candidates (sorted, most probable first), S steps.
+Shape suffixes: B rows, G rows of a group, V vocabulary, K candidates (sorted, most probable first), S steps.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,23 +29,50 @@ def uniforms(seeds: Sequence[int], steps: int) -> NDArray[np.float32]:
     return drawn
 
 
+class Group(NamedTuple):
+    """Rows of a batch whose tokens are drawn in the same way."""
+
+    sampling: Sampling
+    """Its max_new_tokens has no meaning."""
+    rows_G: torch.Tensor
+
+
+def groups_of(samplings: Sequence[Sampling], device: torch.device) -> list[Group]:
+    """Group the rows of a batch, whose samplings may differ. Only max_new_tokens does not matter."""
+    found: dict[Sampling, list[int]] = defaultdict(list)
+    for row, sampling in enumerate(samplings):
+        found[sampling].append(row)
+    merged: dict[Sampling, list[int]] = defaultdict(list)
+    for sampling, rows in found.items():
+        merged[replace(sampling, max_new_tokens=1)] += rows
+    return [Group(sampling, torch.tensor(rows, device=device)) for sampling, rows in merged.items()]
+
+
 class TokenSampler:
     """Apply the LM head and draw tokens, in buffers that all steps share."""
 
-    def __init__(self, weight_VH: torch.Tensor, rows: int, sampling: Sampling) -> None:
+    def __init__(self, weight_VH: torch.Tensor, rows: int) -> None:
         self.weight_VH = weight_VH
-        self.sampling = sampling
         self._logits = weight_VH.new_empty(rows, weight_VH.shape[0], dtype=torch.float32)
         self._scratch = torch.empty_like(self._logits)
 
-    def __call__(self, hidden_BH: torch.Tensor, uniform_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens and log-probabilities as `sample` does."""
+    def __call__(
+        self, hidden_BH: torch.Tensor, uniform_B: torch.Tensor, groups: Sequence[Group]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens and log-probabilities as `sample` does. Each row is in one of the groups."""
         logits_BV = self._logits[: hidden_BH.shape[0]]
         if hidden_BH.dtype == torch.float32:
             torch.mm(hidden_BH, self.weight_VH.t(), out=logits_BV)
         else:
             logits_BV.copy_(hidden_BH @ self.weight_VH.t())
-        return sample(logits_BV, uniform_B, self.sampling, self._scratch[: hidden_BH.shape[0]])
+        if len(groups) == 1:
+            return sample(logits_BV, uniform_B, groups[0].sampling, self._scratch[: hidden_BH.shape[0]])
+        token_B = torch.empty_like(uniform_B, dtype=torch.int64)
+        logprob_B = torch.empty_like(uniform_B)
+        for sampling, rows_G in groups:
+            scratch_GV = self._scratch[: len(rows_G)]
+            token_B[rows_G], logprob_B[rows_G] = sample(logits_BV[rows_G], uniform_B[rows_G], sampling, scratch_GV)
+        return token_B, logprob_B
 
 
 def sample(

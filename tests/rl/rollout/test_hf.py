@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,43 +11,31 @@ from numpy.typing import NDArray
 
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import UserError
-from hpc_rl.rl.rollout.engine import Completion, Sampling
-from hpc_rl.rl.rollout.hf import STEPS_BETWEEN_CHECKS, HfEngine, micro_batches
+from hpc_rl.rl.rollout.engine import Completion, Sampling, complete
+from hpc_rl.rl.rollout.hf import HfEngine
+from hpc_rl.rl.rollout.hf_batch import STEPS_BETWEEN_CHECKS, micro_batches
 from hpc_rl.training.models.causal_lm import CausalLM, load_model
 from hpc_rl.training.models.lm_head import token_logprobs
 from hpc_rl.training.models.packed_batch import pack_samples
 from tests.helpers import make_tiny_model
+from tests.rl.rollout.tiny_engine import (
+    LENGTHS,
+    Prompts,
+    counted_tokens,
+    forward_logprobs,
+    prompts,
+    sharp_model,
+    token_lists,
+)
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0)
-LENGTHS = [5, 1, 17, 9, 2, 30, 11]
-
-Prompts = list[NDArray[np.int32]]
-
-
-def prompts(lengths: Sequence[int] = LENGTHS) -> Prompts:
-    generator = np.random.default_rng(0)
-    return [generator.integers(3, 300, length).astype(np.int32) for length in lengths]
-
-
-def sharp_model(folder: Path, dtype: str = "float32", **settings: Any) -> CausalLM:
-    """Load a model whose distributions are far from uniform, so that an error in attention is visible."""
-    model = load_model(ModelConfig(path=str(make_tiny_model(folder, **settings)), dtype=dtype))
-    with torch.no_grad():
-        for parameter in model.hf.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(10)
-    return model
 
 
 def generate(
     model: CausalLM, given: Prompts, sampling: Sampling, seeds: Sequence[int] | None = None, **options: Any
 ) -> list[Completion]:
     engine = HfEngine(model.hf, options.pop("eos", ()), **options)
-    return engine.generate(given, range(len(given)) if seeds is None else seeds, sampling)
-
-
-def token_lists(completions: Sequence[Completion]) -> list[list[int]]:
-    return [completion.token_ids.tolist() for completion in completions]
+    return complete(engine, given, range(len(given)) if seeds is None else seeds, sampling)
 
 
 @torch.no_grad()
@@ -58,28 +45,6 @@ def plain_greedy(hf: Any, prompt: NDArray[np.int32], steps: int) -> list[int]:
     for _ in range(steps):
         ids = torch.cat([ids, hf(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
     return ids[0, len(prompt) :].tolist()
-
-
-def forward_logprobs(
-    model: CausalLM, given: Prompts, completions: Sequence[Completion], temperature: float = 1.0
-) -> NDArray[np.float32]:
-    """Return log-probabilities of all response tokens, concatenated, from a packed forward pass as in training."""
-    samples = [np.concatenate([p, c.token_ids]) for p, c in zip(given, completions, strict=True)]
-    targets = [np.arange(len(s)) >= len(p) for s, p in zip(samples, given, strict=True)]
-    batch = pack_samples(samples, targets)
-    with torch.no_grad():
-        logprobs_N, _ = model(batch, lambda h, w: token_logprobs(h, w, batch.targets_N, temperature))
-    return logprobs_N.numpy()
-
-
-@contextmanager
-def counted_tokens(model: CausalLM) -> Iterator[list[int]]:
-    """Count the tokens that enter the model in each forward pass."""
-    counts: list[int] = []
-    embedding = model.hf.get_input_embeddings()
-    handle = embedding.register_forward_pre_hook(lambda _, inputs: counts.append(inputs[0].numel()))
-    yield counts
-    handle.remove()
 
 
 @pytest.mark.parametrize(
@@ -212,11 +177,11 @@ def test_new_weights_take_effect(tmp_path: Path, tie: bool) -> None:
     engine = HfEngine(load_model(ModelConfig(path=str(make_tiny_model(tmp_path / "a", **settings)))).hf, ())
     other = sharp_model(tmp_path / "b", **settings)
     given = prompts()
-    before = token_lists(engine.generate(given, range(7), GREEDY))
+    before = token_lists(complete(engine, given, range(7), GREEDY))
     weights = [(name, parameter.detach().double()) for name, parameter in other.hf.named_parameters()]
     engine.load_weights(weights[:3])
     engine.load_weights(weights[3:])
-    after = token_lists(engine.generate(given, range(7), GREEDY))
+    after = token_lists(complete(engine, given, range(7), GREEDY))
     assert before != after == token_lists(generate(other, given, GREEDY))
 
 
@@ -254,13 +219,13 @@ def test_bfloat16_is_close_to_float32(tmp_path: Path) -> None:
 def test_generation_works_after_sleep(tmp_path: Path) -> None:
     engine = HfEngine(sharp_model(tmp_path).hf, (), max_num_seqs=4)
     given = prompts()
-    first = token_lists(engine.generate(given[:2], range(2), GREEDY))
-    everything = token_lists(engine.generate(given, range(7), GREEDY))
+    first = token_lists(complete(engine, given[:2], range(2), GREEDY))
+    everything = token_lists(complete(engine, given, range(7), GREEDY))
     engine.sleep()
     engine.wake()
-    assert token_lists(engine.generate(given, range(7), GREEDY)) == everything
+    assert token_lists(complete(engine, given, range(7), GREEDY)) == everything
     assert everything[:2] == first
-    assert engine.generate([], [], GREEDY) == []
+    assert complete(engine, [], [], GREEDY) == []
 
 
 def test_more_tokens_than_positions_are_refused(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hpc_rl.rl.rollout.engine import Sampling
-from hpc_rl.rl.rollout.sampling import sample, uniforms
+from hpc_rl.rl.rollout.sampling import TokenSampler, groups_of, sample, uniforms
 
 PROBABILITIES = [0.05, 0.4, 0.0, 0.3, 0.15, 0.1]
 
@@ -75,3 +75,26 @@ def test_uniforms_belong_to_seed_and_step() -> None:
     np.testing.assert_array_equal(long[2, :10], short[0])
     assert len(np.unique(long)) == long.size
     assert long.min() >= 0 and long.max() < 1
+
+
+def test_rows_are_grouped_by_what_matters_for_a_token() -> None:
+    samplings = [Sampling(3), Sampling(4, temperature=0), Sampling(9), Sampling(5, temperature=0), Sampling(3, top_k=2)]
+    groups = groups_of(samplings, torch.device("cpu"))
+    assert [sorted(group.rows_G.tolist()) for group in groups] == [[0, 2], [1, 3], [4]]
+    assert [(group.sampling.temperature, group.sampling.top_k) for group in groups] == [(1, 0), (0, 0), (1, 2)]
+    assert len(groups_of([Sampling(3), Sampling(9)], torch.device("cpu"))) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_group_is_sampled_in_its_own_way(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight_VH, hidden_BH = (torch.randn(n, 8, generator=generator).to(dtype) for n in (50, 6))
+    uniform_B = torch.rand(6, generator=generator)
+    samplings = [Sampling(1, temperature=0), Sampling(1, 0.5), Sampling(1, top_k=3)] * 2
+    sampler = TokenSampler(weight_VH, 8)
+    token_B, logprob_B = sampler(hidden_BH, uniform_B, groups_of(samplings, torch.device("cpu")))
+    for row, sampling in enumerate(samplings):
+        alone = groups_of([sampling] * 6, torch.device("cpu"))
+        expected_B, expected_logprob_B = sampler(hidden_BH, uniform_B, alone)
+        assert token_B[row] == expected_B[row]
+        torch.testing.assert_close(logprob_B[row], expected_logprob_B[row])
