@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.docker_images import AS_USER, write_docker_archive
@@ -18,6 +19,10 @@ from tests.sandbox.variants import LARGE
 
 # Without job control a shell starts background commands with SIGINT ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No test depends on speed; hypothesis allows 0.2 s for each example otherwise.
+hypothesis.settings.register_profile("any speed", deadline=None)
+hypothesis.settings.load_profile("any speed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

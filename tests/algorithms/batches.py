@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from itertools import chain
 
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 
 Rows = list[list[float]]
 
-no_deadline = settings(deadline=None)
 """The first call into torch takes longer than hypothesis allows one example."""
 
 numbers = st.floats(-3, 3, width=32)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hpc_rl.algorithms import advantages
 from tests.algorithms import reference
-from tests.algorithms.batches import Rows, grouped, lengths, mask_of, no_deadline, numbers, padded, rows
+from tests.algorithms.batches import Rows, grouped, lengths, mask_of, numbers, padded, rows
 
 
 def close(got: torch.Tensor, wanted: Rows | list[float], atol: float = 1e-4) -> None:
@@ -30,7 +30,6 @@ def test_gae_by_hand() -> None:
     assert returns.tolist() == [[0.9375, 1.75, 3.0], [1.0, 0.0, 0.0]]
 
 
-@no_deadline
 @given(st.data(), lengths, st.floats(0.1, 1), st.floats(0, 1))
 def test_gae_equals_its_definition(data: st.DataObject, lengths: list[int], gamma: float, lam: float) -> None:
     rewards, values = data.draw(rows(numbers, lengths)), data.draw(rows(numbers, lengths))
@@ -55,7 +54,6 @@ def test_whitening_equal_values_gives_exactly_zero() -> None:
     assert advantages.whiten(torch.full((3, 7), 1000.1), torch.ones(3, 7, dtype=torch.bool)).eq(0).all()
 
 
-@no_deadline
 @given(st.data(), lengths)
 def test_whitened_tokens_have_mean_0_and_variance_1(data: st.DataObject, lengths: list[int]) -> None:
     values = data.draw(rows(st.sampled_from([-2.0, 0.5, 1.0, 3.0]), lengths))
@@ -79,7 +77,6 @@ def test_groups_by_hand() -> None:
     close(advantages.rloo(scores, groups), [2 / 3, -3, -2 / 3, -2 / 3, 3, 2 / 3], atol=1e-6)
 
 
-@no_deadline
 @given(grouped())
 def test_grpo_equals_its_definition(batch: tuple[list[float], list[int]]) -> None:
     scores, groups = batch
@@ -93,7 +90,6 @@ def test_grpo_equals_its_definition(batch: tuple[list[float], list[int]]) -> Non
     )
 
 
-@no_deadline
 @given(grouped(smallest=2))
 def test_rloo_equals_its_definition(batch: tuple[list[float], list[int]]) -> None:
     scores, groups = batch
@@ -151,7 +147,6 @@ def test_reinforce_pp_by_hand() -> None:
     torch.testing.assert_close(got, torch.tensor([[-1.0, 1.0, 1.0], [-1.0, 0.0, 0.0]]))
 
 
-@no_deadline
 @given(st.data(), lengths, st.floats(0.1, 1))
 def test_reinforce_pp_equals_its_definition(data: st.DataObject, lengths: list[int], gamma: float) -> None:
     rewards = data.draw(rows(st.sampled_from([0.0, 1.0, -0.5]), lengths))
@@ -162,7 +157,6 @@ def test_reinforce_pp_equals_its_definition(data: st.DataObject, lengths: list[i
         close(got, reference.whiten(to_come), atol=2e-3)
 
 
-@no_deadline
 @given(grouped(), st.data())
 def test_reinforce_pp_baseline_equals_its_definition(batch: tuple[list[float], list[int]], data: st.DataObject) -> None:
     groups = batch[1]
@@ -187,7 +181,6 @@ def test_overlong_penalty_by_hand() -> None:
     assert advantages.overlong_penalty(torch.tensor([9, 10]), 10, buffer=0, penalty=2.0).tolist() == [0.0, 0.0]
 
 
-@no_deadline
 @given(st.lists(st.integers(1, 40), min_size=1), st.integers(1, 30), st.integers(1, 30), st.floats(0, 3))
 def test_overlong_penalty_equals_its_definition(
     lengths: list[int], max_length: int, buffer: int, penalty: float

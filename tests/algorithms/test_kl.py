@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from hpc_rl.algorithms import kl
 from hpc_rl.config.algorithm import KlConfig
-from tests.algorithms.batches import no_deadline
 
 
 def test_estimators_by_hand() -> None:
@@ -51,7 +50,6 @@ def test_the_expected_gradient_of_k2_is_that_of_the_divergence() -> None:
     torch.testing.assert_close(through_k1, torch.zeros(3), atol=1e-6, rtol=0)
 
 
-@no_deadline
 @given(st.floats(-10.9, 2.6))
 def test_k3_is_exact_and_not_negative(log_ratio: float) -> None:
     exact = torch.tensor(log_ratio).item()

@@ -14,7 +14,7 @@ from hpc_rl.algorithms.losses import Clip, PolicyBatch, PolicyLoss
 from hpc_rl.algorithms.policy_losses import POLICY_LOSSES
 from hpc_rl.config.algorithm import AlgorithmConfig
 from tests.algorithms import reference
-from tests.algorithms.batches import flat, lengths, lengths_of, no_deadline, numbers, rows, tokens, weighted_sum
+from tests.algorithms.batches import flat, lengths, lengths_of, numbers, rows, tokens, weighted_sum
 
 MODES = tuple(LOSS_AGGREGATIONS)
 # Steps of 0.13 put no ratio and no value exactly on a bound, where float32 and float64 may round to different sides.
@@ -85,7 +85,6 @@ def test_ratios_stay_finite(log_ratio: float, advantage: float) -> None:
     assert all(map(math.isfinite, ppo_of(log_ratio, advantage, c=None)))
 
 
-@no_deadline
 @given(st.data(), lengths, st.none() | st.just(1.6))
 def test_ppo_equals_its_cases(data: st.DataObject, lengths: list[int], c: float | None) -> None:
     new, old, advantages = (data.draw(rows(of, lengths)) for of in (logs, logs, quarters))
@@ -118,7 +117,6 @@ def test_gspo_by_hand() -> None:
     assert result.kl_N.tolist() == pytest.approx([-0.1, -0.3, 0.5])
 
 
-@no_deadline
 @given(st.data(), lengths, st.sampled_from([(0.2, 0.28), (0.9999, 1e6)]))
 def test_gspo_equals_the_sequence_form(data: st.DataObject, lengths: list[int], bounds: tuple[float, float]) -> None:
     new, old = data.draw(rows(logs, lengths)), data.draw(rows(logs, lengths))
@@ -161,7 +159,6 @@ def test_cispo_by_hand() -> None:
     assert result.kl_N.tolist() == pytest.approx([-0.1, -1.0, 1.0])
 
 
-@no_deadline
 @given(st.data(), lengths)
 def test_cispo_equals_its_cases(data: st.DataObject, lengths: list[int]) -> None:
     new, old, advantages = (data.draw(rows(of, lengths)) for of in (logs, logs, quarters))
@@ -205,7 +202,6 @@ def test_weights_by_hand() -> None:
     assert weighted_sum(torch.arange(1.0, 6.0), weights_B, lengths_B).item() == 1.125
 
 
-@no_deadline
 @given(st.data(), lengths, st.sampled_from(MODES))
 def test_aggregation_equals_its_definition(data: st.DataObject, lengths: list[int], mode: str) -> None:
     values = data.draw(rows(numbers, lengths))
@@ -214,7 +210,6 @@ def test_aggregation_equals_its_definition(data: st.DataObject, lengths: list[in
     assert got == pytest.approx(reference.aggregate(values, mode, 9), abs=1e-5)
 
 
-@no_deadline
 @given(st.data(), lengths, st.sampled_from(MODES), st.sampled_from(sorted(POLICY_LOSSES)))
 def test_any_split_into_micro_batches_gives_the_same_loss_and_gradient(
     data: st.DataObject, lengths: list[int], mode: str, name: str
@@ -265,7 +260,6 @@ def test_value_by_hand() -> None:
     assert free.clipped_N.tolist() == [0.0, 0.0, 0.0]
 
 
-@no_deadline
 @given(st.data(), lengths, st.none() | st.just(0.3))
 def test_value_equals_its_cases(data: st.DataObject, lengths: list[int], clip: float | None) -> None:
     new, old = data.draw(rows(logs, lengths)), data.draw(rows(logs, lengths))

@@ -60,7 +60,7 @@ def test_text_arrives_as_it_was_typed(override: str, value: str) -> None:
     assert getattr(sft(override).slurm, key) == value
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1).filter(
         lambda t: t[0] not in "['\"" and t != "null" and "${" not in t

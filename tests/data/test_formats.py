@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -63,7 +63,6 @@ def test_one_object_per_line_in_a_json_file_and_an_array_in_a_jsonl_file(tmp_pat
     assert list(read_rows(tmp_path / "none.json")) == []
 
 
-@settings(deadline=None)
 @given(st.lists(st.dictionaries(st.text(max_size=4), st.none() | st.integers() | st.text(max_size=5), max_size=3)))
 def test_any_array_is_read_as_json_reads_it(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
     path = tmp_path_factory.getbasetemp() / "any.json"

@@ -4,7 +4,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.data.order import Position, batches, epoch_order, steps_per_epoch
@@ -12,7 +12,6 @@ from hpc_rl.data.order import Position, batches, epoch_order, steps_per_epoch
 sizes = st.integers(1, 40)
 
 
-@settings(deadline=None)
 @given(sizes, sizes, st.booleans(), st.integers(0, 5))
 def test_every_sample_once_per_epoch(n: int, size: int, shuffle: bool, seed: int) -> None:
     steps = steps_per_epoch(n, size)
@@ -23,7 +22,6 @@ def test_every_sample_once_per_epoch(n: int, size: int, shuffle: bool, seed: int
     assert two_epochs[steps - 1][1] == Position(1, 0)
 
 
-@settings(deadline=None)
 @given(sizes, sizes, st.integers(1, 60))
 def test_going_on_from_a_saved_position(n: int, size: int, stop: int) -> None:
     whole = list(islice(batches(n, size, seed=3, shuffle=True), stop + 5))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -131,7 +131,6 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(["messages", "question", "answer"]), json_values, max_size=3))
 def test_any_row_is_a_chat_or_a_one_line_error(row: dict[str, Any]) -> None:
     for config in (DataConfig(train_files=["x.jsonl"]), PAIRS):

@@ -63,7 +63,7 @@ def test_the_threshold_is_included_and_one_response_is_enough(tmp_path: Path) ->
 
 
 @given(groups)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_what_is_selected_follows_from_the_scores(tmp_path_factory: pytest.TempPathFactory, found: Any) -> None:
     folder = tmp_path_factory.mktemp("selection")
     known = [[score for score in group if score is not None] for group in found]

@@ -47,7 +47,7 @@ def test_every_assistant_turn_with_its_end_is_a_target(
     assert tokenizer.decode(sample.input_ids).startswith("<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.text(st.characters(codec="utf-8"), max_size=12), min_size=2, max_size=6))
 def test_marked_and_derived_targets_agree(
     tokenizer: PreTrainedTokenizerFast, data: DataConfig, tmp_path: Path, texts: list[str]

@@ -4,7 +4,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -12,7 +12,6 @@ from hpc_rl.errors import UserError
 from hpc_rl.rl.dealing import Deal, deal_step, mini_batches, shards, shuffled
 
 MICRO_TOKENS = 60
-no_deadline = settings(deadline=None)
 lengths = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30)), min_size=1, max_size=40)
 sizes = st.none() | st.integers(1, 50)
 ranks = st.integers(1, 5)
@@ -25,7 +24,6 @@ def dealt_to(
     return deal_step(prompts, responses, size, ranks, MICRO_TOKENS, order)
 
 
-@no_deadline
 @given(lengths, sizes, ranks)
 def test_every_response_is_on_one_rank_within_the_budget(
     pairs: list[tuple[int, int]], size: int | None, ranks: int
@@ -38,7 +36,6 @@ def test_every_response_is_on_one_rank_within_the_budget(
             assert sum(sum(pairs[i]) for i in micro) <= MICRO_TOKENS
 
 
-@no_deadline
 @given(lengths, sizes, ranks)
 def test_mini_batches_are_the_same_for_any_number_of_ranks(
     pairs: list[tuple[int, int]], size: int | None, ranks: int
@@ -53,7 +50,6 @@ def test_mini_batches_are_the_same_for_any_number_of_ranks(
         assert len({len(plan[number]) for plan in deal.micro_batches}) == 1
 
 
-@no_deadline
 @given(lengths, sizes, ranks)
 def test_ranks_have_equal_work_up_to_one_response_per_mini_batch(
     pairs: list[tuple[int, int]], size: int | None, ranks: int
@@ -64,7 +60,6 @@ def test_ranks_have_equal_work_up_to_one_response_per_mini_batch(
     assert max(loads) - min(loads) <= longest * len(mini_batches(len(pairs), size))
 
 
-@no_deadline
 @given(lengths, sizes, ranks)
 def test_columns_are_split_and_joined(pairs: list[tuple[int, int]], size: int | None, ranks: int) -> None:
     deal = dealt_to(pairs, size, ranks)
@@ -79,7 +74,6 @@ def test_columns_are_split_and_joined(pairs: list[tuple[int, int]], size: int | 
     np.testing.assert_array_equal(deal.join_responses([rows[order] for order in deal.orders]), rows)
 
 
-@no_deadline
 @given(lengths, sizes, ranks)
 def test_shards_hold_prompt_and_response_of_their_samples(
     pairs: list[tuple[int, int]], size: int | None, ranks: int
@@ -98,7 +92,6 @@ def test_shards_hold_prompt_and_response_of_their_samples(
         assert at == len(shard.tokens)
 
 
-@no_deadline
 @given(lengths, sizes, ranks, st.integers(0, 9))
 def test_shuffled_mini_batches_are_the_same_for_any_number_of_ranks(
     pairs: list[tuple[int, int]], size: int | None, ranks: int, seed: int

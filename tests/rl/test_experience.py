@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -13,7 +13,6 @@ from hpc_rl.rl.dealing import mini_batches
 from hpc_rl.rl.rollout.engine import Completion
 from tests.rl.ppo_config import ppo_config
 
-no_deadline = settings(deadline=None)
 all_lengths = st.lists(st.integers(1, 6), min_size=1, max_size=8)
 
 
@@ -33,7 +32,6 @@ def experience_of(responses: list[int], prompts: list[int] | None = None) -> Ten
     return columns.new_experience(asked, range(len(responses)), completions)
 
 
-@no_deadline
 @given(all_lengths)
 def test_padded_and_back(lengths: list[int]) -> None:
     experience = experience_of(lengths)
@@ -47,7 +45,6 @@ def test_padded_and_back(lengths: list[int]) -> None:
     assert torch.equal(again.offsets(), experience["response_ids"].offsets())
 
 
-@no_deadline
 @given(all_lengths)
 def test_flat_columns_are_jagged_again(lengths: list[int]) -> None:
     experience = experience_of(lengths)
@@ -59,7 +56,6 @@ def test_flat_columns_are_jagged_again(lengths: list[int]) -> None:
     assert torch.equal(columns.flat(experience, "values"), values_N)
 
 
-@no_deadline
 @given(all_lengths)
 def test_a_number_per_response_at_each_of_its_tokens(lengths: list[int]) -> None:
     experience = experience_of(lengths)
@@ -180,7 +176,6 @@ def test_kl_in_the_reward_lowers_it_token_by_token() -> None:
     ]  # fmt: skip
 
 
-@no_deadline
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=8),
     st.none() | st.integers(1, 8),

@@ -144,7 +144,7 @@ def test_golden(name: str) -> None:
     one_line,
 )
 @example(NASTY, NASTY, NASTY.replace("\n", " ").replace("\\", "").replace("\t", " ").replace("/", ""), "a;b $c'd")
-@settings(max_examples=40, deadline=None, phases=QUICK)
+@settings(max_examples=40, phases=QUICK)
 def test_no_value_breaks_out_and_all_arrive(argument: str, variable: str, name: str, job_name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tmp = Path(folder)
@@ -161,7 +161,7 @@ def test_no_value_breaks_out_and_all_arrive(argument: str, variable: str, name: 
 
 @given(anything.filter(str.strip))
 @example(NASTY)
-@settings(max_examples=25, deadline=None, phases=QUICK)
+@settings(max_examples=25, phases=QUICK)
 def test_the_configuration_arrives_intact(text: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tmp = Path(folder)
@@ -175,7 +175,7 @@ def test_the_configuration_arrives_intact(text: str) -> None:
 
 @given(anything)
 @example(NASTY)
-@settings(max_examples=60, deadline=None, phases=QUICK)
+@settings(max_examples=60, phases=QUICK)
 def test_a_bash_word_is_one_line_and_has_its_value(text: str) -> None:
     word = bash_word(text)
     assert "\n" not in word

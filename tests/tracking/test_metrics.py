@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.tracking.formatting import duration, number, step_line
@@ -50,7 +50,6 @@ def test_no_file(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=30), st.integers(0, 200))
 def test_any_cut_of_a_file_can_be_read(tmp_path_factory: pytest.TempPathFactory, steps: list[int], cut: int) -> None:
     rows = [{"step": step, "total_steps": 9, "n": i} for i, step in enumerate(steps)]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.tracking.plot import FEWEST_BINS, MOST_BINS, Bin, Plot, Series, as_script_data, binned, is_binned, plot_data
@@ -12,7 +12,6 @@ values = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e12, max_v
 RAMP = [(float(step), float(step)) for step in range(1, 2001)]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 10**6), values), min_size=1, max_size=60), st.integers(1, 30))
 def test_bins_keep_extremes_and_the_mean(points: list[tuple[int, float]], most: int) -> None:
     points = sorted(points)

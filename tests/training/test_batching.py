@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.errors import UserError
@@ -64,7 +64,6 @@ def test_packing_is_the_plain_algorithm(lengths: list[int], multiple: int, budge
     assert pack(lengths, multiple, budget) == packed_plainly(lengths, multiple, budget)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.integers(1, 3))
 def test_the_fullest_bin_is_within_grahams_bound_of_the_best(lengths: list[int], bins: int) -> None:
     """Graham 1969, theorem for decreasing lengths: (4/3 - 1/3m) times the best possible."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.config.compose import compose
@@ -47,7 +47,6 @@ def sources(*sizes: int) -> list[Source]:
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.integers(1, 5), st.integers(1, 12))
-@settings(deadline=None)
 def test_blocks_hold_every_prompt_once_and_in_order(sizes: list[int], n: int, seqs: int) -> None:
     given_sources = sources(*sizes)
     plan = make_plan(BASE.updated("rollout.n", n).updated("rollout.max_num_seqs", seqs), given_sources, "hf")
