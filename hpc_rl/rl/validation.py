@@ -44,7 +44,7 @@ def validate(
     completions = rollout.generate([p.token_ids for p in prompts], seeds, sampling).wait()
     scores = scoring.start(prompts, completions).wait()
     found = scores.values[~np.isnan(scores.values)]
-    lengths = np.array([len(completion.token_ids) for completion in completions])
+    lengths = np.array([completion.sampled for completion in completions])
     metrics = {
         "val/response_length": float(lengths.mean()),
         "val/unfinished": float(np.mean([not completion.finished for completion in completions])),
