@@ -112,7 +112,7 @@ def shards(
     Args:
         response_masks: see Shard.response_mask, for each response.
     """
-    empty, none_sampled = np.zeros(0, np.int32), np.zeros(0, np.bool_)
+    empty, no_masks = np.zeros(0, np.int32), np.zeros(0, np.bool_)
     return [
         Shard(
             tokens=np.concatenate([empty, *(ids for i in order for ids in (prompt_ids[i], response_ids[i]))]),
@@ -120,7 +120,7 @@ def shards(
             response_lengths=np.array([len(response_ids[i]) for i in order], np.int64),
             mini_batches=[[len(micro) for micro in mini] for mini in minis],
             response_mask=(
-                None if response_masks is None else np.concatenate([none_sampled, *(response_masks[i] for i in order)])
+                None if response_masks is None else np.concatenate([no_masks, *(response_masks[i] for i in order)])
             ),
         )
         for order, minis in zip(deal.orders, deal.micro_batches, strict=True)

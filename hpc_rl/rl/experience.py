@@ -19,7 +19,7 @@ B responses; jagged columns have no padding. Those marked "tokens" have one numb
     ref_logprobs     tokens   float32  under the reference
     teacher_logprobs tokens   float32  under the teacher
     values           tokens   float32  the critic's value of the state before each token
-    rewards          tokens   float32  score at the last of them, minus the KL penalty if it is part of the reward
+    rewards          tokens   float32  score at the last token, minus the KL penalty if it is part of the reward
     advantages       tokens   float32
     returns          tokens   float32  the critic's targets
     weights          tokens   float32  weight of each token's loss in its mini-batch's loss; sums over ranks
