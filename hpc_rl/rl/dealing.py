@@ -29,6 +29,8 @@ class Shard:
     mini_batches: list[list[int]]
     """Number of samples in each micro-batch of each mini-batch, in the order of the samples. 0 means that the rank only
     takes part in collectives."""
+    response_mask: NDArray[np.bool_] | None = None
+    """Whether the policy sampled the token: of all responses, concatenated. None: it sampled all."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,8 @@ def shuffled(responses: int, seed: int, step: int, epoch: int) -> NDArray[np.int
 
 
 def deal_step(
-    prompt_lengths: NDArray[np.int64],
-    response_lengths: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    sampled: NDArray[np.int64],
     mini_batch_size: int | None,
     ranks: int,
     micro_tokens: int,
@@ -83,33 +85,43 @@ def deal_step(
     """Deal a step's responses to ranks.
 
     Args:
-        prompt_lengths, response_lengths: in tokens, [B].
+        lengths: tokens of prompt and response, [B].
+        sampled: tokens of the response that the policy sampled, [B]: the lengths of token columns.
         micro_tokens: maximum number of tokens, including prompts, of one micro-batch.
         order: order of the responses, [B]. Default: as they are.
     """
-    totals = prompt_lengths + response_lengths
     dealt: list[list[list[Bin]]] = [[] for _ in range(ranks)]
-    ordered = np.arange(len(totals)) if order is None else order
-    for part in mini_batches(len(totals), mini_batch_size):
+    ordered = np.arange(len(lengths)) if order is None else order
+    for part in mini_batches(len(lengths), mini_batch_size):
         responses = ordered[part].tolist()
-        for rank, micros in enumerate(plan_batch(totals[responses].tolist(), ranks, micro_tokens)):
+        for rank, micros in enumerate(plan_batch(lengths[responses].tolist(), ranks, micro_tokens)):
             dealt[rank].append([[responses[sample] for sample in micro] for micro in micros])
-    starts = np.concatenate([[0], np.cumsum(response_lengths)])
+    starts = np.concatenate([[0], np.cumsum(sampled)])
     orders = [np.array([i for mini in minis for micro in mini for i in micro], np.int64) for minis in dealt]
-    return Deal(dealt, orders, [_ranges(starts[order], response_lengths[order]) for order in orders])
+    return Deal(dealt, orders, [_ranges(starts[order], sampled[order]) for order in orders])
 
 
 def shards(
-    deal: Deal, prompt_ids: Sequence[NDArray[np.int32]], response_ids: Sequence[NDArray[np.int32]]
+    deal: Deal,
+    prompt_ids: Sequence[NDArray[np.int32]],
+    response_ids: Sequence[NDArray[np.int32]],
+    response_masks: Sequence[NDArray[np.bool_]] | None = None,
 ) -> list[Shard]:
-    """Return what each rank receives, once per step."""
-    empty = np.zeros(0, np.int32)
+    """Return what each rank receives, once per step.
+
+    Args:
+        response_masks: see Shard.response_mask, for each response.
+    """
+    empty, no_masks = np.zeros(0, np.int32), np.zeros(0, np.bool_)
     return [
         Shard(
             tokens=np.concatenate([empty, *(ids for i in order for ids in (prompt_ids[i], response_ids[i]))]),
             prompt_lengths=np.array([len(prompt_ids[i]) for i in order], np.int64),
             response_lengths=np.array([len(response_ids[i]) for i in order], np.int64),
             mini_batches=[[len(micro) for micro in mini] for mini in minis],
+            response_mask=(
+                None if response_masks is None else np.concatenate([no_masks, *(response_masks[i] for i in order)])
+            ),
         )
         for order, minis in zip(deal.orders, deal.micro_batches, strict=True)
     ]

@@ -1,9 +1,15 @@
 """One step's responses as a TensorDict, from generation to the last update.
 
-B responses; columns marked "tokens" are jagged, [B, length of each response], so that nothing is padded:
+A response with several turns also has observations: tokens that the policy did not sample, such as the output of a tool
+or the next message of the user. They are context for the tokens after them, and nothing else. Only response_ids and
+response_mask have them. In the other columns, each turn of the policy directly follows its turn before, so that losses,
+means, discounts and lengths count sampled tokens only.
+
+B responses; jagged columns have no padding. Those marked "tokens" have one number per token that the policy sampled:
 
     prompt_ids       jagged   int32    [B, P]
-    response_ids     tokens   int32    including the end-of-sequence token
+    response_ids     jagged   int32    [B, R], including observations and the end-of-sequence token
+    response_mask    jagged   bool     [B, R], whether the policy sampled the token; absent if there are no observations
     group            [B]      int64    which prompt of the step a response answers
     finished         [B]      bool     false if the response was cut at the length limit
     rollout_logprobs tokens   float32  from the engine that sampled, at rollout.temperature
@@ -49,10 +55,13 @@ def new_experience(
     columns = {
         "prompt_ids": jagged_rows(list(prompts)),
         "response_ids": jagged_rows([c.token_ids for c in completions]),
-        "rollout_logprobs": jagged_rows([c.logprobs for c in completions]),
+        "rollout_logprobs": jagged_rows([c.logprobs if c.mask is None else c.logprobs[c.mask] for c in completions]),
         "group": torch.tensor(list(groups), dtype=torch.int64),
         "finished": torch.tensor([c.finished for c in completions]),
     }
+    if any(c.mask is not None for c in completions):
+        masks = [np.ones(len(c.token_ids), np.bool_) if c.mask is None else c.mask for c in completions]
+        columns["response_mask"] = jagged_rows(masks)
     return TensorDict(columns, batch_size=[len(completions)])
 
 
@@ -74,7 +83,11 @@ def add_scores(
 
 
 def scores_of(rewards_B: torch.Tensor, lengths_B: torch.Tensor, config: PpoConfig) -> torch.Tensor:
-    """Return the rewards [B] minus the penalty for overlong responses; NaN stays NaN."""
+    """Return the rewards [B] minus the penalty for overlong responses; NaN stays NaN.
+
+    Args:
+        lengths_B: sampled tokens of each response.
+    """
     algorithm = config.algorithm
     return rewards_B + overlong_penalty(
         lengths_B, config.data.max_response_length, algorithm.overlong_buffer, algorithm.overlong_penalty
@@ -193,10 +206,15 @@ def jagged(values_N: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     return column
 
 
-def lengths(experience: TensorDict, column: str = "response_ids") -> torch.Tensor:
-    """Return the number of tokens of each response (or prompt): int64 [B]."""
+def lengths(experience: TensorDict, column: str = "rollout_logprobs") -> torch.Tensor:
+    """Return the length of each row of a jagged column, int64 [B]; by default of the columns marked "tokens"."""
     offsets: torch.Tensor = experience[column].offsets().diff()
     return offsets
+
+
+def all_lengths(experience: TensorDict) -> torch.Tensor:
+    """Return the number of tokens that a model computes for each response, with its prompt and observations: [B]."""
+    return lengths(experience, "prompt_ids") + lengths(experience, "response_ids")
 
 
 def flat(experience: TensorDict, column: str) -> torch.Tensor:
@@ -206,7 +224,7 @@ def flat(experience: TensorDict, column: str) -> torch.Tensor:
 
 
 def padded(experience: TensorDict, column: str) -> torch.Tensor:
-    """Return a token column as [B, T], with zeros after each response's end; T is the longest response."""
+    """Return a token column as [B, T], with zeros after each row's end; T is the longest row."""
     return torch.nested.to_padded_tensor(experience[column], 0)
 
 

@@ -101,7 +101,7 @@ def perf_metrics(experience: TensorDict, seconds: dict[str, float], state: PpoSt
     Args:
         seconds: wall time of the step's phases.
     """
-    lengths_B = columns.lengths(experience) + columns.lengths(experience, "prompt_ids")
+    lengths_B = columns.all_lengths(experience)
     tokens, step_s = int(lengths_B.sum()), sum(seconds.values())
     metrics = {
         "perf/total_num_tokens": float(state.total_tokens + tokens),

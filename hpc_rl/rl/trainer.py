@@ -280,7 +280,7 @@ def greedy_scores(batch: Batch, config: PpoConfig) -> torch.Tensor | None:
     if batch.greedy is None:
         return None
     rewards_G = torch.from_numpy(batch.greedy.scored.wait().values)
-    lengths_G = torch.tensor([len(completion.token_ids) for completion in batch.greedy.completions])
+    lengths_G = torch.tensor([completion.sampled for completion in batch.greedy.completions])
     return scores_of(rewards_G, lengths_G, config)[torch.tensor(batch.groups)]
 
 

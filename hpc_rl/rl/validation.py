@@ -50,7 +50,7 @@ def validate(
     prompts = [prompt for prompt in prompts for _ in range(each.n)]
     scores = scoring.start(prompts, completions).wait()
     found = scores.values[~np.isnan(scores.values)]
-    lengths = np.array([len(completion.token_ids) for completion in completions])
+    lengths = np.array([completion.sampled for completion in completions])
     metrics = {
         "val/response_length": float(lengths.mean()),
         "val/unfinished": float(np.mean([not completion.finished for completion in completions])),

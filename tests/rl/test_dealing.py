@@ -20,8 +20,9 @@ ranks = st.integers(1, 5)
 def dealt_to(
     pairs: list[tuple[int, int]], size: int | None, ranks: int, order: NDArray[np.int64] | None = None
 ) -> Deal:
-    prompts, responses = np.array(pairs, np.int64).T
-    return deal_step(prompts, responses, size, ranks, MICRO_TOKENS, order)
+    """Pairs of the tokens that are only context, and those that the policy sampled."""
+    context, sampled = np.array(pairs, np.int64).T
+    return deal_step(context + sampled, sampled, size, ranks, MICRO_TOKENS, order)
 
 
 @given(lengths, sizes, ranks)
@@ -81,7 +82,11 @@ def test_shards_hold_prompt_and_response_of_their_samples(
     deal = dealt_to(pairs, size, ranks)
     prompts = [np.full(p, 1000 + i, np.int32) for i, (p, _) in enumerate(pairs)]
     responses = [np.full(r, 2000 + i, np.int32) for i, (_, r) in enumerate(pairs)]
-    for shard, order in zip(shards(deal, prompts, responses), deal.orders, strict=True):
+    masks = [np.arange(r) % 3 != i % 2 for i, (_, r) in enumerate(pairs)]
+    for shard, order in zip(shards(deal, prompts, responses, masks), deal.orders, strict=True):
+        assert shard.response_mask is not None
+        assert shard.response_mask.tolist() == [token for i in order for token in masks[i].tolist()]
+        assert shard.response_mask.dtype == np.bool_
         assert sum(map(sum, shard.mini_batches)) == len(order)
         assert shard.tokens.dtype == np.int32
         at = 0
@@ -90,6 +95,7 @@ def test_shards_hold_prompt_and_response_of_their_samples(
             assert shard.tokens[at : at + p + r].tolist() == [1000 + i] * p + [2000 + i] * r
             at += p + r
         assert at == len(shard.tokens)
+    assert all(shard.response_mask is None for shard in shards(deal, prompts, responses))
 
 
 @given(lengths, sizes, ranks, st.integers(0, 9))

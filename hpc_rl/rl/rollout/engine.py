@@ -67,7 +67,7 @@ class Completion:
     """One response."""
 
     token_ids: NDArray[np.int32]
-    """[R], R >= 1. If the response ended by itself, the last one is an end-of-sequence token."""
+    """[R], R >= 1, with observations. If the response ended by itself, the last one is an end-of-sequence token."""
     logprobs: NDArray[np.float32]
     """[R], natural logarithms under softmax(logits / temperature), at temperature 1 if decoding was greedy, of the
     weights that sampled the token; see also Sampling.truncated_logprobs."""
@@ -75,6 +75,14 @@ class Completion:
     """Whether the response ended by itself; otherwise it was cut off at max_new_tokens."""
     spans: tuple[Span, ...] = ()
     """Which weights sampled which tokens, in order; the tokens of all spans are R."""
+    mask: NDArray[np.bool_] | None = None
+    """[R], whether the model sampled the token, at least one of them; the others are observations, whose logprobs are 0
+    and never used. None: it sampled all."""
+
+    @property
+    def sampled(self) -> int:
+        """Number of tokens that the model sampled."""
+        return len(self.token_ids) if self.mask is None else int(self.mask.sum())
 
 
 class RolloutEngine(Protocol):

@@ -64,7 +64,7 @@ class WorkerGroup:
         ]
         self._nodes = [slot.node.id for slot in pool.slots]
         self._held: tuple[Deal, torch.Tensor] | None = None
-        """Deal of the held responses, and their lengths [B]."""
+        """Deal of the held responses, and their lengths in token columns [B]."""
 
     @property
     def size(self) -> int:
@@ -197,14 +197,12 @@ class WorkerGroup:
     def _deal(
         self, experience: TensorDict, mini_batch_size: int | None, order: NDArray[np.int64] | None = None
     ) -> Deal:
-        prompts, responses = columns.lengths(experience, "prompt_ids"), columns.lengths(experience)
-        return deal_step(prompts.numpy(), responses.numpy(), mini_batch_size, self.size, self._micro_tokens, order)
+        lengths, sampled = columns.all_lengths(experience).numpy(), columns.lengths(experience).numpy()
+        return deal_step(lengths, sampled, mini_batch_size, self.size, self._micro_tokens, order)
 
     def _shards(self, experience: TensorDict, deal: Deal) -> list[Shard]:
-        prompts, responses = (
-            [row.numpy() for row in experience[name].unbind()] for name in ("prompt_ids", "response_ids")
-        )
-        return shards(deal, prompts, responses)
+        names = [name for name in ("prompt_ids", "response_ids", "response_mask") if name in experience]
+        return shards(deal, *([row.numpy() for row in experience[name].unbind()] for name in names))
 
     def _column(self, parts: list[Any]) -> torch.Tensor:
         deal, lengths_B = self._dealt

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl.dealing import Shard
@@ -18,11 +20,11 @@ class MicroBatch:
     """The samples of one forward pass."""
 
     batch: PackedBatch
-    """Whole samples; the model returns one row for each of the N response tokens."""
+    """Whole samples; the model returns one row for each of the N response tokens that the policy sampled."""
     tokens: slice
     """The positions of these N tokens in the shard's flat token columns."""
     lengths_B: torch.Tensor
-    """Number of response tokens of each sample, int64."""
+    """Number of these tokens of each sample, int64."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Held:
 
     mini_batches: list[list[MicroBatch]]
     tokens: int
-    """Number of response tokens."""
+    """Number of response tokens that the policy sampled."""
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Yield the micro-batches of all mini-batches, in the order of their tokens. Each is a sign of life."""
@@ -42,24 +44,35 @@ class Held:
 
 
 def hold(shard: Shard, device: torch.device) -> Held:
-    """Pack a shard's micro-batches."""
-    lengths = shard.prompt_lengths + shard.response_lengths
-    samples = np.split(shard.tokens, np.cumsum(lengths)[:-1]) if len(lengths) else []
+    """Pack a shard's micro-batches. Tokens that the policy sampled are targets; the others are only context."""
+    samples = _split(shard.tokens, shard.prompt_lengths + shard.response_lengths)
+    masks = _target_masks(shard)
     mini_batches: list[list[MicroBatch]] = []
     first = token = 0
     for sizes in shard.mini_batches:
         micros = []
         for size in sizes:
             mine = slice(first, first + size)
-            responses = shard.response_lengths[mine]
-            masks = [
-                np.arange(length) >= prompt
-                for length, prompt in zip(lengths[mine], shard.prompt_lengths[mine], strict=True)
-            ]
-            batch = pack_samples(samples[mine], masks) if size else filler()
-            count = int(responses.sum())
-            lengths_B = torch.from_numpy(responses.copy()).to(device)
+            batch = pack_samples(samples[mine], masks[mine]) if size else filler()
+            targets = np.array([np.count_nonzero(mask) for mask in masks[mine]], np.int64)
+            count = int(targets.sum())
+            lengths_B = torch.from_numpy(targets).to(device)
             micros.append(MicroBatch(batch.to(device), slice(token, token + count), lengths_B))
             first, token = first + size, token + count
         mini_batches.append(micros)
     return Held(mini_batches, token)
+
+
+def _target_masks(shard: Shard) -> list[NDArray[np.bool_]]:
+    """Return, for each sample, whether the policy sampled the token."""
+    lengths = shard.prompt_lengths + shard.response_lengths
+    masks = [np.arange(length) >= prompt for length, prompt in zip(lengths, shard.prompt_lengths, strict=True)]
+    if shard.response_mask is not None:
+        for mask, sampled in zip(masks, _split(shard.response_mask, shard.response_lengths), strict=True):
+            mask[mask] = sampled
+    return masks
+
+
+def _split(values: NDArray[Any], lengths: NDArray[np.int64]) -> list[NDArray[Any]]:
+    """Return consecutive parts of an array, of these lengths."""
+    return np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []
