@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -54,7 +55,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]
     from hpc_rl.rl.generation.generate import generate
     from hpc_rl.rl.generation.plan import blocks_of, seeds_of
     from hpc_rl.rl.generation.setup import open_generation, prepare, start_workers
-    from hpc_rl.rl.rollout.engine import Sampling
+    from hpc_rl.rl.rollout.engine import Request, Sampling
     from hpc_rl.run_dir import RunDir
 
     config = prepare_config(folder, options)
@@ -74,8 +75,10 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]
         blocks = blocks_of(prepared.plan, prepared.sources)
         prompts = [asked.prompt.token_ids for block in blocks for asked in block.asked for _ in range(options.n)]
         seeds = [seed for block in blocks for seed in seeds_of(block, prepared.plan)]
-        call = workers.engines.actors[0].generate.remote
-        return seconds(lambda: ray.get(call(prompts, seeds, Sampling(options.tokens)), timeout=TIMEOUT_S))
+        sampling = Sampling(options.tokens)
+        requests = [Request(number, *each, sampling) for number, each in enumerate(zip(prompts, seeds, strict=True))]
+        call = workers.fleet.engines.actors[0].advance.remote
+        return seconds(lambda: ray.get(call(requests, math.inf, 0), timeout=TIMEOUT_S))
 
     job()  # compiles, and fills caches
     measured = in_turns({"job": job, "one call": one_call}, options.repeats)

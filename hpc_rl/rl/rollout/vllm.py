@@ -3,32 +3,34 @@
 It runs in a separate Ray actor, whose environment (see `hpc_rl.config.engines`) is set before vllm is imported. With
 tensor parallelism, an engine starts further processes: on CPUs as children, on GPUs as Ray actors in bundles of the
 engine's placement group, so that Ray's accounting stays correct and a trainer on the same GPUs keeps its share of each.
+
+The actor calls the engine from one thread, in slices of time, so vLLM's AsyncLLM and its event loop are not needed.
 """
 
 from __future__ import annotations
 
 import os
-from collections import deque
+import time
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import requires
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from packaging.requirements import Requirement
 
 from hpc_rl.config.rollout import EngineConfig, EngineJob, engine_dtype
 from hpc_rl.config.training import ModelSource
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.heartbeat import heart
-from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
+from hpc_rl.rl.rollout.engine import Completion, Placement, Request, Span
 from hpc_rl.rl.rollout.vllm_adapters import VllmAdapters, engine_rank
 from hpc_rl.rl.weights.buckets import pack
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-    from vllm import RequestOutput, SamplingParams, TokensPrompt
+    from vllm import LLMEngine, RequestOutput, SamplingParams
     from vllm.lora.request import LoRARequest
 
     from hpc_rl.training.models.causal_lm import CausalLM
@@ -56,7 +58,7 @@ def load(
 
 
 class VllmEngine:
-    """A RolloutEngine, a BlockEngine and a WeightReceiver.
+    """A RolloutEngine and a WeightReceiver.
 
     Log-probabilities are those that Completion describes, with one exception: if top_p or top_k truncate the
     distribution and the configured temperature is not 1, they belong to the truncated, renormalised distribution. vLLM
@@ -89,8 +91,9 @@ class VllmEngine:
         from vllm import LLM
 
         self._placement = placement
-        self._blocks: deque[list[str]] = deque()
-        self._outputs: dict[str, RequestOutput] = {}
+        self._running: dict[int, _Running] = {}
+        """The requests that are not complete, by number."""
+        self._version = 0
         self._eos_token_ids = sorted(eos_token_ids)
         self._asleep: set[str] = set()
         self._adapters = None if placement.adapters is None else VllmAdapters(placement.adapters)
@@ -102,29 +105,47 @@ class VllmEngine:
             raise UserError(f"rollout.name=vllm: the engine did not start: {_reason(error)}") from error
         _beat_at_steps(self._llm.llm_engine)
 
-    def generate(
-        self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
-    ) -> list[Completion]:
+    def add(self, requests: Sequence[Request]) -> None:
         """See RolloutEngine."""
-        requests, adapters = self._requests(prompts, seeds, sampling), self._adapters_of_requests
-        outputs = self._llm.generate(*requests, lora_request=adapters, use_tqdm=False)
-        return [_completion(output) for output in outputs]
+        from vllm import TokensPrompt
 
-    def add_block(self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling) -> None:
-        """See BlockEngine."""
-        requests, adapters = self._requests(prompts, seeds, sampling), self._adapters_of_requests
-        names = self._llm.enqueue(*requests, lora_request=adapters, use_tqdm=False)
-        # vLLM adds random characters to the number of a request, and its answer has the number alone.
-        self._blocks.append([name.partition("-")[0] for name in names])
+        for request in requests:
+            prompt, params = TokensPrompt(prompt_token_ids=request.prompt.tolist()), self._sampling_params(request)
+            # vLLM adds random characters to a request's name, and its answer has the name without them.
+            name = self._llm.llm_engine.add_request(
+                str(request.number), prompt, params, lora_request=self._adapters_of_requests
+            )
+            self._running[request.number] = _Running(name)
 
-    def next_block(self) -> list[Completion]:
-        """See BlockEngine."""
-        names = self._blocks[0]
-        while not all(name in self._outputs for name in names):
-            found = self._llm.llm_engine.step()
-            self._outputs.update((output.request_id, output) for output in found if output.finished)
-        self._blocks.popleft()
-        return [_completion(self._outputs.pop(name)) for name in names]
+    def advance(self, slice_s: float, version: int) -> list[tuple[int, Completion]]:
+        """See RolloutEngine."""
+        self._note_version(version)
+        ends_at = time.monotonic() + slice_s
+        completed: list[tuple[int, Completion]] = []
+        while self._running:
+            for output in self._llm.llm_engine.step():
+                if output.finished:
+                    number = int(output.request_id)
+                    completed.append((number, _completion(output, self._running.pop(number).spans, version)))
+            if time.monotonic() >= ends_at:
+                break
+        return completed
+
+    @property
+    def running(self) -> int:
+        """See RolloutEngine."""
+        return len(self._running)
+
+    def _note_version(self, version: int) -> None:
+        """Close the spans of requests that have tokens of another version, and discard their keys and values."""
+        if version == self._version:
+            return
+        for request in self._running.values():
+            tokens = tokens_so_far(self._llm.llm_engine, request.name) - sum(span.tokens for span in request.spans)
+            if tokens:
+                request.spans.append(Span(self._version, tokens))
+        self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+        self._version = version
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy all weights at once, from this process. Weights from other processes come by the four calls."""
@@ -161,7 +182,7 @@ class VllmEngine:
     def finish_weight_update(self) -> None:
         if self._adapters is not None:
             self._adapters.replace(self._llm.llm_engine)
-            self._llm.reset_prefix_cache()
+            self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
         elif self._placement.transfer == "host":
             self._finish("finish_host_update")
         else:
@@ -208,36 +229,29 @@ class VllmEngine:
                     f"({', '.join(missing[:3])}): this vLLM names them differently from transformers; "
                     "use rollout.name=hf, or another version of vLLM"
                 )
-        self._llm.reset_prefix_cache()
+        self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
 
     @property
     def _adapters_of_requests(self) -> LoRARequest | None:
         """The adapters with which new requests are computed; None for the model's weights alone."""
         return None if self._adapters is None else self._adapters.current
 
-    def _requests(
-        self, prompts: Sequence[NDArray[np.int32]], seeds: Sequence[int], sampling: Sampling
-    ) -> tuple[list[TokensPrompt], list[SamplingParams]]:
-        from vllm import TokensPrompt
-
-        return (
-            [TokensPrompt(prompt_token_ids=prompt.tolist()) for prompt in prompts],
-            [self._sampling_params(sampling, seed) for seed in seeds],
-        )
-
-    def _sampling_params(self, sampling: Sampling, seed: int) -> SamplingParams:
+    def _sampling_params(self, request: Request) -> SamplingParams:
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
+        sampling = request.sampling
         return SamplingParams(
             max_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            seed=seed,
+            seed=request.seed,
             stop_token_ids=self._eos_token_ids,
             ignore_eos=True,  # ignores generation_config.json, so that every engine ends on the same tokens
             detokenize=False,
             logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,  # no objects for incomplete responses
         )
 
 
@@ -312,12 +326,33 @@ def _cpu_cache_bytes(config: PretrainedConfig, rollout: EngineConfig, max_length
     return min(CPU_CACHE_BYTES, (rollout.max_num_seqs * blocks + 1) * CPU_BLOCK * per_token)
 
 
-def _completion(output: RequestOutput) -> Completion:
+@dataclass(frozen=True)
+class _Running:
+    """A request that is not complete."""
+
+    name: str
+    """vLLM's."""
+    spans: list[Span] = field(default_factory=list)
+    """Its tokens of earlier versions."""
+
+
+def tokens_so_far(engine: LLMEngine, name: str) -> int:
+    """Return how many tokens of a request have been sampled."""
+    tokens: int = engine.output_processor.request_states[name].detokenizer.num_output_tokens()
+    return tokens
+
+
+def _completion(output: RequestOutput, spans: Sequence[Span], version: int) -> Completion:
+    """Return a complete response; the tokens after `spans` are of this version."""
     response = output.outputs[0]
     assert response.logprobs is not None
     logprobs = [step[token].logprob for token, step in zip(response.token_ids, response.logprobs, strict=True)]
+    last = len(response.token_ids) - sum(span.tokens for span in spans)
     return Completion(
-        np.array(response.token_ids, np.int32), np.array(logprobs, np.float32), response.finish_reason == "stop"
+        np.array(response.token_ids, np.int32),
+        np.array(logprobs, np.float32),
+        response.finish_reason == "stop",
+        (*spans, Span(version, last)) if last else tuple(spans),
     )
 
 

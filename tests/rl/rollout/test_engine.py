@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.rl.rollout.engine import Placement, Sampling, eos_token_ids, load_engine
+from hpc_rl.rl.rollout.engine import Placement, Sampling, complete, eos_token_ids, load_engine
 from hpc_rl.rl.rollout.hf import HfEngine
 from hpc_rl.rl.weights.base import BucketReceiver, receiver_of
 from hpc_rl.rl.weights.buckets import pack
@@ -59,7 +59,7 @@ def test_an_engine_without_the_four_calls_gets_buckets_through_load_weights(conf
     receiver = receiver_of(engine)
     assert isinstance(receiver, BucketReceiver)
     prompt = [np.arange(3, 9, dtype=np.int32)]
-    before = engine.generate(prompt, [0], Sampling(8))[0]
+    before = complete(engine, prompt, [0], Sampling(8))[0]
     changed = [(name, parameter * 3 + 0.1) for name, parameter in engine.hf.named_parameters()]
     receiver.start_weight_update()
     for bucket in pack(changed, 20_000):
@@ -67,7 +67,7 @@ def test_an_engine_without_the_four_calls_gets_buckets_through_load_weights(conf
     receiver.finish_weight_update()
     for (_, expected), parameter in zip(changed, engine.hf.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected, rtol=0, atol=0)
-    assert before.logprobs.tolist() != engine.generate(prompt, [0], Sampling(8))[0].logprobs.tolist()
+    assert before.logprobs.tolist() != complete(engine, prompt, [0], Sampling(8))[0].logprobs.tolist()
 
 
 class FourCalls:

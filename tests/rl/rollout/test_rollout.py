@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hpc_rl.config.engines import ENGINES
@@ -15,10 +14,12 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.training import LoraConfig
 from hpc_rl.errors import UserError
 from hpc_rl.rl.calls import ActorCall, Pending
+from hpc_rl.rl.fates import ActorDiedError
 from hpc_rl.rl.pools import Node, Pool, Slot
 from hpc_rl.rl.rollout import rollout, vllm_adapters
-from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
-from hpc_rl.rl.rollout.rollout import InProcessRollout, SeparateRollout, engine_slots, joined, split_requests
+from hpc_rl.rl.rollout.engine import Placement
+from hpc_rl.rl.rollout.rollout import InProcessRollout, SeparateRollout, engine_slots
+from hpc_rl.rl.weights.base import EngineActors
 from tests.rl.ppo_config import ppo_config
 
 CUDA = ("trainer.device=cuda", "trainer.n_gpus_per_node=4", "rollout.name=vllm")
@@ -37,10 +38,6 @@ def test_adapters_that_an_engine_cannot_hold_are_refused(monkeypatch: pytest.Mon
     with pytest.raises(UserError, match=r"model\.lora\.rank is 513, .* of rank 512 or less"):
         rollout.adapter_config(config)
     assert ENGINES["vllm"].max_lora_rank == vllm_adapters.RANKS[-1]
-
-
-def completion(number: int) -> Completion:
-    return Completion(np.array([number], np.int32), np.zeros(1, np.float32), True)
 
 
 def pool(*sizes: int) -> Pool:
@@ -64,7 +61,7 @@ class Recorder:
         def called(*arguments: Any) -> Any:
             self._log.append(f"{self._name}.{method}")
             self.arguments = arguments
-            return Pending.known(None)
+            return EngineActors([], [], [], 1.0) if method == "engines" else Pending.known(None)
 
         return called
 
@@ -86,11 +83,11 @@ class Actors:
         def method(name: str) -> Any:
             def remote(*given: Any) -> Any:
                 self.log.append(f"engine{number}.{name}")
-                return [completion(int(prompt[0])) for prompt in given[0]] if name == "generate" else None
+                return None
 
             return SimpleNamespace(remote=remote)
 
-        names = ("start", "generate", "sleep", "wake", "close")
+        names = ("start", "sleep", "wake", "close")
         return SimpleNamespace(**{name: method(name) for name in names})
 
     @property
@@ -124,14 +121,6 @@ def test_engines_take_neighbouring_slots_of_one_entry() -> None:
     ranks = [[slot.rank for slot in slots] for slots in engine_slots(pool(4, 2), 2)]
     assert ranks == [[0, 1], [2, 3], [4, 5]]
     assert [[slot.rank for slot in slots] for slots in engine_slots(pool(1, 1), 1)] == [[0], [1]]
-
-
-def test_requests_are_split_into_contiguous_parts() -> None:
-    prompts = [np.array([number], np.int32) for number in range(7)]
-    parts = list(split_requests(prompts, range(7), Sampling(4), 3))
-    assert [list(seeds) for _, seeds, _ in parts] == [[0, 1], [2, 3, 4], [5, 6]]
-    assert [[int(prompt[0]) for prompt in given] for given, _, _ in parts] == [[0, 1], [2, 3, 4], [5, 6]]
-    assert joined([[completion(1)], [], [completion(2)]])[1].token_ids.tolist() == [2]
 
 
 def test_engines_on_the_policys_gpus_share_them_and_sleep(actors: Actors) -> None:
@@ -192,19 +181,46 @@ def test_engines_on_cpus_get_weights_through_host_memory(actors: Actors) -> None
     assert actors.requests[0][0]["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "1"
 
 
-def test_completions_are_in_the_order_of_the_prompts(actors: Actors) -> None:
+def test_an_engine_that_died_is_replaced_with_the_next_sync(actors: Actors, capsys: pytest.CaptureFixture[str]) -> None:
     setting = Setting(ppo_config("trainer.n_gpus_per_node=4", TWO_POOLS), pool(2), 1.0, actors)
     assert "runtime_env" not in actors.requests[0][0]
-    prompts = [np.array([number], np.int32) for number in range(5)]
-    found = setting.rollout.generate(prompts, range(5), Sampling(4)).wait()
-    assert [int(one.token_ids[0]) for one in found] == [0, 1, 2, 3, 4]
+    error = ActorDiedError("rollout engine 1 died: killed (signal 9)", 137)
+    queue = setting.rollout.queue
+    queue._dispatch.lose(1)
+    assert setting.rollout._replace(1, error) is None
+    assert actors.requests[2] == actors.requests[1] and setting.log[2:] == ["engine2.start"]
+    assert capsys.readouterr().out.startswith(f"warning: {error}; another engine starts in its place")
+    assert queue._dispatch.available == [0]
+    setting.rollout.sync()
+    assert setting.log[3:] == ["policy.connect_engines", "policy.send_weights"]
+    assert queue._dispatch.available == [0, 1] and queue.version == 1
+    setting.rollout.sync()
+    assert setting.log[5:] == ["policy.send_weights"] and queue.version == 2
+
+
+def test_engines_that_die_again_and_again_end_the_run(actors: Actors) -> None:
+    setting = Setting(ppo_config("trainer.n_gpus_per_node=4", TWO_POOLS), pool(2), 1.0, actors)
+    for _ in range(3):
+        setting.rollout._replace(0, ActorDiedError("died", 137))
+        setting.rollout._replace(1, ActorDiedError("died", 137))
+    with pytest.raises(ActorDiedError, match=r"^died$"):
+        setting.rollout._replace(1, ActorDiedError("died", 137))
+
+
+def test_without_any_engine_the_sync_follows_at_once(actors: Actors) -> None:
+    setting = Setting(ppo_config("trainer.n_gpus_per_node=4", TWO_POOLS), pool(2), 1.0, actors)
+    for engine in (0, 1):
+        setting.rollout.queue._dispatch.lose(engine)
+        setting.rollout._replace(engine, ActorDiedError("died", 137))
+    assert setting.log[-2:] == ["policy.connect_engines", "policy.send_weights"]
+    assert setting.rollout.queue._dispatch.available == [0, 1]
 
 
 @pytest.mark.parametrize("frees_memory", [True, False])
 def test_engines_in_the_policys_processes(frees_memory: bool) -> None:
     log: list[str] = []
     workers: Any = Recorder("policy", log)
-    in_process = InProcessRollout(workers, frees_memory)
+    in_process = InProcessRollout(workers, ppo_config(), frees_memory)
     for method in (in_process.sync, in_process.sleep, in_process.wake, in_process.close):
         method()
-    assert log == ["policy.sync_engine", *(["policy.sleep_engine"] if frees_memory else [])]
+    assert log == ["policy.engines", "policy.sync_engine", *(["policy.sleep_engine"] if frees_memory else [])]

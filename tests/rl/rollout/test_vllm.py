@@ -3,6 +3,7 @@ that receives adapters only."""
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import sys
 import tempfile
@@ -22,8 +23,8 @@ from hpc_rl.config.training import LoraConfig, ModelConfig
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.peft_folder import new_config
 from hpc_rl.rl.fates import Actor
-from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling
-from hpc_rl.rl.rollout.vllm import VllmEngine, engine_settings, logprobs_mode, refuse_version
+from hpc_rl.rl.rollout.engine import Completion, Placement, Request, Sampling, Span, complete
+from hpc_rl.rl.rollout.vllm import VllmEngine, engine_settings, logprobs_mode, refuse_version, tokens_so_far
 from hpc_rl.rl.rollout.vllm_worker import track_loading
 from hpc_rl.rl.weights.base import EngineActors, WeightReceiver, WeightSource
 from hpc_rl.rl.weights.host import HostSender
@@ -79,12 +80,31 @@ class EngineActor:
         return {"backend": info.backend, "is_sender": info.is_sender, **vars(info)}
 
     def generate(self, *arguments: Any) -> list[Completion]:
-        return self.engine.generate(*arguments)
+        return complete(self.engine, *arguments)
 
-    def blocks(self, *blocks: Any) -> list[list[Completion]]:
-        for block in blocks:
-            self.engine.add_block(*block)
-        return [self.engine.next_block() for _ in blocks]
+    def one_after_the_other(self, requests: Sequence[Request]) -> list[Completion]:
+        """Add a request at each step of the engine."""
+        found: dict[int, Completion] = {}
+        for request in requests:
+            self.engine.add([request])
+            found.update(self.engine.advance(0.0, 0))
+        while self.engine.running:
+            found.update(self.engine.advance(0.0, 0))
+        return [found[request.number] for request in requests]
+
+    def updated_after(self, tokens: int, requests: Sequence[Request], named: list[tuple[str, Any]]) -> list[Completion]:
+        """Load new weights when the first request has this many tokens."""
+        engine = self.engine
+        engine.add(requests)
+        found: dict[int, Completion] = {}
+        name = engine._running[requests[0].number].name
+        while tokens_so_far(engine._llm.llm_engine, name) < tokens:
+            found.update(engine.advance(0.0, 4))
+        self.load(named)
+        while engine.running:
+            found.update(engine.advance(0.01, 5))
+        assert complete(engine, [requests[0].prompt], [1], Sampling(2))[0].spans == (Span(0, 2),)
+        return [found[request.number] for request in requests]
 
     def load(self, named: list[tuple[str, Any]]) -> None:
         self.engine.load_weights((name, torch.tensor(array)) for name, array in named)
@@ -131,13 +151,17 @@ class Setting:
 
     def check(self, prompts: Sequence[Any], completions: Sequence[Completion], temperature: float) -> None:
         """Assert that the engine's log-probabilities are those of the model in this process."""
-        head = self.hf.get_output_embeddings().weight
         for prompt, completion in zip(prompts, completions, strict=True):
-            ids = torch.from_numpy(np.concatenate([prompt, completion.token_ids])).long()
-            with torch.no_grad():
-                hidden_TH = self.hf.base_model(ids[None]).last_hidden_state[0]
-                expected, _ = token_logprobs(hidden_TH[len(prompt) - 1 : -1], head, ids[len(prompt) :], temperature)
-            np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-3)
+            expected = self.logprobs(prompt, completion.token_ids, temperature)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-3)
+
+    def logprobs(self, prompt: Any, tokens: Any, temperature: float) -> Any:
+        """Return the log-probabilities that the model in this process gives to the tokens of a response."""
+        ids, head = torch.from_numpy(np.concatenate([prompt, tokens])).long(), self.hf.get_output_embeddings().weight
+        with torch.no_grad():
+            hidden_TH = self.hf.base_model(ids[None]).last_hidden_state[0]
+            found, _ = token_logprobs(hidden_TH[len(prompt) - 1 : -1], head, ids[len(prompt) :], temperature)
+        return found.numpy()
 
 
 @pytest.fixture(scope="module")
@@ -267,8 +291,6 @@ def test_an_engine_that_receives_adapters_only_computes_with_them(settings: dict
         first, again = ([float(completion.logprobs[0]) for completion in found] for found in (before, after))
         assert (first == again) == (scale == 0)
         before = after
-    (block,) = setting.call("blocks", (prompts(), [1, 2, 3], setting.sampling()))
-    setting.check(prompts(), block, 1.0)
 
 
 @needs_vllm
@@ -360,13 +382,36 @@ def change(hf: Any) -> None:
 
 
 @needs_vllm
-def test_overlapping_blocks_are_those_of_separate_calls(setting: Setting) -> None:
+def test_requests_that_arrive_one_after_the_other_have_the_same_responses(setting: Setting) -> None:
     setting.sync()
-    each = [
-        ([prompt] * 3, [10 * number, 10 * number + 1, 5], setting.sampling()) for number, prompt in enumerate(prompts())
+    samplings = [setting.sampling(), setting.sampling(temperature=0.0), setting.sampling(max_new_tokens=5)]
+    requests = [
+        Request(10 * number + index, prompt, seed, sampling)
+        for number, prompt in enumerate(prompts())
+        for index, (seed, sampling) in enumerate(zip((7, 8, 9), samplings, strict=True))
     ]
-    for found, block in zip(setting.call("blocks", *each), each, strict=True):
-        alone = setting.call("generate", *block)
-        assert [c.token_ids.tolist() for c in found] == [c.token_ids.tolist() for c in alone]
-        assert [c.finished for c in found] == [c.finished for c in alone]
-        setting.check(block[0], found, setting.temperature)
+    found = setting.call("one_after_the_other", requests)
+    for request, completion in zip(requests, found, strict=True):
+        (alone,) = setting.call("generate", [request.prompt], [request.seed], request.sampling)
+        assert completion.token_ids.tolist() == alone.token_ids.tolist()
+        assert completion.finished == alone.finished and completion.spans == (Span(0, len(alone.token_ids)),)
+        setting.check([request.prompt], [completion], request.sampling.temperature or 1.0)
+
+
+@needs_vllm
+def test_requests_that_are_not_complete_continue_with_new_weights(settings: dict[str, Setting]) -> None:
+    """The keys of the tokens so far are computed again: with old ones, the log-probabilities would be others."""
+    setting = settings["tied"]
+    setting.sync()
+    old = copy.deepcopy(setting.hf)
+    change(setting.hf)
+    named = [(name, weight.detach().numpy()) for name, weight in setting.hf.named_parameters()]
+    requests = [Request(number, prompt, number, setting.sampling()) for number, prompt in enumerate(prompts())]
+    for request, found in zip(requests, setting.call("updated_after", 4, requests, named), strict=True):
+        total = len(found.token_ids)
+        assert sum(span.tokens for span in found.spans) == total
+        first = sum(span.tokens for span in found.spans if span.version == 4)
+        assert [span.version for span in found.spans] in ([4, 5], [4]) and (request.number or first >= 4)
+        for model, rows in ((old, slice(0, first)), (setting.hf, slice(first, total))):
+            kept = Setting(None, model, "", 1.0).logprobs(request.prompt, found.token_ids, 1.0)
+            np.testing.assert_allclose(found.logprobs[rows], kept[rows], atol=1e-3)

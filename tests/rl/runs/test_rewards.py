@@ -13,7 +13,7 @@ import torch
 
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl import trainer
-from hpc_rl.rl.batches import greedy_sampling
+from hpc_rl.rl.draws import greedy_sampling
 from tests.helpers import make_tiny_model, make_tokenizer
 from tests.http_server import serving
 from tests.rl.runs.jobs import Runs, metrics, same_metrics
@@ -189,8 +189,10 @@ def test_a_reward_model_scores_as_transformers_does(plain: Runs, tmp_path: Path)
     folder = make_reward_model(tmp_path / "reward", outputs=2)
     with plain.state(tmp_path / "run", f"reward.model={folder}", "reward.weights=[2,-0.5]") as state:
         prompts = state.val
-        asked = [prompt.token_ids for prompt in prompts]
-        completions = state.rollout.generate(asked, [0] * len(asked), greedy_sampling(state.config)).wait()
+        greedy = greedy_sampling(state.config)
+        asked = [state.rollout.queue.ask(prompt.token_ids, [(0, greedy)]) for prompt in prompts]
+        state.rollout.queue.wait(asked)
+        completions = [completion for one in asked for completion in one.completions()]
         scores = state.scoring.start(prompts, completions).wait().values
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     for prompt, completion, score in zip(prompts, completions, scores, strict=True):

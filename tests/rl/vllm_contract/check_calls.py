@@ -21,7 +21,7 @@ from hpc_rl.config.engines import ENGINES
 from hpc_rl.host.peft_folder import new_config
 from hpc_rl.rl.rollout import vllm as engine_module
 from hpc_rl.rl.rollout import vllm_adapters
-from hpc_rl.rl.rollout.engine import Placement, Sampling
+from hpc_rl.rl.rollout.engine import Placement, Request, Sampling, Span
 from hpc_rl.rl.rollout.vllm import PARTS
 from hpc_rl.rl.rollout.vllm_worker import WeightUpdates
 from hpc_rl.rl.weights.buckets import pack
@@ -73,34 +73,47 @@ def test_every_variable_of_the_engine_is_read_by_vllm(monkeypatch: pytest.Monkey
 
 
 def test_a_request_and_its_answer() -> None:
-    """The engine's calls fit LLM's signatures, its requests fit SamplingParams, and it reads vLLM's answer."""
-    from vllm import LLM, SamplingParams
+    """The engine's calls fit LLMEngine's signatures, its requests fit SamplingParams, and it reads vLLM's answer."""
+    from vllm import SamplingParams
     from vllm.logprobs import Logprob
     from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.llm_engine import LLMEngine
 
     engine = make_engine(mock.MagicMock(), "ipc")
     engine._eos_token_ids = [7]
+    engine._llm.llm_engine = core = mock.create_autospec(LLMEngine, instance=True)
+    core.add_request.return_value = "8-abcd"
     logprobs = [{5: Logprob(-0.5)}, {7: Logprob(-1.0)}]
     output = CompletionOutput(0, "", [5, 7], None, logprobs, finish_reason="stop")
-    engine._llm.generate.return_value = [RequestOutput("0", None, [1, 2], None, [output], True)]
+    core.step.side_effect = [[], [RequestOutput("8", None, [1, 2], None, [output], True)]]
     sampling = Sampling(9, temperature=0.7, top_p=0.9, top_k=4)
-    (found,) = engine.generate([np.array([1, 2], np.int32)], [3], sampling)
+    engine.add([Request(8, np.array([1, 2], np.int32), 3, sampling)])
+    assert engine.running == 1
+    ((number, found),) = engine.advance(600, 0)
+    assert number == 8 and engine.running == 0 and found.spans == (Span(0, 2),)
     assert found.finished and found.token_ids.tolist() == [5, 7] and found.logprobs.tolist() == [-0.5, -1.0]
-    prompts, params = engine._llm.generate.call_args.args
-    assert prompts == [{"prompt_token_ids": [1, 2]}]
-    assert isinstance(params[0], SamplingParams) and isinstance(engine._llm, LLM)
-    assert (params[0].max_tokens, params[0].temperature, params[0].top_k, params[0].seed) == (9, 0.7, 4, 3)
-    assert params[0].stop_token_ids == [7] and params[0].ignore_eos and params[0].logprobs == 0
+    name, prompt, params = core.add_request.call_args.args
+    assert (name, prompt) == ("8", {"prompt_token_ids": [1, 2]}) and isinstance(params, SamplingParams)
+    assert (params.max_tokens, params.temperature, params.top_k, params.seed) == (9, 0.7, 4, 3)
+    assert params.stop_token_ids == [7] and params.ignore_eos and params.logprobs == 0
+    assert params.output_kind == RequestOutputKind.FINAL_ONLY
 
 
-def test_the_calls_of_blocks() -> None:
-    """Requests are added without waiting, and the names of their answers begin as those that `enqueue` returns."""
-    from vllm import LLM, RequestOutput
+def test_the_tokens_of_a_request_that_is_not_complete() -> None:
+    """They are counted by the detokenizer, also if there is no tokenizer."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.output_processor import OutputProcessor
 
-    assert {"prompts", "sampling_params", "use_tqdm"} <= inspect.signature(LLM.enqueue).parameters.keys()
-    assert callable(LLMEngine.step)
-    assert {"request_id", "finished"} <= inspect.signature(RequestOutput.__init__).parameters.keys()
+    processor = OutputProcessor(None, log_stats=False)
+    detokenizer = IncrementalDetokenizer()
+    detokenizer.update([4, 5, 6], False)
+    processor.request_states["8-abcd"] = SimpleNamespace(detokenizer=detokenizer)
+    assert engine_module.tokens_so_far(SimpleNamespace(output_processor=processor), "8-abcd") == 3
+    for owner in (LLMEngine, Scheduler):
+        assert "reset_running_requests" in inspect.signature(owner.reset_prefix_cache).parameters
 
 
 def test_adapters_without_merged_weights(tmp_path: Path) -> None:
@@ -137,13 +150,13 @@ def test_adapters_without_merged_weights(tmp_path: Path) -> None:
     assert layers.keys() == {layer} and len(loaded) == 2
     assert torch.equal(layers[layer].lora_a, sent[f"{layer}.lora_A.weight"]) and layers[layer].scaling == 3
     assert torch.equal(layers[layer].lora_b, sent[f"{layer}.lora_B.weight"])
-    engine._llm.reset_prefix_cache.assert_called()
+    core.reset_prefix_cache.assert_called_with(reset_running_requests=True)
     request = engine._adapters.current
     assert request is not None and not request.load_inplace
     engine._eos_token_ids = [7]
-    engine._llm.generate.return_value = []
-    engine.generate([np.array([1], np.int32)], [3], Sampling(9))
-    assert engine._llm.generate.call_args.kwargs["lora_request"] is request
+    core.add_request.return_value = "0-abcd"
+    engine.add([Request(0, np.array([1], np.int32), 3, Sampling(9))])
+    assert core.add_request.call_args.kwargs["lora_request"] is request
     engine.sleep()
     engine._llm.sleep.assert_called_once_with(level=1)  # no update would bring the model's weights again
 

@@ -56,7 +56,7 @@ def test_every_sync_brings_the_current_weights(setting: Setting) -> None:
             parameter.add_(torch.randn(parameter.shape))
         sender.send_weights()
         setting.assert_equal()
-    setting.engine._llm.reset_prefix_cache.assert_called()
+    setting.engine._llm.llm_engine.reset_prefix_cache.assert_called()
 
 
 def test_weights_that_a_deep_sleep_discarded_are_replaced(setting: Setting) -> None:

@@ -154,6 +154,7 @@ def make_engine(worker: Any, backend: str) -> VllmEngine:
     engine._placement = Placement("cuda", backend, sleeps=True, gpu_share=0.5)
     engine._asleep = set()
     engine._adapters = None
+    engine._running, engine._version = {}, 0
     return engine
 
 

@@ -3,12 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args
 
-import numpy as np
 import pytest
 
 from hpc_rl.config.pools import Role
 from hpc_rl.rl import process
-from hpc_rl.rl.rollout.engine import Sampling
 from hpc_rl.rl.workers.worker import MODELS, Worker
 from tests.rl.ppo_config import ppo_config
 
@@ -28,7 +26,7 @@ def test_a_call_that_needs_a_missing_part_names_it(worker: Worker) -> None:
     calls = {
         "critic": worker.values,
         "reward": lambda: worker.reward_scores(None),  # type: ignore[arg-type]
-        "rollout": lambda: worker.generate([np.zeros(1, np.int32)], [0], Sampling(1)),
+        "rollout": lambda: worker.advance([], 1.0, 0),
         "sender": worker.send_weights,
         "held": lambda: worker.held,
     }
