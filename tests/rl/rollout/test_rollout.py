@@ -188,7 +188,7 @@ def test_an_engine_that_died_is_replaced_with_the_next_sync(actors: Actors, caps
     queue = setting.rollout.queue
     queue._dispatch.lose(1)
     assert setting.rollout._replace(1, error) is None
-    assert actors.requests[2] == actors.requests[1] and setting.log[2:] == ["engine2.start"]
+    assert actors.requests[2][1] == actors.requests[1][1] and setting.log[2:] == ["engine2.start"]
     assert capsys.readouterr().out.startswith(f"warning: {error}; another engine starts in its place")
     assert queue._dispatch.available == [0]
     setting.rollout.sync()

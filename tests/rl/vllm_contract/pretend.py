@@ -142,12 +142,14 @@ def make_worker(backend: str, model: nn.Module) -> Any:
 def make_engine(worker: Any, backend: str) -> VllmEngine:
     """Return a VllmEngine whose LLM accepts only calls that vLLM's class accepts, and passes RPCs to the worker."""
     from vllm import LLM
+    from vllm.v1.engine.llm_engine import LLMEngine
 
     def collective_rpc(method: str, timeout: Any = None, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]:
         return [getattr(worker, method)(*args, **(kwargs or {}))]
 
     engine = VllmEngine.__new__(VllmEngine)
     engine._llm = mock.create_autospec(LLM, instance=True)
+    engine._llm.llm_engine = mock.create_autospec(LLMEngine, instance=True)
     engine._llm.collective_rpc.side_effect = collective_rpc
     engine._llm.sleep.side_effect = lambda level: worker.sleep(level)
     engine._llm.wake_up.side_effect = lambda tags: worker.wake_up(tags)
