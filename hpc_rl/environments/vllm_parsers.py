@@ -25,7 +25,7 @@ def load_vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase, schemas: Seq
         schemas: the schemas of the tools, by which some parsers convert arguments.
 
     Raises:
-        UserError: vLLM or a package of the parser is not installed, there is no such parser, or it refuses the tokenizer.
+        UserError: vLLM or a package of the parser is missing, there is no such parser, or it refuses the tokenizer.
     """
     try:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam

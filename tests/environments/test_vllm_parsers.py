@@ -25,5 +25,5 @@ def test_parsers_of_vllm_work_without_an_engine() -> None:
     assert parse('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>') == [Call("add", {"a": 1})]
     with pytest.raises(UserError, match=r"no such parser; choose one of .*hermes"):
         load_vllm_parser("no", tokenizer, schemas)
-    with pytest.raises(UserError, match="refuses it for this model: .*DeepSeek"):
+    with pytest.raises(UserError, match=r"refuses it for this model: .*DeepSeek"):
         load_vllm_parser("deepseek_v3", tokenizer, schemas)
