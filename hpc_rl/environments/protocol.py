@@ -233,17 +233,18 @@ def as_text(value: Any) -> str:
         return str(value)
 
 
-def cut(text: str, most_chars: int) -> str:
+def cut(text: str, most_chars: int, left_out: int = 0) -> str:
     """Return the text, without its middle and with a note if it is longer than `most_chars`.
 
     Both ends are kept, because errors are often at the end.
+
+    Args:
+        left_out: characters that the middle has lost before.
     """
-    left = len(text) - most_chars
-    if left <= 0:
+    if len(text) <= most_chars:
         return text
-    head = most_chars - most_chars // 2
-    tail = text[len(text) - most_chars // 2 :] if most_chars > 1 else ""
-    return f"{text[:head]}\n[{left:,} characters are left out]\n{tail}"
+    head, tail = text[: most_chars - most_chars // 2], text[len(text) - most_chars // 2 :]
+    return f"{head}\n[{len(text) - most_chars + left_out:,} characters are left out]\n{tail}"
 
 
 def fitting(method: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
