@@ -1,7 +1,7 @@
 """Programs that a model wrote, in a container without network, without the user's files, and with limits.
 
-Everything works for a user without privileges, in user namespaces (user_namespaces(7)), because nodes of a cluster offer
-nothing else. The programs that create the container are rows of RUNNERS.
+Everything works for a user without privileges, in user namespaces (user_namespaces(7)), because the nodes of a cluster
+offer nothing else. The programs that create the container are rows of RUNNERS.
 
 - There is no network but an empty loopback, and no process outside is visible. When the first process of the container
   ends, the kernel ends all others.
@@ -11,11 +11,11 @@ nothing else. The programs that create the container are rows of RUNNERS.
   which a program could mount file systems without a limit.
 - A container of root belongs to the user nobody: root owns the files below /proc/sys, and could therefore change the
   settings of the kernel without any capability.
-- Each process has limits (getrlimit(2)) of CPU time, address space, file size and open files. The sums of the memory and
-  of the tasks of all processes are measured while they run, because limits for groups of processes (cgroups) are rarely
-  delegated to users. The kernel's own limit of tasks per user is set as well, where it counts for each user namespace.
-- What is not limited: memory that no process has mapped, such as that of anonymous files (memfd_create(2)), other than by
-  the size and the number of open files. In a Slurm job, the memory of the job limits it.
+- Each process has limits (getrlimit(2)) of CPU time, address space, file size and open files. The sums of memory and
+  tasks of all processes are measured while they run, because limits for groups of processes (cgroups) are rarely
+  delegated to users. The kernel's own limit of tasks per user is set as well, if it counts for each user namespace.
+- Memory that no process has mapped, such as that of anonymous files (memfd_create(2)), is limited only by the size and
+  the number of open files, and by the memory of the Slurm job.
 """
 
 from __future__ import annotations
@@ -82,30 +82,31 @@ class Ran:
     """The limit for which it was ended, with its value; None if it ended on its own."""
 
 
-Command = Callable[[str, Path | None, Limits], list[str]]
-"""(the runner's program, image or None for the host's system folders, limits) -> the words before a command."""
-
-
 @dataclass(frozen=True)
 class Runner:
     """A program that creates containers."""
 
     programs: tuple[str, ...]
     """Names of the program; the first one on PATH is used."""
-    needs: tuple[str, ...]
-    """Further programs on the host."""
-    command: Command
+    command: Callable[[str, Path | None], list[str]]
+    """(path of the program, image or None for the host's system folders) -> the words before a command. They are called
+    after _SETUP, and bind the folders that it makes in /sys."""
+    takes_files: bool
+    """Whether an image may be a file."""
 
 
-# The arguments are the program, the image (empty for the host's system folders) and the size of /tmp.
+_NEEDS = ("unshare", "setpriv", "prlimit", "mount")
+"""Programs of util-linux that every runner needs."""
+_NAMESPACES = ("--user", "--map-root-user", "--net", "--pid", "--ipc", "--uts", "--mount", "--mount-proc")
+# /sys of the new mount namespace holds what the container gets: tmp, dev and an empty root. $1 is the size of tmp.
 _SETUP = r"""
 set -eu
-program=$1 image=$2 disk=$3
-shift 3
 echo 1 > /proc/sys/user/max_user_namespaces # one for the runner, and none for the program
-mount -t tmpfs -o "size=$disk,nr_inodes=20000,nosuid,nodev,mode=755" sandbox /sys
+mount -t tmpfs -o "size=$1,nr_inodes=20000,nosuid,nodev,mode=755" sandbox /sys
+shift
 cd /sys
-mkdir tmp dev shm config
+mkdir tmp dev config root
+for folder in /dev /proc /tmp /var/tmp /etc SYSTEM_FOLDERS; do mkdir -p "root$folder"; done
 mount -t tmpfs -o size=64k,nosuid,mode=755 devices dev
 for name in null zero full random urandom; do
   : > "dev/$name"
@@ -116,70 +117,42 @@ ln -s /proc/self/fd/0 dev/stdin
 ln -s /proc/self/fd/1 dev/stdout
 ln -s /proc/self/fd/2 dev/stderr
 mkdir dev/shm
-mount --bind shm dev/shm
+mount --bind tmp dev/shm
 mount -o remount,bind,ro dev
-bind_host() {
-  for folder; do
-    [ -e "$folder" ] || continue
-    mkdir "root$folder"
-    binds="$binds --bind $folder:$folder:ro"
-  done
-}
-binds=
-if [ -z "$image" ]; then
-  image=/sys/root
-  mkdir -p root/dev root/proc root/tmp root/var/tmp root/etc
-  bind_host SYSTEM_FOLDERS
-fi
 export APPTAINER_CONFIGDIR=/sys/config SINGULARITY_CONFIGDIR=/sys/config
-# shellcheck disable=SC2086
-exec setpriv --no-new-privs "$program" --silent exec --userns --containall --cleanenv --no-home --no-privs --no-eval \
-  --no-umask --no-mount tmp,home,cwd,hostfs,bind-paths,sys,dev,devpts --env LANG=C.UTF-8 --pwd /tmp \
-  --bind /sys/tmp:/tmp --bind /sys/tmp:/var/tmp --bind /sys/dev:/dev $binds "$image" "$@"
+exec setpriv --no-new-privs "$@"
 """.replace("SYSTEM_FOLDERS", " ".join(_SYSTEM_FOLDERS))
-
 _LIMIT = (
     'export HOME=/tmp; ulimit -v "$1"; [ -z "$2" ] || ulimit -u "$2" 2>/dev/null || ulimit -p "$2"; shift 2; exec "$@"'
 )
 """Sets the limits that the runner itself would not fit in, and the home folder, which apptainer does not let us set."""
 
 
-def _apptainer(program: str, image: Path | None, limits: Limits) -> list[str]:
-    """Return a call of apptainer-exec(1) within namespaces of our own, since its option for the network needs root."""
-    namespaces = ["--user", "--map-root-user", "--net", "--pid", "--ipc", "--uts", "--mount"]
-    setup = ["sh", "-c", _SETUP, "sh", program, str(image or ""), f"{limits.disk_mb}m"]
-    return ["unshare", *namespaces, "--fork", "--kill-child", "--mount-proc", *setup]
-
-
-def _bwrap(program: str, image: Path | None, limits: Limits) -> list[str]:
-    """Return a call of bwrap(1)."""
+def _apptainer(program: str, image: Path | None) -> list[str]:
+    """Return a call of apptainer-exec(1). Its own option for a network namespace needs root."""
+    isolate = ["--userns", "--containall", "--cleanenv", "--no-home", "--no-privs", "--no-eval", "--no-umask"]
+    mounts = ["--no-mount", "tmp,home,cwd,hostfs,bind-paths,sys,dev,devpts"]
+    binds = ["/sys/tmp:/tmp", "/sys/tmp:/var/tmp", "/sys/dev:/dev"]
     if image is None:
-        root = [word for folder in _SYSTEM_FOLDERS if Path(folder).exists() for word in ("--ro-bind", folder, folder)]
-    else:
-        root = ["--ro-bind", str(image), "/"]
-    size = ["--size", str(limits.disk_mb * _MB)]
-    devices = ["--dev", "/dev", *size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
-    folders = [*size, "--tmpfs", "/tmp", *size, "--tmpfs", "/var/tmp", "--remount-ro", "/"]
-    environ = ["--clearenv", "--setenv", "PATH", _PATH, "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"]
-    isolate = ["--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--die-with-parent"]
-    return [
-        program,
-        *isolate,
-        "--new-session",
-        *root,
-        "--proc",
-        "/proc",
-        *devices,
-        *folders,
-        *environ,
-        "--chdir",
-        "/tmp",
-    ]
+        binds += [f"{folder}:{folder}:ro" for folder in _SYSTEM_FOLDERS if Path(folder).exists()]
+    words = [program, "--silent", "exec", *isolate, *mounts, "--env", "LANG=C.UTF-8", "--pwd", "/tmp"]
+    return [*words, *(word for bind in binds for word in ("--bind", bind)), str(image or "/sys/root")]
+
+
+def _bwrap(program: str, image: Path | None) -> list[str]:
+    """Return a call of bwrap(1)."""
+    root = ["--ro-bind", str(image or "/sys/root"), "/"]
+    if image is None:
+        root += [word for folder in _SYSTEM_FOLDERS if Path(folder).exists() for word in ("--ro-bind", folder, folder)]
+    folders = ["--proc", "/proc", "--dev-bind", "/sys/dev", "/dev", "--bind", "/sys/tmp", "/tmp"]
+    environ = ["--clearenv", "--setenv", "PATH", _PATH, "--setenv", "LANG", "C.UTF-8"]
+    isolate = ["--unshare-all", "--unshare-user", "--cap-drop", "ALL", "--die-with-parent", "--new-session"]
+    return [program, *isolate, *root, *folders, "--bind", "/sys/tmp", "/var/tmp", *environ, "--chdir", "/tmp"]
 
 
 RUNNERS: dict[str, Runner] = {
-    "apptainer": Runner(("apptainer", "singularity"), ("unshare", "setpriv", "prlimit", "mount"), _apptainer),
-    "bwrap": Runner(("bwrap",), ("setpriv", "prlimit"), _bwrap),
+    "apptainer": Runner(("apptainer", "singularity"), _apptainer, takes_files=True),
+    "bwrap": Runner(("bwrap",), _bwrap, takes_files=False),
 }
 """Name -> how it is called, in the order in which `auto` looks for them."""
 
@@ -217,12 +190,12 @@ def find_runner(name: str) -> tuple[str, str]:
     for candidate in RUNNERS if name == "auto" else [name]:
         row = RUNNERS[candidate]
         program = next((found for each in row.programs if (found := shutil.which(each))), None)
-        if program and all(map(shutil.which, row.needs)):
+        if program and all(map(shutil.which, _NEEDS)):
             return candidate, program
     wanted = [program for each in (RUNNERS if name == "auto" else [name]) for program in RUNNERS[each].programs]
     raise UserError(
         f"no {' and no '.join(wanted)} on PATH, in which the model's programs would run (with "
-        f"{', '.join(RUNNERS['apptainer'].needs)} of util-linux): load its module, or use tools that run no programs"
+        f"{', '.join(_NEEDS)} of util-linux): load its module, or use tools that run no programs"
     )
 
 
@@ -230,14 +203,16 @@ def _start_words(name: str, program: str, image: str | None, limits: Limits) -> 
     path = None if image is None else Path(image).expanduser().absolute()
     if path is not None and not path.exists():
         raise UserError(f"sandbox image {image}: no such file or folder")
-    if path is not None and name == "bwrap" and not path.is_dir():
-        raise UserError(f"sandbox image {image} is a file, but bwrap needs a folder: unpack it, or use apptainer")
+    if path is not None and not RUNNERS[name].takes_files and not path.is_dir():
+        raise UserError(f"sandbox image {image} is a file, but {name} needs a folder: unpack it, or use apptainer")
     each = ["prlimit", f"--cpu={limits.cpu_s}", f"--fsize={limits.disk_mb * _MB}", f"--nofile={limits.open_files}"]
     tasks = str(limits.tasks + _OWN_TASKS) if _counts_tasks_per_namespace() else ""
     inside = ["/bin/sh", "-c", _LIMIT, "sh", str(limits.memory_mb * 1024), tasks]
     if os.geteuid() == 0:
-        each = ["setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups", *each]
-    return [*each, "--core=0", *RUNNERS[name].command(program, path, limits), *inside]
+        # Another user id clears the signal of die_with_parent.
+        each = ["setpriv", "--pdeathsig=KILL", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups", *each]
+    outside = ["unshare", *_NAMESPACES, "--fork", "--kill-child", "sh", "-c", _SETUP, "sh", f"{limits.disk_mb}m"]
+    return [*each, "--core=0", *outside, *RUNNERS[name].command(program, path), *inside]
 
 
 def _counts_tasks_per_namespace() -> bool:
@@ -253,8 +228,8 @@ def _check_start(start: tuple[str, ...], time_s: float) -> None:
         problem = " ".join(found.output.split())[-500:] or f"exit code {found.code}"
         raise UserError(
             f"a container for the model's programs cannot be started here: {problem}. It needs user namespaces "
-            "(user.max_user_namespaces of sysctl) and an image with /bin/sh; if this is root, the user nobody must be able to "
-            "read the runner and the image"
+            "(user.max_user_namespaces of sysctl) and an image with /bin/sh. If this is root, the user nobody must be "
+            "able to read runner and image"
         )
 
 
@@ -277,9 +252,9 @@ def _run(argv: Sequence[str], stdin: str, limits: Limits) -> Ran:
     try:
         ended_by = _watch(process, output, limits)
     finally:
-        _end(process)
         assert process.stdout is not None
-        process.stdout.close()
+        process.stdout.close()  # first, because a process that writes to a full pipe does not end
+        _end(process)
     return Ran(output.text(), shell_code(process.returncode), ended_by)
 
 

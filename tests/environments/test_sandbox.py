@@ -87,7 +87,7 @@ def test_the_tools(runner: str) -> None:
     assert tool.python("x = 1") == "[no output]"
     assert tool.python("print('a'); 1 / 0").endswith("ZeroDivisionError: division by zero\n[exit code 1]")
     assert tool.python("# " + "x" * 300_000 + "\nprint('long')") == "long\n"
-    assert tool.python("print('\\udc80')").endswith("[exit code 1]")
+    assert tool.python("# \udc80\nprint(1)") == "1\n"
     bash = load_definition("hpc_rl.environments.bash_tool:Bash", {"runner": runner, "time_s": 60})
     (message,) = (
         Episode(bash, 1000)
@@ -125,16 +125,20 @@ print([pid for pid in os.listdir("/proc") if pid == {str(os.getpid())!r}])
 def test_nothing_can_be_written_but_a_little_in_tmp(runner: str) -> None:
     code = """
 import os
-for path in ("/x", "/usr/x", "/bin/x", "/etc/x", "/dev/x", "/proc/sys/kernel/printk_ratelimit", "/proc/sys/kernel/core_pattern"):
+for path in ("/x", "/usr/x", "/bin/x", "/dev/x", "/proc/sys/kernel/printk_ratelimit", "/proc/sys/kernel/core_pattern"):
     try: print("WRITTEN", open(path, "a"))
     except OSError as error: print(type(error).__name__)
 """  # fmt: skip
     assert "WRITTEN" not in run(runner, code).output
-    fill = "head -c 30M /dev/zero > /tmp/a; head -c 30M /dev/zero > /tmp/b; head -c 30M /dev/zero > /dev/shm/c; du -smc /tmp /dev/shm"
-    ran = Sandbox(runner, limits=LIMITS).run(["bash", "-c", fill])
-    assert int(ran.output.split()[-2]) <= 2 * 8 + 1, ran
-    many = "import os\nfor n in range(10**6):\n  os.makedirs(f'/tmp/{n // 1000}', exist_ok=True); open(f'/tmp/{n // 1000}/{n}', 'w').write('x')"
-    assert "No space left" in (found := run(runner, many).output) or "OSError" in found
+    fill = "for name in /tmp/a /var/tmp/b /dev/shm/c; do head -c 30M /dev/zero > $name; done; du -sm /tmp"
+    assert int(Sandbox(runner, limits=LIMITS).run(["bash", "-c", fill]).output.split()[-2]) == 8
+    many = """
+import os
+for number in range(10**6):
+    os.makedirs(f"/tmp/{number // 1000}", exist_ok=True)
+    os.close(os.open(f"/tmp/{number // 1000}/{number}", os.O_CREAT))
+"""
+    assert "No space left" in run(runner, many).output
 
 
 def test_there_is_no_network(runner: str) -> None:
@@ -148,7 +152,7 @@ for address in (("127.0.0.1", {port}), ("192.0.2.2", 22), ("8.8.8.8", 53)):
 print(socket.if_nameindex())
 """
         ran = run(runner, code)
-    assert "CONNECTED" not in ran.output and ran.output.count("unreachable") == 2
+    assert "CONNECTED" not in ran.output and ran.output.count("Errno") == 3
     assert "eth" not in ran.output
 
 
@@ -160,30 +164,53 @@ def test_no_namespace_and_no_capability_can_be_had(runner: str) -> None:
 
 
 def test_a_fork_bomb(runner: str) -> None:
-    ran = run(runner, "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", with_limits(time_s=10))
-    assert ran.ended_by in ("more than 10 s", "more than 24 processes and threads", "more than 512 MB of memory")
-    assert run(
-        runner, "import threading, time\nfor _ in range(500): threading.Thread(target=time.sleep, args=(600,)).start()"
-    ).code
+    bomb = """
+import os
+while True:
+    try: os.fork()
+    except OSError: pass
+"""
+    ended_by = ("more than 5 s", "more than 24 processes and threads", "more than 512 MB of memory")
+    assert run(runner, bomb, with_limits(time_s=5)).ended_by in ended_by
+    threads = """
+import threading, time
+for _ in range(500): threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+time.sleep(600)
+"""
+    ran = run(runner, threads)
+    assert ran.ended_by == "more than 24 processes and threads" or "can't start new thread" in ran.output
 
 
 def test_memory(runner: str) -> None:
     assert "MemoryError" in run(runner, "x = bytearray(1 << 30)").output
-    code = "import os, time\nfor _ in range(6):\n  if not os.fork(): x = bytearray(b'x') * (300 << 20); time.sleep(600)\ntime.sleep(600)"
-    assert run(runner, code).ended_by == "more than 512 MB of memory"
+    together = """
+import os, time
+for _ in range(6):
+    if not os.fork():
+        x = bytearray(b"x") * (300 << 20)
+        time.sleep(600)
+time.sleep(600)
+"""
+    assert run(runner, together).ended_by == "more than 512 MB of memory"
 
 
 def test_cpu_time_and_wall_clock_time(runner: str) -> None:
     assert run(runner, "while True: pass", with_limits(cpu_s=1)).code in (128 + 9, 128 + 24)
-    code = "import signal, time\nfor n in range(1, 32):\n  if n not in (9, 19): signal.signal(n, signal.SIG_IGN)\nprint('on'); time.sleep(600)"
-    ran = run(runner, code, with_limits(time_s=5))
-    assert (ran.output, ran.ended_by) == ("on\n", "more than 5 s")
+    deaf = """
+import signal, time
+for number in range(1, 32):
+    if number not in (9, 19): signal.signal(number, signal.SIG_IGN)
+print("on")
+time.sleep(600)
+"""
+    ran = run(runner, deaf, with_limits(time_s=15))
+    assert (ran.output, ran.ended_by) == ("on\n", "more than 15 s")
 
 
 def test_endless_output(runner: str) -> None:
     began = time.monotonic()
-    ran = Sandbox(runner, limits=with_limits(time_s=5)).run(["sh", "-c", "echo first; yes"])
-    assert ran.ended_by == "more than 5 s" and time.monotonic() - began < 600
+    ran = Sandbox(runner, limits=with_limits(time_s=15)).run(["sh", "-c", "echo first; yes"])
+    assert ran.ended_by == "more than 15 s" and time.monotonic() - began < 600
     assert ran.output.startswith("first\ny\n") and len(ran.output) < 4100 and "characters are left out" in ran.output
 
 
@@ -199,7 +226,7 @@ if not os.fork():
 time.sleep(1)
 {end}
 """
-    run(runner, code, with_limits(time_s=5))
+    run(runner, code, with_limits(time_s=15))
     assert not processes_with(mark)
 
 
@@ -246,7 +273,7 @@ def test_what_is_refused(runner: str, tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(UserError, match="no such file or folder"):
         Sandbox(runner, "no/such")
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="needs a folder|cannot be started here"):
+    with pytest.raises(UserError, match=r"needs a folder|cannot be started here"):
         Sandbox(runner, str(tmp_path / "file"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="cannot be started here"):
