@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from hpc_rl.environments.protocol import Message, Outcome, Reply
+from hpc_rl.environments.requests import Answer, Finish, Offered, Request, Start, Wanted
 from hpc_rl.environments.tool_calls import Call, Malformed
-from hpc_rl.environments.worker import Answer, Finish, Offered, Request, Start, Wanted
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.worker_process import ProcessLost, WorkerProcess
 
@@ -143,6 +143,8 @@ class _Worker:
             while (entry := self._requests.get()) is not None:
                 future, number, request = entry
                 try:
+                    if _is_readable(self._closing):
+                        raise RunError(_CLOSED)
                     if not process.alive:  # it ended between two requests
                         process.end()
                         self._lose("ended before its next call")

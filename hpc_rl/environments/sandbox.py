@@ -37,7 +37,7 @@ from pathlib import Path
 
 from hpc_rl.environments.protocol import cut
 from hpc_rl.errors import UserError
-from hpc_rl.host.processes import die_with_parent, shell_code
+from hpc_rl.host.processes import shell_code
 
 _MB = 1 << 20
 _PAUSE_S = 0.05
@@ -97,7 +97,12 @@ class Runner:
 
 _NEEDS = ("unshare", "setpriv", "prlimit", "mount")
 """Programs of util-linux that every runner needs."""
-_NAMESPACES = ("--user", "--map-root-user", "--net", "--pid", "--ipc", "--uts", "--mount", "--mount-proc")
+_NAMESPACES = (
+    *("unshare", "--user", "--map-root-user"),
+    # The signal at the death of the parent, which the kernel forgets when a process enters a user namespace.
+    *("setpriv", "--pdeathsig=KILL"),
+    *("unshare", "--net", "--pid", "--ipc", "--uts", "--mount", "--mount-proc", "--fork", "--kill-child"),
+)
 # /sys of the new mount namespace holds what the container gets: tmp, dev and an empty root. $1 is the size of tmp.
 _SETUP = r"""
 set -eu
@@ -120,7 +125,9 @@ mkdir dev/shm
 mount --bind tmp dev/shm
 mount -o remount,bind,ro dev
 export APPTAINER_CONFIGDIR=/sys/config SINGULARITY_CONFIGDIR=/sys/config
-exec setpriv --no-new-privs "$@"
+code=0
+setpriv --no-new-privs "$@" || code=$?
+exit "$code" # no exec: this shell is the first process, and the runner would forget to end with its parent
 """.replace("SYSTEM_FOLDERS", " ".join(_SYSTEM_FOLDERS))
 _LIMIT = (
     'export HOME=/tmp; ulimit -v "$1"; [ -z "$2" ] || ulimit -u "$2" 2>/dev/null || ulimit -p "$2"; shift 2; exec "$@"'
@@ -209,9 +216,8 @@ def _start_words(name: str, program: str, image: str | None, limits: Limits) -> 
     tasks = str(limits.tasks + _OWN_TASKS) if _counts_tasks_per_namespace() else ""
     inside = ["/bin/sh", "-c", _LIMIT, "sh", str(limits.memory_mb * 1024), tasks]
     if os.geteuid() == 0:
-        # Another user id clears the signal of die_with_parent.
-        each = ["setpriv", "--pdeathsig=KILL", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups", *each]
-    outside = ["unshare", *_NAMESPACES, "--fork", "--kill-child", "sh", "-c", _SETUP, "sh", f"{limits.disk_mb}m"]
+        each = ["setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups", *each]
+    outside = [*_NAMESPACES, "sh", "-c", _SETUP, "sh", f"{limits.disk_mb}m"]
     return [*each, "--core=0", *outside, *RUNNERS[name].command(program, path), *inside]
 
 
@@ -245,7 +251,6 @@ def _run(argv: Sequence[str], stdin: str, limits: Limits) -> Ran:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=functools.partial(die_with_parent, signal.SIGKILL),
         )
     output = Output(limits.output_chars)
     ended_by = None
@@ -315,9 +320,9 @@ def tree_usage(root: int) -> tuple[int, int]:
 
 def _children(pid: int) -> list[int]:
     found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += map(int, path.read_text().split())
+    with contextlib.suppress(OSError):  # it may end at any time
+        for path in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (path / "children").read_text().split())
     return found
 
 

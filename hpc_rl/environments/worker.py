@@ -8,60 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from hpc_rl.environments.loading import load_definition
-from hpc_rl.environments.protocol import Definition, Episode, Message, Outcome, Reply, first_messages, join_replies
-from hpc_rl.environments.tool_calls import Call, Malformed
+from hpc_rl.environments.protocol import Definition, Episode, Outcome, Reply, first_messages, join_replies
+from hpc_rl.environments.requests import Answer, Finish, Offered, Request, Start, Wanted
 from hpc_rl.errors import UserError
 from hpc_rl.host.processes import adopt_orphans, die_with_parent
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a process loads."""
-
-    environment: str | None
-    kwargs: Mapping[str, Any]
-    tools: Sequence[str]
-    most_chars: int
-    """Limit of the characters of a tool's output or an observation."""
-
-
-@dataclass(frozen=True)
-class Offered:
-    """What an environment and its tools offer."""
-
-    schemas: list[dict[str, Any]]
-    has_step: bool
-    has_reward: bool
-
-
-@dataclass(frozen=True)
-class Start:
-    """The request for the first messages of a conversation."""
-
-    prompt: list[Message]
-    row: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The request for an answer to a model's text, which has these tool calls."""
-
-    text: str
-    calls: list[Call | Malformed]
-
-
-@dataclass(frozen=True)
-class Finish:
-    """The request for the reward of a conversation, which then ends."""
-
-
-Request = Start | Answer | Finish
 
 
 class Conversations:
@@ -71,7 +26,7 @@ class Conversations:
         beat: what is called after each tool call.
     """
 
-    def __init__(self, definition: Definition, most_chars: int, beat: Any) -> None:
+    def __init__(self, definition: Definition, most_chars: int, beat: Callable[[], None]) -> None:
         self._definition, self._most_chars, self._beat = definition, most_chars, beat
         self._episodes: dict[int, Episode] = {}
 

@@ -22,9 +22,9 @@ GRACE_S = 15.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def die_with_parent(number: int = signal.SIGTERM) -> None:
-    """Have the kernel send this process a signal when its parent ends for any reason (prctl(2), PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+def die_with_parent() -> None:
+    """Have the kernel end this process when its parent ends for any reason (prctl(2), PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def adopt_orphans() -> None:

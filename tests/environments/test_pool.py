@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hpc_rl.environments.pool import EnvironmentPool
+from hpc_rl.environments.requests import Wanted
 from hpc_rl.environments.tool_calls import Call, Malformed
-from hpc_rl.environments.worker import Wanted
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.processes import descendants
 from tests.environments.conftest import Write
@@ -114,20 +114,20 @@ def test_conversations_are_spread_over_the_processes(opened: Open) -> None:
 
 
 def test_the_limit_is_for_each_call(opened: Open) -> None:
-    calls = [Call("wait", {"seconds": 2})] * 5
-    assert said(opened(timeout_s=8).start(PROMPT, {}).answer("", calls)) == ["waited"] * 5
+    calls = [Call("wait", {"seconds": 4})] * 4
+    assert said(opened(timeout_s=15).start(PROMPT, {}).answer("", calls)) == ["waited"] * 4
 
 
 @pytest.mark.parametrize(
     ("row", "call", "part"),
     [
-        ({}, "hang", "took over 5 s and was ended"),
+        ({}, "hang", "took over 10 s and was ended"),
         ({}, "die", "ended with exit code 3"),
-        ({"start": "hang"}, "pid", "took over 5 s and was ended"),
+        ({"start": "hang"}, "pid", "took over 10 s and was ended"),
     ],
 )
 def test_a_lost_process_is_replaced(opened: Open, row: dict[str, Any], call: str, part: str) -> None:
-    pool = opened(timeout_s=5)
+    pool = opened(timeout_s=10)
     bystander = pool.start(PROMPT, {})
     before = said(bystander.answer("", [Call("pid", {})]))[0]
     lost = pool.start(PROMPT, row)
@@ -154,14 +154,14 @@ def test_a_process_that_ends_between_two_calls_is_replaced(opened: Open) -> None
 
 
 def test_what_the_users_code_raises_ends_its_conversation_only(opened: Open) -> None:
-    pool = opened(timeout_s=5)
+    pool = opened(timeout_s=10)
     failing, fine, unlucky = (pool.start(PROMPT, {"start": start}) for start in ("raise", 1, 13))
     assert failing.first.result(DEADLINE_S).error == "RuntimeError: no start"
     assert failing.answer("", [Call("pid", {})]).result(DEADLINE_S).error == "RuntimeError: no start"
     assert failing.finish().result(DEADLINE_S).error == "RuntimeError: no start"
     assert unlucky.finish().result(DEADLINE_S).error == "ValueError: unlucky"
     assert fine.finish().result(DEADLINE_S).score == 1.0
-    assert "took over 5 s" in (pool.start(PROMPT, {"start": 17}).finish().result(DEADLINE_S).error or "")
+    assert "took over 10 s" in (pool.start(PROMPT, {"start": 17}).finish().result(DEADLINE_S).error or "")
 
 
 def test_closing_ends_what_runs(opened: Open) -> None:
