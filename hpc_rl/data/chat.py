@@ -7,10 +7,11 @@ must be a prefix of the whole text, and so must the conversation up to the end o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
@@ -118,15 +119,27 @@ def as_text(
     messages: list[Message],
     where: str,
     generation_prompt: bool = False,
+    tools: Sequence[dict[str, Any]] = (),
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Render a conversation with its template; with generation_prompt up to the start of the assistant's turn.
+
+    Args:
+        where: file and row number, for the error.
+        tools: JSON schemas of the tools that the template describes to the model.
+        variables: further variables of the template.
 
     Raises:
         UserError: the template rejects the conversation.
     """
     try:
         text = tokenizer.apply_chat_template(
-            messages, chat_template=template, tokenize=False, add_generation_prompt=generation_prompt
+            messages,
+            chat_template=template,
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            **variables,
         )
     except (TemplateError, TypeError) as error:
         raise UserError(f"{where}: the chat template rejects this conversation: {error}") from error

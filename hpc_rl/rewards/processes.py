@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.heartbeat import heart
-from hpc_rl.host.processes import shell_code
+from hpc_rl.host.worker_process import ProcessLost, WorkerProcess
 from hpc_rl.rewards.worker import Call, Result, failed
 
 Function = tuple[str, Mapping[str, Any]]
@@ -30,10 +24,6 @@ START_TIMEOUT_S = 120.0
 """Time limit for a process to import a function."""
 _END_TIMEOUT_S = 10.0
 _CLOSED = "reward.function: the scorer was closed while it scored"
-
-
-class ProcessLost(Exception):
-    """A process ended, or was ended, without a result of its call. The message is the reason."""
 
 
 class CallQueue:
@@ -73,25 +63,12 @@ class RewardProcess:
     """
 
     def __init__(self, functions: Sequence[Function], timeout_s: float, closing: int) -> None:
-        self._timeout_s, self._closing = timeout_s, closing
-        ours, theirs = socket.socketpair()
-        # The time limit also applies to sending, so that a process that does not read cannot block its thread.
-        limit = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "hpc_rl.rewards.worker", str(theirs.fileno())],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        self._connection: Connection[Any, Any] = Connection(ours.detach())
+        self._timeout_s = timeout_s
+        self._process = WorkerProcess("hpc_rl.rewards.worker", timeout_s, closing)
         try:
-            self._connection.send([(spec, dict(kwargs)) for spec, kwargs in functions])
-            found = self._receive(START_TIMEOUT_S * len(functions))
-        except (ProcessLost, OSError) as error:
-            self.end()
+            self._process.send([(spec, dict(kwargs)) for spec, kwargs in functions])
+            found = self._process.receive(START_TIMEOUT_S * len(functions))
+        except ProcessLost as error:
             specs = ", ".join(spec for spec, _ in functions)
             raise RunError(f"reward.function {specs}: a reward process {error} while it loaded the function") from error
         if isinstance(found, UserError):
@@ -103,7 +80,7 @@ class RewardProcess:
     @property
     def alive(self) -> bool:
         """Whether the process is running."""
-        return self._process.poll() is None
+        return self._process.alive
 
     def results(self, calls: Sequence[Call]) -> Iterator[Result]:
         """Yield the result of each call as it arrives.
@@ -111,31 +88,13 @@ class RewardProcess:
         Raises:
             ProcessLost: at the first call without a result.
         """
-        try:
-            self._connection.send(calls)
-            for _ in calls:
-                yield Result(*self._receive(self._timeout_s))
-        except OSError as error:
-            self.end()
-            raise ProcessLost(f"accepted no calls ({error})") from error
+        self._process.send(calls)
+        for _ in calls:
+            yield Result(*self._process.receive(self._timeout_s))
 
     def end(self) -> None:
         """Kill the process and all processes of its session."""
-        if self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        self._connection.close()
-
-    def _receive(self, timeout_s: float) -> Any:
-        ready = wait([self._connection, self._closing], timeout_s)
-        try:
-            if self._connection in ready:
-                return self._connection.recv()
-        except (EOFError, ConnectionResetError) as error:
-            self.end()
-            raise ProcessLost(f"ended with exit code {shell_code(self._process.returncode)}") from error
-        self.end()
-        raise ProcessLost("was ended with its scorer" if ready else f"took over {timeout_s:g} s and was ended")
+        self._process.end()
 
 
 class RewardProcesses:

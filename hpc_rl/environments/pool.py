@@ -1,0 +1,205 @@
+"""Conversations with environments in separate processes, so that one that hangs or crashes can be ended and replaced.
+
+Each process has a thread, which starts it, sends it the requests about its conversations one after another, and waits
+for each answer at most as long as the time limit. If a process is lost, all its conversations end with an error.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+from hpc_rl.environments.protocol import Message, Outcome, Reply
+from hpc_rl.environments.requests import Answer, Finish, Offered, Request, Start, Wanted
+from hpc_rl.environments.tool_calls import Call, Malformed
+from hpc_rl.errors import RunError, UserError
+from hpc_rl.host.worker_process import ProcessLost, WorkerProcess
+
+START_TIMEOUT_S = 120.0
+"""Time limit for a process to load an environment."""
+_END_TIMEOUT_S = 10.0
+_CLOSED = "the environments were closed while a conversation was running"
+
+
+class EnvironmentPool:
+    """Processes that run environments.
+
+    Args:
+        wanted: what each process loads.
+        workers: number of processes. Each runs one reset, step, tool call or reward at a time.
+        timeout_s: time limit for each of them.
+
+    Raises:
+        UserError: the environment or a tool cannot be loaded.
+        RunError: a process ended, or took too long, while it loaded them.
+    """
+
+    def __init__(self, wanted: Wanted, workers: int, timeout_s: float) -> None:
+        self._closing, self._close = os.pipe()
+        self._closed = False
+        self._workers = [_Worker(number, wanted, timeout_s, self._closing) for number in range(workers)]
+        try:
+            self.offered: Offered = [worker.started() for worker in self._workers][-1]
+        except UserError:
+            self.close()
+            raise
+        self._next = 0
+
+    def start(self, prompt: list[Message], row: dict[str, Any]) -> Conversation:
+        """Start a conversation about a row, in the process with the fewest. Its `first` has the first messages."""
+        if self._closed:
+            raise RunError(_CLOSED)
+        self._next += 1
+        worker = min(self._workers, key=lambda each: each.load)
+        return Conversation(worker, self._next, worker.submit(self._next, Start(prompt, row)))
+
+    def close(self) -> None:
+        """End all processes at once. Requests without an answer raise RunError. A second `close` does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        os.close(self._close)
+        for worker in self._workers:
+            worker.close()
+        os.close(self._closing)
+
+
+class Conversation:
+    """One conversation. Errors of the environment are in the answers; only a UserError of the pool is raised."""
+
+    def __init__(self, worker: _Worker, number: int, first: Future[Any]) -> None:
+        self._worker, self._number = worker, number
+        self.first: Future[Reply] = first
+        """The messages with which the conversation starts."""
+
+    def answer(self, text: str, calls: list[Call | Malformed]) -> Future[Reply]:
+        """Request the answer to the model's text, which has these tool calls."""
+        return self._worker.submit(self._number, Answer(text, calls))
+
+    def finish(self) -> Future[Outcome]:
+        """Request the reward, and end the conversation. Every conversation needs this once."""
+        return self._worker.submit(self._number, Finish())
+
+
+class _Worker:
+    """A thread with its process."""
+
+    def __init__(self, number: int, wanted: Wanted, timeout_s: float, closing: int) -> None:
+        self._wanted, self._timeout_s, self._closing = wanted, timeout_s, closing
+        self._requests: queue.SimpleQueue[tuple[Future[Any], int, Request] | None] = queue.SimpleQueue()
+        self._loaded: Future[Offered] = Future()
+        self._open: set[int] = set()
+        self._lost: dict[int, str] = {}
+        """Reasons for which conversations have ended that are not finished yet."""
+        self.load = 0
+        """Conversations that are not finished."""
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._serve, name=f"environment-{number}", daemon=True)
+        self._thread.start()
+
+    def started(self) -> Offered:
+        """Wait until the process has loaded the environment."""
+        return self._loaded.result(2 * START_TIMEOUT_S)
+
+    def submit(self, number: int, request: Request) -> Future[Any]:
+        """Queue a request."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self.load += isinstance(request, Start)
+            self.load -= isinstance(request, Finish)
+        self._requests.put((future, number, request))
+        if not self._thread.is_alive():  # it may have ended without this request
+            self._refuse(RunError(_CLOSED))
+        return future
+
+    def close(self) -> None:
+        """Wait for the end of the thread, which `closing` has requested."""
+        self._requests.put(None)
+        self._thread.join(_END_TIMEOUT_S)
+        self._refuse(RunError(_CLOSED))
+
+    def _refuse(self, error: UserError) -> None:
+        """Let all queued requests raise an error."""
+        while True:
+            try:
+                entry = self._requests.get_nowait()
+            except queue.Empty:
+                return
+            if entry is not None:
+                entry[0].set_exception(error)
+
+    def _serve(self) -> None:
+        try:
+            process, offered = self._start()
+        except UserError as error:
+            self._loaded.set_exception(error)
+            return
+        self._loaded.set_result(offered)
+        try:
+            while (entry := self._requests.get()) is not None:
+                future, number, request = entry
+                try:
+                    if _is_readable(self._closing):
+                        raise RunError(_CLOSED)
+                    if not process.alive:  # it ended between two requests
+                        process.end()
+                        self._lose("ended before its next call")
+                        process, _ = self._start()
+                    future.set_result(self._answer(process, number, request))
+                except UserError as error:
+                    future.set_exception(error)
+        finally:
+            process.end()
+
+    def _start(self) -> tuple[WorkerProcess, Offered]:
+        process = WorkerProcess("hpc_rl.environments.worker", START_TIMEOUT_S, self._closing)
+        try:
+            process.send(self._wanted)
+            found = process.receive(START_TIMEOUT_S)
+        except ProcessLost as error:
+            named = ", ".join(filter(None, [self._wanted.environment, *self._wanted.tools]))
+            raise RunError(f"environment.name {named}: a process {error} while it loaded it") from error
+        if isinstance(found, UserError):
+            process.end()
+            raise found
+        return process, found
+
+    def _answer(self, process: WorkerProcess, number: int, request: Request) -> Reply | Outcome:
+        """Return the answer of the process, or the error with which the conversation has ended."""
+        if isinstance(request, Start):
+            self._open.add(number)
+        reason = self._lost.get(number)
+        if reason is None:
+            try:
+                process.send((number, request))
+                while (answer := process.receive(self._timeout_s)) is None:
+                    continue
+            except ProcessLost as lost:
+                if _is_readable(self._closing):
+                    raise RunError(_CLOSED) from lost
+                self._lose("a call of another conversation " + str(lost))
+                reason = self._lost[number] = f"the environment {lost}"
+            else:
+                if isinstance(answer, Reply) and answer.error is not None:
+                    self._lost[number] = answer.error
+                self._forget(number, request)
+                return answer  # type: ignore[no-any-return]
+        self._forget(number, request)
+        return Outcome(None, error=reason) if isinstance(request, Finish) else Reply([], True, error=reason)
+
+    def _lose(self, reason: str) -> None:
+        for number in self._open:
+            self._lost.setdefault(number, f"the process of the environment was lost: {reason}")
+
+    def _forget(self, number: int, request: Request) -> None:
+        if isinstance(request, Finish):
+            self._open.discard(number)
+            self._lost.pop(number, None)
+
+
+def _is_readable(descriptor: int) -> bool:
+    return bool(select.select([descriptor], [], [], 0)[0])

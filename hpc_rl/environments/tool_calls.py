@@ -1,0 +1,204 @@
+"""Tool calls in a model's text, one parser for each format. No text makes a parser raise.
+
+Formats are those of chat templates: a JSON object in `<tool_call>` (Hermes, Qwen), a bare JSON object (Llama 3) and
+`<function=NAME><parameter=X>value</parameter></function>` (Qwen3-Coder).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_rl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool call."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """A tool call that cannot be read. The reason is for the model."""
+
+    reason: str
+    name: str = ""
+    """The tool, if it is known."""
+
+
+Parse = Callable[[str], list[Call | Malformed]]
+"""Returns the tool calls in what a model wrote after its thinking, in order; an empty list if there is none."""
+
+_HERMES = '<tool_call>{"name": "NAME", "arguments": {...}}</tool_call>'
+_JSON = '{"name": "NAME", "arguments": {...}}'
+_XML = "<function=NAME><parameter=ARGUMENT>value</parameter></function>"
+_FENCE = re.compile(
+    r"^[ \t]*```[ \t]*(?:json|tool_call|tool_code)?[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL
+)
+_FUNCTION = re.compile(r"<function=([^<>\n]*)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]*)>(.*?)</parameter>", re.DOTALL)
+
+
+def after_thinking(text: str, in_thinking: bool) -> str:
+    """Return what follows the model's thinking, in which it may write calls that it does not make.
+
+    Args:
+        in_thinking: whether the prompt ends with `<think>`, so that the text begins within the thinking.
+    """
+    if not in_thinking and not text.lstrip().startswith("<think>"):
+        return text
+    return text.partition("</think>")[2]
+
+
+def parse_hermes(text: str) -> list[Call | Malformed]:
+    """Read every `<tool_call>` with a JSON object. The end tag may be missing, but not a part of the object."""
+    found: list[Call | Malformed] = []
+    rest = text
+    while True:
+        _, tag, rest = rest.partition("<tool_call>")
+        if not tag:
+            return found
+        body = rest.lstrip()
+        value, end = _decode(body)
+        if end is None:
+            found.append(_malformed(body.partition("</tool_call>")[0], _HERMES))
+            rest = rest.partition("</tool_call>")[2]
+            continue
+        found.append(_call(value, _HERMES))
+        rest = body[end:]
+
+
+def parse_json(text: str) -> list[Call | Malformed]:
+    """Read a JSON object, or a list of them, that is the whole text, begins a line, or is in a fenced block.
+
+    JSON without a name and arguments is no call.
+    """
+    blocks = [block.strip() for block in _FENCE.findall(text)]
+    if not blocks:
+        start = re.search(r"^[ \t]*[\[{]", text, re.MULTILINE)
+        blocks = [text[start.start() :].strip()] if start else []
+    found: list[Call | Malformed] = []
+    for block in blocks:
+        while block:
+            value, end = _decode(block)
+            if end is None:
+                if re.match(r'[\[\s]*\{\s*"name"\s*:', block):
+                    found.append(_malformed(block, _JSON))
+                break
+            values = value if isinstance(value, list) else [value]
+            found += [_call(each, _JSON) for each in values if _names_a_tool(each)]
+            # Llama 3 writes several calls with semicolons between them.
+            block = block[end:].lstrip().removeprefix(";").lstrip()
+            if not block.startswith(("{", "[")):
+                break
+    return found
+
+
+def parse_xml(text: str) -> list[Call | Malformed]:
+    """Read every `<function=NAME>` with its parameters, whose values are text. Tool.arguments converts them."""
+    found: list[Call | Malformed] = []
+    rest = text
+    while match := _FUNCTION.search(rest):
+        name, rest = match[1].strip(), rest[match.end() :]
+        arguments: dict[str, Any] = {}
+        while parameter := _PARAMETER.match(rest):
+            # Templates put each value on lines of its own.
+            value = parameter[2].removeprefix("\n")
+            arguments[parameter[1].strip()] = value.removesuffix("\n")
+            rest = rest[parameter.end() :]
+        ended = rest.lstrip().startswith("</function>")
+        if not name:
+            found.append(Malformed(f"the tool call has no name; write it as {_XML}"))
+        elif not ended:
+            found.append(
+                Malformed(f"the tool call does not end after {len(arguments)} parameters; write it as {_XML}", name)
+            )
+        else:
+            found.append(Call(name, arguments))
+    if not found and "<tool_call>" in rest:
+        found.append(Malformed(f"there is no function in <tool_call>; write it as {_XML}"))
+    return found
+
+
+PARSERS: dict[str, Parse] = {"hermes": parse_hermes, "json": parse_json, "xml": parse_xml}
+"""Format -> parser."""
+VLLM = "vllm:"
+"""`vllm:NAME` is a parser of vLLM. They are for formats that PARSERS lacks: see vllm_parsers.py."""
+
+
+def find_parser(name: str, template: str) -> Parse:
+    """Return the parser of a format.
+
+    Args:
+        name: one of PARSERS, or "auto" for the format that the chat template describes to the model.
+        template: the chat template.
+
+    Raises:
+        UserError: there is no such format, or the template describes none.
+    """
+    if name == "auto":
+        name = guess_format(template)
+    if name not in PARSERS:
+        raise UserError(f"tool call format {name}: choose one of auto, {', '.join(PARSERS)} or {VLLM}NAME")
+    return PARSERS[name]
+
+
+def guess_format(template: str) -> str:
+    """Return the format of the tool calls that a chat template renders.
+
+    Raises:
+        UserError: the template renders no tool calls.
+    """
+    if "<function=" in template:
+        return "xml"
+    if "<tool_call>" in template:
+        return "hermes"
+    if "tool_calls" in template or "tools" in template:
+        return "json"
+    raise UserError(
+        "the chat template shows the model no tools, so the format of its calls is unknown: choose one of "
+        f"{', '.join(PARSERS)}, and describe tools and format in the system prompt, or set data.chat_template to a "
+        "template with tools"
+    )
+
+
+def _decode(text: str) -> tuple[Any, int | None]:
+    """Read the JSON value at the start of a text. Return it and its length, or None for the length if there is none."""
+    try:
+        return json.JSONDecoder(strict=False).raw_decode(text)
+    except (ValueError, RecursionError):
+        return None, None
+
+
+def _names_a_tool(value: Any) -> bool:
+    return isinstance(value, Mapping) and "name" in value and ("arguments" in value or "parameters" in value)
+
+
+def _call(value: Any, form: str) -> Call | Malformed:
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str) or not value["name"]:
+        return Malformed(f"the tool call has no name; write it as {form}")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # some models encode the arguments twice
+        arguments, _ = _decode(arguments.strip() or "{}")
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        return Malformed(f'the "arguments" are no JSON object; write the call as {form}', value["name"])
+    return Call(value["name"], arguments)
+
+
+def _malformed(text: str, form: str) -> Malformed:
+    try:
+        json.loads(text, strict=False)
+        problem = "text follows the object"
+    except json.JSONDecodeError as error:
+        problem = f"{error.msg}, at character {error.pos + 1}"
+    except (ValueError, RecursionError) as error:
+        problem = str(error)
+    return Malformed(f"the tool call is not valid JSON ({problem}); write it as {form}")

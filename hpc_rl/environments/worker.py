@@ -1,0 +1,97 @@
+"""A process that runs environments: python -m hpc_rl.environments.worker FD, started and ended by pool.py.
+
+It receives the names of an environment and of tools, loads them, and sends what they offer, or the UserError that
+loading raised. Then it receives requests about conversations, and sends None after each tool call and then the answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from hpc_rl.environments.loading import load_definition
+from hpc_rl.environments.protocol import Definition, Episode, Outcome, Reply, first_messages, join_replies
+from hpc_rl.environments.requests import Answer, Finish, Offered, Request, Start, Wanted
+from hpc_rl.errors import UserError
+from hpc_rl.host.processes import adopt_orphans, die_with_parent
+
+
+class Conversations:
+    """The conversations of this process.
+
+    Args:
+        beat: what is called after each tool call.
+    """
+
+    def __init__(self, definition: Definition, most_chars: int, beat: Callable[[], None]) -> None:
+        self._definition, self._most_chars, self._beat = definition, most_chars, beat
+        self._episodes: dict[int, Episode] = {}
+
+    def handle(self, number: int, request: Request) -> Reply | Outcome:
+        """Return the answer to a request. Anything that the user's code raises ends the conversation."""
+        try:
+            if isinstance(request, Start):
+                episode = self._episodes[number] = Episode(self._definition, self._most_chars)
+                return Reply(first_messages(request.prompt, episode.reset(request.row)))
+            if isinstance(request, Answer):
+                return self._answer(self._episodes[number], request)
+            return self._episodes.pop(number).outcome()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            if episode := self._episodes.pop(number, None):
+                with contextlib.suppress(Exception, SystemExit):
+                    episode.close()
+            return Outcome(None, error=reason) if isinstance(request, Finish) else Reply([], True, error=reason)
+
+    def _answer(self, episode: Episode, request: Answer) -> Reply:
+        if not request.calls:
+            return episode.answer(request.text, [])
+        replies = []
+        for call in request.calls:
+            replies.append(episode.call(call))
+            self._beat()
+        return join_replies(replies)
+
+
+def check_start(wanted: Wanted, definition: Definition) -> None:
+    """Create one environment, so that what it lacks is found before the first conversation.
+
+    Raises:
+        UserError: it cannot be created.
+    """
+    try:
+        Episode(definition, wanted.most_chars).close()
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        where = f"environment.name {wanted.environment}"
+        raise UserError(f"{where}: creating it raised {type(error).__name__}: {error}") from error
+
+
+def main(fd: int) -> None:
+    """Load the environment, then handle requests until the socket is closed."""
+    die_with_parent()
+    adopt_orphans()
+    connection: Connection[Any, Any] = Connection(fd)
+    wanted: Wanted = connection.recv()
+    try:
+        definition = load_definition(wanted.environment, wanted.kwargs, wanted.tools)
+        check_start(wanted, definition)
+    except UserError as error:
+        connection.send(UserError(str(error)))
+        return
+    connection.send(Offered(definition.schemas, definition.has_step, definition.has_reward))
+    conversations = Conversations(definition, wanted.most_chars, lambda: connection.send(None))
+    while True:
+        try:
+            number, request = connection.recv()
+        except EOFError:
+            return
+        connection.send(conversations.handle(number, request))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

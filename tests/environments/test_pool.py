@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_rl.environments.pool import EnvironmentPool
+from hpc_rl.environments.requests import Wanted
+from hpc_rl.environments.tool_calls import Call, Malformed
+from hpc_rl.errors import RunError, UserError
+from hpc_rl.host.processes import descendants
+from tests.environments.conftest import Write
+
+DEADLINE_S = 600
+PROMPT = [{"role": "user", "content": "1 + 2?"}]
+OWN = '''
+import os, subprocess, time
+
+class Own:
+    def reset(self, **row):
+        self.total = row.get("start", 0)
+        if self.total == "hang": time.sleep(600)
+        if self.total == "raise": raise RuntimeError("no start")
+        return "Go."
+
+    def add(self, x: int) -> int:
+        """Add."""
+        self.total += x
+        return self.total
+
+    def pid(self) -> int:
+        """Return the process."""
+        return os.getpid()
+
+    def wait(self, seconds: float) -> str:
+        """Wait."""
+        time.sleep(seconds)
+        return "waited"
+
+    def hang(self) -> None:
+        """Hang, with a process that has a session of its own."""
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        time.sleep(600)
+
+    def die(self) -> None:
+        """End the process."""
+        os._exit(3)
+
+    def long(self) -> str:
+        """Write much."""
+        return "x" * 10_000
+
+    def reward(self):
+        if self.total == 13: raise ValueError("unlucky")
+        if self.total == 17: time.sleep(600)
+        return {"score": self.total, "other": 1}
+'''
+Open = Callable[..., EnvironmentPool]
+
+
+@pytest.fixture
+def opened(write: Write) -> Iterator[Open]:
+    """An EnvironmentPool; it is closed after the test, and nothing of it is left."""
+    pools, before = [], set(descendants(os.getpid()))
+
+    def opener(source: str = OWN, workers: int = 1, timeout_s: float = 60) -> EnvironmentPool:
+        pools.append(EnvironmentPool(Wanted(write(source), {}, [], 1000), workers, timeout_s))
+        return pools[-1]
+
+    yield opener
+    for pool in pools:
+        pool.close()
+    assert set(descendants(os.getpid())) <= before
+
+
+def said(future: Any) -> list[str]:
+    return [message["content"] for message in future.result(DEADLINE_S).messages]
+
+
+def test_conversations_of_one_process_keep_their_own_state(opened: Open) -> None:
+    pool = opened()
+    assert [schema["function"]["name"] for schema in pool.offered.schemas] == [
+        "add",
+        "pid",
+        "wait",
+        "hang",
+        "die",
+        "long",
+    ]
+    assert pool.offered.has_reward and not pool.offered.has_step
+    one, two = pool.start(PROMPT, {"start": 1}), pool.start(PROMPT, {"start": 10})
+    assert said(one.first) == ["1 + 2?\n\nGo."]
+    answers = [each.answer("", [Call("add", {"x": 1}), Malformed("no"), Call("add", {"x": 1})]) for each in (one, two)]
+    assert [said(answer) for answer in answers] == [["2", "Error: no", "3"], ["11", "Error: no", "12"]]
+    reply = answers[0].result()
+    assert (reply.calls, reply.bad_calls, reply.done, reply.error) == (2, 1, False, None)
+    outcome = two.finish().result(DEADLINE_S)
+    assert (outcome.score, outcome.components, outcome.error) == (12.0, {"other": 1.0}, None)
+    assert one.answer("the end", []).result(DEADLINE_S).done and one.finish().result(DEADLINE_S).score == 3.0
+    assert len(said(pool.start(PROMPT, {}).answer("", [Call("long", {})]))[0]) < 1100
+
+
+def test_conversations_are_spread_over_the_processes(opened: Open) -> None:
+    pool = opened(workers=2)
+    running = [pool.start(PROMPT, {}) for _ in range(4)]
+    pids = [said(each.answer("", [Call("pid", {})]))[0] for each in running]
+    assert pids[0] == pids[2] != pids[1] == pids[3]
+    running[1].finish().result(DEADLINE_S)
+    assert said(pool.start(PROMPT, {}).answer("", [Call("pid", {})]))[0] == pids[1]
+
+
+def test_the_limit_is_for_each_call(opened: Open) -> None:
+    calls = [Call("wait", {"seconds": 4})] * 4
+    assert said(opened(timeout_s=15).start(PROMPT, {}).answer("", calls)) == ["waited"] * 4
+
+
+@pytest.mark.parametrize(
+    ("row", "call", "part"),
+    [
+        ({}, "hang", "took over 10 s and was ended"),
+        ({}, "die", "ended with exit code 3"),
+        ({"start": "hang"}, "pid", "took over 10 s and was ended"),
+    ],
+)
+def test_a_lost_process_is_replaced(opened: Open, row: dict[str, Any], call: str, part: str) -> None:
+    pool = opened(timeout_s=10)
+    bystander = pool.start(PROMPT, {})
+    before = said(bystander.answer("", [Call("pid", {})]))[0]
+    lost = pool.start(PROMPT, row)
+    reply = lost.answer("", [Call(call, {})]).result(DEADLINE_S)
+    assert reply.done and reply.error == f"the environment {part}" and reply.messages == []
+    outcome = lost.finish().result(DEADLINE_S)
+    assert outcome.score is None and outcome.error == reply.error
+    assert "another conversation" in (bystander.answer("", []).result(DEADLINE_S).error or "")
+    assert "another conversation" in (bystander.finish().result(DEADLINE_S).error or "")
+    assert said(pool.start(PROMPT, {}).answer("", [Call("pid", {})]))[0] != before
+    assert not Path(f"/proc/{before}").exists()
+
+
+def test_a_process_that_ends_between_two_calls_is_replaced(opened: Open) -> None:
+    pool = opened()
+    running = pool.start(PROMPT, {})
+    pid = int(said(running.answer("", [Call("pid", {})]))[0])
+    os.kill(pid, 9)
+    deadline = time.monotonic() + DEADLINE_S
+    while Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
+        assert time.monotonic() < deadline
+    assert running.answer("", []).result(DEADLINE_S).error
+    assert said(pool.start(PROMPT, {}).first) == ["1 + 2?\n\nGo."]
+
+
+def test_what_the_users_code_raises_ends_its_conversation_only(opened: Open) -> None:
+    pool = opened(timeout_s=10)
+    failing, fine, unlucky = (pool.start(PROMPT, {"start": start}) for start in ("raise", 1, 13))
+    assert failing.first.result(DEADLINE_S).error == "RuntimeError: no start"
+    assert failing.answer("", [Call("pid", {})]).result(DEADLINE_S).error == "RuntimeError: no start"
+    assert failing.finish().result(DEADLINE_S).error == "RuntimeError: no start"
+    assert unlucky.finish().result(DEADLINE_S).error == "ValueError: unlucky"
+    assert fine.finish().result(DEADLINE_S).score == 1.0
+    assert "took over 10 s" in (pool.start(PROMPT, {"start": 17}).finish().result(DEADLINE_S).error or "")
+
+
+def test_closing_ends_what_runs(opened: Open) -> None:
+    pool = opened(timeout_s=DEADLINE_S)
+    running = pool.start(PROMPT, {})
+    assert said(running.first)
+    hanging, waiting = running.answer("", [Call("hang", {})]), running.finish()
+    pool.close()
+    pool.close()
+    for future in (hanging, waiting, running.finish()):
+        with pytest.raises(RunError, match="were closed"):
+            future.result(DEADLINE_S)
+    with pytest.raises(RunError, match="were closed"):
+        pool.start(PROMPT, {})
+
+
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        ("class Other: ...", "no 'Own' in"),
+        (OWN + "\n    def __init__(self):\n        raise OSError('no disk')\n", "creating it raised OSError: no disk"),
+        ("import os\nos._exit(4)\nclass Own: ...", "a process ended with exit code 4 while it loaded it"),
+    ],
+)
+def test_an_environment_that_cannot_be_loaded(opened: Open, source: str, part: str) -> None:
+    with pytest.raises(UserError, match=part):
+        opened(source, workers=2)
