@@ -143,7 +143,7 @@ def test_dynamic_sampling(run: Runs, tmp_path: Path) -> None:
 
 
 def test_dynamic_sampling_gives_up(run: Runs, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"in 2 batches of 4 prompts .*, only 0 prompts had responses with different"):
+    with pytest.raises(RunError, match=r"of 8 prompts .2 batches of 4, .*, only 0 had responses with different"):
         run(tmp_path, "algorithm.filter_groups=true", "algorithm.max_gen_batches=2", "reward.kwargs={pattern: '.*'}")
 
 
