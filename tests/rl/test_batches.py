@@ -55,6 +55,10 @@ class Queue:
         token = request.seed % 10 if request.sampling.temperature else 5
         asked.found[request.number] = Completion(np.array([token], np.int32), np.zeros(1, np.float32), True)
 
+    def wait(self, asked: Sequence[Asked]) -> None:
+        while not all(one.is_complete for one in asked):
+            self.turn(1.0)
+
     def pause(self) -> None:
         self.is_paused = True
 

@@ -19,8 +19,8 @@ from hpc_rl.data.order import Position
 from hpc_rl.errors import EXIT_STOPPED, RunError
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl import checkpoints, trainer
-from hpc_rl.rl.batches import Batch, Greedy
 from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.draws import Batch, Greedy
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.scoring import NoScoresError
 from hpc_rl.rl.workers.worker import Worker
