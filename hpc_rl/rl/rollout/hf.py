@@ -86,7 +86,6 @@ class HfEngine:
     def advance(self, slice_s: float, version: int) -> list[tuple[int, Completion]]:
         """See RolloutEngine. At least one token of each running sequence is generated, however short the slice is."""
         end = time.monotonic() + slice_s
-        found: list[tuple[int, Completion]] = []
         with torch.inference_mode(), evaluating(self.hf):
             if self._batch:
                 self._batch.change_weights(version)
@@ -95,8 +94,9 @@ class HfEngine:
                 batch = self._admit(version)
                 batch.step()
                 over = time.monotonic() >= end
-                found += batch.retire(at_once=over)
+                batch.retire(at_once=over)
                 heart.beat()
+            found = self._batch.collect() if self._batch else []
         if not self.running:
             self._batch = None
         return found

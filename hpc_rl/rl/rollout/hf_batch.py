@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -35,12 +35,20 @@ class _Sequence:
     request: Request
     key: bytes
     """The prompt's tokens; prompts with the same key are computed once."""
-    spans: list[Span] = field(default_factory=list)
+    spans: tuple[Span, ...] = ()
     """Tokens of earlier weights."""
 
-    def spans_of(self, tokens: int, version: int) -> list[Span]:
+    def spans_of(self, tokens: int, version: int) -> tuple[Span, ...]:
         """Return the spans of the response so far, whose last tokens are of this version."""
-        return [*self.spans, Span(version, tokens - sum(span.tokens for span in self.spans))]
+        return (*self.spans, Span(version, tokens - sum(span.tokens for span in self.spans)))
+
+
+class _Ended(NamedTuple):
+    """A sequence that has left the batch."""
+
+    sequence: _Sequence
+    slot: int
+    steps: int
 
 
 class Batch:
@@ -66,6 +74,9 @@ class Batch:
         self.rows = 0
         self.steps = 0
         self.sequences: list[_Sequence] = []
+        self.ended: list[_Ended] = []
+        """Sequences that have left the batch and still have their slots."""
+        self.found: list[tuple[int, Completion]] = []
         self.slot_B = np.zeros(max_rows, np.int64)
         self.length_B = np.zeros(max_rows, np.int64)
         """Tokens of each row in the cache."""
@@ -106,6 +117,7 @@ class Batch:
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Add sequences. They enter with their prompts in the cache, except for the last token."""
+        self._free_slots()
         first = self.live
         self.sequences += [_Sequence(request, request.prompt.tobytes()) for request in requests]
         new = slice(first, self.live)
@@ -128,7 +140,7 @@ class Batch:
         if version == self.version:
             return
         batch = slice(0, self.live)
-        tokens_BS, _ = self.slots.read(self.slot_B[batch], int(self.step_B[batch].max()))
+        tokens_BS, _ = self.slots.read(self.slot_B[batch].tolist(), int(self.step_B[batch].max()))
         texts = []
         for sequence, tokens_S, steps in zip(self.sequences, tokens_BS, self.step_B[batch].tolist(), strict=True):
             sequence.spans = sequence.spans_of(steps, self.version)
@@ -174,10 +186,11 @@ class Batch:
         token_B, position_B, output_B = self.token_B[batch], self.position_B[batch], self.output_B[batch]
         attend = Decode(self.cache, position_B, int(self.length_B[batch].max()))
         hidden_BH = self._backbone(token_B, position_B, attend)
-        drawn_B, logprob_B = self.sampler(hidden_BH, self.slots.uniforms.view(-1)[output_B], self.groups)
+        uniform_B = self.slots.uniforms.view(-1).index_select(0, output_B)
+        drawn_B, logprob_B = self.sampler(hidden_BH, uniform_B, self.groups)
         self.slots.tokens.view(-1).index_copy_(0, output_B, drawn_B)
         self.slots.logprobs.view(-1).index_copy_(0, output_B, logprob_B)
-        self.ended_B[batch] |= self.ends_V[drawn_B]
+        self.ended_B[batch] |= self.ends_V.index_select(0, drawn_B)
         token_B.copy_(drawn_B)
         position_B += 1
         output_B += 1
@@ -193,26 +206,23 @@ class Batch:
         hidden_TH: torch.Tensor = output.last_hidden_state[0]
         return hidden_TH
 
-    def retire(self, at_once: bool) -> list[tuple[int, Completion]]:
+    def retire(self, at_once: bool) -> None:
         """Remove sequences that have ended from the batch, and move those in the last rows to the free rows.
 
         On a GPU this happens late, if it does not have to happen at once; the tokens that are generated meanwhile are
         cut off.
-
-        Returns:
-            the responses, with the numbers of their requests.
         """
         batch = slice(0, self.live)
         full_B = self.step_B[batch] == self.limit_B[batch]
         due = at_once or self.steps % STEPS_BETWEEN_CHECKS["cpu" if self.device.type == "cpu" else "cuda"] == 0
         if not due and not full_B.any():
-            return []
+            return
         over_B: NDArray[np.bool_] = full_B | self.ended_B[batch].cpu().numpy()
         if not over_B.any():
-            return []
+            return
         over = np.flatnonzero(over_B)
-        found = self._completions(over)
-        self.slots.free(self.slot_B[over].tolist())
+        for row, slot, steps in zip(over.tolist(), self.slot_B[over].tolist(), self.step_B[over].tolist(), strict=True):
+            self.ended.append(_Ended(self.sequences[row], slot, steps))
         live = self.live - len(over)
         to = np.flatnonzero(over_B[:live])
         source = live + np.flatnonzero(~over_B[live:])
@@ -220,7 +230,6 @@ class Batch:
         del self.sequences[live:]
         if len(self.groups) > 1:
             self._regroup()
-        return found
 
     def _move(self, source: NDArray[np.int64], to: NDArray[np.int64]) -> None:
         if not len(to):
@@ -229,24 +238,38 @@ class Batch:
             self.sequences[row] = self.sequences[other]
         for array in (self.slot_B, self.length_B, self.step_B, self.limit_B):
             array[to] = array[source]
-        moves = torch.from_numpy(np.stack([source, to])).to(self.device)
+        from_N, to_N = torch.from_numpy(np.stack([source, to])).to(self.device)
         for tensor in (self.token_B, self.position_B, self.output_B, self.ended_B):
-            tensor[moves[1]] = tensor[moves[0]]
+            tensor.index_copy_(0, to_N, tensor.index_select(0, from_N))
         self.cache.copy_rows(source.tolist(), to.tolist(), int(self.length_B[to].max()))
 
-    def _completions(self, rows: NDArray[np.int64]) -> list[tuple[int, Completion]]:
-        """Return the responses in some rows, each up to its first end-of-sequence token."""
-        steps_N = self.step_B[rows]
-        tokens_NS, logprobs_NS = self.slots.read(self.slot_B[rows], int(steps_N.max()))
-        found = []
-        for row, steps, tokens, logprobs in zip(rows.tolist(), steps_N.tolist(), tokens_NS, logprobs_NS, strict=True):
-            ends = np.flatnonzero(self.host_ends_V[tokens[:steps]])
-            length = int(ends[0]) + 1 if len(ends) else steps
-            sequence = self.sequences[row]
-            spans = tuple(sequence.spans_of(length, self.version))
-            completion = Completion(tokens[:length].copy(), logprobs[:length].copy(), len(ends) > 0, spans)
-            found.append((sequence.request.number, completion))
+    def collect(self) -> list[tuple[int, Completion]]:
+        """Return the responses that have ended since the last call, with the numbers of their requests."""
+        self._free_slots()
+        found, self.found = self.found, []
         return found
+
+    def _free_slots(self) -> None:
+        """Read the responses of sequences that have ended, each up to its first end-of-sequence token.
+
+        This happens only when they or their slots are needed, because reading one at a time is slow.
+        """
+        if not self.ended:
+            return
+        slots = [ended.slot for ended in self.ended]
+        steps_N = np.array([ended.steps for ended in self.ended])
+        tokens_NS, logprobs_NS = self.slots.read(slots, int(steps_N.max()))
+        ends_NS = self.host_ends_V[tokens_NS] & (np.arange(tokens_NS.shape[1]) < steps_N[:, None])
+        finished_N = ends_NS.any(axis=1)
+        lengths_N = np.where(finished_N, ends_NS.argmax(axis=1) + 1, steps_N)
+        for (sequence, _, _), tokens_S, logprobs_S, length, finished in zip(
+            self.ended, tokens_NS, logprobs_NS, lengths_N.tolist(), finished_N.tolist(), strict=True
+        ):
+            spans = sequence.spans_of(length, self.version)
+            completion = Completion(tokens_S[:length].copy(), logprobs_S[:length].copy(), finished, spans)
+            self.found.append((sequence.request.number, completion))
+        self.slots.free(slots)
+        self.ended.clear()
 
 
 def micro_batches(rows: Sequence[int], tokens: Sequence[int] | NDArray[np.int64], limit: int) -> Iterator[list[int]]:

@@ -51,10 +51,13 @@ class KVCache:
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], columns: int) -> None:
         """Copy the first `columns` tokens of some rows to others; no row is in both."""
-        for layer in self._layers.values():
-            for states in layer:
-                index = torch.tensor([sources, targets], device=states.device)
-                states[index[1], :, :columns] = states[index[0], :, :columns]
+        tensors = [states for layer in self._layers.values() for states in layer]
+        if not tensors:
+            return
+        source, target = torch.tensor([sources, targets], device=tensors[0].device)
+        for states in tensors:
+            used = states[:, :, :columns]
+            used[target] = used[source]
 
 
 def grown(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

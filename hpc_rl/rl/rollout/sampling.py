@@ -39,13 +39,14 @@ class Group(NamedTuple):
 
 def groups_of(samplings: Sequence[Sampling], device: torch.device) -> list[Group]:
     """Group the rows of a batch, whose samplings may differ. Only max_new_tokens does not matter."""
+    distinct = {id(sampling): sampling for sampling in samplings}  # usually one, which many requests share
+    ways = {key: replace(sampling, max_new_tokens=1) for key, sampling in distinct.items()}
+    if len(set(ways.values())) == 1:
+        return [Group(next(iter(ways.values())), torch.arange(len(samplings), device=device))]
     found: dict[Sampling, list[int]] = defaultdict(list)
     for row, sampling in enumerate(samplings):
-        found[sampling].append(row)
-    merged: dict[Sampling, list[int]] = defaultdict(list)
-    for sampling, rows in found.items():
-        merged[replace(sampling, max_new_tokens=1)] += rows
-    return [Group(sampling, torch.tensor(rows, device=device)) for sampling, rows in merged.items()]
+        found[ways[id(sampling)]].append(row)
+    return [Group(sampling, torch.tensor(rows, device=device)) for sampling, rows in found.items()]
 
 
 class TokenSampler:

@@ -35,17 +35,18 @@ class Slots:
     def take(self, seeds: Sequence[int], steps: int) -> list[int]:
         """Return a free slot for each sequence, with the uniform numbers of its seed for this many steps."""
         slots = [self._free.pop() for _ in seeds]
-        self.uniforms[slots, :steps] = torch.from_numpy(uniforms(seeds, steps)).to(self.uniforms.device)
+        drawn_NS = torch.from_numpy(uniforms(seeds, steps)).to(self.uniforms.device)
+        self.uniforms[:, :steps].index_copy_(0, torch.tensor(slots, device=drawn_NS.device), drawn_NS)
         return slots
 
     def places(self, slots: NDArray[np.int64], steps: NDArray[np.int64]) -> torch.Tensor:
         """Return where each sequence's token of a step is in the flattened tensors."""
         return torch.from_numpy(slots * self.tokens.shape[1] + steps).to(self.tokens.device)
 
-    def read(self, slots: NDArray[np.int64], steps: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    def read(self, slots: Sequence[int], steps: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Return the first tokens of some sequences and their log-probabilities, both [N, S]."""
-        index = torch.from_numpy(slots).to(self.tokens.device)
-        tokens_NS, logprobs_NS = (tensor[index, :steps].cpu() for tensor in (self.tokens, self.logprobs))
+        index = torch.tensor(slots, device=self.tokens.device)
+        tokens_NS, logprobs_NS = (x[:, :steps].index_select(0, index).cpu() for x in (self.tokens, self.logprobs))
         return tokens_NS.to(torch.int32).numpy(), logprobs_NS.numpy()
 
     def free(self, slots: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ def test_slots_are_used_again_and_keep_their_contents_when_they_grow() -> None:
     slots.grow(4, 5)
     assert slots.uniforms.shape == slots.tokens.shape == slots.logprobs.shape == (4, 5)
     np.testing.assert_array_equal(slots.uniforms[[first, second], :3].numpy(), uniforms([7, 8], 3))
-    tokens_NS, logprobs_NS = slots.read(np.array([second, first]), 3)
+    tokens_NS, logprobs_NS = slots.read([second, first], 3)
     assert tokens_NS.tolist() == [[0, 0, 12], [0, 11, 0]] and tokens_NS.dtype == np.int32
     assert logprobs_NS.tolist() == [[0, 0, -2], [0, -1, 0]]
     assert len({first, second, *slots.take([1, 2], 2)}) == 4
