@@ -172,7 +172,7 @@ def test_a_single_request_enters_at_once_if_the_batch_is_small(
 
 def test_what_is_running_is_kept_when_longer_requests_enter(model: CausalLM, alone: Alone) -> None:
     engine = HfEngine(model.hf, EOS)
-    complete(engine, [prompts([40])[0]], [0], Sampling(1))  # leaves a cache with more columns
+    complete(engine, prompts([40]) * 2, range(2), Sampling(1))  # leaves a cache with more columns
     added: list[Request] = []
     found: dict[int, Completion] = {}
     for length, steps in ((4, 10), (4, 12), (5, 12), (50, 40)):
