@@ -101,7 +101,7 @@ class Batch:
         return len(self.sequences)
 
     def reserve(self, rows: int, columns: int, steps: int) -> None:
-        """Make room for as many rows, and for sequences of as many columns and steps. None of them may decrease.
+        """Make room for as many rows, and for sequences of as many columns and steps. Steps never decrease.
 
         Rows at least double, so that a batch to which requests are added one by one is rarely copied.
         """
