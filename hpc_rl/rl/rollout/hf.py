@@ -43,7 +43,7 @@ def load(config: EngineJob, eos_token_ids: Collection[int], placement: Placement
 
 
 class HfEngine:
-    """A RolloutEngine. `sleep` frees the cache, and leaves the model on its device."""
+    """A RolloutEngine. `sleep` leaves the model on its device."""
 
     def __init__(self, hf: PreTrainedModel, eos_token_ids: Collection[int], max_num_seqs: int = 256) -> None:
         """
@@ -119,9 +119,8 @@ class HfEngine:
                 parameters[name].copy_(weight)
 
     def sleep(self) -> None:
-        """Free the cache, unless responses are incomplete."""
-        if not self.running:
-            self._cache = None
+        """Free the cache. If responses are incomplete, their batch keeps it."""
+        self._cache = None
 
     def wake(self) -> None:
         """Do nothing: `advance` allocates what it needs."""

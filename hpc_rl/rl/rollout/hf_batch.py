@@ -101,7 +101,7 @@ class Batch:
         return len(self.sequences)
 
     def reserve(self, rows: int, columns: int, steps: int) -> None:
-        """Make room for as many rows, and for sequences of as many columns and steps.
+        """Make room for as many rows, and for sequences of as many columns and steps. Steps never decrease.
 
         Rows at least double, so that a batch to which requests are added one by one is rarely copied.
         """
@@ -111,9 +111,8 @@ class Batch:
         columns = max(columns, self.cache.columns)
         if self.rows > self.cache.rows or columns > self.cache.columns:
             self.cache.grow(max(self.rows, self.cache.rows), columns)
-        slots, known = self.slots.tokens.shape
-        if self.rows > slots or steps > known:
-            self.slots.grow(self.rows, max(steps, known))
+        if (self.rows, steps) != self.slots.tokens.shape:
+            self.slots.grow(self.rows, steps)
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Add sequences. They enter with their prompts in the cache, except for the last token."""
@@ -260,7 +259,7 @@ class Batch:
         steps_N = np.array([ended.steps for ended in self.ended])
         tokens_NS, logprobs_NS = self.slots.read(slots, int(steps_N.max()))
         ends_NS = self.host_ends_V[tokens_NS] & (np.arange(tokens_NS.shape[1]) < steps_N[:, None])
-        finished_N = ends_NS.any(axis=1)
+        finished_N: NDArray[np.bool_] = ends_NS.any(axis=1)
         lengths_N = np.where(finished_N, ends_NS.argmax(axis=1) + 1, steps_N)
         for (sequence, _, _), tokens_S, logprobs_S, length, finished in zip(
             self.ended, tokens_NS, logprobs_NS, lengths_N.tolist(), finished_N.tolist(), strict=True

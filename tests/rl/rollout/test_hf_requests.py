@@ -21,6 +21,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span, complete
 from hpc_rl.rl.rollout.hf import HfEngine
 from hpc_rl.rl.rollout.hf_batch import STEPS_BETWEEN_CHECKS
+from hpc_rl.rl.rollout.kv_cache import KVCache
 from hpc_rl.rl.rollout.sampling import sample, uniforms
 from hpc_rl.training.models.causal_lm import CausalLM, load_model
 from hpc_rl.training.models.packed_batch import pack_samples
@@ -143,29 +144,46 @@ def test_requests_enter_in_their_order(model: CausalLM) -> None:
     assert [{number for number, _ in found[start : start + 2]} for start in (0, 2, 4)] == [{0, 1}, {2, 3}, {4, 5}]
 
 
-def test_waiting_requests_enter_if_an_eighth_of_the_rows_is_free(model: CausalLM) -> None:
-    engine = HfEngine(model.hf, (), max_num_seqs=16)
-    engine.add(requests_of(PROMPTS[1:2] * 13, Sampling(9)))
+@pytest.mark.parametrize(("rows", "free"), [(8, 1), (9, 2), (16, 2), (17, 3)])
+def test_waiting_requests_enter_if_an_eighth_of_the_rows_is_free(model: CausalLM, rows: int, free: int) -> None:
+    engine = HfEngine(model.hf, (), max_num_seqs=rows)
+    steps = [1, 2, 3, 4, *[9] * (rows + free - 4)]
+    engine.add([Request(number, PROMPTS[1], number, Sampling(count)) for number, count in enumerate(steps)])
     with counted_tokens(model) as counts:
-        engine.advance(0, 0)
-        engine.add(requests_of(PROMPTS[1:2], Sampling(1), 13))
-        engine.advance(0, 0)
-        engine.add(requests_of(PROMPTS[1:2] * 2, Sampling(2), 14))
-        engine.add(requests_of(PROMPTS[1:2], Sampling(9), 16))
-        engine.add(requests_of(PROMPTS[2:3] * 2, Sampling(9), 17))
-        for _ in range(4):
+        for _ in range(free + 1):
             engine.advance(0, 0)
-    # 16 rows with a free one, after two have ended; then two have a prompt of 20 tokens in common.
-    assert counts == [13, 14, 16, 16, 19, 16, 16]
+    assert counts == [*range(rows, rows - free, -1), rows]
 
 
-def test_a_single_request_enters_at_once_if_the_batch_is_small(model: CausalLM) -> None:
-    engine = HfEngine(model.hf, (), max_num_seqs=64)
+def test_a_single_request_enters_at_once_if_the_batch_is_small(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    grow = KVCache.grow
+    monkeypatch.setattr(KVCache, "grow", lambda cache, *sizes: rows.append(sizes[0]) or grow(cache, *sizes))
+    engine = HfEngine(model.hf, (), max_num_seqs=10)
     with counted_tokens(model) as counts:
-        for number in range(4):
-            engine.add(requests_of(PROMPTS[1:2], Sampling(9), number))
+        for number in range(9):
+            engine.add(requests_of(PROMPTS[1:2], Sampling(20), number))
             engine.advance(0, 0)
-    assert counts == [1, 2, 3, 4]
+    assert counts == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert rows == [2, 4, 8, 10]
+
+
+def test_what_is_running_is_kept_when_longer_requests_enter(model: CausalLM, alone: Alone) -> None:
+    engine = HfEngine(model.hf, EOS)
+    complete(engine, prompts([40]) * 2, range(2), Sampling(1))  # leaves a cache with more columns
+    added: list[Request] = []
+    found: dict[int, Completion] = {}
+    for length, steps in ((4, 10), (4, 12), (5, 12), (50, 40)):
+        new = [
+            Request(len(added) + n, prompt, 20 + n, Sampling(steps)) for n, prompt in enumerate(prompts([length] * 2))
+        ]
+        engine.add(new)
+        added += new
+        found.update(engine.advance(0, 0))
+    assert engine.running > 4
+    assert in_order(found | until_empty(engine)) == token_lists([alone(request) for request in added])
 
 
 def test_a_prompt_is_copied_from_a_row_that_has_generated_tokens(model: CausalLM, alone: Alone) -> None:
