@@ -12,10 +12,17 @@ from hpc_rl.probes.acceptance.generation import AgreementRunner, after_update, b
 from hpc_rl.probes.acceptance.models import main as make_model
 from hpc_rl.rl import calls, process, setup
 from hpc_rl.rl.pools import Node, Pool, Slot
-from hpc_rl.rl.rollout import rollout
+from hpc_rl.rl.rollout import request_queue, rollout
 from hpc_rl.rl.workers import group, worker
 
 pytestmark = pytest.mark.slow
+
+
+class Result:
+    """Stands for Ray's reference to a result."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
 class Here:
@@ -30,7 +37,11 @@ class Here:
     def remote(self, *arguments: Any) -> Any:
         actor = self._class(*arguments)
         names = [name for name in dir(actor) if not name.startswith("_") and callable(getattr(type(actor), name, None))]
-        return SimpleNamespace(**{name: SimpleNamespace(remote=getattr(actor, name)) for name in names})
+
+        def call(name: str) -> Any:
+            return SimpleNamespace(remote=lambda *given: Result(getattr(actor, name)(*given)))
+
+        return SimpleNamespace(**{name: call(name) for name in names})
 
 
 @pytest.fixture
@@ -41,8 +52,9 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     slots = [Slot(0, Node("n", "n", 0, 0, 1), None, 0)]  # type: ignore[arg-type]
     monkeypatch.setattr(setup, "create_pools", lambda spec, *_: {name: Pool(name, slots) for name in spec})
     monkeypatch.setattr(group, "ray", SimpleNamespace(remote=Here))
+    monkeypatch.setattr(request_queue, "ray", SimpleNamespace(wait=lambda refs, **_: (refs, [])))
     monkeypatch.setattr(
-        calls.Pending, "of_calls", classmethod(lambda _, found: calls.Pending.known([one.ref for one in found]))
+        calls.Pending, "of_calls", classmethod(lambda _, found: calls.Pending.known([one.ref.value for one in found]))
     )
     monkeypatch.setattr(process, "log_to", lambda _: None)
     monkeypatch.setattr(generation, "log_to", lambda _: None)
