@@ -212,5 +212,5 @@ def test_a_dead_engine_is_named(setting: Setting) -> None:
     """Has to be the last test that uses these engines."""
     setting.build(1, torch.float32)
     os.kill(ray.get(setting.engines[1].pid.remote(), timeout=TIMEOUT_S), signal.SIGKILL)
-    with pytest.raises(RunError, match="RunError: second died"):
+    with pytest.raises(RunError, match="ActorDiedError: second died"):
         setting.calls("send")
