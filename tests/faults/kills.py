@@ -33,6 +33,7 @@ from hpc_rl.rl import calls, checkpoints, process, setup  # noqa: F401
 from hpc_rl.rl import trainer as rl_trainer  # noqa: F401
 from hpc_rl.rl.main_ppo import TaskRunner
 from hpc_rl.rl.pools import Node, Pool, Slot
+from hpc_rl.rl.rollout import request_queue
 from hpc_rl.rl.workers import group
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.checkpoints import folders
@@ -167,7 +168,7 @@ def start_ppo(run: RunDir, logs: Path, options: Sequence[str]) -> NoReturn:
     """Run the driver. Its workers are forked from it."""
     ray = SimpleNamespace(remote=Host.of, wait=wait, get=lambda ref: ref.result())
     context = SimpleNamespace(get_accelerator_ids=dict)
-    for module in (group, calls):
+    for module in (group, calls, request_queue):
         module.ray = ray  # type: ignore[attr-defined]
     process.ray = SimpleNamespace(  # type: ignore[attr-defined]
         util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"), get_runtime_context=lambda: context
@@ -259,11 +260,13 @@ def answer(connection: Connection, target: Any) -> None:
 
 
 def wait(refs: Sequence[Ref], num_returns: int, timeout: float) -> tuple[list[Ref], list[Ref]]:
-    """Wait for one of several results, as ray.wait does."""
-    assert num_returns == 1
+    """Wait until as many results are ready, as ray.wait does."""
     deadline = time.monotonic() + timeout
-    while not (ready := [ref for ref in refs if ref.is_ready][:1]) and (left := deadline - time.monotonic()) > 0:
-        multiprocessing.connection.wait([ref.host.connection for ref in refs], left)
+    while (
+        len(ready := [ref for ref in refs if ref.is_ready]) < num_returns and (left := deadline - time.monotonic()) > 0
+    ):
+        multiprocessing.connection.wait([ref.host.connection for ref in refs if ref not in ready], left)
+    ready = ready[:num_returns]
     return ready, [ref for ref in refs if ref not in ready]
 
 
