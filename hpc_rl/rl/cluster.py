@@ -104,14 +104,14 @@ def connect(config: DriverConfig, logs: Path) -> bool:
         # Without an address, Ray joins the cluster that a file in /tmp names, which any user can write.
         options = {"address": "local"} | options | {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     try:
-        _init(options)
+        start_ray(**options)
     except (ConnectionError, TypeError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise UserError(f"Ray does not start or answer (RAY_ADDRESS, ray_kwargs.ray_init): {first}") from error
     return not address
 
 
-def _init(options: dict[str, Any]) -> None:
+def start_ray(**options: Any) -> None:
     """Call `ray.init`, again if Ray's processes are too slow: on a busy machine they need more than Ray's fixed 30 s.
 
     The processes of a failed start end with this process.

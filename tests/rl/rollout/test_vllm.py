@@ -22,6 +22,7 @@ from hpc_rl.config.rollout import RolloutConfig
 from hpc_rl.config.training import LoraConfig, ModelConfig
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.peft_folder import new_config
+from hpc_rl.rl.cluster import start_ray
 from hpc_rl.rl.fates import Actor
 from hpc_rl.rl.rollout.engine import Completion, Placement, Request, Sampling, Span, complete
 from hpc_rl.rl.rollout.vllm import VllmEngine, engine_settings, logprobs_mode, refuse_version
@@ -168,7 +169,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Set
     folder = tmp_path_factory.mktemp("vllm")
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray") as temporary:
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        ray.init(
+        start_ray(
             num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20, _temp_dir=temporary
         )
         variables = ENGINES["vllm"].process_environment("cpu") | {

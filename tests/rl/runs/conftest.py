@@ -7,6 +7,7 @@ import pytest
 import ray
 
 from hpc_rl.data.arithmetic import generate
+from hpc_rl.rl.cluster import start_ray
 from hpc_rl.rl.process import quiet_libraries
 from tests.helpers import make_tiny_model
 from tests.rl.runs.jobs import Hosts, Runs
@@ -21,7 +22,7 @@ def cluster() -> Iterator[None]:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("HF_HUB_OFFLINE", "1")
-        ray.init(
+        start_ray(
             num_cpus=4,
             include_dashboard=False,
             log_to_driver=False,

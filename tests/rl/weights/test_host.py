@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.rl.cluster import start_ray
 from hpc_rl.rl.fates import Actor
 from hpc_rl.rl.weights.base import BucketReceiver, EngineActors, WeightSource
 from hpc_rl.rl.weights.host import HostSender, assign_engines
@@ -158,7 +159,7 @@ def _each(actors: list[Any], method: str, *arguments: Any) -> list[Any]:
 def setting() -> Iterator[Setting]:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray") as folder:
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        ray.init(
+        start_ray(
             num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20, _temp_dir=folder
         )
         yield Setting(f"{folder}/group")
