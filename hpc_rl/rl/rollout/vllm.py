@@ -110,6 +110,8 @@ class VllmEngine:
         from vllm import TokensPrompt
 
         for request in requests:
+            self._refuse_length(request)
+        for request in requests:
             prompt, params = TokensPrompt(prompt_token_ids=request.prompt.tolist()), self._sampling_params(request)
             # vLLM adds random characters to a request's name, and its answer has the name without them.
             name = self._llm.llm_engine.add_request(
@@ -149,7 +151,8 @@ class VllmEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy all weights at once, from this process. Weights from other processes come by the four calls."""
-        self._start_host()
+        self._prepare_update()
+        self._llm.collective_rpc("start_host_update")
         for bucket in pack(weights, LOCAL_BUCKET_BYTES):
             self._llm.collective_rpc("load_host_bucket", args=(bucket,))
         self._finish("finish_host_update")
@@ -158,13 +161,12 @@ class VllmEngine:
         self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info})
 
     def start_weight_update(self) -> None:
+        self._prepare_update()
         if self._adapters is not None:
-            self._wake("weights")
             self._adapters.start()
         elif self._placement.transfer == "host":
-            self._start_host()
+            self._llm.collective_rpc("start_host_update")
         else:
-            self._wake("weights")
             self._llm.collective_rpc("start_tracked_update")
 
     def update_weights(self, update: Any) -> None:
@@ -191,12 +193,14 @@ class VllmEngine:
     def sleep(self) -> None:
         """Discard weights and cache. Do nothing on CPUs, where vLLM does not support it.
 
+        Incomplete requests continue after `wake`. Without mode="keep", vLLM would end them and return nothing.
+
         At level 2, vLLM keeps a copy of the model's buffers, which no update brings, and of nothing else. Level 1 also
         copies the weights, to pinned host memory, where all engines of a node together hold the model many times. An
         engine that receives adapters only needs it, because no update brings the model's weights.
         """
         if self._placement.sleeps and self._placement.device == "cuda" and self._asleep != PARTS:
-            self._llm.sleep(level=2 if self._adapters is None else 1)
+            self._llm.sleep(level=2 if self._adapters is None else 1, mode="keep")
             self._asleep = set(PARTS)
 
     def wake(self) -> None:
@@ -212,9 +216,13 @@ class VllmEngine:
             self._llm.wake_up(waking)
             self._asleep.difference_update(waking)
 
-    def _start_host(self) -> None:
+    def _prepare_update(self) -> None:
+        """Make the weights ready to be replaced: in memory, and not in use.
+
+        On GPUs vLLM starts a step before it returns the one before. That step may still be computed after `advance`.
+        """
         self._wake("weights")
-        self._llm.collective_rpc("start_host_update")
+        self._llm.collective_rpc("synchronize_device")
 
     def _finish(self, method: str) -> None:
         """End an update in the workers by this method of `hpc_rl.rl.rollout.vllm_worker.WeightUpdates`.
@@ -235,6 +243,17 @@ class VllmEngine:
     def _adapters_of_requests(self) -> LoRARequest | None:
         """The adapters with which new requests are computed; None for the model's weights alone."""
         return None if self._adapters is None else self._adapters.current
+
+    def _refuse_length(self, request: Request) -> None:
+        """Raise UserError if a request is longer than the engine's sequences: vLLM would end its response early."""
+        limit = self._llm.llm_engine.model_config.max_model_len
+        prompt, response = len(request.prompt), request.sampling.max_new_tokens
+        if prompt + response > limit:
+            raise UserError(
+                f"rollout.name=vllm: a response of up to {response} tokens to a prompt of {prompt} was requested, and "
+                f"the engine has room for {limit} together: raise max_model_len in rollout.engine_kwargs, or lower "
+                "data.max_response_length"
+            )
 
     def _sampling_params(self, request: Request) -> SamplingParams:
         from vllm import SamplingParams

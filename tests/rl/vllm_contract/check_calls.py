@@ -83,6 +83,7 @@ def test_a_request_and_its_answer() -> None:
     engine = make_engine(mock.MagicMock(), "ipc")
     engine._eos_token_ids = [7]
     engine._llm.llm_engine = core = mock.create_autospec(LLMEngine, instance=True)
+    core.model_config = SimpleNamespace(max_model_len=64)
     core.add_request.return_value = "8-abcd"
     logprobs = [{5: Logprob(-0.5)}, {7: Logprob(-1.0)}]
     output = CompletionOutput(0, "", [5, 7], None, logprobs, finish_reason="stop")
@@ -129,6 +130,7 @@ def test_adapters_without_merged_weights(tmp_path: Path) -> None:
     assert [vllm_adapters.engine_rank(rank) for rank in (1, 2, 8, 9, 512)] == [1, 8, 8, 16, 512]
     engine = make_engine(mock.MagicMock(), "host")
     engine._llm.llm_engine = core = mock.create_autospec(LLMEngine, instance=True)
+    core.model_config = SimpleNamespace(max_model_len=64)
     engine._adapters = vllm_adapters.VllmAdapters(new_config("base", 2, 6.0, 0.0, ["q_proj"], None))
     layer = "model.layers.0.self_attn.q_proj"
     sent = {f"{layer}.lora_A.weight": torch.randn(2, 4), f"{layer}.lora_B.weight": torch.randn(3, 2)}
@@ -158,7 +160,7 @@ def test_adapters_without_merged_weights(tmp_path: Path) -> None:
     engine.add([Request(0, np.array([1], np.int32), 3, Sampling(9))])
     assert core.add_request.call_args.kwargs["lora_request"] is request
     engine.sleep()
-    engine._llm.sleep.assert_called_once_with(level=1)  # no update would bring the model's weights again
+    engine._llm.sleep.assert_called_once_with(level=1, mode="keep")  # no update would bring the model's weights again
 
 
 def test_parts_of_memory_and_levels_of_sleep() -> None:
@@ -174,7 +176,7 @@ def test_parts_of_memory_and_levels_of_sleep() -> None:
     engine.sleep()
     engine.wake()
     engine.wake()
-    assert calls == [mock.call.sleep(level=2), mock.call.wake_up(["kv_cache", "weights"])]
+    assert calls == [mock.call.sleep(level=2, mode="keep"), mock.call.wake_up(["kv_cache", "weights"])]
 
 
 def test_every_name_that_is_imported_exists() -> None:

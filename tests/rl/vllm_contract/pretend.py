@@ -150,8 +150,9 @@ def make_engine(worker: Any, backend: str) -> VllmEngine:
     engine = VllmEngine.__new__(VllmEngine)
     engine._llm = mock.create_autospec(LLM, instance=True)
     engine._llm.llm_engine = mock.create_autospec(LLMEngine, instance=True)
+    engine._llm.llm_engine.model_config = SimpleNamespace(max_model_len=64)
     engine._llm.collective_rpc.side_effect = collective_rpc
-    engine._llm.sleep.side_effect = lambda level: worker.sleep(level)
+    engine._llm.sleep.side_effect = lambda level, mode: worker.sleep(level)
     engine._llm.wake_up.side_effect = lambda tags: worker.wake_up(tags)
     engine._placement = Placement("cuda", backend, sleeps=True, gpu_share=0.5)
     engine._asleep = set()
