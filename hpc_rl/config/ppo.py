@@ -12,7 +12,7 @@ from hpc_rl.config.algorithm import AlgorithmConfig
 from hpc_rl.config.base import Path, Section
 from hpc_rl.config.distill import OnPolicyTeacherConfig
 from hpc_rl.config.engines import ENGINES
-from hpc_rl.config.pools import PoolsConfig, Role, pool_problems
+from hpc_rl.config.pools import PoolsConfig, Role, pool_of, pool_problems, pool_spec, slot_unit
 from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.reward import ONE_REWARD, OptionalRewardConfig
@@ -112,6 +112,7 @@ class PpoConfig(RayJobConfig):
         yield from engine_problems(self)
         yield from self._group_problems()
         yield from self._lora_problems()
+        yield from self._staleness_problems()
 
     def _batch_problems(self) -> Iterator[str]:
         data, size = self.data, self.actor.mini_batch_size
@@ -180,6 +181,54 @@ class PpoConfig(RayJobConfig):
                 f"critic.warmup_steps {warmup} leaves the policy none of the trainer.total_training_steps {steps}: "
                 "lower it"
             )
+
+    def _staleness_problems(self) -> Iterator[str]:
+        rollout, staleness = self.rollout, self.rollout.staleness
+        if not staleness:
+            if rollout.partial:
+                yield (
+                    "rollout.partial=true has no effect with rollout.staleness=0: all responses of a step are complete "
+                    "before its update; set rollout.staleness, or remove it"
+                )
+            return
+        pool = pool_of(self, "rollout")
+        if others := [role for role in self.roles if role != "rollout" and pool_of(self, role) == pool]:
+            yield self._shares_engines(pool, others)
+        if staleness > 1 and not self.algorithm.corrects:
+            yield (
+                f"rollout.staleness={staleness} trains on responses of policies up to {staleness} updates old, and "
+                "without a correction for that, training becomes unstable: set algorithm.tis_cap=2 (or "
+                "algorithm.tis_bounds), or rollout.staleness=1"
+            )
+        if rollout.calculate_log_probs:
+            yield (
+                "rollout.calculate_log_probs compares the probabilities of engine and trainer, which differ with "
+                f"rollout.staleness={staleness} because their weights do: remove it, or set rollout.staleness=0"
+            )
+        if rollout.partial and not rollout.merge_lora:
+            yield (
+                "rollout.partial=true with rollout.merge_lora=false: vLLM finishes a response with the adapters that "
+                "it began with; remove one of them"
+            )
+
+    def _shares_engines(self, pool: str, others: list[Role]) -> str:
+        """Return the message about engines that are to generate while other roles of their pool compute."""
+        trainer, unit = self.trainer, slot_unit(self)
+        sizes = pool_spec(self)[pool]
+        message = (
+            f"rollout.staleness={self.rollout.staleness} generates and trains at the same time, so engines need a pool "
+            f"of their own, but {', '.join(others)} and rollout share the {' + '.join(map(str, sizes))} {unit} of pool "
+            f"{pool}: "
+        )
+        own = [trainer.n_gpus_per_node] * trainer.nnodes
+        if len(own) > 1:
+            train, engines = own[: -(len(own) // 2)], own[-(len(own) // 2) :]
+        elif own[0] > 1:
+            train, engines = [own[0] - own[0] // 2], [own[0] // 2]
+        else:
+            return f"{message}they need at least 2 {unit}, and the job has 1; raise trainer.n_gpus_per_node"
+        spec = f"{{train: {train}, rollout: {engines}}}"
+        return f"{message}set, for example, pools.spec='{spec}' and pools.roles.rollout=rollout"
 
     def _lora_problems(self) -> Iterator[str]:
         yield from quantize_problems(self.model, self.trainer)

@@ -67,6 +67,12 @@ class EngineConfig(Section):
 
 class RolloutConfig(EngineConfig):
     val: ValSamplingConfig = ValSamplingConfig()
+    staleness: int = Field(0, ge=0)
+    """Largest number of steps by which responses may be older than the step that trains on them. 0: a step generates
+    its responses with its own weights. 1: the responses of the next step are generated while a step is trained. With
+    more, the engines may be further ahead. Engines need a pool of their own for it."""
+    partial: bool = False
+    """Continue unfinished responses with new weights. false: engines finish them before they take new weights."""
     calculate_log_probs: bool = False
     """Measure how much the engine's probabilities differ from the trainer's (training/rollout_probs_diff_*). They are
     not compared if a correction (algorithm.tis_*) is used with top_p or top_k, because they differ anyway then."""

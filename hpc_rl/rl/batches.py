@@ -1,15 +1,16 @@
-"""From the next prompts to a step's batch of responses."""
+"""Where the loop gets the batch of each step from: `SynchronousBatches` here, or `AsynchronousBatches`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
-from hpc_rl.rl.draws import Batch, Desk, Draw, prompt_order
+from hpc_rl.rl.draws import Batch, Desk, Draws, prompt_order
 from hpc_rl.rl.rollout.request_queue import TURN_S
 from hpc_rl.rl.rollout.rollout import Rollout
 from hpc_rl.rl.scoring import Scoring, response_texts
@@ -19,9 +20,45 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class BatchSource:
-    """Generates the batch of each step. Batches depend only on the seed and the step, so that a resumed run gets the
-    same batches as an uninterrupted one.
+class BatchSource(Protocol):
+    """The batches of a run. Each has the next prompts of the data, so that a resumed run trains on the prompts that an
+    uninterrupted one would have trained on."""
+
+    position: Position
+    """In the data, after the latest batch: where a resumed run starts."""
+
+    def draw(self, step: int, stops: Callable[[], bool]) -> Batch | None:
+        """Return the batch of a step, for which this waits: train_batch_size prompts with rollout.n responses each.
+
+        Args:
+            step: number of steps that have been trained.
+            stops: called from time to time; returns whether the run stops.
+
+        Returns:
+            the batch; None if the run stops.
+
+        Raises:
+            RunError: algorithm.filter_groups is set, and too few prompts have responses with different scores.
+        """
+        ...
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a block in which only the caller uses the engines."""
+        ...
+
+    @property
+    def rejected(self) -> int:
+        """Groups that dynamic sampling rejected for the latest batch."""
+        ...
+
+    def close(self) -> None:
+        """Stop generating."""
+        ...
+
+
+class SynchronousBatches:
+    """Generates the batch of a step when the step needs it, with the weights of this step. Batches depend only on the
+    seed and the step.
 
     Args:
         start: position in the data at which to start.
@@ -31,35 +68,37 @@ class BatchSource:
         self, config: PpoConfig, train: Sequence[Prompt], rollout: Rollout, scoring: Scoring, start: Position
     ) -> None:
         self._queue = rollout.queue
-        self._desk = Desk(config, train, rollout.queue, scoring, prompt_order(config, len(train), start))
+        self._draws = Draws(Desk(config, train, rollout.queue, scoring, prompt_order(config, len(train), start)))
         self.position = start
 
     def draw(self, step: int, stops: Callable[[], bool]) -> Batch | None:
-        """Generate the batch of a step: train_batch_size prompts with rollout.n responses each.
-
-        Args:
-            stops: called before dynamic sampling draws further prompts; returns whether to stop.
-
-        Returns:
-            the batch; None if the run stops.
-
-        Raises:
-            RunError: algorithm.filter_groups is set, and too few prompts have responses with different scores.
-        """
-        draw = Draw(self._desk, step)
-        while not draw.is_complete:
-            if draw.lacks and draw.groups and stops():
+        """See BatchSource. `stops` is called before dynamic sampling draws further prompts."""
+        draws = self._draws
+        while (found := draws.take()) is None:
+            if draws.lacks() and draws.groups and stops():
                 self._queue.pause()
                 return None
-            draw.ask()
-            if draw.is_generating:
+            draws.ask(step)
+            if draws.is_generating:
                 self._queue.turn(TURN_S)
             else:
-                draw.wait_for_score()
-            draw.judge()
+                draws.wait_for_score()
+            draws.judge()
         self._queue.pause()
-        self.position = draw.position
-        return draw.batch()
+        batch, self.position = found
+        return batch
+
+    def paused(self) -> AbstractContextManager[None]:
+        """See BatchSource. Between two calls of `draw`, nothing is generated."""
+        return nullcontext()
+
+    @property
+    def rejected(self) -> int:
+        """See BatchSource."""
+        return self._draws.rejected
+
+    def close(self) -> None:
+        """Do nothing: between two calls of `draw`, nothing is generated."""
 
 
 def training_samples(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:

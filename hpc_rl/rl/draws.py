@@ -1,8 +1,8 @@
-"""The prompts that a step draws from the data, the responses to them, and the batch that these become.
+"""The prompts that are drawn from the data, the responses to them, and the batches that these become.
 
 A group is the responses to one prompt. It is scored as soon as it is complete. Dynamic sampling
 (algorithm.filter_groups) rejects groups whose responses have equal scores, and draws one further prompt for each. A
-batch has the first groups, in the order of the data, that are not rejected: it does not depend on which responses are
+batch has the next groups, in the order of the data, that are not rejected: it does not depend on which responses are
 complete first.
 """
 
@@ -72,6 +72,8 @@ class Group:
     """A prompt and the responses to it; for ReMax, the last one is greedy."""
 
     prompt: Prompt
+    position: Position
+    """In the data, after the prompt."""
     asked: Asked
     scored: Pending[Scores] | None = None
     """None until all responses are complete."""
@@ -79,54 +81,43 @@ class Group:
     """What dynamic sampling has found; None until there are scores."""
 
 
-class Draw:
-    """The prompts of one step."""
+class Draws:
+    """The prompts that were drawn and are in no batch yet."""
 
-    def __init__(self, desk: Desk, step: int) -> None:
+    def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._step = step
         self._filters = desk.config.algorithm.filter_groups
         self._size = desk.config.data.train_batch_size
+        self._step = 0
         self.groups: list[Group] = []
         """In the order of the data."""
-        self.position: Position | None = None
-        """In the data, after the last prompt."""
+        self.rejected = 0
+        """Groups that were in the way to the latest batch, and rejected."""
 
-    @property
-    def lacks(self) -> int:
-        """Number of prompts that the batch needs beyond those that were drawn and not rejected."""
-        return self._size - sum(group.is_informative is not False for group in self.groups)
+    def lacks(self, batches: int = 1) -> int:
+        """Return how many prompts so many batches need beyond those that were drawn and not rejected."""
+        return max(0, batches * self._size - sum(group.is_informative is not False for group in self.groups))
 
     @property
     def is_generating(self) -> bool:
         """Whether a response is not complete."""
         return any(not group.asked.is_complete for group in self.groups)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the batch is complete. Without dynamic sampling, scores may still be missing."""
-        if self.lacks:
-            return False
-        return all(group.is_informative is not None if self._filters else group.scored for group in self.groups)
+    def ask(self, step: int, batches: int = 1) -> None:
+        """Draw the prompts that the next batches lack, and request responses to them.
 
-    def ask(self) -> None:
-        """Draw the prompts that the batch lacks, and request responses to them.
+        Args:
+            step: of the first of these batches.
+            batches: how many.
 
         Raises:
-            RunError: algorithm.max_gen_batches does not allow so many.
+            RunError: algorithm.max_gen_batches does not allow enough for a batch.
         """
-        config = self._desk.config
-        most = config.algorithm.max_gen_batches * self._size if self._filters else self._size
-        lacks = self.lacks
-        if lacks and len(self.groups) == most and not any(group.is_informative is None for group in self.groups):
-            raise self._too_few()
-        for _ in range(min(lacks, most - len(self.groups))):
-            index, self.position = next(self._desk.order)
-            prompt = self._desk.train[index]
-            draws = [(seed, sampling(config)) for seed in seeds_of(config, self._step, len(self.groups))]
-            if config.algorithm.advantage == "remax":
-                draws.append((0, greedy_sampling(config)))
-            self.groups.append(Group(prompt, self._desk.queue.ask(prompt.token_ids, draws, self._step)))
+        self._step = step
+        most = self._desk.config.algorithm.max_gen_batches * self._size if self._filters else self._size
+        self._refuse_too_many(self.groups[:most], most)
+        for _ in range(min(self.lacks(batches), batches * most - len(self.groups))):
+            self._draw()
 
     def judge(self) -> None:
         """Start to score the groups that are complete. With dynamic sampling, judge those whose scores are there.
@@ -134,9 +125,10 @@ class Draw:
         Raises:
             NoScoresError: the reward failed for all responses, and these are enough for a batch.
         """
-        complete = [group for group in self.groups if group.asked.is_complete and group.scored is None]
-        if self._desk.scoring.at_once or not self.is_generating:
-            self._score(complete)
+        groups = self.groups if self._desk.scoring.at_once else self._of_next_batch()
+        complete = [group for group in groups if group.asked.is_complete]
+        if self._desk.scoring.at_once or len(complete) == len(groups):
+            self._score([group for group in complete if group.scored is None])
         if not self._filters:
             return
         for group in self.groups:
@@ -154,12 +146,53 @@ class Draw:
                 group.scored.wait()
                 return
 
-    def batch(self) -> Batch:
-        """Return the batch of a complete draw. Its scores have the errors of all responses that were scored."""
+    def take(self) -> tuple[Batch, Position] | None:
+        """Remove the groups of the next batch. Without dynamic sampling, their scores may still be missing.
+
+        Returns:
+            the batch, and the position in the data after its last prompt; None if it is not complete. Its scores have
+            the errors of all responses that were scored for it.
+        """
+        taken = self._of_next_batch()
+        kept = [group for group in taken if group.is_informative is not False]
+        if len(kept) < self._size or not all(map(self._is_judged, taken)):
+            return None
+        del self.groups[: len(taken)]
+        rejected = [group.scored.wait() for group in taken if group.scored and group.is_informative is False]
+        self.rejected = len(rejected)
+        return self._batch(kept, rejected), taken[-1].position
+
+    def _draw(self) -> None:
+        """Draw a prompt, and request responses to it."""
+        config, number = self._desk.config, len(self.groups)
+        ahead = number - self._count_rejected()
+        index, position = next(self._desk.order)
+        prompt = self._desk.train[index]
+        seeds = seeds_at(config, position) if config.rollout.staleness else seeds_of(config, self._step, number)
+        draws = [(seed, sampling(config)) for seed in seeds]
+        if config.algorithm.advantage == "remax":
+            draws.append((0, greedy_sampling(config)))
+        asked = self._desk.queue.ask(prompt.token_ids, draws, self._step + ahead // self._size)
+        self.groups.append(Group(prompt, position, asked))
+
+    def _of_next_batch(self) -> list[Group]:
+        """Return the first groups up to the last one that the next batch needs, as far as they were drawn."""
+        kept = 0
+        for index, group in enumerate(self.groups):
+            kept += group.is_informative is not False
+            if kept == self._size:
+                return self.groups[: index + 1]
+        return list(self.groups)
+
+    def _is_judged(self, group: Group) -> bool:
+        return (group.is_informative if self._filters else group.scored) is not None
+
+    def _count_rejected(self) -> int:
+        return sum(group.is_informative is False for group in self.groups)
+
+    def _batch(self, kept: Sequence[Group], rejected: Sequence[Scores]) -> Batch:
         n = self._desk.config.rollout.n
-        kept = [group for group in self.groups if group.is_informative is not False]
         scored = Pending.of_all([group.scored for group in kept if group.scored])
-        rejected = [group.scored.wait() for group in self.groups if group.scored and group.is_informative is False]
         greedy = None
         if self._desk.config.algorithm.advantage == "remax":
             best = [group.asked.completions()[n] for group in kept]
@@ -184,11 +217,15 @@ class Draw:
             start, end = end, end + len(completions)
             group.scored = scored.then(partial(part_of, start=start, end=end))
 
-    def _too_few(self) -> RunError:
-        return RunError(
-            f"algorithm.filter_groups: of {len(self.groups)} prompts "
+    def _refuse_too_many(self, first: Sequence[Group], most: int) -> None:
+        """Raise RunError if these groups, as many as a batch may draw, are judged and do not suffice for it."""
+        found = sum(group.is_informative is not False for group in first)
+        if len(first) < most or found >= self._size or not all(map(self._is_judged, first)):
+            return
+        raise RunError(
+            f"algorithm.filter_groups: of {most} prompts "
             f"({self._desk.config.algorithm.max_gen_batches} batches of {self._size}, algorithm.max_gen_batches), only "
-            f"{self._size - self.lacks} had responses with different scores. The task is too easy or too hard for this "
+            f"{found} had responses with different scores. The task is too easy or too hard for this "
             "model: raise algorithm.max_gen_batches or rollout.n, or set algorithm.filter_groups=false"
         )
 
@@ -229,6 +266,17 @@ def seeds_of(config: PpoConfig, step: int, number: int) -> list[int]:
     attempt, place = divmod(number, size)
     drawn = np.random.default_rng([config.trainer.seed, step, attempt]).integers(2**62, size=size * n)
     seeds: list[int] = drawn[place * n : (place + 1) * n].tolist()
+    return seeds
+
+
+def seeds_at(config: PpoConfig, position: Position) -> list[int]:
+    """Return the seed of each response to the prompt before this position in the data.
+
+    If steps are generated ahead of time, a prompt may move to an earlier step when another one is rejected, and keeps
+    its seeds.
+    """
+    drawn = np.random.default_rng([config.trainer.seed, position.epoch, position.index])
+    seeds: list[int] = drawn.integers(2**62, size=config.rollout.n).tolist()
     return seeds
 
 

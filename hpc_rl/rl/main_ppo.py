@@ -48,6 +48,7 @@ class TaskRunner:
             with failure_reported(run), checkpoints.finished(state):
                 return train(state)
         finally:
+            state.batches.close()
             state.scoring.close()
             try:
                 state.rollout.close()

@@ -120,6 +120,22 @@ def perf_metrics(experience: TensorDict, seconds: dict[str, float], state: PpoSt
     return metrics
 
 
+def rollout_metrics(state: PpoState, busy_s: float, seconds: dict[str, float]) -> dict[str, float]:
+    """Measure the engines during a step.
+
+    Args:
+        busy_s: seconds that an engine has generated, on average, for this step and later ones.
+        seconds: wall time of the step's phases.
+    """
+    metrics = {
+        "perf/engine_idle_s": max(0.0, sum(seconds.values()) - busy_s),
+        "rollout/repeated": float(state.rollout.queue.repeated),
+    }
+    if state.config.algorithm.filter_groups:
+        metrics["rollout/rejected_groups"] = float(state.batches.rejected)
+    return metrics
+
+
 def has_signal(experience: TensorDict, algorithm: AlgorithmConfig) -> bool:
     """Return whether any token of the loss has an advantage other than 0. If none does, the step's rewards do not
     change the policy."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,12 +11,14 @@ from hpc_rl.config.pools import Role, pool_of, pool_spec
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.rollout import engine_dtype, engine_spec
 from hpc_rl.data.chat import chat_template
+from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt, load_prompts
 from hpc_rl.errors import UserError
 from hpc_rl.rewards.scorer import open_scorer
 from hpc_rl.rl import checkpoints
 from hpc_rl.rl.adapter_check import AdapterCheck
-from hpc_rl.rl.batches import BatchSource
+from hpc_rl.rl.async_batches import AsynchronousBatches
+from hpc_rl.rl.batches import BatchSource, SynchronousBatches
 from hpc_rl.rl.calls import MODEL_LIMIT, wait_for_all
 from hpc_rl.rl.dealing import mini_batches
 from hpc_rl.rl.pools import Pool, create_pools
@@ -89,7 +91,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
         teacher=of_role.get("teacher"),
         rollout=rollout,
         scoring=scoring,
-        batches=BatchSource(config, train, rollout, scoring, checkpoints.position_of(progress)),
+        batches=open_batches(config, train, rollout, scoring, checkpoints.position_of(progress), step, total_steps),
         old_logprobs=old_logprobs(config),
         adapter_check=AdapterCheck(progress is None and lora.path is None) if lora.is_used else None,
         gpus=sum(len(pool.slots) for pool in pools.values()),
@@ -153,14 +155,36 @@ def open_scoring(config: PpoConfig, of_role: Mapping[Role, WorkerGroup], tokeniz
     return FunctionScoring(open_scorer(config.reward), tokenizer)
 
 
+def open_batches(
+    config: PpoConfig,
+    train: Sequence[Prompt],
+    rollout: Rollout,
+    scoring: Scoring,
+    start: Position,
+    step: int,
+    total_steps: int,
+) -> BatchSource:
+    """Return where the loop gets its batches from; see rollout.staleness."""
+    if config.rollout.staleness:
+        return AsynchronousBatches(config, train, rollout, scoring, start, step, total_steps)
+    return SynchronousBatches(config, train, rollout, scoring, start)
+
+
 def old_logprobs(config: PpoConfig) -> OldLogprobs:
     """Decide where the policy's log-probabilities before a step's updates come from.
 
     skip: nothing needs them, since the ratios of a step's only update are 1.
     rollout: from the engine, which computed them with the trainer's float32 weights, so they equal the trainer's.
     recompute: from a forward pass.
+
+    If responses may be stale (rollout.staleness), the weights before the step's updates are not those that sampled
+    them. With a correction, the loss is that of decoupled PPO (https://arxiv.org/abs/2110.00641): ratios to the weights
+    before the updates are clipped, and the ratio of these to the weights that sampled corrects the loss. Without one,
+    ratios are those to the weights that sampled.
     """
     algorithm, rollout = config.algorithm, config.rollout
+    if rollout.staleness and not algorithm.corrects:
+        return "rollout"
     if algorithm.corrects or rollout.calculate_log_probs:
         return "recompute"  # they are compared with the engine's
     compares = algorithm.kl.where == "reward" or config.teacher.path is not None

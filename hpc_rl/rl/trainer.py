@@ -36,9 +36,11 @@ from hpc_rl.rl.metrics import (
     perf_metrics,
     probs_diff_warning,
     reward_metrics,
+    rollout_metrics,
 )
 from hpc_rl.rl.scoring import NoScoresError, refuse_no_baselines, refuse_no_scores
 from hpc_rl.rl.setup import validation_is_due
+from hpc_rl.rl.staleness import staleness_metrics, token_ages
 from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.validation import validate
 from hpc_rl.rl.workers.group import WorkerGroup, add_passes
@@ -101,7 +103,7 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
     """
     config, algorithm = state.config, state.config.algorithm
     heart.at_step(state.step + 1)
-    position = state.batches.position
+    position, busy_s = state.batches.position, state.rollout.queue.busy_s
     with clock("gen"):
         state.rollout.wake()
         batch = state.batches.draw(state.step, lambda: stops(state, ["timing_s/gen"]))
@@ -110,6 +112,7 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
     if batch is None or experience is None or stops(state, clock.seconds):
         state.batches.position = position
         return {}
+    version = state.rollout.queue.version
     try:
         evaluate(state, batch, experience, clock)
     except NoScoresError as error:
@@ -118,7 +121,7 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
     if stops(state, clock.seconds):
         state.batches.position = position
         return {}
-    check_adapters(state, experience, clock)
+    check_adapters(state, batch, experience, clock)
     with clock("adv"):
         kl_coef = state.kl.coef
         kl_mean = add_rewards(experience, algorithm, kl_coef)
@@ -131,6 +134,9 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
     metrics |= experience_metrics(experience, config)
     metrics |= reward_metrics(batch.scored.wait())
     metrics |= perf_metrics(experience, clock.seconds, state)
+    metrics |= rollout_metrics(state, state.rollout.queue.busy_s - busy_s, clock.seconds)
+    if config.rollout.staleness:
+        metrics |= staleness_metrics(batch.completions, version)
     state.total_tokens = int(metrics["perf/total_num_tokens"])
     if algorithm.kl.where != "none":
         metrics["actor/kl_coef"] = kl_coef
@@ -201,8 +207,10 @@ def evaluate(state: PpoState, batch: Batch, experience: TensorDict, clock: Clock
             experience["values"] = values.wait()
 
 
-def check_adapters(state: PpoState, experience: TensorDict, clock: Clock) -> None:
+def check_adapters(state: PpoState, batch: Batch, experience: TensorDict, clock: Clock) -> None:
     """Check that the engines have the policy's adapters, in the first steps of a run with adapters.
+
+    Only tokens that were sampled with the present weights can show it.
 
     Raises:
         RunError: they do not.
@@ -210,10 +218,13 @@ def check_adapters(state: PpoState, experience: TensorDict, clock: Clock) -> Non
     check = state.adapter_check
     if check is None or check.next is None:
         return
+    is_new_N = torch.from_numpy(token_ages(batch.completions, state.rollout.queue.version) == 0)
+    if not is_new_N.any():
+        return
     with clock("check_adapters"):
         policy, base = state.actor.logprobs(), state.actor.ref_logprobs()
         engine_N = experience["rollout_logprobs"].values()
-        line = check.compare(policy.wait().values(), base.wait().values(), engine_N)
+        line = check.compare(*(each_N[is_new_N] for each_N in (policy.wait().values(), base.wait().values(), engine_N)))
     if line is not None:
         print(line, flush=True)
 
@@ -233,7 +244,7 @@ def learn(state: PpoState, experience: TensorDict, clock: Clock) -> dict[str, fl
     if actor is not None:
         with clock("update_actor"):
             metrics |= actor_metrics(actor.wait())
-        with clock("update_weights"):
+        with clock("update_weights"), state.batches.paused():
             state.rollout.sync()
     return metrics
 
@@ -286,8 +297,9 @@ def greedy_scores(batch: Batch, config: PpoConfig) -> torch.Tensor | None:
 
 def test(state: PpoState) -> dict[str, float]:
     """Validate, log the first samples, and return the metrics. The engines stay awake for the next step."""
-    state.rollout.wake()
-    found = validate(state.val, state.rollout, state.scoring, state.tokenizer, state.config)
+    with state.batches.paused():
+        state.rollout.wake()
+        found = validate(state.val, state.rollout, state.scoring, state.tokenizer, state.config)
     state.tracker.log_samples(state.step, found.samples, VAL)
     return found.metrics
 

@@ -19,7 +19,7 @@ from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scores
-from hpc_rl.rl.batches import BatchSource, training_samples
+from hpc_rl.rl.batches import SynchronousBatches, training_samples
 from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.draws import Batch, joined_scores, part_of
 from hpc_rl.rl.rollout.engine import Completion, Request, Sampling
@@ -80,12 +80,12 @@ class Scoring:
 
 def source(
     config: PpoConfig, score: Score | Scoring, start: Position = START, order: int = 0
-) -> tuple[BatchSource, Queue]:
+) -> tuple[SynchronousBatches, Queue]:
     queue, scoring = Queue(order), score if isinstance(score, Scoring) else Scoring(score)
-    return BatchSource(config, PROMPTS, SimpleNamespace(queue=queue), scoring, start), queue  # type: ignore[arg-type]
+    return SynchronousBatches(config, PROMPTS, SimpleNamespace(queue=queue), scoring, start), queue  # type: ignore[arg-type]
 
 
-def drawn(source: BatchSource, step: int) -> Batch:
+def drawn(source: SynchronousBatches, step: int) -> Batch:
     batch = source.draw(step, lambda: False)
     assert batch is not None
     return batch

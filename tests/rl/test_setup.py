@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_rl.rl import setup
-from tests.rl.ppo_config import ppo_config
+from tests.rl.ppo_config import STALE, ppo_config
 
 TWO_UPDATES = "actor.ppo_epochs=2"
 IN_REWARD = "algorithm.kl.where=reward"
@@ -26,6 +26,9 @@ IN_REWARD = "algorithm.kl.where=reward"
         (("rollout.calculate_log_probs=true",), "recompute"),
         (("algorithm.tis_cap=2",), "recompute"),
         (("teacher.path=/teacher",), "rollout"),
+        ((*STALE, "rollout.staleness=1"), "rollout"),
+        ((*STALE, "rollout.staleness=1", "rollout.dtype=bfloat16"), "rollout"),
+        ((*STALE, "rollout.staleness=4", "algorithm.tis_cap=2"), "recompute"),
     ],
 )
 def test_old_logprobs_are_computed_where_the_algorithm_needs_them(overrides: tuple[str, ...], expected: str) -> None:

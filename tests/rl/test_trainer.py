@@ -55,7 +55,9 @@ class Loop:
             run=run,
             stopping=Stopping(run, 180, job_end),
             batches=Batches(),
-            rollout=SimpleNamespace(wake=lambda: None, sleep=lambda: None),
+            rollout=SimpleNamespace(
+                wake=lambda: None, sleep=lambda: None, queue=SimpleNamespace(busy_s=0.0, version=0)
+            ),
             tracker=SimpleNamespace(log=lambda step, *_: self.did.append(f"log {step}"), finish=lambda _: None),
             **{"step": 0, "total_steps": 4, "saved_step": 0, "saved_at": 0.0, "val": ["prompt"]},
             **{"validates_first": False, "saving": None, "write_s": None, "adapter_check": None},

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,6 +64,7 @@ class RequestQueue:
         stall_s: an engine that does not answer for so long is ended.
         replace: called if an engine has died, with its index. It returns the call that starts another in its place, or
             None if `restore` follows later; it raises the error if there is no other.
+        revive: called at the beginning of a turn if all engines wait for `restore`, which it has to call.
     """
 
     def __init__(
@@ -72,11 +73,13 @@ class RequestQueue:
         places: int,
         stall_s: float,
         replace: Callable[[int, ActorDiedError], ActorCall | None],
+        revive: Callable[[], None] | None = None,
     ) -> None:
         count = len(engines.actors)
         self._engines = engines
         self._stall_s = stall_s
         self._replace = replace
+        self._revive = revive
         self._dispatch = Dispatch(count, places)
         self._slice_s = max(SLICE_S, count / CALLS_PER_S)
         self._calls: list[deque[ActorCall]] = [deque() for _ in range(count)]
@@ -88,10 +91,14 @@ class RequestQueue:
         self._number = 0
         self.version = 0
         """Number of weight updates of this attempt."""
-        self.busy_s = 0.0
-        """Seconds that all engines together have generated."""
         self.repeated = 0
         """Requests that were repeated because their engine died."""
+        self._busy_s = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that an engine has generated, on average."""
+        return self._busy_s / len(self._calls)
 
     def __len__(self) -> int:
         """Return the number of requests that are not complete."""
@@ -118,8 +125,17 @@ class RequestQueue:
             UserError: an engine refused a request.
             RunError: no engine is left.
         """
-        self._send()
+        if self.is_stranded:
+            if self._revive is None:
+                raise RunError("no rollout engine is left")
+            self._revive()
+        self._send(self._dispatch.assign())
         self._take(timeout_s)
+
+    @property
+    def is_stranded(self) -> bool:
+        """Whether no engine takes requests, and none is starting."""
+        return not self._dispatch.available and not self._starting
 
     def wait(self, asked: Sequence[Asked]) -> None:
         """Wait until all these responses are complete. See `turn`."""
@@ -135,16 +151,20 @@ class RequestQueue:
         while any(self._calls):
             self._take(TURN_S)
 
+    def drain(self) -> None:
+        """Wait until the engines have completed all requests that they have. The others stay here."""
+        while any(map(self._dispatch.running, self._dispatch.available)):
+            self._send({})
+            self._take(TURN_S)
+        self.pause()
+
     def restore(self, engine: int) -> None:
         """Give requests to an engine again that has been replaced."""
         self._heard[engine] = time.monotonic()
         self._dispatch.restore(engine)
 
-    def _send(self) -> None:
-        """Keep every engine that has requests supplied with calls."""
-        assigned = self._dispatch.assign()
-        if not self._dispatch.available and not self._starting:
-            raise RunError("no rollout engine is left")
+    def _send(self, assigned: Mapping[int, list[Request]]) -> None:
+        """Keep every engine that has requests, with these new ones, supplied with calls."""
         for index, calls in enumerate(self._calls):
             requests = assigned.get(index, [])
             while requests or (len(calls) < CALLS_AHEAD and self._dispatch.running(index)):
@@ -183,7 +203,7 @@ class RequestQueue:
             self._lose(engine, error)
             return
         self._heard[engine] = time.monotonic()
-        self.busy_s += progress.busy_s
+        self._busy_s += progress.busy_s
         for number, completion in progress.completed:
             self._dispatch.complete(engine, number)
             self._asked.pop(number).found[number] = completion

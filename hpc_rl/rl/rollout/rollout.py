@@ -167,7 +167,9 @@ class SeparateRollout:
         self._replacing: dict[int, ActorCall] = {}
         """Engines that start in the place of others, and receive weights with the next sync."""
         rollout = config.rollout
-        self.queue = RequestQueue(self._engines, rollout.max_num_seqs, rollout.stall_s, self._replace)
+        self._finishes = not rollout.partial
+        """Whether requests that an engine has begun are completed with the weights that they began with."""
+        self.queue = RequestQueue(self._engines, rollout.max_num_seqs, rollout.stall_s, self._replace, self.sync)
 
     def wait_before_workers(self, timeout_s: float) -> None:
         if self._sleeps:  # vLLM measures the free memory of the GPU, which has to stay constant meanwhile
@@ -179,6 +181,8 @@ class SeparateRollout:
         self._policy.connect_engines(self._engines, self._transfer).wait(timeout_s)
 
     def sync(self) -> None:
+        if self._finishes:
+            self.queue.drain()
         self.queue.pause()
         self._make_room()
         self._connect_replaced()
@@ -201,8 +205,6 @@ class SeparateRollout:
     def _replace(self, engine: int, error: ActorDiedError) -> None:
         """Start another engine in the place of one that has died. Until the next sync, the others do its work."""
         self._replacing[engine] = self._fleet.replace(engine, error)
-        if len(self._replacing) == len(self._engines.actors):
-            self.sync()
 
     def _connect_replaced(self) -> None:
         """Let engines that have replaced others receive weights and requests."""

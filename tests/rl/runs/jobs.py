@@ -101,6 +101,7 @@ class Runs:
                 try:
                     yield state
                 finally:
+                    state.batches.close()
                     state.scoring.close()
                     state.rollout.close()
             finally:
