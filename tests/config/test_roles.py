@@ -6,7 +6,7 @@ import pytest
 
 from hpc_rl.config.pools import pool_of, pool_spec
 from hpc_rl.errors import UserError
-from tests.rl.ppo_config import ppo_config
+from tests.rl.ppo_config import STALE, ppo_config
 
 GRPO = "algorithm.advantage=grpo"
 TWO_GPUS = "trainer.n_gpus_per_node=2"
@@ -152,6 +152,45 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
         (
             ("rollout={name: vllm, tensor_parallel_size: 2}", TWO_GPUS, "pools.strategy=PACK"),
             "pools.strategy=PACK may place the 2 GPUs of an engine on several nodes: use STRICT_PACK",
+        ),
+        (
+            ("rollout.staleness=1", TWO_GPUS),
+            "rollout.staleness=1 generates and trains at the same time, so engines need a pool of their own, but "
+            "actor, critic and rollout share the 2 CPU slots of pool global_pool: set, for example, "
+            "pools.spec='{train: [1], rollout: [1]}' and pools.roles.rollout=rollout",
+        ),
+        (
+            ("rollout.staleness=1", "trainer.nnodes=5", "trainer.n_gpus_per_node=8", "trainer.device=cuda"),
+            "pools.spec='{train: [8, 8, 8], rollout: [8, 8]}' and pools.roles.rollout=rollout",
+        ),
+        (
+            ("rollout.staleness=1", "trainer.n_gpus_per_node=5", "trainer.device=cuda"),
+            "pools.spec='{train: [3], rollout: [2]}' and pools.roles.rollout=rollout",
+        ),
+        (
+            ("rollout.staleness=1",),
+            "they need at least 2 CPU slots, and the job has 1; raise trainer.n_gpus_per_node",
+        ),
+        (
+            ("rollout.staleness=2", *STALE),
+            "rollout.staleness=2 trains on responses of policies up to 2 updates old, and without a correction for "
+            "that, training becomes unstable: set algorithm.tis_cap=2 (or algorithm.tis_bounds), or "
+            "rollout.staleness=1",
+        ),
+        (
+            ("rollout.staleness=1", "rollout.calculate_log_probs=true", *STALE),
+            "rollout.calculate_log_probs compares the probabilities of engine and trainer, which differ with "
+            "rollout.staleness=1 because their weights do: remove it, or set rollout.staleness=0",
+        ),
+        (
+            ("rollout.partial=true",),
+            "rollout.partial=true has no effect with rollout.staleness=0: all responses of a step are complete before "
+            "its update; set rollout.staleness, or remove it",
+        ),
+        (
+            ("rollout={staleness: 1, partial: true, merge_lora: false, name: vllm}", "model.lora.rank=8", *STALE),
+            "rollout.partial=true with rollout.merge_lora=false: vLLM finishes a response with the adapters that it "
+            "began with; remove one of them",
         ),
         (
             ("reward.model=/reward",),
