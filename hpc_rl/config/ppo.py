@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -211,7 +211,7 @@ class PpoConfig(RayJobConfig):
                 "it began with; remove one of them"
             )
 
-    def _shares_engines(self, pool: str, others: list[Role]) -> str:
+    def _shares_engines(self, pool: str, others: Sequence[Role]) -> str:
         """Return the message about engines that are to generate while other roles of their pool compute."""
         trainer, unit = self.trainer, slot_unit(self)
         sizes = pool_spec(self)[pool]
