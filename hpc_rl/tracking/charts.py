@@ -139,9 +139,16 @@ UPDATES = (
         (("training/rollout_probs_diff_mean", "mean"), ("training/rollout_probs_diff_max", "largest")),
         True,
     ),
+    Chart(
+        "Staleness",
+        "weight updates since a token was sampled",
+        (("rollout/staleness/mean", "mean"), ("rollout/staleness/max", "largest")),
+        True,
+    ),
 )
 SPEED = (
     Chart("Throughput", "tokens/s", (("perf/tokens_per_s", "all ranks"),), True),
+    Chart("Idle engines", "seconds per step", (("perf/engine_idle_s", "engine"),), True),
     Chart("MFU", "fraction of the GPUs' peak", (("perf/mfu", "training"), ("perf/mfu/actor", "policy updates")), True),
     Chart("Peak memory", "GB per process", (("perf/max_memory_gb", "process"),), True),
 )

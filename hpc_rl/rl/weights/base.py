@@ -107,6 +107,9 @@ class EngineActors:
         actors, names, nodes = ([of[index] for index in indices] for of in (self.actors, self.names, self.nodes))
         return EngineActors(actors, names, nodes, self.timeout_s, self.workers_each)
 
+    def without(self, name: Actor) -> EngineActors:
+        return self.subset([index for index, each in enumerate(self.names) if each != name])
+
     def calls(self, method: str, *arguments: Any) -> list[ActorCall]:
         """Start a call to every engine."""
         return [

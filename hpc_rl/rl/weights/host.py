@@ -8,12 +8,12 @@ only one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import ray
 import torch
 
-from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.calls import ActorCall, Pending
+from hpc_rl.rl.fates import ActorDiedError
 from hpc_rl.rl.weights.base import EngineActors, WeightSource
 from hpc_rl.rl.weights.buckets import Bucket, MemoryFile, TensorEntry, aligned, plan_buckets, used_bytes
 from hpc_rl.training.distributed import World
@@ -41,6 +41,7 @@ class HostSender:
             self._regions = self._allocate()
 
     def send_weights(self) -> None:
+        """See WeightSender. Engines that have died are left out."""
         tensors = iter(self._source)
         if not self._regions:
             for _ in tensors:  # takes part in gathering
@@ -50,13 +51,21 @@ class HostSender:
         pending = [self._call_all("start_weight_update")]
         for entries, (memory, start) in zip(self._buckets, self._regions, strict=True):
             while len(pending) >= IN_FLIGHT:
-                pending.pop(0).wait(self._timeout_s)
+                self._finish(pending.pop(0))
             for entry in entries:
                 self._write(entry, next(tensors)[1], memory.bytes[start:])
             pending.append(self._hand_out(entries, memory, start))
         pending.append(self._call_all("finish_weight_update"))
         for calls in pending:
-            calls.wait(self._timeout_s)
+            self._finish(calls)
+
+    def _finish(self, calls: Sequence[ActorCall]) -> None:
+        """Wait for these calls. An engine that has died gets no others: its next request finds it dead."""
+        for call in calls:
+            try:
+                Pending.of_calls([call]).wait(self._timeout_s)
+            except ActorDiedError:
+                self._near, self._far = self._near.without(call.actor), self._far.without(call.actor)
 
     def _allocate(self) -> list[tuple[MemoryFile, int]]:
         sizes = [aligned(used_bytes(entries)) for entries in self._buckets]
@@ -74,16 +83,16 @@ class HostSender:
         if self._moves_parameters:
             self._source.parameters[entry.name].data = target
 
-    def _hand_out(self, entries: tuple[TensorEntry, ...], memory: MemoryFile, start: int) -> Pending[list[Any]]:
+    def _hand_out(self, entries: tuple[TensorEntry, ...], memory: MemoryFile, start: int) -> list[ActorCall]:
         nbytes = used_bytes(entries)
         calls = self._near.calls("update_weights", Bucket(entries, memory.segment(start, nbytes)))
         if self._far.actors:
             copied = ray.put(Bucket(entries, memory.bytes[start : start + nbytes].numpy()))
             calls += self._far.calls("update_weights", copied)
-        return Pending.of_calls(calls)
+        return calls
 
-    def _call_all(self, method: str) -> Pending[list[Any]]:
-        return Pending.of_calls(self._near.calls(method) + self._far.calls(method))
+    def _call_all(self, method: str) -> list[ActorCall]:
+        return self._near.calls(method) + self._far.calls(method)
 
 
 def open_sender(source: WeightSource, engines: EngineActors, world: World, bucket_bytes: int) -> HostSender:

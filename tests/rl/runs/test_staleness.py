@@ -60,18 +60,22 @@ def test_a_run_that_stops_and_resumes_trains_on_each_prompt_once(run: Runs, tmp_
     assert max(series(stopped, "rollout/staleness/max")) <= 2
 
 
-def test_an_engine_that_is_killed_is_replaced(run: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The only engine: the loop gives its successor the weights."""
+@pytest.mark.parametrize("when", ["wake", "sync"])
+def test_an_engine_that_is_killed_is_replaced(
+    run: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], when: str
+) -> None:
+    """The only engine, during generation or before a weight sync: the loop gives its successor the weights."""
     with run.state(tmp_path, *STALE, "rollout.staleness=1") as state, pytest.MonkeyPatch.context() as patch:
-        step = trainer.step
+        call, killed = getattr(state.rollout, when), []
 
-        def step_after_death(*arguments: object) -> dict[str, float]:
-            if state.step == 2:
+        def after_death() -> None:
+            if state.step == 2 and not killed:
                 (actor,) = state.rollout._engines.actors  # type: ignore[attr-defined]
-                os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=TIMEOUT_S), signal.SIGKILL)
-            return step(*arguments)  # type: ignore[arg-type]
+                killed.append(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=TIMEOUT_S))
+                os.kill(killed[0], signal.SIGKILL)
+            call()
 
-        patch.setattr(trainer, "step", step_after_death)
+        patch.setattr(state.rollout, when, after_death)
         assert isinstance(state.batches, AsynchronousBatches)
         assert trainer.train(state) == 0
     assert "another engine starts in its place" in capsys.readouterr().out
