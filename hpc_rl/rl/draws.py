@@ -25,7 +25,7 @@ from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.experience import new_experience
 from hpc_rl.rl.rollout.engine import Completion, Sampling
-from hpc_rl.rl.rollout.request_queue import Asked, RequestQueue
+from hpc_rl.rl.rollout.respondent import Respondent, Responses
 from hpc_rl.rl.scoring import Scoring, refuse_no_scores
 
 
@@ -61,7 +61,7 @@ class Desk:
 
     config: PpoConfig
     train: Sequence[Prompt]
-    queue: RequestQueue
+    queue: Respondent
     scoring: Scoring
     order: Iterator[tuple[int, Position]]
     """See prompt_order."""
@@ -72,7 +72,7 @@ class Group:
     """A prompt and the responses to it; for ReMax, the last one is greedy."""
 
     prompt: Prompt
-    asked: Asked
+    asked: Responses
     scored: Pending[Scores] | None = None
     """None until all responses are complete."""
     is_informative: bool | None = None
@@ -126,7 +126,7 @@ class Draw:
             draws = [(seed, sampling(config)) for seed in seeds_of(config, self._step, len(self.groups))]
             if config.algorithm.advantage == "remax":
                 draws.append((0, greedy_sampling(config)))
-            self.groups.append(Group(prompt, self._desk.queue.ask(prompt.token_ids, draws, self._step)))
+            self.groups.append(Group(prompt, self._desk.queue.ask(prompt, draws, self._step)))
 
     def judge(self) -> None:
         """Start to score the groups that are complete. With dynamic sampling, judge those whose scores are there.

@@ -29,6 +29,7 @@ from hpc_rl.rl.experience import (
 )
 from hpc_rl.rl.metrics import (
     actor_metrics,
+    conversation_metrics,
     critic_metrics,
     experience_metrics,
     has_signal,
@@ -130,6 +131,7 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
     state.stopping.note_step(clock.seconds)
     metrics |= experience_metrics(experience, config)
     metrics |= reward_metrics(batch.scored.wait())
+    metrics |= conversation_metrics(batch.completions)
     metrics |= perf_metrics(experience, clock.seconds, state)
     state.total_tokens = int(metrics["perf/total_num_tokens"])
     if algorithm.kl.where != "none":
@@ -287,7 +289,7 @@ def greedy_scores(batch: Batch, config: PpoConfig) -> torch.Tensor | None:
 def test(state: PpoState) -> dict[str, float]:
     """Validate, log the first samples, and return the metrics. The engines stay awake for the next step."""
     state.rollout.wake()
-    found = validate(state.val, state.rollout, state.scoring, state.tokenizer, state.config)
+    found = validate(state.val, state.queue, state.scoring, state.tokenizer, state.config)
     state.tracker.log_samples(state.step, found.samples, VAL)
     return found.metrics
 
