@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
-from hpc_rl.errors import UserError
+from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.rl import trainer
 from hpc_rl.rl.transcripts import Conversed
 from tests.helpers import make_tiny_model
-from tests.rl.runs.jobs import Runs, metrics, same_metrics, samples
+from tests.rl.runs.jobs import Runs, metrics, same_metrics, samples, stop_after
 
 OWN = '''
 class Echo:
@@ -85,9 +85,12 @@ def test_engine_and_trainer_agree_about_conversations(talks: Runs, tmp_path: Pat
 
 
 def test_a_resumed_run_has_the_same_conversations(talks: Runs, tmp_path: Path) -> None:
-    options = ("algorithm.advantage=grpo", "rollout.temperature=0.9")
+    options = ("algorithm.advantage=grpo", "rollout.temperature=0.9", "trainer.total_training_steps=3")
     assert talks(tmp_path / "whole", *options) == 0
-    assert talks(tmp_path / "run", *options, "trainer.total_training_steps=1") == 0
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 1)
+        assert talks(tmp_path / "run", *options) == EXIT_STOPPED
+    (tmp_path / "run" / "stop").unlink()
     assert talks(tmp_path / "run", *options) == 0
     same_metrics(tmp_path / "run", tmp_path / "whole")
 
