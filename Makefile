@@ -1,5 +1,6 @@
 # make demo    a model that learns sums on this machine, from nothing: SFT, then PPO
 # make demo-pipeline   the same model improved by rejection sampling, by iterative DPO, and by PPO with a reward model
+# make demo-tools   a model that learns on this machine to use a tool, in conversations of two turns
 # make test    everything: lint, types, imports, unit tests, and a real Slurm where root can have one
 # make test-large  memory of 7B and 32B models on simulated GPUs
 # make test-faults  faults injected into jobs on real nodes, and a table of what they did
@@ -19,13 +20,16 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export WANDB_MODE ?= offline
 
-.PHONY: demo demo-pipeline test test-large test-faults test-pipelines test-lowest test-slurm-new test-vllm-api test-peft test-qlora test-gpu lint bench docs clean
+.PHONY: demo demo-pipeline demo-tools test test-large test-faults test-pipelines test-lowest test-slurm-new test-vllm-api test-peft test-qlora test-gpu lint bench docs clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo
 
 demo-pipeline: .venv/train
 	$(BIN)/python -m tests.demo_pipeline
+
+demo-tools: .venv/train
+	$(BIN)/python -m tests.demo_tools
 
 test: .venv/test
 	.ci/install-slurm

@@ -79,8 +79,8 @@ def main() -> int:
     return 0
 
 
-def make_model(folder: Path) -> None:
-    make_tiny_model(folder, hidden=128, layers=3, tie=True)
+def make_model(folder: Path, hidden: int = 128, layers: int = 3) -> None:
+    make_tiny_model(folder, hidden=hidden, layers=layers, tie=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.add_tokens(list(WORDS))

@@ -121,6 +121,15 @@ def arithmetic(
         float,
         typer.Option(min=0, max=1, help="Fraction of the training answers that are wrong because a carry is omitted."),
     ] = 0.0,
+    calls: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Add the column demonstration: chats that call a tool (this fraction) or guess (the others).",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Write additions as chat messages: a data set that a small model learns on a laptop.
 
@@ -128,7 +137,7 @@ def arithmetic(
     """
     from hpc_rl.data.arithmetic import generate
 
-    _print_counts(out, generate(out, train, val, seed, careless))
+    _print_counts(out, generate(out, train, val, seed, careless, calls))
 
 
 @data_app.command("select")

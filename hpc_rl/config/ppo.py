@@ -12,6 +12,7 @@ from hpc_rl.config.algorithm import AlgorithmConfig
 from hpc_rl.config.base import Path, Section
 from hpc_rl.config.distill import OnPolicyTeacherConfig
 from hpc_rl.config.engines import ENGINES
+from hpc_rl.config.environment import EnvironmentConfig
 from hpc_rl.config.pools import PoolsConfig, Role, pool_of, pool_problems, pool_spec, slot_unit
 from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.config.ray import RayJobConfig
@@ -66,6 +67,7 @@ class PpoConfig(RayJobConfig):
     critic: CriticConfig = CriticConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     reward: OptionalRewardConfig = OptionalRewardConfig()
     teacher: OnPolicyTeacherConfig = OnPolicyTeacherConfig()
     pools: PoolsConfig = PoolsConfig()
@@ -93,6 +95,11 @@ class PpoConfig(RayJobConfig):
         return self.algorithm.corrects and (self.rollout.top_p < 1 or self.rollout.top_k > 0)
 
     @property
+    def scores(self) -> bool:
+        """Whether responses are scored: functions alone, as tools, give no reward."""
+        return bool(self.reward.sources) or self.environment.name is not None
+
+    @property
     def hang_timeout_s(self) -> float:
         limit_s = self.trainer.hang_timeout_s
         return max(limit_s, 2 * self.reward.timeout_s) if limit_s else 0.0  # nothing happens while one reward is slow
@@ -100,7 +107,9 @@ class PpoConfig(RayJobConfig):
     @field_validator("reward")
     @classmethod
     def _is_needed(cls, value: OptionalRewardConfig, info: ValidationInfo) -> OptionalRewardConfig:
-        algorithm = info.data.get("algorithm")
+        algorithm, environment = info.data.get("algorithm"), info.data.get("environment")
+        if environment is None or environment.name is not None:  # the environment may give the reward
+            return value
         if algorithm is not None and algorithm.advantage != "opd" and not value.sources:
             raise PydanticCustomError("missing", ONE_REWARD)
         return value

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from hpc_rl.config.base import Files, Path, Section, SomeFiles
+from hpc_rl.config.base import Files, Path, Section, SomeFiles, Table
 
 
 class PromptFiles(Section):
@@ -26,13 +26,15 @@ class PromptConfig(Section):
     """Column with the reference answer for the reward function. null: no reference answers."""
     chat_template: Path | None = None
     """File with a Jinja chat template that replaces the tokenizer's. null: the tokenizer's own template."""
+    chat_template_kwargs: Table = {}
+    """Variables of the chat template, such as {enable_thinking: false}."""
     max_prompt_length: int = Field(512, ge=1)
     """Longest prompt, in tokens."""
     overlong_prompts: Literal["drop", "truncate"] = "drop"
     """Treatment of prompts longer than max_prompt_length: leave them out, or keep only their end. The log counts
     them."""
     max_response_length: int = Field(512, ge=1)
-    """Longest response, in tokens."""
+    """Longest response, in tokens. In a conversation, all tokens after the prompt."""
 
 
 class PromptDataConfig(PromptConfig, PromptFiles):

@@ -14,7 +14,9 @@ _LARGEST = 20
 _QUESTIONS = [(a, b) for a in range(_LARGEST + 1) for b in range(_LARGEST + 1)]
 
 
-def generate(out: Path, n_train: int, n_val: int, seed: int = 0, careless: float = 0.0) -> dict[str, int]:
+def generate(
+    out: Path, n_train: int, n_val: int, seed: int = 0, careless: float = 0.0, calls: float | None = None
+) -> dict[str, int]:
     """Write train.jsonl and val.jsonl with columns `messages` (user, assistant) and `answer`.
 
     The questions are the 441 sums of two numbers from 0 to 20. train.jsonl has no question of val.jsonl, and repeats
@@ -23,6 +25,9 @@ def generate(out: Path, n_train: int, n_val: int, seed: int = 0, careless: float
     Args:
         careless: fraction of the training rows whose message forgets to carry and is wrong, while `answer` is right. A
             model that learns from the messages makes the same mistake, which reinforcement learning can correct.
+        calls: adds the column `demonstration` to the training rows. In this fraction of its chats, the assistant lets
+            the tool `add` of hpc_rl.environments.calculator compute the answer; in the others, it writes a random
+            number. A model that learns from them can use the tool, and seldom does.
 
     Returns:
         the number of rows written, by split.
@@ -36,8 +41,14 @@ def generate(out: Path, n_train: int, n_val: int, seed: int = 0, careless: float
     questions = rng.sample(_QUESTIONS, len(_QUESTIONS))
     val, rest = questions[:n_val], questions[n_val:]
     train = rest[:n_train] + rng.choices(rest, k=max(0, n_train - len(rest)))
+    rows = [_row(a, b, rng.random() < careless) for a, b in train]
+    if calls is not None:
+        rows = [
+            row | {"demonstration": _call(a, b) if rng.random() < calls else _guess(a, b, rng)}
+            for row, (a, b) in zip(rows, train, strict=True)
+        ]
     return {
-        "train": write_jsonl(out / "train.jsonl", (_row(a, b, rng.random() < careless) for a, b in train)),
+        "train": write_jsonl(out / "train.jsonl", rows),
         "val": write_jsonl(out / "val.jsonl", (_row(a, b, forgets_carry=False) for a, b in val)),
     }
 
@@ -45,12 +56,31 @@ def generate(out: Path, n_train: int, n_val: int, seed: int = 0, careless: float
 def _row(a: int, b: int, forgets_carry: bool) -> dict[str, Any]:
     response = _without_carry(a, b) if forgets_carry else a + b
     return {
-        "messages": [
-            {"role": "user", "content": f"What is {a} + {b}?"},
-            {"role": "assistant", "content": str(response)},
-        ],
+        "messages": [_question(a, b), {"role": "assistant", "content": str(response)}],
         "answer": str(a + b),
     }
+
+
+def _question(a: int, b: int) -> dict[str, str]:
+    return {"role": "user", "content": f"What is {a} + {b}?"}
+
+
+def _call(a: int, b: int) -> list[dict[str, str]]:
+    """Return a chat in which the assistant calls the tool."""
+    return [
+        _question(a, b),
+        {
+            "role": "assistant",
+            "content": f'<tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>',
+        },
+        {"role": "tool", "content": str(a + b)},
+        {"role": "assistant", "content": str(a + b)},
+    ]
+
+
+def _guess(a: int, b: int, rng: random.Random) -> list[dict[str, str]]:
+    """Return a chat in which the assistant guesses."""
+    return [_question(a, b), {"role": "assistant", "content": str(rng.randint(0, 2 * _LARGEST))}]
 
 
 def _without_carry(a: int, b: int) -> int:

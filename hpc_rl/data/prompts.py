@@ -55,19 +55,24 @@ class PromptCounts:
 
 
 def load_prompts(
-    files: Sequence[str], data: PromptConfig, tokenizer: PreTrainedTokenizerBase, split: str
+    files: Sequence[str],
+    data: PromptConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    split: str,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> tuple[list[Prompt], PromptCounts]:
     """Load all prompts of some files, in their order, with at most data.max_prompt_length tokens each.
 
     Args:
         files: data files (formats.py), or names of `datasets` data sets.
         split: "train" or "test": the split of a `datasets` data set.
+        tools: JSON schemas of the tools that the chat template describes to the model.
 
     Raises:
         UserError: a file or row is not valid (the message names file and row), the tokenizer has no chat template, or
             no prompt is left.
     """
-    prompts, counts = tokenize_prompts(all_rows(files, split), data, tokenizer)
+    prompts, counts = tokenize_prompts(all_rows(files, split), data, tokenizer, tools)
     if not prompts:
         raise UserError(
             f"{', '.join(files)}: all {counts.rows:,} prompts are over data.max_prompt_length {data.max_prompt_length} "
@@ -77,7 +82,10 @@ def load_prompts(
 
 
 def tokenize_prompts(
-    rows: Iterable[tuple[Row, str]], data: PromptConfig, tokenizer: PreTrainedTokenizerBase
+    rows: Iterable[tuple[Row, str]],
+    data: PromptConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> tuple[list[Prompt], PromptCounts]:
     """Tokenize the prompts of rows, each given with its place for errors; leave out the dropped ones.
 
@@ -90,7 +98,7 @@ def tokenize_prompts(
     for chunk in chunks(rows, _ROWS_PER_CALL):
         asked = [to_prompt(row, data, where) for row, where in chunk]
         texts = [
-            as_text(tokenizer, template, messages, where, generation_prompt=True)
+            as_text(tokenizer, template, messages, where, True, tools, data.chat_template_kwargs)
             for (messages, _), (_, where) in zip(asked, chunk, strict=True)
         ]
         encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]

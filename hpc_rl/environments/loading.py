@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from hpc_rl.environments.bash_tool import Bash
 from hpc_rl.environments.protocol import OWN_METHODS, Definition
+from hpc_rl.environments.python_tool import Python
 from hpc_rl.environments.schemas import Tool, make_tool
 from hpc_rl.errors import UserError
 from hpc_rl.host import user_code
@@ -17,6 +19,8 @@ from hpc_rl.host.user_code import Location
 _FORMS = "package.module:Name or path/file.py:Name"
 _LIBRARIES = ("builtins", "typing", "abc", "gym", "gymnasium")
 """Packages whose base classes have public methods that are no tools, also where the user's class overrides them."""
+SHIPPED: Mapping[str, type[Python] | type[Bash]] = {"python": Python, "bash": Bash}
+"""Name of a shipped tool -> the class that has it as a method."""
 ENVIRONMENT, TOOLS = "environment.name", "environment.tools"
 """The options, for errors."""
 
@@ -34,6 +38,8 @@ def check_name(option: str, spec: str, *, same_python: bool) -> str | None:
     Raises:
         UserError: there is no such file, module or name, or it is neither a class nor a function.
     """
+    if option == TOOLS and spec in SHIPPED:
+        return None
     where, location = f"{option} {spec}", _location(option, spec)
     source = user_code.find_source(where, location, same_python)
     if source is None:
@@ -49,15 +55,20 @@ def check_name(option: str, spec: str, *, same_python: bool) -> str | None:
     return None
 
 
-def load_definition(environment: str | None, kwargs: Mapping[str, Any], tools: Sequence[str] = ()) -> Definition:
+def load_definition(
+    environment: str | None, kwargs: Mapping[str, Any], tools: Sequence[str] = (), sandbox: str = "auto"
+) -> Definition:
     """Load an environment, with its keyword arguments bound, and functions that are tools.
+
+    Args:
+        sandbox: for the shipped tools: RUNNER or RUNNER:IMAGE, see Sandbox.
 
     Raises:
         UserError: one of them is missing, cannot be imported, or is unsuitable; or two tools have the same name.
     """
     functions: dict[str, Tool] = {}
     for spec in tools:
-        tool = _load_tool(spec)
+        tool = _shipped_tool(spec, sandbox) if spec in SHIPPED else _load_tool(spec)
         if tool.name in functions:
             raise UserError(f"{TOOLS} {spec}: there is another tool with the name {tool.name}; rename one of them")
         functions[tool.name] = tool
@@ -93,6 +104,11 @@ def _load_environment(spec: str, kwargs: Mapping[str, Any], functions: Mapping[s
     return Definition(partial(made_by, **kwargs), methods, functions, has_step, has_reward)
 
 
+def _shipped_tool(name: str, sandbox: str) -> Tool:
+    runner, _, image = sandbox.partition(":")
+    return make_tool(f"{TOOLS} {name}", name, getattr(SHIPPED[name](runner, image or None), name))
+
+
 def _load_tool(spec: str) -> Tool:
     function = _load(TOOLS, spec)
     if inspect.isclass(function):
@@ -116,7 +132,8 @@ def _load(option: str, spec: str) -> Any:
 def _location(option: str, spec: str) -> Location:
     location = user_code.read_location(spec)
     if location is None:
-        raise UserError(f"{option} {spec}: expected the form {_FORMS}")
+        shipped = f"{' or '.join(SHIPPED)}, or " if option == TOOLS else ""
+        raise UserError(f"{option} {spec}: expected {shipped}the form {_FORMS}")
     return location
 
 

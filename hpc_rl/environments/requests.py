@@ -19,6 +19,8 @@ class Wanted:
     tools: Sequence[str]
     most_chars: int
     """Limit of the characters of a tool's output or an observation."""
+    sandbox: str = "auto"
+    """What runs the programs of the shipped tools; see load_definition."""
 
 
 @dataclass(frozen=True)

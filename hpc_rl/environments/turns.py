@@ -127,7 +127,7 @@ class Turns:
         for name, value in itertools.product(_switches(self._template), (True, False)):
             self._variables = {**own, name: value}
             if self._problem(role, thinking) is None:
-                raise UserError(f"{_WHERE} {problem}: set its variable {name} to {str(value).lower()}")
+                raise UserError(f"{_WHERE} {problem}: set data.chat_template_kwargs.{name}={str(value).lower()}")
         raise UserError(f"{_WHERE} {problem}{_FIX}")
 
     def _problem(self, role: str, thinking: bool) -> str | None:

@@ -78,7 +78,7 @@ def main(fd: int) -> None:
     connection: Connection[Any, Any] = Connection(fd)
     wanted: Wanted = connection.recv()
     try:
-        definition = load_definition(wanted.environment, wanted.kwargs, wanted.tools)
+        definition = load_definition(wanted.environment, wanted.kwargs, wanted.tools, wanted.sandbox)
         check_start(wanted, definition)
     except UserError as error:
         connection.send(UserError(str(error)))

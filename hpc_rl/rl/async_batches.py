@@ -16,8 +16,8 @@ from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl.draws import Batch, Desk, Draws, prompt_order
-from hpc_rl.rl.rollout.request_queue import TURN_S
-from hpc_rl.rl.rollout.rollout import Rollout
+from hpc_rl.rl.rollout.request_queue import TURN_S, RequestQueue
+from hpc_rl.rl.rollout.respondent import Respondent
 from hpc_rl.rl.scoring import Scoring
 from hpc_rl.rl.staleness import batches_ahead
 
@@ -29,6 +29,8 @@ class AsynchronousBatches:
     """See BatchSource. Groups that were generated and not trained are generated again by a resumed run.
 
     Args:
+        engines: the requests of `queue`, or the queue itself.
+        queue: what responds to prompts.
         start: position in the data at which to start.
         step: number of steps that have been trained.
         total: steps of the run.
@@ -38,7 +40,8 @@ class AsynchronousBatches:
         self,
         config: PpoConfig,
         train: Sequence[Prompt],
-        rollout: Rollout,
+        engines: RequestQueue,
+        queue: Respondent,
         scoring: Scoring,
         start: Position,
         step: int,
@@ -46,9 +49,10 @@ class AsynchronousBatches:
     ) -> None:
         self._staleness = config.rollout.staleness
         self._total = total
-        self._queue = rollout.queue
+        self._requests = engines
+        self._queue = queue
         self._scoring = scoring
-        self._draws = Draws(Desk(config, train, rollout.queue, scoring, prompt_order(config, len(train), start)))
+        self._draws = Draws(Desk(config, train, queue, scoring, prompt_order(config, len(train), start)))
         self.position = start
         self._trained = self._taken = step
         # The thread passes the turnstile before it takes the engines, so that it cannot take them again and again while
@@ -67,8 +71,8 @@ class AsynchronousBatches:
             self._thread = self._pool.submit(self._generate)
         while True:
             with self.paused():
-                if self._queue.is_stranded:
-                    self._queue.turn(0.0)
+                if self._requests.is_stranded:
+                    self._requests.turn(0.0)
                 if not self._scoring.at_once:  # a reward model: only this thread calls the workers
                     self._draws.judge()
                 found = self._draws.take()
@@ -121,7 +125,7 @@ class AsynchronousBatches:
     def _turn(self) -> bool:
         """Draw prompts, and let the engines generate for a short time. Return whether they had something to do."""
         self._draws.ask(self._taken, batches_ahead(self._trained, self._taken, self._staleness, self._total))
-        is_busy = len(self._queue) > 0 and not self._queue.is_stranded
+        is_busy = self._draws.is_generating and not self._requests.is_stranded
         if is_busy:
             self._queue.turn(TURN_S)
         if self._scoring.at_once:

@@ -12,7 +12,7 @@ from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rl.draws import Batch, Desk, Draws, prompt_order
 from hpc_rl.rl.rollout.request_queue import TURN_S
-from hpc_rl.rl.rollout.rollout import Rollout
+from hpc_rl.rl.rollout.respondent import Respondent
 from hpc_rl.rl.scoring import Scoring, response_texts
 from hpc_rl.tracking.samples import chosen_responses
 
@@ -65,10 +65,10 @@ class SynchronousBatches:
     """
 
     def __init__(
-        self, config: PpoConfig, train: Sequence[Prompt], rollout: Rollout, scoring: Scoring, start: Position
+        self, config: PpoConfig, train: Sequence[Prompt], queue: Respondent, scoring: Scoring, start: Position
     ) -> None:
-        self._queue = rollout.queue
-        self._draws = Draws(Desk(config, train, rollout.queue, scoring, prompt_order(config, len(train), start)))
+        self._queue = queue
+        self._draws = Draws(Desk(config, train, queue, scoring, prompt_order(config, len(train), start)))
         self.position = start
 
     def draw(self, step: int, stops: Callable[[], bool]) -> Batch | None:

@@ -25,7 +25,7 @@ from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.experience import new_experience
 from hpc_rl.rl.rollout.engine import Completion, Sampling
-from hpc_rl.rl.rollout.request_queue import Asked, RequestQueue
+from hpc_rl.rl.rollout.respondent import Respondent, Responses
 from hpc_rl.rl.scoring import Scoring, refuse_no_scores
 
 
@@ -61,7 +61,7 @@ class Desk:
 
     config: PpoConfig
     train: Sequence[Prompt]
-    queue: RequestQueue
+    queue: Respondent
     scoring: Scoring
     order: Iterator[tuple[int, Position]]
     """See prompt_order."""
@@ -74,7 +74,7 @@ class Group:
     prompt: Prompt
     position: Position
     """In the data, after the prompt."""
-    asked: Asked
+    asked: Responses
     scored: Pending[Scores] | None = None
     """None until all responses are complete."""
     is_informative: bool | None = None
@@ -172,7 +172,7 @@ class Draws:
         draws = [(seed, sampling(config)) for seed in seeds]
         if config.algorithm.advantage == "remax":
             draws.append((0, greedy_sampling(config)))
-        asked = self._desk.queue.ask(prompt.token_ids, draws, self._step + ahead // self._size)
+        asked = self._desk.queue.ask(prompt, draws, self._step + ahead // self._size)
         self.groups.append(Group(prompt, position, asked))
 
     def _of_next_batch(self) -> list[Group]:

@@ -51,9 +51,10 @@ from hpc_rl.rl.rollout.engine import Completion
 def new_experience(
     prompts: Sequence[NDArray[np.int32]], groups: Sequence[int], completions: Sequence[Completion]
 ) -> TensorDict:
-    """Return the experience of new responses; completions[i] answers prompts[i]."""
+    """Return the experience of new responses; completions[i] answers prompts[i], or a prompt of its own."""
+    answered = [prompt if c.prompt is None else c.prompt for prompt, c in zip(prompts, completions, strict=True)]
     columns = {
-        "prompt_ids": jagged_rows(list(prompts)),
+        "prompt_ids": jagged_rows(answered),
         "response_ids": jagged_rows([c.token_ids for c in completions]),
         "rollout_logprobs": jagged_rows([c.logprobs if c.mask is None else c.logprobs[c.mask] for c in completions]),
         "group": torch.tensor(list(groups), dtype=torch.int64),

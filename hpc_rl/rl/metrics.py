@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -12,7 +15,9 @@ from hpc_rl.config.algorithm import AlgorithmConfig
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl import experience as columns
+from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.state import PpoState
+from hpc_rl.rl.transcripts import Conversed
 from hpc_rl.rl.workers.learner import Sums
 
 PROBS_DIFF_DOCS = "docs/rl.md, section 'When engine and trainer disagree'"
@@ -58,7 +63,7 @@ def experience_metrics(experience: TensorDict, config: PpoConfig) -> dict[str, f
         old_N, rollout_N = columns.flat(experience, "old_logprobs"), columns.flat(experience, "rollout_logprobs")
         difference = probability_difference(old_N, rollout_N)
         metrics |= {f"training/rollout_probs_diff_{name}": torch.tensor(v) for name, v in difference._asdict().items()}
-    if not config.reward.sources:
+    if not config.scores:
         metrics = {name: value for name, value in metrics.items() if not name.startswith(OF_REWARDS)}
     return {name: float(value) for name, value in metrics.items()}
 
@@ -67,6 +72,25 @@ def reward_metrics(scores: Scores) -> dict[str, float]:
     """Return the number of failed scores, and the mean of each component that the reward reported."""
     components = {f"reward/{name}": mean for name, mean in scores.component_means().items()}
     return {"critic/reward_errors": float(len(scores.errors)), **components}
+
+
+def conversation_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Measure the conversations with an environment; no metric if the responses are none."""
+    found = [one for one in completions if isinstance(one, Conversed)]
+    if not found:
+        return {}
+    failed = [one.outcome.error is not None for one in found]
+    return {
+        "environment/turns/mean": float(np.mean([one.turns for one in found])),
+        "environment/turns/max": float(max(one.turns for one in found)),
+        "environment/tool_calls": float(np.mean([one.calls for one in found])),
+        "environment/bad_calls": float(np.mean([one.bad_calls for one in found])),
+        "environment/observation_length": float(np.mean([len(one.token_ids) - one.sampled for one in found])),
+        "environment/errors": float(sum(failed)),
+        "environment/truncated": float(
+            np.mean([not one.finished and not error for one, error in zip(found, failed, strict=True)])
+        ),
+    }
 
 
 def actor_metrics(sums: Sums) -> dict[str, float]:

@@ -6,19 +6,22 @@ import math
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
-from hpc_rl.config.reward import RewardConfig
+from hpc_rl.config.reward import OptionalRewardConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scorer, Scores, final_values
 from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.conversations import Environment
 from hpc_rl.rl.experience import new_experience
 from hpc_rl.rl.rollout.engine import Completion
+from hpc_rl.rl.transcripts import Conversed
 from hpc_rl.rl.workers.group import WorkerGroup
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 _MOST_CALLS = 64
 """Groups that are scored at a time; the calls for their responses share the processes of the reward."""
+NO_REWARD = "the environment returned no reward: add the method `reward`, or return rewards from `step`"
 
 
 class Scoring(Protocol):
@@ -80,7 +84,7 @@ class ModelScoring:
 
     at_once = False
 
-    def __init__(self, group: WorkerGroup, config: RewardConfig) -> None:
+    def __init__(self, group: WorkerGroup, config: OptionalRewardConfig) -> None:
         self._group = group
         self._config = config
 
@@ -101,6 +105,81 @@ class ModelScoring:
             print(f"warning: the reward model returned no finite score for {len(bad)} responses", file=sys.stderr)
         values_B = torch.where(torch.isfinite(scores_B), scores_B, math.nan)
         return Scores(final_values(values_B.numpy(), self._config), [(index, "not finite") for index in bad])
+
+
+class EnvironmentScoring:
+    """The rewards that environments gave at the end of conversations, plus those of another source, if there is one.
+
+    Args:
+        environment: is closed with this.
+        other: without reward.clip and reward.on_error, which are for the sum. A function gets the model's last turn.
+        may_lack: whether an environment may give no reward.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        other: Scoring | None,
+        config: OptionalRewardConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        may_lack: bool,
+    ) -> None:
+        self._environment = environment
+        self._other = other
+        self._config = config
+        self._tokenizer = tokenizer
+        self._may_lack = may_lack or other is not None
+
+    @property
+    def at_once(self) -> bool:
+        """See Scoring."""
+        return self._other is None or self._other.at_once
+
+    def start(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str] | None = None
+    ) -> Pending[Scores]:
+        """See Scoring."""
+        own = self._own([one for one in completions if isinstance(one, Conversed)])
+        if self._other is None:
+            return Pending.known(added_scores(own, None, self._config))
+        last = last_turns(self._tokenizer, completions) if texts is None else texts
+        return self._other.start(prompts, completions, last).then(partial(added_scores, own, config=self._config))
+
+    def close(self) -> None:
+        """See Scoring."""
+        if self._other is not None:
+            self._other.close()
+        self._environment.close()
+
+    def _own(self, conversations: Sequence[Conversed]) -> Scores:
+        """Return the environment's rewards, NaN where it failed."""
+        outcomes = [one.outcome for one in conversations]
+        missing = None if self._may_lack else NO_REWARD
+        errors = [
+            (index, error)
+            for index, outcome in enumerate(outcomes)
+            if (error := outcome.error or (missing if outcome.score is None else None)) is not None
+        ]
+        for _, error in errors[:1]:
+            print(f"warning: {len(errors)} of {len(outcomes)} conversations have no reward: {error}", file=sys.stderr)
+        values = np.array([outcome.score or 0.0 for outcome in outcomes], np.float32)
+        values[[index for index, _ in errors]] = math.nan
+        return Scores(values, errors, [outcome.components for outcome in outcomes])
+
+
+def added_scores(own: Scores, other: Scores | None, config: OptionalRewardConfig) -> Scores:
+    """Return the sum of an environment's rewards and of another source's scores, as `final_values`.
+
+    Args:
+        own: the environment's. With another source, they become the component `environment`.
+    """
+    if other is None:
+        return Scores(final_values(own.values, config), own.errors, own.components if any(own.components) else ())
+    given = [{} if math.isnan(value) else {"environment": value} for value in own.values.tolist()]
+    further = other.components or [{} for _ in given]
+    components = [{**a, **b, **c} for a, b, c in zip(given, further, own.components, strict=True)]
+    errors = {**dict(other.errors), **dict(own.errors)}
+    return Scores(final_values(own.values + other.values, config), sorted(errors.items()), components)
 
 
 class NoScoring:
@@ -143,6 +222,13 @@ def refuse_no_baselines(experience: TensorDict, greedy: Scores, number: int) -> 
             f"step {number}: none of {len(experience)} responses has a score and a scored greedy response to the same "
             f"prompt; the first error of a greedy response: {greedy.errors[0][1]}"
         )
+
+
+def last_turns(tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion]) -> list[str]:
+    """Decode the model's last turn in each response, without special tokens."""
+    ids = [one.last_turn if isinstance(one, Conversed) else one.token_ids for one in completions]
+    texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return texts
 
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpc_rl.algorithms.kl import AdaptiveKl
 from hpc_rl.config.pools import Role, pool_of, pool_spec
@@ -20,10 +20,13 @@ from hpc_rl.rl.adapter_check import AdapterCheck
 from hpc_rl.rl.async_batches import AsynchronousBatches
 from hpc_rl.rl.batches import BatchSource, SynchronousBatches
 from hpc_rl.rl.calls import MODEL_LIMIT, wait_for_all
+from hpc_rl.rl.conversations import Conversations, Environment
 from hpc_rl.rl.dealing import mini_batches
 from hpc_rl.rl.pools import Pool, create_pools
+from hpc_rl.rl.rollout.request_queue import RequestQueue
+from hpc_rl.rl.rollout.respondent import Respondent
 from hpc_rl.rl.rollout.rollout import InProcessRollout, Rollout, SeparateRollout
-from hpc_rl.rl.scoring import FunctionScoring, ModelScoring, NoScoring, Scoring
+from hpc_rl.rl.scoring import EnvironmentScoring, FunctionScoring, ModelScoring, NoScoring, Scoring
 from hpc_rl.rl.state import OldLogprobs, PpoState
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
@@ -53,11 +56,13 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     groups, rollout = start_workers(config, pools, logs)
     tokenizer = load_tokenizer(config.model)
     tokenizer.chat_template = chat_template(tokenizer, config.data)  # so that the exported model has it too
-    train, val = load_data(config, tokenizer)
+    environment = Environment(config, tokenizer) if config.environment.is_used else None
+    train, val = load_data(config, tokenizer, environment.schemas if environment else ())
     rollout.wait_before_workers(model_s)
     starting = [group.start() for group in groups.values()]
     of_role = {role: groups[pool_of(config, role)] for role in config.roles if role != "rollout"}
-    scoring = open_scoring(config, of_role, tokenizer)
+    scoring = open_scoring(config, of_role, tokenizer, environment)
+    queue = Conversations(rollout.queue, environment, config) if environment else rollout.queue
     wait_for_all(starting, "models", MODEL_LIMIT, model_s)
     rollout.wait_until_ready(model_s)
 
@@ -90,8 +95,11 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
         reference=actor if lora.is_used and kl.where != "none" else of_role.get("ref"),
         teacher=of_role.get("teacher"),
         rollout=rollout,
+        queue=queue,
         scoring=scoring,
-        batches=open_batches(config, train, rollout, scoring, checkpoints.position_of(progress), step, total_steps),
+        batches=open_batches(
+            config, train, rollout.queue, queue, scoring, checkpoints.position_of(progress), step, total_steps
+        ),
         old_logprobs=old_logprobs(config),
         adapter_check=AdapterCheck(progress is None and lora.path is None) if lora.is_used else None,
         gpus=sum(len(pool.slots) for pool in pools.values()),
@@ -130,9 +138,15 @@ def start_workers(config: PpoConfig, pools: Mapping[str, Pool], logs: Path) -> t
     return groups, SeparateRollout(config, pools[engine_pool], share, policy, neighbours, logs)
 
 
-def load_data(config: PpoConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[Prompt]]:
-    """Load training and validation prompts, and print their counts."""
-    train, counts = load_prompts(config.data.train_files, config.data, tokenizer, "train")
+def load_data(
+    config: PpoConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] = ()
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Load training and validation prompts, and print their counts.
+
+    Args:
+        tools: JSON schemas of the tools.
+    """
+    train, counts = load_prompts(config.data.train_files, config.data, tokenizer, "train", tools)
     print(f"training data: {counts}", flush=True)
     if len(train) < config.data.train_batch_size:
         raise UserError(
@@ -141,13 +155,23 @@ def load_data(config: PpoConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[li
         )
     if not config.data.val_files:
         return train, []
-    val, counts = load_prompts(config.data.val_files, config.data, tokenizer, "test")
+    val, counts = load_prompts(config.data.val_files, config.data, tokenizer, "test", tools)
     print(f"validation data: {counts}", flush=True)
     return train, val
 
 
-def open_scoring(config: PpoConfig, of_role: Mapping[Role, WorkerGroup], tokenizer: PreTrainedTokenizerBase) -> Scoring:
+def open_scoring(
+    config: PpoConfig,
+    of_role: Mapping[Role, WorkerGroup],
+    tokenizer: PreTrainedTokenizerBase,
+    environment: Environment | None = None,
+) -> Scoring:
     """Open the configured source of rewards. Raises UserError if the reward function cannot be loaded."""
+    if environment is not None:
+        alone = config.model_copy(update={"reward": config.reward.model_copy(update={"clip": None, "on_error": None})})
+        other = open_scoring(alone, of_role, tokenizer) if config.reward.sources else None
+        may_lack = config.algorithm.advantage == "opd"
+        return EnvironmentScoring(environment, other, config.reward, tokenizer, may_lack)
     if config.reward.model is not None:
         return ModelScoring(of_role["reward"], config.reward)
     if not config.reward.sources:
@@ -158,7 +182,8 @@ def open_scoring(config: PpoConfig, of_role: Mapping[Role, WorkerGroup], tokeniz
 def open_batches(
     config: PpoConfig,
     train: Sequence[Prompt],
-    rollout: Rollout,
+    engines: RequestQueue,
+    queue: Respondent,
     scoring: Scoring,
     start: Position,
     step: int,
@@ -166,8 +191,8 @@ def open_batches(
 ) -> BatchSource:
     """Return where the loop gets its batches from; see rollout.staleness."""
     if config.rollout.staleness:
-        return AsynchronousBatches(config, train, rollout, scoring, start, step, total_steps)
-    return SynchronousBatches(config, train, rollout, scoring, start)
+        return AsynchronousBatches(config, train, engines, queue, scoring, start, step, total_steps)
+    return SynchronousBatches(config, train, queue, scoring, start)
 
 
 def old_logprobs(config: PpoConfig) -> OldLogprobs:

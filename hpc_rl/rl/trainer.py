@@ -29,6 +29,7 @@ from hpc_rl.rl.experience import (
 )
 from hpc_rl.rl.metrics import (
     actor_metrics,
+    conversation_metrics,
     critic_metrics,
     experience_metrics,
     has_signal,
@@ -133,6 +134,7 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
     state.stopping.note_step(clock.seconds)
     metrics |= experience_metrics(experience, config)
     metrics |= reward_metrics(batch.scored.wait())
+    metrics |= conversation_metrics(batch.completions)
     metrics |= perf_metrics(experience, clock.seconds, state)
     metrics |= rollout_metrics(state, state.rollout.queue.busy_s - busy_s, clock.seconds)
     if config.rollout.staleness:
@@ -299,7 +301,7 @@ def test(state: PpoState) -> dict[str, float]:
     """Validate, log the first samples, and return the metrics. The engines stay awake for the next step."""
     with state.batches.paused():
         state.rollout.wake()
-        found = validate(state.val, state.rollout, state.scoring, state.tokenizer, state.config)
+        found = validate(state.val, state.queue, state.scoring, state.tokenizer, state.config)
     state.tracker.log_samples(state.step, found.samples, VAL)
     return found.metrics
 

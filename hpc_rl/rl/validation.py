@@ -11,8 +11,9 @@ import numpy as np
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rl.batches import score_or_none
+from hpc_rl.rl.metrics import conversation_metrics
 from hpc_rl.rl.rollout.engine import Sampling
-from hpc_rl.rl.rollout.rollout import Rollout
+from hpc_rl.rl.rollout.respondent import Respondent
 from hpc_rl.rl.scoring import Scoring, response_texts
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Validation:
 
 def validate(
     prompts: Sequence[Prompt],
-    rollout: Rollout,
+    queue: Respondent,
     scoring: Scoring,
     tokenizer: PreTrainedTokenizerBase,
     config: PpoConfig,
@@ -41,11 +42,11 @@ def validate(
     sampling = Sampling(config.data.max_response_length, each.temperature, each.top_p)
     seeds = np.random.default_rng([config.trainer.seed]).integers(2**62, size=len(prompts) * each.n).tolist()
     asked = [
-        rollout.queue.ask(prompt.token_ids, [(seed, sampling) for seed in seeds[index * each.n : (index + 1) * each.n]])
+        queue.ask(prompt, [(seed, sampling) for seed in seeds[index * each.n : (index + 1) * each.n]])
         for index, prompt in enumerate(prompts)
     ]
-    rollout.queue.wait(asked)
-    rollout.queue.pause()
+    queue.wait(asked)
+    queue.pause()
     completions = [completion for one in asked for completion in one.completions()]
     prompts = [prompt for prompt in prompts for _ in range(each.n)]
     scores = scoring.start(prompts, completions).wait()
@@ -56,9 +57,10 @@ def validate(
         "val/unfinished": float(np.mean([not completion.finished for completion in completions])),
         "val/reward_errors": float(len(scores.errors)),
     }
-    if len(found) and config.reward.sources:
+    if len(found) and config.scores:
         metrics["val/score"] = float(found.mean())
     metrics |= {f"val/reward/{name}": mean for name, mean in scores.component_means().items()}
+    metrics |= {f"val/{name}": value for name, value in conversation_metrics(completions).items()}
     shown = slice(0, config.trainer.log_val_generations * each.n, each.n)
     texts = response_texts(tokenizer, completions[shown])
     samples = [

@@ -23,10 +23,12 @@ PREFERENCES = {"ultrafeedback-dpo": "dpo", "ultrafeedback-dpo-lora": "dpo", "ult
 DISTILLATION = "gsm8k-distill"
 """Recipes of other kinds of jobs."""
 GENERATE = "gsm8k-generate"
+CALCULATOR = "calculator"
+"""A small example that `make demo-tools` runs."""
 
 
 def names(group: str) -> list[str]:
-    others = {VERL, DISTILLATION, GENERATE, *PREFERENCES}
+    others = {VERL, DISTILLATION, GENERATE, CALCULATOR, *PREFERENCES}
     return sorted(path.stem for path in (ROOT / "configs" / group).glob("*.yaml") if path.stem not in others)
 
 
@@ -79,6 +81,12 @@ def test_the_recipe_of_generation(kind: str) -> None:
     assert (config.rollout.n, config.reward.function, config.data.prompt_key) == (16, "gsm8k", "question")
 
 
+def test_the_recipe_of_the_calculator_needs_no_other_reward() -> None:
+    config = ppo(f"recipe={CALCULATOR}", "model.path=small")
+    assert config.environment.is_used and config.scores and not config.reward.sources
+    assert config.environment.max_turns == 2 and config.rollout.n > 1
+
+
 def test_model_and_algorithm_win_over_the_recipe() -> None:
     config = ppo("recipe=gsm8k-2nodes", "model=qwen2.5-1.5b", "algorithm=dapo", "algorithm.clip_ratio_high=0.3")
     assert config.model.path == "Qwen/Qwen2.5-1.5B"
@@ -99,7 +107,7 @@ def test_a_recipe_of_ones_own_builds_on_a_shipped_one(tmp_path: Path, monkeypatc
 
 def test_every_metric_of_the_loop_is_documented() -> None:
     sources = [path.read_text() for path in (ROOT / "hpc_rl" / "rl").glob("*.py")]
-    groups = "actor|critic|perf|val|training|response_length|prompt_length"
+    groups = "actor|critic|environment|perf|val|training|response_length|prompt_length"
     metrics = {name for text in sources for name in re.findall(rf'"((?:{groups})/[\w/]+)"', text)}
     metrics |= {f"timing_s/{name}" for text in sources for name in re.findall(r'clock\("(\w+)"\)', text)}
     page = (ROOT / "docs" / "rl.md").read_text()

@@ -87,7 +87,7 @@ def test_tools_and_variables_reach_the_template(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("template", "role", "part"),
     [
-        (templates.QWEN3, "user", "set its variable preserve_thinking to true"),
+        (templates.QWEN3, "user", "set data.chat_template_kwargs.preserve_thinking=true"),
         (templates.QWEN3_WITHOUT_SWITCH, "user", "set data.chat_template to a file"),
         (templates.SYSTEM_LAST, "user", "changes earlier turns when a message of role user follows"),
         (templates.SYSTEM_LAST, "tool", "changes earlier turns when a message of role tool follows"),

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 
@@ -57,8 +56,8 @@ def source(
     start: Position = START,
 ) -> Iterator[tuple[AsynchronousBatches, Engines]]:
     config, engines = ppo_config(*STALE, "rollout.staleness=1", *options), Engines()
-    rollout, scoring = SimpleNamespace(queue=engines), Scoring(score, at_once)
-    batches = AsynchronousBatches(config, PROMPTS, rollout, scoring, start, step, STEPS)  # type: ignore[arg-type]
+    scoring = Scoring(score, at_once)
+    batches = AsynchronousBatches(config, PROMPTS, engines, engines, scoring, start, step, STEPS)  # type: ignore[arg-type]
     try:
         yield batches, engines
     finally:
@@ -129,7 +128,7 @@ def test_the_loop_has_the_engines_to_itself() -> None:
             drawn(batches, step)
             with batches.paused():
                 turns = engines.turns
-                engines.wait([engines.ask(PROMPTS[0].token_ids, [(1, engines.asked[0][2][0])])])
+                engines.wait([engines.ask(PROMPTS[0], [(1, engines.asked[0][2][0])])])
                 waited = threading.Event().wait(0.02)
                 assert not waited and engines.turns > turns
 

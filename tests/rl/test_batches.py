@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,9 +42,11 @@ class Queue:
         self._open: list[tuple[Asked, Request]] = []
         self._random = random.Random(order)
 
-    def ask(self, prompt: NDArray[np.int32], draws: Sequence[tuple[int, Sampling]], wave: int = 0) -> Asked:
-        self.asked.append((int(prompt[0]), [seed for seed, _ in draws], [sampling for _, sampling in draws], wave))
-        asked = Asked([Request(number, prompt, *draw) for number, draw in enumerate(draws)])
+    def ask(self, prompt: Prompt, draws: Sequence[tuple[int, Sampling]], wave: int = 0) -> Asked:
+        self.asked.append(
+            (int(prompt.token_ids[0]), [seed for seed, _ in draws], [sampling for _, sampling in draws], wave)
+        )
+        asked = Asked([Request(number, prompt.token_ids, *draw) for number, draw in enumerate(draws)])
         self._open += [(asked, request) for request in asked.requests]
         return asked
 
@@ -82,7 +83,7 @@ def source(
     config: PpoConfig, score: Score | Scoring, start: Position = START, order: int = 0
 ) -> tuple[SynchronousBatches, Queue]:
     queue, scoring = Queue(order), score if isinstance(score, Scoring) else Scoring(score)
-    return SynchronousBatches(config, PROMPTS, SimpleNamespace(queue=queue), scoring, start), queue  # type: ignore[arg-type]
+    return SynchronousBatches(config, PROMPTS, queue, scoring, start), queue
 
 
 def drawn(source: SynchronousBatches, step: int) -> Batch:

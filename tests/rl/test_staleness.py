@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.order import Position
@@ -64,8 +63,8 @@ class Engines:
         self.version = version
         self.open: list[tuple[Asked, Request, int]] = []
 
-    def ask(self, prompt: NDArray[np.int32], draws: Sequence[tuple[int, Sampling]], wave: int = 0) -> Asked:
-        asked = Asked([Request(number, prompt, *draw) for number, draw in enumerate(draws)])
+    def ask(self, prompt: Prompt, draws: Sequence[tuple[int, Sampling]], wave: int = 0) -> Asked:
+        asked = Asked([Request(number, prompt.token_ids, *draw) for number, draw in enumerate(draws)])
         self.open += [(asked, request, self.version) for request in asked.requests]
         return asked
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from hpc_rl.rl.validation import Validation, validate
@@ -15,9 +13,8 @@ SAMPLED = ("rollout.val.n=3", "rollout.val.temperature=0.6", "rollout.val.top_p=
 
 def validated(*overrides: str) -> tuple[Validation, Queue]:
     queue = Queue(0)
-    rollout = SimpleNamespace(queue=queue)
     config = ppo_config("trainer.log_val_generations=2", *overrides)
-    return validate(PROMPTS[:4], rollout, Scoring(by_token), Words(), config), queue  # type: ignore[arg-type]
+    return validate(PROMPTS[:4], queue, Scoring(by_token), Words(), config), queue  # type: ignore[arg-type]
 
 
 def test_one_greedy_response_to_each_prompt() -> None:

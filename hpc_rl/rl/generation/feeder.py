@@ -53,7 +53,7 @@ class Feeder:
         n, seeds = self._plan.n, seeds_of(block, self._plan)
         asked = [
             self._queue.ask(
-                one.prompt.token_ids,
+                one.prompt,
                 [(seed, self._sampling) for seed in seeds[index * n : (index + 1) * n]],
                 block.number,
             )

@@ -4,11 +4,15 @@ The requests of a group have the same prompt and stay together, because an engin
 goes to the engine with the most room, and the longest prompts go first (longest processing time first: Graham 1969,
 https://doi.org/10.1137/0117039). An engine has a few more requests than it computes at a time, so that it never waits.
 All others wait here, so that no engine gets more than its part of the work.
+
+The later turns of a conversation begin with what an engine has computed before, and go to the same one. They go before
+all new groups, because others wait for the end of a conversation.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +26,8 @@ SHARE_IN_RESERVE = 4
 class _Group:
     """Requests with the same prompt. Groups are in the order in which engines get them."""
 
+    is_new: bool
+    """Whether it is no later turn of a conversation."""
     wave: int
     shortness: int
     """Minus the tokens of the prompt."""
@@ -36,6 +42,8 @@ class _Engine:
     tokens: int = 0
     """Tokens of these requests, if their responses become as long as they may."""
     is_available: bool = True
+    later: deque[_Group] = field(default_factory=deque)
+    """Later turns of its conversations, which wait until it has room."""
 
 
 class Dispatch:
@@ -52,24 +60,37 @@ class Dispatch:
         self._waiting: list[_Group] = []
         self._added = 0
 
-    def add(self, requests: Sequence[Request], wave: int = 0) -> None:
+    def add(self, requests: Sequence[Request], wave: int = 0, after: int | None = None) -> None:
         """Add a group.
 
         Args:
             requests: with the same prompt, and numbers that no other request has.
             wave: groups of a smaller wave go first, even if their prompts are shorter.
+            after: the engine that has generated the beginning of the prompt, in an earlier turn of a conversation. The
+                group goes to this one, unless it ends before.
         """
-        heapq.heappush(self._waiting, _Group(wave, -len(requests[0].prompt), self._added, list(requests)))
+        group = _Group(after is None, wave, -len(requests[0].prompt), self._added, list(requests))
         self._added += 1
+        if after is not None and self._engines[after].is_available:
+            self._engines[after].later.append(group)
+        else:
+            heapq.heappush(self._waiting, group)
 
     def assign(self) -> dict[int, list[Request]]:
         """Give waiting groups to engines that have room. Return the new requests of each engine that gets any."""
         assigned: dict[int, list[Request]] = {}
-        while self._waiting and (engine := self._roomiest()) is not None:
-            group, taker = heapq.heappop(self._waiting), self._engines[engine]
+
+        def give(engine: int, group: _Group) -> None:
+            taker = self._engines[engine]
             taker.groups.update((request.number, group) for request in group.requests)
             taker.tokens += sum(map(_tokens, group.requests))
             assigned.setdefault(engine, []).extend(group.requests)
+
+        for index, engine in enumerate(self._engines):
+            while engine.later and self._has_room(index):
+                give(index, engine.later.popleft())
+        while self._waiting and (roomiest := self._roomiest()) is not None:
+            give(roomiest, heapq.heappop(self._waiting))
         return assigned
 
     def complete(self, engine: int, number: int) -> None:
@@ -92,7 +113,9 @@ class Dispatch:
         groups = {group.number: group for group in lost.groups.values()}
         for number, requests in again.items():
             group = groups[number]
-            heapq.heappush(self._waiting, _Group(group.wave, group.shortness, number, requests))
+            heapq.heappush(self._waiting, _Group(group.is_new, group.wave, group.shortness, number, requests))
+        for group in lost.later:
+            heapq.heappush(self._waiting, group)
         self._engines[engine] = _Engine(is_available=False)
         return len(lost.groups)
 
@@ -107,16 +130,20 @@ class Dispatch:
     @property
     def waiting(self) -> int:
         """Number of requests that no engine has."""
-        return sum(len(group.requests) for group in self._waiting)
+        later = (group for engine in self._engines for group in engine.later)
+        return sum(len(group.requests) for group in (*self._waiting, *later))
 
     @property
     def available(self) -> list[int]:
         """The engines that get requests."""
         return [index for index, engine in enumerate(self._engines) if engine.is_available]
 
+    def _has_room(self, engine: int) -> bool:
+        return self.running(engine) < self._limit
+
     def _roomiest(self) -> int | None:
         """Return the available engine with the fewest requests, then with the fewest tokens; None if all are full."""
-        free = [index for index in self.available if self.running(index) < self._limit]
+        free = [index for index in self.available if self._has_room(index)]
         return min(free, key=lambda index: (self.running(index), self._engines[index].tokens), default=None)
 
 

@@ -78,6 +78,8 @@ class Completion:
     mask: NDArray[np.bool_] | None = None
     """[R], whether the model sampled the token, at least one of them; the others are observations, whose logprobs are 0
     and never used. None: it sampled all."""
+    prompt: NDArray[np.int32] | None = None
+    """[P], what it answers, if this is not the prompt that was requested: an environment may begin a conversation."""
 
     @property
     def sampled(self) -> int:

@@ -16,16 +16,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import ray
-from numpy.typing import NDArray
 
+from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl.calls import ActorCall, Pending
 from hpc_rl.rl.fates import ActorDiedError
 from hpc_rl.rl.rollout.dispatch import Dispatch
-from hpc_rl.rl.rollout.engine import Completion, Progress, Request, Sampling
+from hpc_rl.rl.rollout.engine import Completion, Progress, Request
+from hpc_rl.rl.rollout.respondent import Samplings
 from hpc_rl.rl.weights.base import EngineActors
 
 SLICE_S = 0.1
@@ -44,6 +44,8 @@ class Asked:
     requests: list[Request]
     found: dict[int, Completion] = field(default_factory=dict)
     """By the number of the request."""
+    engines: dict[int, int] = field(default_factory=dict)
+    """Which engine generated it, by the number of the request."""
 
     @property
     def is_complete(self) -> bool:
@@ -104,18 +106,18 @@ class RequestQueue:
         """Return the number of requests that are not complete."""
         return len(self._asked)
 
-    def ask(self, prompt: NDArray[np.int32], draws: Sequence[tuple[int, Sampling]], wave: int = 0) -> Asked:
+    def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0, after: int | None = None) -> Asked:
         """Request responses to one prompt, which share an engine.
 
         Args:
-            prompt: token ids [P].
             draws: seed and sampling of each response; see Request.
             wave: prompts of a smaller wave go first.
+            after: the engine of an earlier turn; see Dispatch.add.
         """
         first, self._number = self._number, self._number + len(draws)
-        asked = Asked([Request(first + index, prompt, *draw) for index, draw in enumerate(draws)])
+        asked = Asked([Request(first + index, prompt.token_ids, *draw) for index, draw in enumerate(draws)])
         self._asked.update((request.number, asked) for request in asked.requests)
-        self._dispatch.add(asked.requests, wave)
+        self._dispatch.add(asked.requests, wave, after)
         return asked
 
     def turn(self, timeout_s: float) -> None:
@@ -206,7 +208,8 @@ class RequestQueue:
         self._busy_s += progress.busy_s
         for number, completion in progress.completed:
             self._dispatch.complete(engine, number)
-            self._asked.pop(number).found[number] = completion
+            asked = self._asked.pop(number)
+            asked.found[number], asked.engines[number] = completion, engine
 
     def _lose(self, engine: int, error: ActorDiedError) -> None:
         self._calls[engine].clear()

@@ -26,6 +26,7 @@ from hpc_rl.config.rollout import engine_spec
 from hpc_rl.config.select import SelectConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.data.selection import check_scored
+from hpc_rl.environments.loading import ENVIRONMENT, TOOLS, check_name
 from hpc_rl.errors import UserError
 from hpc_rl.host.disk import refuse_unwritable, space_of
 from hpc_rl.host.environment import refuse_expandable_segments
@@ -210,6 +211,17 @@ def reward(job: Job) -> Iterator[Question]:
         yield Question(check_url, (config.reward.url,))
 
 
+def environment(job: Job) -> Iterator[Question]:
+    """Ask whether the environment and the tools of conversations exist."""
+    config = job.config
+    if not isinstance(config, PpoConfig):
+        return
+    same_python = config.slurm.python is None and config.container.image is None
+    named = [(ENVIRONMENT, config.environment.name)] if config.environment.name is not None else []
+    for option, name in [*named, *((TOOLS, tool) for tool in config.environment.tools)]:
+        yield Question(_check_name, (option, name, same_python))
+
+
 def program(job: Job) -> Iterator[Question]:
     """Ask whether the user's own program can be started."""
     if job.row.takes_program:
@@ -241,6 +253,7 @@ CHECKS: tuple[Callable[[Job], Iterator[Question]], ...] = (
     model,
     data,
     reward,
+    environment,
     program,
 )
 """The checks of every job; `partition` is added for jobs that are queued."""
@@ -341,3 +354,7 @@ def _shortened(path: Path) -> str:
 def _check_reward(reward: OptionalRewardConfig, same_python: bool) -> str | None:
     assert reward.function is not None
     return check_function(reward.function, reward.kwargs, same_python=same_python)
+
+
+def _check_name(option: str, name: str, same_python: bool) -> str | None:
+    return check_name(option, name, same_python=same_python)

@@ -74,6 +74,37 @@ def test_requests_of_a_dead_engine_go_to_others_before_newer_ones() -> None:
     assert numbers(dispatch.assign()) == {0: [0, 2, 20, 10]}
 
 
+def test_a_later_turn_goes_to_the_engine_of_the_earlier_one_before_all_new_groups() -> None:
+    dispatch = Dispatch(engines=2, places=2)  # an engine has up to 3 requests
+    for number in range(3):
+        dispatch.add(group(number))
+    assert numbers(dispatch.assign()) == {0: [0, 2], 1: [1]}
+    dispatch.complete(0, 0)
+    dispatch.add(group(10, prompt=90), wave=0)
+    dispatch.add(group(11, prompt=5), wave=7, after=0)
+    dispatch.add(group(12, prompt=1), wave=9, after=0)
+    dispatch.add(group(13, prompt=1), wave=9, after=0)
+    assert numbers(dispatch.assign()) == {0: [11, 12], 1: [10]} and dispatch.waiting == 1, "engine 0 is full"
+    dispatch.add(group(20), wave=0)
+    dispatch.complete(0, 2)
+    assert numbers(dispatch.assign()) == {0: [13], 1: [20]}
+
+
+def test_later_turns_of_a_dead_engine_go_to_others_before_new_groups() -> None:
+    dispatch = Dispatch(engines=2, places=1)
+    dispatch.add(group(0), after=0)
+    dispatch.add(group(1), after=0)
+    dispatch.add(group(2), after=0)
+    assert numbers(dispatch.assign()) == {0: [0, 1]}
+    assert dispatch.lose(0) == 2 and dispatch.waiting == 3
+    dispatch.add(group(3, prompt=90))
+    dispatch.add(group(4), after=0)
+    assert numbers(dispatch.assign()) == {1: [0, 1]}
+    dispatch.complete(1, 0)
+    dispatch.complete(1, 1)
+    assert numbers(dispatch.assign()) == {1: [2, 4]} and dispatch.waiting == 1
+
+
 @given(
     st.integers(1, 4), st.integers(1, 6), st.lists(st.integers(1, 5), max_size=30), st.randoms(use_true_random=False)
 )
@@ -83,13 +114,18 @@ def test_every_request_is_answered_once_whatever_happens(
     dispatch = Dispatch(engines, places)
     running: dict[int, set[int]] = {engine: set() for engine in range(engines)}
     answered: list[int] = []
+    bound: dict[int, int] = {}
+    """Later turns -> the engine that has to get them, as long as it lives."""
     expected = 0
     left = list(sizes)
     while left or dispatch.waiting or any(running.values()):
         event = chance.choice(["add", "complete", "complete", "lose", "restore"])
         if event == "add" and left:
             size = left.pop()
-            dispatch.add(group(expected, size, prompt=chance.randint(1, 9)), wave=chance.randint(0, 2))
+            after = chance.choice([None, chance.randrange(engines)])
+            if after in dispatch.available:
+                bound.update((number, after) for number in range(expected, expected + size))
+            dispatch.add(group(expected, size, prompt=chance.randint(1, 9)), wave=chance.randint(0, 2), after=after)
             expected += size
         elif event == "complete" and (busy := [engine for engine in running if running[engine]]):
             engine = chance.choice(busy)
@@ -101,14 +137,16 @@ def test_every_request_is_answered_once_whatever_happens(
             engine = chance.randrange(engines)
             assert dispatch.lose(engine) == len(running[engine])
             running[engine].clear()
+            bound = {number: to for number, to in bound.items() if to != engine}
         elif event == "restore":
             dispatch.restore(chance.randrange(engines))
         for engine, requests in dispatch.assign().items():
             assert engine in dispatch.available
+            assert all(bound.get(request.number, engine) == engine for request in requests)
             running[engine] |= {request.number for request in requests}
         for engine in running:
             assert dispatch.running(engine) == len(running[engine])
             assert len(running[engine]) < places + -(-places // 4) + max(sizes)
-        if dispatch.waiting and dispatch.available:
-            assert min(len(running[engine]) for engine in dispatch.available) >= places
+        if dispatch.waiting and not bound.keys() - {*answered, *(n for each in running.values() for n in each)}:
+            assert all(len(running[engine]) >= places for engine in dispatch.available)
     assert sorted(answered) == list(range(expected))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import ray
 
+from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.calls import ActorCall
 from hpc_rl.rl.fates import Actor, ActorDiedError
@@ -20,7 +21,7 @@ from hpc_rl.rl.weights.base import EngineActors
 from tests.rl.runs.counting_engine import DIES, HANGS, REFUSES, CountingEngine
 from tests.rl.runs.jobs import TIMEOUT_S
 
-PROMPT = np.zeros(3, np.int32)
+PROMPT = Prompt(np.zeros(3, np.int32), None, {}, "")
 
 
 class Engines:

@@ -190,7 +190,7 @@ def test_a_reward_model_scores_as_transformers_does(plain: Runs, tmp_path: Path)
     with plain.state(tmp_path / "run", f"reward.model={folder}", "reward.weights=[2,-0.5]") as state:
         prompts = state.val
         greedy = greedy_sampling(state.config)
-        asked = [state.rollout.queue.ask(prompt.token_ids, [(0, greedy)]) for prompt in prompts]
+        asked = [state.rollout.queue.ask(prompt, [(0, greedy)]) for prompt in prompts]
         state.rollout.queue.wait(asked)
         completions = [completion for one in asked for completion in one.completions()]
         scores = state.scoring.start(prompts, completions).wait().values

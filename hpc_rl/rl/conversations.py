@@ -1,0 +1,324 @@
+"""Responses with several turns: the model writes, an environment answers, and the model goes on.
+
+    asked = conversations.ask(prompt, draws)     # the environment begins a conversation for each response
+    while not asked.is_complete:
+        conversations.turn(timeout_s)            # engines generate turns, while environments answer others
+    asked.completions()                          # each conversation as one response
+
+Each conversation is in one of four places: its environment begins it (with the others of its prompt, because they share
+an engine), an engine generates a turn, its environment answers this turn, or its environment computes the reward. The
+answers of environments are awaited in other threads, so that no conversation waits for the environment of another.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.data.prompts import Prompt
+from hpc_rl.data.rows import Message, to_prompt
+from hpc_rl.environments.pool import Conversation, EnvironmentPool
+from hpc_rl.environments.protocol import Outcome, Reply
+from hpc_rl.environments.requests import Wanted
+from hpc_rl.environments.tool_calls import VLLM, Call, Malformed, after_thinking, find_parser
+from hpc_rl.environments.turns import Turns
+from hpc_rl.environments.vllm_parsers import load_vllm_parser
+from hpc_rl.errors import UserError
+from hpc_rl.host.heartbeat import heart
+from hpc_rl.rl.rollout.engine import Completion, Sampling
+from hpc_rl.rl.rollout.request_queue import TURN_S, Asked, RequestQueue
+from hpc_rl.rl.rollout.respondent import Samplings
+from hpc_rl.rl.transcripts import Conversed, Transcript
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+
+class Environment:
+    """The environment of a run: its processes, and how its messages become tokens.
+
+    Args:
+        tokenizer: with the run's chat template.
+
+    Raises:
+        UserError: the environment cannot be loaded, it gives no reward and nothing else does, or the chat template does
+            not fit conversations.
+    """
+
+    def __init__(self, config: PpoConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        own = config.environment
+        wanted = Wanted(own.name, own.kwargs, own.tools, own.max_output_chars, own.sandbox)
+        self.pool = EnvironmentPool(wanted, own.workers, own.timeout_s)
+        try:
+            self._prepare(config, tokenizer)
+        except UserError:
+            self.pool.close()
+            raise
+
+    def _prepare(self, config: PpoConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        own, offered = config.environment, self.pool.offered
+        if not (offered.has_reward or offered.has_step or config.reward.sources or config.algorithm.advantage == "opd"):
+            raise UserError(
+                f"environment.name {own.name} has no method `reward`, and no reward is set: add the method, or set "
+                "reward.function"
+            )
+        self.schemas = offered.schemas
+        self._tokenizer = copy.deepcopy(tokenizer)  # other threads use the run's
+        template = self._tokenizer.get_chat_template()
+        self.roles = ["tool"] * bool(self.schemas) + ["user"] * offered.has_step
+        self.turns = Turns(self._tokenizer, template, self.schemas, config.data.chat_template_kwargs, self.roles)
+        if own.tool_format.startswith(VLLM):
+            self._parse = load_vllm_parser(own.tool_format.removeprefix(VLLM), self._tokenizer, self.schemas)
+        elif self.schemas:
+            self._parse = find_parser(own.tool_format, template)
+
+    def read(self, turn: Completion) -> tuple[str, list[Call | Malformed]]:
+        """Return what the model wrote in a turn that it has ended itself, without its thinking, and its tool calls."""
+        # Formats of tool calls have special tokens; the last token is the one that ends the turn.
+        text = self._tokenizer.decode(turn.token_ids[:-1], skip_special_tokens=False)
+        assert isinstance(text, str)
+        visible = after_thinking(text, self.turns.opens_thinking)
+        return visible, self._parse(visible) if self.schemas else []
+
+    def prompt_ids(self, prompt: Prompt, asked: Sequence[Message], first: Sequence[Message]) -> NDArray[np.int32]:
+        """Return the prompt of a conversation.
+
+        Args:
+            asked: the messages of the prompt.
+            first: these messages with what the environment has added.
+        """
+        if list(first) == list(asked):
+            return prompt.token_ids
+        return np.array(self.turns.prompt_ids(first), np.int32)
+
+    def added_ids(self, turn: Completion, messages: Sequence[Message]) -> list[int]:
+        """Return the ids between a turn and the next one.
+
+        Raises:
+            UserError: the messages do not fit the chat template.
+        """
+        if other := {str(message["role"]) for message in messages} - {*self.roles}:
+            raise UserError(f"it returned a message of role {min(other)}; return {' or '.join(self.roles)}")
+        return self.turns.added_ids(turn.token_ids.tolist(), messages)
+
+    def close(self) -> None:
+        """End the processes."""
+        self.pool.close()
+
+
+@dataclass
+class Conversations:
+    """What responds to prompts with conversations; see Respondent. The queue generates the turns of the model."""
+
+    queue: RequestQueue
+    environment: Environment
+    config: PpoConfig
+    _beginning: list[_Group] = field(default_factory=list)
+    _generating: list[_Talk] = field(default_factory=list)
+    _answered: list[_Talk] = field(default_factory=list)
+    """Those whose environment answers."""
+    _ending: list[_Talk] = field(default_factory=list)
+
+    def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0) -> Talks:
+        """See Respondent."""
+        messages, _ = to_prompt(prompt.row, self.config.data, "the data")
+        found = Talks(len(draws))
+        talks = []
+        for index, (seed, sampling) in enumerate(draws):
+            begun = self.environment.pool.start(messages, prompt.row)
+            talks.append(_Talk(found, index, prompt, wave, seed, sampling, begun, begun.first))
+        self._beginning.append(_Group(prompt, messages, wave, talks))
+        return found
+
+    def turn(self, timeout_s: float) -> None:
+        """See Respondent.
+
+        Raises:
+            UserError: an engine refused a request.
+            RunError: no engine is left, or the environment cannot be loaded again.
+        """
+        self._hear()
+        if self._generating:
+            self.queue.turn(timeout_s)
+            self._read()
+        else:
+            with heart.waiting():
+                wait(self._awaited(), timeout_s, FIRST_COMPLETED)
+        self._hear()
+
+    def wait(self, asked: Sequence[Talks]) -> None:
+        """See Respondent."""
+        while not all(one.is_complete for one in asked):
+            self.turn(TURN_S)
+
+    def pause(self) -> None:
+        """See Respondent. Environments may go on with what they do."""
+        self.queue.pause()
+
+    def _awaited(self) -> list[Future[Any]]:
+        beginning = (talk for group in self._beginning for talk in group.talks)
+        talks = (*beginning, *self._answered, *self._ending)
+        return [talk.awaited for talk in talks if not talk.awaited.done()]
+
+    def _hear(self) -> None:
+        """Go on with the conversations whose environments have answered."""
+        begun, self._beginning = _split(self._beginning, lambda group: all(t.awaited.done() for t in group.talks))
+        for group in begun:
+            self._begin(group)
+        answered, self._answered = _split(self._answered, lambda talk: talk.awaited.done())
+        for talk in answered:
+            self._go_on(talk, talk.awaited.result())
+        ended, self._ending = _split(self._ending, lambda talk: talk.awaited.done())
+        for talk in ended:
+            talk.end(talk.awaited.result())
+
+    def _begin(self, group: _Group) -> None:
+        """Request the first turns. Those that have the same prompt are requested together."""
+        together: dict[bytes, list[_Talk]] = {}
+        for talk in group.talks:
+            ids, talk.error = self._first_prompt(group, talk.awaited.result())
+            # A conversation that cannot begin is a response without a score, and a response has a token.
+            most = talk.sampling.max_new_tokens if talk.error is None else 1
+            talk.transcript = Transcript(ids, most)
+            together.setdefault(ids.tobytes(), []).append(talk)
+        for talks in together.values():
+            self._request(talks, None)
+
+    def _first_prompt(self, group: _Group, reply: Reply) -> tuple[NDArray[np.int32], str | None]:
+        """Return the prompt of a conversation, and why it cannot begin."""
+        if reply.error is not None:
+            return group.prompt.token_ids, reply.error
+        try:
+            ids = self.environment.prompt_ids(group.prompt, group.messages, reply.messages)
+        except UserError as error:
+            return group.prompt.token_ids, str(error)
+        if len(ids) > (most := self.config.data.max_prompt_length):
+            problem = f"the prompt has {len(ids)} tokens with what reset returned, over data.max_prompt_length {most}"
+            return group.prompt.token_ids, problem
+        return ids, None
+
+    def _request(self, talks: Sequence[_Talk], engine: int | None) -> None:
+        """Request the next turns of conversations that are equal so far."""
+        prompt = replace(talks[0].prompt, token_ids=talks[0].transcript.ids())
+        asked = self.queue.ask(prompt, [talk.draw() for talk in talks], talks[0].wave, engine)
+        for talk, request in zip(talks, asked.requests, strict=True):
+            talk.asked, talk.number = asked, request.number
+        self._generating += talks
+
+    def _read(self) -> None:
+        """Give the turns that are complete to the environments."""
+        written, self._generating = _split(self._generating, lambda talk: talk.number in talk.asked.found)
+        for talk in written:
+            talk.turn = talk.asked.found[talk.number]
+            talk.transcript.add_turn(talk.turn)
+            if talk.error is None and talk.turn.finished:
+                talk.awaited = talk.environment.answer(*self.environment.read(talk.turn))
+                self._answered.append(talk)
+            else:
+                self._finish(talk)
+
+    def _go_on(self, talk: _Talk, reply: Reply) -> None:
+        """Continue after an observation, or end the conversation."""
+        talk.calls, talk.bad_calls = talk.calls + reply.calls, talk.bad_calls + reply.bad_calls
+        talk.finished = reply.done and reply.error is None
+        if not reply.done and talk.transcript.turns < self.config.environment.max_turns:
+            try:
+                added = self.environment.added_ids(talk.turn, reply.messages)
+            except UserError as error:
+                talk.error = str(error)
+            else:
+                if talk.transcript.add_observation(added):
+                    self._request([talk], talk.asked.engines[talk.number])
+                    return
+        self._finish(talk)
+
+    def _finish(self, talk: _Talk) -> None:
+        talk.awaited = talk.environment.finish()
+        self._ending.append(talk)
+
+
+@dataclass
+class Talks:
+    """The conversations about one prompt that were requested together."""
+
+    size: int
+    found: dict[int, Conversed] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all have ended."""
+        return len(self.found) == self.size
+
+    def completions(self) -> list[Completion]:
+        """Return them in the order in which they were requested."""
+        return [self.found[index] for index in range(self.size)]
+
+
+@dataclass
+class _Talk:
+    """One conversation."""
+
+    found: Talks
+    index: int
+    prompt: Prompt
+    wave: int
+    seed: int
+    sampling: Sampling
+    environment: Conversation
+    awaited: Future[Any]
+    """What the environment answers next."""
+    transcript: Transcript = field(init=False)
+    asked: Asked = field(init=False)
+    number: int = -1
+    """Of the request for its turn."""
+    turn: Completion = field(init=False)
+    """The latest."""
+    calls: int = 0
+    bad_calls: int = 0
+    finished: bool = False
+    error: str | None = None
+    """Why it has no score, if not for an error that the environment reports."""
+
+    def draw(self) -> tuple[int, Sampling]:
+        """Return seed and sampling of the next turn."""
+        transcript = self.transcript
+        return turn_seed(self.seed, transcript.turns), replace(self.sampling, max_new_tokens=transcript.left)
+
+    def end(self, outcome: Outcome) -> None:
+        """Record the end of the conversation."""
+        if self.error is not None:
+            outcome = Outcome(None, error=self.error)
+        self.found.found[self.index] = self.transcript.joined(self.finished, outcome, self.calls, self.bad_calls)
+
+
+@dataclass
+class _Group:
+    """Conversations that begin."""
+
+    prompt: Prompt
+    messages: list[Message]
+    wave: int
+    talks: list[_Talk]
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Return the seed of a turn: that of the response for the first one, and one that follows from it for others."""
+    return seed if turn == 0 else int(np.random.default_rng([seed, turn]).integers(2**62))
+
+
+def _split(items: list[T], is_chosen: Callable[[T], bool]) -> tuple[list[T], list[T]]:
+    """Return the chosen items and the others."""
+    chosen: list[T] = []
+    others: list[T] = []
+    for item in items:
+        (chosen if is_chosen(item) else others).append(item)
+    return chosen, others

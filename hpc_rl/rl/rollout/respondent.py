@@ -1,0 +1,48 @@
+"""The interface of what responds to prompts, with one turn of the model or with several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from hpc_rl.data.prompts import Prompt
+from hpc_rl.rl.rollout.engine import Completion, Sampling
+
+Samplings = Sequence[tuple[int, Sampling]]
+"""Seed and sampling of each response to a prompt."""
+
+
+class Responses(Protocol):
+    """The responses to one prompt that were requested together."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there are all responses."""
+        ...
+
+    def completions(self) -> list[Completion]:
+        """Return the responses in the order in which they were requested."""
+        ...
+
+
+class Respondent(Protocol):
+    """What responds to prompts: the RequestQueue with one turn, `hpc_rl.rl.conversations.Conversations` with several.
+
+    Its calls may come from any thread, but only from one at a time.
+    """
+
+    def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0) -> Responses:
+        """Request responses to one prompt. Prompts of a smaller wave go first."""
+        ...
+
+    def turn(self, timeout_s: float) -> None:
+        """Let the engines generate until they have completed something, at most this long."""
+        ...
+
+    def wait(self, asked: Sequence[Any]) -> None:
+        """Wait until all these Responses of its own are complete."""
+        ...
+
+    def pause(self) -> None:
+        """Wait until no engine generates. What is not complete stays where it is."""
+        ...

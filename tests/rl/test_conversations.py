@@ -1,0 +1,309 @@
+"""Conversations with environments in processes of their own; the model's turns follow from the row of the prompt."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.data.prompts import Prompt, tokenize_prompts
+from hpc_rl.errors import UserError
+from hpc_rl.rl.conversations import Conversations, Environment, turn_seed
+from hpc_rl.rl.metrics import conversation_metrics
+from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span
+from hpc_rl.rl.rollout.request_queue import Asked
+from hpc_rl.rl.rollout.respondent import Samplings
+from hpc_rl.rl.transcripts import Conversed
+from tests.environments.templates import CHATML, OPENS_THINKING, QWEN3_WITHOUT_SWITCH
+from tests.helpers import make_tokenizer
+from tests.rl.ppo_config import ppo_config
+
+OWN = '''
+import time
+
+class Own:
+    """Adds up. The row says what goes wrong."""
+
+    def reset(self, wrong="", first=None, **row):
+        self.total, self.wrong, self.said = 0, wrong, ""
+        if wrong == "reset":
+            raise OSError("no disk")
+        return first
+
+    def add(self, x: int) -> int:
+        """Add a number.
+
+        Args:
+            x: The number.
+        """
+        if self.wrong == "hang":
+            time.sleep(600)
+        if self.wrong == "raise":
+            raise OSError("no disk")
+        self.total += x
+        return self.total if self.wrong != "flood" else "x" * 10**6
+
+    def step(self, text):
+        self.said = text
+        if text.startswith("again"):
+            role = "system" if self.wrong == "role" else "user"
+            return [{"role": role, "content": "And?"}]
+        return None
+
+    def reward(self):
+        if self.wrong == "reward":
+            raise OSError("no disk")
+        return {"score": self.total, "said": len(self.said)}
+'''
+CALL = '<tool_call>{"name": "add", "arguments": {"x": %d}}</tool_call>'
+LONG = "data.max_response_length=2000", "data.max_prompt_length=2000", "trainer.micro_tokens=4000"
+
+
+class Model:
+    """A RequestQueue whose model writes the next of the row's turns. Each of its calls completes one of the requests.
+
+    A turn that is too long is cut off.
+    """
+
+    def __init__(self, tokenizer: Any, seed: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._numbers = count()
+        self._random = random.Random(seed)
+        self._open: list[tuple[Asked, Request, Prompt, int]] = []
+        self.asked: list[tuple[Prompt, list[tuple[int, Sampling]], int, int | None]] = []
+        self.is_paused = False
+
+    def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0, after: int | None = None) -> Asked:
+        self.asked.append((prompt, list(draws), wave, after))
+        asked = Asked([Request(next(self._numbers), prompt.token_ids, *draw) for draw in draws])
+        engine = self._random.randrange(100) if after is None else after
+        self._open += [(asked, request, prompt, engine) for request in asked.requests]
+        return asked
+
+    def turn(self, timeout_s: float) -> None:
+        asked, request, prompt, engine = self._open.pop(self._random.randrange(len(self._open)))
+        number = self._tokenizer.decode(request.prompt).count("<|im_start|>assistant") - 1
+        text, most = prompt.row["turns"][number], request.sampling.max_new_tokens
+        # Letter by letter, as no tokenizer would write it.
+        ids = [token for letter in text for token in self._tokenizer(letter)["input_ids"]]
+        ids = [*ids, self._tokenizer.eos_token_id][:most]
+        finished = len(text) < most
+        found = Completion(np.array(ids, np.int32), -np.ones(len(ids), np.float32), finished, (Span(3, len(ids)),))
+        asked.found[request.number], asked.engines[request.number] = found, engine
+
+    def pause(self) -> None:
+        self.is_paused = True
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    made = make_tokenizer(320)
+    made.add_tokens(["<tool_call>", "</tool_call>", "<tool_response>"])
+    made.chat_template = CHATML.replace("{% if tools %}", "{% if tools %}<tool_call>")
+    return made
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("own") / "own.py"
+    file.write_text(OWN)
+    return file
+
+
+def config_of(own: Path, *overrides: str) -> PpoConfig:
+    options = [f"environment.name={own}:Own", "environment.workers=2", "environment.max_output_chars=200", *LONG]
+    return ppo_config(*options, *overrides)
+
+
+@pytest.fixture(scope="module")
+def opened(own: Path, tokenizer: Any) -> Iterator[Environment]:
+    environment = Environment(config_of(own, "environment.timeout_s=20"), tokenizer)
+    yield environment
+    environment.close()
+
+
+def prompts_of(rows: Sequence[dict[str, Any]], config: PpoConfig, tokenizer: Any, tools: Any) -> list[Prompt]:
+    asked = {"messages": [{"role": "user", "content": "Sum?"}], "answer": "3"}
+    return tokenize_prompts([({**asked, **row}, "row") for row in rows], config.data, tokenizer, tools)[0]
+
+
+def converse(
+    opened: Environment, tokenizer: Any, own: Path, *rows: dict[str, Any], overrides: Sequence[str] = (), n: int = 1
+) -> tuple[list[Conversed], Model]:
+    """Let the model converse about rows; return all conversations."""
+    config = config_of(own, *overrides)
+    model = Model(tokenizer)
+    conversations = Conversations(model, opened, config)  # type: ignore[arg-type]
+    sampling = Sampling(config.data.max_response_length)
+    asked = [
+        conversations.ask(prompt, [(10 * number + i, sampling) for i in range(n)], wave=number)
+        for number, prompt in enumerate(prompts_of(rows, config, tokenizer, opened.schemas))
+    ]
+    conversations.wait(asked)
+    found = [one for each in asked for one in each.completions()]
+    assert all(isinstance(one, Conversed) for one in found)
+    for one in found:
+        assert sum(span.tokens for span in one.spans) == len(one.token_ids) == len(one.logprobs)
+        assert len(one.token_ids) <= config.data.max_response_length
+    return found, model  # type: ignore[return-value]
+
+
+def sampled_text(tokenizer: Any, one: Conversed) -> str:
+    ids = one.token_ids if one.mask is None else one.token_ids[one.mask]
+    return str(tokenizer.decode(ids))
+
+
+def test_a_conversation_is_what_the_template_renders_and_keeps_the_tokens_of_the_model(
+    opened: Environment, tokenizer: Any, own: Path
+) -> None:
+    turns = [CALL % 1 + CALL % 5, "again", CALL % 4, "It is 10."]
+    (found,), _ = converse(opened, tokenizer, own, {"turns": turns})
+    observations = [
+        [{"role": "tool", "content": "1"}, {"role": "tool", "content": "6"}],
+        [{"role": "user", "content": "And?"}],
+        [{"role": "tool", "content": "10"}],
+        [],
+    ]
+    messages = [{"role": "user", "content": "Sum?"}]
+    for text, observed in zip(turns, observations, strict=True):
+        messages += [{"role": "assistant", "content": text}, *observed]
+    assert found.prompt is not None
+    whole = tokenizer.apply_chat_template(messages, tools=opened.schemas, tokenize=False)
+    assert tokenizer.decode([*found.prompt, *found.token_ids]) + "\n" == whole
+    assert sampled_text(tokenizer, found) == "".join(f"{turn}<|im_end|>" for turn in turns)
+    assert found.sampled == sum(map(len, turns)) + 4, "one token for each letter"
+    assert found.finished and (found.turns, found.calls, found.bad_calls) == (4, 3, 0)
+    assert (found.outcome.score, found.outcome.components) == (10.0, {"said": 9.0})
+    assert tokenizer.decode(found.last_turn) == "It is 10.<|im_end|>"
+
+
+def test_later_turns_go_to_the_same_engine_with_seeds_of_their_own(
+    opened: Environment, tokenizer: Any, own: Path
+) -> None:
+    rows = [{"turns": [CALL % 1, CALL % 2, "end"]}, {"turns": ["again", "end"]}]
+    found, model = converse(opened, tokenizer, own, *rows, n=3)
+    assert [one.outcome.score for one in found] == [3, 3, 3, 0, 0, 0]
+    first = [asked for asked in model.asked if asked[3] is None]
+    assert [len(draws) for _, draws, _, _ in first] == [3, 3], "the first turns of a prompt share an engine"
+    assert {wave: [seed for seed, _ in draws] for _, draws, wave, _ in first} == {0: [0, 1, 2], 1: [10, 11, 12]}
+    later = [asked for asked in model.asked if asked[3] is not None]
+    assert all(len(draws) == 1 for _, draws, _, _ in later)
+    seeds = {wave: sorted(draws[0][0] for _, draws, each, _ in later if each == wave) for wave in (0, 1)}
+    assert seeds[1] == sorted(turn_seed(seed, 1) for seed in (10, 11, 12))
+    assert seeds[0] == sorted(turn_seed(seed, turn) for seed in (0, 1, 2) for turn in (1, 2))
+    assert len({*seeds[0], *seeds[1]}) == 9 and turn_seed(4, 0) == 4
+
+
+def test_what_goes_wrong_is_an_observation_or_a_failed_score(opened: Environment, tokenizer: Any, own: Path) -> None:
+    fine, again = [CALL % 1, "end"], ["again", "end"]
+    rows = [
+        {"turns": fine, "wrong": "reset"},
+        {"turns": fine, "wrong": "hang"},
+        {"turns": fine, "wrong": "raise"},
+        {"turns": fine, "wrong": "flood"},
+        {"turns": fine, "wrong": "reward"},
+        {"turns": again, "wrong": "role"},
+        {"turns": ["<tool_call>{nonsense", "end"]},
+        {"turns": fine, "first": "x" * 3000},
+    ]
+    for row in rows:
+        (found,), _ = converse(opened, tokenizer, own, row)
+        wrong = row.get("wrong")
+        if wrong == "reset":
+            assert found.outcome.error == "OSError: no disk" and len(found.token_ids) == 1 and not found.finished
+        elif wrong == "hang":
+            assert found.outcome.error == "the environment took over 20 s and was ended" and found.turns == 1
+        elif wrong in ("raise", "flood"):
+            assert found.outcome.score is not None and found.turns == 2 and found.bad_calls == (wrong == "raise")
+            assert "OSError: no disk" in tokenizer.decode(found.token_ids) or wrong == "flood"
+            assert len(found.token_ids) - found.sampled < 400
+        elif wrong == "reward":
+            assert found.outcome.error == "OSError: no disk" and found.turns == 2 and found.finished
+        elif wrong == "role":
+            assert found.outcome.error == "it returned a message of role system; return tool or user"
+            assert found.mask is None
+        elif "first" in row:
+            assert "tokens with what reset returned, over data.max_prompt_length 2000" in str(found.outcome.error)
+            assert len(found.token_ids) == 1
+        else:
+            assert (found.outcome.score, found.calls, found.bad_calls, found.turns) == (0, 0, 1, 2)
+
+
+@pytest.mark.parametrize(("turns", "finished"), [(1, False), (2, True)])
+def test_the_last_turn_is_still_heard(
+    opened: Environment, tokenizer: Any, own: Path, turns: int, finished: bool
+) -> None:
+    options = [f"environment.max_turns={turns}"]
+    (found,), _ = converse(opened, tokenizer, own, {"turns": [CALL % 4, "end"]}, overrides=options)
+    assert (found.turns, found.calls, found.outcome.score, found.finished) == (turns, 1, 4.0, finished)
+    assert found.mask is None if turns == 1 else found.mask is not None and found.mask[-1]
+
+
+@pytest.mark.parametrize(("rest", "turns"), [(-1, 1), (0, 1), (1, 2), (3, 2), (4, 2)])
+def test_all_tokens_of_a_conversation_count(
+    opened: Environment, tokenizer: Any, own: Path, rest: int, turns: int
+) -> None:
+    """`again` and `end` are 6 and 4 tokens with the ends of the turns; `rest` tokens may follow the observation."""
+    observed = len(opened.turns.added_ids([tokenizer.eos_token_id], [{"role": "user", "content": "And?"}]))
+    limit = 6 + observed + rest
+    options = [f"data.max_response_length={limit}"]
+    (found,), _ = converse(opened, tokenizer, own, {"turns": ["again", "end"]}, overrides=options)
+    assert found.turns == turns and found.finished == (rest == 4)
+    assert len(found.token_ids) == (limit if turns == 2 else 6) and len(found.token_ids) == found.sampled + (
+        observed if turns == 2 else 0
+    )
+
+
+def test_a_turn_that_is_cut_off_ends_the_conversation(opened: Environment, tokenizer: Any, own: Path) -> None:
+    options = ["data.max_response_length=5"]
+    (found,), _ = converse(opened, tokenizer, own, {"turns": ["again", "end"]}, overrides=options)
+    assert (found.turns, found.finished, found.mask, len(found.token_ids)) == (1, False, None, 5)
+    assert found.outcome.score == 0 and found.outcome.components == {"said": 0.0}, "the environment did not hear it"
+
+
+def test_reset_may_change_the_prompt(opened: Environment, tokenizer: Any, own: Path) -> None:
+    rows = [{"turns": ["end"], "first": "Be quick."}, {"turns": ["end"]}]
+    (changed, plain), model = converse(opened, tokenizer, own, *rows)
+    assert changed.prompt is not None and plain.prompt is not None
+    assert "Sum?\n\nBe quick.<|im_end|>" in tokenizer.decode(changed.prompt)
+    assert "Sum?<|im_end|>" in tokenizer.decode(plain.prompt) and '"name": "add"' in tokenizer.decode(plain.prompt)
+    assert sorted(len(asked[0].token_ids) for asked in model.asked) == sorted(map(len, (changed.prompt, plain.prompt)))
+
+
+def test_metrics_of_conversations(opened: Environment, tokenizer: Any, own: Path) -> None:
+    rows = [{"turns": [CALL % 1, "again", "end"]}, {"turns": ["end"]}, {"turns": ["end"], "wrong": "reward"}]
+    found, _ = converse(opened, tokenizer, own, *rows)
+    metrics = conversation_metrics(found)
+    assert metrics["environment/turns/mean"] == pytest.approx(5 / 3) and metrics["environment/turns/max"] == 3
+    assert metrics["environment/tool_calls"] == pytest.approx(1 / 3) and metrics["environment/bad_calls"] == 0
+    assert (metrics["environment/errors"], metrics["environment/truncated"]) == (1, 0)
+    assert conversation_metrics([Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), True)]) == {}
+
+
+def test_what_does_not_fit_is_refused_at_the_start(own: Path, tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "silent.py"
+    file.write_text("class Silent:\n    def add(self, x: int) -> int:\n        '''Add.'''\n        return x\n")
+    with pytest.raises(UserError, match=r"silent.py:Silent has no method `reward`, and no reward is set"):
+        Environment(ppo_config("reward.function=null", f"environment.name={file}:Silent"), tokenizer)
+    rewriting = make_tokenizer(320)
+    rewriting.chat_template = QWEN3_WITHOUT_SWITCH
+    with pytest.raises(UserError, match=r"set data.chat_template to a file"):
+        Environment(config_of(own), rewriting)
+
+
+def test_calls_within_the_thinking_are_not_made(own: Path) -> None:
+    thinking = make_tokenizer(320)
+    thinking.chat_template = OPENS_THINKING
+    environment = Environment(config_of(own, "environment.tool_format=hermes"), thinking)
+    try:
+        text = f"{CALL % 7}\n</think>\n\n{CALL % 1}"
+        (found,), _ = converse(environment, thinking, own, {"turns": [text, "hm</think>end"]})
+        assert (found.outcome.score, found.calls, found.outcome.components) == (1.0, 1, {"said": 3.0})
+    finally:
+        environment.close()
