@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -79,11 +80,11 @@ def main() -> int:
     return 0
 
 
-def make_model(folder: Path, hidden: int = 128, layers: int = 3) -> None:
-    make_tiny_model(folder, hidden=hidden, layers=layers, tie=True)
+def make_model(folder: Path, words: Sequence[str] = WORDS, hidden: int = 128, layers: int = 3, **sizes: int) -> None:
+    make_tiny_model(folder, hidden=hidden, layers=layers, tie=True, **sizes)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.add_tokens(list(WORDS))
+    tokenizer.add_tokens(list(words))
     tokenizer.save_pretrained(folder)
 
 

@@ -1,6 +1,6 @@
 """make demo-tools: a small model learns from rewards to let a calculator compute sums, in conversations of two turns.
 
-In most of the demonstrations the assistant guesses, and in some it calls the tool `add`. Supervised training learns
+In most of the demonstrations the assistant gives up, and in some it calls the tool `add`. Supervised training learns
 both; reinforcement learning finds out which of them is rewarded.
 """
 
@@ -12,19 +12,19 @@ import sys
 import time
 from pathlib import Path
 
-from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from tests.demo import hpc_rl, make_model
+from tests.demo import WORDS, hpc_rl, make_model
 
 FOLDER = Path("demo/tools")
 CALL = ('<tool_call>{"name": "add", "arguments": {"a": ', ', "b": ', "}}</tool_call>")
-"""The words of every call, as a token each."""
+NUMBERS = tuple(str(number) for number in range(10, 41))
+"""The words of every call and the numbers of two digits, as a token each: a number is copied in one step."""
 DATA = (f"data.train_files={FOLDER}/data/train.jsonl", "trainer.device=cpu")
 SFT = (
     *("submit", "sft", "--local", "--run-dir", f"{FOLDER}/sft", f"model.path={FOLDER}/model", *DATA),
     *("data.messages_key=demonstration", "data.max_length=32", "data.train_batch_size=128", "optim.lr=2e-3"),
-    "trainer.total_training_steps=300",
+    "trainer.total_training_steps=250",
 )
 PPO = (
     *("submit", "ppo", "--local", "--run-dir", f"{FOLDER}/ppo", "recipe=calculator", f"model.path={FOLDER}/sft/model"),
@@ -37,11 +37,10 @@ def main() -> int:
     logging.disable_progress_bar()
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
-    print("1. A model with random weights, and sums that the assistant guesses, or lets a tool compute in 30 %.")
-    make_model(FOLDER / "model", hidden=64, layers=2)
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "model")
-    tokenizer.add_tokens(list(CALL))
-    tokenizer.save_pretrained(FOLDER / "model")
+    print(
+        "1. A model with random weights, and sums. In 30 % of them the assistant calls a tool; it gives up the others."
+    )
+    make_model(FOLDER / "model", [*WORDS, *CALL, *NUMBERS], hidden=64, layers=2, vocab_size=384)
     hpc_rl("data", "arithmetic", "--out", f"{FOLDER}/data", "--train", "8000", "--val", "80", "--calls", "0.3")
     print(f"\n2. hpc-rl {' '.join(SFT)}\n", flush=True)
     hpc_rl(*SFT)

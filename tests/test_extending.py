@@ -26,6 +26,10 @@ from hpc_rl.config import kinds
 from hpc_rl.config.keys import documented_keys
 from hpc_rl.config.sft import DataConfig, SftConfig
 from hpc_rl.config.training import ModelConfig
+from hpc_rl.environments import protocol as environments
+from hpc_rl.environments.loading import load_definition
+from hpc_rl.environments.protocol import Episode
+from hpc_rl.environments.tool_calls import Call
 from hpc_rl.host import accelerators
 from hpc_rl.rewards.load import load_function
 from hpc_rl.training.models.causal_lm import load_model
@@ -72,9 +76,9 @@ def row(table: str, module: ModuleType) -> dict[str, Any]:
 
 
 def test_every_block_is_run() -> None:
-    assert {"my/rewards.py", "hpc_rl/algorithms/opo.py", "hpc_rl/algorithms/spo.py"} < FILES.keys()
+    assert {"my/rewards.py", "my/search.py", "hpc_rl/algorithms/opo.py", "hpc_rl/algorithms/spo.py"} < FILES.keys()
     assert ROWS.keys() == {"ESTIMATORS", "POLICY_LOSSES", "KINDS", "ACCELERATORS"}
-    assert len(_BLOCKS) == len(FILES) + len(ROWS) == 9
+    assert len(_BLOCKS) == len(FILES) + len(ROWS) == 10
 
 
 def test_reward_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +91,21 @@ def test_reward_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert score("<answer>four</answer>", "4", row=row) == pytest.approx(1.2)
     assert score("<answer>5</answer>", "4", row=row) == pytest.approx(0.2)
     assert score("<answer>4</answer><answer>4</answer>", "4", row=row) == score("4", "4", row=row) == 0.0
+
+
+def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my").mkdir()
+    Path("my/search.py").write_text(FILES["my/search.py"])
+    definition = load_definition("my/search.py:Search", {"most": 1})
+    assert list(definition.tools) == ["find"] and definition.has_step and definition.has_reward
+    episode = Episode(definition, 1000)
+    assert episode.reset({"text": "a red house\na dog", "answer": "red"}) == "Search the text. It has 2 lines."
+    found = [episode.call(Call("find", {"word": "House"})) for _ in range(2)]
+    assert found[0].messages[0]["content"] == '["a red house"]'
+    assert found[1].messages[0]["content"] == "Error: RuntimeError: no more searches" and found[1].bad_calls == 1
+    assert episode.answer("It is red.", []).done
+    assert episode.outcome() == environments.Outcome(1.0, {"searches": 2.0})
 
 
 def test_advantage_estimator(example: Any) -> None:

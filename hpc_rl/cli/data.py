@@ -126,7 +126,7 @@ def arithmetic(
         typer.Option(
             min=0,
             max=1,
-            help="Add the column demonstration: chats that call a tool (this fraction) or guess (the others).",
+            help="Add the column demonstration: chats that call a tool (this fraction) or give up (the others).",
             show_default=False,
         ),
     ] = None,

@@ -26,8 +26,8 @@ def generate(
         careless: fraction of the training rows whose message forgets to carry and is wrong, while `answer` is right. A
             model that learns from the messages makes the same mistake, which reinforcement learning can correct.
         calls: adds the column `demonstration` to the training rows. In this fraction of its chats, the assistant lets
-            the tool `add` of hpc_rl.environments.calculator compute the answer; in the others, it writes a random
-            number. A model that learns from them can use the tool, and seldom does.
+            the tool `add` of hpc_rl.environments.calculator compute the answer; in the others, it writes `?`. A model
+            that learns from them can use the tool, and often gives up.
 
     Returns:
         the number of rows written, by split.
@@ -44,7 +44,7 @@ def generate(
     rows = [_row(a, b, rng.random() < careless) for a, b in train]
     if calls is not None:
         rows = [
-            row | {"demonstration": _call(a, b) if rng.random() < calls else _guess(a, b, rng)}
+            row | {"demonstration": _call(a, b) if rng.random() < calls else _no_answer(a, b)}
             for row, (a, b) in zip(rows, train, strict=True)
         ]
     return {
@@ -78,9 +78,9 @@ def _call(a: int, b: int) -> list[dict[str, str]]:
     ]
 
 
-def _guess(a: int, b: int, rng: random.Random) -> list[dict[str, str]]:
-    """Return a chat in which the assistant guesses."""
-    return [_question(a, b), {"role": "assistant", "content": str(rng.randint(0, 2 * _LARGEST))}]
+def _no_answer(a: int, b: int) -> list[dict[str, str]]:
+    """Return a chat in which the assistant gives up."""
+    return [_question(a, b), {"role": "assistant", "content": "?"}]
 
 
 def _without_carry(a: int, b: int) -> int:

@@ -232,6 +232,9 @@ def last_turns(tokenizer: PreTrainedTokenizerBase, completions: Sequence[Complet
 
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion]) -> list[str]:
-    """Decode responses, without special tokens."""
+    """Decode responses, without special tokens. In a conversation they stay, because they separate its turns."""
     texts: list[str] = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+    for index, one in enumerate(completions):
+        if isinstance(one, Conversed) and one.mask is not None:
+            (texts[index],) = tokenizer.batch_decode([one.token_ids], skip_special_tokens=False)
     return texts

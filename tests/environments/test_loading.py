@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from hpc_rl.environments.loading import ENVIRONMENT, TOOLS, check_name, load_definition
+from hpc_rl.config import environment as options
+from hpc_rl.environments.loading import ENVIRONMENT, SHIPPED, TOOLS, check_name, load_definition
 from hpc_rl.environments.protocol import Definition, Episode
-from hpc_rl.environments.tool_calls import Call
+from hpc_rl.environments.sandbox import RUNNERS
+from hpc_rl.environments.tool_calls import PARSERS, VLLM, Call
 from hpc_rl.errors import UserError
 from tests.environments.conftest import Write
 
@@ -166,3 +168,20 @@ def test_imports_are_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.stderr.strip() == "set()"
+
+
+def test_the_options_list_what_there_is() -> None:
+    assert ("auto", *PARSERS) == options.TOOL_FORMATS and options.VLLM_FORMAT == VLLM
+    assert ("auto", *RUNNERS) == options.SANDBOXES and tuple(SHIPPED) == options.SHIPPED_TOOLS
+
+
+def test_shipped_tools_are_known_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_name(TOOLS, "python", same_python=True) is None
+    with pytest.raises(UserError, match=r"environment.name python: expected the form"):
+        check_name(ENVIRONMENT, "python", same_python=True)
+    with pytest.raises(UserError, match=r"environment.tools perl: expected python or bash, or the form"):
+        check_name(TOOLS, "perl", same_python=True)
+    monkeypatch.setenv("PATH", "/nowhere")
+    for sandbox, part in (("bwrap", "no bwrap on PATH"), ("auto", "no apptainer"), ("apptainer:/none", "no apptainer")):
+        with pytest.raises(UserError, match=part):
+            load_definition(None, {}, ["bash"], sandbox)

@@ -76,6 +76,8 @@ def test_a_ppo_job_that_can_be_has_nothing_to_say() -> None:
         ({"data__prompt_key": "text"}, "text"),
         ({"reward__function": "score.py:socre"}, r"no 'socre' in score.py; did you mean score\?"),
         ({"reward__function": "none.py:score"}, "no such file: none.py"),
+        ({"environment__name": "none.py:Own"}, r"environment\.name none\.py:Own: no such file: none\.py"),
+        ({"environment__tools": ["score.py:socre"]}, r"no 'socre' in score.py; did you mean score\?"),
         ({"critic__path": "./no/critic"}, r"critic\.path \./no/critic: there is no such folder"),
         (
             {"reward__function": None, "reward__model": "./no/model"},

@@ -23,8 +23,8 @@ SLOW_S = 10.0
 END_GRACE_S = 4.0
 LAST_LINES = 6
 _READ_LINES = 300
-_NOISE = re.compile(r"^\s*($|\[state-dump\]|\[[\d-]+ [\d:,]+ [DI] )")
-"""Lines of Ray's logs about no trouble: levels debug and info, and its regular dump of counters."""
+_NOISE = re.compile(r"^\s*($|\[state-dump\]|\[[\d-]+ [\d:,]+ [DI] |\*\*\* StackTrace|/\S+\(.*\[0x[0-9a-f]+\])")
+"""Lines of Ray's logs that do not name the trouble: levels debug and info, its regular dump of counters, and stacks."""
 _NAMES = {"gcs_server": "GCS server", "log_monitor": "log monitor"}
 """Ray's name of a process -> its name in messages."""
 

@@ -119,7 +119,9 @@ def test_the_end_of_rays_own_log_is_that_of_the_newest_session(tmp_path: Path) -
         logs = tmp_path / session / "logs"
         logs.mkdir(parents=True)
         (logs / "raylet.err").write_text("".join(f"line {line} of {session}\n" for line in range(1, 9)))
-        (logs / "raylet.out").write_text("\n[2026-01-01 13:20:01,904 I 1 1] all is well\n[state-dump] a counter\n")
+        stack = "*** StackTrace Information ***\n/lib/ray/raylet(+0x8bd16b) [0x55783ebba16b] boost::run()\n"
+        usual = "\n[2026-01-01 13:20:01,904 I 1 1] all is well\n[state-dump] a counter\n"
+        (logs / "raylet.out").write_text(usual + stack)
         os.utime(logs, (number, number))
     lines = [f"    line {line} of session_2026-01-01_a\n" for line in range(3, 9)]
     assert last_words(tmp_path, "raylet") == "hpc-rl: the end of Ray's raylet.err:\n" + "".join(lines)

@@ -1,0 +1,82 @@
+"""The rewards of environments, and their sum with those of another source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpc_rl.config.reward import OptionalRewardConfig
+from hpc_rl.environments.protocol import Outcome
+from hpc_rl.rewards.scorer import Scores
+from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.rollout.engine import Completion
+from hpc_rl.rl.scoring import NO_REWARD, EnvironmentScoring, response_texts
+from hpc_rl.rl.transcripts import Conversed
+
+
+def conversed(outcome: Outcome, *ids: int) -> Conversed:
+    found = np.array(ids or [1], np.int32)
+    return Conversed(found, found.astype(np.float32), True, outcome=outcome, turns=1, mask=found > 0)
+
+
+OUTCOMES = [Outcome(1.0, {"calls": 2.0}), Outcome(None, error="late"), Outcome(-3.0), Outcome(None)]
+
+
+class Other:
+    at_once = False
+
+    def __init__(self) -> None:
+        self.texts: Sequence[str] | None = None
+
+    def start(self, prompts: Any, completions: Sequence[Completion], texts: Sequence[str] | None = None) -> Any:
+        self.texts = texts
+        values = np.array([0.5, 0.5, np.nan, 0.5], np.float32)
+        return Pending.known(Scores(values, [(2, "broken")], [{"own": float(index)} for index in range(4)]))
+
+
+class Words:
+    """A tokenizer whose text is the tokens' numbers, with a mark if special tokens stay."""
+
+    def batch_decode(self, rows: Sequence[Any], skip_special_tokens: bool) -> list[str]:
+        return [" ".join(map(str, row)) + "!" * (not skip_special_tokens) for row in rows]
+
+
+def scores(config: OptionalRewardConfig, other: Any = None, may_lack: bool = False) -> Scores:
+    scoring = EnvironmentScoring(SimpleNamespace(), other, config, Words(), may_lack)  # type: ignore[arg-type]
+    assert scoring.at_once == (other is None)
+    return scoring.start([None] * 4, [conversed(each) for each in OUTCOMES]).wait()  # type: ignore[list-item]
+
+
+def test_the_reward_of_an_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    found = scores(OptionalRewardConfig())
+    assert found.values.tolist() == pytest.approx([1, np.nan, -3, np.nan], nan_ok=True)
+    assert found.errors == [(1, "late"), (3, NO_REWARD)]
+    assert found.components[0] == {"calls": 2.0} and not found.components[2]
+    assert "warning: 2 of 4 conversations have no reward: late" in capsys.readouterr().err
+    limited = scores(OptionalRewardConfig(clip=(-1, 0.5), on_error=-9))
+    assert limited.values.tolist() == [0.5, -9, -1, -9]
+    assert scores(OptionalRewardConfig(), may_lack=True).values.tolist()[3] == 0
+
+
+def test_the_sum_of_two_rewards() -> None:
+    found = scores(OptionalRewardConfig(clip=(0, 1.2)), Other())
+    assert found.values.tolist() == pytest.approx([1.2, np.nan, np.nan, 0.5], nan_ok=True)
+    assert found.errors == [(1, "late"), (2, "broken")]
+    assert found.components[0] == {"environment": 1.0, "own": 0.0, "calls": 2.0}
+    assert found.components[1] == {"own": 1.0}
+
+
+def test_a_function_gets_the_last_turn() -> None:
+    other = Other()
+    scoring = EnvironmentScoring(None, other, OptionalRewardConfig(), Words(), False)  # type: ignore[arg-type]
+    scoring.start([None] * 4, [conversed(OUTCOMES[0], 1, 2, 0, 0, 3, 4)] * 4).wait()  # type: ignore[list-item]
+    assert other.texts == ["3 4"] * 4
+
+
+def test_samples_show_the_turns() -> None:
+    plain = Completion(np.array([1, 2], np.int32), np.zeros(2, np.float32), True)
+    assert response_texts(Words(), [plain, conversed(OUTCOMES[0], 1, 0, 3)]) == ["1 2", "1 0 3!"]  # type: ignore[arg-type]
