@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 from transformers.utils import logging
@@ -80,7 +81,7 @@ def main() -> int:
     return 0
 
 
-def make_model(folder: Path, words: Sequence[str] = WORDS, hidden: int = 128, layers: int = 3, **sizes: int) -> None:
+def make_model(folder: Path, words: Sequence[str] = WORDS, hidden: int = 128, layers: int = 3, **sizes: Any) -> None:
     make_tiny_model(folder, hidden=hidden, layers=layers, tie=True, **sizes)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = CHAT_TEMPLATE

@@ -20,11 +20,13 @@ FOLDER = Path("demo/tools")
 CALL = ('<tool_call>{"name": "add", "arguments": {"a": ', ', "b": ', "}}</tool_call>")
 NUMBERS = tuple(str(number) for number in range(10, 41))
 """The words of every call and the numbers of two digits, as a token each: a number is copied in one step."""
+SIZES = {"hidden": 64, "layers": 2, "num_attention_heads": 4, "vocab_size": 384, "initializer_range": 0.1}
+"""With the usual range, this model learns to copy numbers in three times as many steps."""
 DATA = (f"data.train_files={FOLDER}/data/train.jsonl", "trainer.device=cpu")
 SFT = (
     *("submit", "sft", "--local", "--run-dir", f"{FOLDER}/sft", f"model.path={FOLDER}/model", *DATA),
-    *("data.messages_key=demonstration", "data.max_length=32", "data.train_batch_size=128", "optim.lr=2e-3"),
-    "trainer.total_training_steps=250",
+    *("data.messages_key=demonstration", "data.max_length=32", "data.train_batch_size=128", "optim.lr=5e-3"),
+    "trainer.total_training_steps=150",
 )
 PPO = (
     *("submit", "ppo", "--local", "--run-dir", f"{FOLDER}/ppo", "recipe=calculator", f"model.path={FOLDER}/sft/model"),
@@ -40,7 +42,7 @@ def main() -> int:
     print(
         "1. A model with random weights, and sums. In 30 % of them the assistant calls a tool; it gives up the others."
     )
-    make_model(FOLDER / "model", [*WORDS, *CALL, *NUMBERS], hidden=64, layers=2, vocab_size=384)
+    make_model(FOLDER / "model", [*WORDS, *CALL, *NUMBERS], **SIZES)
     hpc_rl("data", "arithmetic", "--out", f"{FOLDER}/data", "--train", "8000", "--val", "80", "--calls", "0.3")
     print(f"\n2. hpc-rl {' '.join(SFT)}\n", flush=True)
     hpc_rl(*SFT)

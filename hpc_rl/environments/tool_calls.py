@@ -41,6 +41,8 @@ _XML = "<function=NAME><parameter=ARGUMENT>value</parameter></function>"
 _FENCE = re.compile(
     r"^[ \t]*```[ \t]*(?:json|tool_call|tool_code)?[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL
 )
+_PYTHON_TAG = "<|python_tag|>"
+"""Llama 3 may write it before a call."""
 _FUNCTION = re.compile(r"<function=([^<>\n]*)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]*)>(.*?)</parameter>", re.DOTALL)
 
@@ -79,6 +81,7 @@ def parse_json(text: str) -> list[Call | Malformed]:
 
     JSON without a name and arguments is no call.
     """
+    text = text.lstrip().removeprefix(_PYTHON_TAG)
     blocks = [block.strip() for block in _FENCE.findall(text)]
     if not blocks:
         start = re.search(r"^[ \t]*[\[{]", text, re.MULTILINE)

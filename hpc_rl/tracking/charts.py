@@ -109,6 +109,12 @@ LEARNING = (
         (("response_length/mean", "training"), ("val/response_length", "validation")),
         True,
     ),
+    Chart(
+        "Conversations",
+        "mean per conversation",
+        (("environment/turns/mean", "turns"), ("environment/tool_calls", "tool calls")),
+        True,
+    ),
     Chart("Entropy", "nats per token", (("actor/entropy", "policy"),), True),
     Chart("KL to the reference", "per token, in the loss", (("actor/kl_loss", "policy"),)),
     Chart("KL to the reference", "per response, in the reward", (("actor/reward_kl_penalty", "policy"),)),

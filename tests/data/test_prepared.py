@@ -12,6 +12,8 @@ from hpc_rl.config.sft import DataConfig
 from hpc_rl.data import arithmetic, gsm8k
 from hpc_rl.data.formats import read_rows
 from hpc_rl.data.row_checks import check_file
+from hpc_rl.environments.calculator import Calculator
+from hpc_rl.environments.tool_calls import Call, parse_hermes
 from hpc_rl.errors import UserError
 
 RAW = {"question": "Two boxes of 600 nails?", "answer": "2 * 600 = <<2*600=1200>>1200\n#### 1,200"}
@@ -106,6 +108,24 @@ def test_careless_messages_forget_to_carry_and_answers_are_right(tmp_path: Path)
     wrong = sum(row["messages"][1]["content"] != row["answer"] for row in rows["train"])
     assert 0.2 < wrong / 2000 < 0.35  # 0.6 of the sums that carry, which are 45 of 100
     assert all(row["messages"][1]["content"] == row["answer"] for row in rows["val"])
+
+
+def test_demonstrations_call_the_tool_or_give_up(tmp_path: Path) -> None:
+    arithmetic.generate(tmp_path, 2000, 50, calls=0.3)
+    rows = list(read_rows(tmp_path / "train.jsonl"))
+    called = 0
+    for row in rows:
+        assert row["demonstration"][0] == row["messages"][0]
+        if len(row["demonstration"]) == 2:
+            assert row["demonstration"][1] == {"role": "assistant", "content": "?"}
+            continue
+        called += 1
+        _, call, result, end = row["demonstration"]
+        (found,) = parse_hermes(call["content"])
+        assert isinstance(found, Call) and str(Calculator().add(**found.arguments)) == row["answer"]
+        assert (result["role"], result["content"], end["content"]) == ("tool", row["answer"], row["answer"])
+    assert 0.25 < called / 2000 < 0.35
+    assert all("demonstration" not in row for row in read_rows(tmp_path / "val.jsonl"))
 
 
 def test_an_unwritable_folder(tmp_path: Path) -> None:

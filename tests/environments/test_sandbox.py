@@ -88,6 +88,10 @@ def test_the_tools(runner: str) -> None:
     assert tool.python("print('a'); 1 / 0").endswith("ZeroDivisionError: division by zero\n[exit code 1]")
     assert tool.python("# " + "x" * 300_000 + "\nprint('long')") == "long\n"
     assert tool.python("# \udc80\nprint(1)") == "1\n"
+    shipped = load_definition(None, {}, ["python", "bash"], runner)
+    assert list(shipped.tools) == ["python", "bash"]
+    (message,) = Episode(shipped, 1000).call(Call("python", {"code": "print(6 * 7)"})).messages
+    assert message["content"] == "42\n"
     bash = load_definition("hpc_rl.environments.bash_tool:Bash", {"runner": runner, "time_s": 60})
     (message,) = (
         Episode(bash, 1000)

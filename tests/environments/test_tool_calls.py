@@ -85,6 +85,7 @@ def test_long_texts_take_no_quadratic_time(before: str) -> None:
         ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', [Call("now", {})]),
         ("hermes", hermes(Call("f", {"x": "</tool_call>"})), [Call("f", {"x": "</tool_call>"})]),
         ("json", f"{bare(ADD)} and text", [ADD]),
+        ("json", f"<|python_tag|>{bare(ADD)}", [ADD]),
         ("json", '{"answer": 3}', []),
         ("json", "[1, 2]", []),
         ("json", 'The call {"name": "add", "arguments": {}} is within a line', []),

@@ -113,3 +113,14 @@ def test_a_refused_request_is_the_users_mistake(cluster: None) -> None:
     queue = queue_of(Engines(1))
     with pytest.raises(UserError, match=r"^too long$"):
         queue.wait([ask(queue, REFUSES)])
+
+
+def test_a_later_turn_goes_to_the_engine_of_the_earlier_one(cluster: None) -> None:
+    queue = queue_of(Engines(2))
+    first = [ask(queue, 0) for _ in range(6)]
+    queue.wait(first)
+    engines = [one.engines[one.requests[0].number] for one in first]
+    assert {*engines} == {0, 1}
+    later = [queue.ask(PROMPT, [(1, Sampling(4))], 0, engine) for engine in engines]
+    queue.wait(later)
+    assert [one.engines[one.requests[0].number] for one in later] == engines
