@@ -1,7 +1,7 @@
 """Asynchronous training on many GPUs, simulated on a virtual clock: `python -m benchmarks.rollout_simulation`.
 
-`Dispatch`, `Draws` and the bound on staleness (`batches_ahead`) are the real code; engines, trainer and weight syncs are
-replaced by the times that they take. The work is that of verl's published experiment, whose phases set the times:
+`Dispatch`, `Draws` and the bound on staleness (`batches_ahead`) are the real code; engines, trainer and weight syncs
+are replaced by the times that they take. The work is that of verl's published experiment, whose phases set the times:
 512 prompts with 16 responses per step, a 7B model on H20 GPUs
 (https://verl.readthedocs.io/en/latest/advance/fully_async.html). Assumptions:
 

@@ -141,6 +141,10 @@ class VirtualQueue:
         self.complete_groups = 0
         """Prompts so far whose responses are all complete."""
 
+    def __len__(self) -> int:
+        """Return the number of requests that are not complete."""
+        return len(self._asked)
+
     @property
     def busy_s(self) -> float:
         """Seconds that an engine has generated, on average."""
