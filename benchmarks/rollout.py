@@ -2,9 +2,9 @@
 
     python -m benchmarks.rollout
 
-256 responses, whose lengths are quantiles of a log-normal distribution (mean 100, 99th percentile 800 tokens) in random
-order. There is no end token: each request has its length as its own limit, so all variants generate the same tokens.
-Each engine is a process with one thread on its own core. The variants take turns:
+256 responses, whose lengths are quantiles of a log-normal distribution (mean 100, 99th percentile 800 tokens, cut at
+1,600) in random order. There is no end token: each request has its length as its own limit, so all variants generate
+the same tokens. Each engine is a process with one thread on its own core. The variants take turns:
 
 - queue: `RequestQueue` and `Dispatch`, as in training.
 - equal parts: each engine gets half of the prompts in one call, and the slower one counts.
@@ -55,7 +55,7 @@ MODEL, LONGEST_FIRST = "model of ", "model of the longest first"
 
 
 def response_lengths(count: int) -> list[int]:
-    """Return the lengths: evenly spaced quantiles of the distribution, in random order.
+    """Return the lengths: evenly spaced quantiles of the distribution, in random order, cut at MAX_RESPONSE.
 
     If m and s are mean and standard deviation of the logarithm, the mean is exp(m + s^2 / 2), and the quantile at z
     standard deviations is exp(m + z s). The smaller solution s is used.
@@ -65,7 +65,7 @@ def response_lengths(count: int) -> list[int]:
     deviation = z - math.sqrt(z**2 - 2 * math.log(MOST / MEAN))
     mean = math.log(MEAN) - deviation**2 / 2
     quantiles = [normal.inv_cdf((index + 0.5) / count) for index in range(count)]
-    lengths = [max(1, round(math.exp(mean + deviation * each))) for each in quantiles]
+    lengths = [min(MAX_RESPONSE, max(1, round(math.exp(mean + deviation * each)))) for each in quantiles]
     shuffled: list[int] = np.random.default_rng(0).permutation(lengths).tolist()
     return shuffled
 
