@@ -36,6 +36,12 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def pin(process: int, core: int) -> None:
+    """Keep all threads of a process, and those that they start, on one core."""
+    for thread in Path(f"/proc/{process}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {core})
+
+
 def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
