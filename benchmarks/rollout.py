@@ -43,6 +43,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 if TYPE_CHECKING:
+    from hpc_rl.data.prompts import Prompt
     from hpc_rl.rl.rollout.engine import Request
 
 ENGINES, PLACES = 2, 16
@@ -135,7 +136,9 @@ class Bench:
         queue = RequestQueue(self.fleet.engines, PLACES, self.config.rollout.stall_s, self.fleet.replace)
 
         def work() -> None:
-            queue.wait([queue.ask(group[0].prompt, [(each.seed, each.sampling) for each in group]) for group in groups])
+            queue.wait(
+                [queue.ask(prompt_of(group), [(each.seed, each.sampling) for each in group]) for group in groups]
+            )
             queue.pause()
 
         before = time.process_time()
@@ -153,6 +156,12 @@ class Bench:
             raise SystemExit(f"benchmarks.rollout: needs {ENGINES} cores, and this process may use {len(cores)}")
         for core, actor in zip(cores, self.fleet.engines.actors, strict=False):
             pin(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=TIMEOUT_S), core)
+
+
+def prompt_of(group: Sequence[Request]) -> Prompt:
+    from hpc_rl.data.prompts import Prompt
+
+    return Prompt(group[0].prompt, "", {}, "")
 
 
 def halves(groups: Sequence[Sequence[Request]]) -> list[list[Request]]:
@@ -191,7 +200,7 @@ def modelled(groups: Sequence[Sequence[Request]], step_s: Mapping[int, float], e
     lengths = [each.sampling.max_new_tokens for group in groups for each in group]
     queue = VirtualQueue(ENGINES, PLACES, lambda live: float(np.interp(live, rows, times)), lengths, equal_parts)
     for group in groups:
-        queue.ask(group[0].prompt, [(each.seed, each.sampling) for each in group])
+        queue.ask(prompt_of(group), [(each.seed, each.sampling) for each in group])
     now = 0.0
     while len(queue):
         queue.assign(now)

@@ -15,9 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hpc_rl.data.prompts import Prompt
 from hpc_rl.rl.rollout.dispatch import Dispatch
-from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span
+from hpc_rl.rl.rollout.engine import Completion, Request, Span
 from hpc_rl.rl.rollout.request_queue import Asked
+from hpc_rl.rl.rollout.respondent import Samplings
 
 StepSeconds = Callable[[int], float]
 
@@ -162,10 +164,10 @@ class VirtualQueue:
             return len(self._asked)
         return sum(self._dispatch.running(index) for index in range(len(self._engines)))
 
-    def ask(self, prompt: NDArray[np.int32], draws: Sequence[tuple[int, Sampling]], wave: int = 0) -> Asked:
+    def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0) -> Asked:
         """See RequestQueue."""
         first, self._number = self._number, self._number + len(draws)
-        asked = Asked([Request(first + index, prompt, *draw) for index, draw in enumerate(draws)])
+        asked = Asked([Request(first + index, prompt.token_ids, *draw) for index, draw in enumerate(draws)])
         self._asked.update((request.number, asked) for request in asked.requests)
         if self._new is None:
             self._dispatch.add(asked.requests, wave)
