@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rl.rollout.dispatch import Dispatch
