@@ -13,6 +13,7 @@ from hpc_rl.rl import trainer
 from hpc_rl.rl.transcripts import Conversed
 from tests.helpers import make_tiny_model
 from tests.rl.runs.jobs import Runs, metrics, same_metrics, samples, stop_after
+from tests.rl.runs.test_staleness import STALE
 
 OWN = '''
 class Echo:
@@ -93,6 +94,16 @@ def test_a_resumed_run_has_the_same_conversations(talks: Runs, tmp_path: Path) -
     (tmp_path / "run" / "stop").unlink()
     assert talks(tmp_path / "run", *options) == 0
     same_metrics(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("partial", ["rollout.partial=false", "rollout.partial=true"])
+def test_conversations_go_on_while_others_are_trained(talks: Runs, tmp_path: Path, partial: str) -> None:
+    runs = talks.without("data.train_batch_size").without("actor.mini_batch_size")
+    stale = [option for option in STALE if not option.startswith("data.max_response_length")]
+    assert runs(tmp_path, *stale, "rollout.staleness=2", "algorithm.tis_cap=2", partial) == 0
+    steps = [step for step in metrics(tmp_path) if "rollout/staleness/max" in step]
+    assert len(steps) == 5 and 0 < max(step["rollout/staleness/max"] for step in steps) <= 2
+    assert all(step["environment/turns/mean"] > 1 for step in steps)
 
 
 def test_the_environments_reward_is_added_to_that_of_a_function(talks: Runs, tmp_path: Path, echo: Path) -> None:
