@@ -209,6 +209,15 @@ class PpoConfig(RayJobConfig):
                 "without a correction for that, training becomes unstable: set algorithm.tis_cap=2 (or "
                 "algorithm.tis_bounds), or rollout.staleness=1"
             )
+        truncates = rollout.top_p < 1 or rollout.top_k > 0
+        scaled = engine_spec(self).truncates_scaled and rollout.temperature != 1
+        if truncates and scaled and not self.algorithm.corrects:
+            yield (
+                f"rollout.staleness={staleness} with rollout.top_p or top_k and rollout.temperature="
+                f"{rollout.temperature:g}: vLLM reports the probabilities of the truncated distribution, and the "
+                "trainer would compare them with those of all tokens; set algorithm.tis_cap=2, or remove top_p and "
+                "top_k, or the temperature"
+            )
         if rollout.calculate_log_probs:
             yield (
                 "rollout.calculate_log_probs compares the probabilities of engine and trainer, which differ with "

@@ -11,6 +11,7 @@ import queue
 import select
 import threading
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_rl.environments.protocol import Message, Outcome, Reply
@@ -85,16 +86,30 @@ class Conversation:
         return self._worker.submit(self._number, Finish())
 
 
+@dataclass(order=True)
+class _Entry:
+    """A request. Conversations that run go before those that start, because engines wait for their answers."""
+
+    starts: bool
+    """Whether it belongs to a conversation that has not started."""
+    count: int
+    future: Future[Any] | None = field(compare=False)
+    """None with the last entry."""
+    number: int = field(compare=False)
+    request: Request | None = field(compare=False)
+
+
 class _Worker:
     """A thread with its process."""
 
     def __init__(self, number: int, wanted: Wanted, timeout_s: float, closing: int) -> None:
         self._wanted, self._timeout_s, self._closing = wanted, timeout_s, closing
-        self._requests: queue.SimpleQueue[tuple[Future[Any], int, Request] | None] = queue.SimpleQueue()
+        self._requests: queue.PriorityQueue[_Entry] = queue.PriorityQueue()
         self._loaded: Future[Offered] = Future()
         self._open: set[int] = set()
         self._lost: dict[int, str] = {}
         """Reasons for which conversations have ended that are not finished yet."""
+        self._count = 0
         self.load = 0
         """Conversations that are not finished."""
         self._lock = threading.Lock()
@@ -111,14 +126,14 @@ class _Worker:
         with self._lock:
             self.load += isinstance(request, Start)
             self.load -= isinstance(request, Finish)
-        self._requests.put((future, number, request))
+        self._put(future, number, request)
         if not self._thread.is_alive():  # it may have ended without this request
             self._refuse(RunError(_CLOSED))
         return future
 
     def close(self) -> None:
         """Wait for the end of the thread, which `closing` has requested."""
-        self._requests.put(None)
+        self._put(None, 0, None)
         self._thread.join(_END_TIMEOUT_S)
         self._refuse(RunError(_CLOSED))
 
@@ -129,8 +144,14 @@ class _Worker:
                 entry = self._requests.get_nowait()
             except queue.Empty:
                 return
-            if entry is not None:
-                entry[0].set_exception(error)
+            if entry.future is not None:
+                entry.future.set_exception(error)
+
+    def _put(self, future: Future[Any] | None, number: int, request: Request | None) -> None:
+        with self._lock:
+            self._count += 1
+            entry = _Entry(number not in self._open, self._count, future, number, request)
+        self._requests.put(entry)
 
     def _serve(self) -> None:
         try:
@@ -140,8 +161,7 @@ class _Worker:
             return
         self._loaded.set_result(offered)
         try:
-            while (entry := self._requests.get()) is not None:
-                future, number, request = entry
+            while (entry := self._requests.get()).request is not None and (future := entry.future) is not None:
                 try:
                     if _is_readable(self._closing):
                         raise RunError(_CLOSED)
@@ -149,8 +169,8 @@ class _Worker:
                         process.end()
                         self._lose("ended before its next call")
                         process, _ = self._start()
-                    future.set_result(self._answer(process, number, request))
-                except UserError as error:
+                    future.set_result(self._answer(process, entry.number, entry.request))
+                except Exception as error:  # noqa: BLE001 - whoever waits for the answer gets it
                     future.set_exception(error)
         finally:
             process.end()
@@ -183,6 +203,10 @@ class _Worker:
                     raise RunError(_CLOSED) from lost
                 self._lose("a call of another conversation " + str(lost))
                 reason = self._lost[number] = f"the environment {lost}"
+            except Exception as error:  # noqa: BLE001 - pickle raises whatever the user's class raises
+                reason = self._lost[number] = (
+                    f"its row or its answer cannot be passed on: {type(error).__name__}: {error}"
+                )
             else:
                 if isinstance(answer, Reply) and answer.error is not None:
                     self._lost[number] = answer.error

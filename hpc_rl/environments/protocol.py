@@ -184,7 +184,8 @@ def observed(observation: Any) -> list[Message]:
     if isinstance(observation, Mapping):
         observation = [observation]
     if isinstance(observation, Sequence) and all(_is_message(message) for message in observation):
-        return [dict(message) for message in observation]
+        # A role of a class of the user's own could not be passed on.
+        return [{**message, "role": str.__str__(message["role"])} for message in observation]
     raise ValueError(
         f"expected text, or messages with 'role' and 'content', as an observation; got {type(observation).__name__}"
     )

@@ -34,6 +34,7 @@ class AsynchronousBatches:
         start: position in the data at which to start.
         step: number of steps that have been trained.
         total: steps of the run.
+        staleness: returns how many steps engines may be ahead now.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class AsynchronousBatches:
         start: Position,
         step: int,
         total: int,
+        staleness: Callable[[], int],
     ) -> None:
-        self._staleness = config.rollout.staleness
+        self._staleness = staleness
         self._total = total
         self._requests = engines
         self._queue = queue
@@ -71,6 +73,8 @@ class AsynchronousBatches:
             self._thread = self._pool.submit(self._generate)
         while True:
             with self.paused():
+                if self._thread.done():  # generation has failed
+                    self._thread.result()
                 if self._requests.is_stranded:
                     self._requests.turn(0.0)
                 if not self._scoring.at_once:  # a reward model: only this thread calls the workers
@@ -88,14 +92,8 @@ class AsynchronousBatches:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """See BatchSource.
-
-        Raises:
-            UserError, RunError: generation has failed.
-        """
+        """See BatchSource."""
         with self._turnstile, self._engines:
-            if self._thread is not None and self._thread.done():
-                self._thread.result()
             yield
 
     @property
@@ -124,7 +122,7 @@ class AsynchronousBatches:
 
     def _turn(self) -> bool:
         """Draw prompts, and let the engines generate for a short time. Return whether they had something to do."""
-        self._draws.ask(self._taken, batches_ahead(self._trained, self._taken, self._staleness, self._total))
+        self._draws.ask(self._taken, batches_ahead(self._trained, self._taken, self._staleness(), self._total))
         is_busy = self._draws.is_generating and not self._requests.is_stranded
         if is_busy:
             self._queue.turn(TURN_S)

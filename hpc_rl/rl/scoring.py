@@ -15,6 +15,7 @@ from tensordict import TensorDict
 
 from hpc_rl.config.reward import OptionalRewardConfig
 from hpc_rl.data.prompts import Prompt
+from hpc_rl.environments.protocol import Outcome
 from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scorer, Scores, final_values
 from hpc_rl.rl.calls import Pending
@@ -164,20 +165,24 @@ class EnvironmentScoring:
             print(f"warning: {len(errors)} of {len(outcomes)} conversations have no reward: {error}", file=sys.stderr)
         values = np.array([outcome.score or 0.0 for outcome in outcomes], np.float32)
         values[[index for index, _ in errors]] = math.nan
-        return Scores(values, errors, [outcome.components for outcome in outcomes])
+        return Scores(values, errors, [self._components(outcome) for outcome in outcomes])
+
+    def _components(self, outcome: Outcome) -> dict[str, float]:
+        """Return what the environment reported. With another source, its reward is one of the components."""
+        own = {} if outcome.score is None or self._other is None else {"environment": outcome.score}
+        return {**own, **outcome.components}
 
 
 def added_scores(own: Scores, other: Scores | None, config: OptionalRewardConfig) -> Scores:
     """Return the sum of an environment's rewards and of another source's scores, as `final_values`.
 
     Args:
-        own: the environment's. With another source, they become the component `environment`.
+        own: the environment's.
     """
     if other is None:
         return Scores(final_values(own.values, config), own.errors, own.components if any(own.components) else ())
-    given = [{} if math.isnan(value) else {"environment": value} for value in own.values.tolist()]
-    further = other.components or [{} for _ in given]
-    components = [{**a, **b, **c} for a, b, c in zip(given, further, own.components, strict=True)]
+    further = other.components or [{} for _ in own.components]
+    components = [{**a, **b} for a, b in zip(further, own.components, strict=True)]
     errors = {**dict(other.errors), **dict(own.errors)}
     return Scores(final_values(own.values + other.values, config), sorted(errors.items()), components)
 

@@ -83,6 +83,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
         print(f"resuming after step {progress.step}{left}; from {run.checkpoints}", flush=True)
     step, records = progress.step if progress else 0, read_metrics(run.metrics)
     coef = progress.kl_coef if progress and progress.kl_coef is not None else kl.coef
+    check = AdapterCheck(progress is None and lora.path is None) if lora.is_used else None
     return PpoState(
         config=config,
         run=run,
@@ -98,10 +99,10 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
         queue=queue,
         scoring=scoring,
         batches=open_batches(
-            config, train, rollout.queue, queue, scoring, checkpoints.position_of(progress), step, total_steps
+            config, train, rollout.queue, queue, scoring, checkpoints.position_of(progress), step, total_steps, check
         ),
         old_logprobs=old_logprobs(config),
-        adapter_check=AdapterCheck(progress is None and lora.path is None) if lora.is_used else None,
+        adapter_check=check,
         gpus=sum(len(pool.slots) for pool in pools.values()),
         flops=flops,
         peak=peak,
@@ -188,10 +189,19 @@ def open_batches(
     start: Position,
     step: int,
     total_steps: int,
+    adapter_check: AdapterCheck | None,
 ) -> BatchSource:
-    """Return where the loop gets its batches from; see rollout.staleness."""
+    """Return where the loop gets its batches from; see rollout.staleness.
+
+    Until the checks of adapters have succeeded, steps generate their own responses: others were not sampled with the
+    weights that the checks compare.
+    """
     if config.rollout.staleness:
-        return AsynchronousBatches(config, train, engines, queue, scoring, start, step, total_steps)
+
+        def staleness() -> int:
+            return 0 if adapter_check is not None and adapter_check.next is not None else config.rollout.staleness
+
+        return AsynchronousBatches(config, train, engines, queue, scoring, start, step, total_steps, staleness)
     return SynchronousBatches(config, train, queue, scoring, start)
 
 

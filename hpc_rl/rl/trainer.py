@@ -107,7 +107,10 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
     position, busy_s = state.batches.position, state.rollout.queue.busy_s
     with clock("gen"):
         state.rollout.wake()
-        batch = state.batches.draw(state.step, lambda: stops(state, ["timing_s/gen"]))
+        try:
+            batch = state.batches.draw(state.step, lambda: stops(state, ["timing_s/gen"]))
+        except NoScoresError as error:
+            raise saved_first(state, error) from error
         state.rollout.sleep()
         experience = None if batch is None else batch.experience()
     if batch is None or experience is None or stops(state, clock.seconds):

@@ -183,6 +183,12 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
             "rollout.staleness=1 because their weights do: remove it, or set rollout.staleness=0",
         ),
         (
+            ("rollout={staleness: 1, name: vllm, top_p: 0.9, temperature: 0.7}", *STALE),
+            "rollout.staleness=1 with rollout.top_p or top_k and rollout.temperature=0.7: vLLM reports the "
+            "probabilities of the truncated distribution, and the trainer would compare them with those of all tokens; "
+            "set algorithm.tis_cap=2, or remove top_p and top_k, or the temperature",
+        ),
+        (
             ("rollout.partial=true",),
             "rollout.partial=true has no effect with rollout.staleness=0: all responses of a step are complete before "
             "its update; set rollout.staleness, or remove it",

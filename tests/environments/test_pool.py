@@ -118,6 +118,48 @@ def test_the_limit_is_for_each_call(opened: Open) -> None:
     assert said(opened(timeout_s=15).start(PROMPT, {}).answer("", calls)) == ["waited"] * 4
 
 
+OF_ITS_OWN = """
+import enum, time
+
+class Role(str, enum.Enum):
+    USER = "user"
+
+class Number(int):
+    pass
+
+class Own:
+    def reset(self, wait=0, **row):
+        time.sleep(wait)
+        return "Go."
+
+    def step(self, text):
+        content = [{"type": "text", "text": Number(1)}] if text == "bad" else "go on"
+        return [{"role": Role.USER, "content": content}], 0.0, False, {}
+"""
+
+
+def test_values_of_the_users_own_classes(opened: Open) -> None:
+    """A role becomes text. What this process cannot read ends the conversation, and no other one."""
+    pool = opened(OF_ITS_OWN)
+    one, other = pool.start(PROMPT, {}), pool.start(PROMPT, {})
+    assert said(one.answer("go", [])) == said(other.answer("go", [])) == ["go on"]
+    reply = one.answer("bad", []).result(DEADLINE_S)
+    assert reply.done and "its row or its answer cannot be passed on: " in (reply.error or "")
+    assert one.finish().result(DEADLINE_S).error == reply.error
+    assert said(other.answer("go", [])) == ["go on"]
+    unsendable = pool.start(PROMPT, {"row": lambda: None})
+    assert "its row or its answer cannot be passed on: " in (unsendable.first.result(DEADLINE_S).error or "")
+
+
+def test_conversations_that_run_go_before_those_that_start(opened: Open) -> None:
+    pool = opened(OF_ITS_OWN)
+    running = pool.start(PROMPT, {})
+    running.first.result(DEADLINE_S)
+    starting = [pool.start(PROMPT, {"wait": 1}) for _ in range(5)]
+    assert said(running.answer("go", [])) == ["go on"]
+    assert not starting[-1].first.done()
+
+
 @pytest.mark.parametrize(
     ("row", "call", "part"),
     [

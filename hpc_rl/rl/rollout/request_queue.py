@@ -85,6 +85,8 @@ class RequestQueue:
         self._dispatch = Dispatch(count, places)
         self._slice_s = max(SLICE_S, count / CALLS_PER_S)
         self._calls: list[deque[ActorCall]] = [deque() for _ in range(count)]
+        self._held: list[list[Request]] = [[] for _ in range(count)]
+        """New requests of each engine, for its next call: more calls at a time would delay what they bring."""
         self._starting: dict[int, ActorCall] = {}
         """Engines that get requests when this call has returned."""
         self._heard = [time.monotonic()] * count
@@ -168,13 +170,13 @@ class RequestQueue:
     def _send(self, assigned: Mapping[int, list[Request]]) -> None:
         """Keep every engine that has requests, with these new ones, supplied with calls."""
         for index, calls in enumerate(self._calls):
-            requests = assigned.get(index, [])
-            while requests or (len(calls) < CALLS_AHEAD and self._dispatch.running(index)):
+            self._held[index] += assigned.get(index, [])
+            while len(calls) < CALLS_AHEAD and self._dispatch.running(index):
                 if not calls:
                     self._heard[index] = time.monotonic()
-                ref = self._engines.actors[index].advance.remote(requests, self._slice_s, self.version)
+                ref = self._engines.actors[index].advance.remote(self._held[index], self._slice_s, self.version)
                 calls.append(ActorCall(ref, self._engines.names[index]))
-                requests = []
+                self._held[index] = []
 
     def _take(self, timeout_s: float) -> None:
         """Wait for an answer, at most this long, and record all that there are."""
@@ -213,6 +215,7 @@ class RequestQueue:
 
     def _lose(self, engine: int, error: ActorDiedError) -> None:
         self._calls[engine].clear()
+        self._held[engine].clear()
         self.repeated += self._dispatch.lose(engine)
         started = self._replace(engine, error)
         if started is not None:

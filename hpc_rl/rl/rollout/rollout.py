@@ -169,7 +169,9 @@ class SeparateRollout:
         rollout = config.rollout
         self._finishes = not rollout.partial
         """Whether requests that an engine has begun are completed with the weights that they began with."""
-        self.queue = RequestQueue(self._engines, rollout.max_num_seqs, rollout.stall_s, self._replace, self.sync)
+        self.queue = RequestQueue(
+            self._engines, rollout.max_num_seqs, rollout.stall_s, self._replace, self._send_weights
+        )
 
     def wait_before_workers(self, timeout_s: float) -> None:
         if self._sleeps:  # vLLM measures the free memory of the GPU, which has to stay constant meanwhile
@@ -181,13 +183,16 @@ class SeparateRollout:
         self._policy.connect_engines(self._engines, self._transfer).wait(timeout_s)
 
     def sync(self) -> None:
+        self._send_weights()
+        self.queue.version += 1
+
+    def _send_weights(self) -> None:
         if self._finishes:
             self.queue.drain()
         self.queue.pause()
         self._make_room()
         self._connect_replaced()
         self._policy.send_weights().wait(SYNC_TIMEOUT_S)
-        self.queue.version += 1
         self._has_weights = True
 
     def sleep(self) -> None:

@@ -16,7 +16,7 @@ from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.calls import ActorCall
 from hpc_rl.rl.fates import Actor, ActorDiedError
 from hpc_rl.rl.rollout.engine import Sampling, Span
-from hpc_rl.rl.rollout.request_queue import Asked, RequestQueue
+from hpc_rl.rl.rollout.request_queue import CALLS_AHEAD, Asked, RequestQueue
 from hpc_rl.rl.weights.base import EngineActors
 from tests.rl.runs.counting_engine import DIES, HANGS, REFUSES, CountingEngine
 from tests.rl.runs.jobs import TIMEOUT_S
@@ -92,6 +92,18 @@ def test_the_requests_of_an_engine_that_dies_are_repeated(cluster: None, replace
     queue.wait(asked)
     assert tokens(asked) == [[seed] for seed in range(30)]
     assert engines.deaths == [1] and queue.repeated > 0
+
+
+def test_requests_that_trickle_in_wait_for_the_next_call(cluster: None) -> None:
+    """Each call that is ahead delays what comes after it by a slice."""
+    queue = queue_of(Engines(2), places=100)
+    asked = []
+    for seed in range(60):
+        asked.append(ask(queue, seed % 7))
+        queue.turn(0.0)
+        assert max(map(len, queue._calls)) <= CALLS_AHEAD
+    queue.wait(asked)
+    assert tokens(asked) == [[seed % 7] for seed in range(60)]
 
 
 def test_an_engine_that_hangs_is_ended(cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
