@@ -107,6 +107,10 @@ bench: .venv/test
 	$(BIN)/python -m benchmarks.ppo
 	$(BIN)/python -m benchmarks.weight_sync
 	$(BIN)/python -m benchmarks.generate
+	$(BIN)/python -m benchmarks.rollout --engine hf
+	$(BIN)/python -m benchmarks.rollout --engine vllm
+	$(BIN)/python -m benchmarks.rollout_simulation
+	$(BIN)/python -m benchmarks.async_rl
 	$(BIN)/python -m benchmarks.lora
 
 # The API reference is read from the source, so this environment needs no torch.
