@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40, help="of each run")
     parser.add_argument("--sft-steps", type=int, default=300, help="before the runs")
-    parser.add_argument("--sequences", type=int, default=4, help="rollout.max_num_seqs")
+    parser.add_argument("--sequences", type=int, default=6, help="rollout.max_num_seqs")
     arguments = parser.parse_args()
     if arguments.steps <= WARM_UP:
         parser.error(f"--steps {arguments.steps}: the first {WARM_UP} steps are the warm-up; ask for more")

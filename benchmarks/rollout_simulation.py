@@ -268,7 +268,7 @@ def main() -> None:
         }
         results[str(engines)] = {name: asdict(outcome) for name, outcome in outcomes.items()}
         rows += rows_of(engines, outcomes)
-    headers = ["", "s per step", "speed-up", "engines idle", "trainer idle", "mean staleness", "max", "published"]
+    headers = ["", "s per step", "speed-up", "engines idle", "trainer idle", "staleness", "max", "published"]
     publish("rollout_simulation", table(headers, rows), results, ["numpy"])
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks import async_rl, rollout, rollout_simulation
 from benchmarks.common import median, median_ratio
+from benchmarks.rollout_simulation import Outcome
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
@@ -99,6 +101,26 @@ def generation() -> Iterator[str]:
     yield f"| one call | {median(speeds['one call']):.1f} |  |"
 
 
+def line(row: list[str]) -> str:
+    return "| " + " | ".join(row) + " |"
+
+
+def engines() -> Iterator[str]:
+    for engine in ("hf", "vllm"):
+        for n, measured in result(f"rollout_{engine}").items():
+            yield from map(line, rollout.rows_of(int(n), measured))
+
+
+def asynchronous() -> Iterator[str]:
+    yield from map(line, async_rl.rows_of(result("async_rl")["runs"]))
+
+
+def simulation() -> Iterator[str]:
+    for count, outcomes in result("rollout_simulation").items():
+        found = {name: Outcome(**outcome) for name, outcome in outcomes.items()}
+        yield from map(line, rollout_simulation.rows_of(int(count), found))
+
+
 TABLES = (
     fine_tuning,
     preferences,
@@ -110,6 +132,9 @@ TABLES = (
     start_of_ray,
     adapters,
     generation,
+    engines,
+    asynchronous,
+    simulation,
 )
 
 
