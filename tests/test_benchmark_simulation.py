@@ -10,6 +10,7 @@ import pytest
 from benchmarks import rollout, rollout_simulation
 from benchmarks.rollout_simulation import BASE, VARIANTS, Simulation, Variant, configuration
 from benchmarks.virtual_engines import VirtualEngine, VirtualQueue
+from hpc_rl.data.prompts import Prompt
 from hpc_rl.rl.rollout.engine import Sampling, Span
 
 
@@ -40,7 +41,7 @@ def test_other_weights_stop_an_engine_and_compute_its_tokens_again() -> None:
 def test_equal_parts_wait_for_the_slowest_engine(equal_parts: bool, expected: float) -> None:
     queue = VirtualQueue(2, 1, lambda rows: 1.0, [20, 12, 1, 1, 1, 1], equal_parts)
     for _ in range(6):
-        queue.ask(np.zeros(1, np.int32), [(0, Sampling(20))])
+        queue.ask(Prompt(np.zeros(1, np.int32), "", {}, ""), [(0, Sampling(20))])
     now = 0.0
     while len(queue):
         queue.assign(now)

@@ -116,8 +116,10 @@ class Draws:
         self._step = step
         most = self._desk.config.algorithm.max_gen_batches * self._size if self._filters else self._size
         self._refuse_too_many(self.groups[:most], most)
-        for _ in range(min(self.lacks(batches), batches * most - len(self.groups))):
-            self._draw()
+        lacks = self.lacks(batches)
+        kept = batches * self._size - lacks
+        for index in range(min(lacks, batches * most - len(self.groups))):
+            self._draw((kept + index) // self._size)
 
     def judge(self) -> None:
         """Start to score the groups that are complete. With dynamic sampling, judge those whose scores are there.
@@ -162,17 +164,20 @@ class Draws:
         self.rejected = len(rejected)
         return self._batch(kept, rejected), taken[-1].position
 
-    def _draw(self) -> None:
-        """Draw a prompt, and request responses to it."""
+    def _draw(self, ahead: int) -> None:
+        """Draw a prompt, and request responses to it.
+
+        Args:
+            ahead: number of batches before the one that the prompt is for.
+        """
         config, number = self._desk.config, len(self.groups)
-        ahead = number - self._count_rejected()
         index, position = next(self._desk.order)
         prompt = self._desk.train[index]
         seeds = seeds_at(config, position) if config.rollout.staleness else seeds_of(config, self._step, number)
         draws = [(seed, sampling(config)) for seed in seeds]
         if config.algorithm.advantage == "remax":
             draws.append((0, greedy_sampling(config)))
-        asked = self._desk.queue.ask(prompt, draws, self._step + ahead // self._size)
+        asked = self._desk.queue.ask(prompt, draws, self._step + ahead)
         self.groups.append(Group(prompt, position, asked))
 
     def _of_next_batch(self) -> list[Group]:
@@ -186,9 +191,6 @@ class Draws:
 
     def _is_judged(self, group: Group) -> bool:
         return (group.is_informative if self._filters else group.scored) is not None
-
-    def _count_rejected(self) -> int:
-        return sum(group.is_informative is False for group in self.groups)
 
     def _batch(self, kept: Sequence[Group], rejected: Sequence[Scores]) -> Batch:
         n = self._desk.config.rollout.n
