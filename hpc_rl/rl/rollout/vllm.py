@@ -316,6 +316,8 @@ def engine_settings(
     if placement.device == "cpu":
         settings |= {
             "enforce_eager": True,
+            # After a part of a prompt, vLLM restores the offset of the request's generator. CPU generators have none.
+            "enable_chunked_prefill": False,
             "kv_cache_memory_bytes": _cpu_cache_bytes(config, rollout, max_length),
             "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
         }

@@ -207,11 +207,13 @@ def test_engines_that_die_again_and_again_end_the_run(actors: Actors) -> None:
         setting.rollout._replace(1, ActorDiedError("died", 137))
 
 
-def test_without_any_engine_the_sync_follows_at_once(actors: Actors) -> None:
+def test_without_any_engine_the_next_turn_begins_with_a_sync(actors: Actors) -> None:
     setting = Setting(ppo_config("trainer.n_gpus_per_node=4", TWO_POOLS), pool(2), 1.0, actors)
     for engine in (0, 1):
         setting.rollout.queue._dispatch.lose(engine)
         setting.rollout._replace(engine, ActorDiedError("died", 137))
+    assert setting.rollout.queue.is_stranded
+    setting.rollout.queue.turn(0.0)
     assert setting.log[-2:] == ["policy.connect_engines", "policy.send_weights"]
     assert setting.rollout.queue._dispatch.available == [0, 1]
 

@@ -185,7 +185,12 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Set
         ):
             path = make_tiny_model(folder / str(tie), hidden=64, num_attention_heads=2, num_key_value_heads=2, tie=tie)
             actor = ray.remote(num_cpus=1, runtime_env={"env_vars": variables})(EngineActor).remote()
-            starting.append(actor.start.remote(str(path), tensor_parallel_size, temperature, adapters))
+            # Two long prompts are more tokens than an engine takes in one step.
+            starting.append(
+                actor.start.remote(
+                    str(path), tensor_parallel_size, temperature, adapters, max_num_batched_tokens=MAX_LENGTH
+                )
+            )
             hf = AutoModelForCausalLM.from_pretrained(path)
             if adapters is not None:
                 add_adapters(hf, LoraConfig(rank=RANK, alpha=ALPHA), str(path))
