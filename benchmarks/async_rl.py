@@ -1,10 +1,9 @@
 """Asynchronous reinforcement learning on one trainer and one engine: `python -m benchmarks.async_rl`.
 
 A model of 0.6M parameters learns sums from rewards, as in `make demo`: first from solutions of which 70 % forget to
-carry the one, then with GRPO without a reference, 32 prompts with 8
-responses per step. Trainer and engine (`hf`) are processes with one
-thread and a core each; the driver may use both cores. The variants are rollout.staleness 0, 1, 4, and 4 with
-rollout.partial; 4 needs algorithm.tis_cap=2, and with it the old log-probabilities of each batch.
+carry the one, then with GRPO without a reference, 32 prompts with 8 responses per step. Trainer and engine (`hf`) are
+processes with one thread and a core each; the driver may use both cores. The variants are rollout.staleness 0, 1, 4,
+and 4 with rollout.partial; 4 needs algorithm.tis_cap=2, and with it the old log-probabilities of each batch.
 
 Runs are fresh processes and take turns: all variants with one seed, then with the next. Seconds of a step are the
 median over those after the warm-up, without saving and validation. The limit is the speed-up that staleness could give:
@@ -156,7 +155,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40, help="of each run")
     parser.add_argument("--sft-steps", type=int, default=300, help="before the runs")
-    parser.add_argument("--sequences", type=int, default=6, help="rollout.max_num_seqs")
+    parser.add_argument("--sequences", type=int, default=20, help="rollout.max_num_seqs")
     arguments = parser.parse_args()
     if arguments.steps <= WARM_UP:
         parser.error(f"--steps {arguments.steps}: the first {WARM_UP} steps are the warm-up; ask for more")
