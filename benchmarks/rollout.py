@@ -138,7 +138,8 @@ class Bench:
     def queue(self, groups: Sequence[Sequence[Request]]) -> float:
         from hpc_rl.rl.rollout.request_queue import RequestQueue
 
-        queue = RequestQueue(self.fleet.engines, PLACES, self.config.rollout.stall_s, self.fleet.replace)
+        stall_s, start_s = self.config.rollout.stall_s, self.config.trainer.model_timeout_s
+        queue = RequestQueue(self.fleet.engines, PLACES, stall_s, start_s, self.fleet.replace)
 
         def work() -> None:
             queue.wait(

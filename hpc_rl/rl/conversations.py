@@ -144,7 +144,7 @@ class Conversations:
 
         Raises:
             UserError: an engine refused a request.
-            RunError: no engine is left, or the environment cannot be loaded again.
+            RunError: too many engines have died, or the environment cannot be loaded again.
         """
         self._hear()
         if self._generating:

@@ -67,7 +67,7 @@ class Feeder:
 
         Raises:
             UserError: an engine refused a request.
-            RunError: no engine is left.
+            RunError: too many engines have died, or one takes too long to start.
         """
         self._queue.turn(timeout_s)
         done = [flight for flight in self._flights if flight.is_complete]

@@ -121,8 +121,8 @@ def open_generation(config: GenerateConfig, run: RunDir, prepared: Prepared, wor
     plan, finished = prepared.plan, prepared.parts.finished()
     if finished:
         print(f"resuming: {len(finished):,} of {plan.blocks:,} blocks of responses are finished", flush=True)
-    rollout, engines = config.rollout, workers.fleet.engines
-    queue = RequestQueue(engines, rollout.max_num_seqs, rollout.stall_s, workers.fleet.replace)
+    rollout, engines, start_s = config.rollout, workers.fleet.engines, config.trainer.model_timeout_s
+    queue = RequestQueue(engines, rollout.max_num_seqs, rollout.stall_s, start_s, workers.fleet.replace)
     sampling = Sampling(config.data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k)
     return Generation(
         config=config,
