@@ -5,14 +5,18 @@
         conversations.turn(timeout_s)            # engines generate turns, while environments answer others
     asked.completions()                          # each conversation as one response
 
-Each conversation is in one of four places: its environment begins it (with the others of its prompt, because they share
-an engine), an engine generates a turn, its environment answers this turn, or its environment computes the reward. The
-answers of environments are awaited in other threads, so that no conversation waits for the environment of another.
+Each open conversation is in one of four places: its environment begins it (with the others of its prompt, because they
+share an engine), an engine generates a turn, its environment answers this turn, or its environment computes the reward.
+The answers of environments are awaited in other threads, so that no conversation waits for the environment of another.
+
+No more conversations are open than can be useful: those that fill the engines, and one for each process of the
+environment, which makes one call at a time. The others wait, in the order in which engines would get their prompts.
 """
 
 from __future__ import annotations
 
 import copy
+import heapq
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
@@ -122,6 +126,9 @@ class Conversations:
     queue: RequestQueue
     environment: Environment
     config: PpoConfig
+    _waiting: list[_Waiting] = field(default_factory=list)
+    """A heap."""
+    _asked: int = 0
     _beginning: list[_Group] = field(default_factory=list)
     _generating: list[_Talk] = field(default_factory=list)
     _answered: list[_Talk] = field(default_factory=list)
@@ -130,13 +137,9 @@ class Conversations:
 
     def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0) -> Talks:
         """See Respondent."""
-        messages, _ = to_prompt(prompt.row, self.config.data, "the data")
         found = Talks(len(draws))
-        talks = []
-        for index, (seed, sampling) in enumerate(draws):
-            begun = self.environment.pool.start(messages, prompt.row)
-            talks.append(_Talk(found, index, prompt, wave, seed, sampling, begun, begun.first))
-        self._beginning.append(_Group(prompt, messages, wave, talks))
+        self._asked += 1
+        heapq.heappush(self._waiting, _Waiting(wave, -len(prompt.token_ids), self._asked, prompt, draws, found))
         return found
 
     def turn(self, timeout_s: float) -> None:
@@ -164,13 +167,30 @@ class Conversations:
         """See Respondent. Environments may go on with what they do."""
         self.queue.pause()
 
+    @property
+    def _open(self) -> int:
+        """Number of conversations that have started and not ended."""
+        beginning = sum(len(group.talks) for group in self._beginning)
+        return beginning + len(self._generating) + len(self._answered) + len(self._ending)
+
+    def _start(self) -> None:
+        """Start conversations that wait, as many as there is room for."""
+        while self._waiting and self._open < self.queue.capacity + self.config.environment.workers:
+            asked = heapq.heappop(self._waiting)
+            messages, _ = to_prompt(asked.prompt.row, self.config.data, "the data")
+            talks = []
+            for index, (seed, sampling) in enumerate(asked.draws):
+                begun = self.environment.pool.start(messages, asked.prompt.row)
+                talks.append(_Talk(asked.found, index, asked.prompt, asked.wave, seed, sampling, begun, begun.first))
+            self._beginning.append(_Group(asked.prompt, messages, asked.wave, talks))
+
     def _awaited(self) -> list[Future[Any]]:
         beginning = (talk for group in self._beginning for talk in group.talks)
         talks = (*beginning, *self._answered, *self._ending)
         return [talk.awaited for talk in talks if not talk.awaited.done()]
 
     def _hear(self) -> None:
-        """Go on with the conversations whose environments have answered."""
+        """Go on with the conversations whose environments have answered, and start others."""
         begun, self._beginning = _split(self._beginning, lambda group: all(t.awaited.done() for t in group.talks))
         for group in begun:
             self._begin(group)
@@ -180,6 +200,7 @@ class Conversations:
         ended, self._ending = _split(self._ending, lambda talk: talk.awaited.done())
         for talk in ended:
             talk.end(talk.awaited.result())
+        self._start()
 
     def _begin(self, group: _Group) -> None:
         """Request the first turns. Those that have the same prompt are requested together."""
@@ -261,6 +282,19 @@ class Talks:
     def completions(self) -> list[Completion]:
         """Return them in the order in which they were requested."""
         return [self.found[index] for index in range(self.size)]
+
+
+@dataclass(order=True)
+class _Waiting:
+    """Conversations about one prompt that have not started, in the order in which they do; compare Dispatch."""
+
+    wave: int
+    shortness: int
+    """Minus the tokens of the prompt."""
+    number: int
+    prompt: Prompt = field(compare=False)
+    draws: Samplings = field(compare=False)
+    found: Talks = field(compare=False)
 
 
 @dataclass

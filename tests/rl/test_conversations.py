@@ -71,6 +71,8 @@ class Model:
     A turn that is too long is cut off.
     """
 
+    capacity = 4
+
     def __init__(self, tokenizer: Any, seed: int = 0) -> None:
         self._tokenizer = tokenizer
         self._numbers = count()
@@ -134,15 +136,21 @@ def prompts_of(rows: Sequence[dict[str, Any]], config: PpoConfig, tokenizer: Any
 
 
 def converse(
-    opened: Environment, tokenizer: Any, own: Path, *rows: dict[str, Any], overrides: Sequence[str] = (), n: int = 1
+    opened: Environment,
+    tokenizer: Any,
+    own: Path,
+    *rows: dict[str, Any],
+    overrides: Sequence[str] = (),
+    n: int = 1,
+    waves: Sequence[int] = range(100),
 ) -> tuple[list[Conversed], Model]:
-    """Let the model converse about rows; return all conversations."""
+    """Let the model converse about rows, which take turns with the waves; return all conversations."""
     config = config_of(own, *overrides)
     model = Model(tokenizer)
     conversations = Conversations(model, opened, config)  # type: ignore[arg-type]
     sampling = Sampling(config.data.max_response_length)
     asked = [
-        conversations.ask(prompt, [(10 * number + i, sampling) for i in range(n)], wave=number)
+        conversations.ask(prompt, [(10 * number + i, sampling) for i in range(n)], waves[number % len(waves)])
         for number, prompt in enumerate(prompts_of(rows, config, tokenizer, opened.schemas))
     ]
     conversations.wait(asked)
@@ -198,6 +206,34 @@ def test_later_turns_go_to_the_same_engine_with_seeds_of_their_own(
     assert seeds[1] == sorted(turn_seed(seed, 1) for seed in (10, 11, 12))
     assert seeds[0] == sorted(turn_seed(seed, turn) for seed in (0, 1, 2) for turn in (1, 2))
     assert len({*seeds[0], *seeds[1]}) == 9 and turn_seed(4, 0) == 4
+
+
+def test_no_more_conversations_are_open_than_engines_and_environments_have_room_for(
+    opened: Environment, tokenizer: Any, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt starts with all its conversations. Earlier waves go first, then longer prompts, then earlier ones."""
+    rows = [{"turns": [CALL % 1, "end"], "number": number} for number in range(12)]
+    for number in (5, 9):
+        rows[number]["messages"] = [{"role": "user", "content": "Sum, please?"}]
+    turn, start = Model.turn, opened.pool.start
+    open_at_turns: list[int] = []
+    started: list[int] = []
+
+    def noted_turn(self: Model, timeout_s: float) -> None:
+        open_at_turns.append(sum(worker.load for worker in opened.pool._workers))
+        turn(self, timeout_s)
+
+    def noted_start(prompt: list[Any], row: dict[str, Any]) -> Any:
+        started.append(row["number"])
+        return start(prompt, row)
+
+    monkeypatch.setattr(Model, "turn", noted_turn)
+    monkeypatch.setattr(opened.pool, "start", noted_start)
+    found, _ = converse(opened, tokenizer, own, *rows, n=2, waves=(1, 0))
+    assert [one.outcome.score for one in found] == [1.0] * 24
+    first, second = [5, 9, 1, 3, 7, 11], [0, 2, 4, 6, 8, 10]
+    assert started == [number for number in [*first, *second] for _ in range(2)]
+    assert 4 < max(open_at_turns) <= Model.capacity + 2 + 1
 
 
 def test_what_goes_wrong_is_an_observation_or_a_failed_score(opened: Environment, tokenizer: Any, own: Path) -> None:

@@ -110,9 +110,10 @@ class RequestQueue:
         """Seconds that an engine has generated, on average."""
         return self._busy_s / len(self._calls)
 
-    def __len__(self) -> int:
-        """Return the number of requests that are not complete."""
-        return len(self._asked)
+    @property
+    def capacity(self) -> int:
+        """Number of requests that all engines together have at a time; the others wait here."""
+        return self._dispatch.capacity
 
     def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0, after: int | None = None) -> Asked:
         """Request responses to one prompt, which share an engine.

@@ -68,10 +68,10 @@ def tokens(asked: Sequence[Asked]) -> list[list[int]]:
 def test_responses_have_the_order_of_their_requests(cluster: None) -> None:
     queue = queue_of(Engines(2))
     asked = [ask(queue, 5, 0, 3), *(ask(queue, seed) for seed in range(20))]
-    assert len(queue) == 23 and not asked[0].is_complete
+    assert not asked[0].is_complete
     queue.wait(asked)
     assert tokens(asked) == [[5, 0, 3], *([seed] for seed in range(20))]
-    assert len(queue) == 0 and queue.busy_s >= 0.5 * 4 and queue.repeated == 0
+    assert queue.busy_s >= 0.5 * 4 and queue.repeated == 0
 
 
 def test_weights_change_only_while_it_pauses(cluster: None) -> None:
@@ -83,7 +83,7 @@ def test_weights_change_only_while_it_pauses(cluster: None) -> None:
         queue.turn(TIMEOUT_S)
     queue.pause()
     calls = ray.get(engines.actors.actors[0].pid.remote(), timeout=TIMEOUT_S)  # no call is before this one
-    assert calls and not long.is_complete and len(queue) == 1
+    assert calls and not long.is_complete
     queue.version = 7
     queue.wait([long])
     assert short.completions()[0].spans == (Span(0, 1),) and long.completions()[0].spans == (Span(7, 1),)
