@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.data.rows import Message, to_prompt
 from hpc_rl.environments.pool import Conversation, EnvironmentPool
@@ -44,6 +43,8 @@ from hpc_rl.rl.transcripts import Conversed, Transcript
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hpc_rl.rl.cluster import DriverConfig
+
 T = TypeVar("T")
 
 
@@ -58,7 +59,7 @@ class Environment:
             not fit conversations.
     """
 
-    def __init__(self, config: PpoConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: DriverConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         own = config.environment
         wanted = Wanted(own.name, own.kwargs, own.tools, own.max_output_chars, own.sandbox)
         self.pool = EnvironmentPool(wanted, own.workers, own.timeout_s)
@@ -68,9 +69,9 @@ class Environment:
             self.pool.close()
             raise
 
-    def _prepare(self, config: PpoConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def _prepare(self, config: DriverConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         own, offered = config.environment, self.pool.offered
-        if not (offered.has_reward or offered.has_step or config.reward.sources or config.algorithm.advantage == "opd"):
+        if config.needs_scores and not (offered.has_reward or offered.has_step or config.reward.sources):
             raise UserError(
                 f"environment.name {own.name} has no method `reward`, and no reward is set: add the method, or set "
                 "reward.function"
@@ -85,11 +86,16 @@ class Environment:
         elif self.schemas:
             self._parse = find_parser(own.tool_format, template)
 
-    def read(self, turn: Completion) -> tuple[str, list[Call | Malformed]]:
-        """Return what the model wrote in a turn that it has ended itself, without its thinking, and its tool calls."""
+    def text(self, turn: Completion) -> str:
+        """Return what the model wrote in a turn."""
         # Formats of tool calls have special tokens; the last token is the one that ends the turn.
-        text = self._tokenizer.decode(turn.token_ids[:-1], skip_special_tokens=False)
+        ids = turn.token_ids[:-1] if turn.finished else turn.token_ids
+        text = self._tokenizer.decode(ids, skip_special_tokens=False)
         assert isinstance(text, str)
+        return text
+
+    def read(self, text: str) -> tuple[str, list[Call | Malformed]]:
+        """Return what the model wrote without its thinking, and its tool calls."""
         visible = after_thinking(text, self.turns.opens_thinking)
         return visible, self._parse(visible) if self.schemas else []
 
@@ -125,7 +131,7 @@ class Conversations:
 
     queue: RequestQueue
     environment: Environment
-    config: PpoConfig
+    config: DriverConfig
     _waiting: list[_Waiting] = field(default_factory=list)
     """A heap."""
     _asked: int = 0
@@ -206,7 +212,9 @@ class Conversations:
         """Request the first turns. Those that have the same prompt are requested together."""
         together: dict[bytes, list[_Talk]] = {}
         for talk in group.talks:
-            ids, talk.error = self._first_prompt(group, talk.awaited.result())
+            reply: Reply = talk.awaited.result()
+            ids, talk.error = self._first_prompt(group, reply)
+            talk.messages = [*(group.messages if reply.error is not None else reply.messages)]
             # A conversation that cannot begin is a response without a score, and a response has a token.
             most = talk.sampling.max_new_tokens if talk.error is None else 1
             talk.transcript = Transcript(ids, most)
@@ -241,8 +249,10 @@ class Conversations:
         for talk in written:
             talk.turn = talk.asked.found[talk.number]
             talk.transcript.add_turn(talk.turn)
+            text = self.environment.text(talk.turn)
+            talk.messages.append({"role": "assistant", "content": text})
             if talk.error is None and talk.turn.finished:
-                talk.awaited = talk.environment.answer(*self.environment.read(talk.turn))
+                talk.awaited = talk.environment.answer(*self.environment.read(text))
                 self._answered.append(talk)
             else:
                 self._finish(talk)
@@ -258,6 +268,7 @@ class Conversations:
                 talk.error = str(error)
             else:
                 if talk.transcript.add_observation(added):
+                    talk.messages += reply.messages
                     self._request([talk], talk.asked.engines[talk.number])
                     return
         self._finish(talk)
@@ -311,6 +322,8 @@ class _Talk:
     awaited: Future[Any]
     """What the environment answers next."""
     transcript: Transcript = field(init=False)
+    messages: list[Message] = field(init=False)
+    """What the transcript holds, as text."""
     asked: Asked = field(init=False)
     number: int = -1
     """Of the request for its turn."""
@@ -331,7 +344,8 @@ class _Talk:
         """Record the end of the conversation."""
         if self.error is not None:
             outcome = Outcome(None, error=self.error)
-        self.found.found[self.index] = self.transcript.joined(self.finished, outcome, self.calls, self.bad_calls)
+        own = (self.messages, self.calls, self.bad_calls)
+        self.found.found[self.index] = self.transcript.joined(self.finished, outcome, *own)
 
 
 @dataclass

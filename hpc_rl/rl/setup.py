@@ -169,10 +169,10 @@ def open_scoring(
 ) -> Scoring:
     """Open the configured source of rewards. Raises UserError if the reward function cannot be loaded."""
     if environment is not None:
-        alone = config.model_copy(update={"reward": config.reward.model_copy(update={"clip": None, "on_error": None})})
+        alone = config.updated("reward.clip", None).updated("reward.on_error", None)
         other = open_scoring(alone, of_role, tokenizer) if config.reward.sources else None
-        may_lack = config.algorithm.advantage == "opd"
-        return EnvironmentScoring(environment, other, config.reward, tokenizer, may_lack)
+        missing = None if config.needs_scores else 0.0
+        return EnvironmentScoring(environment, other, config.reward, tokenizer, missing)
     if config.reward.model is not None:
         return ModelScoring(of_role["reward"], config.reward)
     if not config.reward.sources:

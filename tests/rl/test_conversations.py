@@ -184,6 +184,8 @@ def test_a_conversation_is_what_the_template_renders_and_keeps_the_tokens_of_the
     assert found.prompt is not None
     whole = tokenizer.apply_chat_template(messages, tools=opened.schemas, tokenize=False)
     assert tokenizer.decode([*found.prompt, *found.token_ids]) + "\n" == whole
+    written = [{"role": one["role"], "content": one["content"]} for one in found.messages]
+    assert written == messages
     assert sampled_text(tokenizer, found) == "".join(f"{turn}<|im_end|>" for turn in turns)
     assert found.sampled == sum(map(len, turns)) + 4, "one token for each letter"
     assert found.finished and (found.turns, found.calls, found.bad_calls) == (4, 3, 0)
@@ -253,6 +255,7 @@ def test_what_goes_wrong_is_an_observation_or_a_failed_score(opened: Environment
         wrong = row.get("wrong")
         if wrong == "reset":
             assert found.outcome.error == "OSError: no disk" and len(found.token_ids) == 1 and not found.finished
+            assert [one["role"] for one in found.messages] == ["user", "assistant"]
         elif wrong == "hang":
             assert found.outcome.error == "the environment took over 20 s and was ended" and found.turns == 1
         elif wrong in ("raise", "flood"):
@@ -300,6 +303,7 @@ def test_a_turn_that_is_cut_off_ends_the_conversation(opened: Environment, token
     options = ["data.max_response_length=5"]
     (found,), _ = converse(opened, tokenizer, own, {"turns": ["again", "end"]}, overrides=options)
     assert (found.turns, found.finished, found.mask, len(found.token_ids)) == (1, False, None, 5)
+    assert found.messages[1:] == [{"role": "assistant", "content": "again"}]
     assert found.outcome.score == 0 and found.outcome.components == {"said": 0.0}, "the environment did not hear it"
 
 
@@ -308,6 +312,7 @@ def test_reset_may_change_the_prompt(opened: Environment, tokenizer: Any, own: P
     (changed, plain), model = converse(opened, tokenizer, own, *rows)
     assert changed.prompt is not None and plain.prompt is not None
     assert "Sum?\n\nBe quick.<|im_end|>" in tokenizer.decode(changed.prompt)
+    assert [changed.messages[0]["content"], plain.messages[0]["content"]] == ["Sum?\n\nBe quick.", "Sum?"]
     assert "Sum?<|im_end|>" in tokenizer.decode(plain.prompt) and '"name": "add"' in tokenizer.decode(plain.prompt)
     assert sorted(len(asked[0].token_ids) for asked in model.asked) == sorted(map(len, (changed.prompt, plain.prompt)))
 
