@@ -27,9 +27,8 @@ from numpy.typing import NDArray
 
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.data.rows import Message, to_prompt
-from hpc_rl.environments.pool import Conversation, EnvironmentPool
+from hpc_rl.environments.pool import Conversation, Environments
 from hpc_rl.environments.protocol import Outcome, Reply
-from hpc_rl.environments.requests import Wanted
 from hpc_rl.environments.tool_calls import VLLM, Call, Malformed, after_thinking, find_parser
 from hpc_rl.environments.turns import Turns
 from hpc_rl.environments.vllm_parsers import load_vllm_parser
@@ -53,24 +52,23 @@ class Environment:
 
     Args:
         tokenizer: with the run's chat template.
+        processes: are closed with this, and if it cannot be created.
 
     Raises:
-        UserError: the environment cannot be loaded, it gives no reward and nothing else does, or the chat template does
-            not fit conversations.
+        UserError: the environment gives no reward and nothing else does, or the chat template does not fit
+            conversations.
     """
 
-    def __init__(self, config: DriverConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        own = config.environment
-        wanted = Wanted(own.name, own.kwargs, own.tools, own.max_output_chars, own.sandbox)
-        self.pool = EnvironmentPool(wanted, own.workers, own.timeout_s)
+    def __init__(self, config: DriverConfig, tokenizer: PreTrainedTokenizerBase, processes: Environments) -> None:
+        self.processes = processes
         try:
             self._prepare(config, tokenizer)
         except UserError:
-            self.pool.close()
+            self.processes.close()
             raise
 
     def _prepare(self, config: DriverConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        own, offered = config.environment, self.pool.offered
+        own, offered = config.environment, self.processes.offered
         if config.needs_scores and not (offered.has_reward or offered.has_step or config.reward.sources):
             raise UserError(
                 f"environment.name {own.name} has no method `reward`, and no reward is set: add the method, or set "
@@ -122,7 +120,7 @@ class Environment:
 
     def close(self) -> None:
         """End the processes."""
-        self.pool.close()
+        self.processes.close()
 
 
 @dataclass
@@ -181,12 +179,12 @@ class Conversations:
 
     def _start(self) -> None:
         """Start conversations that wait, as many as there is room for."""
-        while self._waiting and self._open < self.queue.capacity + self.config.environment.workers:
+        while self._waiting and self._open < self.queue.capacity + self.environment.processes.workers:
             asked = heapq.heappop(self._waiting)
             messages, _ = to_prompt(asked.prompt.row, self.config.data, "the data")
             talks = []
             for index, (seed, sampling) in enumerate(asked.draws):
-                begun = self.environment.pool.start(messages, asked.prompt.row)
+                begun = self.environment.processes.start(messages, asked.prompt.row)
                 talks.append(_Talk(asked.found, index, asked.prompt, asked.wave, seed, sampling, begun, begun.first))
             self._beginning.append(_Group(asked.prompt, messages, asked.wave, talks))
 

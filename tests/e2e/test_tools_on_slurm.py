@@ -48,6 +48,11 @@ def test_a_calculator_on_two_nodes_is_resumed_after_a_kill(slurm_cluster: Cluste
     workspace.ok(*command, "trainer.total_training_steps=1000")  # it cannot end before it is killed
     metrics = workspace.folder / "runs" / "sums" / "metrics.jsonl"
     workspace.wait_until(lambda: metrics.exists() and len(scores(workspace, "sums")) >= 3, "3 steps")
+    attempt = workspace.folder / "runs" / "sums" / "attempt-1"
+    assert {path.name for path in attempt.glob("*-environments.log")} == {
+        "node0-environments.log",
+        "node1-environments.log",
+    }
     slurm_cluster.exec_on("node2", ["pkill", "-KILL", "-f", "--", "^ray::Worker"], check=True)
     workspace.wait_until(lambda: workspace.status("sums")["state"] == "FAILED", "the job ends")
     slurm_cluster.wait_idle()

@@ -15,6 +15,7 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.prompts import Prompt, tokenize_prompts
 from hpc_rl.errors import UserError
 from hpc_rl.rl.conversations import Conversations, Environment, turn_seed
+from hpc_rl.rl.environment_hosts import open_environments
 from hpc_rl.rl.metrics import conversation_metrics
 from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span
 from hpc_rl.rl.rollout.request_queue import Asked
@@ -123,9 +124,13 @@ def config_of(own: Path, *overrides: str) -> PpoConfig:
     return ppo_config(*options, *overrides)
 
 
+def environment_of(config: PpoConfig, tokenizer: Any) -> Environment:
+    return Environment(config, tokenizer, open_environments(config, Path()))
+
+
 @pytest.fixture(scope="module")
 def opened(own: Path, tokenizer: Any) -> Iterator[Environment]:
-    environment = Environment(config_of(own, "environment.timeout_s=20"), tokenizer)
+    environment = environment_of(config_of(own, "environment.timeout_s=20"), tokenizer)
     yield environment
     environment.close()
 
@@ -217,12 +222,12 @@ def test_no_more_conversations_are_open_than_engines_and_environments_have_room_
     rows = [{"turns": [CALL % 1, "end"], "number": number} for number in range(12)]
     for number in (5, 9):
         rows[number]["messages"] = [{"role": "user", "content": "Sum, please?"}]
-    turn, start = Model.turn, opened.pool.start
+    turn, start = Model.turn, opened.processes.start
     open_at_turns: list[int] = []
     started: list[int] = []
 
     def noted_turn(self: Model, timeout_s: float) -> None:
-        open_at_turns.append(sum(worker.load for worker in opened.pool._workers))
+        open_at_turns.append(sum(worker.load for worker in opened.processes._workers))
         turn(self, timeout_s)
 
     def noted_start(prompt: list[Any], row: dict[str, Any]) -> Any:
@@ -230,7 +235,7 @@ def test_no_more_conversations_are_open_than_engines_and_environments_have_room_
         return start(prompt, row)
 
     monkeypatch.setattr(Model, "turn", noted_turn)
-    monkeypatch.setattr(opened.pool, "start", noted_start)
+    monkeypatch.setattr(opened.processes, "start", noted_start)
     found, _ = converse(opened, tokenizer, own, *rows, n=2, waves=(1, 0))
     assert [one.outcome.score for one in found] == [1.0] * 24
     first, second = [5, 9, 1, 3, 7, 11], [0, 2, 4, 6, 8, 10]
@@ -331,17 +336,17 @@ def test_what_does_not_fit_is_refused_at_the_start(own: Path, tokenizer: Any, tm
     file = tmp_path / "silent.py"
     file.write_text("class Silent:\n    def add(self, x: int) -> int:\n        '''Add.'''\n        return x\n")
     with pytest.raises(UserError, match=r"silent.py:Silent has no method `reward`, and no reward is set"):
-        Environment(ppo_config("reward.function=null", f"environment.name={file}:Silent"), tokenizer)
+        environment_of(ppo_config("reward.function=null", f"environment.name={file}:Silent"), tokenizer)
     rewriting = make_tokenizer(320)
     rewriting.chat_template = QWEN3_WITHOUT_SWITCH
     with pytest.raises(UserError, match=r"set data.chat_template to a file"):
-        Environment(config_of(own), rewriting)
+        environment_of(config_of(own), rewriting)
 
 
 def test_calls_within_the_thinking_are_not_made(own: Path) -> None:
     thinking = make_tokenizer(320)
     thinking.chat_template = OPENS_THINKING
-    environment = Environment(config_of(own, "environment.tool_format=hermes"), thinking)
+    environment = environment_of(config_of(own, "environment.tool_format=hermes"), thinking)
     try:
         text = f"{CALL % 7}\n</think>\n\n{CALL % 1}"
         (found,), _ = converse(environment, thinking, own, {"turns": [text, "hm</think>end"]})

@@ -20,7 +20,7 @@ def run_generation(config: GenerateConfig, run: RunDir, logs: Path) -> int:
     """Generate to the end, or until the run directory has a stop file, and return the exit code.
 
     Args:
-        logs: folder of the logs of engines and reward model.
+        logs: folder of the logs of other processes.
 
     Raises:
         UserError: the run cannot work as requested.
@@ -28,7 +28,7 @@ def run_generation(config: GenerateConfig, run: RunDir, logs: Path) -> int:
     """
     with ExitStack() as closing:
         with heart.phase("load"):
-            prepared = prepare(config, run, closing)
+            prepared = prepare(config, run, logs, closing)
         code = 0 if prepared.parts.is_joined else _generate(config, run, prepared, logs)
     if code:
         return code

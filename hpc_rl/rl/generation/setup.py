@@ -17,6 +17,7 @@ from hpc_rl.data.prompts import load_prompts
 from hpc_rl.rewards.scorer import open_scorer
 from hpc_rl.rl.calls import MODEL_LIMIT, wait_for_all
 from hpc_rl.rl.conversations import Conversations, Environment
+from hpc_rl.rl.environment_hosts import open_environments
 from hpc_rl.rl.generation.feeder import Feeder
 from hpc_rl.rl.generation.generate import Generation
 from hpc_rl.rl.generation.plan import Plan, Source, blocks_of, make_plan
@@ -107,10 +108,11 @@ class Prepared:
     parts: Parts
 
 
-def prepare(config: GenerateConfig, run: RunDir, closing: ExitStack) -> Prepared:
+def prepare(config: GenerateConfig, run: RunDir, logs: Path, closing: ExitStack) -> Prepared:
     """Load the prompts, and find out what earlier attempts have finished.
 
     Args:
+        logs: folder of the environments' logs.
         closing: closes the environment in the end.
 
     Raises:
@@ -118,8 +120,9 @@ def prepare(config: GenerateConfig, run: RunDir, closing: ExitStack) -> Prepared
     """
     tokenizer = load_tokenizer(config.model)
     tokenizer.chat_template = chat_template(tokenizer, config.data)
-    environment = Environment(config, tokenizer) if config.environment.is_used else None
-    if environment is not None:
+    environment = None
+    if config.environment.is_used:
+        environment = Environment(config, tokenizer, open_environments(config, logs))
         closing.callback(environment.close)
     split, tools = "test" if isinstance(config, EvalConfig) else "train", environment.schemas if environment else ()
     sources = load_sources(config, tokenizer, split, tools)
