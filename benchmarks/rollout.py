@@ -150,7 +150,7 @@ class Bench:
         process_s, thread_s = time.process_time(), time.thread_time()
         wall_s = seconds(work)
         self.driver_s.append((time.process_time() - process_s, time.thread_time() - thread_s))
-        assert not len(queue) and not queue.repeated
+        assert not queue.repeated
         return wall_s
 
     def pin(self) -> None:
