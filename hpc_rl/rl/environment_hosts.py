@@ -114,7 +114,8 @@ class EnvironmentFleet:
         self._next = 0
 
     def start(self, prompt: list[Message], row: dict[str, Any]) -> Conversation:
-        """See Environments. The conversation is on the node with the fewest.
+        """See Environments. The conversation is on the node with the fewest. Each request about it has to wait for the
+        answer to the one before, because calls of the actors have no order.
 
         Raises:
             RunError: all nodes are lost, or this is closed.

@@ -48,6 +48,12 @@ def said(future: Any) -> list[str]:
     return [message["content"] for message in future.result(TIMEOUT_S).messages]
 
 
+def begun(fleet: EnvironmentFleet, **row: Any) -> Conversation:
+    talk = fleet.start(PROMPT, row)
+    assert said(talk.first) == ["1 + 2?\n\nGo."]
+    return talk
+
+
 def pid_of(talk: Conversation) -> int:
     return int(said(talk.answer("", [Call("pid", {})]))[0])
 
@@ -62,13 +68,12 @@ def wait_for_end(pid: int) -> None:
 def test_conversations_are_spread_over_the_nodes_and_keep_their_own_state(opened: Open, tmp_path: Path) -> None:
     fleet = opened()
     assert fleet.workers == 2 and fleet.offered.has_reward and len(fleet.offered.schemas) == 6
-    talks = [fleet.start(PROMPT, {"start": start}) for start in (1, 10, 100)]
-    assert [said(talk.first) for talk in talks] == [["1 + 2?\n\nGo."]] * 3
+    talks = [begun(fleet, start=start) for start in (1, 10, 100)]
     pids = [pid_of(talk) for talk in talks]
     assert pids[0] == pids[2] != pids[1]
     assert [said(talk.answer("", [Call("add", {"x": 2})])) for talk in talks] == [["3"], ["12"], ["102"]]
     assert talks[1].finish().result(TIMEOUT_S).score == 12
-    assert pid_of(fleet.start(PROMPT, {})) == pids[1], "the node with the fewest"
+    assert pid_of(begun(fleet)) == pids[1], "the node with the fewest"
     assert (tmp_path / "node0-environments.log").exists()
     fleet.close()
     for pid in pids:
@@ -80,9 +85,9 @@ def test_conversations_are_spread_over_the_nodes_and_keep_their_own_state(opened
 
 def test_what_goes_wrong_ends_its_conversation(opened: Open) -> None:
     fleet = opened(timeout_s=20)
-    failing, fine = fleet.start(PROMPT, {"start": "raise"}), fleet.start(PROMPT, {"start": 5})
+    failing, fine = fleet.start(PROMPT, {"start": "raise"}), begun(fleet, start=5)
     assert failing.first.result(TIMEOUT_S).error == failing.finish().result(TIMEOUT_S).error == "RuntimeError: no start"
-    hanging = fleet.start(PROMPT, {})
+    hanging = begun(fleet)
     before = pid_of(hanging)
     reply = hanging.answer("", [Call("hang", {})]).result(TIMEOUT_S)
     assert reply.done and reply.error == "the environment took over 20 s and was ended"
@@ -93,14 +98,14 @@ def test_what_goes_wrong_ends_its_conversation(opened: Open) -> None:
     assert "cannot be passed on: " in (sent.first.result(TIMEOUT_S).error or "")
     unsendable = fleet.start(PROMPT, {"row": (each for each in ())})
     assert "cannot be passed on: " in (unsendable.first.result(TIMEOUT_S).error or "")
-    assert fleet.start(PROMPT, {"start": 7}).finish().result(TIMEOUT_S).score == 7.0
+    assert begun(fleet, start=7).finish().result(TIMEOUT_S).score == 7.0
 
 
 def test_a_node_that_is_lost_takes_only_its_conversations_with_it(
     opened: Open, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fleet = opened()
-    talks = [fleet.start(PROMPT, {"start": start}) for start in (1, 2)]
+    talks = [begun(fleet, start=start) for start in (1, 2)]
     pids = [pid_of(talk) for talk in talks]
     waiting = talks[0].answer("", [Call("wait", {"seconds": 600})])
     first, other = (host._actor for host in fleet._hosts)
@@ -110,7 +115,7 @@ def test_a_node_that_is_lost_takes_only_its_conversations_with_it(
     wait_for_end(pids[0])
     assert talks[0].finish().result(TIMEOUT_S).error == lost.error
     assert talks[1].finish().result(TIMEOUT_S).score == 2
-    assert [pid_of(fleet.start(PROMPT, {})) for _ in range(3)] == [pids[1]] * 3
+    assert [pid_of(begun(fleet)) for _ in range(3)] == [pids[1]] * 3
     assert capsys.readouterr().out.count("their conversations have no score, and other nodes go on") == 1
     ray.kill(other)
     assert fleet.start(PROMPT, {}).first.result(TIMEOUT_S).error
@@ -120,7 +125,7 @@ def test_a_node_that_is_lost_takes_only_its_conversations_with_it(
 
 def test_closing_ends_what_runs(opened: Open) -> None:
     fleet = opened()
-    talk = fleet.start(PROMPT, {})
+    talk = begun(fleet)
     pid, waiting = pid_of(talk), talk.answer("", [Call("wait", {"seconds": 600})])
     fleet.close()
     with pytest.raises(RunError, match="were closed"):
