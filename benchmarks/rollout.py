@@ -138,7 +138,8 @@ class Bench:
     def queue(self, groups: Sequence[Sequence[Request]]) -> float:
         from hpc_rl.rl.rollout.request_queue import RequestQueue
 
-        queue = RequestQueue(self.fleet.engines, PLACES, self.config.rollout.stall_s, self.fleet.replace)
+        stall_s, start_s = self.config.rollout.stall_s, self.config.trainer.model_timeout_s
+        queue = RequestQueue(self.fleet.engines, PLACES, stall_s, start_s, self.fleet.replace)
 
         def work() -> None:
             queue.wait(
@@ -149,7 +150,7 @@ class Bench:
         process_s, thread_s = time.process_time(), time.thread_time()
         wall_s = seconds(work)
         self.driver_s.append((time.process_time() - process_s, time.thread_time() - thread_s))
-        assert not len(queue) and not queue.repeated
+        assert not queue.repeated
         return wall_s
 
     def pin(self) -> None:

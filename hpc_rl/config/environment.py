@@ -31,7 +31,7 @@ class EnvironmentConfig(Section):
     """How the model writes a tool call: hermes, json, xml, or vllm:NAME for a parser of vLLM. auto: as the chat
     template describes it."""
     workers: int = Field(4, ge=1)
-    """Number of processes that run environments and tools, on the first node. Each runs one call at a time."""
+    """Number of processes on each node that run environments and tools. Each makes one call at a time."""
     timeout_s: float = Field(60, gt=0)
     """Longest time in seconds of a call. A process that takes longer is ended, and its conversations have no score."""
     max_output_chars: int = Field(10_000, ge=100)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from hpc_rl.config.base import Section, SomeFiles
+from hpc_rl.config.environment import EnvironmentConfig
 from hpc_rl.config.pools import PoolsConfig, Role, pool_problems
 from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.config.ray import RayJobConfig
-from hpc_rl.config.reward import OptionalRewardConfig, RewardConfig
+from hpc_rl.config.reward import OptionalRewardConfig, require_reward
 from hpc_rl.config.rollout import EngineConfig, engine_problems
 from hpc_rl.config.training import ModelSource, RecordedConfig, Sharding
 
@@ -60,6 +61,7 @@ class GenerateConfig(RayJobConfig):
     model: ModelSource
     data: GenerateDataConfig
     rollout: GenerateRolloutConfig = GenerateRolloutConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     reward: OptionalRewardConfig = OptionalRewardConfig()
     pools: PoolsConfig = PoolsConfig()
     trainer: GenerateTrainerConfig = GenerateTrainerConfig()
@@ -76,8 +78,13 @@ class GenerateConfig(RayJobConfig):
 
     @property
     def scores(self) -> bool:
-        """Whether responses are scored."""
-        return bool(self.reward.sources)
+        """Whether responses are scored; an environment may give no reward."""
+        return bool(self.reward.sources) or self.environment.name is not None
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether every response needs a score."""
+        return False
 
     @property
     def hang_timeout_s(self) -> float:
@@ -113,5 +120,13 @@ class EvalScoreConfig(Section):
 
 class EvalConfig(GenerateConfig):
     rollout: EvalRolloutConfig = EvalRolloutConfig()
-    reward: RewardConfig
     eval: EvalScoreConfig = EvalScoreConfig()
+
+    @property
+    def needs_scores(self) -> bool:
+        return True
+
+    @field_validator("reward")
+    @classmethod
+    def _is_needed(cls, value: OptionalRewardConfig, info: ValidationInfo) -> OptionalRewardConfig:
+        return require_reward(value, info.data.get("environment"))

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 from pydantic import Field, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
 
 from hpc_rl.config.algorithm import AlgorithmConfig
 from hpc_rl.config.base import Path, Section
@@ -16,7 +15,7 @@ from hpc_rl.config.environment import EnvironmentConfig
 from hpc_rl.config.pools import PoolsConfig, Role, pool_of, pool_problems, pool_spec, slot_unit
 from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.config.ray import RayJobConfig
-from hpc_rl.config.reward import ONE_REWARD, OptionalRewardConfig
+from hpc_rl.config.reward import OptionalRewardConfig, require_reward
 from hpc_rl.config.rollout import RolloutConfig, engine_name, engine_problems, engine_spec
 from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig, quantize_problems
 
@@ -100,6 +99,11 @@ class PpoConfig(RayJobConfig):
         return bool(self.reward.sources) or self.environment.name is not None
 
     @property
+    def needs_scores(self) -> bool:
+        """Whether every response needs a score."""
+        return self.algorithm.advantage != "opd"
+
+    @property
     def hang_timeout_s(self) -> float:
         limit_s = self.trainer.hang_timeout_s
         return max(limit_s, 2 * self.reward.timeout_s) if limit_s else 0.0  # nothing happens while one reward is slow
@@ -107,12 +111,10 @@ class PpoConfig(RayJobConfig):
     @field_validator("reward")
     @classmethod
     def _is_needed(cls, value: OptionalRewardConfig, info: ValidationInfo) -> OptionalRewardConfig:
-        algorithm, environment = info.data.get("algorithm"), info.data.get("environment")
-        if environment is None or environment.name is not None:  # the environment may give the reward
+        algorithm = info.data.get("algorithm")
+        if algorithm is None or algorithm.advantage == "opd":
             return value
-        if algorithm is not None and algorithm.advantage != "opd" and not value.sources:
-            raise PydanticCustomError("missing", ONE_REWARD)
-        return value
+        return require_reward(value, info.data.get("environment"))
 
     def problems(self) -> Iterator[str]:
         yield from self._batch_problems()

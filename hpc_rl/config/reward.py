@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from hpc_rl.config.base import Path, Section, Table, possible_path
+from hpc_rl.config.environment import EnvironmentConfig
 
 ONE_REWARD = "set exactly one of reward.function, reward.functions, reward.model and reward.url"
 
@@ -98,8 +99,12 @@ class OptionalRewardConfig(Section):
                 )
 
 
-class RewardConfig(OptionalRewardConfig):
-    def problems(self) -> Iterator[str]:
-        if not self.sources:
-            raise PydanticCustomError("missing", ONE_REWARD)
-        yield from super().problems()
+def require_reward(reward: OptionalRewardConfig, environment: EnvironmentConfig | None) -> OptionalRewardConfig:
+    """Return the section of a job that needs scores, unless nothing can give them.
+
+    Args:
+        environment: may give the reward; None if it is not valid itself.
+    """
+    if environment is not None and environment.name is None and not reward.sources:
+        raise PydanticCustomError("missing", ONE_REWARD)
+    return reward

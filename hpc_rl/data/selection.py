@@ -147,12 +147,9 @@ def all_pairs(scored: Sequence[Row], counts: Counts) -> list[Row]:
 
 
 def _pair(better: Row, worse: Row) -> Row:
-    return {
-        "prompt": better["prompt"],
-        "chosen": better["response"],
-        "rejected": worse["response"],
-        "margin": better["score"] - worse["score"],
-    }
+    chosen, rejected = (row.get("conversation", row["response"]) for row in (better, worse))
+    margin = better["score"] - worse["score"]
+    return {"prompt": better["prompt"], "chosen": chosen, "rejected": rejected, "margin": margin}
 
 
 def above(threshold: float) -> Callable[[Sequence[Row], Counts], list[Row]]:
@@ -168,6 +165,8 @@ def above(threshold: float) -> Callable[[Sequence[Row], Counts], list[Row]]:
 
 def as_chat_row(row: Row) -> Row:
     """Return prompt and response of a row as a chat for supervised fine-tuning, with the score."""
+    if "conversation" in row:
+        return {"messages": row["conversation"], "score": row["score"]}
     prompt: str | list[Message] = row["prompt"]
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return {"messages": [*asked, {"role": "assistant", "content": row["response"]}], "score": row["score"]}

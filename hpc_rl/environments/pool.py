@@ -12,10 +12,10 @@ import select
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from hpc_rl.environments.protocol import Message, Outcome, Reply
-from hpc_rl.environments.requests import Answer, Finish, Offered, Request, Start, Wanted
+from hpc_rl.environments.requests import Answer, Finish, Offered, Request, Start, Wanted, failed
 from hpc_rl.environments.tool_calls import Call, Malformed
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.worker_process import ProcessLost, WorkerProcess
@@ -23,11 +23,27 @@ from hpc_rl.host.worker_process import ProcessLost, WorkerProcess
 START_TIMEOUT_S = 120.0
 """Time limit for a process to load an environment."""
 _END_TIMEOUT_S = 10.0
-_CLOSED = "the environments were closed while a conversation was running"
+CLOSED = "the environments were closed while a conversation was running"
+
+
+class Environments(Protocol):
+    """Processes that run environments: those of an EnvironmentPool, or of several on other nodes."""
+
+    offered: Offered
+    workers: int
+    """Number of processes."""
+
+    def start(self, prompt: list[Message], row: dict[str, Any]) -> Conversation:
+        """Start a conversation about a row. Its `first` has the first messages."""
+        ...
+
+    def close(self) -> None:
+        """End all processes at once. Requests without an answer raise RunError. A second `close` does nothing."""
+        ...
 
 
 class EnvironmentPool:
-    """Processes that run environments.
+    """Processes that run environments, on this node; see Environments.
 
     Args:
         wanted: what each process loads.
@@ -40,6 +56,7 @@ class EnvironmentPool:
     """
 
     def __init__(self, wanted: Wanted, workers: int, timeout_s: float) -> None:
+        self.workers = workers
         self._closing, self._close = os.pipe()
         self._closed = False
         self._workers = [_Worker(number, wanted, timeout_s, self._closing) for number in range(workers)]
@@ -51,15 +68,15 @@ class EnvironmentPool:
         self._next = 0
 
     def start(self, prompt: list[Message], row: dict[str, Any]) -> Conversation:
-        """Start a conversation about a row, in the process with the fewest. Its `first` has the first messages."""
+        """See Environments. The conversation is in the process with the fewest."""
         if self._closed:
-            raise RunError(_CLOSED)
+            raise RunError(CLOSED)
         self._next += 1
         worker = min(self._workers, key=lambda each: each.load)
         return Conversation(worker, self._next, worker.submit(self._next, Start(prompt, row)))
 
     def close(self) -> None:
-        """End all processes at once. Requests without an answer raise RunError. A second `close` does nothing."""
+        """See Environments."""
         if self._closed:
             return
         self._closed = True
@@ -69,10 +86,18 @@ class EnvironmentPool:
         os.close(self._closing)
 
 
+class Takes(Protocol):
+    """What takes the requests about a conversation."""
+
+    def submit(self, number: int, request: Request) -> Future[Any]:
+        """Request something about the conversation of this number."""
+        ...
+
+
 class Conversation:
     """One conversation. Errors of the environment are in the answers; only a UserError of the pool is raised."""
 
-    def __init__(self, worker: _Worker, number: int, first: Future[Any]) -> None:
+    def __init__(self, worker: Takes, number: int, first: Future[Any]) -> None:
         self._worker, self._number = worker, number
         self.first: Future[Reply] = first
         """The messages with which the conversation starts."""
@@ -128,14 +153,14 @@ class _Worker:
             self.load -= isinstance(request, Finish)
         self._put(future, number, request)
         if not self._thread.is_alive():  # it may have ended without this request
-            self._refuse(RunError(_CLOSED))
+            self._refuse(RunError(CLOSED))
         return future
 
     def close(self) -> None:
         """Wait for the end of the thread, which `closing` has requested."""
         self._put(None, 0, None)
         self._thread.join(_END_TIMEOUT_S)
-        self._refuse(RunError(_CLOSED))
+        self._refuse(RunError(CLOSED))
 
     def _refuse(self, error: UserError) -> None:
         """Let all queued requests raise an error."""
@@ -164,7 +189,7 @@ class _Worker:
             while (entry := self._requests.get()).request is not None and (future := entry.future) is not None:
                 try:
                     if _is_readable(self._closing):
-                        raise RunError(_CLOSED)
+                        raise RunError(CLOSED)
                     if not process.alive:  # it ended between two requests
                         process.end()
                         self._lose("ended before its next call")
@@ -200,7 +225,7 @@ class _Worker:
                     continue
             except ProcessLost as lost:
                 if _is_readable(self._closing):
-                    raise RunError(_CLOSED) from lost
+                    raise RunError(CLOSED) from lost
                 self._lose("a call of another conversation " + str(lost))
                 reason = self._lost[number] = f"the environment {lost}"
             except Exception as error:  # noqa: BLE001 - pickle raises whatever the user's class raises
@@ -213,7 +238,7 @@ class _Worker:
                 self._forget(number, request)
                 return answer  # type: ignore[no-any-return]
         self._forget(number, request)
-        return Outcome(None, error=reason) if isinstance(request, Finish) else Reply([], True, error=reason)
+        return failed(request, reason)
 
     def _lose(self, reason: str) -> None:
         for number in self._open:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.environments.protocol import Message
+from hpc_rl.environments.protocol import Message, Outcome, Reply
 from hpc_rl.environments.tool_calls import Call, Malformed
 
 
@@ -54,3 +54,8 @@ class Finish:
 
 
 Request = Start | Answer | Finish
+
+
+def failed(request: Request, reason: str) -> Reply | Outcome:
+    """Return the answer to a request about a conversation that has failed."""
+    return Outcome(None, error=reason) if isinstance(request, Finish) else Reply([], True, error=reason)

@@ -14,7 +14,7 @@ from typing import Any
 
 from hpc_rl.environments.loading import load_definition
 from hpc_rl.environments.protocol import Definition, Episode, Outcome, Reply, first_messages, join_replies
-from hpc_rl.environments.requests import Answer, Finish, Offered, Request, Start, Wanted
+from hpc_rl.environments.requests import Answer, Offered, Request, Start, Wanted, failed
 from hpc_rl.errors import UserError
 from hpc_rl.host.processes import adopt_orphans, die_with_parent
 
@@ -44,7 +44,7 @@ class Conversations:
             if episode := self._episodes.pop(number, None):
                 with contextlib.suppress(Exception, SystemExit):
                     episode.close()
-            return Outcome(None, error=reason) if isinstance(request, Finish) else Reply([], True, error=reason)
+            return failed(request, reason)
 
     def _answer(self, episode: Episode, request: Answer) -> Reply:
         if not request.calls:

@@ -5,14 +5,18 @@
         conversations.turn(timeout_s)            # engines generate turns, while environments answer others
     asked.completions()                          # each conversation as one response
 
-Each conversation is in one of four places: its environment begins it (with the others of its prompt, because they share
-an engine), an engine generates a turn, its environment answers this turn, or its environment computes the reward. The
-answers of environments are awaited in other threads, so that no conversation waits for the environment of another.
+Each open conversation is in one of four places: its environment begins it (with the others of its prompt, because they
+share an engine), an engine generates a turn, its environment answers this turn, or its environment computes the reward.
+The answers of environments are awaited in other threads, so that no conversation waits for the environment of another.
+
+No more conversations are open than can be useful: those that fill the engines, and one for each process of the
+environment, which makes one call at a time. The others wait, in the order in which engines would get their prompts.
 """
 
 from __future__ import annotations
 
 import copy
+import heapq
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
@@ -21,12 +25,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.data.rows import Message, to_prompt
-from hpc_rl.environments.pool import Conversation, EnvironmentPool
+from hpc_rl.environments.pool import Conversation, Environments
 from hpc_rl.environments.protocol import Outcome, Reply
-from hpc_rl.environments.requests import Wanted
 from hpc_rl.environments.tool_calls import VLLM, Call, Malformed, after_thinking, find_parser
 from hpc_rl.environments.turns import Turns
 from hpc_rl.environments.vllm_parsers import load_vllm_parser
@@ -40,6 +42,8 @@ from hpc_rl.rl.transcripts import Conversed, Transcript
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hpc_rl.rl.cluster import DriverConfig
+
 T = TypeVar("T")
 
 
@@ -48,25 +52,24 @@ class Environment:
 
     Args:
         tokenizer: with the run's chat template.
+        processes: are closed with this, and if it cannot be created.
 
     Raises:
-        UserError: the environment cannot be loaded, it gives no reward and nothing else does, or the chat template does
-            not fit conversations.
+        UserError: the environment gives no reward and nothing else does, or the chat template does not fit
+            conversations.
     """
 
-    def __init__(self, config: PpoConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        own = config.environment
-        wanted = Wanted(own.name, own.kwargs, own.tools, own.max_output_chars, own.sandbox)
-        self.pool = EnvironmentPool(wanted, own.workers, own.timeout_s)
+    def __init__(self, config: DriverConfig, tokenizer: PreTrainedTokenizerBase, processes: Environments) -> None:
+        self.processes = processes
         try:
             self._prepare(config, tokenizer)
         except UserError:
-            self.pool.close()
+            self.processes.close()
             raise
 
-    def _prepare(self, config: PpoConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        own, offered = config.environment, self.pool.offered
-        if not (offered.has_reward or offered.has_step or config.reward.sources or config.algorithm.advantage == "opd"):
+    def _prepare(self, config: DriverConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        own, offered = config.environment, self.processes.offered
+        if config.needs_scores and not (offered.has_reward or offered.has_step or config.reward.sources):
             raise UserError(
                 f"environment.name {own.name} has no method `reward`, and no reward is set: add the method, or set "
                 "reward.function"
@@ -81,11 +84,16 @@ class Environment:
         elif self.schemas:
             self._parse = find_parser(own.tool_format, template)
 
-    def read(self, turn: Completion) -> tuple[str, list[Call | Malformed]]:
-        """Return what the model wrote in a turn that it has ended itself, without its thinking, and its tool calls."""
+    def text(self, turn: Completion) -> str:
+        """Return what the model wrote in a turn."""
         # Formats of tool calls have special tokens; the last token is the one that ends the turn.
-        text = self._tokenizer.decode(turn.token_ids[:-1], skip_special_tokens=False)
+        ids = turn.token_ids[:-1] if turn.finished else turn.token_ids
+        text = self._tokenizer.decode(ids, skip_special_tokens=False)
         assert isinstance(text, str)
+        return text
+
+    def read(self, text: str) -> tuple[str, list[Call | Malformed]]:
+        """Return what the model wrote without its thinking, and its tool calls."""
         visible = after_thinking(text, self.turns.opens_thinking)
         return visible, self._parse(visible) if self.schemas else []
 
@@ -112,7 +120,7 @@ class Environment:
 
     def close(self) -> None:
         """End the processes."""
-        self.pool.close()
+        self.processes.close()
 
 
 @dataclass
@@ -121,7 +129,10 @@ class Conversations:
 
     queue: RequestQueue
     environment: Environment
-    config: PpoConfig
+    config: DriverConfig
+    _waiting: list[_Waiting] = field(default_factory=list)
+    """A heap."""
+    _asked: int = 0
     _beginning: list[_Group] = field(default_factory=list)
     _generating: list[_Talk] = field(default_factory=list)
     _answered: list[_Talk] = field(default_factory=list)
@@ -130,13 +141,9 @@ class Conversations:
 
     def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0) -> Talks:
         """See Respondent."""
-        messages, _ = to_prompt(prompt.row, self.config.data, "the data")
         found = Talks(len(draws))
-        talks = []
-        for index, (seed, sampling) in enumerate(draws):
-            begun = self.environment.pool.start(messages, prompt.row)
-            talks.append(_Talk(found, index, prompt, wave, seed, sampling, begun, begun.first))
-        self._beginning.append(_Group(prompt, messages, wave, talks))
+        self._asked += 1
+        heapq.heappush(self._waiting, _Waiting(wave, -len(prompt.token_ids), self._asked, prompt, draws, found))
         return found
 
     def turn(self, timeout_s: float) -> None:
@@ -144,7 +151,7 @@ class Conversations:
 
         Raises:
             UserError: an engine refused a request.
-            RunError: no engine is left, or the environment cannot be loaded again.
+            RunError: too many engines have died, or the environment cannot be loaded again.
         """
         self._hear()
         if self._generating:
@@ -164,13 +171,30 @@ class Conversations:
         """See Respondent. Environments may go on with what they do."""
         self.queue.pause()
 
+    @property
+    def _open(self) -> int:
+        """Number of conversations that have started and not ended."""
+        beginning = sum(len(group.talks) for group in self._beginning)
+        return beginning + len(self._generating) + len(self._answered) + len(self._ending)
+
+    def _start(self) -> None:
+        """Start conversations that wait, as many as there is room for."""
+        while self._waiting and self._open < self.queue.capacity + self.environment.processes.workers:
+            asked = heapq.heappop(self._waiting)
+            messages, _ = to_prompt(asked.prompt.row, self.config.data, "the data")
+            talks = []
+            for index, (seed, sampling) in enumerate(asked.draws):
+                begun = self.environment.processes.start(messages, asked.prompt.row)
+                talks.append(_Talk(asked.found, index, asked.prompt, asked.wave, seed, sampling, begun, begun.first))
+            self._beginning.append(_Group(asked.prompt, messages, asked.wave, talks))
+
     def _awaited(self) -> list[Future[Any]]:
         beginning = (talk for group in self._beginning for talk in group.talks)
         talks = (*beginning, *self._answered, *self._ending)
         return [talk.awaited for talk in talks if not talk.awaited.done()]
 
     def _hear(self) -> None:
-        """Go on with the conversations whose environments have answered."""
+        """Go on with the conversations whose environments have answered, and start others."""
         begun, self._beginning = _split(self._beginning, lambda group: all(t.awaited.done() for t in group.talks))
         for group in begun:
             self._begin(group)
@@ -180,12 +204,15 @@ class Conversations:
         ended, self._ending = _split(self._ending, lambda talk: talk.awaited.done())
         for talk in ended:
             talk.end(talk.awaited.result())
+        self._start()
 
     def _begin(self, group: _Group) -> None:
         """Request the first turns. Those that have the same prompt are requested together."""
         together: dict[bytes, list[_Talk]] = {}
         for talk in group.talks:
-            ids, talk.error = self._first_prompt(group, talk.awaited.result())
+            reply: Reply = talk.awaited.result()
+            ids, talk.error = self._first_prompt(group, reply)
+            talk.messages = [*(group.messages if reply.error is not None else reply.messages)]
             # A conversation that cannot begin is a response without a score, and a response has a token.
             most = talk.sampling.max_new_tokens if talk.error is None else 1
             talk.transcript = Transcript(ids, most)
@@ -220,8 +247,10 @@ class Conversations:
         for talk in written:
             talk.turn = talk.asked.found[talk.number]
             talk.transcript.add_turn(talk.turn)
+            text = self.environment.text(talk.turn)
+            talk.messages.append({"role": "assistant", "content": text})
             if talk.error is None and talk.turn.finished:
-                talk.awaited = talk.environment.answer(*self.environment.read(talk.turn))
+                talk.awaited = talk.environment.answer(*self.environment.read(text))
                 self._answered.append(talk)
             else:
                 self._finish(talk)
@@ -237,6 +266,7 @@ class Conversations:
                 talk.error = str(error)
             else:
                 if talk.transcript.add_observation(added):
+                    talk.messages += reply.messages
                     self._request([talk], talk.asked.engines[talk.number])
                     return
         self._finish(talk)
@@ -263,6 +293,19 @@ class Talks:
         return [self.found[index] for index in range(self.size)]
 
 
+@dataclass(order=True)
+class _Waiting:
+    """Conversations about one prompt that have not started, in the order in which they do; compare Dispatch."""
+
+    wave: int
+    shortness: int
+    """Minus the tokens of the prompt."""
+    number: int
+    prompt: Prompt = field(compare=False)
+    draws: Samplings = field(compare=False)
+    found: Talks = field(compare=False)
+
+
 @dataclass
 class _Talk:
     """One conversation."""
@@ -277,6 +320,8 @@ class _Talk:
     awaited: Future[Any]
     """What the environment answers next."""
     transcript: Transcript = field(init=False)
+    messages: list[Message] = field(init=False)
+    """What the transcript holds, as text."""
     asked: Asked = field(init=False)
     number: int = -1
     """Of the request for its turn."""
@@ -297,7 +342,8 @@ class _Talk:
         """Record the end of the conversation."""
         if self.error is not None:
             outcome = Outcome(None, error=self.error)
-        self.found.found[self.index] = self.transcript.joined(self.finished, outcome, self.calls, self.bad_calls)
+        own = (self.messages, self.calls, self.bad_calls)
+        self.found.found[self.index] = self.transcript.joined(self.finished, outcome, *own)
 
 
 @dataclass

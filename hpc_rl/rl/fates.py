@@ -21,7 +21,7 @@ from hpc_rl.errors import RunError
 from hpc_rl.host.deaths import KILLED, kill_cause, ran_out_of_memory
 from hpc_rl.host.files import tail
 
-Role = Literal["worker", "engine", "driver"]
+Role = Literal["worker", "engine", "environment", "driver"]
 
 ASK_TIMEOUT_S = 20
 """Time for a question to the actor's node, which may have to start a process for it."""
@@ -30,6 +30,7 @@ LOG_LINES = 300
 _REMEDIES: dict[Role, str] = {
     "worker": "lower trainer.micro_tokens, or request more --mem",
     "engine": "lower rollout.max_num_seqs, or request more --mem",
+    "environment": "lower environment.workers, or request more --mem",
     "driver": "lower data.train_batch_size or reward.workers, or request more --mem",
 }
 _CRASHES = {

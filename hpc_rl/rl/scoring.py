@@ -114,7 +114,7 @@ class EnvironmentScoring:
     Args:
         environment: is closed with this.
         other: without reward.clip and reward.on_error, which are for the sum. A function gets the model's last turn.
-        may_lack: whether an environment may give no reward.
+        missing: the reward of an environment that gives none. None: the conversation has failed.
     """
 
     def __init__(
@@ -123,13 +123,13 @@ class EnvironmentScoring:
         other: Scoring | None,
         config: OptionalRewardConfig,
         tokenizer: PreTrainedTokenizerBase,
-        may_lack: bool,
+        missing: float | None,
     ) -> None:
         self._environment = environment
         self._other = other
         self._config = config
         self._tokenizer = tokenizer
-        self._may_lack = may_lack or other is not None
+        self._missing = 0.0 if other is not None else missing
 
     @property
     def at_once(self) -> bool:
@@ -155,7 +155,7 @@ class EnvironmentScoring:
     def _own(self, conversations: Sequence[Conversed]) -> Scores:
         """Return the environment's rewards, NaN where it failed."""
         outcomes = [one.outcome for one in conversations]
-        missing = None if self._may_lack else NO_REWARD
+        missing = NO_REWARD if self._missing is None else None
         errors = [
             (index, error)
             for index, outcome in enumerate(outcomes)
@@ -163,7 +163,8 @@ class EnvironmentScoring:
         ]
         for _, error in errors[:1]:
             print(f"warning: {len(errors)} of {len(outcomes)} conversations have no reward: {error}", file=sys.stderr)
-        values = np.array([outcome.score or 0.0 for outcome in outcomes], np.float32)
+        none = self._missing or 0.0
+        values = np.array([none if outcome.score is None else outcome.score for outcome in outcomes], np.float32)
         values[[index for index, _ in errors]] = math.nan
         return Scores(values, errors, [self._components(outcome) for outcome in outcomes])
 

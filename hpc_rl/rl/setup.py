@@ -22,6 +22,7 @@ from hpc_rl.rl.batches import BatchSource, SynchronousBatches
 from hpc_rl.rl.calls import MODEL_LIMIT, wait_for_all
 from hpc_rl.rl.conversations import Conversations, Environment
 from hpc_rl.rl.dealing import mini_batches
+from hpc_rl.rl.environment_hosts import open_environments
 from hpc_rl.rl.pools import Pool, create_pools
 from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.rollout.respondent import Respondent
@@ -56,7 +57,9 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     groups, rollout = start_workers(config, pools, logs)
     tokenizer = load_tokenizer(config.model)
     tokenizer.chat_template = chat_template(tokenizer, config.data)  # so that the exported model has it too
-    environment = Environment(config, tokenizer) if config.environment.is_used else None
+    environment = None
+    if config.environment.is_used:
+        environment = Environment(config, tokenizer, open_environments(config, logs))
     train, val = load_data(config, tokenizer, environment.schemas if environment else ())
     rollout.wait_before_workers(model_s)
     starting = [group.start() for group in groups.values()]
@@ -169,10 +172,10 @@ def open_scoring(
 ) -> Scoring:
     """Open the configured source of rewards. Raises UserError if the reward function cannot be loaded."""
     if environment is not None:
-        alone = config.model_copy(update={"reward": config.reward.model_copy(update={"clip": None, "on_error": None})})
+        alone = config.updated("reward.clip", None).updated("reward.on_error", None)
         other = open_scoring(alone, of_role, tokenizer) if config.reward.sources else None
-        may_lack = config.algorithm.advantage == "opd"
-        return EnvironmentScoring(environment, other, config.reward, tokenizer, may_lack)
+        missing = None if config.needs_scores else 0.0
+        return EnvironmentScoring(environment, other, config.reward, tokenizer, missing)
     if config.reward.model is not None:
         return ModelScoring(of_role["reward"], config.reward)
     if not config.reward.sources:

@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.environments.protocol import Outcome
+from hpc_rl.environments.protocol import Message, Outcome
 from hpc_rl.rl.rollout.engine import Completion, Span
 
 
@@ -19,6 +19,8 @@ class Conversed(Completion):
 
     outcome: Outcome
     """The environment's reward."""
+    messages: list[Message]
+    """The whole conversation, with the prompt."""
     turns: int
     """Turns of the model."""
     calls: int = 0
@@ -76,7 +78,9 @@ class Transcript:
         """Return the whole conversation, [P + R]."""
         return np.concatenate([self.prompt, *(part.token_ids for part in self._parts)])
 
-    def joined(self, finished: bool, outcome: Outcome, calls: int, bad_calls: int) -> Conversed:
+    def joined(
+        self, finished: bool, outcome: Outcome, messages: list[Message], calls: int, bad_calls: int
+    ) -> Conversed:
         """Return the conversation as one response."""
         spans = [span for part in self._parts for span in part.spans]
         merged = [
@@ -92,6 +96,7 @@ class Transcript:
             np.concatenate(sampled) if len(self._parts) > 1 else None,
             self.prompt,
             outcome=outcome,
+            messages=messages,
             turns=self.turns,
             calls=calls,
             bad_calls=bad_calls,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_rl.config.compose import compose
+from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import UserError
 from tests.rl.ppo_config import REQUIRED, ppo_config
@@ -55,6 +56,15 @@ def test_an_environment_may_give_the_reward_and_functions_do_not() -> None:
         compose("ppo", [*required, "environment.tools=[python]"])
 
 
-def test_generation_has_no_environments() -> None:
-    with pytest.raises(UserError, match=r"environment(\.name)?: unknown key"):
-        compose("generate", ["model.path=/model", "data.files=a.jsonl", NAME])
+def test_an_evaluation_needs_a_reward_or_an_environment_and_generation_neither() -> None:
+    required = ["model.path=/model", "data.files=a.jsonl", "trainer.device=cpu"]
+    for kind in ("generate", "eval"):
+        for reward in ([NAME], ["environment.tools=[python]", "reward.function=exact"]):
+            config = compose(kind, [*required, *reward])
+            assert isinstance(config, GenerateConfig) and config.scores and config.environment.is_used
+    assert not compose("generate", [*required, "environment.tools=[python]"]).scores  # type: ignore[attr-defined]
+    for lacking in ([], ["environment.tools=[python]"]):
+        with pytest.raises(UserError, match=r"^reward\.function: required, but not given"):
+            compose("eval", [*required, *lacking])
+    with pytest.raises(UserError, match=r"environment.max_turns has no effect without an environment"):
+        compose("generate", [*required, "environment.max_turns=3"])

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpc_rl.config.preferences import PreferenceDataConfig
 from hpc_rl.data.formats import read_rows
+from hpc_rl.data.preference_rows import PairRow, to_preference
 from hpc_rl.data.selection import Counts, select
 from hpc_rl.errors import UserError
 
@@ -54,6 +56,18 @@ def test_pairs_leave_out_equal_scores(tmp_path: Path) -> None:
     found, counts = run(tmp_path, rows_of([[0.0, 1.0, 0.5], [1.0, 1.0]]), "pairs")
     assert found == [{"prompt": "p0", "chosen": "r0-1", "rejected": "r0-0", "margin": 1.0}]
     assert str(counts) == "1 rows from 5 responses to 2 prompts; 1 prompts with equal scores"
+
+
+def test_conversations_stay_whole(tmp_path: Path) -> None:
+    asked = {"role": "user", "content": "1 + 2?"}
+    told = [[asked, {"role": "assistant", "content": text}, {"role": "tool", "content": "3"}] for text in "ab"]
+    answers = [[*each, {"role": "assistant", "content": "3"}] for each in told]
+    rows = [{**row, "conversation": each} for row, each in zip(rows_of([[0.0, 1.0]]), answers, strict=True)]
+    assert run(tmp_path, rows, "best-of-n")[0] == [{"messages": answers[1], "score": 1.0}]
+    (pair,) = run(tmp_path, rows, "pairs")[0]
+    assert pair == {"prompt": "p0", "chosen": answers[1], "rejected": answers[0], "margin": 1.0}
+    found = to_preference(pair, PreferenceDataConfig(train_files=["a.jsonl"]), "row 1")
+    assert isinstance(found, PairRow) and (found.chosen, found.common) == (answers[1], 1)
 
 
 def test_the_threshold_is_included_and_one_response_is_enough(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ PROGRAMS = ("usr/bin/apptainer", "usr/lib/x86_64-linux-gnu/apptainer/bin/starter
 
 
 @contextmanager
-def reachable_path(environ: dict[str, str]) -> Iterator[str]:
+def reachable_path(environ: dict[str, str], within: Path = Path("/tmp")) -> Iterator[str]:
     """Yield a PATH with apptainer. The one that .ci/install-apptainer installs is copied out of root's home folder."""
     found = Path(str(shutil.which("apptainer", path=environ["PATH"])))
     prefix = found.parents[2]
     if os.geteuid() != 0 or not (prefix / PROGRAMS[1]).exists() or prefix == Path("/"):
         yield environ["PATH"]
         return
-    with tempfile.TemporaryDirectory(prefix="hpc-rl-apptainer-", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="hpc-rl-apptainer-", dir=within) as folder:
         Path(folder).chmod(0o755)
         copy = Path(folder) / "apptainer"
         shutil.copytree(prefix, copy, symlinks=True)

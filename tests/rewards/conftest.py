@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpc_rl.config.reward import RewardConfig
+from hpc_rl.config.reward import OptionalRewardConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rewards.scorer import Scorer, open_scorer
 
@@ -29,7 +29,7 @@ def opened() -> Iterator[Open]:
     scorers = []
 
     def opener(**options: Any) -> Scorer:
-        scorers.append(open_scorer(RewardConfig(**{"workers": 2, "on_error": -1.0, **options})))
+        scorers.append(open_scorer(OptionalRewardConfig(**{"workers": 2, "on_error": -1.0, **options})))
         return scorers[-1]
 
     yield opener

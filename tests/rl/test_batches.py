@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.config.reward import RewardConfig
+from hpc_rl.config.reward import OptionalRewardConfig
 from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError
@@ -277,6 +277,6 @@ def test_samples_of_a_step_are_the_best_and_the_worst_response() -> None:
 
 
 def test_scores_of_a_reward_model_are_limited_too() -> None:
-    config = RewardConfig(model="unused", clip=(-1, 0.5), on_error=-3.0)
+    config = OptionalRewardConfig(model="unused", clip=(-1, 0.5), on_error=-3.0)
     scores = ModelScoring(None, config)._checked(torch.tensor([-2.0, torch.inf, 7.0]))  # type: ignore[arg-type]
     assert scores.values.tolist() == [-1.0, -3.0, 0.5] and scores.errors == [(1, "not finite")]

@@ -15,6 +15,7 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.prompts import Prompt, tokenize_prompts
 from hpc_rl.errors import UserError
 from hpc_rl.rl.conversations import Conversations, Environment, turn_seed
+from hpc_rl.rl.environment_hosts import open_environments
 from hpc_rl.rl.metrics import conversation_metrics
 from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span
 from hpc_rl.rl.rollout.request_queue import Asked
@@ -71,6 +72,8 @@ class Model:
     A turn that is too long is cut off.
     """
 
+    capacity = 4
+
     def __init__(self, tokenizer: Any, seed: int = 0) -> None:
         self._tokenizer = tokenizer
         self._numbers = count()
@@ -121,9 +124,13 @@ def config_of(own: Path, *overrides: str) -> PpoConfig:
     return ppo_config(*options, *overrides)
 
 
+def environment_of(config: PpoConfig, tokenizer: Any) -> Environment:
+    return Environment(config, tokenizer, open_environments(config, Path()))
+
+
 @pytest.fixture(scope="module")
 def opened(own: Path, tokenizer: Any) -> Iterator[Environment]:
-    environment = Environment(config_of(own, "environment.timeout_s=20"), tokenizer)
+    environment = environment_of(config_of(own, "environment.timeout_s=20"), tokenizer)
     yield environment
     environment.close()
 
@@ -134,15 +141,21 @@ def prompts_of(rows: Sequence[dict[str, Any]], config: PpoConfig, tokenizer: Any
 
 
 def converse(
-    opened: Environment, tokenizer: Any, own: Path, *rows: dict[str, Any], overrides: Sequence[str] = (), n: int = 1
+    opened: Environment,
+    tokenizer: Any,
+    own: Path,
+    *rows: dict[str, Any],
+    overrides: Sequence[str] = (),
+    n: int = 1,
+    waves: Sequence[int] = range(100),
 ) -> tuple[list[Conversed], Model]:
-    """Let the model converse about rows; return all conversations."""
+    """Let the model converse about rows, which take turns with the waves; return all conversations."""
     config = config_of(own, *overrides)
     model = Model(tokenizer)
     conversations = Conversations(model, opened, config)  # type: ignore[arg-type]
     sampling = Sampling(config.data.max_response_length)
     asked = [
-        conversations.ask(prompt, [(10 * number + i, sampling) for i in range(n)], wave=number)
+        conversations.ask(prompt, [(10 * number + i, sampling) for i in range(n)], waves[number % len(waves)])
         for number, prompt in enumerate(prompts_of(rows, config, tokenizer, opened.schemas))
     ]
     conversations.wait(asked)
@@ -176,6 +189,8 @@ def test_a_conversation_is_what_the_template_renders_and_keeps_the_tokens_of_the
     assert found.prompt is not None
     whole = tokenizer.apply_chat_template(messages, tools=opened.schemas, tokenize=False)
     assert tokenizer.decode([*found.prompt, *found.token_ids]) + "\n" == whole
+    written = [{"role": one["role"], "content": one["content"]} for one in found.messages]
+    assert written == messages
     assert sampled_text(tokenizer, found) == "".join(f"{turn}<|im_end|>" for turn in turns)
     assert found.sampled == sum(map(len, turns)) + 4, "one token for each letter"
     assert found.finished and (found.turns, found.calls, found.bad_calls) == (4, 3, 0)
@@ -200,6 +215,34 @@ def test_later_turns_go_to_the_same_engine_with_seeds_of_their_own(
     assert len({*seeds[0], *seeds[1]}) == 9 and turn_seed(4, 0) == 4
 
 
+def test_no_more_conversations_are_open_than_engines_and_environments_have_room_for(
+    opened: Environment, tokenizer: Any, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt starts with all its conversations. Earlier waves go first, then longer prompts, then earlier ones."""
+    rows = [{"turns": [CALL % 1, "end"], "number": number} for number in range(12)]
+    for number in (5, 9):
+        rows[number]["messages"] = [{"role": "user", "content": "Sum, please?"}]
+    turn, start = Model.turn, opened.processes.start
+    open_at_turns: list[int] = []
+    started: list[int] = []
+
+    def noted_turn(self: Model, timeout_s: float) -> None:
+        open_at_turns.append(sum(worker.load for worker in opened.processes._workers))
+        turn(self, timeout_s)
+
+    def noted_start(prompt: list[Any], row: dict[str, Any]) -> Any:
+        started.append(row["number"])
+        return start(prompt, row)
+
+    monkeypatch.setattr(Model, "turn", noted_turn)
+    monkeypatch.setattr(opened.processes, "start", noted_start)
+    found, _ = converse(opened, tokenizer, own, *rows, n=2, waves=(1, 0))
+    assert [one.outcome.score for one in found] == [1.0] * 24
+    first, second = [5, 9, 1, 3, 7, 11], [0, 2, 4, 6, 8, 10]
+    assert started == [number for number in [*first, *second] for _ in range(2)]
+    assert 4 < max(open_at_turns) <= Model.capacity + 2 + 1
+
+
 def test_what_goes_wrong_is_an_observation_or_a_failed_score(opened: Environment, tokenizer: Any, own: Path) -> None:
     fine, again = [CALL % 1, "end"], ["again", "end"]
     rows = [
@@ -217,6 +260,7 @@ def test_what_goes_wrong_is_an_observation_or_a_failed_score(opened: Environment
         wrong = row.get("wrong")
         if wrong == "reset":
             assert found.outcome.error == "OSError: no disk" and len(found.token_ids) == 1 and not found.finished
+            assert [one["role"] for one in found.messages] == ["user", "assistant"]
         elif wrong == "hang":
             assert found.outcome.error == "the environment took over 20 s and was ended" and found.turns == 1
         elif wrong in ("raise", "flood"):
@@ -264,6 +308,7 @@ def test_a_turn_that_is_cut_off_ends_the_conversation(opened: Environment, token
     options = ["data.max_response_length=5"]
     (found,), _ = converse(opened, tokenizer, own, {"turns": ["again", "end"]}, overrides=options)
     assert (found.turns, found.finished, found.mask, len(found.token_ids)) == (1, False, None, 5)
+    assert found.messages[1:] == [{"role": "assistant", "content": "again"}]
     assert found.outcome.score == 0 and found.outcome.components == {"said": 0.0}, "the environment did not hear it"
 
 
@@ -272,6 +317,7 @@ def test_reset_may_change_the_prompt(opened: Environment, tokenizer: Any, own: P
     (changed, plain), model = converse(opened, tokenizer, own, *rows)
     assert changed.prompt is not None and plain.prompt is not None
     assert "Sum?\n\nBe quick.<|im_end|>" in tokenizer.decode(changed.prompt)
+    assert [changed.messages[0]["content"], plain.messages[0]["content"]] == ["Sum?\n\nBe quick.", "Sum?"]
     assert "Sum?<|im_end|>" in tokenizer.decode(plain.prompt) and '"name": "add"' in tokenizer.decode(plain.prompt)
     assert sorted(len(asked[0].token_ids) for asked in model.asked) == sorted(map(len, (changed.prompt, plain.prompt)))
 
@@ -290,17 +336,17 @@ def test_what_does_not_fit_is_refused_at_the_start(own: Path, tokenizer: Any, tm
     file = tmp_path / "silent.py"
     file.write_text("class Silent:\n    def add(self, x: int) -> int:\n        '''Add.'''\n        return x\n")
     with pytest.raises(UserError, match=r"silent.py:Silent has no method `reward`, and no reward is set"):
-        Environment(ppo_config("reward.function=null", f"environment.name={file}:Silent"), tokenizer)
+        environment_of(ppo_config("reward.function=null", f"environment.name={file}:Silent"), tokenizer)
     rewriting = make_tokenizer(320)
     rewriting.chat_template = QWEN3_WITHOUT_SWITCH
     with pytest.raises(UserError, match=r"set data.chat_template to a file"):
-        Environment(config_of(own), rewriting)
+        environment_of(config_of(own), rewriting)
 
 
 def test_calls_within_the_thinking_are_not_made(own: Path) -> None:
     thinking = make_tokenizer(320)
     thinking.chat_template = OPENS_THINKING
-    environment = Environment(config_of(own, "environment.tool_format=hermes"), thinking)
+    environment = environment_of(config_of(own, "environment.tool_format=hermes"), thinking)
     try:
         text = f"{CALL % 7}\n</think>\n\n{CALL % 1}"
         (found,), _ = converse(environment, thinking, own, {"turns": [text, "hm</think>end"]})

@@ -20,7 +20,7 @@ from hpc_rl.rl.transcripts import Conversed
 
 def conversed(outcome: Outcome, *ids: int) -> Conversed:
     found = np.array(ids or [1], np.int32)
-    return Conversed(found, found.astype(np.float32), True, outcome=outcome, turns=1, mask=found > 0)
+    return Conversed(found, found.astype(np.float32), True, outcome=outcome, messages=[], turns=1, mask=found > 0)
 
 
 OUTCOMES = [Outcome(1.0, {"calls": 2.0}), Outcome(None, error="late"), Outcome(-3.0), Outcome(None)]
@@ -45,8 +45,8 @@ class Words:
         return [" ".join(map(str, row)) + "!" * (not skip_special_tokens) for row in rows]
 
 
-def scores(config: OptionalRewardConfig, other: Any = None, may_lack: bool = False) -> Scores:
-    scoring = EnvironmentScoring(SimpleNamespace(), other, config, Words(), may_lack)  # type: ignore[arg-type]
+def scores(config: OptionalRewardConfig, other: Any = None, missing: float | None = None) -> Scores:
+    scoring = EnvironmentScoring(SimpleNamespace(), other, config, Words(), missing)  # type: ignore[arg-type]
     assert scoring.at_once == (other is None)
     return scoring.start([None] * 4, [conversed(each) for each in OUTCOMES]).wait()  # type: ignore[list-item]
 
@@ -59,7 +59,10 @@ def test_the_reward_of_an_environment(capsys: pytest.CaptureFixture[str]) -> Non
     assert "warning: 2 of 4 conversations have no reward: late" in capsys.readouterr().err
     limited = scores(OptionalRewardConfig(clip=(-1, 0.5), on_error=-9))
     assert limited.values.tolist() == [0.5, -9, -1, -9]
-    assert scores(OptionalRewardConfig(), may_lack=True).values.tolist()[3] == 0
+    for missing in (0.0, np.nan):
+        found = scores(OptionalRewardConfig(), missing=missing)
+        assert found.values.tolist() == pytest.approx([1, np.nan, -3, missing], nan_ok=True)
+        assert found.errors == [(1, "late")]
 
 
 def test_the_sum_of_two_rewards() -> None:
@@ -72,7 +75,7 @@ def test_the_sum_of_two_rewards() -> None:
 
 def test_a_function_gets_the_last_turn() -> None:
     other = Other()
-    scoring = EnvironmentScoring(None, other, OptionalRewardConfig(), Words(), False)  # type: ignore[arg-type]
+    scoring = EnvironmentScoring(None, other, OptionalRewardConfig(), Words(), None)  # type: ignore[arg-type]
     scoring.start([None] * 4, [conversed(OUTCOMES[0], 1, 2, 0, 0, 3, 4)] * 4).wait()  # type: ignore[list-item]
     assert other.texts == ["3 4"] * 4
 

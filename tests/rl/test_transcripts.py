@@ -13,6 +13,7 @@ from hpc_rl.rl.transcripts import Transcript
 
 PROMPT = np.array([7, 8], np.int32)
 OUTCOME = Outcome(1.0)
+MESSAGES = [{"role": "assistant", "content": "4"}]
 turns_of_spans = st.lists(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=3), min_size=1, max_size=4
 )
@@ -30,18 +31,18 @@ def test_two_turns_by_hand() -> None:
     assert transcript.add_observation([20, 21])
     transcript.add_turn(turn([4], (5, 1)))
     assert (transcript.turns, transcript.left) == (2, 3) and transcript.ids().tolist() == [7, 8, 1, 2, 3, 20, 21, 4]
-    found = transcript.joined(True, OUTCOME, calls=3, bad_calls=1)
+    found = transcript.joined(True, OUTCOME, MESSAGES, calls=3, bad_calls=1)
     assert found.token_ids.tolist() == [1, 2, 3, 20, 21, 4] and found.logprobs.tolist() == [-1, -2, -3, 0, 0, -4]
     assert found.mask is not None and found.mask.tolist() == [True, True, True, False, False, True]
     assert found.spans == (Span(4, 1), Span(5, 5)) and found.prompt is PROMPT and found.sampled == 4
     assert (found.turns, found.calls, found.bad_calls, found.outcome) == (2, 3, 1, OUTCOME)
-    assert found.last_turn.tolist() == [4]
+    assert found.last_turn.tolist() == [4] and found.messages == MESSAGES
 
 
 def test_one_turn_is_as_without_an_environment() -> None:
     transcript = Transcript(PROMPT, most=9)
     transcript.add_turn(turn([1, 2]))
-    found = transcript.joined(False, OUTCOME, 0, 0)
+    found = transcript.joined(False, OUTCOME, [], 0, 0)
     assert found.mask is None and not found.finished and found.last_turn.tolist() == [1, 2]
 
 
@@ -64,7 +65,7 @@ def test_every_token_has_a_span_and_sampled_ones_stay_as_they_are(
         ids = list(range(1, 1 + sum(tokens for _, tokens in spans)))
         sampled += ids
         transcript.add_turn(turn(ids, *spans))
-    found = transcript.joined(True, OUTCOME, 0, 0)
+    found = transcript.joined(True, OUTCOME, [], 0, 0)
     assert sum(span.tokens for span in found.spans) == len(found.token_ids) == 10**6 - transcript.left
     mask = np.ones(len(found.token_ids), np.bool_) if found.mask is None else found.mask
     assert found.token_ids[mask].tolist() == sampled and set(found.token_ids[~mask].tolist()) <= {99}
@@ -77,5 +78,5 @@ def test_a_conversation_may_have_a_prompt_of_its_own() -> None:
     transcript = Transcript(PROMPT, most=9)
     transcript.add_turn(turn([1, 2]))
     asked = np.array([5], np.int32)
-    experience = new_experience([asked, asked], [0, 0], [transcript.joined(True, OUTCOME, 0, 0), turn([3])])
+    experience = new_experience([asked, asked], [0, 0], [transcript.joined(True, OUTCOME, [], 0, 0), turn([3])])
     assert [row.tolist() for row in experience["prompt_ids"].unbind()] == [[7, 8], [5]]

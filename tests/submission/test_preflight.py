@@ -92,6 +92,16 @@ def test_what_a_ppo_job_lacks_is_told(changes: dict[str, Any], said: str) -> Non
         check_ppo(**changes)
 
 
+@pytest.mark.parametrize("kind", ["generate", "eval"])
+@pytest.mark.usefixtures("folder")
+def test_environments_of_generation_are_looked_for(kind: str) -> None:
+    values = {"model.path": "model", "data.files": ["train.jsonl"], "data.prompt_key": "question"}
+    values |= {"trainer.device": "cpu", "environment.name": "none.py:Own"}
+    config = compose(kind, [], values)
+    with pytest.raises(UserError, match=r"environment\.name none\.py:Own: no such file: none\.py"):
+        checks.check(Job(kind, config, RunDir(Path("run").absolute()), Path.cwd()))
+
+
 @pytest.mark.usefixtures("folder")
 def test_libraries_are_looked_for_only_where_the_job_runs_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "installed_ray", lambda: None)

@@ -35,7 +35,7 @@ def evaluate_run(config: EvalConfig, run: RunDir) -> str:
         "model": config.model.path,
         "n": config.rollout.n,
         "temperature": config.rollout.temperature,
-        "reward": config.reward.described,
+        "reward": " + ".join(filter(None, [config.environment.name, config.reward.described])),
         "weights": config.reward.weights,
         "correct": config.eval.correct,
         "interval": f"{CONFIDENCE:.0%}, percentile bootstrap over prompts, {RESAMPLES:,} resamples",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hpc_rl.rl.generation.plan import Block, Plan, seeds_of
 from hpc_rl.rl.rollout.engine import Completion, Sampling
-from hpc_rl.rl.rollout.request_queue import Asked, RequestQueue
+from hpc_rl.rl.rollout.respondent import Respondent, Responses
 
 DEPTH = 3
 """Blocks per engine: one whose last responses are generated, one that takes their places, and one for the time until
@@ -18,7 +18,7 @@ class _Flight:
     """A block that is being generated."""
 
     block: Block
-    asked: list[Asked]
+    asked: list[Responses]
 
     @property
     def is_complete(self) -> bool:
@@ -29,10 +29,10 @@ class Feeder:
     """Turns blocks into requests, and their responses into blocks.
 
     Args:
-        engines: number of engines of the queue.
+        engines: number of engines that generate.
     """
 
-    def __init__(self, queue: RequestQueue, engines: int, plan: Plan, sampling: Sampling) -> None:
+    def __init__(self, queue: Respondent, engines: int, plan: Plan, sampling: Sampling) -> None:
         self._queue = queue
         self._most = DEPTH * engines
         self._plan = plan
@@ -67,7 +67,7 @@ class Feeder:
 
         Raises:
             UserError: an engine refused a request.
-            RunError: no engine is left.
+            RunError: too many engines have died, or one takes too long to start.
         """
         self._queue.turn(timeout_s)
         done = [flight for flight in self._flights if flight.is_complete]

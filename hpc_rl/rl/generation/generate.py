@@ -20,8 +20,9 @@ from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.generation.feeder import Feeder
 from hpc_rl.rl.generation.plan import Block, Plan
 from hpc_rl.rl.generation.responses import Parts, response_rows
+from hpc_rl.rl.metrics import conversation_metrics
 from hpc_rl.rl.rollout.engine import Completion
-from hpc_rl.rl.scoring import Scoring, response_texts
+from hpc_rl.rl.scoring import Scoring, last_turns
 from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training.stopping import Stopping
 
@@ -138,7 +139,7 @@ def _finisher(state: Generation) -> Iterator[ThreadPoolExecutor]:
 def finish_block(state: Generation, block: Block, completions: list[Completion]) -> BlockResult:
     """Score the responses of a block and write them. This runs in a thread beside the loop."""
     prompts = [asked.prompt for asked in block.asked for _ in range(state.plan.n)]
-    texts = response_texts(state.tokenizer, completions)
+    texts = last_turns(state.tokenizer, completions)
     scores = None if state.scoring is None else state.scoring.start(prompts, completions, texts).wait()
     config = state.config
     rows = response_rows(block, completions, texts, scores, config.data, config.rollout.logprobs)
@@ -151,7 +152,7 @@ def record(state: Generation, result: BlockResult) -> None:
     state.done += 1
     heart.at_step(state.done)
     seconds = time.monotonic() - state.began
-    lengths = np.array([len(completion.token_ids) for completion in result.completions])
+    lengths = np.array([completion.sampled for completion in result.completions])
     state.responses += len(lengths)
     state.tokens += int(lengths.sum())
     state.stopping.note_step({"timing_s/gen": seconds / (state.responses / len(lengths))})
@@ -162,6 +163,7 @@ def record(state: Generation, result: BlockResult) -> None:
         "perf/responses_per_s": state.responses / seconds,
         "perf/tokens_per_s": state.tokens / seconds,
         **({} if result.scores is None else score_metrics(result.scores)),
+        **conversation_metrics(result.completions),
     }
     state.tracker.log(state.done, metrics, state.plan.blocks)
     if result.scores is not None:

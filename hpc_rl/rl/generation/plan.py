@@ -15,8 +15,8 @@ from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.host.files import folder_state
 
-_NOT_OF_SCORES = {"workers", "timeout_s"}
-"""The options of the section `reward` that may change while a run is stopped."""
+_OF_SPEED = {"workers", "timeout_s"}
+"""The options of the sections `reward` and `environment` that may change while a run is stopped."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ def make_plan(config: GenerateConfig, sources: Sequence[Source], engine: str) ->
     for source in sources:
         for prompt in source.prompts:
             digest.update(prompt.token_ids.tobytes() + b"|" + json.dumps(prompt.row, default=str).encode() + b"|")
-    rollout, reward = config.rollout, config.reward.model_dump(mode="json", exclude=_NOT_OF_SCORES)
+    environment, rollout = config.environment, config.rollout
+    reward = config.reward.model_dump(mode="json", exclude=_OF_SPEED)
     return Plan(
         model=config.model.path,
         model_files=folder_state(Path(config.model.path)),
@@ -103,6 +104,7 @@ def make_plan(config: GenerateConfig, sources: Sequence[Source], engine: str) ->
             "answer_key": config.data.answer_key,
             "reward": reward,
             "reward_model_files": folder_state(Path(config.reward.model)) if config.reward.model else [],
+            **({"environment": environment.model_dump(mode="json", exclude=_OF_SPEED)} if environment.is_used else {}),
         },
         block_prompts=-(-rollout.max_num_seqs // rollout.n),
     )

@@ -20,12 +20,16 @@ from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.batches import score_or_none
 from hpc_rl.rl.generation.plan import Asked, Block, Plan
 from hpc_rl.rl.rollout.engine import Completion
+from hpc_rl.rl.transcripts import Conversed
 from hpc_rl.run_dir import RunDir
 
 Row = dict[str, Any]
 STOPPED, TRUNCATED = "stopped", "truncated"
 COLUMNS = frozenset(
-    {"data", "index", "prompt", "answer", "sample", "response", "tokens", "logprob", "finish", "logprobs", "score"}
+    {
+        *("data", "index", "prompt", "answer", "sample", "response", "conversation"),
+        *("tokens", "logprob", "finish", "logprobs", "score"),
+    }
 )
 """Names of the columns of a response. Columns of the data that have one of these names are left out."""
 _PLAN = "plan.json"
@@ -43,7 +47,7 @@ def response_rows(
 
     Args:
         completions: n for each prompt, in order.
-        texts: the completions as text.
+        texts: the completions as text; of conversations, the model's last turns.
         scores: of the completions; None if there is no reward.
         logprobs: whether to write the log-probability of each token.
     """
@@ -54,16 +58,27 @@ def response_rows(
             **_prompt_columns(block.asked[number // n], data),
             "sample": number % n,
             "response": text,
-            "tokens": len(completion.token_ids),
-            "logprob": round(float(completion.logprobs.sum(dtype="float64")), 6),
-            "finish": STOPPED if completion.finished else TRUNCATED,
-            **(
-                {"logprobs": base64.b64encode(completion.logprobs.astype("<f4").tobytes()).decode()} if logprobs else {}
-            ),
+            **_own_columns(completion, logprobs),
             **({} if scores is None else {"score": value}),
         }
         for number, (completion, text, value) in enumerate(zip(completions, texts, values, strict=True))
     ]
+
+
+def _own_columns(completion: Completion, logprobs: bool) -> Row:
+    """Return the columns of what the model sampled, and the conversation if it is one."""
+    own = completion.logprobs if completion.mask is None else completion.logprobs[completion.mask]
+    found: Row = {
+        "tokens": completion.sampled,
+        "logprob": round(float(own.sum(dtype="float64")), 6),
+        "finish": STOPPED if completion.finished else TRUNCATED,
+    }
+    if logprobs:
+        found["logprobs"] = base64.b64encode(own.astype("<f4").tobytes()).decode()
+    if isinstance(completion, Conversed):
+        # Messages of the user's environment may hold values that JSON does not have.
+        found["conversation"] = json.loads(json.dumps(completion.messages, default=str))
+    return found
 
 
 def _prompt_columns(asked: Asked, data: PromptConfig) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from hpc_rl.config.generate import EvalConfig, GenerateConfig
@@ -19,15 +20,16 @@ def run_generation(config: GenerateConfig, run: RunDir, logs: Path) -> int:
     """Generate to the end, or until the run directory has a stop file, and return the exit code.
 
     Args:
-        logs: folder of the logs of engines and reward model.
+        logs: folder of the logs of other processes.
 
     Raises:
         UserError: the run cannot work as requested.
         RunError: a process died or did not answer, or the reward failed for every response.
     """
-    with heart.phase("load"):
-        prepared = prepare(config, run)
-    code = 0 if prepared.parts.is_joined else _generate(config, run, prepared, logs)
+    with ExitStack() as closing:
+        with heart.phase("load"):
+            prepared = prepare(config, run, logs, closing)
+        code = 0 if prepared.parts.is_joined else _generate(config, run, prepared, logs)
     if code:
         return code
     print(f"responses: {run.responses}", flush=True)

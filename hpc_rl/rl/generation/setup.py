@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpc_rl.config.generate import EvalConfig, GenerateConfig
 from hpc_rl.config.pools import pool_of, pool_spec
@@ -13,6 +16,8 @@ from hpc_rl.data.chat import chat_template
 from hpc_rl.data.prompts import load_prompts
 from hpc_rl.rewards.scorer import open_scorer
 from hpc_rl.rl.calls import MODEL_LIMIT, wait_for_all
+from hpc_rl.rl.conversations import Conversations, Environment
+from hpc_rl.rl.environment_hosts import open_environments
 from hpc_rl.rl.generation.feeder import Feeder
 from hpc_rl.rl.generation.generate import Generation
 from hpc_rl.rl.generation.plan import Plan, Source, blocks_of, make_plan
@@ -21,7 +26,7 @@ from hpc_rl.rl.pools import create_pools
 from hpc_rl.rl.rollout.engine import Placement, Sampling
 from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.rollout.rollout import Fleet
-from hpc_rl.rl.scoring import FunctionScoring, ModelScoring, Scoring
+from hpc_rl.rl.scoring import EnvironmentScoring, FunctionScoring, ModelScoring, Scoring
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import read_metrics
@@ -33,15 +38,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def load_sources(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Source]:
+def load_sources(
+    config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, split: str, tools: Sequence[dict[str, Any]] = ()
+) -> list[Source]:
     """Load the prompts of each data file, and print their counts.
 
     Args:
         split: "train" or "test": the split of a data set on the hub.
+        tools: JSON schemas of the tools.
     """
     sources = []
     for name in config.data.files:
-        prompts, counts = load_prompts([name], config.data, tokenizer, split)
+        prompts, counts = load_prompts([name], config.data, tokenizer, split, tools)
         kept = prompts[: config.data.max_prompts]
         limit = f"; the first {len(kept):,} are used" if len(kept) < len(prompts) else ""
         print(f"{name}: {counts}{limit}", flush=True)
@@ -94,22 +102,32 @@ class Prepared:
     """The prompts of a run, and what earlier attempts have finished."""
 
     tokenizer: PreTrainedTokenizerBase
+    environment: Environment | None
     sources: list[Source]
     plan: Plan
     parts: Parts
 
 
-def prepare(config: GenerateConfig, run: RunDir) -> Prepared:
+def prepare(config: GenerateConfig, run: RunDir, logs: Path, closing: ExitStack) -> Prepared:
     """Load the prompts, and find out what earlier attempts have finished.
 
+    Args:
+        logs: folder of the environments' logs.
+        closing: closes the environment in the end.
+
     Raises:
-        UserError: the data is not valid, or the run directory has responses of another plan.
+        UserError: the environment or the data is not valid, or the run directory has responses of another plan.
     """
     tokenizer = load_tokenizer(config.model)
     tokenizer.chat_template = chat_template(tokenizer, config.data)
-    sources = load_sources(config, tokenizer, "test" if isinstance(config, EvalConfig) else "train")
+    environment = None
+    if config.environment.is_used:
+        environment = Environment(config, tokenizer, open_environments(config, logs))
+        closing.callback(environment.close)
+    split, tools = "test" if isinstance(config, EvalConfig) else "train", environment.schemas if environment else ()
+    sources = load_sources(config, tokenizer, split, tools)
     plan = make_plan(config, sources, engine_name(config.rollout, config.trainer.computes_on))
-    return Prepared(tokenizer, sources, plan, Parts(run, plan))
+    return Prepared(tokenizer, environment, sources, plan, Parts(run, plan))
 
 
 def open_generation(config: GenerateConfig, run: RunDir, prepared: Prepared, workers: Workers) -> Generation:
@@ -121,8 +139,10 @@ def open_generation(config: GenerateConfig, run: RunDir, prepared: Prepared, wor
     plan, finished = prepared.plan, prepared.parts.finished()
     if finished:
         print(f"resuming: {len(finished):,} of {plan.blocks:,} blocks of responses are finished", flush=True)
-    rollout, engines = config.rollout, workers.fleet.engines
-    queue = RequestQueue(engines, rollout.max_num_seqs, rollout.stall_s, workers.fleet.replace)
+    rollout, engines, start_s = config.rollout, workers.fleet.engines, config.trainer.model_timeout_s
+    queue = RequestQueue(engines, rollout.max_num_seqs, rollout.stall_s, start_s, workers.fleet.replace)
+    environment = prepared.environment
+    respondent = Conversations(queue, environment, config) if environment else queue
     sampling = Sampling(config.data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k)
     return Generation(
         config=config,
@@ -130,8 +150,8 @@ def open_generation(config: GenerateConfig, run: RunDir, prepared: Prepared, wor
         plan=plan,
         blocks=[block for block in blocks_of(plan, prepared.sources) if block.number not in finished],
         parts=prepared.parts,
-        feeder=Feeder(queue, len(engines.actors), plan, sampling),
-        scoring=open_scoring(config, workers.judges, prepared.tokenizer),
+        feeder=Feeder(respondent, len(engines.actors), plan, sampling),
+        scoring=open_scoring(config, workers.judges, prepared.tokenizer, environment),
         tracker=open_tracker(config, run, None, is_main=True),
         stopping=open_stopping(run, config.slurm.warning_s, read_metrics(run.metrics)),
         done=len(finished),
@@ -140,9 +160,19 @@ def open_generation(config: GenerateConfig, run: RunDir, prepared: Prepared, wor
 
 
 def open_scoring(
-    config: GenerateConfig, judges: WorkerGroup | None, tokenizer: PreTrainedTokenizerBase
+    config: GenerateConfig,
+    judges: WorkerGroup | None,
+    tokenizer: PreTrainedTokenizerBase,
+    environment: Environment | None = None,
 ) -> Scoring | None:
     """Open the configured source of rewards; None if there is none."""
+    if environment is not None:
+        if not config.scores:
+            return None
+        alone = config.updated("reward.clip", None).updated("reward.on_error", None)
+        other = open_scoring(alone, judges, tokenizer) if config.reward.sources else None
+        missing = None if config.needs_scores else math.nan  # no score, which is no failure
+        return EnvironmentScoring(environment, other, config.reward, tokenizer, missing)
     if judges is not None:
         return ModelScoring(judges, config.reward)
-    return FunctionScoring(open_scorer(config.reward), tokenizer) if config.scores else None
+    return FunctionScoring(open_scorer(config.reward), tokenizer) if config.reward.sources else None

@@ -128,10 +128,9 @@ class Dispatch:
         return len(self._engines[engine].groups)
 
     @property
-    def waiting(self) -> int:
-        """Number of requests that no engine has."""
-        later = (group for engine in self._engines for group in engine.later)
-        return sum(len(group.requests) for group in (*self._waiting, *later))
+    def capacity(self) -> int:
+        """Number of requests that all engines together have at a time."""
+        return self._limit * len(self._engines)
 
     @property
     def available(self) -> list[int]:

@@ -21,7 +21,7 @@ import ray
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError
 from hpc_rl.host.heartbeat import heart
-from hpc_rl.rl.calls import ActorCall, Pending
+from hpc_rl.rl.calls import MODEL_LIMIT, ActorCall, Pending
 from hpc_rl.rl.fates import ActorDiedError
 from hpc_rl.rl.rollout.dispatch import Dispatch
 from hpc_rl.rl.rollout.engine import Completion, Progress, Request
@@ -64,9 +64,11 @@ class RequestQueue:
         engines: actors with the method `advance` of EngineProcess.
         places: requests that one engine computes at a time (rollout.max_num_seqs).
         stall_s: an engine that does not answer for so long is ended.
+        start_s: longest time in which an engine starts.
         replace: called if an engine has died, with its index. It returns the call that starts another in its place, or
-            None if `restore` follows later; it raises the error if there is no other.
-        revive: called at the beginning of a turn if all engines wait for `restore`, which it has to call.
+            raises the error if there is no other.
+        revive: called at the beginning of a turn if all engines that have started wait for `restore`, which it has to
+            call. None: an engine that has started gets requests at once.
     """
 
     def __init__(
@@ -74,12 +76,14 @@ class RequestQueue:
         engines: EngineActors,
         places: int,
         stall_s: float,
-        replace: Callable[[int, ActorDiedError], ActorCall | None],
+        start_s: float,
+        replace: Callable[[int, ActorDiedError], ActorCall],
         revive: Callable[[], None] | None = None,
     ) -> None:
         count = len(engines.actors)
         self._engines = engines
         self._stall_s = stall_s
+        self._start_s = start_s
         self._replace = replace
         self._revive = revive
         self._dispatch = Dispatch(count, places)
@@ -88,7 +92,9 @@ class RequestQueue:
         self._held: list[list[Request]] = [[] for _ in range(count)]
         """New requests of each engine, for its next call: more calls at a time would delay what they bring."""
         self._starting: dict[int, ActorCall] = {}
-        """Engines that get requests when this call has returned."""
+        """Engines that load their models in the place of others."""
+        self.started: set[int] = set()
+        """Those that have loaded their models, and wait for `restore`."""
         self._heard = [time.monotonic()] * count
         self._asked: dict[int, Asked] = {}
         """The requests that are not complete, by number."""
@@ -104,9 +110,10 @@ class RequestQueue:
         """Seconds that an engine has generated, on average."""
         return self._busy_s / len(self._calls)
 
-    def __len__(self) -> int:
-        """Return the number of requests that are not complete."""
-        return len(self._asked)
+    @property
+    def capacity(self) -> int:
+        """Number of requests that all engines together have at a time; the others wait here."""
+        return self._dispatch.capacity
 
     def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0, after: int | None = None) -> Asked:
         """Request responses to one prompt, which share an engine.
@@ -126,20 +133,23 @@ class RequestQueue:
         """Give waiting requests to engines, and take what they have completed, for which this waits.
 
         Raises:
-            UserError: an engine refused a request.
-            RunError: no engine is left.
+            UserError: an engine refused a request, or cannot start in the place of another.
+            RunError: too many engines have died, or one takes too long to start.
         """
-        if self.is_stranded:
-            if self._revive is None:
-                raise RunError("no rollout engine is left")
+        if self.is_stranded and self._revive is not None:
             self._revive()
         self._send(self._dispatch.assign())
         self._take(timeout_s)
 
     @property
     def is_stranded(self) -> bool:
-        """Whether no engine takes requests, and none is starting."""
-        return not self._dispatch.available and not self._starting
+        """Whether no engine gets requests before `restore`."""
+        return not self._dispatch.available and bool(self.started)
+
+    @property
+    def loaded(self) -> list[int]:
+        """The engines that have loaded their models: those that get requests, and those that wait for `restore`."""
+        return sorted([*self._dispatch.available, *self.started])
 
     def wait(self, asked: Sequence[Asked]) -> None:
         """Wait until all these responses are complete. See `turn`."""
@@ -152,7 +162,13 @@ class RequestQueue:
 
     def pause(self) -> None:
         """Wait until no engine generates. Requests that are not complete stay where they are."""
+        self._take(0.0)  # also without calls, an engine may have started
         while any(self._calls):
+            self._take(TURN_S)
+
+    def wait_for_starts(self) -> None:
+        """Wait until no engine loads its model."""
+        while self._starting:
             self._take(TURN_S)
 
     def drain(self) -> None:
@@ -164,7 +180,7 @@ class RequestQueue:
 
     def restore(self, engine: int) -> None:
         """Give requests to an engine again that has been replaced."""
-        self._heard[engine] = time.monotonic()
+        self.started.discard(engine)
         self._dispatch.restore(engine)
 
     def _send(self, assigned: Mapping[int, list[Request]]) -> None:
@@ -192,11 +208,12 @@ class RequestQueue:
             if ref in first:
                 self._record(first[ref])
             else:
-                Pending.of_calls([self._starting.pop(starting[ref])]).wait()
-                self.restore(starting[ref])
+                self._record_start(starting[ref])
         for ref in silent:
             if ref in first:
                 self._end_if_stalled(first[ref])
+            else:
+                self._refuse_late(starting[ref])
 
     def _record(self, engine: int) -> None:
         """Record the answer to the first call of an engine."""
@@ -213,13 +230,31 @@ class RequestQueue:
             asked = self._asked.pop(number)
             asked.found[number], asked.engines[number] = completion, engine
 
+    def _record_start(self, engine: int) -> None:
+        """Record that an engine has loaded its model in the place of another, or died meanwhile."""
+        call = self._starting.pop(engine)
+        try:
+            Pending.of_calls([call]).wait()
+        except ActorDiedError as error:
+            self._lose(engine, error)
+            return
+        if self._revive is None:
+            self.restore(engine)
+        else:
+            self.started.add(engine)
+
     def _lose(self, engine: int, error: ActorDiedError) -> None:
         self._calls[engine].clear()
         self._held[engine].clear()
         self.repeated += self._dispatch.lose(engine)
-        started = self._replace(engine, error)
-        if started is not None:
-            self._starting[engine] = started
+        self._starting[engine] = self._replace(engine, error)
+        self._heard[engine] = time.monotonic()
+
+    def _refuse_late(self, engine: int) -> None:
+        """Raise RunError if an engine takes too long to load its model."""
+        if time.monotonic() - self._heard[engine] > self._start_s:
+            name = self._engines.names[engine]
+            raise RunError(f"no answer within {self._start_s:.0f} s ({MODEL_LIMIT}) from {name}")
 
     def _end_if_stalled(self, engine: int) -> None:
         """End an engine that does not answer; the next look at it finds it dead."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import ray
 
@@ -72,7 +72,8 @@ class Rollout(Protocol):
         ...
 
     def sync(self) -> None:
-        """Give the engines the policy's weights. Meanwhile they do not generate."""
+        """Give the engines the policy's weights. Meanwhile they do not generate. An engine that loads its model in the
+        place of another does not delay the others, and gets weights with a later sync."""
         ...
 
     def sleep(self) -> None:
@@ -99,7 +100,8 @@ class InProcessRollout:
     def __init__(self, workers: PolicyWorkers, config: EngineJob, frees_memory: bool) -> None:
         self._workers = workers
         self._frees_memory = frees_memory
-        self.queue = RequestQueue(workers.engines(), config.rollout.max_num_seqs, CALL_TIMEOUT_S, _no_other)
+        places, limit_s = config.rollout.max_num_seqs, CALL_TIMEOUT_S
+        self.queue = RequestQueue(workers.engines(), places, limit_s, limit_s, _no_other)
 
     def wait_before_workers(self, timeout_s: float) -> None:
         """Return at once: the engines start with their workers."""
@@ -122,7 +124,7 @@ class InProcessRollout:
         """Do nothing: the engines end with their workers."""
 
 
-def _no_other(_engine: int, error: ActorDiedError) -> None:
+def _no_other(_engine: int, error: ActorDiedError) -> NoReturn:
     """Raise the error: the policy's process has died with its engine."""
     raise error
 
@@ -164,13 +166,18 @@ class SeparateRollout:
         self._fleet = Fleet(config, pool, placement, logs)
         self._engines = self._fleet.engines
         self._starting = self._engines.call("start")
-        self._replacing: dict[int, ActorCall] = {}
-        """Engines that start in the place of others, and receive weights with the next sync."""
+        self._reached: list[Any] = []
+        """The actors that the policy's workers send weights to."""
         rollout = config.rollout
         self._finishes = not rollout.partial
         """Whether requests that an engine has begun are completed with the weights that they began with."""
         self.queue = RequestQueue(
-            self._engines, rollout.max_num_seqs, rollout.stall_s, self._replace, self._send_weights
+            self._engines,
+            rollout.max_num_seqs,
+            rollout.stall_s,
+            self._model_s,
+            self._fleet.replace,
+            revive=self._send_weights,
         )
 
     def wait_before_workers(self, timeout_s: float) -> None:
@@ -180,23 +187,28 @@ class SeparateRollout:
 
     def wait_until_ready(self, timeout_s: float) -> None:
         wait_for_all([self._starting], "rollout engines", MODEL_LIMIT, timeout_s)
-        self._policy.connect_engines(self._engines, self._transfer).wait(timeout_s)
+        self._reach(range(len(self._engines.actors)))
 
     def sync(self) -> None:
         self._send_weights()
         self.queue.version += 1
 
     def _send_weights(self) -> None:
+        """Send weights to the engines that have loaded their models. Those that still load wait for a later sync."""
         if self._finishes:
             self.queue.drain()
         self.queue.pause()
         self._make_room()
-        self._connect_replaced()
-        self._policy.send_weights().wait(SYNC_TIMEOUT_S)
+        if loaded := self.queue.loaded:
+            self._reach(loaded)
+            self._policy.send_weights().wait(SYNC_TIMEOUT_S)
+        for engine in [*self.queue.started]:
+            self.queue.restore(engine)
         self._has_weights = True
 
     def sleep(self) -> None:
         if self._sleeps:
+            self.queue.wait_for_starts()  # an engine that loads needs the memory that training is about to use
             self._engines.call("sleep").wait(CONTROL_TIMEOUT_S)
             self._has_weights = False
 
@@ -207,26 +219,19 @@ class SeparateRollout:
             self._make_room()
             self._engines.call("wake").wait(CONTROL_TIMEOUT_S)
 
-    def _replace(self, engine: int, error: ActorDiedError) -> None:
-        """Start another engine in the place of one that has died. Until the next sync, the others do its work."""
-        self._replacing[engine] = self._fleet.replace(engine, error)
-
-    def _connect_replaced(self) -> None:
-        """Let engines that have replaced others receive weights and requests."""
-        if not self._replacing:
-            return
-        wait_for_all([Pending.of_calls(list(self._replacing.values()))], "rollout engines", MODEL_LIMIT, self._model_s)
-        self._policy.connect_engines(self._engines, self._transfer).wait(self._model_s)
-        for engine in self._replacing:
-            self.queue.restore(engine)
-        self._replacing.clear()
+    def _reach(self, engines: Sequence[int]) -> None:
+        """Let the policy's workers send weights to these engines and no others, which may have died."""
+        chosen = self._engines.subset(engines)
+        if chosen.actors != self._reached:
+            self._policy.connect_engines(chosen, self._transfer).wait(self._model_s)
+            self._reached = chosen.actors
 
     def _make_room(self) -> None:
         if self._sleeps and self._neighbours is not None:
             self._neighbours.free_cache().wait(CONTROL_TIMEOUT_S)
 
     def close(self) -> None:
-        self._engines.call("close").wait(CLOSE_TIMEOUT_S)
+        self._engines.subset(self.queue.loaded).call("close").wait(CLOSE_TIMEOUT_S)
 
 
 def adapter_config(config: PpoConfig) -> dict[str, Any]:

@@ -214,7 +214,7 @@ def reward(job: Job) -> Iterator[Question]:
 def environment(job: Job) -> Iterator[Question]:
     """Ask whether the environment and the tools of conversations exist."""
     config = job.config
-    if not isinstance(config, PpoConfig):
+    if not isinstance(config, PpoConfig | GenerateConfig):
         return
     same_python = config.slurm.python is None and config.container.image is None
     named = [(ENVIRONMENT, config.environment.name)] if config.environment.name is not None else []

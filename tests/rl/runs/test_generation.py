@@ -1,7 +1,9 @@
-"""Generation with a reward model: in the engines' pool or its own, and after a stop."""
+"""Generation with a reward model, in the engines' pool or its own, and with conversations; and after a stop."""
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from hpc_rl.config.compose import compose
 from hpc_rl.config.generate import GenerateConfig
@@ -47,9 +50,9 @@ class Generations:
         ]
         self._hosts = hosts
 
-    def __call__(self, run_dir: Path, *overrides: str, attempt: int = 1) -> int:
+    def __call__(self, run_dir: Path, *overrides: str, attempt: int = 1, kind: str = "generate") -> int:
         """Run to the end and return the exit code."""
-        config = compose("generate", [*self._options, *overrides])
+        config = compose(kind, [*self._options, *overrides])
         assert isinstance(config, GenerateConfig)
         logs = run_dir / f"attempt-{attempt}"
         logs.mkdir(parents=True)
@@ -137,6 +140,96 @@ def test_a_restart_scores_only_what_is_left(
     assert [row["response"] for row in rows_of(tmp_path)] == [row["response"] for row in rows_of(shared)]
     with pytest.raises(UserError, match=r"has responses that were generated with other settings \(columns changed\)"):
         generation(tmp_path, f"reward.model={generation.model}", attempt=3)
+
+
+ECHO = '''
+import os, time
+from pathlib import Path
+
+class Echo:
+    """Answers a turn with its length. It writes down what it hears."""
+
+    def __init__(self, rewards=True):
+        self.rewards = rewards
+
+    def reset(self, answer, **row):
+        if int(answer) % 7 == 0:
+            raise OSError("seven")
+        self.turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        with Path(__file__).with_name("heard.txt").open("a") as log:
+            log.write(f"{self.turns}\\n")
+        found = f"{len(text)} letters", self.turns == 2
+        return (found[0], float(len(text) % 3), found[1], {}) if self.rewards else found
+'''
+
+
+@pytest.fixture(scope="module")
+def talks(generation: Generations, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options of conversations with a model of which every third token ends a turn."""
+    folder = tmp_path_factory.mktemp("talks")
+    (folder / "echo.py").write_text(ECHO)
+    GenerationConfig(eos_token_id=[*range(2, 320, 3)]).save_pretrained(make_tiny_model(folder / "model"))
+    own = ("reward.model=null", f"model.path={folder}/model", f"environment.name={folder}/echo.py:Echo")
+    return [*own, "environment.workers=2", "data.max_prompt_length=64", "data.max_response_length=120"]
+
+
+def test_conversations_are_written_and_a_restart_repeats_none(
+    generation: Generations, talks: list[str], tmp_path: Path
+) -> None:
+    heard = Path(talks[1].removeprefix("model.path=")).with_name("heard.txt")
+    assert generation(tmp_path / "whole", *talks, "rollout.logprobs=true") == 0
+    rows, turns = rows_of(tmp_path / "whole"), len(heard.read_text())
+    assert len(rows) == PROMPTS * N and {row["finish"] for row in rows} >= {"stopped"}
+    for row in rows:
+        roles = [message["role"] for message in row["conversation"]]
+        if int(row["answer"]) % 7 == 0:
+            assert roles == ["user", "assistant"] and row["score"] is None and row["tokens"] == 1
+            continue
+        assert roles[:2] == ["user", "assistant"] and row["conversation"][-1]["role"] == "assistant"
+        assert set(roles[2::2]) <= {"user"} and row["score"] in range(5)
+        assert row["conversation"][0]["content"] == row["prompt"][0]["content"]
+        assert len(base64.b64decode(row["logprobs"])) == 4 * row["tokens"]
+    assert any(len(row["conversation"]) == 4 for row in rows)
+    step = metrics(tmp_path / "whole")[-1]
+    assert step["environment/turns/max"] == 2 and step["environment/observation_length"] > 0
+    heard.unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 1)
+        patch.setattr(loop, "MOST_SCORING", 1)
+        assert generation(tmp_path / "run", *talks, "rollout.logprobs=true") == EXIT_STOPPED
+    (tmp_path / "run" / "stop").unlink()
+    finished = {path.name for path in (tmp_path / "run" / "response-parts").glob("*.jsonl")}
+    assert finished and len(finished) < 4
+    assert generation(tmp_path / "run", *talks, "rollout.logprobs=true", attempt=2) == 0
+    assert [row["conversation"] for row in rows_of(tmp_path / "run")] == [row["conversation"] for row in rows]
+    assert [row["score"] for row in rows_of(tmp_path / "run")] == [row["score"] for row in rows]
+    assert turns <= len(heard.read_text()) < 2 * turns
+
+
+def test_environments_without_a_reward_and_functions(generation: Generations, talks: list[str], tmp_path: Path) -> None:
+    silent = (*talks, "environment.kwargs.rewards=false")
+    assert generation(tmp_path / "none", *silent) == 0
+    assert {row["score"] for row in rows_of(tmp_path / "none")} == {None}
+    scored = (*silent, "reward.function=format", "reward.kwargs={pattern: '(?s).*'}", "reward.workers=1")
+    assert generation(tmp_path / "function", *scored) == 0
+    for row in rows_of(tmp_path / "function"):
+        assert row["score"] == (None if int(row["answer"]) % 7 == 0 else 1.0)
+
+
+def test_an_evaluation_of_conversations(generation: Generations, talks: list[str], tmp_path: Path) -> None:
+    assert generation(tmp_path, *talks, "eval.correct=2", kind="eval") == 0
+    found = json.loads((tmp_path / "eval.json").read_text())
+    (data,) = found["data"]
+    values = [row["score"] for row in rows_of(tmp_path) if row["score"] is not None]
+    assert found["reward"].endswith("echo.py:Echo") and data["failed"] == PROMPTS * N - len(values)
+    assert data["metrics"]["score"]["value"] == pytest.approx(sum(values) / len(values))
+    with pytest.raises(UserError, match=r"Echo has no method `reward`, and no reward is set"):
+        only = Path(talks[1].removeprefix("model.path=")).with_name("only.py")
+        only.write_text("class Echo:\n    def say(self, x: int) -> int:\n        '''Say.'''\n        return x\n")
+        generation(tmp_path / "no", *talks, f"environment.name={only}:Echo", kind="eval")
 
 
 def test_several_outputs_need_weights(generation: Generations, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from hpc_rl.rl.calls import ActorCall
 from hpc_rl.rl.fates import Actor, ActorDiedError
 from hpc_rl.rl.rollout.engine import Sampling, Span
 from hpc_rl.rl.rollout.request_queue import CALLS_AHEAD, Asked, RequestQueue
+from hpc_rl.rl.rollout.rollout import MOST_DEATHS
 from hpc_rl.rl.weights.base import EngineActors
 from tests.rl.runs.counting_engine import DIES, HANGS, REFUSES, CountingEngine
 from tests.rl.runs.jobs import TIMEOUT_S
@@ -25,12 +26,16 @@ PROMPT = Prompt(np.zeros(3, np.int32), None, {}, "")
 
 
 class Engines:
-    """Engines, and what replaces one that has died."""
+    """Engines, and what replaces one that has died.
 
-    def __init__(self, count: int, replaces: bool = True) -> None:
+    Args:
+        starts: how the engines start that replace others; see CountingEngine.
+    """
+
+    def __init__(self, count: int, starts: str = "") -> None:
         self.names = [Actor(f"engine {index}", "engine") for index in range(count)]
         self.actors = EngineActors([self.new(is_first=True) for _ in range(count)], self.names, [""] * count, TIMEOUT_S)
-        self.replaces = replaces
+        self._starts = starts
         self.deaths: list[int] = []
 
     def new(self, is_first: bool = False) -> Any:
@@ -38,16 +43,18 @@ class Engines:
         ray.get(actor.pid.remote(), timeout=TIMEOUT_S)
         return actor
 
-    def replace(self, engine: int, error: ActorDiedError) -> ActorCall | None:
+    def replace(self, engine: int, error: ActorDiedError) -> ActorCall:
         self.deaths.append(engine)
-        if not self.replaces:
-            return None
+        if self.deaths.count(engine) > MOST_DEATHS:
+            raise error
         self.actors.actors[engine] = self.new()
-        return ActorCall(self.actors.actors[engine].start.remote(), self.names[engine])
+        return ActorCall(self.actors.actors[engine].start.remote(self._starts), self.names[engine])
 
 
-def queue_of(engines: Engines, places: int = 4, stall_s: float = TIMEOUT_S) -> RequestQueue:
-    return RequestQueue(engines.actors, places, stall_s, engines.replace)
+def queue_of(
+    engines: Engines, places: int = 4, stall_s: float = TIMEOUT_S, start_s: float = TIMEOUT_S, **more: Any
+) -> RequestQueue:
+    return RequestQueue(engines.actors, places, stall_s, start_s, engines.replace, **more)
 
 
 def ask(queue: RequestQueue, *seeds: int) -> Asked:
@@ -61,10 +68,10 @@ def tokens(asked: Sequence[Asked]) -> list[list[int]]:
 def test_responses_have_the_order_of_their_requests(cluster: None) -> None:
     queue = queue_of(Engines(2))
     asked = [ask(queue, 5, 0, 3), *(ask(queue, seed) for seed in range(20))]
-    assert len(queue) == 23 and not asked[0].is_complete
+    assert not asked[0].is_complete
     queue.wait(asked)
     assert tokens(asked) == [[5, 0, 3], *([seed] for seed in range(20))]
-    assert len(queue) == 0 and queue.busy_s >= 0.5 * 4 and queue.repeated == 0
+    assert queue.busy_s >= 0.5 * 4 and queue.repeated == 0
 
 
 def test_weights_change_only_while_it_pauses(cluster: None) -> None:
@@ -76,19 +83,24 @@ def test_weights_change_only_while_it_pauses(cluster: None) -> None:
         queue.turn(TIMEOUT_S)
     queue.pause()
     calls = ray.get(engines.actors.actors[0].pid.remote(), timeout=TIMEOUT_S)  # no call is before this one
-    assert calls and not long.is_complete and len(queue) == 1
+    assert calls and not long.is_complete
     queue.version = 7
     queue.wait([long])
     assert short.completions()[0].spans == (Span(0, 1),) and long.completions()[0].spans == (Span(7, 1),)
 
 
-@pytest.mark.parametrize("replaces", [True, False])
-def test_the_requests_of_an_engine_that_dies_are_repeated(cluster: None, replaces: bool) -> None:
-    engines = Engines(2, replaces)
+def kill(engines: Engines, engine: int) -> None:
+    os.kill(ray.get(engines.actors.actors[engine].pid.remote(), timeout=TIMEOUT_S), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("starts", ["", "hangs"])
+def test_the_requests_of_an_engine_that_dies_are_repeated(cluster: None, starts: str) -> None:
+    """Also by the other one alone, while the successor loads its model."""
+    engines = Engines(2, starts)
     queue = queue_of(engines)
     asked = [ask(queue, seed) for seed in range(30)]
     queue.turn(TIMEOUT_S)
-    os.kill(ray.get(engines.actors.actors[1].pid.remote(), timeout=TIMEOUT_S), signal.SIGKILL)
+    kill(engines, 1)
     queue.wait(asked)
     assert tokens(asked) == [[seed] for seed in range(30)]
     assert engines.deaths == [1] and queue.repeated > 0
@@ -116,9 +128,49 @@ def test_an_engine_that_hangs_is_ended(cluster: None, capsys: pytest.CaptureFixt
 
 
 def test_a_request_that_kills_every_engine_ends_the_run(cluster: None) -> None:
-    queue = queue_of(Engines(2, replaces=False))
-    with pytest.raises(RunError, match="no rollout engine is left"):
+    engines = Engines(2)
+    queue = queue_of(engines)
+    with pytest.raises(ActorDiedError, match=r"^engine [01] died: killed"):
         queue.wait([ask(queue, DIES)])
+    assert max(map(engines.deaths.count, (0, 1))) == MOST_DEATHS + 1
+
+
+def test_an_engine_that_cannot_start_in_the_place_of_another_ends_the_run(cluster: None) -> None:
+    engines = Engines(1, "refuses")
+    queue = queue_of(engines)
+    with pytest.raises(UserError, match=r"^no such model$"):
+        queue.wait([ask(queue, DIES)])
+
+
+def test_engines_that_die_at_their_start_are_counted(cluster: None) -> None:
+    engines = Engines(1, "dies")
+    queue = queue_of(engines)
+    with pytest.raises(ActorDiedError, match=r"^engine 0 died: killed"):
+        queue.wait([ask(queue, DIES)])
+    assert engines.deaths == [0] * (MOST_DEATHS + 1)
+
+
+def test_an_engine_that_takes_too_long_to_start_ends_the_run(cluster: None) -> None:
+    queue = queue_of(Engines(1, "hangs"), start_s=1)
+    with pytest.raises(RunError, match=r"^no answer within 1 s \(trainer.model_timeout_s\) from engine 0$"):
+        queue.wait([ask(queue, DIES)])
+
+
+def test_an_engine_that_needs_weights_gets_no_request_before_it_has_them(cluster: None) -> None:
+    def revive() -> None:
+        assert queue.loaded == [0] and queue.started == {0} and not revived
+        revived.append(queue.is_stranded)
+        queue.version = 9
+        queue.restore(0)
+
+    revived: list[bool] = []
+    engines = Engines(1)
+    queue = queue_of(engines, revive=revive)
+    asked = ask(queue, 12)
+    queue.turn(TIMEOUT_S)
+    kill(engines, 0)
+    queue.wait([asked])
+    assert revived == [True] and asked.completions()[0].spans == (Span(9, 1),) and not queue.started
 
 
 def test_a_refused_request_is_the_users_mistake(cluster: None) -> None:

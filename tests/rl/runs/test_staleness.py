@@ -60,17 +60,20 @@ def test_a_run_that_stops_and_resumes_trains_on_each_prompt_once(run: Runs, tmp_
     assert max(series(stopped, "rollout/staleness/max")) <= 2
 
 
+@pytest.mark.parametrize("engines", [1, 2])
 @pytest.mark.parametrize("when", ["wake", "sync"])
 def test_an_engine_that_is_killed_is_replaced(
-    run: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], when: str
+    run: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], when: str, engines: int
 ) -> None:
-    """The only engine, during generation or before a weight sync: the loop gives its successor the weights."""
-    with run.state(tmp_path, *STALE, "rollout.staleness=1") as state, pytest.MonkeyPatch.context() as patch:
+    """During generation or before a weight sync. If it is the only one, the loop gives its successor the weights."""
+    pools = (f"pools.spec={{train: [1], rollout: [{engines}]}}", f"trainer.n_gpus_per_node={1 + engines}")
+    stale = [option for option in STALE if not option.startswith(("pools.spec", "trainer.n_gpus_per_node"))]
+    with run.state(tmp_path, *stale, *pools, "rollout.staleness=1") as state, pytest.MonkeyPatch.context() as patch:
         call, killed = getattr(state.rollout, when), []
 
         def after_death() -> None:
             if state.step == 2 and not killed:
-                (actor,) = state.rollout._engines.actors  # type: ignore[attr-defined]
+                actor = state.rollout._engines.actors[-1]  # type: ignore[attr-defined]
                 killed.append(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=TIMEOUT_S))
                 os.kill(killed[0], signal.SIGKILL)
             call()
