@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -182,6 +183,8 @@ class Placement:
     """Share of its GPU that each of these processes uses."""
     adapters: Mapping[str, Any] | None = None
     """Contents of adapter_config.json if the engine receives the policy's adapters only; None for merged weights."""
+    log: Path | None = None
+    """File for the output of a program that the engine starts; None: the output of the engine's process."""
 
 
 class Loader(Protocol):
