@@ -38,7 +38,9 @@ def test_every_device_has_one_default() -> None:
 
 def test_the_configuration_accepts_auto_and_the_engines_of_the_table() -> None:
     assert get_args(get_type_hints(RolloutConfig)["name"]) == ("auto", *ENGINES)
-    with pytest.raises(UserError, match=r"rollout\.name: Input should be 'auto', 'hf' or 'vllm', found 'vlm'"):
+    with pytest.raises(
+        UserError, match=r"rollout\.name: Input should be 'auto', 'hf', 'vllm' or 'sglang', found 'vlm'"
+    ):
         ppo_config("rollout.name=vlm")
 
 
@@ -67,10 +69,29 @@ def test_temperature_and_top_p_with_adapters_depend_on_the_engine() -> None:
         ppo_config(*words, "rollout.name=hf", "algorithm.tis_cap=2")
 
 
+def test_a_correction_needs_the_probabilities_after_truncation() -> None:
+    ppo_config("rollout.name=sglang", "rollout.top_p=0.9")
+    ppo_config("rollout.name=sglang", "algorithm.tis_cap=2")
+    message = r"rollout\.name=sglang reports those before them; set rollout\.name=hf or vllm, or remove one of the two"
+    for option in ("rollout.top_p=0.9", "rollout.top_k=5"):
+        ppo_config("rollout.name=hf", "algorithm.tis_cap=2", option)
+        with pytest.raises(UserError, match=message):
+            ppo_config("rollout.name=sglang", "algorithm.tis_cap=2", option)
+
+
+def test_sglang_has_one_gpu_for_each_engine_and_merged_adapters() -> None:
+    ppo_config("rollout.name=sglang", "model.lora.rank=4")
+    with pytest.raises(UserError, match=r"rollout\.name=sglang has no adapters of its own"):
+        ppo_config("rollout.name=sglang", "model.lora.rank=4", "rollout.merge_lora=false")
+    with pytest.raises(UserError, match=r"which rollout\.name=sglang does not support: set rollout\.name=vllm"):
+        ppo_config("rollout.name=sglang", "rollout.tensor_parallel_size=2", "trainer.n_gpus_per_node=2")
+
+
 def test_exported_variables_keep_their_value() -> None:
     vllm = ENGINES["vllm"]
     assert vllm.process_environment("cpu", {})["OMP_NUM_THREADS"] == "1"
     assert vllm.process_environment("cpu", {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
     assert "OMP_NUM_THREADS" not in vllm.process_environment("cuda", {})
     assert vllm.process_environment("cuda", {})["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert ENGINES["hf"].process_environment("cpu", {}) == {}
+    assert ENGINES["sglang"].process_environment("cpu", {})["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert ENGINES["hf"].process_environment("cpu", {}) == {} == ENGINES["sglang"].process_environment("cuda", {})

@@ -197,7 +197,7 @@ class SglangEngine:
         try:
             answers = self._calls.take(timeout_s)
         except UnreachableError as error:
-            self._server.give_up(f"/generate: {error}")
+            self._server.lost("/generate", error)
         self._server.check_is_alive()
         if answers:
             self._heard = time.monotonic()
@@ -246,7 +246,7 @@ class SglangEngine:
             try:
                 answer = self._server.client.post("/flush_cache", {}, FLUSH_S)
             except UnreachableError as error:
-                self._server.give_up(f"/flush_cache: {error}")
+                self._server.lost("/flush_cache", error)
             if answer.status == 200:
                 return
             if time.monotonic() > deadline:

@@ -6,6 +6,7 @@ on the node can read the arguments of a process, and one of them is the key.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -34,6 +35,8 @@ HEALTH_TIMEOUT_S = 30.0
 CALL_TIMEOUT_S = 600.0
 """Time limit of every call but /generate."""
 END_S = 15.0
+NOTICE_S = 5.0
+"""Time in which the end of the server shows after its connections have ended."""
 LOG_LINES = 20
 """Lines at the end of the server's log that a message shows."""
 
@@ -70,7 +73,7 @@ class SglangServer:
         try:
             answer = self.client.post(path, body, CALL_TIMEOUT_S)
         except UnreachableError as error:
-            self.give_up(f"{path}: {error}")
+            self.lost(path, error)
         if answer.status != 200:
             self.give_up(f"{path}: the server answered {answer.reason()}")
         return answer
@@ -86,6 +89,12 @@ class SglangServer:
         """Give up if the server has ended."""
         if self._process.poll() is not None:
             self.give_up("the server ended")
+
+    def lost(self, path: str, error: UnreachableError) -> NoReturn:
+        """Give up, because a call to this path had no answer."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(NOTICE_S)
+        self.give_up(f"{path}: {error}")
 
     def give_up(self, found: str) -> NoReturn:
         """End the server, write to this process's log what was found, and end this process.
