@@ -25,7 +25,8 @@ class EngineSpec:
     """Devices that the engine supports, each with the type that `rollout.dtype=auto` selects there."""
     transfers: tuple[str, ...]
     """Names in `hpc_rl.rl.weights.transfers.WEIGHT_TRANSFERS`, best first: how an engine in a separate process
-    receives weights. The first one that fits the placement is used."""
+    receives weights. The first one that fits the placement is used. Empty: its weights cannot change, so that `submit
+    ppo` refuses it."""
     package: str | None = None
     """Package to import, if the engine needs one that training does not."""
     default_on: tuple[str, ...] = ()
@@ -97,6 +98,13 @@ ENGINES: dict[str, EngineSpec] = {
         package="sglang",
         truncates=False,
         environment={"cpu": _SGLANG_CPU},
+    ),
+    # A client, which computes nothing: its slots are CPUs, and the job asks for no GPUs.
+    "openai": EngineSpec(
+        module="hpc_rl.rl.rollout.openai",
+        dtypes={"cpu": "float32"},
+        transfers=(),
+        truncates=False,
     ),
 }
 

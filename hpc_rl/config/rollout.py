@@ -144,6 +144,17 @@ def engine_problems(config: EngineJob) -> Iterator[str]:
         )
 
 
+def sync_problems(config: EngineJob) -> Iterator[str]:
+    """Yield a message if the engine cannot receive weights, which each step of reinforcement learning changes."""
+    if not engine_spec(config).transfers:
+        able = " or ".join(name for name, each in ENGINES.items() if each.transfers)
+        yield (
+            f"rollout.name={engine_name(config.rollout, config.trainer.computes_on)}: each step changes the policy's "
+            "weights, and a server that others operate does not take them, so that its responses would not be the "
+            f"policy's; set rollout.name={able} (submit generate and eval can use such a server)"
+        )
+
+
 def engine_name(rollout: EngineConfig, device: str) -> str:
     """Return the name of the rollout engine; rollout.name=auto depends on the device."""
     return default_engine(device) if rollout.name == "auto" else rollout.name

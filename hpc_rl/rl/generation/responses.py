@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.data.rows import to_prompt
@@ -55,7 +59,7 @@ def response_rows(
             "sample": number % n,
             "response": text,
             "tokens": len(completion.token_ids),
-            "logprob": round(float(completion.logprobs.sum(dtype="float64")), 6),
+            "logprob": _sum(completion.logprobs),
             "finish": STOPPED if completion.finished else TRUNCATED,
             **(
                 {"logprobs": base64.b64encode(completion.logprobs.astype("<f4").tobytes()).decode()} if logprobs else {}
@@ -64,6 +68,12 @@ def response_rows(
         }
         for number, (completion, text, value) in enumerate(zip(completions, texts, values, strict=True))
     ]
+
+
+def _sum(logprobs: NDArray[np.float32]) -> float | None:
+    """Return the log-probability of a response, or None if the engine did not get those of the tokens."""
+    total = float(logprobs.sum(dtype="float64"))
+    return None if math.isnan(total) else round(total, 6)
 
 
 def _prompt_columns(asked: Asked, data: PromptConfig) -> Row:

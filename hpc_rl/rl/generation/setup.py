@@ -108,8 +108,14 @@ def prepare(config: GenerateConfig, run: RunDir) -> Prepared:
     tokenizer = load_tokenizer(config.model)
     tokenizer.chat_template = chat_template(tokenizer, config.data)
     sources = load_sources(config, tokenizer, "test" if isinstance(config, EvalConfig) else "train")
-    plan = make_plan(config, sources, engine_name(config.rollout, config.trainer.computes_on))
+    plan = make_plan(config, sources, described_engine(config))
     return Prepared(tokenizer, sources, plan, Parts(run, plan))
+
+
+def described_engine(config: GenerateConfig) -> str:
+    """Return on which program the responses of a run depend."""
+    name, server = engine_name(config.rollout, config.trainer.computes_on), config.rollout.openai
+    return name if server.base_url is None else f"{name}: {server.model or config.model.path} at {server.base_url}"
 
 
 def open_generation(config: GenerateConfig, run: RunDir, prepared: Prepared, workers: Workers) -> Generation:

@@ -71,7 +71,7 @@ class Completion:
     """[R], R >= 1, with observations. If the response ended by itself, the last one is an end-of-sequence token."""
     logprobs: NDArray[np.float32]
     """[R], natural logarithms under softmax(logits / temperature), at temperature 1 if decoding was greedy, of the
-    weights that sampled the token; see also Sampling.truncated_logprobs."""
+    weights that sampled the token; see also Sampling.truncated_logprobs. NaN if the engine does not get them."""
     finished: bool
     """Whether the response ended by itself; otherwise it was cut off at max_new_tokens."""
     spans: tuple[Span, ...] = ()
