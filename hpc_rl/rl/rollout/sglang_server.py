@@ -37,6 +37,8 @@ CALL_TIMEOUT_S = 600.0
 END_S = 15.0
 NOTICE_S = 5.0
 """Time in which the end of the server shows after its connections have ended."""
+FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+"""Of the log, which has the output of an earlier server if this one replaces it."""
 LOG_LINES = 20
 """Lines at the end of the server's log that a message shows."""
 
@@ -55,7 +57,7 @@ class SglangServer:
 
     def __init__(self, settings: Mapping[str, Any], log: Path | None, start_s: float) -> None:
         port, key = free_port(), secrets.token_urlsafe(32)
-        self._log = log
+        self._log, self._key = log, key
         self.client = HttpClient(f"http://{LOOPBACK}:{port}", key, uses_proxies=False)
         with tempfile.TemporaryDirectory(prefix="sglang-") as folder:  # of mode 0700
             file = Path(folder) / "server.yaml"
@@ -63,6 +65,7 @@ class SglangServer:
             file.write_text(json.dumps({**settings, **address}))  # JSON is YAML
             self._process = self._start(file)
             self._wait_until_ready(start_s)
+        self._hide_key()
 
     def post(self, path: str, body: Mapping[str, Any]) -> Answer:
         """Make a call that has to succeed.
@@ -115,7 +118,7 @@ class SglangServer:
 
     def _start(self, file: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "sglang.launch_server", "--config", str(file)]
-        output = sys.stdout.fileno() if self._log is None else os.open(self._log, os.O_WRONLY | os.O_CREAT, 0o600)
+        output = sys.stdout.fileno() if self._log is None else os.open(self._log, FLAGS, 0o600)
         try:
             return subprocess.Popen(
                 [sys.executable, "-m", owned.__name__, *command],
@@ -148,7 +151,20 @@ class SglangServer:
     def _end_of_log(self) -> str:
         if self._log is None:
             return ""
+        self._hide_key()
         return f"; the end of {self._log}:\n{tail(self._log, LOG_LINES)}"
+
+    def _hide_key(self) -> None:
+        """Overwrite the key in the log: at its start, SGLang writes all its arguments there."""
+        if self._log is None:
+            return
+        with self._log.open("r+b") as log:
+            text, key = log.read(), self._key.encode()
+            start = text.find(key)
+            while start >= 0:
+                log.seek(start)
+                log.write(b"*" * len(key))
+                start = text.find(key, start + len(key))
 
 
 def free_port() -> int:

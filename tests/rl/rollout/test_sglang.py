@@ -308,13 +308,17 @@ def test_a_server_that_ends_at_its_start_is_shown_with_its_log(folder: Path, tmp
         pass
     assert str(caught.value).startswith("rollout.name=sglang: python -m sglang.launch_server ended with exit code 3: ")
     assert f"the end of {log}:" in str(caught.value) and text in str(caught.value)
+    assert "again, ****" in str(caught.value) and "'api-key': '****" in str(caught.value)
     assert log.stat().st_mode & 0o777 == 0o600
 
 
 def test_only_the_engine_can_use_its_server(engine: SglangEngine) -> None:
     """The arguments of a process are no secret on a node."""
-    client = engine._server.client
+    client, log = engine._server.client, engine._server._log
     key = client._key
+    assert log is not None
+    shown = log.read_text()
+    assert key not in shown and f"'api-key': '{'*' * len(key)}'" in shown and "ready to roll!" in shown
     assert key is not None and len(key) > 30 and client.url.startswith("http://127.0.0.1:")
     for other in (None, "guess"):
         assert HttpClient(client.url, other, uses_proxies=False).post("/flush_cache", {}, 60).status == 401

@@ -229,6 +229,8 @@ class Handler(BaseHTTPRequestHandler):
 
 def main(config: str) -> None:
     arguments = json.loads(Path(config).read_text())  # JSON is YAML
+    print(f"server_args={arguments}", flush=True)
+    print(f"again, {arguments['api-key']}{arguments['api-key']}", flush=True)
     if arguments.get("leaves-child"):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100000)"], start_new_session=True)
         Path(arguments["leaves-child"]).write_text(str(child.pid))
