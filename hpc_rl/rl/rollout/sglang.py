@@ -221,12 +221,13 @@ class SglangEngine:
     def _probe(self) -> None:
         """Give up if the server neither completes a response nor shows that it generates, for rollout.stall_s."""
         silent_s = time.monotonic() - self._heard
+        for _, healthy in self._probes.take(0):
+            if healthy:
+                self._heard = time.monotonic()
+            elif silent_s > self._stall_s:
+                self._server.give_up(f"no response, and no answer to /health, for {silent_s:.0f} s (rollout.stall_s)")
         if silent_s > PROBE_S and not len(self._probes):
             self._probes.start(0, self._server.is_healthy)
-        if any(healthy for _, healthy in self._probes.take(0)):
-            self._heard = time.monotonic()
-        elif silent_s > self._stall_s:
-            self._server.give_up(f"no response, and no answer to /health, for {silent_s:.0f} s (rollout.stall_s)")
 
     def _interrupt(self) -> None:
         """End the server's requests, keep their tokens, and empty its cache, unless that sleeps."""

@@ -119,10 +119,12 @@ class SglangServer:
     def _start(self, file: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "sglang.launch_server", "--config", str(file)]
         output = sys.stdout.fileno() if self._log is None else os.open(self._log, FLAGS, 0o600)
+        own = str(Path(owned.__file__).parents[2])  # of this package; other paths of a Ray worker are none of SGLang's
+        paths = [own, *filter(None, [os.environ.get("PYTHONPATH")])]
         try:
             return subprocess.Popen(
                 [sys.executable, "-m", owned.__name__, *command],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -40,7 +40,7 @@ SEEDED = "rollout.engine_kwargs.enable_deterministic_inference=true"
 @pytest.fixture(scope="module", autouse=True)
 def servers_are_found() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SERVERS)
+        patch.setenv("PYTHONPATH", str(SERVERS), prepend=os.pathsep)
         yield
 
 
@@ -340,8 +340,7 @@ def test_the_server_and_its_children_end_with_the_engine(folder: Path, tmp_path:
 def test_the_server_and_its_children_end_with_an_engine_that_is_killed(folder: Path, tmp_path: Path) -> None:
     child = tmp_path / "child"
     program = (
-        "import sys, time; from pathlib import Path; from tests.rl.rollout import test_sglang\n"
-        f"sys.path.insert(0, {str(SERVERS)!r})\n"
+        "import time; from pathlib import Path; from tests.rl.rollout import test_sglang\n"
         f"with test_sglang.started(Path({str(folder)!r}), '+rollout.engine_kwargs.leaves_child={child}') as engine:\n"
         "    print(engine._server._process.pid, flush=True); time.sleep(100000)"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ LEARNING_RATE = "actor.optim.lr=1e-2"
 
 @pytest.fixture(autouse=True)
 def servers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables that are exported here take precedence, so the row only has to name this one."""
     row = ENGINES["sglang"]
-    variables = {"cpu": {**row.environment["cpu"], "PYTHONPATH": str(SERVERS)}}
+    variables = {"cpu": {**row.environment["cpu"], "PYTHONPATH": ""}}
     monkeypatch.setitem(ENGINES, "sglang", dataclasses.replace(row, environment=variables))
+    monkeypatch.setenv("PYTHONPATH", str(SERVERS), prepend=os.pathsep)
 
 
 def differences(run_dir: Path) -> list[float]:
