@@ -22,7 +22,7 @@ from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.rollout import sglang, sglang_server
 from hpc_rl.rl.rollout.engine import Completion, Placement, Request, Sampling, Span, complete
 from hpc_rl.rl.rollout.http_calls import HttpClient
-from hpc_rl.rl.rollout.sglang import SglangEngine, joined, load, server_settings
+from hpc_rl.rl.rollout.sglang import SglangEngine, _Running, joined, load, request_body, server_settings
 from hpc_rl.rl.weights.base import WeightReceiver, receiver_of
 from hpc_rl.rl.weights.buckets import pack
 from hpc_rl.training.models.causal_lm import CausalLM
@@ -383,3 +383,46 @@ def test_settings_by_placement(folder: Path) -> None:
 def test_spans_of_one_version_are_joined() -> None:
     assert joined([]) == ()
     assert joined([Span(1, 2), Span(1, 3), Span(2, 1)]) == (Span(1, 5), Span(2, 1))
+
+
+def told(reason: str, *tokens: int) -> dict[str, Any]:
+    steps = {"output_token_logprobs": [[-0.5, token, None] for token in tokens]}
+    return {"finish_reason": {"type": reason}, **(steps if tokens else {})}
+
+
+def running(most: int) -> _Running:
+    return _Running(Request(3, np.array([8, 9], np.int32), 7, Sampling(most, 0.6, 0.9, 20)))
+
+
+def test_an_interrupted_request_continues_where_it_was() -> None:
+    request = running(5)
+    assert request.answered(told("abort")).ended is None and request.rest() == request.request.sampling
+    request.version = 1
+    assert request.answered(told("abort", 4, 5, 6)).ended is None
+    assert request.prompt() == [8, 9, 4, 5, 6] and request.rest() == Sampling(2, 0.6, 0.9, 20)
+    request.version = 2
+    found = request.answered(told("length", 1, 2)).completion()
+    assert found.token_ids.tolist() == [4, 5, 6, 1, 2] and found.logprobs.tolist() == [-0.5] * 5
+    assert found.spans == (Span(1, 3), Span(2, 2)) and not found.finished
+    assert running(5).answered(told("stop", 1)).completion().finished
+
+
+def test_a_request_that_was_complete_when_it_was_interrupted_is_complete() -> None:
+    assert running(2).answered(told("abort", 4, 5)).ended == "length"
+    with pytest.raises(
+        UserError, match=r"up to 3 tokens to a prompt of 2 was requested, and .* ended it after 2: raise"
+    ):
+        running(3).answered(told("length", 4, 5))
+
+
+def test_a_request_has_the_sampling_the_seed_and_the_end_tokens() -> None:
+    body = request_body([8, 9], Sampling(5, 0.6, 0.9, 20), 7, [1, 2])
+    assert body == {
+        "input_ids": [8, 9],
+        "sampling_params": {
+            **{"max_new_tokens": 5, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "sampling_seed": 7},
+            "stop_token_ids": [1, 2],
+        },
+        **{"return_logprob": True, "stream": False},
+    }
+    assert request_body([8], Sampling(5), 7, [])["sampling_params"]["top_k"] == -1
