@@ -11,7 +11,7 @@ import pytest
 
 from hpc_rl.config.engines import ENGINES
 from hpc_rl.tracking.metrics import read_metrics
-from tests.rl.rollout.test_sglang import SERVERS
+from tests.rl.rollout.sglang_engine import SERVERS
 from tests.rl.runs.jobs import Runs, series
 
 SEPARATE = ("trainer.n_gpus_per_node=3", "pools.spec={train: [1], engines: [2]}", "pools.roles.rollout=engines")
