@@ -143,6 +143,7 @@ class SglangServer:
                     time.sleep(POLL_S)
                     continue
                 self.close()
+                self._hide_key()
                 found = f"was not ready within {start_s:.0f} s" if ended is None else f"ended with exit code {ended}"
                 advice = "raise trainer.model_timeout_s" if ended is None else "correct what the log shows"
                 raise RunError(
@@ -153,7 +154,6 @@ class SglangServer:
     def _end_of_log(self) -> str:
         if self._log is None:
             return ""
-        self._hide_key()
         return f"; the end of {self._log}:\n{tail(self._log, LOG_LINES)}"
 
     def _hide_key(self) -> None:
