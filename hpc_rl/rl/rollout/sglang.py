@@ -28,6 +28,7 @@ import torch
 from hpc_rl.config.rollout import EngineConfig, EngineJob, engine_dtype
 from hpc_rl.config.training import ModelSource
 from hpc_rl.errors import UserError
+from hpc_rl.host.files import writing
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl.rollout.engine import Completion, Placement, Request, Sampling, Span
 from hpc_rl.rl.rollout.http_calls import Answer, Calls, UnreachableError
@@ -143,16 +144,19 @@ class SglangEngine:
         self._files = 0
 
     def update_weights(self, update: Bucket) -> None:
-        """Write some of the weights, whose memory belongs to the sender until the call returns."""
+        """Write some of the weights, whose memory belongs to the sender until the call returns.
+
+        Raises:
+            RunError: they cannot be written, for example to a full disk.
+        """
         assert self._received is not None
         self._files += 1
         tensors = dict(unpack(update))
-        safetensors_files.write(
-            Path(self._received.name) / f"model-{self._files:05d}.safetensors",
-            {name: tensor.shape for name, tensor in tensors.items()},
-            {name: tensor.dtype for name, tensor in tensors.items()},
-            tensors.__getitem__,
-        )
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        types = {name: tensor.dtype for name, tensor in tensors.items()}
+        file = Path(self._received.name) / f"model-{self._files:05d}.safetensors"
+        with writing(file):
+            safetensors_files.write(file, shapes, types, tensors.__getitem__)
 
     def finish_weight_update(self) -> None:
         """Let the server load what has been written. Its cache is empty: `_interrupt` has flushed it, or `sleep`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpc_rl.errors import UserError
+from hpc_rl.errors import RunError, UserError
+from hpc_rl.rl.rollout import sglang
 from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span, complete
 from hpc_rl.rl.rollout.sglang import SglangEngine, _Running, joined, request_body
 from hpc_rl.rl.weights.base import WeightReceiver, receiver_of
@@ -125,6 +127,15 @@ def test_a_sync_leaves_no_files(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     engine.load_weights(named(model))
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_full_disk_is_explained(engine: SglangEngine, model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sglang.safetensors_files, "write", full)
+    with pytest.raises(RunError, match=r"model-00001\.safetensors could not be written: .*space"):
+        engine.load_weights(named(model))
 
 
 def test_requests_that_are_not_complete_continue_with_new_weights(engine: SglangEngine, model: CausalLM) -> None:
