@@ -7,6 +7,7 @@
 # make test-pipelines   the shipped pipelines for three rounds on real nodes, with a cancelled job in each stage
 # make test-slurm-new   the tests that depend on Slurm's version most, on a newer Slurm (about 600 MB)
 # make test-vllm-api   vLLM's API in the oldest and newest wheel for GPUs that setup.cfg admits (downloads 700 MB; no GPU)
+# make test-sglang-api   SGLang's HTTP API in its newest wheel, which is downloaded (40 MB; no GPU)
 # make test-peft   exported adapters loaded by peft, which is downloaded for the test
 # make bench   the measurements of docs/benchmarks.md
 # make test-gpu   every part of training once on the GPUs of this machine, in an environment of its own
@@ -20,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export WANDB_MODE ?= offline
 
-.PHONY: demo demo-pipeline demo-tools test test-large test-faults test-pipelines test-lowest test-slurm-new test-vllm-api test-peft test-qlora test-gpu lint bench docs clean
+.PHONY: demo demo-pipeline demo-tools test test-large test-faults test-pipelines test-lowest test-slurm-new test-vllm-api test-sglang-api test-peft test-qlora test-gpu lint bench docs clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo
@@ -75,6 +76,9 @@ test-slurm-new: .venv/test
 VLLM_WHEELS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpc-rl/vllm-wheels
 test-vllm-api: .venv/test
 	$(BIN)/python -m tests.vllm_wheels --wheels $(VLLM_WHEELS)
+
+test-sglang-api: .venv/test
+	$(BIN)/python -m tests.sglang_wheel
 
 # peft loads what is exported. It needs accelerate, which would change what transformers imports in all other tests.
 test-peft: .venv/test

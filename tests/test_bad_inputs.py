@@ -432,7 +432,7 @@ KEYS = [
     sft("belong together", "data.prompt_key=question"),
     sft("exceeds trainer.micro_tokens 512", "trainer.micro_tokens=512"),
     sft("optim", "optim=3"),
-    ppo("'auto', 'hf' or 'vllm'", "rollout.name=sglang"),
+    ppo("'auto', 'hf', 'vllm', 'sglang' or 'openai'", "rollout.name=tgi"),
     ppo("set rollout.n to 2 or more", "algorithm.advantage=grpo", "rollout.n=1"),
     ppo("actor.mini_batch_size 3 does not divide the 8 responses", "actor.mini_batch_size=3"),
     ppo("pools.roles.rollout is x", "pools.roles={rollout: x}"),

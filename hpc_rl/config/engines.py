@@ -25,7 +25,8 @@ class EngineSpec:
     """Devices that the engine supports, each with the type that `rollout.dtype=auto` selects there."""
     transfers: tuple[str, ...]
     """Names in `hpc_rl.rl.weights.transfers.WEIGHT_TRANSFERS`, best first: how an engine in a separate process
-    receives weights. The first one that fits the placement is used."""
+    receives weights. The first one that fits the placement is used. Empty: its weights cannot change, so that `submit
+    ppo` refuses it."""
     package: str | None = None
     """Package to import, if the engine needs one that training does not."""
     default_on: tuple[str, ...] = ()
@@ -39,6 +40,8 @@ class EngineSpec:
     """Largest rank of adapters with which the engine computes beside the model's weights; 0: it cannot."""
     truncates_scaled: bool = False
     """Whether log-probabilities at a temperature other than 1 are those after top_k and top_p."""
+    truncates: bool = True
+    """Whether log-probabilities can be those after top_k and top_p, which a correction (algorithm.tis_*) needs."""
     exact_on: tuple[str, ...] = ()
     """Devices on which the engine's float32 log-probabilities equal the trainer's up to rounding."""
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -63,6 +66,8 @@ _VLLM = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine ends with its actor
     "VLLM_NO_USAGE_STATS": "1",
 }
+# https://docs.sglang.io/platforms/cpu_server.html
+_SGLANG_CPU = {"SGLANG_USE_CPU_ENGINE": "1", **openmp_defaults(1)}
 # Ray gives a worker one CPU and leaves its place to the scheduler, so threads are neither pinned nor many.
 _VLLM_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **openmp_defaults(1)}
 
@@ -85,6 +90,21 @@ ENGINES: dict[str, EngineSpec] = {
         max_lora_rank=512,
         truncates_scaled=True,
         environment={"cuda": _VLLM, "cpu": _VLLM | _VLLM_CPU},
+    ),
+    "sglang": EngineSpec(
+        module="hpc_rl.rl.rollout.sglang",
+        dtypes={"cuda": "bfloat16", "cpu": "float32"},
+        transfers=("host",),
+        package="sglang",
+        truncates=False,
+        environment={"cpu": _SGLANG_CPU},
+    ),
+    # A client, which computes nothing: its slots are CPUs, and the job asks for no GPUs.
+    "openai": EngineSpec(
+        module="hpc_rl.rl.rollout.openai",
+        dtypes={"cpu": "float32"},
+        transfers=(),
+        truncates=False,
     ),
 }
 

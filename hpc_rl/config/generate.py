@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
@@ -29,7 +30,44 @@ class GenerateDataConfig(PromptConfig):
             yield f"data.files names {twice[0]} twice: name each file once"
 
 
+class OpenaiConfig(Section):
+    """Options of rollout.name=openai."""
+
+    base_url: str | None = None
+    """Address of a server with the API of OpenAI, with its version, such as https://llm.example.org/v1."""
+    model: str | None = None
+    """Name of the model on the server. null: model.path."""
+    key_variable: str | None = None
+    """Name of the environment variable with the key for the server. null: the server needs no key."""
+    timeout_s: float = Field(600, gt=0)
+    """Longest time in seconds for one response."""
+    retries: int = Field(8, ge=0)
+    """Number of times that a request is repeated after an error that may pass: no answer, 429 or 5xx. The pauses double
+    from 1 to at most 60 s."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_url(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"https?://[^\s/@]+(/[^\s?]*)?", value):
+            raise ValueError(  # what was found may contain a password or a key
+                "expected an address such as https://llm.example.org/v1, without a user, a password or parameters; "
+                "rollout.openai.key_variable is for the key"
+            )
+        return value
+
+    @field_validator("key_variable")
+    @classmethod
+    def _is_variable(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+            raise ValueError(  # what was found may be the key itself
+                "expected the name of an environment variable, such as LLM_API_KEY; export the key itself in this "
+                "variable before you submit"
+            )
+        return value
+
+
 class GenerateRolloutConfig(EngineConfig):
+    openai: OpenaiConfig = OpenaiConfig()
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature. Log-probabilities are those of the distribution at this temperature. 0: always the most
     probable token."""
@@ -99,6 +137,7 @@ class GenerateConfig(RayJobConfig):
         )
         yield from pool_problems(self)
         yield from engine_problems(self)
+        yield from self._openai_problems()
         longest, limit = self.data.max_prompt_length + self.data.max_response_length, self.trainer.micro_tokens
         if self.reward.model is not None and longest > limit:
             yield (
@@ -106,6 +145,18 @@ class GenerateConfig(RayJobConfig):
                 f"{self.data.max_response_length} exceeds trainer.micro_tokens {limit}: the reward model reads whole "
                 "samples, so raise micro_tokens or lower the lengths"
             )
+
+    def _openai_problems(self) -> Iterator[str]:
+        url = self.rollout.openai.base_url
+        if self.rollout.name == "openai" and url is None:
+            yield "rollout.name=openai generates with a server that others operate: set rollout.openai.base_url"
+        if self.rollout.name != "openai" and url is not None:
+            yield (
+                f"rollout.openai.base_url has no effect with rollout.name={self.rollout.name}: set rollout.name=openai "
+                "and trainer.device=cpu, or remove it"
+            )
+        if self.rollout.name == "openai" and self.rollout.engine_kwargs:
+            yield "rollout.engine_kwargs has no effect with rollout.name=openai, which starts no program: remove it"
 
 
 class EvalRolloutConfig(GenerateRolloutConfig):

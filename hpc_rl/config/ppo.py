@@ -16,7 +16,7 @@ from hpc_rl.config.pools import PoolsConfig, Role, pool_of, pool_problems, pool_
 from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.reward import OptionalRewardConfig, require_reward
-from hpc_rl.config.rollout import RolloutConfig, engine_name, engine_problems, engine_spec
+from hpc_rl.config.rollout import RolloutConfig, engine_name, engine_problems, engine_spec, sync_problems
 from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig, quantize_problems
 
 _COMPARES_RESPONSES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
@@ -121,6 +121,7 @@ class PpoConfig(RayJobConfig):
         yield from self._teacher_problems()
         yield from pool_problems(self)
         yield from engine_problems(self)
+        yield from sync_problems(self)
         yield from self._group_problems()
         yield from self._lora_problems()
         yield from self._staleness_problems()

@@ -56,13 +56,15 @@ class EngineConfig(Section):
     """Number of GPUs over which one vllm engine splits the model. It has to divide the GPUs per node (in `submit ppo`,
     those of the rollout pool)."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    """Fraction of each GPU's memory that vllm uses. null: 0.9, or 0.5 on GPUs that training workers use too."""
+    """Fraction of each GPU's memory that vllm uses, or that sglang uses for weights and cache. null: 0.9 (in sglang,
+    its own choice), or 0.5 on GPUs that training workers use too."""
     max_num_seqs: int = Field(256, ge=1)
     """Largest number of responses that one engine generates at the same time."""
     stall_s: float = Field(600, gt=0)
     """An engine that does not answer for so many seconds is ended and started again."""
     engine_kwargs: Table = {}
-    """Additional arguments of vllm.LLM, such as disable_cascade_attn."""
+    """Additional arguments of vllm.LLM, such as disable_cascade_attn, or of the server of sglang, such as
+    attention_backend."""
 
 
 class RolloutConfig(EngineConfig):
@@ -90,6 +92,8 @@ class EngineTrainer(PooledTrainer, Protocol):
     def seed(self) -> int: ...
     @property
     def computes_on(self) -> DeviceName: ...
+    @property
+    def model_timeout_s(self) -> int: ...
 
 
 class EngineJob(PooledJob, Protocol):
@@ -116,6 +120,13 @@ def engine_problems(config: EngineJob) -> Iterator[str]:
             f"rollout.name {engine} does not support trainer.device={device}: use "
             f"rollout.name={default_engine(device)}, or trainer.device={' or '.join(ENGINES[engine].dtypes)}"
         )
+    if config.truncates_logprobs and not ENGINES[engine].truncates:
+        able = " or ".join(name for name, each in ENGINES.items() if each.truncates)
+        yield (
+            f"rollout.top_p or top_k with a correction (algorithm.tis_*): the correction needs the probabilities after "
+            f"top_p and top_k, and rollout.name={engine} reports those before them; set rollout.name={able}, or remove "
+            "one of the two"
+        )
     if parallel > 1 and not ENGINES[engine].tensor_parallel:
         able = " or ".join(name for name, each in ENGINES.items() if each.tensor_parallel)
         yield (
@@ -130,6 +141,17 @@ def engine_problems(config: EngineJob) -> Iterator[str]:
         yield (
             f"rollout.tensor_parallel_size {parallel} does not divide the {odd[0]} {slot_unit(config)} per node of "
             f"pool {name}: choose a number that does"
+        )
+
+
+def sync_problems(config: EngineJob) -> Iterator[str]:
+    """Yield a message if the engine cannot receive weights, which each step of reinforcement learning changes."""
+    if not engine_spec(config).transfers:
+        able = " or ".join(name for name, each in ENGINES.items() if each.transfers)
+        yield (
+            f"rollout.name={engine_name(config.rollout, config.trainer.computes_on)}: each step changes the policy's "
+            "weights, and a server that others operate does not take them, so that its responses would not be the "
+            f"policy's; set rollout.name={able} (submit generate and eval can use such a server)"
         )
 
 

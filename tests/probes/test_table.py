@@ -15,7 +15,7 @@ from hpc_rl.probes.acceptance.session import function_of
 from hpc_rl.probes.acceptance.table import CHECKS, MODELS, rows
 from hpc_rl.rl.weights.transfers import WEIGHT_TRANSFERS
 
-EVERYTHING = frozenset({"ray", "vllm", "tensordict"})
+EVERYTHING = frozenset({"ray", "vllm", "sglang", "tensordict"})
 GPUS = Layout("cuda", 2, 8, EVERYTHING)
 CPU = Layout("cpu", 1, 1, EVERYTHING)
 

@@ -180,6 +180,27 @@ def test_a_secret_in_the_configuration_is_refused(name: str) -> None:
         checks.check_secrets("HF_HOME", name)
 
 
+@pytest.mark.usefixtures("folder")
+def test_the_key_of_a_server_has_to_be_in_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"model.path": "model", "data.files": ["train.jsonl"], "data.prompt_key": "question"}
+    values |= {"rollout.name": "openai", "rollout.openai.base_url": "http://x/v1", "trainer.device": "cpu"}
+    values |= {"rollout.openai.key_variable": "LLM_API_KEY"}
+
+    def check(**more: Any) -> list[str]:
+        config = compose("generate", [], {**values, **{key.replace("__", "."): value for key, value in more.items()}})
+        return checks.check(Job("generate", config, RunDir(Path("run").absolute()), Path.cwd()))
+
+    monkeypatch.delenv("LLM_API_KEY", raising=False)
+    with pytest.raises(UserError, match=r"^rollout\.openai\.key_variable is LLM_API_KEY, and this shell has no such"):
+        check()
+    check(slurm__setup=["source ~/.keys"])
+    monkeypatch.setenv("LLM_API_KEY", "")
+    with pytest.raises(UserError, match="`export LLM_API_KEY="):
+        check()
+    monkeypatch.setenv("LLM_API_KEY", "sk-1")
+    check()
+
+
 def test_other_variables_are_no_secrets() -> None:
     checks.check_secrets("HF_TOKEN_PATH", "TOKENIZERS_PARALLELISM", "MAX_TOKENS", "EOS_TOKEN", "WANDB_MODE")
 

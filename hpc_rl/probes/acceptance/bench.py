@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.compose import validate
+from hpc_rl.config.engines import ENGINES
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.sft import SftConfig
 from hpc_rl.config.tree import put
@@ -49,8 +50,9 @@ class Layout:
     @classmethod
     def here(cls, device: str, nodes: int, processes: int) -> Layout:
         """Return the layout of this job, with the packages of this Python."""
-        found = [name for name in ("ray", "vllm", "tensordict") if importlib.util.find_spec(name) is not None]
-        return cls(device, nodes, processes, frozenset(found))
+        wanted = {"ray", "tensordict", *(spec.package for spec in ENGINES.values() if spec.package)}
+        found = frozenset(name for name in wanted if importlib.util.find_spec(name) is not None)
+        return cls(device, nodes, processes, found)
 
 
 @dataclass

@@ -46,7 +46,7 @@ def placings(device: str) -> list[Placing]:
     """Return the placements on a device, one for each way in which an engine can receive its weights."""
     found: dict[tuple[str, str], Placing] = {}
     for name, spec in ENGINES.items():
-        for shared in (True, False) if device in spec.dtypes else ():
+        for shared in (True, False) if device in spec.dtypes and spec.transfers else ():
             transfer = IN_PROCESS if shared and spec.in_process else _transfer(spec.transfers, device, shared)
             found.setdefault((name, transfer), Placing(name, shared, transfer))
     return list(found.values())

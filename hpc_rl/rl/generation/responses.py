@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.data.rows import to_prompt
@@ -70,7 +74,7 @@ def _own_columns(completion: Completion, logprobs: bool) -> Row:
     own = completion.logprobs if completion.mask is None else completion.logprobs[completion.mask]
     found: Row = {
         "tokens": completion.sampled,
-        "logprob": round(float(own.sum(dtype="float64")), 6),
+        "logprob": _sum(own),
         "finish": STOPPED if completion.finished else TRUNCATED,
     }
     if logprobs:
@@ -79,6 +83,12 @@ def _own_columns(completion: Completion, logprobs: bool) -> Row:
         # Messages of the user's environment may hold values that JSON does not have.
         found["conversation"] = json.loads(json.dumps(completion.messages, default=str))
     return found
+
+
+def _sum(logprobs: NDArray[np.float32]) -> float | None:
+    """Return the log-probability of a response, or None if the engine did not get those of the tokens."""
+    total = float(logprobs.sum(dtype="float64"))
+    return None if math.isnan(total) else round(total, 6)
 
 
 def _prompt_columns(asked: Asked, data: PromptConfig) -> Row:

@@ -126,8 +126,14 @@ def prepare(config: GenerateConfig, run: RunDir, logs: Path, closing: ExitStack)
         closing.callback(environment.close)
     split, tools = "test" if isinstance(config, EvalConfig) else "train", environment.schemas if environment else ()
     sources = load_sources(config, tokenizer, split, tools)
-    plan = make_plan(config, sources, engine_name(config.rollout, config.trainer.computes_on))
+    plan = make_plan(config, sources, described_engine(config))
     return Prepared(tokenizer, environment, sources, plan, Parts(run, plan))
+
+
+def described_engine(config: GenerateConfig) -> str:
+    """Return on which program the responses of a run depend."""
+    name, server = engine_name(config.rollout, config.trainer.computes_on), config.rollout.openai
+    return name if server.base_url is None else f"{name}: {server.model or config.model.path} at {server.base_url}"
 
 
 def open_generation(config: GenerateConfig, run: RunDir, prepared: Prepared, workers: Workers) -> Generation:

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -70,7 +71,7 @@ class Completion:
     """[R], R >= 1, with observations. If the response ended by itself, the last one is an end-of-sequence token."""
     logprobs: NDArray[np.float32]
     """[R], natural logarithms under softmax(logits / temperature), at temperature 1 if decoding was greedy, of the
-    weights that sampled the token; see also Sampling.truncated_logprobs."""
+    weights that sampled the token; see also Sampling.truncated_logprobs. NaN if the engine does not get them."""
     finished: bool
     """Whether the response ended by itself; otherwise it was cut off at max_new_tokens."""
     spans: tuple[Span, ...] = ()
@@ -182,6 +183,8 @@ class Placement:
     """Share of its GPU that each of these processes uses."""
     adapters: Mapping[str, Any] | None = None
     """Contents of adapter_config.json if the engine receives the policy's adapters only; None for merged weights."""
+    log: Path | None = None
+    """File for the output of a program that the engine starts; None: the output of the engine's process."""
 
 
 class Loader(Protocol):

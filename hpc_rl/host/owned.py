@@ -1,0 +1,32 @@
+"""A program of another project that ends with its parent, together with everything that it has started.
+
+    python -m hpc_rl.host.owned PROGRAM ARGUMENT ...
+
+The kernel ends a child with its parent, but not the child's own children. This process stands between the two: it
+adopts what the program leaves behind, and ends all of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from hpc_rl.host import processes
+
+PATIENCE_S = 3.0
+"""Between SIGTERM and SIGKILL: nothing that the program would save is needed."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the program and return its exit code, as a shell shows it."""
+    processes.die_with_parent()
+    processes.adopt_orphans()
+    child = processes.start(argv, os.environ, sys.stdout.buffer)
+    processes.forward_termination(child, PATIENCE_S)
+    code = processes.shell_code(child.wait())
+    processes.end_descendants()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

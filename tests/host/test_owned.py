@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from hpc_rl.host import owned
+from tests.host.test_processes import is_alive, until
+
+DEADLINE_S = 600
+LEAVES_CHILD = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen(["sleep", "100000"], start_new_session=True)
+print(os.getpid(), child.pid, flush=True)
+if "stubborn" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if "ends" not in sys.argv:
+    time.sleep(100000)
+sys.exit(7)
+"""
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", owned.__name__, sys.executable, "-c", LEAVES_CHILD, *words],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def pids_of(process: subprocess.Popen[str]) -> list[int]:
+    assert process.stdout is not None
+    return [int(word) for word in process.stdout.readline().split()]
+
+
+def wait_for_end(pids: list[int]) -> None:
+    until(lambda: not any(map(is_alive, pids)))
+
+
+def test_the_exit_code_is_that_of_the_program_and_nothing_is_left() -> None:
+    with start("ends") as process:
+        pids = pids_of(process)
+        assert len(pids) == 2 and process.wait(DEADLINE_S) == 7
+    wait_for_end(pids)
+
+
+@pytest.mark.parametrize("word", ["polite", "stubborn"])
+def test_a_request_to_end_ends_everything(word: str) -> None:
+    with start(word) as process:
+        pids = pids_of(process)
+        assert len(pids) == 2
+        process.terminate()
+        assert process.wait(DEADLINE_S) in (128 + 15, 128 + 9)
+    wait_for_end(pids)
+
+
+def test_everything_ends_with_the_parent() -> None:
+    program = (
+        "import sys, subprocess\n"
+        f"command = [sys.executable, '-m', {owned.__name__!r}, sys.executable, '-c', {LEAVES_CHILD!r}]\n"
+        "subprocess.Popen(command).wait()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        pids = pids_of(process)
+        assert len(pids) == 2
+        process.kill()
+    wait_for_end(pids)

@@ -1,0 +1,60 @@
+"""Runs whose engines are servers of ours that speak SGLang's API (tests/rl/sglang_api)."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_rl.config.engines import ENGINES
+from hpc_rl.tracking.metrics import read_metrics
+from tests.rl.rollout.sglang_engine import SERVERS
+from tests.rl.runs.jobs import Runs, series
+
+SEPARATE = ("trainer.n_gpus_per_node=3", "pools.spec={train: [1], engines: [2]}", "pools.roles.rollout=engines")
+LEARNING_RATE = "actor.optim.lr=1e-2"
+"""Large, so that an engine with old weights differs from the trainer."""
+
+
+@pytest.fixture(autouse=True)
+def servers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables that are exported here take precedence, so the row only has to name this one."""
+    row = ENGINES["sglang"]
+    variables = {"cpu": {**row.environment["cpu"], "PYTHONPATH": ""}}
+    monkeypatch.setitem(ENGINES, "sglang", dataclasses.replace(row, environment=variables))
+    monkeypatch.setenv("PYTHONPATH", str(SERVERS), prepend=os.pathsep)
+
+
+def differences(run_dir: Path) -> list[float]:
+    return series(run_dir, "training/rollout_probs_diff_max")
+
+
+def test_engines_and_trainer_agree_at_every_step(run: Runs, tmp_path: Path) -> None:
+    options = ["rollout.name=sglang", "rollout.calculate_log_probs=true", "algorithm=grpo", LEARNING_RATE, *SEPARATE]
+    assert run(tmp_path, *options) == 0
+    assert len(differences(tmp_path)) == 2 and max(differences(tmp_path)) < 1e-4
+    logs = tmp_path / "attempt-1"
+    for engine in range(2):
+        assert (logs / f"node0-engines-engine{engine}.log").exists()
+        assert "ready to roll" in (logs / f"node0-engines-engine{engine}-server.log").read_text()
+
+
+def test_responses_continue_with_new_weights(run: Runs, tmp_path: Path) -> None:
+    options = ["rollout.name=sglang", "rollout.staleness=1", "rollout.partial=true", "algorithm=grpo", LEARNING_RATE]
+    slow = ["+rollout.engine_kwargs.step_s=0.1", "trainer.total_training_steps=3", *SEPARATE]
+    assert run(tmp_path, *options, *slow) == 0
+    assert max(series(tmp_path, "rollout/staleness/max")) <= 1
+    assert max(series(tmp_path, "rollout/versions/mean")) > 1
+
+
+def test_an_engine_whose_server_dies_is_replaced(run: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["rollout.name=sglang", "algorithm=grpo", "+rollout.engine_kwargs.dies_after=6", *SEPARATE]
+    assert run(tmp_path, *options) == 0
+    records: list[dict[str, Any]] = list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert len(records) == 2 and records[-1]["rollout/repeated"] > 0
+    assert "its log has the reason; another engine starts in its place" in capsys.readouterr().out
+    log = "".join(path.read_text() for path in (tmp_path / "attempt-1").glob("node0-engines-engine?.log"))
+    assert "its exit code was 7" in log and "no space left on this planet" in log
