@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from hpc_rl.config.agent import AgentConfig
 from hpc_rl.config.algorithm import AlgorithmConfig
 from hpc_rl.config.base import Path, Section
 from hpc_rl.config.distill import OnPolicyTeacherConfig
@@ -68,6 +69,7 @@ class PpoConfig(RayJobConfig):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    agent: AgentConfig = AgentConfig()
     reward: OptionalRewardConfig = OptionalRewardConfig()
     teacher: OnPolicyTeacherConfig = OnPolicyTeacherConfig()
     pools: PoolsConfig = PoolsConfig()
@@ -97,19 +99,20 @@ class PpoConfig(RayJobConfig):
     @property
     def scores(self) -> bool:
         """Whether responses are scored: functions alone, as tools, give no reward."""
-        return bool(self.reward.sources) or self.environment.name is not None
+        return bool(self.reward.sources) or self.environment.name is not None or self.agent.is_used
 
     @property
     def hang_timeout_s(self) -> float:
-        limit_s = self.trainer.hang_timeout_s
-        return max(limit_s, 2 * self.reward.timeout_s) if limit_s else 0.0  # nothing happens while one reward is slow
+        # Nothing happens while one reward or agent is slow.
+        slowest_s = max(self.reward.timeout_s, self.agent.timeout_s if self.agent.is_used else 0.0)
+        return max(self.trainer.hang_timeout_s, 2 * slowest_s) if self.trainer.hang_timeout_s else 0.0
 
     @field_validator("reward")
     @classmethod
     def _is_needed(cls, value: OptionalRewardConfig, info: ValidationInfo) -> OptionalRewardConfig:
-        algorithm, environment = info.data.get("algorithm"), info.data.get("environment")
-        if environment is None or environment.name is not None:  # the environment may give the reward
-            return value
+        algorithm, environment, agent = (info.data.get(name) for name in ("algorithm", "environment", "agent"))
+        if environment is None or environment.name is not None or agent is None or agent.is_used:
+            return value  # the environment or the agent may give the reward
         if algorithm is not None and algorithm.advantage != "opd" and not value.sources:
             raise PydanticCustomError("missing", ONE_REWARD)
         return value
@@ -122,6 +125,12 @@ class PpoConfig(RayJobConfig):
         yield from self._group_problems()
         yield from self._lora_problems()
         yield from self._staleness_problems()
+        if self.agent.is_used and self.environment.is_used:
+            own = "environment.name" if self.environment.name is not None else "environment.tools"
+            yield (
+                f"agent.endpoint and {own} are both set, but only one of them can lead the conversations: remove one; "
+                "an agent calls its tools itself"
+            )
 
     def _batch_problems(self) -> Iterator[str]:
         data, size = self.data, self.actor.mini_batch_size
