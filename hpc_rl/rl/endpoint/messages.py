@@ -176,7 +176,7 @@ def _message(value: object, where: str) -> Message:
     content = _text(given.get("content", ""), where)
     kept = {key: _string(given[key], f"{key} of {where}") for key in ("name", "tool_call_id") if key in given}
     # Chat templates have no role of that name.
-    own = {"role": "system" if role == "developer" else role, "content": content, **kept}
+    own: Message = {"role": "system" if role == "developer" else role, "content": content, **kept}
     return {**own, "tool_calls": calls} if calls else own
 
 
