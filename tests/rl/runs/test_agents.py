@@ -28,7 +28,7 @@ from tests.test_docs import ROOT, code_blocks
 AGENT = """
 # Answers each turn with its length, three times. If there is a file "hold", it goes on when the file is gone.
 import json, os, pathlib, sys, time
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 folder = pathlib.Path(sys.argv[1])
 while not (folder / "endpoint.json").exists() and "OPENAI_API_KEY" not in os.environ:
@@ -46,7 +46,13 @@ while True:
     for number in range(3):
         while (folder / "hold").exists():
             time.sleep(0.05)
-        turn = policy.chat.completions.create(model="policy", messages=messages, max_tokens=24).choices[0].message
+        try:
+            answer = policy.chat.completions.create(model="policy", messages=messages, max_tokens=16)
+        except BadRequestError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            break
+        turn = answer.choices[0].message
         letters += len(turn.content)
         messages = [*messages, turn.model_dump(), {"role": "user", "content": f"{len(turn.content)} letters"}]
     end = end or {"reward": {"score": letters % 5, "turns": 3}}
@@ -138,7 +144,7 @@ def test_engine_and_trainer_agree_about_sessions(served: Runs, agent: Path, tmp_
         assert step["environment/turns/max"] == 3 and step["environment/observation_length"] > 10
         assert step["environment/errors"] <= step["critic/reward_errors"] and step["reward/turns"] == 3
     last = metrics(tmp_path)[-1]
-    assert last["val/environment/turns/mean"] == 3 and "val/score" in last
+    assert last["val/environment/turns/mean"] > 2 and "val/score" in last
     assert any("letters" in sample["response"] for sample in samples(tmp_path))
     assert not (tmp_path / "endpoint.json").exists()
 
