@@ -103,9 +103,8 @@ class PpoConfig(RayJobConfig):
 
     @property
     def hang_timeout_s(self) -> float:
-        # Nothing happens while one reward or agent is slow.
-        slowest_s = max(self.reward.timeout_s, self.agent.timeout_s if self.agent.is_used else 0.0)
-        return max(self.trainer.hang_timeout_s, 2 * slowest_s) if self.trainer.hang_timeout_s else 0.0
+        limit_s = self.trainer.hang_timeout_s
+        return max(limit_s, 2 * self.reward.timeout_s) if limit_s else 0.0  # nothing happens while one reward is slow
 
     @field_validator("reward")
     @classmethod

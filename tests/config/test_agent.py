@@ -43,14 +43,6 @@ def test_the_agent_may_give_the_reward() -> None:
     assert ppo_config(ENDPOINT).reward.sources, "its reward and that of a function are added"
 
 
-def test_a_slow_agent_is_no_hang() -> None:
-    assert ppo_config().hang_timeout_s == 900
-    assert ppo_config(ENDPOINT).hang_timeout_s == 1200
-    assert ppo_config(ENDPOINT, "agent.timeout_s=3600").hang_timeout_s == 7200
-    assert ppo_config(ENDPOINT, "trainer.hang_timeout_s=0").hang_timeout_s == 0
-    assert ppo_config("reward.timeout_s=1000").hang_timeout_s == 2000
-
-
 def test_generation_has_no_agents() -> None:
     with pytest.raises(UserError, match=r"agent(\.endpoint)?: unknown key"):
         compose("generate", ["model.path=/model", "data.files=a.jsonl", ENDPOINT])

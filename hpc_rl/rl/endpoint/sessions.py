@@ -180,8 +180,8 @@ class Sessions:
     def put_back(self, session: Session) -> None:
         """Open a session again, because its agent did not get it."""
         with self._lock:
-            del self._taken[session.name]
-            self._open(session)
+            if self._taken.pop(session.name, None) is not None:  # it may have failed meanwhile
+                self._open(session)
         self.on_open()
 
     def chat(self, owner: str, name: str, request: ChatRequest) -> Future[Answer]:
