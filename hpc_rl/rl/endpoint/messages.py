@@ -174,9 +174,9 @@ def _message(value: object, where: str) -> Message:
     if "content" not in given and not calls:
         raise Refusal(f"{where} has no content: add text")
     content = _text(given.get("content", ""), where)
-    kept = {key: _string(given[key], f"{key} of {where}") for key in ("name", "tool_call_id") if key in given}
     # Chat templates have no role of that name.
-    own: Message = {"role": "system" if role == "developer" else role, "content": content, **kept}
+    own: Message = {"role": "system" if role == "developer" else role, "content": content}
+    own |= {key: _string(given[key], f"{key} of {where}") for key in ("name", "tool_call_id") if key in given}
     return {**own, "tool_calls": calls} if calls else own
 
 

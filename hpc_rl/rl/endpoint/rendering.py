@@ -34,6 +34,9 @@ class Rendering:
 
     Args:
         tokenizer: with the run's chat template.
+
+    Raises:
+        UserError: there is no such parser of tool calls as agent.tool_format.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: PpoConfig) -> None:
@@ -43,6 +46,8 @@ class Rendering:
         # By JSON, because sets of tools cannot be keys.
         self._turns = lru_cache(_MOST_SETS)(self._new_turns)
         self._parsers = lru_cache(_MOST_SETS)(self._new_parser)
+        if config.agent.tool_format != "auto":  # a parser of vLLM takes seconds to import
+            self._parsers("[]")
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Return the ids of a conversation up to the start of the policy's first turn.

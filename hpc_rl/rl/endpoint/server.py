@@ -33,7 +33,7 @@ MOST_BYTES = 32 << 20
 """Longest body of a request."""
 MOST_CONNECTIONS = 4096
 _BODY_S = 60.0
-"""Time limit for the body of a request."""
+"""Time limit for the body of a request, and for the first request with a valid key on a connection."""
 _MARGIN_S = 60.0
 """After agent.timeout_s, a session ends at the next turn of the loop. An answer is awaited for so much longer."""
 _START_S = 60.0
@@ -62,6 +62,8 @@ class Endpoint:
         self.base_url = f"http://{address}:{self._socket.getsockname()[1]}/v1"
         self._noted: set[str] = set()
         """Codes of refusals that were printed."""
+        self._strangers: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
+        """Connections without a valid key so far, each with the timer that closes it."""
         self._loop = asyncio.new_event_loop()
         self._opened, self._stop = asyncio.Event(), asyncio.Event()
         self._ready = threading.Event()
@@ -104,7 +106,11 @@ class Endpoint:
         assert protocols is not None
 
         def connect() -> asyncio.Protocol:
-            return protocols() if len(protocols.connections) < MOST_CONNECTIONS else _Full()
+            if len(protocols.connections) >= MOST_CONNECTIONS:
+                return _Full()
+            protocol = protocols()
+            self._strangers[protocol] = self._loop.call_later(_BODY_S, self._close_stranger, protocol)
+            return protocol
 
         server = await self._loop.create_server(connect, sock=self._socket)
         self._ready.set()
@@ -112,11 +118,18 @@ class Endpoint:
         server.close()
         await runner.cleanup()
 
+    def _close_stranger(self, protocol: web.RequestHandler) -> None:
+        del self._strangers[protocol]
+        if protocol.transport is not None:
+            protocol.transport.close()
+
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check who sends a request, and answer what is refused in OpenAI's format."""
         try:
             self._owner(request)
+            if (timer := self._strangers.pop(request.protocol, None)) is not None:
+                timer.cancel()
             return await handler(request)
         except Refusal as error:
             refusal = error

@@ -219,6 +219,22 @@ def test_too_many_connections_are_closed(loop: Loop, tmp_path: Path, monkeypatch
         each.close()
 
 
+def test_connections_without_a_key_are_closed(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = json.loads((tmp_path / "endpoint.json").read_text())
+    address = urlsplit(found["base_url"])
+    models = "GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {}\r\n\r\n"
+    with socket.create_connection((address.hostname, address.port), DEADLINE_S) as friend:
+        friend.sendall(models.format(found["api_key"]).encode())
+        assert b"200" in friend.recv(100)
+        assert not loop.agents.endpoint._strangers
+        monkeypatch.setattr(server, "_BODY_S", 0.05)
+        with socket.create_connection((address.hostname, address.port), DEADLINE_S) as stranger:
+            assert stranger.recv(1) == b""
+        friend.sendall(models.format(found["api_key"]).encode())
+        assert friend.recv(100)
+    assert not loop.agents.endpoint._strangers
+
+
 def test_limits_of_tokens(tokenizer: Any, tmp_path: Path) -> None:
     with looping(tokenizer, tmp_path, "data.max_prompt_length=60", "data.max_response_length=40") as loop:
         asked = loop.ask({"turns": ["a" * 30, "b" * 30]}, {"turns": ["one", "two"]}, {"turns": ["c" * 90]})
