@@ -42,7 +42,7 @@ _FULL = (
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """A response that an agent obtains."""
 
