@@ -28,7 +28,8 @@ from hpc_rl.rl.endpoint.answers import MODEL
 from hpc_rl.rl.endpoint.processes import AgentProcesses
 from hpc_rl.rl.endpoint.rendering import Rendering
 from hpc_rl.rl.endpoint.server import Endpoint
-from hpc_rl.rl.endpoint.sessions import Session, Sessions
+from hpc_rl.rl.endpoint.session import Session
+from hpc_rl.rl.endpoint.sessions import Sessions
 from hpc_rl.rl.rollout.engine import Sampling
 from hpc_rl.rl.rollout.request_queue import TURN_S, Asked, RequestQueue
 from hpc_rl.rl.rollout.respondent import Samplings

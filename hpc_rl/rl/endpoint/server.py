@@ -24,7 +24,8 @@ from hpc_rl.errors import RunError, UserError
 from hpc_rl.rewards.number import split_reward
 from hpc_rl.rl.endpoint.answers import MODEL, models
 from hpc_rl.rl.endpoint.messages import Refusal, read_chat
-from hpc_rl.rl.endpoint.sessions import Session, Sessions
+from hpc_rl.rl.endpoint.session import Session
+from hpc_rl.rl.endpoint.sessions import Sessions
 
 SESSION_HEADER = "X-Session-Id"
 TAKE_S = 30.0

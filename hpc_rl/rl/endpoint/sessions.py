@@ -18,20 +18,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 import numpy as np
 
-from hpc_rl.data.prompts import Prompt
 from hpc_rl.data.rows import Message
 from hpc_rl.environments.protocol import Outcome
 from hpc_rl.environments.tool_calls import Call
-from hpc_rl.rl.conversations import Talks, turn_seed
 from hpc_rl.rl.endpoint.answers import Answer
 from hpc_rl.rl.endpoint.messages import ChatRequest, Refusal, new_messages
 from hpc_rl.rl.endpoint.rendering import Rendering
-from hpc_rl.rl.rollout.engine import Completion, Sampling
+from hpc_rl.rl.endpoint.session import Session
+from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.transcripts import Transcript
 
 _MOST_ENDED = 10_000
@@ -40,64 +38,6 @@ _FULL = (
     "the conversation has {tokens} tokens after its prompt, and data.max_response_length {most} leaves none for a turn "
     "after these messages: end the session with its reward"
 )
-
-
-@dataclass(eq=False)
-class Session:
-    """A response that an agent obtains."""
-
-    found: Talks
-    index: int
-    prompt: Prompt
-    messages: list[Message]
-    """Those of the prompt, from the data."""
-    wave: int
-    seed: int
-    sampling: Sampling
-    name: str = field(default_factory=lambda: secrets.token_hex(16))
-    """Nobody can guess it."""
-    owner: str | None = None
-    """The key of the agent that has taken it."""
-    taken_s: float = 0.0
-    transcript: Transcript = field(init=False)
-    earlier: list[Message] = field(default_factory=list)
-    """The messages of the latest request that was answered, and the answer."""
-    request: ChatRequest | None = None
-    """The latest."""
-    reply: Future[Answer] | None = None
-    """The answer to it."""
-    requested_turns: int = 0
-    turn: Completion | None = None
-    """The latest."""
-    engine: int | None = None
-    """The one that generated it."""
-    calls: int = 0
-    bad_calls: int = 0
-    is_full: bool = False
-    """Whether the agent wanted to go on when no token was left."""
-    outcome: Outcome | None = None
-    """None until it has ended."""
-
-    def __post_init__(self) -> None:
-        self.transcript = Transcript(self.prompt.token_ids, self.sampling.max_new_tokens)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a turn is requested or generated."""
-        return self.transcript.turns < self.requested_turns
-
-    def draw(self) -> tuple[int, Sampling]:
-        """Return seed and sampling of the next turn."""
-        most = self.transcript.left
-        if self.request is not None and self.request.max_tokens is not None:
-            most = min(most, self.request.max_tokens)
-        return turn_seed(self.seed, self.transcript.turns), replace(self.sampling, max_new_tokens=most)
-
-    def record(self) -> None:
-        """Record the response."""
-        assert self.turn is not None and self.outcome is not None
-        finished = self.turn.finished and not self.is_full and self.outcome.error is None
-        self.found.found[self.index] = self.transcript.joined(finished, self.outcome, self.calls, self.bad_calls)
 
 
 class Sessions:
@@ -150,8 +90,7 @@ class Sessions:
         with self._lock:
             found = [key for key in self._keys if hmac.compare_digest(given, key.encode())]
         if not found:
-            message = "the request has no valid key: send the header 'Authorization: Bearer KEY', with OPENAI_API_KEY"
-            raise Refusal(message, 401, "invalid_api_key")
+            raise _no_key()
         return found[0]
 
     def dismiss(self, key: str, reason: str) -> None:
@@ -165,10 +104,12 @@ class Sessions:
         """Give the next open session to an agent. Return None if none is open.
 
         Raises:
-            Refusal: the run has ended.
+            Refusal: the run has ended, or the agent was dismissed while it waited.
         """
         with self._lock:
             self._refuse_if_closed()
+            if owner not in self._keys:
+                raise _no_key()
             if not self._waiting:
                 return None
             *_, session = heappop(self._waiting)
@@ -243,6 +184,7 @@ class Sessions:
     def add_turn(self, session: Session, turn: Completion, engine: int) -> None:
         """Add the turn that was requested, and answer the request."""
         with self._lock:
+            self._heard_s = time.monotonic()  # from now on, it is the agent that has to do something
             session.transcript.add_turn(turn)
             session.turn, session.engine = turn, engine
             if session.outcome is not None:  # it has failed meanwhile
@@ -371,6 +313,11 @@ class Sessions:
             session.reply.set_exception(Refusal(message, 410, "session_ended"))
         if not session.is_busy:
             self._ended.append(session)
+
+
+def _no_key() -> Refusal:
+    message = "the request has no valid key: send the header 'Authorization: Bearer KEY', with OPENAI_API_KEY"
+    return Refusal(message, 401, "invalid_api_key")
 
 
 def _run_has_ended() -> Refusal:

@@ -14,7 +14,8 @@ from hpc_rl.rl.conversations import Talks
 from hpc_rl.rl.endpoint import sessions as module
 from hpc_rl.rl.endpoint.messages import Refusal, read_chat
 from hpc_rl.rl.endpoint.rendering import Rendering
-from hpc_rl.rl.endpoint.sessions import Session, Sessions
+from hpc_rl.rl.endpoint.session import Session
+from hpc_rl.rl.endpoint.sessions import Sessions
 from hpc_rl.rl.rollout.engine import Completion, Sampling, Span
 from tests.rl.ppo_config import ppo_config
 
@@ -49,21 +50,24 @@ def turn(sessions: Sessions, session: Session) -> None:
 
 
 def test_sessions_are_taken_by_wave_and_then_in_order(sessions: Sessions) -> None:
+    key = sessions.admit("an agent")
     found = [opened(sessions, wave) for wave in (1, 0, 1, 0)]
-    assert [found.index(taken(sessions, "k")) for _ in found] == [1, 3, 0, 2]
-    assert sessions.take("k") is None
+    assert [found.index(taken(sessions, key)) for _ in found] == [1, 3, 0, 2]
+    assert sessions.take(key) is None
 
 
 def test_a_session_may_be_put_back(sessions: Sessions) -> None:
     session = opened(sessions)
-    sessions.put_back(taken(sessions, "a"))
-    assert taken(sessions, "b") is session and session.owner == "b"
-    key = sessions.admit("agent 0")
+    key, later = (sessions.admit(f"agent {number}") for number in range(2))
+    sessions.put_back(taken(sessions, key))
+    assert taken(sessions, later) is session and session.owner == later
     other = opened(sessions)
     taken(sessions, key)
     sessions.dismiss(key, "agent 0 ended")
     sessions.put_back(other)
-    assert sessions.take("b") is None and sessions.ended() == [other], "it has failed before"
+    assert sessions.take(later) is None and sessions.ended() == [other], "it has failed before"
+    with pytest.raises(Refusal, match=r"the request has no valid key"):
+        sessions.take(key)
 
 
 def test_an_agent_that_ends_takes_only_its_own_sessions_along(sessions: Sessions) -> None:
@@ -88,8 +92,9 @@ def test_an_agent_that_ends_takes_only_its_own_sessions_along(sessions: Sessions
 
 
 def test_sessions_that_wait_end_only_if_no_agent_does_anything(sessions: Sessions) -> None:
+    key = sessions.admit("an agent")
     first, waiting = opened(sessions), opened(sessions)
-    taken(sessions, "k")
+    taken(sessions, key)
     now_s = time.monotonic()
     sessions.expire(now_s + TIMEOUT_S - 10)
     assert sessions.ended() == []
@@ -98,54 +103,58 @@ def test_sessions_that_wait_end_only_if_no_agent_does_anything(sessions: Session
     sessions.expire(now_s + 2 * TIMEOUT_S - 10)
     assert sessions.ended() == []
     sessions.expire(now_s + 2 * TIMEOUT_S + 30)
-    assert sessions.ended() == [waiting] and sessions.take("k") is None
+    assert sessions.ended() == [waiting] and sessions.take(key) is None
     assert first.outcome == Outcome(None, error="the agent took over 600 s (agent.timeout_s)")
 
 
 def test_a_session_counts_for_the_agents_only_with_its_reward(sessions: Sessions) -> None:
+    key = sessions.admit("an agent")
     session, failed = opened(sessions), opened(sessions)
     for _ in range(2):
-        taken(sessions, "k")
-    sessions.chat("k", session.name, read_chat({"messages": [ASK]}))
+        taken(sessions, key)
+    sessions.chat(key, session.name, read_chat({"messages": [ASK]}))
     turn(sessions, session)
-    sessions.finish("k", session.name, Outcome(1.0))
+    sessions.finish(key, session.name, Outcome(1.0))
     assert sessions.rewarded == 1
-    sessions.finish("k", failed.name, Outcome(None, error="no disk"))
+    sessions.finish(key, failed.name, Outcome(None, error="no disk"))
     assert sessions.rewarded == 1 and sessions.ended() == [session, failed]
 
 
 def test_turns_are_as_long_as_the_agent_and_the_run_allow(sessions: Sessions) -> None:
+    key = sessions.admit("an agent")
     session = opened(sessions)
-    taken(sessions, "k")
+    taken(sessions, key)
     assert session.draw() == (1, Sampling(50))
-    sessions.chat("k", session.name, read_chat({"messages": [ASK], "max_tokens": 9}))
+    sessions.chat(key, session.name, read_chat({"messages": [ASK], "max_tokens": 9}))
     assert session.draw() == (1, Sampling(9)) and session.transcript.ids().tolist() == [0, 1, 2, 3, 4]
     turn(sessions, session)
     longer = [ASK, session.earlier[-1], ASK]
-    sessions.chat("k", session.name, read_chat({"messages": longer, "max_tokens": 1000}))
+    sessions.chat(key, session.name, read_chat({"messages": longer, "max_tokens": 1000}))
     assert session.draw()[1].max_new_tokens == 50 - len(session.transcript.ids()) + 5
 
 
 def test_only_the_latest_ends_are_remembered(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = sessions.admit("an agent")
     monkeypatch.setattr(module, "_MOST_ENDED", 2)
     names = [opened(sessions).name for _ in range(3)]
     for name in names:
-        taken(sessions, "k")
-        sessions.finish("k", name, Outcome(None, error="no disk"))
+        taken(sessions, key)
+        sessions.finish(key, name, Outcome(None, error="no disk"))
     for name, status in zip(names, (404, 410, 410), strict=True):
         with pytest.raises(Refusal) as refusal:
-            sessions.finish("k", name, Outcome(1.0))
+            sessions.finish(key, name, Outcome(1.0))
         assert refusal.value.status == status
 
 
 def test_a_run_that_has_ended_has_no_sessions(sessions: Sessions) -> None:
+    key = sessions.admit("an agent")
     session = opened(sessions)
-    taken(sessions, "k")
+    taken(sessions, key)
     opened(sessions)
-    reply = sessions.chat("k", session.name, read_chat({"messages": [ASK]}))
+    reply = sessions.chat(key, session.name, read_chat({"messages": [ASK]}))
     sessions.close()
     late = Outcome(1.0)
-    for refused in (reply.result, lambda: sessions.take("k"), lambda: sessions.finish("k", session.name, late)):
+    for refused in (reply.result, lambda: sessions.take(key), lambda: sessions.finish(key, session.name, late)):
         with pytest.raises(Refusal, match=r"the run stops") as refusal:
             refused()
         assert refusal.value.status == 503
