@@ -69,6 +69,7 @@ class Agents:
         self.endpoint = Endpoint(self.sessions, address, own.timeout_s)
         key = self.sessions.admit("an agent")
         found = {"base_url": self.endpoint.base_url, "api_key": key, "model": MODEL}
+        logs.mkdir(parents=True, exist_ok=True)
         write_atomically(run.endpoint, json.dumps(found) + "\n", forbidden=0o077)
         print(f"agents: {self.endpoint.base_url}; {run.endpoint} has the key", flush=True)
         self._processes = AgentProcesses(own, self.endpoint.base_url, self.sessions, logs)

@@ -35,8 +35,8 @@ from hpc_rl.rl.transcripts import Transcript
 _MOST_ENDED = 10_000
 """Ended sessions whose ends are remembered, for the answers to late requests."""
 _FULL = (
-    "the conversation has {tokens} tokens after its prompt, and data.max_response_length {most} leaves none for a turn "
-    "after these messages: end the session with its reward"
+    "the conversation has {tokens} tokens after its prompt, and the new messages have {added}: data.max_response_length "
+    "{most} leaves none for another turn; end the session with its reward"
 )
 
 
@@ -280,7 +280,7 @@ class Sessions:
         if not session.transcript.add_observation(added):
             session.is_full = True
             most = session.sampling.max_new_tokens
-            message = _FULL.format(tokens=most - session.transcript.left, most=most)
+            message = _FULL.format(tokens=most - session.transcript.left, added=len(added), most=most)
             raise Refusal(message, code="context_length_exceeded")
 
     def _answer(self, session: Session, request: ChatRequest, turn: Completion) -> Answer:

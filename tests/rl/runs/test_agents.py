@@ -124,9 +124,9 @@ def test_the_example_of_the_docs_learns(run: Runs, tmp_path: Path) -> None:
     scores, turns = (series(tmp_path / "run", name) for name in ("critic/score/mean", "environment/turns/mean"))
     print([round(score, 3) for score in scores], [round(each, 3) for each in turns])
     assert series(tmp_path / "run", "environment/errors") == [0] * 25
-    assert sum(scores[:3]) / 3 < 0.5
-    assert sum(scores[-3:]) / 3 > 0.8
-    assert turns[0] > 1.5 > turns[-1]
+    assert sum(scores[:3]) / 3 < 0.2
+    assert sum(scores[-3:]) / 3 > 0.6
+    assert turns[0] > 1.7 > turns[-1], "in the end, the first turn is right more often"
 
 
 def test_engine_and_trainer_agree_about_sessions(served: Runs, agent: Path, tmp_path: Path) -> None:
@@ -216,6 +216,6 @@ def test_the_rewards_of_agent_and_function_are_added(served: Runs, agent: Path, 
 
 
 def test_a_run_whose_agents_fail_ends_with_their_output(served: Runs, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"agent.command failed 3 times in a row.*no module(.|\n)*no module"):
+    with pytest.raises(RunError, match=r"agent.command failed 3 times in a row.*:(\n    no module){3}$"):
         served(tmp_path, "agent.command=[sh,-c,'echo no module; exit 1']")
     assert not (tmp_path / "endpoint.json").exists()
