@@ -35,8 +35,8 @@ from hpc_rl.rl.transcripts import Transcript
 _MOST_ENDED = 10_000
 """Ended sessions whose ends are remembered, for the answers to late requests."""
 _FULL = (
-    "the conversation has {tokens} tokens after its prompt, and the new messages have {added}: data.max_response_length "
-    "{most} leaves none for another turn; end the session with its reward"
+    "the conversation has {tokens} tokens after its prompt, and the new messages have {added}: "
+    "data.max_response_length {most} leaves none for another turn; end the session with its reward"
 )
 
 
