@@ -102,6 +102,7 @@ def own_agent(agent: Path, run_dir: Path) -> Iterator[None]:
         os.waitpid(child, 0)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_docs_learns(run: Runs, tmp_path: Path) -> None:
     """To write one letter, in its first turn or in the second one."""
     (example,) = [block for block in code_blocks(ROOT / "docs" / "rl.md", "python") if "# my/agent.py" in block]
@@ -173,6 +174,7 @@ def test_agents_go_on_while_others_are_trained(served: Runs, agent: Path, tmp_pa
     assert all(step["environment/turns/mean"] > 1 for step in steps)
 
 
+@pytest.mark.slow
 def test_a_killed_run_takes_its_agents_along_and_is_resumed(
     served: Runs, agent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
