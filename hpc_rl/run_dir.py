@@ -108,6 +108,11 @@ class RunDir:
         return self.path / "eval.json"
 
     @property
+    def endpoint(self) -> Path:
+        """endpoint.json: where agents find the policy while the run trains, and the key that it demands (mode 0600)."""
+        return self.path / "endpoint.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -15,7 +15,23 @@ SHIPPED_TOOLS = ("python", "bash")
 SANDBOXES = ("auto", "apptainer", "bwrap")
 
 
-class EnvironmentConfig(Section):
+class ToolFormatConfig(Section):
+    """What environments and agents share."""
+
+    tool_format: str = "auto"
+    """How the model writes a tool call: hermes, json, xml, or vllm:NAME for a parser of vLLM. auto: as the chat
+    template describes it."""
+
+    def format_problems(self, section: str) -> Iterator[str]:
+        """Yield a message if there is no such format."""
+        if self.tool_format not in TOOL_FORMATS and not self.tool_format.startswith(VLLM_FORMAT):
+            yield (
+                f"{section}.tool_format {self.tool_format}: choose one of {', '.join(TOOL_FORMATS)} or "
+                f"{VLLM_FORMAT}NAME"
+            )
+
+
+class EnvironmentConfig(ToolFormatConfig):
     name: str | None = None
     """Environment that answers the model, as package.module:Class or path/file.py:Class. Each public method of the
     class is a tool. null, without tools: a response is one turn of the model."""
@@ -27,9 +43,6 @@ class EnvironmentConfig(Section):
     max_turns: int = Field(8, ge=1)
     """Most turns of the model in a conversation. What its last turn calls is called, but the model does not see the
     result."""
-    tool_format: str = "auto"
-    """How the model writes a tool call: hermes, json, xml, or vllm:NAME for a parser of vLLM. auto: as the chat
-    template describes it."""
     workers: int = Field(4, ge=1)
     """Number of processes on each node that run environments and tools. Each makes one call at a time."""
     timeout_s: float = Field(60, gt=0)
@@ -59,11 +72,7 @@ class EnvironmentConfig(Section):
             yield "environment.kwargs are arguments of an environment: set environment.name, or remove them"
         if len({*self.tools}) < len(self.tools):
             yield f"environment.tools [{', '.join(self.tools)}] has a name twice: name each tool once"
-        if self.tool_format not in TOOL_FORMATS and not self.tool_format.startswith(VLLM_FORMAT):
-            yield (
-                f"environment.tool_format {self.tool_format}: choose one of {', '.join(TOOL_FORMATS)} or "
-                f"{VLLM_FORMAT}NAME"
-            )
+        yield from self.format_problems("environment")
         runner, colon, image = self.sandbox.partition(":")
         if runner not in SANDBOXES or (colon and not image):
             yield (

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from hpc_rl.config.agent import AgentConfig
 from hpc_rl.config.algorithm import AlgorithmConfig
 from hpc_rl.config.base import Path, Section
 from hpc_rl.config.distill import OnPolicyTeacherConfig
@@ -67,6 +68,7 @@ class PpoConfig(RayJobConfig):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    agent: AgentConfig = AgentConfig()
     reward: OptionalRewardConfig = OptionalRewardConfig()
     teacher: OnPolicyTeacherConfig = OnPolicyTeacherConfig()
     pools: PoolsConfig = PoolsConfig()
@@ -96,7 +98,7 @@ class PpoConfig(RayJobConfig):
     @property
     def scores(self) -> bool:
         """Whether responses are scored: functions alone, as tools, give no reward."""
-        return bool(self.reward.sources) or self.environment.name is not None
+        return bool(self.reward.sources) or self.environment.name is not None or self.agent.is_used
 
     @property
     def needs_scores(self) -> bool:
@@ -111,8 +113,8 @@ class PpoConfig(RayJobConfig):
     @field_validator("reward")
     @classmethod
     def _is_needed(cls, value: OptionalRewardConfig, info: ValidationInfo) -> OptionalRewardConfig:
-        algorithm = info.data.get("algorithm")
-        if algorithm is None or algorithm.advantage == "opd":
+        algorithm, agent = info.data.get("algorithm"), info.data.get("agent")
+        if algorithm is None or algorithm.advantage == "opd" or agent is None or agent.is_used:
             return value
         return require_reward(value, info.data.get("environment"))
 
@@ -125,6 +127,12 @@ class PpoConfig(RayJobConfig):
         yield from self._group_problems()
         yield from self._lora_problems()
         yield from self._staleness_problems()
+        if self.agent.is_used and self.environment.is_used:
+            own = "environment.name" if self.environment.name is not None else "environment.tools"
+            yield (
+                f"agent.endpoint and {own} are both set, but only one of them can lead the conversations: remove one; "
+                "an agent calls its tools itself"
+            )
 
     def _batch_problems(self) -> Iterator[str]:
         data, size = self.data, self.actor.mini_batch_size

@@ -68,14 +68,16 @@ class SynchronousBatches:
         self, config: PpoConfig, train: Sequence[Prompt], queue: Respondent, scoring: Scoring, start: Position
     ) -> None:
         self._queue = queue
+        self._may_take_long = config.agent.is_used
         self._draws = Draws(Desk(config, train, queue, scoring, prompt_order(config, len(train), start)))
         self.position = start
 
     def draw(self, step: int, stops: Callable[[], bool]) -> Batch | None:
-        """See BatchSource. `stops` is called before dynamic sampling draws further prompts."""
+        """See BatchSource. `stops` is called before dynamic sampling draws further prompts, and all the time if agents
+        write the responses."""
         draws = self._draws
         while (found := draws.take()) is None:
-            if draws.lacks() and draws.groups and stops():
+            if draws.groups and (draws.lacks() or self._may_take_long) and stops():
                 self._queue.pause()
                 return None
             draws.ask(step)

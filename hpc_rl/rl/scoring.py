@@ -19,7 +19,6 @@ from hpc_rl.environments.protocol import Outcome
 from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scorer, Scores, final_values
 from hpc_rl.rl.calls import Pending
-from hpc_rl.rl.conversations import Environment
 from hpc_rl.rl.experience import new_experience
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.transcripts import Conversed
@@ -108,8 +107,17 @@ class ModelScoring:
         return Scores(final_values(values_B.numpy(), self._config), [(index, "not finite") for index in bad])
 
 
+class Converses(Protocol):
+    """What leads conversations: environments or agents."""
+
+    def close(self) -> None:
+        """End it, with its processes."""
+        ...
+
+
 class EnvironmentScoring:
-    """The rewards that environments gave at the end of conversations, plus those of another source, if there is one.
+    """The rewards that environments or agents gave at the end of conversations, plus those of another source, if there
+    is one.
 
     Args:
         environment: is closed with this.
@@ -119,7 +127,7 @@ class EnvironmentScoring:
 
     def __init__(
         self,
-        environment: Environment,
+        environment: Converses,
         other: Scoring | None,
         config: OptionalRewardConfig,
         tokenizer: PreTrainedTokenizerBase,

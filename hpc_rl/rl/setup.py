@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ray
+
 from hpc_rl.algorithms.kl import AdaptiveKl
 from hpc_rl.config.pools import Role, pool_of, pool_spec
 from hpc_rl.config.ppo import PpoConfig
@@ -22,12 +24,13 @@ from hpc_rl.rl.batches import BatchSource, SynchronousBatches
 from hpc_rl.rl.calls import MODEL_LIMIT, wait_for_all
 from hpc_rl.rl.conversations import Conversations, Environment
 from hpc_rl.rl.dealing import mini_batches
+from hpc_rl.rl.endpoint.agents import Agents
 from hpc_rl.rl.environment_hosts import open_environments
 from hpc_rl.rl.pools import Pool, create_pools
 from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.rollout.respondent import Respondent
 from hpc_rl.rl.rollout.rollout import InProcessRollout, Rollout, SeparateRollout
-from hpc_rl.rl.scoring import EnvironmentScoring, FunctionScoring, ModelScoring, NoScoring, Scoring
+from hpc_rl.rl.scoring import Converses, EnvironmentScoring, FunctionScoring, ModelScoring, NoScoring, Scoring
 from hpc_rl.rl.state import OldLogprobs, PpoState
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
@@ -64,8 +67,9 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     rollout.wait_before_workers(model_s)
     starting = [group.start() for group in groups.values()]
     of_role = {role: groups[pool_of(config, role)] for role in config.roles if role != "rollout"}
-    scoring = open_scoring(config, of_role, tokenizer, environment)
-    queue = Conversations(rollout.queue, environment, config) if environment else rollout.queue
+    agents = open_agents(config, rollout.queue, tokenizer, run, logs)
+    scoring = open_scoring(config, of_role, tokenizer, environment or agents)
+    queue = agents or (Conversations(rollout.queue, environment, config) if environment else rollout.queue)
     wait_for_all(starting, "models", MODEL_LIMIT, model_s)
     rollout.wait_until_ready(model_s)
 
@@ -164,11 +168,21 @@ def load_data(
     return train, val
 
 
+def open_agents(
+    config: PpoConfig, queue: RequestQueue, tokenizer: PreTrainedTokenizerBase, run: RunDir, logs: Path
+) -> Agents | None:
+    """Open the endpoint for agents, and start agent.command; None if responses are written without agents."""
+    if not config.agent.is_used:
+        return None
+    address = "127.0.0.1" if config.agent.endpoint == "loopback" else ray.util.get_node_ip_address()
+    return Agents(queue, config, tokenizer, address, run, logs)
+
+
 def open_scoring(
     config: PpoConfig,
     of_role: Mapping[Role, WorkerGroup],
     tokenizer: PreTrainedTokenizerBase,
-    environment: Environment | None = None,
+    environment: Converses | None = None,
 ) -> Scoring:
     """Open the configured source of rewards. Raises UserError if the reward function cannot be loaded."""
     if environment is not None:

@@ -190,6 +190,15 @@ def test_dynamic_sampling_stops_before_it_draws_further_prompts() -> None:
     assert len(queue.asked) == 5 and queue.is_paused
 
 
+@pytest.mark.parametrize("options", [(), ("agent.endpoint=loopback",)])
+def test_a_stop_does_not_wait_for_agents(options: tuple[str, ...]) -> None:
+    drawing, queue = source(ppo_config(*options), by_token)
+    answers = iter([False, True])
+    batch = drawing.draw(0, lambda: next(answers))
+    assert (batch is None, len([*answers])) == ((True, 0) if options else (False, 2))
+    assert queue.is_paused
+
+
 def test_dynamic_sampling_gives_up() -> None:
     drawing, queue = source(ppo_config(*FILTER, "algorithm.max_gen_batches=3"), lambda *_: 1)
     with pytest.raises(RunError) as caught:

@@ -14,6 +14,8 @@ from hpc_rl.submission.job import Job
 from hpc_rl.submission.preflight import checks, program
 from tests.helpers import make_tiny_model
 
+ENDPOINT = {"agent__endpoint": "loopback"}
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -77,6 +79,12 @@ def test_a_ppo_job_that_can_be_has_nothing_to_say() -> None:
         ({"reward__function": "score.py:socre"}, r"no 'socre' in score.py; did you mean score\?"),
         ({"reward__function": "none.py:score"}, "no such file: none.py"),
         ({"environment__name": "none.py:Own"}, r"environment\.name none\.py:Own: no such file: none\.py"),
+        ({**ENDPOINT, "agent__command": ["python", "none.py"]}, r"agent\.command: none\.py: no such file in"),
+        (
+            {**ENDPOINT, "agent__command": ["driver.py", "x"]},
+            r"driver\.py is not executable: write \[python,driver\.py,x\]",
+        ),
+        ({**ENDPOINT, "agent__command": ["./none"]}, r"agent\.command: \./none: no such file"),
         ({"environment__tools": ["score.py:socre"]}, r"no 'socre' in score.py; did you mean score\?"),
         ({"critic__path": "./no/critic"}, r"critic\.path \./no/critic: there is no such folder"),
         (

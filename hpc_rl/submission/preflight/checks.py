@@ -51,7 +51,7 @@ from hpc_rl.submission.preflight.model import (
     check_same_vocabulary,
 )
 from hpc_rl.submission.preflight.partition import ask_of, check_partition
-from hpc_rl.submission.preflight.program import check_packages, check_ray_program, check_torchrun_program
+from hpc_rl.submission.preflight.program import check_agent, check_packages, check_ray_program, check_torchrun_program
 
 BASH_TIMEOUT_S = 20
 LONGEST_FILE = "attempt-1000/" + "x" * 64
@@ -226,6 +226,12 @@ def environment(job: Job) -> Iterator[Question]:
         yield Question(_check_name, (option, name, same_python))
 
 
+def agent(job: Job) -> Iterator[Question]:
+    """Ask whether the command of the agents can be started."""
+    if isinstance(job.config, PpoConfig) and job.config.agent.command:
+        yield Question(check_agent, (tuple(job.config.agent.command),))
+
+
 def program(job: Job) -> Iterator[Question]:
     """Ask whether the user's own program can be started."""
     if job.row.takes_program:
@@ -258,6 +264,7 @@ CHECKS: tuple[Callable[[Job], Iterator[Question]], ...] = (
     data,
     reward,
     environment,
+    agent,
     program,
 )
 """The checks of every job; `partition` is added for jobs that are queued."""

@@ -72,16 +72,27 @@ def check_ray_program(program: tuple[str, ...]) -> str | None:
     """Check the program of `submit ray -- ...`: any command, such as python and a script."""
     if not program:
         raise UserError("no program given: hpc-rl submit ray --nodes 2 -- python my_driver.py")
-    command = Path(program[0])
-    if program[0].endswith(".py") and not os.access(command, os.X_OK):
+    if program[0].endswith(".py") and not os.access(program[0], os.X_OK):
         raise UserError(f"program {program[0]} is not executable: write -- python {shlex.join(program)}")
-    if re.fullmatch(r"(.*/)?python[\d.]*", program[0]):
-        script = next((word for word in program[1:] if not word.startswith("-")), None)
-        if script == program[1] and not Path(script).exists():
-            raise UserError(f"program {script}: no such file in {Path.cwd()}")
+    return _check_command("program", program)
+
+
+def check_agent(command: tuple[str, ...]) -> str | None:
+    """Check agent.command."""
+    if command[0].endswith(".py") and not os.access(command[0], os.X_OK):
+        raise UserError(f"agent.command: {command[0]} is not executable: write [python,{','.join(command)}]")
+    return _check_command("agent.command:", command)
+
+
+def _check_command(what: str, command: tuple[str, ...]) -> str | None:
+    """Check that a program exists, or the script of Python."""
+    if re.fullmatch(r"(.*/)?python[\d.]*", command[0]):
+        script = next((word for word in command[1:] if not word.startswith("-")), None)
+        if script is not None and script == command[1] and not Path(script).exists():
+            raise UserError(f"{what} {script}: no such file in {Path.cwd()}")
         return None
-    if "/" in program[0] and not command.is_file():
-        raise UserError(f"program {program[0]}: no such file")
-    if "/" not in program[0] and shutil.which(program[0]) is None:
-        return f"program {program[0]} is looked up when the job starts: it is not on PATH here"
+    if "/" in command[0] and not Path(command[0]).is_file():
+        raise UserError(f"{what} {command[0]}: no such file")
+    if "/" not in command[0] and shutil.which(command[0]) is None:
+        return f"{what} {command[0]} is looked up when the job starts: it is not on PATH here"
     return None

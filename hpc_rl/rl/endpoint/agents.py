@@ -1,0 +1,141 @@
+"""Responses that agents obtain from the policy: for each response, an agent takes a session and converses in it.
+
+    asked = agents.ask(prompt, draws)        # opens a session for each response
+    while not asked.is_complete:
+        agents.turn(timeout_s)               # engines generate the turns that agents have requested
+    asked.completions()                      # each session as one response
+
+Agents are programs of their own, which send requests to the endpoint. Its thread passes them to the sessions, and
+`turn` passes them on to the engines, because the request queue is for one thread at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.data.prompts import Prompt
+from hpc_rl.data.rows import to_prompt
+from hpc_rl.host.files import write_atomically
+from hpc_rl.host.heartbeat import heart
+from hpc_rl.rl.conversations import Talks
+from hpc_rl.rl.endpoint.answers import MODEL
+from hpc_rl.rl.endpoint.processes import AgentProcesses
+from hpc_rl.rl.endpoint.rendering import Rendering
+from hpc_rl.rl.endpoint.server import Endpoint
+from hpc_rl.rl.endpoint.session import Session
+from hpc_rl.rl.endpoint.sessions import Sessions
+from hpc_rl.rl.rollout.engine import Sampling
+from hpc_rl.rl.rollout.request_queue import TURN_S, Asked, RequestQueue
+from hpc_rl.rl.rollout.respondent import Samplings
+from hpc_rl.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Agents:
+    """What responds to prompts with agents; see Respondent. The queue generates the turns of the policy.
+
+    Args:
+        tokenizer: with the run's chat template.
+        address: this node's, in the network that agent.endpoint names.
+        logs: folder for the logs of agent.command.
+
+    Raises:
+        UserError: the endpoint cannot be opened, or there is no such program as agent.command.
+    """
+
+    def __init__(
+        self,
+        queue: RequestQueue,
+        config: PpoConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        address: str,
+        run: RunDir,
+        logs: Path,
+    ) -> None:
+        self._queue, self._config, self._run = queue, config, run
+        own = config.agent
+        may_lack = bool(config.reward.sources) or config.algorithm.advantage == "opd"
+        rendering = Rendering(tokenizer, config)
+        self.sessions = Sessions(rendering, config.data.max_prompt_length, own.timeout_s, not may_lack)
+        self._generating: list[tuple[Session, Asked]] = []
+        self.endpoint = Endpoint(self.sessions, address, own.timeout_s)
+        key = self.sessions.admit("an agent")
+        found = {"base_url": self.endpoint.base_url, "api_key": key, "model": MODEL}
+        logs.mkdir(parents=True, exist_ok=True)
+        write_atomically(run.endpoint, json.dumps(found) + "\n", forbidden=0o077)
+        print(f"agents: {self.endpoint.base_url}; {run.endpoint} has the key", flush=True)
+        self._processes = AgentProcesses(own, self.endpoint.base_url, self.sessions, logs)
+
+    def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0) -> Talks:
+        """See Respondent."""
+        messages, _ = to_prompt(prompt.row, self._config.data, "the data")
+        found = Talks(len(draws))
+        for index, (seed, sampling) in enumerate(draws):
+            self.sessions.open(Session(found, index, prompt, messages, wave, seed, sampling))
+        return found
+
+    def turn(self, timeout_s: float) -> None:
+        """See Respondent.
+
+        Raises:
+            UserError: an engine refused a request, or agent.command cannot be started.
+            RunError: no engine is left, or agent.command failed again and again.
+        """
+        self._processes.check()
+        for session in self.sessions.requested():
+            self._request(session, *session.draw())
+        self.sessions.expire(time.monotonic())
+        self._end()
+        if self._generating:
+            self._queue.turn(timeout_s)
+            self._read()
+            self._end()
+        else:
+            with heart.waiting():
+                self.sessions.wait(timeout_s)
+
+    def wait(self, asked: Sequence[Talks]) -> None:
+        """See Respondent."""
+        while not all(one.is_complete for one in asked):
+            self.turn(TURN_S)
+
+    def pause(self) -> None:
+        """See Respondent. Agents may go on with what they do."""
+        self._queue.pause()
+
+    def close(self) -> None:
+        """Refuse all requests, and end the processes of agent.command."""
+        self.sessions.close()
+        self._processes.close()
+        self.endpoint.close()
+        self._run.endpoint.unlink(missing_ok=True)
+
+    def _request(self, session: Session, seed: int, sampling: Sampling) -> None:
+        prompt = replace(session.prompt, token_ids=session.transcript.ids())
+        asked = self._queue.ask(prompt, [(seed, sampling)], session.wave, session.engine)
+        self._generating.append((session, asked))
+
+    def _read(self) -> None:
+        """Give the turns that are complete to their sessions."""
+        written = [(session, asked) for session, asked in self._generating if asked.is_complete]
+        self._generating = [(session, asked) for session, asked in self._generating if not asked.is_complete]
+        for session, asked in written:
+            (turn,), (engine,) = asked.completions(), asked.engines.values()
+            self.sessions.add_turn(session, turn, engine)
+
+    def _end(self) -> None:
+        """Record the sessions that have ended."""
+        for session in self.sessions.ended():
+            if session.turn is not None:
+                session.record()
+            else:  # a session without a turn is a response without a score, and a response has a token
+                seed, sampling = session.draw()
+                self._request(session, seed, replace(sampling, max_new_tokens=1))

@@ -1,0 +1,337 @@
+"""The sessions of agents: one for each response of a step.
+
+    waiting --take--> taken --finish, or a failure--> ended
+                      | chat   ^
+                      v        | answer
+                      its turn is requested, and an engine generates it
+
+Agents call `take`, `chat` and `finish`, and the loop calls the other methods, from another thread. All of them hold one
+lock, which also protects the tokenizer.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from heapq import heappop, heappush
+
+import numpy as np
+
+from hpc_rl.data.rows import Message
+from hpc_rl.environments.protocol import Outcome
+from hpc_rl.environments.tool_calls import Call
+from hpc_rl.rl.endpoint.answers import Answer
+from hpc_rl.rl.endpoint.messages import ChatRequest, Refusal, new_messages
+from hpc_rl.rl.endpoint.rendering import Rendering
+from hpc_rl.rl.endpoint.session import Session
+from hpc_rl.rl.rollout.engine import Completion
+from hpc_rl.rl.transcripts import Transcript
+
+_MOST_ENDED = 10_000
+"""Ended sessions whose ends are remembered, for the answers to late requests."""
+_FULL = (
+    "the conversation has {tokens} tokens after its prompt, and the new messages have {added}: "
+    "data.max_response_length {most} leaves none for another turn; end the session with its reward"
+)
+
+
+class Sessions:
+    """All sessions of a run.
+
+    Args:
+        most_prompt: data.max_prompt_length.
+        timeout_s: agent.timeout_s.
+        needs_reward: whether an agent has to give a reward.
+    """
+
+    def __init__(self, rendering: Rendering, most_prompt: int, timeout_s: float, needs_reward: bool) -> None:
+        self._rendering = rendering
+        self._most_prompt, self._timeout_s, self._needs_reward = most_prompt, timeout_s, needs_reward
+        self._lock = threading.Lock()
+        self._news = threading.Event()
+        """Something for the loop has happened."""
+        self._keys: dict[str, str] = {}
+        """Who has a key: the key, and a name for messages."""
+        self._waiting: list[tuple[int, int, Session]] = []
+        """A heap: wave, number and session."""
+        self._opened = 0
+        self._taken: dict[str, Session] = {}
+        self._past: dict[str, str] = {}
+        """How sessions have ended, by their names, oldest first."""
+        self._requested: list[Session] = []
+        self._ended: list[Session] = []
+        self._heard_s = time.monotonic()
+        """When an agent did something, or might have begun to."""
+        self._is_closed = False
+        self.rewarded = 0
+        """Sessions that agents have ended."""
+        self.on_open: Callable[[], None] = lambda: None
+        """Called when there are sessions to take, or none ever again."""
+
+    def admit(self, name: str) -> str:
+        """Return a new key for an agent, whose name messages use."""
+        key = secrets.token_hex(32)
+        with self._lock:
+            self._keys[key] = name
+        return key
+
+    def owner_of(self, authorization: str) -> str:
+        """Return the key in the header of a request, in a time that does not depend on the key.
+
+        Raises:
+            Refusal: there is none, or no agent has it.
+        """
+        given = authorization.removeprefix("Bearer ").encode(errors="surrogateescape")
+        with self._lock:
+            found = [key for key in self._keys if hmac.compare_digest(given, key.encode())]
+        if not found:
+            raise _no_key()
+        return found[0]
+
+    def dismiss(self, key: str, reason: str) -> None:
+        """Accept no more requests with a key. The sessions of its agent have no score, for this reason."""
+        with self._changed():
+            self._keys.pop(key, None)
+            for session in [each for each in self._taken.values() if each.owner == key]:
+                self._fail(session, reason)
+
+    def take(self, owner: str) -> Session | None:
+        """Give the next open session to an agent. Return None if none is open.
+
+        Raises:
+            Refusal: the run has ended, or the agent was dismissed while it waited.
+        """
+        with self._lock:
+            self._refuse_if_closed()
+            if owner not in self._keys:
+                raise _no_key()
+            if not self._waiting:
+                return None
+            *_, session = heappop(self._waiting)
+            self._heard_s = session.taken_s = time.monotonic()
+            session.owner = owner
+            self._taken[session.name] = session
+            return session
+
+    def put_back(self, session: Session) -> None:
+        """Open a session again, because its agent did not get it."""
+        with self._lock:
+            if self._taken.pop(session.name, None) is not None:  # it may have failed meanwhile
+                self._open(session)
+        self.on_open()
+
+    def chat(self, owner: str, name: str, request: ChatRequest) -> Future[Answer]:
+        """Request the next turn of the policy. A request that repeats the latest one gets the same answer.
+
+        Raises:
+            Refusal: the request does not continue the conversation, or there is no such session.
+        """
+        with self._changed():
+            session = self._of(owner, name)
+            if session.request is not None and session.reply is not None and request.repeats(session.request):
+                return session.reply
+            if session.is_busy:
+                message = "the session has another request whose answer is not complete: wait for it"
+                raise Refusal(message, 409, "busy")
+            if session.turn is None:
+                self._begin(session, request)
+            else:
+                self._go_on(session, session.turn, request)
+            session.request, session.reply = request, Future()
+            session.requested_turns += 1
+            self._requested.append(session)
+            return session.reply
+
+    def finish(self, owner: str, name: str, outcome: Outcome) -> Session:
+        """End a session with its outcome.
+
+        Raises:
+            Refusal: a turn is being generated, the reward is missing, or there is no such session.
+        """
+        with self._changed():
+            session = self._of(owner, name)
+            if session.is_busy:
+                message = "a turn of the session is being generated: wait for its answer before you end the session"
+                raise Refusal(message, 409, "busy")
+            if self._needs_reward and outcome.score is None and outcome.error is None:
+                message = 'the body has no reward, and no reward is set (reward.*): send {"reward": 1.0}'
+                raise Refusal(message, code="no_reward")
+            if session.turn is None and outcome.error is None:
+                outcome = Outcome(None, error="the agent ended the session without a turn of the policy")
+            self.rewarded += outcome.error is None
+            self._end(session, outcome, "the agent has ended it")
+            return session
+
+    def open(self, session: Session) -> None:
+        """Let agents take a session."""
+        with self._lock:
+            if not self._waiting and not self._taken:
+                self._heard_s = time.monotonic()
+            self._open(session)
+        self.on_open()
+
+    def requested(self) -> list[Session]:
+        """Return the sessions whose next turn an agent has requested, each once."""
+        with self._lock:
+            found, self._requested = self._requested, []
+            return found
+
+    def add_turn(self, session: Session, turn: Completion, engine: int) -> None:
+        """Add the turn that was requested, and answer the request."""
+        with self._lock:
+            self._heard_s = time.monotonic()  # from now on, it is the agent that has to do something
+            session.transcript.add_turn(turn)
+            session.turn, session.engine = turn, engine
+            if session.outcome is not None:  # it has failed meanwhile
+                self._ended.append(session)
+            elif session.request is not None and session.reply is not None:
+                answer = self._answer(session, session.request, turn)
+                session.earlier = [*session.request.messages, answer.message]
+                session.reply.set_result(answer)
+
+    def ended(self) -> list[Session]:
+        """Return the sessions that have ended and whose turns are complete, each once."""
+        with self._lock:
+            found, self._ended = self._ended, []
+            return found
+
+    def expire(self, now_s: float) -> None:
+        """End the sessions that have taken too long."""
+        with self._lock:
+            late = [each for each in self._taken.values() if now_s - each.taken_s > self._timeout_s]
+            for session in late:
+                self._heard_s = now_s
+                self._fail(session, f"the agent took over {self._timeout_s:g} s (agent.timeout_s)")
+            if self._waiting and now_s - self._heard_s > self._timeout_s:
+                waiting, self._waiting = self._waiting, []
+                for *_, session in waiting:
+                    reason = f"no agent took the session, and none did anything for {self._timeout_s:g} s"
+                    self._fail(session, f"{reason} (agent.timeout_s)")
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until an agent has done something, at most this long."""
+        self._news.wait(timeout_s)
+        self._news.clear()
+
+    def close(self) -> None:
+        """Refuse all requests from now on, and those that wait."""
+        with self._lock:
+            self._is_closed = True
+            for session in self._taken.values():
+                if session.reply is not None and not session.reply.done():
+                    session.reply.set_exception(_run_has_ended())
+        self.on_open()
+
+    @contextmanager
+    def _changed(self) -> Iterator[None]:
+        """Hold the lock for something that an agent does."""
+        with self._lock:
+            yield
+            self._heard_s = time.monotonic()
+        self._news.set()
+
+    def _open(self, session: Session) -> None:
+        session.owner = None
+        self._opened += 1
+        heappush(self._waiting, (session.wave, self._opened, session))
+
+    def _refuse_if_closed(self) -> None:
+        if self._is_closed:
+            raise _run_has_ended()
+
+    def _of(self, owner: str, name: str) -> Session:
+        self._refuse_if_closed()
+        session = self._taken.get(name)
+        if session is not None and session.owner == owner:
+            return session
+        if (reason := self._past.get(name)) is not None:
+            raise Refusal(f"session {name} has ended: {reason}; take another one", 410, "session_ended")
+        message = f"there is no session {name} of this agent: take one with POST /v1/sessions"
+        raise Refusal(message, 404, "session_not_found")
+
+    def _begin(self, session: Session, request: ChatRequest) -> None:
+        """Set the prompt of the conversation."""
+        ids = session.prompt.token_ids
+        if request.tools or request.messages != session.messages:
+            ids = np.array(self._rendering.prompt_ids(request.messages, request.tools), np.int32)
+        if len(ids) > self._most_prompt:
+            raise Refusal(
+                f"the messages have {len(ids)} tokens, over data.max_prompt_length {self._most_prompt}: shorten them, "
+                "or raise it",
+                code="context_length_exceeded",
+            )
+        session.transcript = Transcript(ids, session.sampling.max_new_tokens)
+
+    def _go_on(self, session: Session, turn: Completion, request: ChatRequest) -> None:
+        """Add the messages after the latest turn."""
+        assert session.request is not None
+        if request.tools != session.request.tools:
+            raise Refusal(
+                "the request has other tools than the session's first one, which are part of the prompt: send the same",
+                code="other_messages",
+            )
+        new = new_messages(session.earlier, request.messages)
+        added = self._rendering.added_ids(turn, _with_names(new, session.earlier), request.tools)
+        if not session.transcript.add_observation(added):
+            session.is_full = True
+            most = session.sampling.max_new_tokens
+            message = _FULL.format(tokens=most - session.transcript.left, added=len(added), most=most)
+            raise Refusal(message, code="context_length_exceeded")
+
+    def _answer(self, session: Session, request: ChatRequest, turn: Completion) -> Answer:
+        number = session.transcript.turns
+        thinking, text, calls = self._rendering.read(turn, request.tools)
+        made = [call for call in calls if isinstance(call, Call)]
+        message: Message = {"role": "assistant", "content": text}
+        if made:
+            message["tool_calls"] = [
+                # Some chat templates demand nine characters.
+                {"id": f"c{session.calls + index:08d}", "type": "function", "function": _function(call)}
+                for index, call in enumerate(made)
+            ]
+        session.calls, session.bad_calls = session.calls + len(made), session.bad_calls + len(calls) - len(made)
+        before = len(session.transcript.ids()) - len(turn.token_ids)
+        name = f"chatcmpl-{session.name}-{number}"
+        return Answer(name, int(time.time()), message, thinking, turn.finished, before, len(turn.token_ids))
+
+    def _fail(self, session: Session, reason: str) -> None:
+        self._end(session, Outcome(None, error=reason), reason)
+
+    def _end(self, session: Session, outcome: Outcome, reason: str) -> None:
+        self._taken.pop(session.name, None)
+        self._past[session.name] = reason
+        if len(self._past) > _MOST_ENDED:
+            del self._past[next(iter(self._past))]
+        session.outcome = outcome
+        if session.reply is not None and not session.reply.done():
+            message = f"session {session.name} has ended: {reason}; take another one"
+            session.reply.set_exception(Refusal(message, 410, "session_ended"))
+        if not session.is_busy:
+            self._ended.append(session)
+
+
+def _no_key() -> Refusal:
+    message = "the request has no valid key: send the header 'Authorization: Bearer KEY', with OPENAI_API_KEY"
+    return Refusal(message, 401, "invalid_api_key")
+
+
+def _run_has_ended() -> Refusal:
+    return Refusal("the run stops: it has no more sessions", 503, "run_ended")
+
+
+def _function(call: Call) -> dict[str, object]:
+    return {"name": call.name, "arguments": call.arguments}
+
+
+def _with_names(messages: list[Message], earlier: list[Message]) -> list[Message]:
+    """Return messages whose results of tools have the names of these, which some chat templates render."""
+    names = {call["id"]: call["function"]["name"] for message in earlier for call in message.get("tool_calls", [])}
+    return [
+        {"name": names[message["tool_call_id"]], **message} if message.get("tool_call_id") in names else message
+        for message in messages
+    ]
