@@ -78,6 +78,11 @@ class RunDir:
         return self.path / "samples.jsonl"
 
     @property
+    def timeline(self) -> Path:
+        """timeline.json: when the parts of a run computed in its latest step (reinforcement learning)."""
+        return self.path / "timeline.json"
+
+    @property
     def ref_logprobs(self) -> Path:
         """ref_logprobs.npz: the reference's log-probabilities of all preferences, and what they were computed from."""
         return self.path / "ref_logprobs.npz"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,11 +20,15 @@ from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.transcripts import Conversed
 from hpc_rl.rl.workers.learner import Sums
+from hpc_rl.tracking.timeline import Timeline, new_timeline
+from hpc_rl.training.perf import Clock, Span
 
 PROBS_DIFF_DOCS = "docs/rl.md, section 'When engine and trainer disagree'"
 LENGTH_PERCENTILES = (10, 50, 90)
 OF_REWARDS = ("critic/score/", "critic/rewards/", "reward_std", "frac_reward_zero_std")
 """Beginnings of the names of metrics that a run without a reward does not have."""
+OF_DRIVER = ("check_adapters", "adv", "update_weights", "save_checkpoint", "testing")
+"""Phases in which the driver's time is that of the work: in the others, it may wait for several parts at a time."""
 NO_SIGNAL_STEPS = 3
 """Number of consecutive steps without signal after which a warning is printed."""
 NO_SIGNAL_REPEAT = 20
@@ -158,6 +163,19 @@ def rollout_metrics(state: PpoState, busy_s: float, seconds: dict[str, float]) -
     if state.config.algorithm.filter_groups:
         metrics["rollout/rejected_groups"] = float(state.batches.rejected)
     return metrics
+
+
+def timeline(state: PpoState, clock: Clock) -> Timeline:
+    """Return when engines, rewards and workers computed in the step that has just ended."""
+    seconds = time.perf_counter() - clock.began
+    own = {phase: spans for phase, spans in clock.spans.take().items() if phase in OF_DRIVER}
+    pending = [group.take_spans() for group in state.groups]
+    parts = [own, state.rollout.queue.spans.take(), state.scoring.take_spans(), *(one.wait() for one in pending)]
+    phases: dict[str, list[Span]] = {}
+    for part in parts:
+        for phase, spans in part.items():
+            phases.setdefault(phase, []).extend((seconds + start, seconds + end) for start, end in spans)
+    return new_timeline(state.step, seconds, phases)
 
 
 def has_signal(experience: TensorDict, algorithm: AlgorithmConfig) -> bool:

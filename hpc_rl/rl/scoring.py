@@ -23,6 +23,7 @@ from hpc_rl.rl.experience import new_experience
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.transcripts import Conversed
 from hpc_rl.rl.workers.group import WorkerGroup
+from hpc_rl.training.perf import Span, Spans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,6 +52,10 @@ class Scoring(Protocol):
         """
         ...
 
+    def take_spans(self) -> dict[str, list[Span]]:
+        """Return when it scored since the last call; see Spans.take."""
+        ...
+
     def close(self) -> None:
         """End the processes and threads that score."""
         ...
@@ -65,18 +70,27 @@ class FunctionScoring:
         self._scorer = scorer
         self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(max_workers=_MOST_CALLS)
+        self._spans = Spans()
 
     def start(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str] | None = None
     ) -> Pending[Scores]:
         """See Scoring."""
         texts = response_texts(self._tokenizer, completions) if texts is None else texts
-        return Pending.of_future(self._threads.submit(self._scorer.score, prompts, texts), "the reward")
+        return Pending.of_future(self._threads.submit(self._score, prompts, texts), "the reward")
+
+    def take_spans(self) -> dict[str, list[Span]]:
+        """See Scoring."""
+        return self._spans.take()
 
     def close(self) -> None:
         """See Scoring."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._scorer.close()
+
+    def _score(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> Scores:
+        with self._spans("reward"):
+            return self._scorer.score(prompts, texts)
 
 
 class ModelScoring:
@@ -94,6 +108,10 @@ class ModelScoring:
         """See Scoring."""
         experience = new_experience([p.token_ids for p in prompts], range(len(prompts)), completions)
         return self._group.reward_scores(experience).then(self._checked)
+
+    def take_spans(self) -> dict[str, list[Span]]:
+        """See Scoring."""
+        return self._group.take_spans().wait()
 
     def close(self) -> None:
         """Close nothing: the workers end with their group."""
@@ -154,6 +172,10 @@ class EnvironmentScoring:
         last = last_turns(self._tokenizer, completions) if texts is None else texts
         return self._other.start(prompts, completions, last).then(partial(added_scores, own, config=self._config))
 
+    def take_spans(self) -> dict[str, list[Span]]:
+        """See Scoring."""
+        return {} if self._other is None else self._other.take_spans()
+
     def close(self) -> None:
         """See Scoring."""
         if self._other is not None:
@@ -206,6 +228,10 @@ class NoScoring:
     ) -> Pending[Scores]:
         """See Scoring."""
         return Pending.known(Scores(np.zeros(len(completions), np.float32), []))
+
+    def take_spans(self) -> dict[str, list[Span]]:
+        """See Scoring."""
+        return {}
 
     def close(self) -> None:
         """Close nothing."""

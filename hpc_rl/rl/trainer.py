@@ -38,6 +38,7 @@ from hpc_rl.rl.metrics import (
     probs_diff_warning,
     reward_metrics,
     rollout_metrics,
+    timeline,
 )
 from hpc_rl.rl.scoring import NoScoresError, refuse_no_baselines, refuse_no_scores
 from hpc_rl.rl.setup import validation_is_due
@@ -90,6 +91,7 @@ def train(state: PpoState) -> int:
         stopping.note_test(clock.seconds.get(TESTING))
         if metrics:  # else the step was discarded
             state.tracker.log(state.step, {**metrics, **clock.seconds}, state.total_steps)
+            state.tracker.log_timeline(timeline(state, clock))
     return finish(state)
 
 

@@ -24,6 +24,7 @@ from hpc_rl.tracking.dashboard import Snapshot, screen
 from hpc_rl.tracking.formatting import duration, hours
 from hpc_rl.tracking.history import read_history
 from hpc_rl.tracking.metrics import Record, parse_line, read_metrics
+from hpc_rl.tracking.timeline import read_timeline
 
 REFRESH_S = 1.0
 ONCE_SIZE = (100, 36)
@@ -112,6 +113,7 @@ class Watched:
             records=self._records,
             nodes=self._nodes,
             log=_last_lines(Path(self.status.log)) if self.status.log else (),
+            timeline=read_timeline(self._run.timeline),
             phase=start_phase(self.status, self._run.attempts()),
             explanation=self._explanation,
         )

@@ -15,6 +15,7 @@ from rich.text import Text
 from hpc_rl.host.usage import NodeUsage, UsageSample
 from hpc_rl.tracking.formatting import number, rates
 from hpc_rl.tracking.metrics import Record
+from hpc_rl.tracking.timeline import Timeline, cells, rows
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVES = (
@@ -36,6 +37,8 @@ _FEWEST_CURVES = 2
 _LINES_BESIDES = 12
 """Lines of a small screen that curves leave to the other parts."""
 _MOST_NODES = 16
+_FEWEST_LOG_LINES = 4
+"""If fewer were left, the timeline of the latest step is not shown."""
 _STYLES = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "yellow", "STOPPED": "yellow", "REQUEUED": "yellow"}
 
 
@@ -52,6 +55,8 @@ class Snapshot:
     """Of the newest attempt."""
     log: Sequence[str] = field(default_factory=tuple)
     """The last lines."""
+    timeline: Timeline | None = None
+    """Of the latest step."""
     phase: str = ""
     """What the run does before its first step."""
     explanation: Sequence[str] = ()
@@ -78,6 +83,9 @@ def screen(now: Snapshot, width: int, height: int) -> RenderableType:
         shown = now.nodes[: max(1, min(_MOST_NODES, height - used - 6))]
         parts += [Text(), _nodes(shown, len(now.nodes) - len(shown), width)]
         used += 2 + len(shown) + (len(shown) < len(now.nodes))
+    if now.timeline and now.timeline.phases and height - used - 5 - len(now.timeline.phases) >= _FEWEST_LOG_LINES:
+        parts += [Text(), _timeline(now.timeline, width)]
+        used += 2 + len(now.timeline.phases)
     lines = now.log[-max(1, height - used - 3) :]
     if lines:
         text = Text("\n".join(printable(line) for line in lines), no_wrap=True, overflow="ellipsis")
@@ -147,6 +155,18 @@ def _nodes(nodes: Sequence[NodeUsage], hidden: int, width: int) -> Table:
     if hidden:
         table.add_row(Text(f"and {hidden} more", style="dim"))
     return table
+
+
+def _timeline(timeline: Timeline, width: int) -> Table:
+    """Draw when the parts of the run computed in a step."""
+    grid = Table.grid(padding=(0, 2))
+    bar = max(10, min(60, width - 30))
+    grid.add_row(Text(f"step {timeline.step:,}", style="dim"), Text(f"0{timeline.length:>{bar - 1}}", style="dim"))
+    for row, spans in zip(rows(timeline), timeline.phases.values(), strict=True):
+        touched = cells(spans, timeline.seconds, bar)
+        marks = [("━", "cyan") if is_busy else ("─", "bright_black") for is_busy in touched]
+        grid.add_row(Text(row.name, style="dim"), Text.assemble(*marks), Text(f"{row.seconds} s", justify="right"))
+    return grid
 
 
 def _use(node: NodeUsage, last: UsageSample, bar: int) -> list[Text]:

@@ -15,6 +15,7 @@ from hpc_rl.tracking.history import History, read_history
 from hpc_rl.tracking.metrics import Record, read_metrics
 from hpc_rl.tracking.plot import Point
 from hpc_rl.tracking.samples import TextSample, read_samples
+from hpc_rl.tracking.timeline import Timeline, read_timeline
 
 STAGE = "stage"
 STAGE_KEYS = (ROUND, STAGE)
@@ -37,6 +38,8 @@ class Recorded:
     """The configuration: dotted key -> value."""
     evaluation: Evaluation = field(default_factory=dict)
     """eval.json; empty if the run is no evaluation."""
+    timeline: Timeline | None = None
+    """Of the latest step; None if the run has recorded none."""
     swept: dict[str, str] = field(default_factory=dict)
     """What distinguishes the run from the others of its sweep or pipeline: swept key -> value; or round and stage."""
 
@@ -60,6 +63,7 @@ def read_run(run: RunDir) -> Recorded:
         config=run.config.read_text(encoding="utf-8", errors="replace") if run.config.is_file() else "",
         options=read_options(run.config),
         evaluation=read_evaluation(run),
+        timeline=read_timeline(run.timeline),
     )
 
 

@@ -27,6 +27,7 @@ from hpc_rl.tracking.recorded import Recorded, differences, read_run
 from hpc_rl.tracking.samples import excerpts_of_run, excerpts_of_runs
 from hpc_rl.tracking.summary import run_summary
 from hpc_rl.tracking.sweep_charts import best_first, is_pipeline, sweep_plots, swept_keys
+from hpc_rl.tracking.timeline import rows, ticks
 
 UPLOT = "uplot-1.6.32.min"
 """The plotting library as published: file names of its script and its style sheet."""
@@ -112,6 +113,7 @@ def render_page(runs: Sequence[Recorded], refresh_s: float | None = None) -> str
         notes=_notes(groups, is_binned(plots, data)),
         evaluation=evaluation_table([(run.name, run.evaluation) for run in runs]),
         phases=_phase_table(runs) if several else None,
+        timeline=None if several else _timeline(runs[0]),
         samples=excerpts_of_runs([(r.name, r.samples) for r in runs]) if several else excerpts_of_run(runs[0].samples),
         style=Markup((_PAGE / f"{UPLOT}.css").read_text() + (_PAGE / "style.css").read_text()),
         data=Markup(as_script_data(data)),
@@ -143,6 +145,14 @@ def _phase_table(runs: Sequence[Recorded]) -> dict[str, Any] | None:
         return None
     rows = [["–" if values[i] is None else number(values[i] or 0.0) for _, values in medians] for i in range(len(runs))]
     return {"names": [name for name, _ in medians], "rows": rows}
+
+
+def _timeline(run: Recorded) -> dict[str, Any] | None:
+    """Return what the page draws of the latest step."""
+    found = run.timeline
+    if found is None or not found.phases:
+        return None
+    return {"step": found.step, "rows": rows(found), "ticks": ticks(found.seconds)}
 
 
 def _notes(groups: Sequence[PlotGroup], binned: bool) -> list[str]:

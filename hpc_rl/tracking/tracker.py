@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from hpc_rl.host.files import LineFile
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.formatting import step_line
 from hpc_rl.tracking.metrics import MetricsFile
+from hpc_rl.tracking.timeline import Timeline, write_timeline
 from hpc_rl.tracking.wandb_run import WandbRun
 
 _CONSOLE_EVERY_S = 1.0
@@ -76,6 +78,7 @@ class Tracker:
     ) -> None:
         self._wandb_id = wandb_id
         self._samples = LineFile(run_dir.samples) if is_main else None
+        self._timeline = run_dir.timeline
         self._console = "console" in loggers
         self._file = MetricsFile(run_dir.metrics) if is_main else None
         self._wandb: WandbRun | None = None
@@ -121,6 +124,12 @@ class Tracker:
         self._samples.write(*(json.dumps({"step": step, "split": split, **row}, ensure_ascii=False) for row in samples))
         if self._wandb is not None:
             self._wandb.log_table(step, f"{split}/generations", samples)
+
+    def log_timeline(self, timeline: Timeline) -> None:
+        """Record when the parts of the run computed in the latest step; see timeline.py."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # the next step replaces it
+                write_timeline(self._timeline, timeline)
 
     def finish(self, exit_code: int = 0) -> None:
         """Close the files and end the wandb run; print how to upload an offline one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import resource
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,46 @@ PEAK_TFLOPS = {
 names differ between vendors, so one table holds them all; a device that is not in it has no MFU."""
 
 
+GAP_S = 0.1
+"""A shorter gap between two spans of a phase is not recorded: engines generate in calls of about this time."""
+
+Span = tuple[float, float]
+"""Start and end in seconds."""
+
+
+class Spans:
+    """When phases took place: `with spans("update_actor"): ...`. Any thread may record one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[str, list[Span]] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.add(phase, start, time.perf_counter())
+
+    def add(self, phase: str, start: float, end: float) -> None:
+        """Record a span, as time.perf_counter() measured it. It becomes one with those that it overlaps or follows."""
+        with self._lock:
+            found = self._found.setdefault(phase, [])
+            while found and found[-1][1] + GAP_S >= start:
+                earlier = found.pop()
+                start, end = min(start, earlier[0]), max(end, earlier[1])
+            found.append((start, end))
+
+    def take(self) -> dict[str, list[Span]]:
+        """Return the spans of each phase since the last call, relative to now: (-5.0, -2.0) ended 2 seconds ago.
+
+        The clocks of two processes differ, but the time that has passed since then does not.
+        """
+        with self._lock:
+            found, self._found = self._found, {}
+            now = time.perf_counter()
+        return {phase: [(start - now, end - now) for start, end in spans] for phase, spans in found.items()}
+
+
 class Clock:
     """The wall time of the phases of a step: `with clock("data"): ...` fills seconds["timing_s/data"].
 
@@ -35,14 +76,18 @@ class Clock:
     """
 
     def __init__(self) -> None:
+        self.began = time.perf_counter()
         self.seconds: dict[str, float] = {}
+        self.spans = Spans()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         with heart.phase(phase):
             yield
-        self.seconds[f"timing_s/{phase}"] = time.perf_counter() - start
+        end = time.perf_counter()
+        self.seconds[f"timing_s/{phase}"] = end - start
+        self.spans.add(phase, start, end)
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import math
+import time
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +13,7 @@ from tensordict import TensorDict
 
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl import experience as columns
+from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.metrics import (
     NO_SIGNAL_REPEAT,
     NO_SIGNAL_STEPS,
@@ -17,7 +22,9 @@ from hpc_rl.rl.metrics import (
     no_signal_warning,
     probs_diff_warning,
     reward_metrics,
+    timeline,
 )
+from hpc_rl.training.perf import Clock, Spans
 from tests.rl.ppo_config import ppo_config
 from tests.rl.test_experience import experience_of
 
@@ -153,3 +160,34 @@ def test_a_difference_of_probabilities_over_the_threshold_is_a_warning() -> None
     assert probs_diff_warning({"training/rollout_probs_diff_mean": 0.01}) is None
     warning = probs_diff_warning({"training/rollout_probs_diff_mean": 0.02})
     assert warning is not None and "by 0.020 on average (threshold: 0.01)" in warning
+
+
+def test_the_timeline_of_a_step_has_what_all_parts_did_since_its_start() -> None:
+    clock, engines, rewards, trainer = Clock(), Spans(), Spans(), Spans()
+    began = clock.began = time.perf_counter() - 20
+    engines.add("gen", began - 3, began + 8)
+    rewards.add("reward", began - 3, began - 1)  # of the step before
+    for spans, phase, start, end in (
+        (engines, "gen", 14, 30),  # of the next step, when this one has ended
+        (rewards, "reward", 2, 9),
+        (trainer, "reward", 9, 10),  # by a model
+        (trainer, "update_actor", 13, 18),
+        (clock.spans, "update_actor", 11, 18),  # the driver waited for the critic before
+        (clock.spans, "update_weights", 18, 20),
+        (clock.spans, "step", 0, 20),
+    ):
+        spans.add(phase, began + start, began + end)
+    group = SimpleNamespace(take_spans=lambda: Pending.known(trainer.take()))
+    state: Any = SimpleNamespace(
+        step=7, rollout=SimpleNamespace(queue=SimpleNamespace(spans=engines)), scoring=rewards, groups=[group]
+    )
+    rewards.take_spans = rewards.take  # type: ignore[attr-defined]
+    before = time.perf_counter()
+    found = timeline(state, clock)
+    exact = partial(pytest.approx, abs=0.01 + time.perf_counter() - before)
+    assert found.step == 7 and found.seconds >= 20
+    assert found.phases["gen"][0] == exact((0, 8)) and found.phases["gen"][-1][1] == exact(found.seconds)
+    assert found.phases["update_actor"] == [exact((13, 18))] and found.phases["update_weights"] == [exact((18, 20))]
+    assert (found.phases["reward"][0][0], found.phases["reward"][-1][1]) == exact((2, 10))
+    assert list(found.phases) == ["gen", "reward", "update_actor", "update_weights"]
+    assert list(timeline(state, clock).phases) == []  # nothing is counted twice

@@ -25,7 +25,8 @@ from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.scoring import NoScoresError
 from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training.perf import Clock
+from hpc_rl.tracking.timeline import Timeline
+from hpc_rl.training.perf import Clock, Spans
 from hpc_rl.training.stopping import Stopping
 from tests.rl.ppo_config import ppo_config
 from tests.rl.test_experience import experience_of
@@ -48,6 +49,7 @@ class Loop:
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, job_end: float | None = None) -> None:
         self.did: list[str] = []
+        self.timelines: list[Timeline] = []
         self.stop_in: Callable[[int], bool] = lambda step: False
         run = RunDir(folder)
         self.state: Any = SimpleNamespace(
@@ -56,9 +58,17 @@ class Loop:
             stopping=Stopping(run, 180, job_end),
             batches=Batches(),
             rollout=SimpleNamespace(
-                wake=lambda: None, sleep=lambda: None, queue=SimpleNamespace(busy_s=0.0, version=0)
+                wake=lambda: None,
+                sleep=lambda: None,
+                queue=SimpleNamespace(busy_s=0.0, version=0, spans=Spans()),
             ),
-            tracker=SimpleNamespace(log=lambda step, *_: self.did.append(f"log {step}"), finish=lambda _: None),
+            scoring=SimpleNamespace(take_spans=dict),
+            groups=[],
+            tracker=SimpleNamespace(
+                log=lambda step, *_: self.did.append(f"log {step}"),
+                log_timeline=self.timelines.append,
+                finish=lambda _: None,
+            ),
             **{"step": 0, "total_steps": 4, "saved_step": 0, "saved_at": 0.0, "val": ["prompt"]},
             **{"validates_first": False, "saving": None, "write_s": None, "adapter_check": None},
         )
@@ -86,6 +96,7 @@ def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loop:
 def test_a_whole_run(loop: Loop) -> None:
     assert loop.run() == 0
     assert loop.did == ["log 1", "test 2", "log 2", "log 3", "save 4", "test 4", "log 4"]
+    assert [timeline.step for timeline in loop.timelines] == [1, 2, 3, 4]
 
 
 def test_a_stop_saves_and_leaves_out_the_validation(loop: Loop, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,6 +133,7 @@ def test_a_discarded_step_is_not_recorded_and_the_one_before_is_saved_once(
     monkeypatch.setattr(trainer, "step", lambda state, clock: made(state, clock) if state.step < 3 else {})
     assert loop.run() == EXIT_STOPPED
     assert loop.did == ["log 1", "test 2", "log 2", "log 3", "save 3"]
+    assert [timeline.step for timeline in loop.timelines] == [1, 2, 3]
 
 
 def test_the_walltime_ends_too_soon_for_a_second_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,18 @@ PPO = {
     "timing_s/update_actor": 1.5,
 }
 
+SPANS = {
+    "gen": [[0.0, 8.0], [14.0, 20.0]],
+    "reward": [[2.0, 9.0]],
+    "old_log_prob": [[4.0, 5.0], [8.0, 10.0]],
+    "values": [[10.0, 11.5]],
+    "adv": [[11.5, 11.51]],
+    "update_critic": [[11.6, 13.0]],
+    "update_actor": [[13.0, 18.0]],
+    "update_weights": [[18.0, 20.0]],
+}
+"""A step of 20 seconds. Engines already generate the next one when the policy is updated."""
+
 
 def make_run(
     folder: Path,
@@ -56,6 +68,8 @@ def make_run(
             for prompt in ("2 + 2?", text):
                 row = {"step": step, "prompt": prompt, "response": f"{text} at {step}", "answer": "4", "score": 0.5}
                 file.write(json.dumps(row) + "\n")
+    if steps and "timing_s/gen" in metrics:
+        run.timeline.write_text(json.dumps({"step": steps, "seconds": 20.0, "phases": SPANS}) + "\n")
     for number in range(1, attempts + 1):
         attempt = run.path / f"attempt-{number}"
         attempt.mkdir()

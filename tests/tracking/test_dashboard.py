@@ -10,6 +10,7 @@ from rich.console import Console
 
 from hpc_rl.host.usage import Gpu, NodeUsage, UsageSample
 from hpc_rl.tracking.dashboard import BLOCKS, Snapshot, printable, screen, sparkline
+from hpc_rl.tracking.timeline import new_timeline
 
 RECORDS = [
     {"step": step, "total_steps": 40, "time": 0, "train/loss": 4.0 / step, "perf/tokens_per_s": 5e4, "val/loss": None}
@@ -72,6 +73,33 @@ def test_a_small_screen_has_fewer_curves() -> None:
     text = "\n".join(shown(Snapshot("sft-1", "RUNNING", [], records), height=17))
     assert "loss" in text and "gradient norm" in text and "learning rate" in text and "throughput" not in text
     assert "learning rate" not in "\n".join(shown(Snapshot("sft-1", "RUNNING", [], records), height=10))
+
+
+TIMELINE = new_timeline(
+    20, 12.5, {"gen": [(0.0, 5.0), (10.0, 12.5)], "old_log_prob": [(4.0, 6.25)], "update_actor": [(6.25, 10.0)]}
+)
+
+
+def test_the_timeline_of_the_latest_step() -> None:
+    text = shown(Snapshot("ppo-1", "RUNNING", [], RECORDS, timeline=TIMELINE, log=["end"]), width=50)
+    at = next(index for index, line in enumerate(text) if line.startswith("step 20  "))
+    assert [line.rstrip() for line in text[at : at + 4]] == [
+        "step 20            0             12.5 s",
+        "generation         ━━━━━━━━────────━━━━   7.5 s",
+        "log-probabilities  ──────━━━━──────────  2.25 s",
+        "policy update      ──────────━━━━━━────  3.75 s",
+    ]
+
+
+def test_a_small_screen_has_no_timeline() -> None:
+    for height, is_there in ((17, True), (16, False)):
+        text = shown(Snapshot("ppo-1", "RUNNING", [], RECORDS, timeline=TIMELINE, log=["end"] * 99), height=height)
+        assert any(line.startswith("generation") for line in text) == is_there
+        assert len(text) <= height and sum("end" in line for line in text) >= 4
+    empty = new_timeline(20, 0.0, {})
+    assert shown(Snapshot("ppo-1", "RUNNING", [], RECORDS, timeline=empty)) == shown(
+        Snapshot("ppo-1", "RUNNING", [], RECORDS)
+    )
 
 
 def test_a_failed_run_is_explained() -> None:

@@ -63,6 +63,25 @@ def test_one_run(tmp_path: Path) -> None:
     assert "0: gpu00" in page.text and "actor:\n  optim: {lr: 1.0e-06}" in page.text
 
 
+def test_the_timeline_of_the_latest_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    text = render_page([read_run(run)])
+    section = text.partition("Timeline of step 20")[2].partition("</section>")[0]
+    assert re.findall(r'<rect class="s(\d)" x="([\d.]+)%" y="3" width="([\d.]+)%"', section)[:3] == [
+        ("0", "0.0", "40.0"),
+        ("0", "70.0", "30.0"),
+        ("1", "10.0", "35.0"),
+    ]
+    assert re.findall(r"<th scope=\"row\">([^<]+)<", section) == [
+        *("generation", "rewards", "log-probabilities", "values", "advantages", "critic update", "policy update"),
+        "weight sync",
+    ]
+    assert re.findall(r"<text x=\"([\d.]+)%\"[^>]*>(\d+)<", section)[-1] == ("100.0", "20")
+    assert "Timeline" not in render_page([read_run(run), read_run(run)])
+    run.timeline.unlink()
+    assert "Timeline" not in render_page([read_run(run)])
+
+
 def test_several_runs(tmp_path: Path) -> None:
     other = {key: value for key, value in PPO.items() if key != "val/score"}
     first = make_run(tmp_path, "slow")

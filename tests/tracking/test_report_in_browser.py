@@ -143,6 +143,21 @@ def test_values_at_the_cursor_are_shown_in_every_plot(browser: Browser, page: Pa
     assert tip(browser) == [] and shown_values(browser, "Entropy") == [""]
 
 
+@pytest.mark.parametrize("width", [360, 1280])
+def test_the_bars_of_the_timeline_are_where_the_phases_were(browser: Browser, page: Path, width: int) -> None:
+    browser.show(page, width, 900)
+    found = browser.value(
+        "[...document.querySelectorAll('.timeline tbody tr')].map((row) => {"
+        "  const all = row.querySelector('svg').getBoundingClientRect();"
+        "  return [...row.querySelectorAll('rect')].map((bar) => bar.getBoundingClientRect())"
+        "    .map((bar) => [(bar.x - all.x) / all.width, bar.width / all.width]);"
+        "})"
+    )
+    assert len(found) == 8
+    assert found[0] == [pytest.approx([0, 0.4], abs=0.03), pytest.approx([0.7, 0.3], abs=0.03)]
+    assert found[6] == [pytest.approx([0.65, 0.25], abs=0.03)]
+
+
 def test_zoom_is_shared_and_kept_in_the_address(browser: Browser, page: Path) -> None:
     browser.show(page, 1280, 900)
     before = picture_of(browser, "Entropy")

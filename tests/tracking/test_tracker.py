@@ -13,6 +13,7 @@ import pytest
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking import wandb_run
 from hpc_rl.tracking.metrics import read_metrics
+from hpc_rl.tracking.timeline import new_timeline, read_timeline
 from hpc_rl.tracking.tracker import Tracker
 
 
@@ -109,3 +110,15 @@ def test_wandb_without_a_network_warns_and_goes_on(
     assert asked and asked[0].startswith(b"CONNECT")
     assert not any(proxy in value for value in os.environ.values())
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_the_timeline_is_that_of_the_latest_step(tmp_path: Path) -> None:
+    made, other = tracker(tmp_path), tracker(tmp_path, is_main=False)
+    for step in (1, 2):
+        made.log_timeline(new_timeline(step, 2.0, {"gen": [(0.0, 1.0)]}))
+    other.log_timeline(new_timeline(3, 2.0, {}))
+    found = read_timeline(RunDir(tmp_path).timeline)
+    assert found is not None and found.step == 2
+    RunDir(tmp_path).timeline.unlink()
+    RunDir(tmp_path).timeline.mkdir()
+    made.log_timeline(new_timeline(3, 2.0, {}))  # it cannot be written, and the run goes on

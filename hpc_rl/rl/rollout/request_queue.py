@@ -27,6 +27,7 @@ from hpc_rl.rl.rollout.dispatch import Dispatch
 from hpc_rl.rl.rollout.engine import Completion, Progress, Request
 from hpc_rl.rl.rollout.respondent import Samplings
 from hpc_rl.rl.weights.base import EngineActors
+from hpc_rl.training.perf import Spans
 
 SLICE_S = 0.1
 """Time of a call. Within it, complete responses wait for their rewards, and new requests for their engine."""
@@ -104,6 +105,8 @@ class RequestQueue:
         self.repeated = 0
         """Requests that were repeated because their engine died."""
         self._busy_s = 0.0
+        self.spans = Spans()
+        """When any engine generated."""
 
     @property
     def busy_s(self) -> float:
@@ -225,6 +228,9 @@ class RequestQueue:
             return
         self._heard[engine] = time.monotonic()
         self._busy_s += progress.busy_s
+        if progress.busy_s:
+            now = time.perf_counter()
+            self.spans.add("gen", now - progress.busy_s, now)
         for number, completion in progress.completed:
             self._dispatch.complete(engine, number)
             asked = self._asked.pop(number)

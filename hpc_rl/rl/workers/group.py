@@ -26,6 +26,7 @@ from hpc_rl.rl.workers.learner import Sums
 from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.models.causal_lm import Flops
+from hpc_rl.training.perf import Span
 
 if TYPE_CHECKING:
     from hpc_rl.rl.cluster import DriverConfig
@@ -179,6 +180,14 @@ class WorkerGroup:
     def free_cache(self) -> Pending[None]:
         """Free GPU memory that the workers do not use, for an engine on the same GPUs."""
         return self._all("free_cache", combine=_nothing)
+
+    def take_spans(self) -> Pending[dict[str, list[Span]]]:
+        """Return when the first rank computed since the last call, by phase; see Spans.take.
+
+        All ranks of a pool compute together.
+        """
+        call = ActorCall(self._workers[0].take_spans.remote(), self._names[0])
+        return Pending.of_calls([call]).then(lambda parts: parts[0])
 
     def max_memory_gb(self) -> Pending[float]:
         """Return the maximum memory held so far on any rank, in 10^9 bytes."""

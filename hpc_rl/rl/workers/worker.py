@@ -39,7 +39,7 @@ from hpc_rl.training.checkpoints.export import write_weights
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import Flops, load_tokenizer
 from hpc_rl.training.models.lora import without_adapters
-from hpc_rl.training.perf import max_memory_gb, peak_flops
+from hpc_rl.training.perf import Span, Spans, max_memory_gb, peak_flops
 from hpc_rl.training.profiling import Trace, trace_path
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class Worker:
         self.roles = roles
         self._logs = logs
         self._parts: dict[str, Any] = {}
+        self._spans = Spans()
         process.log_to(logs / f"node{os.environ.get('SLURM_NODEID', '0')}-{pool}-rank{rank}.log")
         heart.begin(f"rank {rank} of pool {pool}", waits=True)
 
@@ -108,35 +109,40 @@ class Worker:
     @guards.explain_out_of_memory("the policy's log-probabilities")
     def logprobs(self) -> NDArray[np.float32]:
         """Return the policy's log-probabilities of all held response tokens."""
-        return held_logprobs(self.actor.model, self.held, self.config.rollout.temperature)
+        with self._spans("old_log_prob"):
+            return held_logprobs(self.actor.model, self.held, self.config.rollout.temperature)
 
     @guards.explain_out_of_memory("the reference's log-probabilities")
     def ref_logprobs(self) -> NDArray[np.float32]:
         """Return the reference's log-probabilities of all held response tokens. With adapters, the reference is the
         policy without them."""
         if self._training.model.lora.is_used:
-            with without_adapters(self.actor.model):
+            with self._spans("ref"), without_adapters(self.actor.model):
                 return held_logprobs(self.actor.model, self.held, self.config.rollout.temperature)
         reference: Reference = self._part("ref")
-        return reference.logprobs(self.held)
+        with self._spans("ref"):
+            return reference.logprobs(self.held)
 
     @guards.explain_out_of_memory("the teacher's log-probabilities")
     def teacher_logprobs(self) -> NDArray[np.float32]:
         """Return the teacher's log-probabilities of all held response tokens."""
         teacher: Teacher = self._part("teacher")
-        return teacher.logprobs(self.held)
+        with self._spans("teacher"):
+            return teacher.logprobs(self.held)
 
     @guards.explain_out_of_memory("the critic's values")
     def values(self) -> NDArray[np.float32]:
         """Return the critic's values at all held response tokens."""
         critic: Critic = self._part("critic")
-        return critic.values(self.held)
+        with self._spans("values"):
+            return critic.values(self.held)
 
     @guards.explain_out_of_memory("the reward model's scores")
     def reward_scores(self, shard: Shard) -> NDArray[np.float32]:
         """Return the reward model's score of each response of a shard."""
         model: RewardModel = self._part("reward")
-        return model.scores(shard)
+        with self._spans("reward"):
+            return model.scores(shard)
 
     def update(
         self, role: str, columns: Mapping[str, NDArray[np.float32]], step: int, total_steps: int, epochs: int
@@ -144,7 +150,8 @@ class Worker:
         """Train actor or critic on the held responses; see Learner.update."""
         learner: Learner[Any] = self._part(role)
         tensors = {name: torch.tensor(column, device=self.world.device) for name, column in columns.items()}
-        return learner.update(self.held, tensors, step, total_steps, epochs)
+        with self._spans(f"update_{role}"):
+            return learner.update(self.held, tensors, step, total_steps, epochs)
 
     @guards.explain_out_of_memory("generation", guards.IN_GENERATION)
     def advance(self, requests: Sequence[Request], slice_s: float, version: int) -> Progress:
@@ -204,6 +211,10 @@ class Worker:
         """Free the memory that torch keeps for later use, before another process needs it."""
         if self.world.on_accelerator:
             torch.get_device_module(self.world.device.type).empty_cache()
+
+    def take_spans(self) -> dict[str, list[Span]]:
+        """Return when this rank computed since the last call, by phase; see Spans.take."""
+        return self._spans.take()
 
     def max_memory_gb(self) -> float:
         """Return the maximum memory held so far, in 10^9 bytes."""

@@ -1,0 +1,147 @@
+"""timeline.json: when the parts of a run computed in its latest step, as spans of seconds since the start of the step.
+
+    {"step": 12, "seconds": 31.4, "phases": {"gen": [[0.0, 18.2]], "update_actor": [[22.5, 30.1]], ...}}
+
+Only the latest step is kept, because metrics.jsonl has the seconds of each phase for all steps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_rl.host.files import write_atomically
+from hpc_rl.tracking.formatting import number
+
+Span = tuple[float, float]
+
+PHASES = {
+    "gen": ("generation", 0),
+    "reward": ("rewards", 1),
+    "old_log_prob": ("log-probabilities", 2),
+    "ref": ("reference", 2),
+    "teacher": ("teacher", 2),
+    "values": ("values", 2),
+    "check_adapters": ("check of adapters", 5),
+    "adv": ("advantages", 5),
+    "update_critic": ("critic update", 3),
+    "update_actor": ("policy update", 3),
+    "update_weights": ("weight sync", 4),
+    "save_checkpoint": ("save", 5),
+    "testing": ("validation", 6),
+}
+"""Phase, as in timing_s/PHASE -> its name, and the index of its colour. The order is that of a step."""
+_MOST_SPANS = 40
+"""Of a phase; with more, the shortest gaps between them are closed."""
+_MOST_TICKS = 6
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of a step."""
+
+    step: int
+    seconds: float
+    """From the start of the step to its end, with saving and validation."""
+    phases: dict[str, list[Span]]
+    """In the order of PHASES; the spans of a phase are in order and do not overlap."""
+
+    @property
+    def length(self) -> str:
+        """The seconds as text."""
+        return f"{number(round(self.seconds, 2))} s"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A phase, as report and `watch` show it."""
+
+    name: str
+    colour: int
+    bars: list[tuple[float, float]]
+    """(left, width), in percent of the step."""
+    seconds: str
+    """Of all its spans."""
+
+
+def new_timeline(step: int, seconds: float, phases: Mapping[str, Sequence[Span]]) -> Timeline:
+    """Return the timeline of a step.
+
+    Args:
+        phases: spans in any order, which may overlap, or begin before the step.
+    """
+    found = {phase: _joined(_within(phases[phase], seconds)) for phase in PHASES if phase in phases}
+    return Timeline(step, round(seconds, 3), {phase: spans for phase, spans in found.items() if spans})
+
+
+def write_timeline(path: Path, timeline: Timeline) -> None:
+    """Replace the timeline of the step before. Raises OSError if the file cannot be written."""
+    write_atomically(path, json.dumps(vars(timeline)) + "\n")
+
+
+def read_timeline(path: Path) -> Timeline | None:
+    """Return the timeline of a run's latest step; None if there is none."""
+    try:
+        found = json.loads(path.read_bytes())
+        phases = {
+            phase: [(float(start), float(end)) for start, end in spans] for phase, spans in found["phases"].items()
+        }
+        return new_timeline(int(found["step"]), float(found["seconds"]), phases)
+    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def rows(timeline: Timeline) -> list[Row]:
+    """Return the phases as report and `watch` show them."""
+    scale = 100 / max(timeline.seconds, 1e-3)
+    return [
+        Row(
+            *PHASES[phase],
+            [(round(start * scale, 2), round((end - start) * scale, 2)) for start, end in spans],
+            number(round(sum(end - start for start, end in spans), 2)),
+        )
+        for phase, spans in timeline.phases.items()
+    ]
+
+
+def ticks(seconds: float) -> list[tuple[float, str]]:
+    """Return the marks of an axis from 0 to so many seconds: (position in percent, number), 1, 2 or 5 x 10^n apart."""
+    if seconds <= 0:
+        return []
+    least = seconds / _MOST_TICKS
+    size = 10.0 ** math.floor(math.log10(least))
+    every = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= least)
+    return [(round(100 * i * every / seconds, 2), number(round(i * every, 9))) for i in range(int(seconds / every) + 1)]
+
+
+def cells(spans: Iterable[Span], seconds: float, width: int) -> list[bool]:
+    """Divide a step into so many cells, and return which of them a phase touches."""
+    touched = [False] * width
+    for start, end in spans:
+        first = min(int(start / seconds * width), width - 1)
+        last = max(math.ceil(end / seconds * width), first + 1)
+        touched[first:last] = [True] * (last - first)
+    return touched[:width]
+
+
+def _within(spans: Iterable[Span], seconds: float) -> list[Span]:
+    """Cut off what is outside of the step."""
+    cut = [(max(0.0, start), min(seconds, end)) for start, end in spans]
+    return [(start, end) for start, end in cut if start < end]
+
+
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    """Return the spans in order, with those that overlap as one, and at most _MOST_SPANS of them."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    while len(merged) > _MOST_SPANS:
+        at = min(range(1, len(merged)), key=lambda index: merged[index][0] - merged[index - 1][1])
+        merged[at - 1 : at + 1] = [(merged[at - 1][0], merged[at][1])]
+    return [(round(start, 3), round(end, 3)) for start, end in merged]

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_rl.tracking.timeline import PHASES, Row, cells, new_timeline, read_timeline, rows, ticks, write_timeline
+
+SECONDS = st.floats(-5, 25)
+
+
+def test_spans_are_cut_to_the_step_joined_and_in_order() -> None:
+    found = new_timeline(
+        7,
+        20.0,
+        {
+            "update_actor": [(13.0, 17.99961)],
+            "gen": [(14.0, 25.0), (-3.0, 8.0), (7.5, 9.0), (21.0, 22.0)],
+            "reward": [(-2.0, -1.0)],
+            "unknown": [(0.0, 1.0)],
+        },
+    )
+    assert (found.step, found.seconds) == (7, 20.0)
+    assert list(found.phases.items()) == [("gen", [(0.0, 9.0), (14.0, 20.0)]), ("update_actor", [(13.0, 18.0)])]
+
+
+def test_the_shortest_gaps_of_many_spans_are_closed() -> None:
+    spans = [(float(start), start + 0.5) for start in range(45)]
+    (found,) = new_timeline(1, 60.0, {"gen": [*spans, (50.0, 50.5)]}).phases.values()
+    assert len(found) == 40
+    assert found[0] == (0.0, 6.5) and found[-2:] == [(44.0, 44.5), (50.0, 50.5)]  # the first of equal gaps are closed
+
+
+@given(st.lists(st.tuples(SECONDS, SECONDS).map(lambda span: (min(span), max(span))), max_size=60))
+def test_any_spans_become_a_row(spans: list[tuple[float, float]]) -> None:
+    timeline = new_timeline(1, 20.0, {"gen": spans})
+    for (_, end), (start, _) in pairwise(timeline.phases.get("gen", [])):
+        assert end <= start
+    for row in rows(timeline):
+        assert all(left >= 0 and width >= 0 and left + width <= 100.02 for left, width in row.bars)
+    for found in timeline.phases.values():
+        assert any(cells(found, 20.0, 30)) and len(cells(found, 20.0, 30)) == 30
+
+
+def test_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    assert read_timeline(path) is None
+    timeline = new_timeline(7, 20.0, {"gen": [(0.0, 8.0)], "adv": [(8.25, 8.5)]})
+    write_timeline(path, timeline)
+    assert json.loads(path.read_text()) == {
+        "step": 7,
+        "seconds": 20.0,
+        "phases": {"gen": [[0, 8]], "adv": [[8.25, 8.5]]},
+    }
+    assert read_timeline(path) == timeline
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"step": 1, "seconds": 2}', '{"step": 1, "seconds": 2, "phases": [1]}']
+)
+def test_a_damaged_file_is_no_timeline(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "timeline.json"
+    path.write_text(text)
+    assert read_timeline(path) is None
+
+
+def test_rows() -> None:
+    found = rows(new_timeline(7, 20.0, {"gen": [(0.0, 8.0), (14.0, 20.0)], "update_critic": [(11.6, 13.004)]}))
+    assert found == [
+        Row("generation", 0, [(0.0, 40.0), (70.0, 30.0)], "14"),
+        Row("critic update", 3, [(58.0, 7.02)], "1.4"),
+    ]
+    assert len({name for name, _ in PHASES.values()}) == len(PHASES)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "labels"),
+    [
+        (20.0, ["0", "5", "10", "15", "20"]),
+        (0.7, ["0", "0.2", "0.4", "0.6"]),
+        (1.0, ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+        (6.0, ["0", "1", "2", "3", "4", "5", "6"]),
+        (3601.0, ["0", "1000", "2000", "3000"]),
+        (0.0, []),
+    ],
+)
+def test_ticks(seconds: float, labels: list[str]) -> None:
+    found = ticks(seconds)
+    assert [label for _, label in found] == labels
+    assert all(left == pytest.approx(100 * float(label) / seconds, abs=0.01) for left, label in found)
+
+
+def test_a_short_span_is_one_cell() -> None:
+    assert cells([(0.0, 5.0), (9.99, 10.0)], 10.0, 4) == [True, True, False, True]
+    assert cells([(2.6, 2.61)], 10.0, 4) == [False, True, False, False]
+    assert cells([(10.0, 10.0)], 10.0, 4) == [False, False, False, True]
