@@ -1,4 +1,4 @@
-"""Runs whose experience TransferQueue carries, with the real package; `make test-transfer-queue` installs it."""
+"""Runs whose experience TransferQueue carries, with the real package (requirements/transfer-queue-no-deps.txt)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from hpc_rl.errors import RunError
 from hpc_rl.rl import trainer
 from tests.rl.runs.jobs import Runs, metrics, stop_after
 
-zmq = pytest.importorskip("zmq")
-pytest.importorskip("transfer_queue")
+NEEDS = "TransferQueue is not installed: pip install --no-deps -r requirements/transfer-queue-no-deps.txt"
+zmq = pytest.importorskip("zmq", reason=NEEDS)
+pytest.importorskip("transfer_queue", reason=NEEDS)
 
 from hpc_rl.rl.carriers import queue_client  # noqa: E402
 from hpc_rl.rl.carriers.queue_client import Client, Server  # noqa: E402
