@@ -15,7 +15,7 @@ import secrets
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from typing import Any
 
@@ -66,7 +66,7 @@ class Server:
 
     def __init__(self, nodes: Sequence[str]) -> None:
         refuse_other_version()
-        key = secrets.token_bytes(_KEY_BYTES)
+        key = _own_key()
         secure(key)
         controller = importlib.import_module("transfer_queue.controller").TransferQueueController
         unit = importlib.import_module("transfer_queue.storage.simple_storage").SimpleStorageUnit
@@ -175,17 +175,24 @@ class Client:
             raise RunError(f"transfer_queue.enable=true: {PACKAGE} failed: {error}") from error
 
 
-_clients: dict[bytes, Client] = {}
-"""The connection of this process, by its key."""
+_clients: dict[str, Client] = {}
+"""The connection of this process, by the controller's id."""
 
 
 def client_of(connection: Connection) -> Client:
     """Return this process's connection, which its first call makes."""
-    if connection.key not in _clients:
-        for key in list(_clients):  # of an earlier run in this process
-            _clients.pop(key).close()
-        _clients[connection.key] = Client(connection)
-    return _clients[connection.key]
+    found: str = connection.controller.id
+    if found not in _clients:
+        for other in list(_clients):  # of an earlier run in this process
+            _clients.pop(other).close()
+        _clients[found] = Client(connection)
+    return _clients[found]
+
+
+@cache
+def _own_key() -> bytes:
+    """Return the key of the servers that this process starts. Ray sends the package's actors only once, with one key."""
+    return secrets.token_bytes(_KEY_BYTES)
 
 
 def secure(key: bytes) -> None:

@@ -222,11 +222,11 @@ class WorkerGroup:
         return deal_step(lengths, sampled, mini_batch_size, self.size, self._micro_tokens, order)
 
     def _column(self, method: str) -> Pending[torch.Tensor]:
-        def combine(parts: list[Any]) -> torch.Tensor:
-            deal, lengths_B = self._dealt
-            return columns.jagged(torch.from_numpy(deal.join(parts)), lengths_B)
+        return self._all(method, AtOnce(), combine=self._joined)
 
-        return self._all(method, AtOnce(), combine=combine)
+    def _joined(self, parts: list[Any]) -> torch.Tensor:
+        deal, lengths_B = self._dealt
+        return columns.jagged(torch.from_numpy(deal.join(parts)), lengths_B)
 
     def _all(self, method: str, *arguments: Any, combine: Callable[[list[Any]], T]) -> Pending[T]:
         return self._each(method, (arguments for _ in self._workers), combine)
