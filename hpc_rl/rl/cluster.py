@@ -38,6 +38,13 @@ _CPU_DEFAULTS = {
 }
 
 
+_TRANSFER_QUEUE_DEFAULTS = {
+    "TRANSFER_QUEUE_ENABLE": "1",  # as verl sets it; the package does not read it, but code for verl does
+    "TQ_NUM_THREADS": "1",  # threads that copy rows; more than the machine's cores is a warning for each copy
+    "TQ_SIMPLE_STORAGE_MAX_ATTEMPTS": "1",  # each attempt waits 200 s for a storage unit
+}
+
+
 DriverConfig = PpoConfig | GenerateConfig
 """Configurations of the jobs that have a driver."""
 
@@ -163,6 +170,8 @@ def worker_environment(config: DriverConfig) -> dict[str, str]:
     defaults = {**collective_defaults(device), **tokenizer_defaults(), **quiet_and_equal}
     if device == "cpu":
         defaults |= _CPU_DEFAULTS
+    if isinstance(config, PpoConfig) and config.transfer_queue.enable:
+        defaults |= _TRANSFER_QUEUE_DEFAULTS
     return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 

@@ -44,6 +44,11 @@ class Deal:
     token_rows: list[NDArray[np.int64]]
     """The positions of each rank's tokens in a flat column of the whole step."""
 
+    @property
+    def sizes(self) -> list[list[list[int]]]:
+        """Each rank's Shard.mini_batches."""
+        return [[[len(micro) for micro in mini] for mini in minis] for minis in self.micro_batches]
+
     def split(self, column_N: NDArray[np.float32]) -> list[NDArray[np.float32]]:
         """Return each rank's part of a flat token column."""
         return [column_N[rows] for rows in self.token_rows]
@@ -112,19 +117,32 @@ def shards(
     Args:
         response_masks: see Shard.response_mask, for each response.
     """
-    empty, no_masks = np.zeros(0, np.int32), np.zeros(0, np.bool_)
     return [
-        Shard(
-            tokens=np.concatenate([empty, *(ids for i in order for ids in (prompt_ids[i], response_ids[i]))]),
-            prompt_lengths=np.array([len(prompt_ids[i]) for i in order], np.int64),
-            response_lengths=np.array([len(response_ids[i]) for i in order], np.int64),
-            mini_batches=[[len(micro) for micro in mini] for mini in minis],
-            response_mask=(
-                None if response_masks is None else np.concatenate([no_masks, *(response_masks[i] for i in order)])
-            ),
+        gathered(
+            sizes,
+            [prompt_ids[i] for i in order],
+            [response_ids[i] for i in order],
+            None if response_masks is None else [response_masks[i] for i in order],
         )
-        for order, minis in zip(deal.orders, deal.micro_batches, strict=True)
+        for order, sizes in zip(deal.orders, deal.sizes, strict=True)
     ]
+
+
+def gathered(
+    mini_batches: list[list[int]],
+    prompt_ids: Sequence[NDArray[np.int32]],
+    response_ids: Sequence[NDArray[np.int32]],
+    response_masks: Sequence[NDArray[np.bool_]] | None = None,
+) -> Shard:
+    """Return one rank's responses, given in its order; see Shard."""
+    empty, no_masks = np.zeros(0, np.int32), np.zeros(0, np.bool_)
+    return Shard(
+        tokens=np.concatenate([empty, *(ids for pair in zip(prompt_ids, response_ids, strict=True) for ids in pair)]),
+        prompt_lengths=np.array([len(ids) for ids in prompt_ids], np.int64),
+        response_lengths=np.array([len(ids) for ids in response_ids], np.int64),
+        mini_batches=mini_batches,
+        response_mask=None if response_masks is None else np.concatenate([no_masks, *response_masks]),
+    )
 
 
 def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -50,6 +50,7 @@ class TaskRunner:
         finally:
             state.batches.close()
             state.scoring.close()
+            state.carrier.close()
             try:
                 state.rollout.close()
             except RunError as error:  # the training itself succeeded

@@ -22,6 +22,8 @@ from hpc_rl.rl.adapter_check import AdapterCheck
 from hpc_rl.rl.async_batches import AsynchronousBatches
 from hpc_rl.rl.batches import BatchSource, SynchronousBatches
 from hpc_rl.rl.calls import MODEL_LIMIT, wait_for_all
+from hpc_rl.rl.carriers.base import Carrier
+from hpc_rl.rl.carriers.carriers import open_carrier
 from hpc_rl.rl.conversations import Conversations, Environment
 from hpc_rl.rl.dealing import mini_batches
 from hpc_rl.rl.endpoint.agents import Agents
@@ -57,7 +59,8 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     start_s, model_s = config.ray.start_timeout_s, config.trainer.model_timeout_s
     print(describe_step(config), flush=True)
     pools = create_pools(pool_spec(config), config.trainer.computes_on, start_s, str(logs), config.pools.strategy)
-    groups, rollout = start_workers(config, pools, logs)
+    carrier = open_carrier(config, training_nodes(config, pools))
+    groups, rollout = start_workers(config, pools, logs, carrier)
     tokenizer = load_tokenizer(config.model)
     tokenizer.chat_template = chat_template(tokenizer, config.data)  # so that the exported model has it too
     environment = None
@@ -102,6 +105,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
         critic=critic,
         reference=actor if lora.is_used and kl.where != "none" else of_role.get("ref"),
         teacher=of_role.get("teacher"),
+        carrier=carrier,
         rollout=rollout,
         queue=queue,
         scoring=scoring,
@@ -126,7 +130,15 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     )
 
 
-def start_workers(config: PpoConfig, pools: Mapping[str, Pool], logs: Path) -> tuple[dict[str, WorkerGroup], Rollout]:
+def training_nodes(config: PpoConfig, pools: Mapping[str, Pool]) -> list[str]:
+    """Return Ray's ids of the nodes of all roles but the rollout's."""
+    names = dict.fromkeys(pool_of(config, role) for role in config.roles if role != "rollout")
+    return list(dict.fromkeys(slot.node.id for name in names for slot in pools[name].slots))
+
+
+def start_workers(
+    config: PpoConfig, pools: Mapping[str, Pool], logs: Path, carrier: Carrier
+) -> tuple[dict[str, WorkerGroup], Rollout]:
     """Start the processes of every pool without waiting for them. Return the groups by pool, and the engine."""
     engine_pool = pool_of(config, "rollout")
     in_process = engine_spec(config).in_process and engine_pool == pool_of(config, "actor")
@@ -137,7 +149,7 @@ def start_workers(config: PpoConfig, pools: Mapping[str, Pool], logs: Path) -> t
             roles -= {"rollout"}
         if roles:
             share = 0.5 if name == engine_pool and not in_process else 1.0
-            groups[name] = WorkerGroup(config, pool, roles, share, logs)
+            groups[name] = WorkerGroup(config, pool, roles, share, logs, carrier)
     if in_process:
         return groups, InProcessRollout(groups[engine_pool], config, frees_memory=config.trainer.uses_gpus)
     neighbours = groups.get(engine_pool)

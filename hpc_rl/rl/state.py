@@ -11,6 +11,7 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rl.adapter_check import AdapterCheck
 from hpc_rl.rl.batches import BatchSource
+from hpc_rl.rl.carriers.base import Carrier
 from hpc_rl.rl.rollout.respondent import Respondent
 from hpc_rl.rl.rollout.rollout import Rollout
 from hpc_rl.rl.saving import Saving
@@ -43,6 +44,8 @@ class PpoState:
     critic: WorkerGroup | None
     reference: WorkerGroup | None
     teacher: WorkerGroup | None
+    carrier: Carrier
+    """What brings a step's experience to the groups."""
     rollout: Rollout
     queue: Respondent
     """What responds to prompts: the rollout's queue, or conversations that use it."""

@@ -17,6 +17,8 @@ from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl import checkpoints
 from hpc_rl.rl.batches import training_samples
 from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.carriers.base import Kept
+from hpc_rl.rl.carriers.carriers import needed_by_driver
 from hpc_rl.rl.dealing import shuffled
 from hpc_rl.rl.draws import Batch
 from hpc_rl.rl.experience import (
@@ -55,7 +57,7 @@ from hpc_rl.training.stopping import IN_VAIN, TESTING, WRITING, stopped_line
 
 Order = NDArray[np.int64] | None
 """Order of the responses of a step that is cut into mini-batches, [B]; None: as they are."""
-ColumnsOf = Callable[[TensorDict, PpoConfig, Order], dict[str, torch.Tensor]]
+ColumnsOf = Callable[[TensorDict, PpoConfig, Order], dict[str, torch.Tensor | Kept]]
 
 
 def train(state: PpoState) -> int:
@@ -76,6 +78,7 @@ def train(state: PpoState) -> int:
         with clock("step"):
             with traced(state):
                 metrics = step(state, clock)
+            state.carrier.clear()
             tests = bool(state.val) and validation_is_due(config, state.step, state.total_steps)
             last = state.step == state.total_steps
             stop = not metrics or (not last and stopping.due(work_s(state, tests)))
@@ -185,8 +188,12 @@ def evaluate(state: PpoState, batch: Batch, experience: TensorDict, clock: Clock
     """Add the scores, and the columns that policy, reference, teacher and critic compute for the responses."""
     held = [group.hold(experience, state.config.actor.mini_batch_size) for group in state.groups]
     # All calls start before the first wait, so that workers compute while rewards are still being scored.
-    old = state.actor.logprobs() if state.old_logprobs == "recompute" else None
-    ref = state.reference.ref_logprobs() if state.reference else None
+    needed = needed_by_driver(state.config)
+    old = ref = None
+    if state.old_logprobs == "recompute":
+        old = state.actor.logprobs() if "old_logprobs" in needed else state.actor.keep("logprobs")
+    if state.reference:
+        ref = state.reference.ref_logprobs() if "ref_logprobs" in needed else state.reference.keep("ref_logprobs")
     teacher = state.teacher.teacher_logprobs() if state.teacher else None
     values = state.critic.values() if state.critic else None
     with clock("reward"):
@@ -275,7 +282,7 @@ def update(
     return Pending.of_all(started).then(lambda results: add_passes(results[1::2]))
 
 
-def actor_columns(experience: TensorDict, config: PpoConfig, order: Order) -> dict[str, torch.Tensor]:
+def actor_columns(experience: TensorDict, config: PpoConfig, order: Order) -> dict[str, torch.Tensor | Kept]:
     """Return the columns that the actor's loss needs, for mini-batches of this order."""
     names = ["advantages"]
     names += ["old_logprobs"] if "old_logprobs" in experience else []
@@ -287,7 +294,7 @@ def actor_columns(experience: TensorDict, config: PpoConfig, order: Order) -> di
     return found
 
 
-def critic_columns(experience: TensorDict, config: PpoConfig, order: Order) -> dict[str, torch.Tensor]:
+def critic_columns(experience: TensorDict, config: PpoConfig, order: Order) -> dict[str, torch.Tensor | Kept]:
     """Return the columns that the critic's loss needs, for mini-batches of this order."""
     weights = loss_weights(experience, config, "token-mean", order)
     return {"values": experience["values"], "returns": experience["returns"], "weights": weights}

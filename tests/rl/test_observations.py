@@ -21,6 +21,7 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl import experience as columns
 from hpc_rl.rl import trainer
 from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.carriers.base import dealt_shards
 from hpc_rl.rl.dealing import Shard
 from hpc_rl.rl.metrics import experience_metrics, has_signal, perf_metrics
 from hpc_rl.rl.rollout.engine import Completion
@@ -85,7 +86,7 @@ def group_of(experience: TensorDict, micro_tokens: int, ranks: int = 1) -> tuple
     group._workers, group._micro_tokens = [None] * ranks, micro_tokens
     deal = group._deal(experience, None)
     group._held = (deal, columns.lengths(experience))
-    return group, group._shards(experience, deal)
+    return group, dealt_shards(experience, deal)
 
 
 def same(first: torch.Tensor, second: torch.Tensor) -> None:

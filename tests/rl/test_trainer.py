@@ -20,6 +20,7 @@ from hpc_rl.errors import EXIT_STOPPED, RunError
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl import checkpoints, trainer
 from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.carriers.through_ray import RayCarrier
 from hpc_rl.rl.draws import Batch, Greedy
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.scoring import NoScoresError
@@ -57,6 +58,7 @@ class Loop:
             run=run,
             stopping=Stopping(run, 180, job_end),
             batches=Batches(),
+            carrier=RayCarrier(),
             rollout=SimpleNamespace(
                 wake=lambda: None,
                 sleep=lambda: None,

@@ -115,9 +115,10 @@ def test_libraries_are_looked_for_only_where_the_job_runs_this_python(monkeypatc
     monkeypatch.setattr(checks, "installed_ray", lambda: None)
     monkeypatch.setattr(program.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(UserError) as found:
-        check_ppo(rollout__name="vllm")
-    (ours, engines) = str(found.value).splitlines()
+        check_ppo(rollout__name="vllm", transfer_queue__enable=True)
+    (ours, queue, engines) = str(found.value).splitlines()
     assert re.match(r"ppo needs torch, .*ray, .* lacks them: install them there, or set slurm\.python", ours)
+    assert re.match(r"transfer_queue\.enable needs transfer_queue, .* lacks it: install it there", queue)
     assert re.match(r"rollout\.name=vllm needs vllm, .* lacks it: install it there", engines)
     (note, _) = check_ppo(rollout__name="vllm", slurm__python="/on/the/nodes/python")
     assert "slurm.python /on/the/nodes/python is not on this machine" in note

@@ -18,7 +18,9 @@ from tensordict import TensorDict
 
 from hpc_rl.rl import experience as columns
 from hpc_rl.rl.calls import CALL_TIMEOUT_S, ActorCall, Pending
-from hpc_rl.rl.dealing import Deal, Shard, deal_step, shards
+from hpc_rl.rl.carriers.base import AtOnce, Carrier, Kept, dealt_shards
+from hpc_rl.rl.carriers.through_ray import RayCarrier
+from hpc_rl.rl.dealing import Deal, deal_step
 from hpc_rl.rl.fates import Actor
 from hpc_rl.rl.pools import Pool
 from hpc_rl.rl.weights.base import EngineActors
@@ -42,9 +44,19 @@ class WorkerGroup:
             processes.
         share: part of its GPU (or CPU) that each worker takes; the rest is for an engine in a separate process.
         logs: folder of the workers' logs.
+        carrier: brings responses and columns to the workers and back. Default: the calls contain them.
     """
 
-    def __init__(self, config: DriverConfig, pool: Pool, roles: frozenset[str], share: float, logs: Path) -> None:
+    def __init__(
+        self,
+        config: DriverConfig,
+        pool: Pool,
+        roles: frozenset[str],
+        share: float,
+        logs: Path,
+        carrier: Carrier | None = None,
+    ) -> None:
+        self._carrier = carrier or RayCarrier()
         self._micro_tokens = config.trainer.micro_tokens
         size = len(pool.slots)
         on_node = {slot.rank: len(node) for node in pool.nodes for slot in node}
@@ -88,23 +100,35 @@ class WorkerGroup:
         """
         deal = self._deal(experience, mini_batch_size, order)
         self._held = (deal, columns.lengths(experience))
-        return self._each("hold", ([shard] for shard in self._shards(experience, deal)), _nothing)
+        return self._each("hold", ([parcel] for parcel in self._carrier.shards(experience, deal)), _nothing)
 
     def logprobs(self) -> Pending[torch.Tensor]:
         """Return the policy's log-probabilities: a token column."""
-        return self._all("logprobs", combine=self._column)
+        return self._column("logprobs")
 
     def ref_logprobs(self) -> Pending[torch.Tensor]:
         """Return the reference's log-probabilities: a token column."""
-        return self._all("ref_logprobs", combine=self._column)
+        return self._column("ref_logprobs")
 
     def teacher_logprobs(self) -> Pending[torch.Tensor]:
         """Return the teacher's log-probabilities: a token column."""
-        return self._all("teacher_logprobs", combine=self._column)
+        return self._column("teacher_logprobs")
 
     def values(self) -> Pending[torch.Tensor]:
         """Return the critic's values: a token column."""
-        return self._all("values", combine=self._column)
+        return self._column("values")
+
+    def keep(self, method: str) -> Pending[Any]:
+        """Compute a token column that only `update` needs: `logprobs`, for example.
+
+        Returns:
+            the column, or what stands for it if it stays with the carrier.
+        """
+        kept = self._carrier.kept(*self._dealt)
+        if kept is None:
+            return self._column(method)
+        replies, column = kept
+        return self._each(method, ([reply] for reply in replies), lambda _: column)
 
     def reward_scores(self, experience: TensorDict) -> Pending[torch.Tensor]:
         """Return the reward model's scores of these responses, which need not be held: [B]."""
@@ -113,10 +137,10 @@ class WorkerGroup:
         def combine(parts: list[Any]) -> torch.Tensor:
             return torch.from_numpy(deal.join_responses(parts))
 
-        return self._each("reward_scores", ([shard] for shard in self._shards(experience, deal)), combine)
+        return self._each("reward_scores", ([shard] for shard in dealt_shards(experience, deal)), combine)
 
     def update(
-        self, role: str, token_columns: Mapping[str, torch.Tensor], step: int, total: int, epochs: int
+        self, role: str, token_columns: Mapping[str, torch.Tensor | Kept], step: int, total: int, epochs: int
     ) -> Pending[Sums]:
         """Update actor or critic on the held responses, in some passes over them.
 
@@ -127,11 +151,8 @@ class WorkerGroup:
             the sums over all ranks; for grad_norm, updates and lr, which are equal on all ranks, the value itself.
         """
         deal, _ = self._dealt
-        parts = {name: deal.split(column.values().numpy()) for name, column in token_columns.items()}
-        arguments = (
-            [role, {name: part[rank] for name, part in parts.items()}, step, total, epochs] for rank in range(self.size)
-        )
-        return self._each("update", arguments, _add_sums)
+        parcels = self._carrier.columns(deal, token_columns)
+        return self._each("update", ([role, parcel, step, total, epochs] for parcel in parcels), _add_sums)
 
     def engines(self) -> EngineActors:
         """Return the workers as engines, if there is one in each of their processes."""
@@ -209,11 +230,10 @@ class WorkerGroup:
         lengths, sampled = columns.all_lengths(experience).numpy(), columns.lengths(experience).numpy()
         return deal_step(lengths, sampled, mini_batch_size, self.size, self._micro_tokens, order)
 
-    def _shards(self, experience: TensorDict, deal: Deal) -> list[Shard]:
-        names = [name for name in ("prompt_ids", "response_ids", "response_mask") if name in experience]
-        return shards(deal, *([row.numpy() for row in experience[name].unbind()] for name in names))
+    def _column(self, method: str) -> Pending[torch.Tensor]:
+        return self._all(method, AtOnce(), combine=self._joined)
 
-    def _column(self, parts: list[Any]) -> torch.Tensor:
+    def _joined(self, parts: list[Any]) -> torch.Tensor:
         deal, lengths_B = self._dealt
         return columns.jagged(torch.from_numpy(deal.join(parts)), lengths_B)
 

@@ -7,7 +7,7 @@ rank once, and actor, critic, reference and an engine in the same process all co
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from hpc_rl.config.rollout import engine_dtype
 from hpc_rl.data.chat import chat_template
 from hpc_rl.host.heartbeat import beats_in_calls, heart
 from hpc_rl.rl import process
+from hpc_rl.rl.carriers.base import FlatColumns, Parcel, Reply
 from hpc_rl.rl.dealing import Shard
 from hpc_rl.rl.rollout.engine import Placement, Progress, Request, RolloutEngine, load_engine, progress
 from hpc_rl.rl.weights.base import EngineActors, WeightSender, WeightSource
@@ -102,40 +103,45 @@ class Worker:
             if "rollout" in self.roles:
                 self._parts["rollout"] = self._load_engine()
 
-    def hold(self, shard: Shard) -> None:
+    def hold(self, shard: Parcel[Shard]) -> None:
         """Keep a step's responses for the calls that follow."""
-        self._parts["held"] = hold(shard, self.world.device)
+        self._parts["held"] = hold(shard.open(), self.world.device)
 
     @guards.explain_out_of_memory("the policy's log-probabilities")
-    def logprobs(self) -> NDArray[np.float32]:
-        """Return the policy's log-probabilities of all held response tokens."""
+    def logprobs(self, reply: Reply) -> NDArray[np.float32] | None:
+        """Send the policy's log-probabilities of all held response tokens."""
         with self._spans("old_log_prob"):
-            return held_logprobs(self.actor.model, self.held, self.config.rollout.temperature)
+            found = held_logprobs(self.actor.model, self.held, self.config.rollout.temperature)
+        return reply.send(found)
 
     @guards.explain_out_of_memory("the reference's log-probabilities")
-    def ref_logprobs(self) -> NDArray[np.float32]:
-        """Return the reference's log-probabilities of all held response tokens. With adapters, the reference is the
+    def ref_logprobs(self, reply: Reply) -> NDArray[np.float32] | None:
+        """Send the reference's log-probabilities of all held response tokens. With adapters, the reference is the
         policy without them."""
         if self._training.model.lora.is_used:
             with self._spans("ref"), without_adapters(self.actor.model):
-                return held_logprobs(self.actor.model, self.held, self.config.rollout.temperature)
+                found = held_logprobs(self.actor.model, self.held, self.config.rollout.temperature)
+            return reply.send(found)
         reference: Reference = self._part("ref")
         with self._spans("ref"):
-            return reference.logprobs(self.held)
+            found = reference.logprobs(self.held)
+        return reply.send(found)
 
     @guards.explain_out_of_memory("the teacher's log-probabilities")
-    def teacher_logprobs(self) -> NDArray[np.float32]:
-        """Return the teacher's log-probabilities of all held response tokens."""
+    def teacher_logprobs(self, reply: Reply) -> NDArray[np.float32] | None:
+        """Send the teacher's log-probabilities of all held response tokens."""
         teacher: Teacher = self._part("teacher")
         with self._spans("teacher"):
-            return teacher.logprobs(self.held)
+            found = teacher.logprobs(self.held)
+        return reply.send(found)
 
     @guards.explain_out_of_memory("the critic's values")
-    def values(self) -> NDArray[np.float32]:
-        """Return the critic's values at all held response tokens."""
+    def values(self, reply: Reply) -> NDArray[np.float32] | None:
+        """Send the critic's values at all held response tokens."""
         critic: Critic = self._part("critic")
         with self._spans("values"):
-            return critic.values(self.held)
+            found = critic.values(self.held)
+        return reply.send(found)
 
     @guards.explain_out_of_memory("the reward model's scores")
     def reward_scores(self, shard: Shard) -> NDArray[np.float32]:
@@ -144,12 +150,10 @@ class Worker:
         with self._spans("reward"):
             return model.scores(shard)
 
-    def update(
-        self, role: str, columns: Mapping[str, NDArray[np.float32]], step: int, total_steps: int, epochs: int
-    ) -> Sums:
+    def update(self, role: str, columns: Parcel[FlatColumns], step: int, total_steps: int, epochs: int) -> Sums:
         """Train actor or critic on the held responses; see Learner.update."""
         learner: Learner[Any] = self._part(role)
-        tensors = {name: torch.tensor(column, device=self.world.device) for name, column in columns.items()}
+        tensors = {name: torch.tensor(column, device=self.world.device) for name, column in columns.open().items()}
         with self._spans(f"update_{role}"):
             return learner.update(self.held, tensors, step, total_steps, epochs)
 

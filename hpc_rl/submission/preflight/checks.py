@@ -144,6 +144,8 @@ def packages(job: Job) -> Iterator[Question]:
     yield Question(check_packages, (slurm.python, job.row.needs, job.kind))
     if isinstance(config, FinetuneConfig | PpoConfig) and config.model.lora.quantize is not None:
         yield Question(check_packages, (slurm.python, ("bitsandbytes",), "model.lora.quantize"))
+    if isinstance(config, PpoConfig) and config.transfer_queue.enable:
+        yield Question(check_packages, (slurm.python, ("transfer_queue",), "transfer_queue.enable"))
     if slurm.python is None and isinstance(config, RayJobConfig) and (ray := installed_ray()) is not None:
         yield Question(check_ray, (ray, sys.executable))
     if isinstance(config, PpoConfig | GenerateConfig) and (package := engine_spec(config).package) is not None:

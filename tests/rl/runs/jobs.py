@@ -104,6 +104,7 @@ class Runs:
                     state.batches.close()
                     state.scoring.close()
                     state.rollout.close()
+                    state.carrier.close()
             finally:
                 release_pools(str(logs))
 

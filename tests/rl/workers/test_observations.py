@@ -258,7 +258,7 @@ def found_logprobs(policy: CausalLM, experience: TensorDict, split: str) -> NDAr
     """A token column, flat, as the ranks of `split` compute it."""
     ranks, micro_tokens = SPLITS[split]
     group, shards = group_of(experience, micro_tokens, ranks)
-    column = group._column([held_logprobs(policy, hold(shard, ALONE.device), TEMPERATURE) for shard in shards])
+    column = group._joined([held_logprobs(policy, hold(shard, ALONE.device), TEMPERATURE) for shard in shards])
     assert torch.equal(column.offsets(), experience["rollout_logprobs"].offsets())
     found: NDArray[np.float32] = column.values().numpy()
     return found

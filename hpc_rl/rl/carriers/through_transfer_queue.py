@@ -1,0 +1,136 @@
+"""Responses and columns are rows in TransferQueue's storage units: the driver puts each once, and ranks fetch theirs.
+
+One partition per step; response i of the step is row i. Whole responses are put at the first `hold` of the step; other
+pools, and passes over shuffled mini-batches, fetch the same rows. Columns that only the ranks need never reach the
+driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+
+from hpc_rl.rl.carriers.base import Carrier, FlatColumns, Kept, Parcel, Reply, row_lengths, row_names
+from hpc_rl.rl.carriers.queue_client import Connection, Server, client_of
+from hpc_rl.rl.dealing import Deal, Shard, gathered
+
+
+@dataclass(frozen=True)
+class StoredShard:
+    """One rank's responses, which it fetches."""
+
+    connection: Connection
+    partition: str
+    names: list[str]
+    order: NDArray[np.int64]
+    mini_batches: list[list[int]]
+
+    def open(self) -> Shard:
+        """Fetch the rows and put them together."""
+        rows = client_of(self.connection).get(self.partition, self.order, self.names)
+        return gathered(self.mini_batches, *(rows[name] for name in self.names))
+
+
+@dataclass(frozen=True)
+class StoredColumns:
+    """One rank's part of token columns, which it fetches."""
+
+    connection: Connection
+    partition: str
+    fields: dict[str, str]
+    """Name of the field in the storage units, by the name of the column."""
+    order: NDArray[np.int64]
+
+    def open(self) -> FlatColumns:
+        """Fetch the rows and put them together."""
+        rows = client_of(self.connection).get(self.partition, self.order, list(self.fields.values()))
+        empty = np.zeros(0, np.float32)
+        return {name: np.concatenate([empty, *rows[field]]) for name, field in self.fields.items()}
+
+
+@dataclass(frozen=True)
+class StoredReply:
+    """Where one rank puts a column for the other ranks."""
+
+    connection: Connection
+    partition: str
+    field: str
+    order: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    """Length of each row, in this order."""
+
+    def send(self, column_N: NDArray[np.float32]) -> None:
+        """Put the rows. The driver receives nothing."""
+        client = client_of(self.connection)
+        client.put(self.partition, self.order, {self.field: self.lengths}, {self.field: column_N})
+
+
+class TransferQueueCarrier(Carrier):
+    """The driver's side.
+
+    Args:
+        nodes: Ray's ids of the nodes that store the rows.
+    """
+
+    def __init__(self, nodes: Sequence[str]) -> None:
+        self._server = Server(nodes)
+        self._client = client_of(self._server.connection)
+        self._step = 0
+        self._fields = 0
+        self._has_rows = False
+
+    def shards(self, experience: TensorDict, deal: Deal) -> list[Parcel[Shard]]:
+        names = row_names(experience)
+        if not self._has_rows:
+            lengths = {name: row_lengths(experience, name) for name in names}
+            rows = {name: experience[name].values().numpy() for name in names}
+            self._client.put(self._partition, np.arange(len(experience)), lengths, rows)
+            self._has_rows = True
+        return [
+            StoredShard(self._server.connection, self._partition, names, order, sizes)
+            for order, sizes in zip(deal.orders, deal.sizes, strict=True)
+        ]
+
+    def columns(self, deal: Deal, token_columns: Mapping[str, torch.Tensor | Kept]) -> list[Parcel[FlatColumns]]:
+        fields, lengths, new = {}, {}, {}
+        for name, column in token_columns.items():
+            if isinstance(column, Kept):
+                fields[name] = column.field
+                continue
+            fields[name] = self._new_field(name)
+            lengths[fields[name]] = column.offsets().diff().numpy()
+            new[fields[name]] = column.values().numpy()
+        if new:
+            responses = sum(map(len, deal.orders))
+            self._client.put(self._partition, np.arange(responses), lengths, new)
+        return [StoredColumns(self._server.connection, self._partition, fields, order) for order in deal.orders]
+
+    def kept(self, deal: Deal, lengths_B: torch.Tensor) -> tuple[list[Reply], Kept] | None:
+        field, lengths = self._new_field("kept"), lengths_B.numpy()
+        replies: list[Reply] = [
+            StoredReply(self._server.connection, self._partition, field, order, lengths[order]) for order in deal.orders
+        ]
+        return replies, Kept(field)
+
+    def clear(self) -> None:
+        if self._fields or self._has_rows:
+            self._client.clear(self._partition)
+        self._step, self._fields, self._has_rows = self._step + 1, 0, False
+
+    def close(self) -> None:
+        self._server.close()
+
+    @property
+    def _partition(self) -> str:
+        return f"step-{self._step}"
+
+    def _new_field(self, name: str) -> str:
+        """Return a name that no other field of the step has: updates that run at the same time have columns of the same
+        name."""
+        self._fields += 1
+        return f"{name}-{self._fields}"
