@@ -20,6 +20,9 @@ from tests.sandbox.variants import LARGE
 # Without job control a shell starts background commands with SIGINT ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Ray gives its workers a niceness of 15, by which they get almost no time beside other tests.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 # No test depends on speed. Otherwise hypothesis allows 0.2 s for an example, and 1 s for drawing ten of them.
 _SLOW = hypothesis.HealthCheck.too_slow
 hypothesis.settings.register_profile("any speed", deadline=None, suppress_health_check=[_SLOW])

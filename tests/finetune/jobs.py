@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,8 +21,8 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import read_metrics
 from hpc_rl.training import distributed, sharding
 from hpc_rl.training.distributed import World
+from tests.finetune.forked import SETTINGS, Forked
 
-ROOT = Path(__file__).parents[2]
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 Result = tuple[int, str, str]
 
@@ -76,29 +74,29 @@ def run_several(
 
 
 def spawn(command: Sequence[str], ranks: int, timeout: float = 600, ranks_per_node: int | None = None) -> list[Result]:
-    group = tempfile.mkdtemp(prefix="group-")
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of `tests`
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
-    torchrun = {"WORLD_SIZE": str(ranks), "HPC_RL_GROUP_DIR": group} if ranks > 1 else {}
+    """Run `python COMMAND...` on these ranks; see `run_job`."""
+    torchrun = {"WORLD_SIZE": str(ranks)} if ranks > 1 else {}
     if ranks_per_node is not None:
         torchrun["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env={**shared, **torchrun, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if torchrun else {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        texts = [process.communicate(timeout=timeout) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-        shutil.rmtree(group)
-    return [(process.returncode, *text) for process, text in zip(processes, texts, strict=True)]
+    with tempfile.TemporaryDirectory(prefix="group-") as group:
+        folders = [Path(group, f"output-{rank}") for rank in range(ranks)]
+        for folder in folders:
+            folder.mkdir()
+        if torchrun:
+            torchrun["HPC_RL_GROUP_DIR"] = group
+        processes = [
+            Forked(
+                command,
+                {**os.environ, **SETTINGS, **torchrun, **({"RANK": rank, "LOCAL_RANK": rank} if torchrun else {})},
+                folder,
+            )
+            for rank, folder in zip(map(str, range(ranks)), folders, strict=True)
+        ]
+        try:
+            return [process.wait(timeout) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
 
 
 def series(run_dir: Path, name: str) -> list[float]:

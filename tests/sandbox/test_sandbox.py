@@ -257,20 +257,22 @@ def test_accounting(accounting_cluster: Cluster) -> None:
 
 @sandbox
 @pytest.mark.slow
-def test_a_node_can_fail_and_come_back(slurm_cluster: Cluster) -> None:
-    reach = ["timeout", "5", "bash", "-c", ": </dev/tcp/node3/6818"]  # slurmd's port
-    slurm_cluster.exec_on("node1", reach, check=True)
-    body = "((SLURM_RESTART_COUNT)) || srun sleep 60; hostname"
-    job = submit(slurm_cluster, body, "--nodelist=node3")
-    slurm_cluster.wait_job(job, states={"RUNNING"})
-    slurm_cluster.kill_node("node3")
-    assert slurm_cluster.exec_on("node1", reach).returncode != 0
-    assert slurm_cluster.node_states()["node3"].startswith("down")
-    assert slurm_cluster.wait_job(job, states={"PENDING"}) == "PENDING"
-    slurm_cluster.restore_node("node3")
-    slurm_cluster.exec_on("node1", reach, check=True)
-    assert slurm_cluster.wait_job(job) == "COMPLETED"
-    assert (slurm_cluster.shared / f"{job}.out").read_text().split()[-1] == "node3"
+def test_a_node_can_fail_and_come_back(own_name: str, slurm_tree: str) -> None:
+    """On a cluster of its own: after the failure, Slurm 22.05 may count a CPU of an ended job as used."""
+    with Cluster(nodes=2, cpus=1, memory_mb=2000, name=own_name, tree=slurm_tree) as cluster:
+        reach = ["timeout", "5", "bash", "-c", ": </dev/tcp/node2/6818"]  # slurmd's port
+        cluster.exec_on("node1", reach, check=True)
+        body = "((SLURM_RESTART_COUNT)) || srun sleep 60; hostname"
+        job = submit(cluster, body, "--nodelist=node2")
+        cluster.wait_job(job, states={"RUNNING"})
+        cluster.kill_node("node2")
+        assert cluster.exec_on("node1", reach).returncode != 0
+        assert cluster.node_states()["node2"].startswith("down")
+        assert cluster.wait_job(job, states={"PENDING"}) == "PENDING"
+        cluster.restore_node("node2")
+        cluster.exec_on("node1", reach, check=True)
+        assert cluster.wait_job(job) == "COMPLETED"
+        assert (cluster.shared / f"{job}.out").read_text().split()[-1] == "node2"
 
 
 # Nothing is left

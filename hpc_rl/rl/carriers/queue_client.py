@@ -191,7 +191,7 @@ def client_of(connection: Connection) -> Client:
 
 @cache
 def _own_key() -> bytes:
-    """Return the key of the servers that this process starts. Ray sends the package's actors only once, with one key."""
+    """Return the key of the servers that this process starts. Ray sends the package's actors once, with one key."""
     return secrets.token_bytes(_KEY_BYTES)
 
 
