@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     processes.adopt_orphans()
     child = processes.start(argv, os.environ, sys.stdout.buffer)
     processes.forward_termination(child, PATIENCE_S)
-    code = processes.shell_code(child.wait())
+    code = processes.shell_code(processes.wait(child))
     processes.end_descendants()
     return code
 

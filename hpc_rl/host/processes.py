@@ -18,6 +18,8 @@ from typing import IO
 
 GRACE_S = 15.0
 """Between SIGTERM and SIGKILL. Shorter than Slurm's KillWait (30 s), so that the parent can still report the cause."""
+_SIGNAL_S = 60.0
+"""Time limit of one wait. Python wakes up much more often in a wait with a limit (subprocess: every 0.05 s)."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -82,7 +84,7 @@ def forward_termination(child: subprocess.Popen[bytes], grace_s: float = GRACE_S
     """Forward SIGTERM and SIGINT to the child as SIGTERM, and as SIGKILL after `grace_s`.
 
     Returns:
-        an event that is set when such a signal arrives. This process ends after the child.
+        an event that is set when such a signal arrives. This process ends after the child: see `wait`.
     """
     asked = threading.Event()
 
@@ -97,6 +99,17 @@ def forward_termination(child: subprocess.Popen[bytes], grace_s: float = GRACE_S
     signal.signal(signal.SIGTERM, forward)
     signal.signal(signal.SIGINT, forward)
     return asked
+
+
+def wait(child: subprocess.Popen[bytes]) -> int:
+    """Return the child's return code when it has ended.
+
+    Python runs a handler only between two of its own operations. If a signal arrives just before `Popen.wait` sleeps in
+    the kernel, its handler would run after the child has ended. With a time limit, it runs soon.
+    """
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return child.wait(_SIGNAL_S)
 
 
 @contextlib.contextmanager

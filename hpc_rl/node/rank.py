@@ -17,7 +17,7 @@ from pathlib import Path
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED
 from hpc_rl.host.disk import tolerate_lost_output
 from hpc_rl.host.numa import bind_near, gpu_of_rank
-from hpc_rl.host.processes import die_with_parent, forward_termination, shell_code, start
+from hpc_rl.host.processes import die_with_parent, forward_termination, shell_code, start, wait
 from hpc_rl.node.rank_ends import RankExit, log_path, read_exits, record_exit, record_start
 from hpc_rl.node.signals import ASKED_GRACE_S
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
         record_start(attempt_dir, node_rank, rank)
         child = start([sys.executable, "-u", *program], os.environ, log)
         asked_to_end = forward_termination(child, ASKED_GRACE_S / 2)
-        code = shell_code(child.wait())
+        code = shell_code(wait(child))
         ended = RankExit(rank, node_rank, code, asked_to_end.is_set(), time.monotonic())
     record_exit(attempt_dir, ended)
     # torchrun treats both codes as failures and would end the other ranks, which may still be saving, or rank 0, which

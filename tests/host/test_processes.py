@@ -14,12 +14,12 @@ WAIT = "import signal, sys, time; print('ready', flush=True); time.sleep(600)"
 IGNORE = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {WAIT}"
 FORWARD = f"""
 import os, subprocess, sys
-from hpc_rl.host.processes import forward_termination, shell_code
+from hpc_rl.host.processes import forward_termination, shell_code, wait
 child = subprocess.Popen([sys.executable, "-c", {IGNORE!r}], stdout=subprocess.PIPE)
 child.stdout.readline()
 forward_termination(child, 0.5)
 print("ready", flush=True)
-sys.exit(shell_code(child.wait()))
+sys.exit(shell_code(wait(child)))
 """
 
 

@@ -17,6 +17,7 @@ from hpc_rl.host.processes import (
     forward_termination,
     shell_code,
     start,
+    wait,
 )
 
 GRACE_S = 5.0
@@ -35,7 +36,7 @@ def main(command: Sequence[str]) -> int:
         print(f"agent.command: {command[0]} cannot be started: {error.strerror}", flush=True)
         return NOT_STARTED
     forward_termination(child, GRACE_S)
-    code = child.wait()
+    code = wait(child)
     end_descendants()
     return shell_code(code)
 
