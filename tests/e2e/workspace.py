@@ -92,7 +92,7 @@ class Workspace:
         while not condition():
             now = time.monotonic()
             assert now < began + DEADLINE_S, f"after {DEADLINE_S:g} s still not: {what}{self.logs()}"
-            time.sleep(max(0.1, now - asked))  # a condition that takes long leaves the processors to the job
+            time.sleep(max(0.1, 4 * (now - asked)))  # a condition that takes long leaves the processors to the job
             asked = time.monotonic()
 
     def wait_for_step(self, run: str, step: int) -> None:
