@@ -2,6 +2,7 @@
 # make demo-pipeline   the same model improved by rejection sampling, by iterative DPO, and by PPO with a reward model
 # make demo-tools   a model that learns on this machine to use a tool, in conversations of two turns
 # make test    everything: lint, types, imports, unit tests, and a real Slurm where root can have one
+# make test-long   further engines, pools and objectives on real nodes, which vary what `make test` covers
 # make test-large  memory of 7B and 32B models on simulated GPUs
 # make test-faults  faults injected into jobs on real nodes, and a table of what they did
 # make test-pipelines   the shipped pipelines for three rounds on real nodes, with a cancelled job in each stage
@@ -21,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export WANDB_MODE ?= offline
 
-.PHONY: demo demo-pipeline demo-tools test test-large test-faults test-pipelines test-lowest test-slurm-new test-vllm-api test-sglang-api test-peft test-qlora test-gpu lint bench docs clean
+.PHONY: demo demo-pipeline demo-tools test test-long test-large test-faults test-pipelines test-lowest test-slurm-new test-vllm-api test-sglang-api test-peft test-qlora test-gpu lint bench docs clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo
@@ -38,6 +39,11 @@ test: .venv/test
 	.ci/install-apptainer
 	$(MAKE) --no-print-directory lint
 	.ci/test $(BIN)/python
+
+test-long: .venv/test
+	.ci/install-slurm
+	.ci/install-apptainer
+	$(BIN)/python -m pytest -m long
 
 test-large: .venv/test
 	$(BIN)/python -m pytest -m large --capture=no tests/simulated_gpu

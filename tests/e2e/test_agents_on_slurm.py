@@ -54,6 +54,7 @@ def workspace(slurm_cluster: Cluster) -> Workspace:
     return workspace
 
 
+@pytest.mark.long
 def test_an_agent_in_a_job_of_its_own_and_then_beside_the_run(workspace: Workspace) -> None:
     command = ["submit", "ppo", "--nodes", "2", "--mem", "4G", "--job-name", "served", *OPTIONS]
     endless = ["agent.endpoint=network", "trainer.total_training_steps=1000"]  # it cannot end before it is stopped

@@ -33,7 +33,7 @@ def workspace(slurm_cluster: Cluster) -> Workspace:
     return made
 
 
-@pytest.mark.parametrize(("name", "more"), [("live", ()), ("stored", STORED)], ids=["live", "stored"])
+@pytest.mark.parametrize(("name", "more"), [("live", ()), pytest.param("stored", STORED, marks=pytest.mark.long)])
 def test_stopped_on_two_nodes_and_resumed_on_one(workspace: Workspace, name: str, more: tuple[str, ...]) -> None:
     options = [*OPTIONS, *more]
     workspace.ok("submit", "distill", "--nodes", "2", "--job-name", name, *options, *workspace.hold_at(3))

@@ -56,6 +56,7 @@ def test_on_two_nodes_and_a_job_that_is_killed_for_lack_of_memory(workspace: Wor
     assert "Request more memory (`--mem 64G`" in explained
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_training_checks_on_two_nodes(workspace: Workspace) -> None:
     home = workspace.folder / "home"

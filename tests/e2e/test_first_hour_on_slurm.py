@@ -51,6 +51,7 @@ def test_sft_on_two_nodes_in_a_starter_project(workspace: Workspace) -> None:
     assert not list((workspace.folder / "runs" / "sft-1" / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.long
 def test_a_trial_of_ppo_on_four_nodes_in_a_starter_project(workspace: Workspace) -> None:
     small = ["data.train_batch_size=8", "data.max_response_length=8"]
     workspace.ok("submit", "ppo", "--nodes", "4", "--test", "--wait", *small)

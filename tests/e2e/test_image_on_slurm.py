@@ -51,6 +51,7 @@ def test_a_run_in_an_image_is_stopped_and_resumed(workspace: Workspace) -> None:
     assert not any("hf_not_to_be_seen" in path.read_text(errors="replace") for path in run.glob("*") if path.is_file())
 
 
+@pytest.mark.long
 def test_ray_and_ppo_in_an_image(workspace: Workspace) -> None:
     workspace.ok("data", "arithmetic", "--out", "sums", "--train", "64", "--val", "8")
     job = ["submit", "ppo", "--job-name", "ray", *INSIDE, PYTHONPATH, *SUMS, "trainer.total_training_steps=2"]

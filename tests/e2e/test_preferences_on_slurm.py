@@ -27,7 +27,7 @@ def workspace(slurm_cluster: Cluster) -> Workspace:
     return made
 
 
-@pytest.mark.parametrize("kind", ["dpo", "rm"])
+@pytest.mark.parametrize("kind", ["dpo", pytest.param("rm", marks=pytest.mark.long)])
 def test_stopped_on_two_nodes_and_resumed_on_one(workspace: Workspace, kind: str) -> None:
     workspace.ok("submit", kind, "--nodes", "2", "--job-name", kind, *OPTIONS, *workspace.hold_at(3))
     workspace.wait_for_step(kind, 3)

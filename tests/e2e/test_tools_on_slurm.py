@@ -39,6 +39,7 @@ def workspace_on(cluster: Cluster, texts: list[str], **environ: str) -> Workspac
     return Workspace(folder, {**cluster.env, "OMP_NUM_THREADS": "1", **environ})
 
 
+@pytest.mark.long
 def test_a_calculator_on_two_nodes_is_resumed_after_a_kill(slurm_cluster: Cluster) -> None:
     """The model calls the tool or answers, both at random, and is rewarded for an answer within two turns."""
     workspace = workspace_on(slurm_cluster, [ADD, "3"])

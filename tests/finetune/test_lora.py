@@ -334,6 +334,7 @@ def test_the_reference_of_a_policy_ignores_its_adapters(folder: Path, tmp_path: 
     torch.testing.assert_close(before, batch.ref_PW, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 def test_compiled(folder: Path, tmp_path: Path, uninterrupted: dict[str, Path]) -> None:

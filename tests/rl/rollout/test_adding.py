@@ -77,6 +77,7 @@ def test_the_configuration_lists_the_new_engine(checkout: Path) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_generates_with_the_new_engine_and_the_new_transfer(checkout: Path, tmp_path: Path) -> None:
     """At the second step the engine's probabilities are those of the trainer, whose weights have changed."""

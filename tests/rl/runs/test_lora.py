@@ -188,6 +188,7 @@ def test_vllm_computes_with_the_adapters_alone(run: Runs, tmp_path: Path, capsys
     assert [step["step"] for step in metrics(tmp_path / "run")] == [0, 1, 2, 3]
 
 
+@pytest.mark.long
 @needs_vllm
 @pytest.mark.slow
 def test_adapters_that_do_not_reach_vllm_end_the_run(run: Runs, tmp_path: Path) -> None:
