@@ -95,7 +95,7 @@ def test_programs_that_do_harm_end_with_their_call(slurm_cluster: Cluster, appta
     workspace = workspace_on(slurm_cluster, [text], PATH=apptainer_path)
     before = traces(slurm_cluster)
     own = ["environment.tools=[bash]", "environment.sandbox=apptainer", "environment.max_turns=2"]
-    own += ["environment.max_output_chars=200", "environment.timeout_s=600", "data.max_response_length=4000"]
+    own += ["environment.max_output_chars=200", "environment.timeout_s=600", "data.max_response_length=1900"]
     sizes = ["data.train_batch_size=2", "rollout.n=2", "trainer.micro_tokens=8192", "trainer.total_training_steps=2"]
     reward = ["reward.function=format", "reward.kwargs={pattern: '.*'}"]
     command = ["submit", "ppo", "--nodes", "2", "--mem", "4G", "--job-name", "harm", "--wait"]
