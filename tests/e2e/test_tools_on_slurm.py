@@ -71,6 +71,12 @@ def test_a_calculator_on_two_nodes_is_resumed_after_a_kill(slurm_cluster: Cluste
     assert records(workspace, "sums")[0]["environment/tool_calls"] > 0.5
 
 
+def own_traces(cluster: Cluster) -> dict[str, list[str]]:
+    """Return the traces of jobs on the nodes, without the folder in which torch's workers look for compiled code."""
+    found = {node: text.splitlines() for node, text in traces(cluster).items()}
+    return {node: [line for line in lines if "torchinductor" not in line] for node, lines in found.items()}
+
+
 @pytest.fixture
 def apptainer_path(slurm_cluster: Cluster, apptainer_environ: dict[str, str]) -> Iterator[str]:
     """A PATH with an apptainer that the user nobody can run on all nodes."""
@@ -80,6 +86,7 @@ def apptainer_path(slurm_cluster: Cluster, apptainer_environ: dict[str, str]) ->
         yield path
 
 
+@pytest.mark.long
 def test_programs_that_do_harm_end_with_their_call(slurm_cluster: Cluster, apptainer_path: str) -> None:
     """Each turn calls all of them: a fork bomb, a full disk, endless output, sleepers and a connection."""
     address = f"{state.read(slurm_cluster.name).subnet}.{network.CONTROLLER}/{SLURMCTLD_PORT}"
@@ -93,7 +100,7 @@ def test_programs_that_do_harm_end_with_their_call(slurm_cluster: Cluster, appta
     calls = [json.dumps({"name": "bash", "arguments": {"command": program}}) for program in programs]
     text = "".join(f"<tool_call>{call}</tool_call>" for call in calls)
     workspace = workspace_on(slurm_cluster, [text], PATH=apptainer_path)
-    before = traces(slurm_cluster)
+    before = own_traces(slurm_cluster)
     own = ["environment.tools=[bash]", "environment.sandbox=apptainer", "environment.max_turns=2"]
     own += ["environment.max_output_chars=200", "environment.timeout_s=600", "data.max_response_length=1900"]
     sizes = ["data.train_batch_size=2", "rollout.n=2", "trainer.micro_tokens=8192", "trainer.total_training_steps=2"]
@@ -113,4 +120,4 @@ def test_programs_that_do_harm_end_with_their_call(slurm_cluster: Cluster, appta
     for node in slurm_cluster.nodes:
         left = slurm_cluster.exec_on(node, ["pgrep", "-fa", f"sleep {SLEEP_S}|apptainer|^yes"])
         assert left.stdout == "", f"left on {node}"
-    assert traces(slurm_cluster) == before
+    assert own_traces(slurm_cluster) == before
