@@ -30,7 +30,8 @@ def problem() -> str | None:
         zmq = importlib.import_module("zmq")
         importlib.import_module("msgspec")
     except ImportError as error:
-        return f"transfer_queue.enable=true needs pyzmq and msgspec, and {sys.executable} has not both ({error}): {_INSTALL}"
+        needs = "transfer_queue.enable=true needs pyzmq and msgspec"
+        return f"{needs}, and {sys.executable} lacks one of them ({error}): {_INSTALL}"
     if not zmq.has("curve"):
         return (
             "transfer_queue.enable=true needs a pyzmq with CURVE, which authenticates its connections, and that of "

@@ -154,7 +154,7 @@ def test_a_death_ends_the_wait_for_the_ranks(server: Server) -> None:
     other = Server([ray.get_runtime_context().get_node_id()])
     never = server.watched[0]
     ray.kill(other._actors[1])
-    with pytest.raises(ActorDiedError, match="TransferQueue's storage unit at .* died: "):
+    with pytest.raises(ActorDiedError, match=r"TransferQueue's storage unit at .* died: "):
         Pending.of_calls([never], other.watched).wait(600)
     other.close()
 
