@@ -210,9 +210,13 @@ def handshake(context: Any, address: str, key: bytes | None, path: Path) -> int:
     monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(REFUSED))
     socket.connect(address)
     socket.send_multipart([b"\xc1\xfe\xed", pickle.dumps(Program(path))])
-    assert monitor.poll(600_000)
-    event: int = recv_monitor_message(monitor)["event"]
-    return event
+    try:
+        assert monitor.poll(600_000)
+        event: int = recv_monitor_message(monitor)["event"]
+        return event
+    finally:
+        socket.disable_monitor()
+        monitor.close(linger=0)
 
 
 def test_it_listens_on_the_address_of_ray_only(server: Server) -> None:
