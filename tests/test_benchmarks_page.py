@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import async_rl, carrier, rollout, rollout_simulation
+from benchmarks import async_rl, rollout, rollout_simulation
 from benchmarks.common import median, median_ratio
 from benchmarks.rollout_simulation import Outcome
 
@@ -77,10 +77,6 @@ def weight_sync() -> Iterator[str]:
         yield f"| {title} | {median(measured[name]):.3f} | {ratio} |"
 
 
-def carriers() -> Iterator[str]:
-    yield from map(line, carrier.rows_of(result("carrier")))
-
-
 def start_of_ray() -> Iterator[str]:
     for nodes, measured in result("ray_up").items():
         for who, seconds in measured.items():
@@ -133,7 +129,6 @@ TABLES = (
     ranks,
     reinforcement_learning,
     weight_sync,
-    carriers,
     start_of_ray,
     adapters,
     generation,

@@ -192,8 +192,11 @@ def test_who_lacks_the_key_cannot_run_a_program(
         ours, theirs = tmp_path / f"ours-{number}", tmp_path / f"theirs-{number}"
         context = zmq.Context()
         try:
-            assert handshake(context, address, key, theirs) in REFUSED
-            assert handshake(context, address, connection.key, ours) == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            # Until the end, both sockets have names: one that is collected keeps its message, and the context waits.
+            stranger = queue_client.new_socket(key, context, zmq.DEALER, "") if key else context.socket(zmq.DEALER)
+            assert handshake(stranger, address, theirs) in REFUSED
+            member = queue_client.new_socket(connection.key, context, zmq.DEALER, "")
+            assert handshake(member, address, ours) == zmq.EVENT_HANDSHAKE_SUCCEEDED
             deadline = time.monotonic() + 600
             while not ours.exists():
                 assert time.monotonic() < deadline
@@ -203,9 +206,8 @@ def test_who_lacks_the_key_cannot_run_a_program(
         assert not theirs.exists()
 
 
-def handshake(context: Any, address: str, key: bytes | None, path: Path) -> int:
-    """Send a program and return how the handshake ended, with the first server answer that decides it."""
-    socket = queue_client.new_socket(key, context, zmq.DEALER, "") if key else context.socket(zmq.DEALER)
+def handshake(socket: Any, address: str, path: Path) -> int:
+    """Send a program and return the event that ended the handshake."""
     socket.setsockopt(zmq.IDENTITY, f"TQ_STORAGE_{path.name}".encode())
     monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(REFUSED))
     socket.connect(address)
