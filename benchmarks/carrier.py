@@ -4,9 +4,11 @@
 GRPO with a KL term in the loss does with the carrier: responses are held, each rank computes the log-probabilities of
 policy and reference (here it copies given numbers), and each rank receives advantages, weights and both
 log-probabilities for an update. At the end the carrier forgets the step. With `2 pools`, the ranks of a second pool
-hold the responses, too, and compute the reference's log-probabilities.
+hold the responses, too, and compute the reference's log-probabilities. With `2 shuffled passes`, responses are held
+again for each of two updates, as with actor.shuffle.
 
 Bytes through the driver: of all arguments and results of calls, pickled, and of the arrays that the driver stores.
+These numbers are exact, and the same on every machine. The bytes between nodes are not measured: there is one node.
 Both carriers have to bring the same bytes to the ranks, which a checksum compares.
 """
 
@@ -21,11 +23,7 @@ from typing import Any
 
 from benchmarks.common import in_turns, median, median_ratio, publish, seconds, table
 
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-os.environ.setdefault("TQ_NUM_THREADS", "1")
-
-RESPONSES, PROMPT, RANKS = 512, 256, 2
+RESPONSES, PROMPT, RANKS, MICRO_TOKENS = 512, 256, 2, 16_384
 TIMEOUT_S = 600
 MB = 1e6
 
@@ -56,14 +54,15 @@ class Step:
 
     Args:
         pools: the ranks of each pool.
+        passes: number of shuffled passes; 0 for one pass over the responses as they are.
     """
 
-    def __init__(self, carrier: Any, pools: Sequence[Sequence[Any]], tokens: int) -> None:
+    def __init__(self, carrier: Any, pools: Sequence[Sequence[Any]], tokens: int, passes: int) -> None:
         import numpy as np
         import torch
         from tensordict import TensorDict
 
-        from hpc_rl.rl.dealing import deal_step
+        from hpc_rl.rl.dealing import deal_step, shuffled
         from hpc_rl.rl.experience import jagged
 
         self.carrier, self.pools = carrier, pools
@@ -79,7 +78,11 @@ class Step:
         self.experience = TensorDict(rows, batch_size=[RESPONSES])
         flat = torch.from_numpy(draw.standard_normal(int(lengths.sum()), np.float32))
         self.own = {name: jagged(flat, self.lengths) for name in ("advantages", "weights")}
-        self.deal = deal_step(lengths + PROMPT, lengths, None, RANKS, 16_384)
+        self.deal = deal_step(lengths + PROMPT, lengths, None, RANKS, MICRO_TOKENS)
+        self.passes = [
+            deal_step(lengths + PROMPT, lengths, RESPONSES // 4, RANKS, MICRO_TOKENS, shuffled(RESPONSES, 0, 0, epoch))
+            for epoch in range(passes)
+        ]
         self.bytes = 0
         self.counts = False
 
@@ -90,7 +93,10 @@ class Step:
         columns: dict[str, Any] = dict(self.own)
         for name, pool in (("old_logprobs", self.pools[0]), ("ref_logprobs", self.pools[-1])):
             columns[name] = self.computed(pool)
-        found += self.call(self.pools[0], "update", self.carrier.columns(self.deal, columns))
+        for deal in self.passes or [self.deal]:
+            if self.passes:
+                found += self.call(self.pools[0], "hold", self.carrier.shards(self.experience, deal))
+            found += self.call(self.pools[0], "update", self.carrier.columns(deal, columns))
         self.carrier.clear()
         return found
 
@@ -135,7 +141,24 @@ class Step:
         return self.bytes
 
 
+def rows_of(results: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows of the table."""
+    return [
+        [
+            name,
+            *(f"{size / MB:.1f}" for size in measured["bytes"].values()),
+            f"{measured['bytes']['transfer_queue'] / measured['bytes']['ray']:.2f}",
+            *(f"{median(times):.3f}" for times in measured["seconds"].values()),
+            f"{median_ratio(measured['seconds']['transfer_queue'], measured['seconds']['ray']):.1f}",
+        ]
+        for name, measured in results.items()
+    ]
+
+
 def main() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("TQ_NUM_THREADS", "1")
     import ray
 
     from hpc_rl.rl.carriers.through_ray import RayCarrier
@@ -154,10 +177,16 @@ def main() -> None:
     ranks = [ray.remote(num_cpus=0)(Rank).remote() for _ in range(2 * RANKS)]
     node = ray.get_runtime_context().get_node_id()
     carriers = {"ray": RayCarrier(), "transfer_queue": TransferQueueCarrier([node] * 2)}
-    rows, results = [], {}
+    one, two = [ranks[:RANKS]], [ranks[:RANKS], ranks[RANKS:]]
+    cases: dict[str, tuple[list[list[Any]], int]] = {
+        "1 pool": (one, 0),
+        "2 pools": (two, 0),
+        "1 pool, 2 shuffled passes": (one, 2),
+    }
+    results: dict[str, Any] = {}
     for tokens in (1024, 4096):
-        for name, pools in (("1 pool", [ranks[:RANKS]]), ("2 pools", [ranks[:RANKS], ranks[RANKS:]])):
-            steps = {carrier: Step(made, pools, tokens) for carrier, made in carriers.items()}
+        for name, (pools, passes) in cases.items():
+            steps = {carrier: Step(made, pools, tokens, passes) for carrier, made in carriers.items()}
             first, second = (step.run() for step in steps.values())  # imports and connections, once per run
             assert first == second, "the carriers brought other bytes"
             sizes = {carrier: step.count() for carrier, step in steps.items()}
@@ -165,21 +194,11 @@ def main() -> None:
                 carrier: lambda step=step: seconds(step.run) for carrier, step in steps.items()
             }
             measured = in_turns(timed, arguments.repeats)
-            ratio = median_ratio(measured["transfer_queue"], measured["ray"])
-            results[f"{tokens} tokens, {name}"] = {"seconds": measured, "bytes": sizes, "ratio of seconds": ratio}
-            rows.append(
-                [
-                    f"{tokens:,} tokens, {name}",
-                    *(f"{median(times):.3f}" for times in measured.values()),
-                    f"{ratio:.1f}",
-                    *(f"{size / MB:.1f}" for size in sizes.values()),
-                    f"{sizes['transfer_queue'] / sizes['ray']:.2f}",
-                ]
-            )
+            results[f"{tokens:,} tokens, {name}"] = {"bytes": sizes, "seconds": measured}
     carriers["transfer_queue"].close()
     ray.shutdown()
-    headers = ["", "Ray, s", "TransferQueue, s", "ratio", "Ray, MB", "TransferQueue, MB", "ratio"]
-    publish("carrier", table(headers, rows), results, ["torch", "ray", "TransferQueue", "pyzmq"])
+    headers = ["", "Ray, MB", "TransferQueue, MB", "ratio", "Ray, s", "TransferQueue, s", "ratio"]
+    publish("carrier", table(headers, rows_of(results)), results, ["torch", "ray", "TransferQueue", "pyzmq"])
 
 
 if __name__ == "__main__":

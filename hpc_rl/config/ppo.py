@@ -52,8 +52,8 @@ class CriticConfig(Section):
 
 class TransferQueueConfig(Section):
     enable: bool = False
-    """Carry each step's responses and token columns between the driver and the training ranks with the package
-    TransferQueue (extra transfer-queue), which stores them on all training nodes, instead of in Ray's calls."""
+    """Carry each step's responses and token columns to the training ranks with the package TransferQueue (extra
+    transfer-queue), which stores them on all training nodes, instead of in Ray's calls."""
 
 
 class PpoTrainerConfig(TrainingConfig):

@@ -25,6 +25,7 @@ PASSED = (
     *("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_*", "ONEAPI_DEVICE_SELECTOR", "CCL_KVS_*", "CCL_LOG_LEVEL"),
     *("ASCEND_RT_VISIBLE_DEVICES", "HCCL_*", "http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"),
     *("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY", "NETRC", "TOKENIZERS_PARALLELISM", "TZ"),
+    *("TQ_*", "TRANSFER_QUEUE_*"),
 )
 """Environment variables that are passed into the image, as patterns of bash. The image has its own PATH, PYTHONPATH and
 LD_LIBRARY_PATH, because a module that is loaded on the host would break its Python."""

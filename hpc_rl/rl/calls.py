@@ -68,9 +68,13 @@ class Pending(Generic[T]):
         self._result: list[T] = []
 
     @staticmethod
-    def of_calls(calls: Sequence[ActorCall]) -> Pending[list[Any]]:
-        """Return the results of the calls, in their order. The first failure ends the wait."""
-        return Pending(lambda timeout_s: _results(calls, timeout_s), calls)
+    def of_calls(calls: Sequence[ActorCall], watched: Sequence[ActorCall] = ()) -> Pending[list[Any]]:
+        """Return the results of the calls, in their order. The first failure ends the wait.
+
+        Args:
+            watched: calls that never return, to actors without which the others cannot go on: a death ends the wait.
+        """
+        return Pending(lambda timeout_s: _results(calls, timeout_s, watched=watched), calls)
 
     @staticmethod
     def of_future(future: Future[T], name: str) -> Pending[T]:
@@ -140,14 +144,19 @@ def wait_for_all(pending: Sequence[Pending[Any]], what: str, limit: str, timeout
 
 
 def _results(
-    calls: Sequence[ActorCall], timeout_s: float, limit: str | None = None, show: Callable[[int], None] | None = None
+    calls: Sequence[ActorCall],
+    timeout_s: float,
+    limit: str | None = None,
+    show: Callable[[int], None] | None = None,
+    watched: Sequence[ActorCall] = (),
 ) -> list[Any]:
     # Results are taken as they arrive: after a failure the other actors may wait for the failed one forever.
-    by_ref = {call.ref: call for call in calls}
+    by_ref = {call.ref: call for call in (*calls, *watched)}
+    wanted = {call.ref for call in calls}
     found: dict[Any, Any] = {}
     deadline = time.monotonic() + timeout_s
     left = list(by_ref)
-    while left:
+    while wanted - found.keys():
         patience = max(0.0, deadline - time.monotonic())
         ready, left = ray.wait(left, num_returns=1, timeout=min(patience, PROGRESS_S) if show else patience)
         if not ready and show and time.monotonic() < deadline:
@@ -155,7 +164,7 @@ def _results(
             heart.beat()  # until the actors give signs of life themselves, this limit is the only one
             continue
         if not ready:
-            late = ", ".join(str(by_ref[ref].actor) for ref in left)
+            late = ", ".join(str(by_ref[ref].actor) for ref in left if ref in wanted)
             raise RunError(f"no answer within {timeout_s:.0f} s{f' ({limit})' if limit else ''} from {late}")
         try:
             found[ready[0]] = _result(by_ref[ready[0]])

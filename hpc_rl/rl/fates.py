@@ -21,7 +21,7 @@ from hpc_rl.errors import RunError
 from hpc_rl.host.deaths import KILLED, kill_cause, ran_out_of_memory
 from hpc_rl.host.files import tail
 
-Role = Literal["worker", "engine", "environment", "driver"]
+Role = Literal["worker", "engine", "environment", "driver", "carrier"]
 
 ASK_TIMEOUT_S = 20
 """Time for a question to the actor's node, which may have to start a process for it."""
@@ -32,6 +32,7 @@ _REMEDIES: dict[Role, str] = {
     "engine": "lower rollout.max_num_seqs, or request more --mem",
     "environment": "lower environment.workers, or request more --mem",
     "driver": "lower data.train_batch_size or reward.workers, or request more --mem",
+    "carrier": "lower data.train_batch_size, remove transfer_queue.enable, or request more --mem",
 }
 _CRASHES = {
     "Segmentation fault": signal.SIGSEGV,

@@ -78,7 +78,8 @@ def train(state: PpoState) -> int:
         with clock("step"):
             with traced(state):
                 metrics = step(state, clock)
-            state.carrier.clear()
+            with clock("carry"):
+                state.carrier.clear()
             tests = bool(state.val) and validation_is_due(config, state.step, state.total_steps)
             last = state.step == state.total_steps
             stop = not metrics or (not last and stopping.due(work_s(state, tests)))
@@ -181,12 +182,13 @@ def stops(state: PpoState, done: Collection[str]) -> bool:
     Args:
         done: names of the phases of the step that are done, or almost.
     """
-    return state.stopping.due(state.stopping.rest_s(done))
+    return state.stopping.due(state.stopping.rest_s(set(done) - {"timing_s/carry"}))  # which also begins the updates
 
 
 def evaluate(state: PpoState, batch: Batch, experience: TensorDict, clock: Clock) -> None:
     """Add the scores, and the columns that policy, reference, teacher and critic compute for the responses."""
-    held = [group.hold(experience, state.config.actor.mini_batch_size) for group in state.groups]
+    with clock("carry"):
+        held = [group.hold(experience, state.config.actor.mini_batch_size) for group in state.groups]
     # All calls start before the first wait, so that workers compute while rewards are still being scored.
     needed = needed_by_driver(state.config)
     old = ref = None
@@ -248,10 +250,11 @@ def learn(state: PpoState, experience: TensorDict, clock: Clock) -> dict[str, fl
     warming_up = state.critic is not None and state.step < state.config.critic.warmup_steps
     metrics: dict[str, float] = {}
     critic = actor = None
-    if state.critic is not None:
-        critic = update(state, state.critic, "critic", experience, critic_columns)
-    if not warming_up:
-        actor = update(state, state.actor, "actor", experience, actor_columns)
+    with clock("carry"):
+        if state.critic is not None:
+            critic = update(state, state.critic, "critic", experience, critic_columns)
+        if not warming_up:
+            actor = update(state, state.actor, "actor", experience, actor_columns)
     if critic is not None:
         with clock("update_critic"):
             metrics |= critic_metrics(critic.wait())

@@ -70,7 +70,7 @@ class Spans:
 
 
 class Clock:
-    """The wall time of the phases of a step: `with clock("data"): ...` fills seconds["timing_s/data"].
+    """The wall time of the phases of a step: `with clock("data"): ...` adds to seconds["timing_s/data"].
 
     A phase is also one of this process's signs of life.
     """
@@ -86,7 +86,8 @@ class Clock:
         with heart.phase(phase):
             yield
         end = time.perf_counter()
-        self.seconds[f"timing_s/{phase}"] = end - start
+        name = f"timing_s/{phase}"
+        self.seconds[name] = self.seconds.get(name, 0.0) + end - start
         self.spans.add(phase, start, end)
 
 

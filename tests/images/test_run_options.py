@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from hpc_rl.config.compose import compose
 from hpc_rl.errors import UserError
-from hpc_rl.images.run_options import job_binds, unpacks
+from hpc_rl.images.run_options import PASSED, job_binds, unpacks
 from hpc_rl.images.runtimes import RUNTIMES, ContainerRuntime, runtime_of
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
@@ -33,6 +34,12 @@ def image_job(run_dir: Path, working_dir: Path = Path("/"), kind: str = "torchru
 def options_of(**settings: Any) -> list[list[str]]:
     config = image_job(PWD, **settings).config
     return runtime_of(config.container).options(config, PWD, [])
+
+
+def test_variables_that_configure_the_job_reach_the_image() -> None:
+    names = ["TQ_NUM_THREADS", "TRANSFER_QUEUE_ENABLE", "NCCL_DEBUG", "HF_HOME"]
+    assert [name for name in names if not any(fnmatchcase(name, pattern) for pattern in PASSED)] == []
+    assert not any(fnmatchcase("LD_LIBRARY_PATH", pattern) for pattern in PASSED)
 
 
 def test_exec_options_are_these() -> None:

@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +112,28 @@ def test_environments_of_generation_are_looked_for(kind: str) -> None:
         checks.check(Job(kind, config, RunDir(Path("run").absolute()), Path.cwd()))
 
 
+def no_version(name: str) -> str:
+    raise PackageNotFoundError(name)
+
+
+def test_transfer_queue_is_looked_for_in_the_python_of_the_job(folder: Path) -> None:
+    python = folder / "python-without-packages"
+    python.write_text(f'#!/bin/bash\nexec {sys.executable} -S -E "$@"\n')
+    python.chmod(0o755)
+    with pytest.raises(UserError, match=r"(?m)^transfer_queue\.enable=true needs TransferQueue >= .* has none"):
+        check_ppo(transfer_queue__enable=True, slurm__python=str(python))
+
+
 @pytest.mark.usefixtures("folder")
 def test_libraries_are_looked_for_only_where_the_job_runs_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "installed_ray", lambda: None)
     monkeypatch.setattr(program.importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setattr(program.transfer_queue.metadata, "version", no_version)
     with pytest.raises(UserError) as found:
         check_ppo(rollout__name="vllm", transfer_queue__enable=True)
     (ours, queue, engines) = str(found.value).splitlines()
     assert re.match(r"ppo needs torch, .*ray, .* lacks them: install them there, or set slurm\.python", ours)
-    assert re.match(r"transfer_queue\.enable needs transfer_queue, .* lacks it: install it there", queue)
+    assert re.match(r"transfer_queue\.enable=true needs TransferQueue >= .* has none: run pip install", queue)
     assert re.match(r"rollout\.name=vllm needs vllm, .* lacks it: install it there", engines)
     (note, _) = check_ppo(rollout__name="vllm", slurm__python="/on/the/nodes/python")
     assert "slurm.python /on/the/nodes/python is not on this machine" in note

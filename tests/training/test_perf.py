@@ -57,3 +57,11 @@ def test_a_clock_has_seconds_and_spans() -> None:
     ((start, end),) = clock.spans.take()["gen"]
     assert end - start == pytest.approx(clock.seconds["timing_s/gen"])
     assert clock.began + clock.seconds["timing_s/step"] <= time.perf_counter()
+
+
+def test_a_phase_that_occurs_twice_has_the_sum() -> None:
+    clock = Clock()
+    for _ in range(2):
+        with clock("carry"):
+            time.sleep(0.01)
+    assert clock.seconds["timing_s/carry"] >= 0.02

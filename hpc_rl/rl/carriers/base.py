@@ -8,9 +8,9 @@ the same bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from hpc_rl.rl import experience as columns
+from hpc_rl.rl.calls import ActorCall
 from hpc_rl.rl.dealing import Deal, Shard, shards
 
 T_co = TypeVar("T_co", covariant=True)
@@ -49,6 +50,13 @@ class Kept:
     field: str
     """Name by which the carrier finds it."""
 
+    def __getattr__(self, name: str) -> Any:
+        # An AttributeError, because TensorDict asks every object that it stores for some attributes.
+        raise AttributeError(
+            f"the driver read .{name} of a column that stays with the carrier: add the column to `needed_by_driver` in "
+            "hpc_rl/rl/carriers/carriers.py"
+        )
+
 
 class AtOnce(Reply):
     """The call returns the column."""
@@ -60,6 +68,11 @@ class AtOnce(Reply):
 
 class Carrier(ABC):
     """Carries the experience of a run's steps; part of the driver."""
+
+    @property
+    def watched(self) -> Sequence[ActorCall]:
+        """The calls that end only if a process of the carrier dies."""
+        return ()
 
     @abstractmethod
     def shards(self, experience: TensorDict, deal: Deal) -> list[Parcel[Shard]]:

@@ -1,39 +1,30 @@
-"""The carriers of a step's experience, by name.
-
-To add one, write a module with a class (see `hpc_rl.rl.carriers.base.Carrier`), and add a row to `CARRIERS`.
-"""
+"""Which carrier a run has, and which columns may stay with it."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rl.carriers.base import Carrier
 from hpc_rl.rl.carriers.through_ray import RayCarrier
 
 
-def _ray(_nodes: Sequence[str]) -> Carrier:
-    return RayCarrier()
-
-
-def _transfer_queue(nodes: Sequence[str]) -> Carrier:
-    found: Carrier = importlib.import_module("hpc_rl.rl.carriers.through_transfer_queue").TransferQueueCarrier(nodes)
-    return found
-
-
-CARRIERS: dict[str, Callable[[Sequence[str]], Carrier]] = {"ray": _ray, "transfer_queue": _transfer_queue}
-"""Name -> opens the carrier, given Ray's ids of the nodes that train."""
-
-
 def open_carrier(config: PpoConfig, nodes: Sequence[str]) -> Carrier:
-    """Open the configured carrier.
+    """Open the carrier of a run: Ray's calls, or with transfer_queue.enable TransferQueue.
+
+    Args:
+        nodes: Ray's ids of the nodes that train.
 
     Raises:
         UserError: its package is missing, or has another version.
         RunError: its processes did not start.
     """
-    return CARRIERS["transfer_queue" if config.transfer_queue.enable else "ray"](nodes)
+    if not config.transfer_queue.enable:
+        return RayCarrier()
+    # The package is optional.
+    found: Carrier = importlib.import_module("hpc_rl.rl.carriers.through_transfer_queue").TransferQueueCarrier(nodes)
+    return found
 
 
 def needed_by_driver(config: PpoConfig) -> frozenset[str]:

@@ -13,29 +13,32 @@ import asyncio
 import importlib
 import secrets
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import wait as futures_wait
+from dataclasses import dataclass, field
 from functools import cache, partial
-from importlib import metadata
 from typing import Any
 
 import numpy as np
 import ray
 import torch
 from numpy.typing import NDArray
-from packaging.version import Version
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tensordict import TensorDict
 
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.host.transfer_queue import PACKAGE, problem
 from hpc_rl.rl import experience as columns
+from hpc_rl.rl.calls import ActorCall, Pending
+from hpc_rl.rl.fates import Actor
 
-PACKAGE = "TransferQueue"
-VERSIONS = ("0.1.11", "0.1.12")
-"""The oldest version that works, and the first one that is not known to. Releases rename what this file uses."""
 TIMEOUT_S = 600
 """Time limit of one put, get or clear. The package has none for its controller."""
 _START_TIMEOUT_S = 300
+_CHECK_S = 1
+"""Interval between the checks of a client that waits."""
+_CLOSE_TIMEOUT_S = 60
 _KEY_BYTES = 32
 _MODULES = (
     "transfer_queue.utils.zmq_utils",
@@ -44,13 +47,15 @@ _MODULES = (
     "transfer_queue.storage.managers.base",
 )
 """The modules of the package that make sockets."""
+_FAILED = f"transfer_queue.enable=true: {PACKAGE} failed"
+_AGAIN = "Start the run again: it resumes from its newest checkpoint"
 
 
 @dataclass(frozen=True)
 class Connection:
     """What a process needs to connect to the queue of a run."""
 
-    key: bytes
+    key: bytes = field(repr=False)
     """The secret key of the servers, which is that of all clients, too."""
     controller: Any
     storage: dict[str, Any]
@@ -65,7 +70,8 @@ class Server:
     """
 
     def __init__(self, nodes: Sequence[str]) -> None:
-        refuse_other_version()
+        if (text := problem()) is not None:
+            raise UserError(text)
         key = _own_key()
         secure(key)
         controller = importlib.import_module("transfer_queue.controller").TransferQueueController
@@ -88,28 +94,47 @@ class Server:
                 f"{str(error).splitlines()[0]}"
             ) from error
         self.connection = Connection(key, addresses[0], {str(i): address for i, address in enumerate(addresses[1:])})
+        names = ["controller", *(f"storage unit at {address.ip}" for address in addresses[1:])]
+        self.watched = [
+            ActorCall(actor.__ray_call__.remote(_never_return), Actor(f"{PACKAGE}'s {name}", "carrier"))
+            for actor, name in zip(self._actors, names, strict=True)
+        ]
+        """Calls that end only if a process dies. The package answers in other threads."""
+
+    def check(self) -> None:
+        """Raise RunError if a process has died."""
+        for call in self.watched:
+            ended = Pending.of_calls([call])
+            if ended.is_ready():
+                ended.wait()
 
     def close(self) -> None:
         """End the processes. A second call does nothing."""
         for actor in self._actors:
             ray.kill(actor)
-        self._actors = []
+        self._actors, self.watched = [], []
 
 
 class Client:
-    """A connection of one process. Its calls have a time limit, which the package's own do not have."""
+    """A connection of one process. Its calls have a time limit, which the package's own do not have.
 
-    def __init__(self, connection: Connection) -> None:
+    Args:
+        check: called while a call waits; raises RunError if waiting is of no use.
+    """
+
+    def __init__(self, connection: Connection, check: Callable[[], None] = lambda: None) -> None:
+        self._check = check
         secure(connection.key)
         package = importlib.import_module("transfer_queue.client")
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="transfer queue", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="transfer queue", daemon=True)
+        self._thread.start()
         self._client = package.AsyncTransferQueueClient(
             f"TransferQueueClient_{secrets.token_hex(8)}", connection.controller, zmq_io_threads=1
         )
         try:
             self._client.initialize_storage_manager("SimpleStorage", {"zmq_info": connection.storage})
-        except (TimeoutError, RuntimeError) as error:
+        except (TimeoutError, RuntimeError, _zmq_error()) as error:
             raise RunError(f"transfer_queue.enable=true: no connection to its controller: {error}") from error
 
     def put(
@@ -132,7 +157,11 @@ class Client:
         self._run(self._put(partition, order, TensorDict(rows, batch_size=[len(order)])))
 
     def get(self, partition: str, order: NDArray[np.int64], names: Sequence[str]) -> dict[str, list[NDArray[Any]]]:
-        """Return the rows of fields for some responses, in this order."""
+        """Return the rows of fields for some responses, in this order.
+
+        Raises:
+            RunError: rows or fields are missing.
+        """
         if not len(order):
             return {name: [] for name in names}
         found = self._run(self._get(partition, order, list(names)))
@@ -148,9 +177,14 @@ class Client:
         return found
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections. A second call does nothing."""
+        if self._loop.is_closed():
+            return
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._client.close()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if not self._thread.is_alive():  # a socket must not be closed while another thread uses it
+            self._loop.close()
+            self._client.close()
 
     async def _put(self, partition: str, order: NDArray[np.int64], data: TensorDict) -> None:
         rows = await self._client.async_kv_retrieve_meta(keys=_keys(order), partition_id=partition, create=True)
@@ -158,21 +192,31 @@ class Client:
 
     async def _get(self, partition: str, order: NDArray[np.int64], names: list[str]) -> TensorDict:
         rows = await self._client.async_kv_retrieve_meta(keys=_keys(order), partition_id=partition, create=False)
+        # The package leaves out what it does not have, without an error.
+        if rows.size != len(order):
+            raise RunError(f"{_FAILED}: it has {rows.size} of {len(order)} requested rows of {partition}. {_AGAIN}")
+        if missing := sorted(set(names) - set(rows.field_names)):
+            raise RunError(f"{_FAILED}: {partition} has no {', '.join(missing)}. {_AGAIN}")
         found: TensorDict = await self._client.async_get_data(rows.select_fields(names))
+        if len(found) != len(order) or not set(names) <= set(found.keys()):
+            raise RunError(
+                f"{_FAILED}: it brought {len(found)} of {len(order)} rows, with {', '.join(sorted(found.keys()))} of "
+                f"{', '.join(names)}. {_AGAIN}"
+            )
         return found
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        deadline = time.monotonic() + TIMEOUT_S
+        while not futures_wait([future], _CHECK_S).done:
+            self._check()
+            if time.monotonic() > deadline:
+                future.cancel()
+                raise RunError(f"{_FAILED}: its processes did not answer within {TIMEOUT_S} s. {_AGAIN}")
         try:
-            return future.result(TIMEOUT_S)
-        except TimeoutError as error:
-            future.cancel()
-            raise RunError(
-                f"transfer_queue.enable=true: no answer from the processes of {PACKAGE} within {TIMEOUT_S} s. Start "
-                "the run again: it resumes from its newest checkpoint"
-            ) from error
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise RunError(f"transfer_queue.enable=true: {PACKAGE} failed: {error}") from error
+            return future.result()
+        except (RuntimeError, ValueError, KeyError, TypeError, TimeoutError, _zmq_error()) as error:
+            raise RunError(f"{_FAILED}: {error}. {_AGAIN}") from error
 
 
 _clients: dict[str, Client] = {}
@@ -234,22 +278,13 @@ def ray_address() -> str:
     return found.strip("[]")
 
 
-def refuse_other_version() -> None:
-    """Raise UserError if the package is not installed in a version that works."""
-    oldest, above = VERSIONS
-    wanted = f"transfer_queue.enable=true needs {PACKAGE} >= {oldest}, < {above}"
-    install = "install it by pip install '.[transfer-queue]' in the checkout of hpc-rl, or remove transfer_queue.enable"
-    try:
-        found = metadata.version(PACKAGE)
-    except metadata.PackageNotFoundError:
-        raise UserError(f"{wanted}, and this Python has none: {install}") from None
-    if not Version(oldest) <= Version(found) < Version(above):
-        raise UserError(f"{wanted}, and this Python has {found}: {install}")
-    if not importlib.import_module("zmq").has("curve"):
-        raise UserError(
-            "transfer_queue.enable=true needs a pyzmq with CURVE, which authenticates its connections, and this one "
-            "was built without it: install pyzmq from its wheel, or remove transfer_queue.enable"
-        )
+def _never_return(_actor: Any) -> None:
+    threading.Event().wait()
+
+
+def _zmq_error() -> type[Exception]:
+    found: type[Exception] = importlib.import_module("zmq").ZMQError
+    return found
 
 
 def _on(node: str) -> NodeAffinitySchedulingStrategy:

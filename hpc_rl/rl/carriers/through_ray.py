@@ -31,9 +31,11 @@ class RayCarrier(Carrier):
     """Sends everything from the driver, and all columns to it."""
 
     def shards(self, experience: TensorDict, deal: Deal) -> list[Parcel[Shard]]:
+        """Return parcels with the responses."""
         return [Enclosed(shard) for shard in dealt_shards(experience, deal)]
 
     def columns(self, deal: Deal, token_columns: Mapping[str, torch.Tensor | Kept]) -> list[Parcel[FlatColumns]]:
+        """Return parcels with the columns."""
         parts = {}
         for name, column in token_columns.items():
             assert isinstance(column, torch.Tensor)  # this carrier keeps none
@@ -41,4 +43,5 @@ class RayCarrier(Carrier):
         return [Enclosed({name: part[rank] for name, part in parts.items()}) for rank in range(len(deal.orders))]
 
     def kept(self, deal: Deal, lengths_B: torch.Tensor) -> tuple[list[Reply], Kept] | None:
+        """Return None: this carrier keeps no column."""
         return None

@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
+from hpc_rl.rl.calls import ActorCall
 from hpc_rl.rl.carriers.base import Carrier, FlatColumns, Kept, Parcel, Reply, row_lengths, row_names
-from hpc_rl.rl.carriers.queue_client import Connection, Server, client_of
+from hpc_rl.rl.carriers.queue_client import Client, Connection, Server, client_of
 from hpc_rl.rl.dealing import Deal, Shard, gathered
 
 
@@ -79,12 +80,13 @@ class TransferQueueCarrier(Carrier):
 
     def __init__(self, nodes: Sequence[str]) -> None:
         self._server = Server(nodes)
-        self._client = client_of(self._server.connection)
+        self._client = Client(self._server.connection, self._server.check)
         self._step = 0
         self._fields = 0
         self._has_rows = False
 
     def shards(self, experience: TensorDict, deal: Deal) -> list[Parcel[Shard]]:
+        """See Carrier. The first call of a step puts the rows."""
         names = row_names(experience)
         if not self._has_rows:
             lengths = {name: row_lengths(experience, name) for name in names}
@@ -97,6 +99,7 @@ class TransferQueueCarrier(Carrier):
         ]
 
     def columns(self, deal: Deal, token_columns: Mapping[str, torch.Tensor | Kept]) -> list[Parcel[FlatColumns]]:
+        """See Carrier. Columns that the ranks have put stay where they are."""
         fields, lengths, new = {}, {}, {}
         for name, column in token_columns.items():
             if isinstance(column, Kept):
@@ -111,6 +114,7 @@ class TransferQueueCarrier(Carrier):
         return [StoredColumns(self._server.connection, self._partition, fields, order) for order in deal.orders]
 
     def kept(self, deal: Deal, lengths_B: torch.Tensor) -> tuple[list[Reply], Kept] | None:
+        """See Carrier."""
         field, lengths = self._new_field("kept"), lengths_B.numpy()
         replies: list[Reply] = [
             StoredReply(self._server.connection, self._partition, field, order, lengths[order]) for order in deal.orders
@@ -118,11 +122,19 @@ class TransferQueueCarrier(Carrier):
         return replies, Kept(field)
 
     def clear(self) -> None:
+        """See Carrier."""
         if self._fields or self._has_rows:
             self._client.clear(self._partition)
         self._step, self._fields, self._has_rows = self._step + 1, 0, False
 
+    @property
+    def watched(self) -> Sequence[ActorCall]:
+        """See Carrier."""
+        return self._server.watched
+
     def close(self) -> None:
+        """See Carrier."""
+        self._client.close()
         self._server.close()
 
     @property

@@ -245,7 +245,7 @@ class WorkerGroup:
             ActorCall(getattr(worker, method).remote(*own), who)
             for worker, own, who in zip(self._workers, arguments, self._names, strict=True)
         ]
-        return Pending.of_calls(calls).then(combine)
+        return Pending.of_calls(calls, self._carrier.watched).then(combine)
 
 
 def _add_sums(parts: list[Sums]) -> Sums:

@@ -51,7 +51,13 @@ from hpc_rl.submission.preflight.model import (
     check_same_vocabulary,
 )
 from hpc_rl.submission.preflight.partition import ask_of, check_partition
-from hpc_rl.submission.preflight.program import check_agent, check_packages, check_ray_program, check_torchrun_program
+from hpc_rl.submission.preflight.program import (
+    check_agent,
+    check_packages,
+    check_ray_program,
+    check_torchrun_program,
+    check_transfer_queue,
+)
 
 BASH_TIMEOUT_S = 20
 LONGEST_FILE = "attempt-1000/" + "x" * 64
@@ -145,7 +151,7 @@ def packages(job: Job) -> Iterator[Question]:
     if isinstance(config, FinetuneConfig | PpoConfig) and config.model.lora.quantize is not None:
         yield Question(check_packages, (slurm.python, ("bitsandbytes",), "model.lora.quantize"))
     if isinstance(config, PpoConfig) and config.transfer_queue.enable:
-        yield Question(check_packages, (slurm.python, ("transfer_queue",), "transfer_queue.enable"))
+        yield Question(check_transfer_queue, (slurm.python,))
     if slurm.python is None and isinstance(config, RayJobConfig) and (ray := installed_ray()) is not None:
         yield Question(check_ray, (ray, sys.executable))
     if isinstance(config, PpoConfig | GenerateConfig) and (package := engine_spec(config).package) is not None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host import transfer_queue
 
 PYTHON_TIMEOUT_S = 60
 _MISSING = "import importlib.util, sys; print(*[n for n in sys.argv[1:] if importlib.util.find_spec(n) is None])"
@@ -51,6 +52,33 @@ def check_packages(python: str | None, needs: Sequence[str], purpose: str) -> st
             f"{purpose} needs {', '.join(missing)}, and {python or sys.executable} lacks {it}: install {it} there, "
             f"or set slurm.python to the Python of an environment that has {it}"
         )
+    return None
+
+
+def check_transfer_queue(python: str | None) -> str | None:
+    """Check that a Python can use TransferQueue.
+
+    Args:
+        python: slurm.python, or None for the Python that runs hpc-rl.
+
+    Returns:
+        Why it could not be checked, if so.
+
+    Raises:
+        UserError: the package, or what it needs, is missing or has another version.
+    """
+    if python is None:
+        found = transfer_queue.problem()
+    else:
+        try:
+            asked = subprocess.run(
+                [python, "-P", transfer_queue.__file__], capture_output=True, text=True, timeout=PYTHON_TIMEOUT_S
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None  # `check_packages` reports it
+        found = asked.stdout.strip() if asked.returncode == 0 else None
+    if found:
+        raise UserError(found)
     return None
 
 

@@ -1,21 +1,18 @@
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import Any
+import pickle
 
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
-from hpc_rl.errors import UserError
-from hpc_rl.rl.carriers.base import AtOnce, dealt_shards
-from hpc_rl.rl.carriers.carriers import needed_by_driver
-from hpc_rl.rl.carriers.queue_client import refuse_other_version
+from hpc_rl.rl.carriers.base import AtOnce, Kept, dealt_shards
+from hpc_rl.rl.carriers.carriers import needed_by_driver, open_carrier
+from hpc_rl.rl.carriers.queue_client import Connection
 from hpc_rl.rl.carriers.through_ray import RayCarrier
 from hpc_rl.rl.dealing import Deal, deal_step
-from hpc_rl.rl.experience import jagged, jagged_rows
+from hpc_rl.rl.experience import flat, jagged, jagged_rows
 from tests.rl.ppo_config import ppo_config
 
 
@@ -55,30 +52,17 @@ def test_columns_that_the_driver_needs(options: tuple[str, ...], expected: set[s
     assert needed_by_driver(ppo_config(*options)) == expected | {"values", "teacher_logprobs"}
 
 
-@pytest.mark.parametrize("version", ["0.1.10", "0.1.12", "1.0"])
-def test_another_version_is_refused(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(version, tmp_path, monkeypatch)
-    with pytest.raises(
-        UserError, match=rf"needs TransferQueue >= 0\.1\.11, < 0\.1\.12, and this Python has {version}:"
-    ):
-        refuse_other_version()
+def test_without_the_option_ray_carries() -> None:
+    assert type(open_carrier(ppo_config(), [])) is RayCarrier
 
 
-@pytest.mark.parametrize("version", ["0.1.11", "0.1.11.post1"])
-def test_versions_that_work(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(version, tmp_path, monkeypatch)
-    refuse_other_version()
+def test_a_column_that_stays_with_the_carrier_cannot_be_read() -> None:
+    step, _ = experience()
+    step["old_logprobs"] = Kept("kept-1")
+    assert step["old_logprobs"] == pickle.loads(pickle.dumps(Kept("kept-1")))
+    with pytest.raises(AttributeError, match="stays with the carrier: add the column to `needed_by_driver`"):
+        flat(step, "old_logprobs")
 
 
-def test_a_missing_package_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [])
-    with pytest.raises(UserError, match=r"this Python has none: install it by pip install '\.\[transfer-queue\]'"):
-        refuse_other_version()
-
-
-def install(version: str, folder: Path, monkeypatch: Any) -> None:
-    """Put what pip records about an installed package in front of all others."""
-    record = folder / f"transferqueue-{version}.dist-info"
-    record.mkdir()
-    (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: TransferQueue\nVersion: {version}\n")
-    monkeypatch.syspath_prepend(folder)
+def test_the_key_is_in_no_message() -> None:
+    assert "secret" not in repr(Connection(b"secret", "controller", {}))

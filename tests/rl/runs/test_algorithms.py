@@ -17,7 +17,8 @@ ALWAYS = {
     *("response_length/mean", "response_length/max", "response_length/min", "response_length/clip_ratio"),
 }
 CRITIC = {"critic/vf_loss", "critic/vf_explained_var", "critic/grad_norm", "critic/lr", "critic/values/mean"}
-CLOCKS = {f"timing_s/{phase}" for phase in ("step", "gen", "reward", "adv", "update_actor", "update_weights")}
+PHASES = ("step", "gen", "carry", "reward", "adv", "update_actor", "update_weights")
+CLOCKS = {f"timing_s/{phase}" for phase in PHASES}
 SPEEDS = {"perf/throughput", "perf/total_num_tokens", "perf/time_per_step"}
 
 

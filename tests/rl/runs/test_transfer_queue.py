@@ -14,11 +14,15 @@ import ray
 
 from hpc_rl.errors import RunError
 from hpc_rl.rl import trainer
+from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.fates import ActorDiedError
 from tests.rl.runs.jobs import Runs, metrics, stop_after
 
 NEEDS = "TransferQueue is not installed: pip install --no-deps -r requirements/transfer-queue-no-deps.txt"
 zmq = pytest.importorskip("zmq", reason=NEEDS)
 pytest.importorskip("transfer_queue", reason=NEEDS)
+
+from zmq.utils.monitor import recv_monitor_message  # noqa: E402
 
 from hpc_rl.rl.carriers import queue_client  # noqa: E402
 from hpc_rl.rl.carriers.queue_client import Client, Server  # noqa: E402
@@ -26,6 +30,12 @@ from hpc_rl.rl.carriers.through_transfer_queue import TransferQueueCarrier  # no
 
 QUEUE = "transfer_queue.enable=true"
 TWO_RANKS = "trainer.n_gpus_per_node=2"
+REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_DISCONNECTED,  # by a server that expects CURVE
+)
 KL = ("algorithm.kl.where=loss", "algorithm.kl.coef=0.1", "algorithm.kl.estimator=k3")
 
 
@@ -53,8 +63,9 @@ def client(server: Server) -> Iterator[Client]:
             *("algorithm.advantage=gae", *KL, "trainer.n_gpus_per_node=4", "pools.spec={one: [2], two: [2]}"),
             *("pools.roles.actor=one", "pools.roles.rollout=one", "pools.roles.critic=two", "pools.roles.ref=two"),
         ),
+        ("algorithm.advantage=grpo", *KL, TWO_RANKS, "model.lora.rank=4", "model.lora.alpha=8"),
     ],
-    ids=["grpo", "shuffle", "gae", "pools"],
+    ids=["grpo", "shuffle", "gae", "pools", "lora"],
 )
 def test_every_metric_is_equal_bit_for_bit(run: Runs, tmp_path: Path, options: tuple[str, ...]) -> None:
     assert run(tmp_path / "ray", *options) == 0
@@ -79,10 +90,9 @@ def test_a_stopped_run_resumes_with_the_same_numbers(
 def test_nothing_is_left_after_a_step_and_a_run(run: Runs, tmp_path: Path) -> None:
     with run.state(tmp_path, "algorithm.advantage=grpo", TWO_RANKS, QUEUE) as state:
         assert isinstance(state.carrier, TransferQueueCarrier)
-        connection = state.carrier._server.connection
         actors = list(state.carrier._server._actors)
         assert trainer.train(state) == 0
-        assert queue_client.client_of(connection).partitions() == []
+        assert state.carrier._client.partitions() == []
     for actor in actors:
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(actor.get_zmq_server_info.remote(), timeout=600)
@@ -117,9 +127,44 @@ def test_rows_of_one_length(client: Client) -> None:
 
 def test_a_missing_row_is_an_error(client: Client) -> None:
     client.put("some", np.arange(2), {"a": np.array([1, 1])}, {"a": np.zeros(2, np.float32)})
-    with pytest.raises(RunError, match="TransferQueue failed"):
-        client.get("some", np.array([0, 5]), ["a"])
+    client.put("some", np.arange(1), {"b": np.array([1])}, {"b": np.zeros(1, np.float32)})
+    for order, names, expected in (
+        ([0, 5], ["a"], "TransferQueue failed: it has 1 of 2 requested rows of some"),
+        ([0, 1], ["a", "c"], "TransferQueue failed: some has no c"),
+        ([0, 1], ["a", "b"], "TransferQueue failed: "),  # only one row has it
+    ):
+        with pytest.raises(RunError, match=expected):
+            client.get("some", np.array(order), names)
     client.clear("some")
+    with pytest.raises(RunError, match="TransferQueue failed: it has 0 of 1 requested rows of some"):
+        client.get("some", np.array([0]), ["a"])
+
+
+@pytest.mark.parametrize("number, who", [(0, "controller"), (1, "storage unit at")], ids=["controller", "unit"])
+def test_a_process_that_dies_is_named(run: Runs, tmp_path: Path, number: int, who: str) -> None:
+    with run.state(tmp_path, "algorithm.advantage=grpo", TWO_RANKS, QUEUE) as state:
+        assert isinstance(state.carrier, TransferQueueCarrier)
+        ray.kill(state.carrier._server._actors[number])
+        with pytest.raises(RunError, match=rf"TransferQueue's {who}.* died: ") as found:
+            trainer.train(state)
+        assert isinstance(found.value, ActorDiedError)
+
+
+def test_a_death_ends_the_wait_for_the_ranks(server: Server) -> None:
+    other = Server([ray.get_runtime_context().get_node_id()])
+    never = server.watched[0]
+    ray.kill(other._actors[1])
+    with pytest.raises(ActorDiedError, match=r"TransferQueue's storage unit at .* died: "):
+        Pending.of_calls([never], other.watched).wait(600)
+    other.close()
+
+
+def test_a_second_end_does_nothing(server: Server) -> None:
+    client = Client(server.connection)
+    thread = client._thread
+    client.close()
+    client.close()
+    assert not thread.is_alive()
 
 
 class Program:
@@ -137,25 +182,43 @@ def test_who_lacks_the_key_cannot_run_a_program(
     server: Server, client: Client, tmp_path: Path, key: bytes | None
 ) -> None:
     """A pickle that a process with the key sends does run, so this attempt would be noticed."""
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    context = zmq.Context()
     connection = server.connection
-    for address in (
-        *(connection.controller.to_addr(port) for port in ("request_handle_socket", "handshake_socket")),
-        *(unit.to_addr("put_get_socket") for unit in connection.storage.values()),
+    for number, address in enumerate(
+        [
+            *(connection.controller.to_addr(port) for port in ("request_handle_socket", "handshake_socket")),
+            *(unit.to_addr("put_get_socket") for unit in connection.storage.values()),
+        ]
     ):
-        ours.unlink(missing_ok=True)
-        for path, own in ((theirs, key), (ours, connection.key)):
-            socket = queue_client.new_socket(own, context, zmq.DEALER, "") if own else context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.IDENTITY, f"TQ_STORAGE_{path.name}".encode())
-            socket.connect(address)
-            socket.send_multipart([b"\xc1\xfe\xed", pickle.dumps(Program(path))])
-        deadline = time.monotonic() + 600
-        while not ours.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    context.destroy(linger=0)
-    assert not theirs.exists()
+        ours, theirs = tmp_path / f"ours-{number}", tmp_path / f"theirs-{number}"
+        context = zmq.Context()
+        try:
+            # Until the end, both sockets have names: one that is collected keeps its message, and the context waits.
+            stranger = queue_client.new_socket(key, context, zmq.DEALER, "") if key else context.socket(zmq.DEALER)
+            assert handshake(stranger, address, theirs) in REFUSED
+            member = queue_client.new_socket(connection.key, context, zmq.DEALER, "")
+            assert handshake(member, address, ours) == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            deadline = time.monotonic() + 600
+            while not ours.exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        finally:
+            context.destroy(linger=0)
+        assert not theirs.exists()
+
+
+def handshake(socket: Any, address: str, path: Path) -> int:
+    """Send a program and return the event that ended the handshake."""
+    socket.setsockopt(zmq.IDENTITY, f"TQ_STORAGE_{path.name}".encode())
+    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(REFUSED))
+    socket.connect(address)
+    socket.send_multipart([b"\xc1\xfe\xed", pickle.dumps(Program(path))])
+    try:
+        assert monitor.poll(600_000)
+        event: int = recv_monitor_message(monitor)["event"]
+        return event
+    finally:
+        socket.disable_monitor()
+        monitor.close(linger=0)
 
 
 def test_it_listens_on_the_address_of_ray_only(server: Server) -> None:
