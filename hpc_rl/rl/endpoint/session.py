@@ -71,4 +71,5 @@ class Session:
         """Record the response."""
         assert self.turn is not None and self.outcome is not None
         finished = self.turn.finished and not self.is_full and self.outcome.error is None
-        self.found.found[self.index] = self.transcript.joined(finished, self.outcome, self.earlier, self.calls, self.bad_calls)
+        own = (self.earlier, self.calls, self.bad_calls)
+        self.found.found[self.index] = self.transcript.joined(finished, self.outcome, *own)
