@@ -79,7 +79,7 @@ class RunDir:
 
     @property
     def timeline(self) -> Path:
-        """timeline.json: when the parts of a run computed in its latest step (reinforcement learning)."""
+        """timeline.json: when each part of a run's latest step ran (reinforcement learning)."""
         return self.path / "timeline.json"
 
     @property

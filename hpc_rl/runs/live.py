@@ -113,7 +113,7 @@ class Watched:
             records=self._records,
             nodes=self._nodes,
             log=_last_lines(Path(self.status.log)) if self.status.log else (),
-            timeline=read_timeline(self._run.timeline),
+            timeline=read_timeline(self._run.timeline, self._records[-1]["step"] if self._records else 0),
             phase=start_phase(self.status, self._run.attempts()),
             explanation=self._explanation,
         )

@@ -37,6 +37,8 @@ _FEWEST_CURVES = 2
 _LINES_BESIDES = 12
 """Lines of a small screen that curves leave to the other parts."""
 _MOST_NODES = 16
+_LEAST_TIMELINE = 45
+"""Columns of a terminal that shows the timeline: the names of phases, a short bar and seconds."""
 _FEWEST_LOG_LINES = 4
 """If fewer were left, the timeline of the latest step is not shown."""
 _STYLES = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "yellow", "STOPPED": "yellow", "REQUEUED": "yellow"}
@@ -83,9 +85,10 @@ def screen(now: Snapshot, width: int, height: int) -> RenderableType:
         shown = now.nodes[: max(1, min(_MOST_NODES, height - used - 6))]
         parts += [Text(), _nodes(shown, len(now.nodes) - len(shown), width)]
         used += 2 + len(shown) + (len(shown) < len(now.nodes))
-    if now.timeline and now.timeline.phases and height - used - 5 - len(now.timeline.phases) >= _FEWEST_LOG_LINES:
-        parts += [Text(), _timeline(now.timeline, width)]
-        used += 2 + len(now.timeline.phases)
+    timeline = now.timeline if width >= _LEAST_TIMELINE else None
+    if timeline and timeline.phases and height - used - 5 - len(timeline.phases) >= _FEWEST_LOG_LINES:
+        parts += [Text(), _timeline(timeline, width)]
+        used += 2 + len(timeline.phases)
     lines = now.log[-max(1, height - used - 3) :]
     if lines:
         text = Text("\n".join(printable(line) for line in lines), no_wrap=True, overflow="ellipsis")
@@ -158,7 +161,7 @@ def _nodes(nodes: Sequence[NodeUsage], hidden: int, width: int) -> Table:
 
 
 def _timeline(timeline: Timeline, width: int) -> Table:
-    """Draw when the parts of the run computed in a step."""
+    """Draw when each part of a step ran."""
     grid = Table.grid(padding=(0, 2))
     bar = max(10, min(60, width - 30))
     grid.add_row(Text(f"step {timeline.step:,}", style="dim"), Text(f"0{timeline.length:>{bar - 1}}", style="dim"))

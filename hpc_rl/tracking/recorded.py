@@ -54,16 +54,17 @@ class Recorded:
 
 def read_run(run: RunDir) -> Recorded:
     """Read a run; what is missing in its directory is empty."""
+    records = read_metrics(run.metrics)
     return Recorded(
         name=run.name,
-        records=read_metrics(run.metrics),
+        records=records,
         samples=read_samples(run.samples),
         history=read_history(run),
         usage=[read_usage(folder) for folder in run.attempts()],
         config=run.config.read_text(encoding="utf-8", errors="replace") if run.config.is_file() else "",
         options=read_options(run.config),
         evaluation=read_evaluation(run),
-        timeline=read_timeline(run.timeline),
+        timeline=read_timeline(run.timeline, records[-1]["step"] if records else 0),
     )
 
 

@@ -1,4 +1,4 @@
-"""timeline.json: when the parts of a run computed in its latest step, as spans of seconds since the start of the step.
+"""timeline.json: when each part of a run's latest step ran, as spans of seconds since the start of the step.
 
     {"step": 12, "seconds": 31.4, "phases": {"gen": [[0.0, 18.2]], "update_actor": [[22.5, 30.1]], ...}}
 
@@ -65,6 +65,8 @@ class Row:
     """(left, width), in percent of the step."""
     seconds: str
     """Of all its spans."""
+    times: str
+    """The spans as text, for those who cannot see the bars."""
 
 
 def new_timeline(step: int, seconds: float, phases: Mapping[str, Sequence[Span]]) -> Timeline:
@@ -82,15 +84,23 @@ def write_timeline(path: Path, timeline: Timeline) -> None:
     write_atomically(path, json.dumps(vars(timeline)) + "\n")
 
 
-def read_timeline(path: Path) -> Timeline | None:
-    """Return the timeline of a run's latest step; None if there is none."""
+def read_timeline(path: Path, last_step: float) -> Timeline | None:
+    """Return the timeline of a run's latest step.
+
+    Args:
+        last_step: that the run has recorded. A resumed run repeats later ones.
+
+    Returns:
+        None if there is none, or the file cannot be read.
+    """
     try:
         found = json.loads(path.read_bytes())
         phases = {
             phase: [(float(start), float(end)) for start, end in spans] for phase, spans in found["phases"].items()
         }
-        return new_timeline(int(found["step"]), float(found["seconds"]), phases)
-    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+        timeline = new_timeline(int(found["step"]), float(found["seconds"]), phases)
+        return timeline if 0 < timeline.seconds < math.inf and timeline.step <= last_step else None
+    except (OSError, OverflowError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
@@ -102,6 +112,7 @@ def rows(timeline: Timeline) -> list[Row]:
             *PHASES[phase],
             [(round(start * scale, 2), round((end - start) * scale, 2)) for start, end in spans],
             number(round(sum(end - start for start, end in spans), 2)),
+            ", ".join(f"{number(round(start, 2))} to {number(round(end, 2))} s" for start, end in spans),
         )
         for phase, spans in timeline.phases.items()
     ]

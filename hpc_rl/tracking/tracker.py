@@ -126,7 +126,7 @@ class Tracker:
             self._wandb.log_table(step, f"{split}/generations", samples)
 
     def log_timeline(self, timeline: Timeline) -> None:
-        """Record when the parts of the run computed in the latest step; see timeline.py."""
+        """Record when each part of the latest step ran; see timeline.py."""
         if self._file is not None:
             with contextlib.suppress(OSError):  # the next step replaces it
                 write_timeline(self._timeline, timeline)

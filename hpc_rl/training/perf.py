@@ -32,6 +32,9 @@ names differ between vendors, so one table holds them all; a device that is not 
 GAP_S = 0.1
 """A shorter gap between two spans of a phase is not recorded: engines generate in calls of about this time."""
 
+_MOST_SPANS = 10_000
+"""Of a phase. In processes and jobs whose spans nobody takes, the oldest are forgotten."""
+
 Span = tuple[float, float]
 """Start and end in seconds."""
 
@@ -57,6 +60,7 @@ class Spans:
                 earlier = found.pop()
                 start, end = min(start, earlier[0]), max(end, earlier[1])
             found.append((start, end))
+            del found[:-_MOST_SPANS]
 
     def take(self) -> dict[str, list[Span]]:
         """Return the spans of each phase since the last call, relative to now: (-5.0, -2.0) ended 2 seconds ago.

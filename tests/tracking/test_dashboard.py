@@ -96,6 +96,9 @@ def test_a_small_screen_has_no_timeline() -> None:
         text = shown(Snapshot("ppo-1", "RUNNING", [], RECORDS, timeline=TIMELINE, log=["end"] * 99), height=height)
         assert any(line.startswith("generation") for line in text) == is_there
         assert len(text) <= height and sum("end" in line for line in text) >= 4
+    for width, is_there in ((45, True), (44, False)):
+        text = shown(Snapshot("ppo-1", "RUNNING", [], RECORDS, timeline=TIMELINE), width=width)
+        assert any(line.startswith("generation") for line in text) == is_there
     empty = new_timeline(20, 0.0, {})
     assert shown(Snapshot("ppo-1", "RUNNING", [], RECORDS, timeline=empty)) == shown(
         Snapshot("ppo-1", "RUNNING", [], RECORDS)

@@ -48,7 +48,7 @@ def test_any_spans_become_a_row(spans: list[tuple[float, float]]) -> None:
 
 def test_the_file(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
-    assert read_timeline(path) is None
+    assert read_timeline(path, 7) is None
     timeline = new_timeline(7, 20.0, {"gen": [(0.0, 8.0)], "adv": [(8.25, 8.5)]})
     write_timeline(path, timeline)
     assert json.loads(path.read_text()) == {
@@ -56,23 +56,36 @@ def test_the_file(tmp_path: Path) -> None:
         "seconds": 20.0,
         "phases": {"gen": [[0, 8]], "adv": [[8.25, 8.5]]},
     }
-    assert read_timeline(path) == timeline
+    assert read_timeline(path, 7) == read_timeline(path, 8) == timeline
+    assert read_timeline(path, 6) is None, "the run resumed from an earlier step"
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", '{"step": 1, "seconds": 2}', '{"step": 1, "seconds": 2, "phases": [1]}']
+    "text",
+    [
+        *("", "[]", "{", '{"step": 1, "seconds": 2}', '{"step": 1, "seconds": 2, "phases": [1]}'),
+        *(
+            '{"step": 1, "seconds": %s, "phases": {"gen": [[0, 1]]}}' % each
+            for each in ("0", "1e-4", "Infinity", "NaN")
+        ),
+        '{"step": Infinity, "seconds": 2, "phases": {}}',
+    ],
 )
 def test_a_damaged_file_is_no_timeline(tmp_path: Path, text: str) -> None:
     path = tmp_path / "timeline.json"
     path.write_text(text)
-    assert read_timeline(path) is None
+    assert read_timeline(path, 1) is None
+
+
+def test_a_file_that_cannot_be_read_is_no_timeline(tmp_path: Path) -> None:
+    assert read_timeline(tmp_path, 1) is None
 
 
 def test_rows() -> None:
     found = rows(new_timeline(7, 20.0, {"gen": [(0.0, 8.0), (14.0, 20.0)], "update_critic": [(11.6, 13.004)]}))
     assert found == [
-        Row("generation", 0, [(0.0, 40.0), (70.0, 30.0)], "14"),
-        Row("critic update", 3, [(58.0, 7.02)], "1.4"),
+        Row("generation", 0, [(0.0, 40.0), (70.0, 30.0)], "14", "0 to 8 s, 14 to 20 s"),
+        Row("critic update", 3, [(58.0, 7.02)], "1.4", "11.6 to 13 s"),
     ]
     assert len({name for name, _ in PHASES.values()}) == len(PHASES)
 

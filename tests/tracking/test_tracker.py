@@ -117,7 +117,7 @@ def test_the_timeline_is_that_of_the_latest_step(tmp_path: Path) -> None:
     for step in (1, 2):
         made.log_timeline(new_timeline(step, 2.0, {"gen": [(0.0, 1.0)]}))
     other.log_timeline(new_timeline(3, 2.0, {}))
-    found = read_timeline(RunDir(tmp_path).timeline)
+    found = read_timeline(RunDir(tmp_path).timeline, 2)
     assert found is not None and found.step == 2
     RunDir(tmp_path).timeline.unlink()
     RunDir(tmp_path).timeline.mkdir()

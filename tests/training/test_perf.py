@@ -59,6 +59,14 @@ def test_a_clock_has_seconds_and_spans() -> None:
     assert clock.began + clock.seconds["timing_s/step"] <= time.perf_counter()
 
 
+def test_spans_that_nobody_takes_are_forgotten() -> None:
+    spans = Spans()
+    for number in range(10_001):
+        spans.add("gen", number, number + 0.5)
+    (found,) = spans.take().values()
+    assert len(found) == 10_000 and round(found[1][0] - found[0][0], 6) == 1 and found[-1][1] - found[0][0] == 9999.5
+
+
 def test_a_phase_that_occurs_twice_has_the_sum() -> None:
     clock = Clock()
     for _ in range(2):

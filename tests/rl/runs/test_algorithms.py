@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.run_dir import RunDir
+from hpc_rl.tracking.timeline import read_timeline
 from tests.helpers import make_tiny_model
 from tests.rl.runs.jobs import Runs, metrics, series
 
@@ -61,6 +63,10 @@ def test_kl_in_the_reward(run: Runs, tmp_path: Path, advantage: str) -> None:
     assert penalty == pytest.approx(0.5 * second["actor/reward_kl_penalty"], abs=1e-5) and penalty != 0
     assert [step["actor/kl_coef"] for step in (first, second)] == [0.5, 0.5]
     assert len(series(tmp_path, "timing_s/ref")) == 2
+    timeline = read_timeline(RunDir(tmp_path).timeline, 2)
+    assert timeline is not None and timeline.step == 2
+    models = {"old_log_prob", "ref", "update_actor", *(["values", "update_critic"] if advantage == "gae" else [])}
+    assert set(timeline.phases) - {"save_checkpoint", "testing"} == {"gen", "reward", "adv", "update_weights"} | models
 
 
 def test_an_adaptive_kl_weight_moves_to_its_target(run: Runs, tmp_path: Path) -> None:
