@@ -65,7 +65,7 @@ def test_kl_in_the_reward(run: Runs, tmp_path: Path, advantage: str) -> None:
     assert len(series(tmp_path, "timing_s/ref")) == 2
     timeline = read_timeline(RunDir(tmp_path).timeline, 2)
     assert timeline is not None and timeline.step == 2
-    models = {"old_log_prob", "ref", "update_actor", *(["values", "update_critic"] if advantage == "gae" else [])}
+    models = {"ref", "update_actor", *(["values", "update_critic"] if advantage == "gae" else [])}
     assert set(timeline.phases) - {"save_checkpoint", "testing"} == {"gen", "reward", "adv", "update_weights"} | models
 
 
