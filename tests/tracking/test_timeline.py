@@ -64,10 +64,7 @@ def test_the_file(tmp_path: Path) -> None:
     "text",
     [
         *("", "[]", "{", '{"step": 1, "seconds": 2}', '{"step": 1, "seconds": 2, "phases": [1]}'),
-        *(
-            '{"step": 1, "seconds": %s, "phases": {"gen": [[0, 1]]}}' % each
-            for each in ("0", "1e-4", "Infinity", "NaN")
-        ),
+        *(f'{{"step": 1, "seconds": {each}, "phases": {{}}}}' for each in ("0", "1e-4", "Infinity", "NaN")),
         '{"step": Infinity, "seconds": 2, "phases": {}}',
     ],
 )
