@@ -131,9 +131,9 @@ def prepare(config: GenerateConfig, run: RunDir, logs: Path, closing: ExitStack)
 
 
 def described_engine(config: GenerateConfig) -> str:
-    """Return on which program the responses of a run depend."""
+    """Return on which program the responses of a run depend. A server may move to another address."""
     name, server = engine_name(config.rollout, config.trainer.computes_on), config.rollout.openai
-    return name if server.base_url is None else f"{name}: {server.model or config.model.path} at {server.base_url}"
+    return name if server.base_url is None else f"{name}: {server.model or config.model.path}"
 
 
 def open_generation(config: GenerateConfig, run: RunDir, prepared: Prepared, workers: Workers) -> Generation:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any, Generic, TypeVar
 from urllib.error import HTTPError, URLError
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 T = TypeVar("T")
 
@@ -54,14 +54,14 @@ class HttpClient:
 
     Args:
         url: address of the server, to which the path of a call is added.
-        key: sent to this server only, never to one that it redirects to; None if it needs none.
+        key: None if it needs none.
         uses_proxies: whether calls use the proxies of the environment (`https_proxy`, `no_proxy`).
     """
 
     def __init__(self, url: str, key: str | None, uses_proxies: bool) -> None:
         self.url = url.rstrip("/")
         self._key = key
-        self._opener = build_opener() if uses_proxies else build_opener(ProxyHandler({}))
+        self._opener = build_opener(_NoRedirects, *([] if uses_proxies else [ProxyHandler({})]))
 
     def get(self, path: str, timeout_s: float | None = None) -> Answer:
         """See `post`."""
@@ -81,19 +81,27 @@ class HttpClient:
     def _call(self, request: Request, timeout_s: float | None) -> Answer:
         request.add_header("Content-Type", "application/json")
         if self._key is not None:
-            request.add_unredirected_header("Authorization", f"Bearer {self._key}")
+            request.add_header("Authorization", f"Bearer {self._key}")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             with self._opener.open(request, timeout=timeout_s) as reply:
                 return Answer(reply.status, _read(reply, deadline))
         except HTTPError as error:
             with error:
-                return Answer(error.code, _body_of(error), error.headers.get("Retry-After"))
+                moved = error.headers.get("Location") if 300 <= error.code < 400 else None
+                body = _body_of(error) if moved is None else f"redirected to {moved}".encode()
+                return Answer(error.code, body, error.headers.get("Retry-After"))
         except (OSError, HTTPException) as error:
             cause = error.reason if isinstance(error, URLError) else error
             if isinstance(cause, TimeoutError):
                 raise UnreachableError(f"no answer within {timeout_s:g} s") from error
             raise UnreachableError(str(cause) or type(cause).__name__) from error
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """Follows no redirection: it would make a GET of a POST, and the key is for one server."""
+
+    def redirect_request(self, *_: Any) -> None: ...
 
 
 def _read(reply: Any, deadline: float | None) -> bytes:

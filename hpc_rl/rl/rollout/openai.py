@@ -44,6 +44,7 @@ _REFUSED = {
     "data.max_prompt_length or data.max_response_length, or use another server",
     401: "check the key in the environment variable that rollout.openai.key_variable names",
     403: "check the key in the environment variable that rollout.openai.key_variable names, and what it permits",
+    **dict.fromkeys((301, 302, 303, 307, 308), "set rollout.openai.base_url to the server's own address"),
     404: "check rollout.openai.base_url, which ends with the version of the API (/v1), and rollout.openai.model",
 }
 _OTHERWISE = "check rollout.openai.base_url and the server"
@@ -55,17 +56,24 @@ def load(
     """Return the client; see `hpc_rl.rl.rollout.engine.Loader`. The model's folder is needed for its tokenizer only.
 
     Raises:
-        UserError: the variable with the key is not set.
+        UserError: the variable with the key is not set, or is no key.
     """
     assert isinstance(config, GenerateConfig)
     options = config.rollout.openai
     assert options.base_url is not None
     key = None
-    if options.key_variable is not None and not (key := os.environ.get(options.key_variable)):
-        raise UserError(
-            f"rollout.openai.key_variable is {options.key_variable}, and the job has no such environment variable: "
-            f"`export {options.key_variable}=...` before you submit, or set it in slurm.setup"
-        )
+    if options.key_variable is not None:
+        key = os.environ.get(options.key_variable, "").strip()
+        if not key:
+            raise UserError(
+                f"rollout.openai.key_variable is {options.key_variable}, and the job has no such environment variable: "
+                f"`export {options.key_variable}=...` before you submit, or set it in slurm.setup"
+            )
+        if not (key.isascii() and key.isprintable()):
+            raise UserError(
+                f"rollout.openai.key_variable is {options.key_variable}, and its value has characters that no key has, "
+                "such as line ends: export it again"
+            )
     client = HttpClient(options.base_url, key, uses_proxies=True)
     return OpenaiEngine(client, config.rollout, options.model or config.model.path, load_tokenizer(config.model))
 
@@ -175,6 +183,9 @@ class OpenaiEngine:
         choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
         finished = choice.get("finish_reason") == "stop"
         tokens = self._tokens_of(choice, finished)
+        end = self._tokenizer.eos_token_id
+        if not tokens and choice.get("finish_reason") is not None and isinstance(end, int):
+            tokens = [end]  # nothing was written, and a response has a token
         if not tokens:
             raise RunError(
                 f"rollout.name=openai: {self._client.url} was asked for a response, and its answer has none: "
@@ -196,7 +207,7 @@ class OpenaiEngine:
             return []
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         end = self._tokenizer.eos_token_id
-        return [*tokens, end] if finished and isinstance(end, int) else tokens
+        return [*tokens, end] if finished and text and isinstance(end, int) else tokens
 
 
 def request_body(request: Request, model: str) -> dict[str, Any]:
@@ -208,7 +219,12 @@ def request_body(request: Request, model: str) -> dict[str, Any]:
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        **({"top_k": sampling.top_k} if sampling.top_k else {}),  # an extension of vLLM and SGLang
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        # Extensions of vLLM and SGLang. What is left out would be as in the model's generation_config.json.
+        "top_k": sampling.top_k or -1,
+        "min_p": 0,
+        "repetition_penalty": 1,
         "seed": request.seed,
         "logprobs": 1,
         "return_token_ids": True,

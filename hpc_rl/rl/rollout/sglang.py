@@ -208,7 +208,8 @@ class SglangEngine:
             heart.beat()
         else:
             self._probe()
-        return [self._sent.pop(number).answered(self._checked(answer)) for number, answer in answers]
+        ends = self._eos_token_ids
+        return [self._sent.pop(number).answered(self._checked(answer), ends) for number, answer in answers]
 
     def _checked(self, answer: Answer) -> Mapping[str, Any]:
         """Return what the server tells about a response."""
@@ -288,8 +289,12 @@ class _Running:
         left = sampling.max_new_tokens - len(self.tokens)
         return Sampling(left, sampling.temperature, sampling.top_p, sampling.top_k)
 
-    def answered(self, told: Mapping[str, Any]) -> _Running:
+    def answered(self, told: Mapping[str, Any], ends: Collection[int]) -> _Running:
         """Take the tokens of an answer, and return self.
+
+        Args:
+            ends: the tokens that end a response. An interrupted request may draw one more token, and the server then
+                reports the interruption although this token ends the response.
 
         Raises:
             UserError: the server has no room for a response of the requested length.
@@ -309,7 +314,9 @@ class _Running:
             )
         if reason in ("stop", "length"):
             self.ended = reason
-        elif len(self.tokens) >= wanted:  # it was complete when it was interrupted
+        elif steps and self.tokens[-1] in ends:  # it was complete when it was interrupted
+            self.ended = "stop"
+        elif len(self.tokens) >= wanted:
             self.ended = "length"
         return self
 

@@ -56,7 +56,7 @@ class SglangServer:
     """
 
     def __init__(self, settings: Mapping[str, Any], log: Path | None, start_s: float) -> None:
-        port, key = free_port(), secrets.token_urlsafe(32)
+        port, key = free_port(), new_key()
         self._log, self._key = log, key
         self.client = HttpClient(f"http://{LOOPBACK}:{port}", key, uses_proxies=False)
         with tempfile.TemporaryDirectory(prefix="sglang-") as folder:  # of mode 0700
@@ -167,6 +167,11 @@ class SglangServer:
                 log.seek(start)
                 log.write(b"*" * len(key))
                 start = text.find(key, start + len(key))
+
+
+def new_key() -> str:
+    """Return a random key. SGLang makes arguments of a command line of its file, and none may begin with a hyphen."""
+    return secrets.token_hex(32)
 
 
 def free_port() -> int:

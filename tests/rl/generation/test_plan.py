@@ -127,8 +127,8 @@ def test_a_response_without_logprobs_has_no_sum() -> None:
 
 def test_responses_depend_on_the_server_of_others() -> None:
     server = ("rollout.name=openai", "rollout.openai.base_url=http://a/v1", "rollout.openai.timeout_s=5")
-    assert described_engine(config(*server)) == "openai: /model at http://a/v1"
-    assert described_engine(config(*server, "rollout.openai.model=large")) == "openai: large at http://a/v1"
+    assert described_engine(config(*server)) == "openai: /model"
+    assert described_engine(config(*server, "rollout.openai.model=large")) == "openai: large"
     assert described_engine(BASE) == "hf"
 
 

@@ -78,19 +78,22 @@ def test_an_answer_that_is_no_object_is_an_empty_table() -> None:
     assert [Answer(200, body).table() for body in (b"[1]", b"\xff", b"", b'{"a": 1}')] == [{}, {}, {}, {"a": 1}]
 
 
-def test_a_key_is_not_sent_to_another_server() -> None:
-    keys: list[str | None] = []
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_another_server_is_not_called_with_the_key(status: int) -> None:
+    asked: list[str] = []
 
     def note(request: BaseHTTPRequestHandler, _: bytes) -> None:
-        keys.append(request.headers["Authorization"])
+        asked.append(request.path)
         send(request, 200, b"{}")
 
     with (
         serving(handler(note)) as other,
-        serving(handler(lambda request, _: send(request, 302, b"", Location=other))) as url,
+        serving(handler(lambda request, _: send(request, status, b"", Location=other))) as url,
     ):
-        assert HttpClient(url, "secret", uses_proxies=False).get("/").status == 200
-    assert keys == [None]
+        client = HttpClient(url, "secret", uses_proxies=False)
+        for answer in (client.get("/"), client.post("/", {})):
+            assert (answer.status, answer.reason()) == (status, f"{status}: redirected to {other}")
+    assert asked == []
 
 
 def test_proxies_are_used_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,18 @@ def test_without_token_ids_the_text_is_tokenized(model: CausalLM, folder: Path) 
         assert all(np.isnan(each.logprobs).all() for each in respond_to(engine, prompts()))
 
 
+@pytest.mark.parametrize("choice", [{"token_ids": []}, {"text": ""}])
+@pytest.mark.parametrize(("reason", "finished"), [("length", False), ("content_filter", False), ("stop", True)])
+def test_an_empty_response_is_an_end_token(
+    model: CausalLM, folder: Path, choice: dict[str, Any], reason: str, finished: bool
+) -> None:
+    tokenizer = load_tokenizer(config_of(folder, "http://x").model)
+    answer = {"choices": [{**choice, "finish_reason": reason}]}
+    with connected(folder, Server(lambda body, number: (200, answer))) as engine:
+        (found,) = respond_to(engine, prompts()[:1])
+    assert found.token_ids.tolist() == [tokenizer.eos_token_id] and found.finished == finished
+
+
 def test_missing_logprobs_are_refused_only_if_they_are_to_be_written(model: CausalLM, folder: Path) -> None:
     with connected(folder, Server(fixed())) as engine:
         assert np.isnan(respond_to(engine, prompts()[:1])[0].logprobs).tolist() == [True, True]
@@ -204,9 +216,10 @@ def test_a_request_has_the_sampling_and_the_seed() -> None:
     assert body == {
         **{"model": "small", "prompt": [4, 5], "max_tokens": 7, "temperature": 0.6, "top_p": 0.9, "top_k": 20},
         **{"seed": 99, "logprobs": 1, "return_token_ids": True},
+        **{"presence_penalty": 0, "frequency_penalty": 0, "min_p": 0, "repetition_penalty": 1},
     }
     json.dumps(body)
-    assert "top_k" not in request_body(Request(3, request.prompt, 99, Sampling(7)), "small")
+    assert request_body(Request(3, request.prompt, 99, Sampling(7)), "small")["top_k"] == -1
 
 
 def test_the_key_reaches_the_server_and_nothing_else(
@@ -229,6 +242,27 @@ def test_a_key_that_is_not_set_is_reported(folder: Path, model: CausalLM, monkey
     config = config_of(folder, "http://127.0.0.1:1", "rollout.openai.key_variable=LLM_KEY")
     with pytest.raises(UserError, match=r"is LLM_KEY, and the job has no such environment variable: `export LLM_KEY="):
         load_engine(config, Placement("cpu"))
+
+
+@pytest.mark.parametrize("key", ["a\rb", "a\nb", "\u00fc"])
+def test_a_value_that_is_no_key_is_reported_without_it(
+    folder: Path, model: CausalLM, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("LLM_KEY", key)
+    config = config_of(folder, "http://127.0.0.1:1", "rollout.openai.key_variable=LLM_KEY")
+    with pytest.raises(UserError, match="is LLM_KEY, and its value has characters that no key has") as caught:
+        load_engine(config, Placement("cpu"))
+    assert key not in str(caught.value)
+
+
+def test_white_space_around_a_key_is_not_part_of_it(
+    model: CausalLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLM_KEY", f" {KEY}\r\n")
+    server = Server(fixed())
+    with connected(folder, server, "rollout.openai.key_variable=LLM_KEY") as engine:
+        respond_to(engine, prompts()[:1])
+    assert server.keys == [f"Bearer {KEY}"]
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 408, 0])
@@ -276,7 +310,7 @@ def test_a_refusal_is_not_tried_again(model: CausalLM, folder: Path, status: int
 
 @pytest.mark.parametrize(
     "answer",
-    [b"<html>login</html>", b"[]", {"choices": []}, {"choices": [{"token_ids": [], "finish_reason": "length"}]}],
+    [b"<html>login</html>", b"[]", {"choices": []}, {"choices": [{"token_ids": []}]}],
 )
 def test_garbage_is_no_response(model: CausalLM, folder: Path, answer: Any) -> None:
     with (

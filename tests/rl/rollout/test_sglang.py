@@ -228,6 +228,9 @@ def test_spans_of_one_version_are_joined() -> None:
     assert joined([Span(1, 2), Span(1, 3), Span(2, 1)]) == (Span(1, 5), Span(2, 1))
 
 
+ENDS = (99,)
+
+
 def told(reason: str, *tokens: int) -> dict[str, Any]:
     steps = {"output_token_logprobs": [[-0.5, token, None] for token in tokens]}
     return {"finish_reason": {"type": reason}, **(steps if tokens else {})}
@@ -239,21 +242,23 @@ def running(most: int) -> _Running:
 
 def test_an_interrupted_request_continues_where_it_was() -> None:
     request = running(5)
-    assert request.answered(told("abort")).ended is None and request.rest() == request.request.sampling
+    assert request.answered(told("abort"), ENDS).ended is None and request.rest() == request.request.sampling
     request.version = 1
-    assert request.answered(told("abort", 4, 5, 6)).ended is None
+    assert request.answered(told("abort", 4, 5, 6), ENDS).ended is None
     assert request.prompt() == [8, 9, 4, 5, 6] and request.rest() == Sampling(2, 0.6, 0.9, 20)
     request.version = 2
-    found = request.answered(told("length", 1, 2)).completion()
+    found = request.answered(told("length", 1, 2), ENDS).completion()
     assert found.token_ids.tolist() == [4, 5, 6, 1, 2] and found.logprobs.tolist() == [-0.5] * 5
     assert found.spans == (Span(1, 3), Span(2, 2)) and not found.finished
-    assert running(5).answered(told("stop", 1)).completion().finished
+    assert running(5).answered(told("stop", 1), ENDS).completion().finished
 
 
 def test_a_request_that_was_complete_when_it_was_interrupted_is_complete() -> None:
-    assert running(2).answered(told("abort", 4, 5)).ended == "length"
+    assert running(2).answered(told("abort", 4, 5), ENDS).ended == "length"
+    assert running(5).answered(told("abort", 4, 99), ENDS).ended == "stop"
+    assert running(5).answered(told("abort", 99, 4), ENDS).ended is None
     with pytest.raises(UserError, match=r"of up to 3 tokens to a prompt of 2 was .* ended it after 2: raise"):
-        running(3).answered(told("length", 4, 5))
+        running(3).answered(told("length", 4, 5), ENDS)
 
 
 def test_a_request_has_the_sampling_the_seed_and_the_end_tokens() -> None:

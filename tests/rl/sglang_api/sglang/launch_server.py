@@ -84,13 +84,15 @@ class Server:
         steps: list[list[Any]] = []
         reason: dict[str, Any] | None = None
         while reason is None:
-            if number < self.aborted_before:
+            if number < self.aborted_before and not steps:
                 reason = {"type": "abort", "message": "Abort"}
                 break
             token, logprob = self.drawn(self.logits(ids, is_prompt=not steps), sampling, len(ids))
             ids.append(token)
             steps.append([logprob, token, None])
-            if token in ends:
+            if number < self.aborted_before:  # SGLang looks at this first, after one more token
+                reason = {"type": "abort", "message": "Abort"}
+            elif token in ends:
                 reason = {"type": "stop", "matched": token}
             elif len(steps) == limit:
                 reason = {"type": "length", "length": limit}
