@@ -67,7 +67,7 @@ def wait_for_end(pid: int) -> None:
 
 def test_conversations_are_spread_over_the_nodes_and_keep_their_own_state(opened: Open, tmp_path: Path) -> None:
     fleet = opened()
-    assert fleet.workers == 2 and fleet.offered.has_reward and len(fleet.offered.schemas) == 6
+    assert fleet.workers == 2 and fleet.offered.has_reward and len(fleet.offered.schemas) == 8
     talks = [begun(fleet, start=start) for start in (1, 10, 100)]
     pids = [pid_of(talk) for talk in talks]
     assert pids[0] == pids[2] != pids[1]
