@@ -11,12 +11,13 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from hpc_rl.environments.loading import load_definition
-from hpc_rl.environments.protocol import Definition, Episode, Outcome, Reply, first_messages, join_replies
+from hpc_rl.environments.protocol import Definition, Episode, Outcome, Reply, first_messages, join_replies, readable
 from hpc_rl.environments.requests import Answer, Offered, Request, Start, Wanted, failed
 from hpc_rl.errors import UserError
 from hpc_rl.host.processes import adopt_orphans, die_with_parent
@@ -39,16 +40,17 @@ class Conversations:
         try:
             if isinstance(request, Start):
                 episode = self._episodes[number] = Episode(self._definition, self._most_chars)
-                return Reply(first_messages(request.prompt, episode.reset(request.row)))
+                return Reply(readable(first_messages(request.prompt, episode.reset(request.row))))
             if isinstance(request, Answer):
-                return self._answer(self._episodes[number], request, beat)
+                reply = self._answer(self._episodes[number], request, beat)
+                return replace(reply, messages=readable(reply.messages))
             return self._episodes.pop(number).outcome()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             if episode := self._episodes.pop(number, None):
                 with contextlib.suppress(Exception, SystemExit):
                     episode.close()
-            return failed(request, reason)
+            return failed(request, readable(reason))
 
     def _answer(self, episode: Episode, request: Answer, beat: Callable[[], None]) -> Reply:
         if not request.calls:

@@ -172,6 +172,35 @@ def test_values_of_the_users_own_classes(opened: Open) -> None:
     assert "its row or its answer cannot be passed on: " in (unsendable.first.result(DEADLINE_S).error or "")
 
 
+NO_TEXT = r"""
+class Own:
+    def reset(self, **row):
+        if row: raise ValueError("\ud83d")
+        return [{"role": "user", "content": [{"type": "text", "text": "\ud83d\ude00 \ud83d"}]}]
+
+    def echo(self, text: str) -> str:
+        "Return the text."
+        return text
+
+    def step(self, text):
+        return "\ude00 and"
+"""
+
+
+def test_texts_have_no_lone_surrogates(opened: Open) -> None:
+    pool = opened(NO_TEXT)
+    talk = pool.start(PROMPT, {})
+    assert talk.first.result(DEADLINE_S).messages[1:] == [
+        {"role": "user", "content": [{"type": "text", "text": "\U0001f600 \ufffd"}]}
+    ]
+    calls: list[Call | Malformed] = [Call("echo", {"text": "a\ud83db"}), Call("\ud83d", {}), Malformed("no\udc00")]
+    reply = talk.answer("", calls).result(DEADLINE_S)
+    assert reply.calls == 1 and [(one["name"], one["content"]) for one in reply.messages[:1]] == [("echo", "a\ufffdb")]
+    assert reply.messages[1]["name"] == "\ufffd" and reply.messages[2]["content"] == "Error: no\ufffd"
+    assert said(talk.answer("go", [])) == ["\ufffd and"]
+    assert pool.start(PROMPT, {"a": 1}).first.result(DEADLINE_S).error == "ValueError: \ufffd"
+
+
 def test_conversations_that_run_go_before_those_that_start(opened: Open) -> None:
     pool = opened(OF_ITS_OWN)
     running = pool.start(PROMPT, {})
