@@ -86,7 +86,7 @@ class EnvironmentPool:
         os.close(self._closing)
 
 
-class Takes(Protocol):
+class RequestTaker(Protocol):
     """What takes the requests about a conversation."""
 
     def submit(self, number: int, request: Request) -> Future[Any]:
@@ -97,7 +97,7 @@ class Takes(Protocol):
 class Conversation:
     """One conversation. Errors of the environment are in the answers; only a UserError of the pool is raised."""
 
-    def __init__(self, worker: Takes, number: int, first: Future[Any]) -> None:
+    def __init__(self, worker: RequestTaker, number: int, first: Future[Any]) -> None:
         self._worker, self._number = worker, number
         self.first: Future[Reply] = first
         """The messages with which the conversation starts."""
