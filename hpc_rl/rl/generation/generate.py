@@ -22,6 +22,7 @@ from hpc_rl.rl.generation.plan import Block, Plan
 from hpc_rl.rl.generation.responses import FAILED, TRUNCATED, Parts, finish_of, response_rows
 from hpc_rl.rl.metrics import conversation_metrics
 from hpc_rl.rl.rollout.engine import Completion
+from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.scoring import Scoring, last_turns
 from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training.stopping import Stopping
@@ -60,6 +61,8 @@ class Generation:
     blocks: list[Block]
     """Those that are not finished."""
     parts: Parts
+    queue: RequestQueue
+    """The engines."""
     feeder: Feeder
     scoring: Scoring | None
     tracker: Tracker
