@@ -33,6 +33,8 @@ class Counts:
     """Prompts without enough scored responses."""
     equal: int = 0
     """Prompts whose scored responses all have the same score (pairs)."""
+    unlike: int = 0
+    """Pairs of conversations that differ first in something else than a turn of the assistant."""
     below: int = 0
     """Responses below the threshold."""
     duplicates: int = 0
@@ -46,6 +48,7 @@ class Counts:
             "responses without a score": self.failed,
             "prompts without enough scores": self.unscored,
             "prompts with equal scores": self.equal,
+            "pairs that do not differ first in a turn of the assistant": self.unlike,
             "responses below the threshold": self.below,
             "duplicates": self.duplicates,
         }
@@ -135,7 +138,7 @@ def best_and_worst(scored: Sequence[Row], counts: Counts) -> list[Row]:
     if best["score"] == worst["score"]:
         counts.equal += 1
         return []
-    return [_pair(best, worst)]
+    return _comparable([_pair(best, worst)], counts)
 
 
 def all_pairs(scored: Sequence[Row], counts: Counts) -> list[Row]:
@@ -143,13 +146,27 @@ def all_pairs(scored: Sequence[Row], counts: Counts) -> list[Row]:
     al. 2022, https://arxiv.org/abs/2203.02155, section 3.5)."""
     found = [_pair(better, worse) for better in scored for worse in scored if better["score"] > worse["score"]]
     counts.equal += not found
-    return found
+    return _comparable(found, counts)
 
 
 def _pair(better: Row, worse: Row) -> Row:
     chosen, rejected = (row.get("conversation", row["response"]) for row in (better, worse))
     margin = better["score"] - worse["score"]
     return {"prompt": better["prompt"], "chosen": chosen, "rejected": rejected, "margin": margin}
+
+
+def _comparable(pairs: Sequence[Row], counts: Counts) -> list[Row]:
+    """Return the pairs without those of conversations that no training accepts; see to_pair in preference_rows.py."""
+    found = [pair for pair in pairs if isinstance(pair["chosen"], str) or _differ_in_turn(pair)]
+    counts.unlike += len(pairs) - len(found)
+    return found
+
+
+def _differ_in_turn(pair: Row) -> bool:
+    """Return whether the first messages that differ are turns of the assistant."""
+    both = zip(pair["chosen"], pair["rejected"], strict=False)
+    first = next((messages for messages in enumerate(both) if messages[1][0] != messages[1][1]), None)
+    return first is not None and first[0] > 0 and all(message["role"] == "assistant" for message in first[1])
 
 
 def above(threshold: float) -> Callable[[Sequence[Row], Counts], list[Row]]:

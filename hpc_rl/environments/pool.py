@@ -86,7 +86,7 @@ class EnvironmentPool:
         os.close(self._closing)
 
 
-class Takes(Protocol):
+class RequestTaker(Protocol):
     """What takes the requests about a conversation."""
 
     def submit(self, number: int, request: Request) -> Future[Any]:
@@ -97,7 +97,7 @@ class Takes(Protocol):
 class Conversation:
     """One conversation. Errors of the environment are in the answers; only a UserError of the pool is raised."""
 
-    def __init__(self, worker: Takes, number: int, first: Future[Any]) -> None:
+    def __init__(self, worker: RequestTaker, number: int, first: Future[Any]) -> None:
         self._worker, self._number = worker, number
         self.first: Future[Reply] = first
         """The messages with which the conversation starts."""
@@ -135,6 +135,8 @@ class _Worker:
         self._lost: dict[int, str] = {}
         """Reasons for which conversations have ended that are not finished yet."""
         self._count = 0
+        self._sent = 0
+        """Requests that processes got. An answer has the number of its request."""
         self.load = 0
         """Conversations that are not finished."""
         self._lock = threading.Lock()
@@ -220,9 +222,9 @@ class _Worker:
         reason = self._lost.get(number)
         if reason is None:
             try:
-                process.send((number, request))
-                while (answer := process.receive(self._timeout_s)) is None:
-                    continue
+                self._sent += 1
+                process.send((self._sent, number, request))
+                answer = self._receive(process)
             except ProcessLost as lost:
                 if _is_readable(self._closing):
                     raise RunError(CLOSED) from lost
@@ -236,9 +238,19 @@ class _Worker:
                 if isinstance(answer, Reply) and answer.error is not None:
                     self._lost[number] = answer.error
                 self._forget(number, request)
-                return answer  # type: ignore[no-any-return]
+                return answer
         self._forget(number, request)
         return failed(request, reason)
+
+    def _receive(self, process: WorkerProcess) -> Reply | Outcome:
+        """Return the answer to the latest request. A process that sends another one is ended."""
+        while True:
+            count, answer = process.receive(self._timeout_s)
+            if count != self._sent:
+                process.end()
+                raise ProcessLost("answered another request and was ended")
+            if answer is not None:
+                return answer  # type: ignore[no-any-return]
 
     def _lose(self, reason: str) -> None:
         for number in self._open:

@@ -234,6 +234,16 @@ def as_text(value: Any) -> str:
         return str(value)
 
 
+def readable(value: Any) -> Any:
+    """Return a value of a message with U+FFFD in the place of each lone surrogate, which is no text: tokenizers refuse
+    it. A model can write one in JSON, such as "\\ud83d"."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [readable(each) for each in value]
+    return {name: readable(each) for name, each in value.items()} if isinstance(value, dict) else value
+
+
 def cut(text: str, most_chars: int, left_out: int = 0) -> str:
     """Return the text, without its middle and with a note if it is longer than `most_chars`.
 

@@ -1,58 +1,64 @@
 """A process that runs environments: python -m hpc_rl.environments.worker FD, started and ended by pool.py.
 
 It receives the names of an environment and of tools, loads them, and sends what they offer, or the UserError that
-loading raised. Then it receives requests about conversations, and sends None after each tool call and then the answer.
+loading raised. Then it receives requests about conversations. To each it sends None after each tool call, and then the
+answer, with the number of the request.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from hpc_rl.environments.loading import load_definition
-from hpc_rl.environments.protocol import Definition, Episode, Outcome, Reply, first_messages, join_replies
+from hpc_rl.environments.protocol import Definition, Episode, Outcome, Reply, first_messages, join_replies, readable
 from hpc_rl.environments.requests import Answer, Offered, Request, Start, Wanted, failed
 from hpc_rl.errors import UserError
 from hpc_rl.host.processes import adopt_orphans, die_with_parent
 
 
 class Conversations:
-    """The conversations of this process.
+    """The conversations of this process."""
 
-    Args:
-        beat: what is called after each tool call.
-    """
-
-    def __init__(self, definition: Definition, most_chars: int, beat: Callable[[], None]) -> None:
-        self._definition, self._most_chars, self._beat = definition, most_chars, beat
+    def __init__(self, definition: Definition, most_chars: int) -> None:
+        self._definition, self._most_chars = definition, most_chars
         self._episodes: dict[int, Episode] = {}
 
-    def handle(self, number: int, request: Request) -> Reply | Outcome:
-        """Return the answer to a request. Anything that the user's code raises ends the conversation."""
+    def handle(self, number: int, request: Request, beat: Callable[[], None]) -> Reply | Outcome:
+        """Return the answer to a request. Anything that the user's code raises ends the conversation.
+
+        Args:
+            number: of the conversation.
+            beat: is called after each tool call.
+        """
         try:
             if isinstance(request, Start):
                 episode = self._episodes[number] = Episode(self._definition, self._most_chars)
-                return Reply(first_messages(request.prompt, episode.reset(request.row)))
+                return Reply(readable(first_messages(request.prompt, episode.reset(request.row))))
             if isinstance(request, Answer):
-                return self._answer(self._episodes[number], request)
+                reply = self._answer(self._episodes[number], request, beat)
+                return replace(reply, messages=readable(reply.messages))
             return self._episodes.pop(number).outcome()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             if episode := self._episodes.pop(number, None):
                 with contextlib.suppress(Exception, SystemExit):
                     episode.close()
-            return failed(request, reason)
+            return failed(request, readable(reason))
 
-    def _answer(self, episode: Episode, request: Answer) -> Reply:
+    def _answer(self, episode: Episode, request: Answer, beat: Callable[[], None]) -> Reply:
         if not request.calls:
             return episode.answer(request.text, [])
         replies = []
         for call in request.calls:
             replies.append(episode.call(call))
-            self._beat()
+            beat()
         return join_replies(replies)
 
 
@@ -76,21 +82,28 @@ def main(fd: int) -> None:
     die_with_parent()
     adopt_orphans()
     connection: Connection[Any, Any] = Connection(fd)
+    own = os.getpid()
+
+    def send(value: Any) -> None:
+        if os.getpid() != own:  # the user's code has forked, and this copy came back from it
+            os._exit(0)
+        connection.send(value)
+
     wanted: Wanted = connection.recv()
     try:
         definition = load_definition(wanted.environment, wanted.kwargs, wanted.tools, wanted.sandbox)
         check_start(wanted, definition)
     except UserError as error:
-        connection.send(UserError(str(error)))
+        send(UserError(str(error)))
         return
-    connection.send(Offered(definition.schemas, definition.has_step, definition.has_reward))
-    conversations = Conversations(definition, wanted.most_chars, lambda: connection.send(None))
+    send(Offered(definition.schemas, definition.has_step, definition.has_reward))
+    conversations = Conversations(definition, wanted.most_chars)
     while True:
         try:
-            number, request = connection.recv()
+            count, number, request = connection.recv()
         except EOFError:
             return
-        connection.send(conversations.handle(number, request))
+        send((count, conversations.handle(number, request, partial(send, (count, None)))))
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ class Conversations:
         for talk in group.talks:
             reply: Reply = talk.awaited.result()
             ids, talk.error = self._first_prompt(group, reply)
-            talk.messages = [*(group.messages if reply.error is not None else reply.messages)]
+            talk.messages = [*(group.messages if talk.error is not None else reply.messages)]
             # A conversation that cannot begin is a response without a score, and a response has a token.
             most = talk.sampling.max_new_tokens if talk.error is None else 1
             talk.transcript = Transcript(ids, most)
@@ -226,8 +226,8 @@ class Conversations:
             return group.prompt.token_ids, reply.error
         try:
             ids = self.environment.prompt_ids(group.prompt, group.messages, reply.messages)
-        except UserError as error:
-            return group.prompt.token_ids, str(error)
+        except Exception as error:  # noqa: BLE001 - a template or a tokenizer may raise anything about such messages
+            return group.prompt.token_ids, _refusal(error)
         if len(ids) > (most := self.config.data.max_prompt_length):
             problem = f"the prompt has {len(ids)} tokens with what reset returned, over data.max_prompt_length {most}"
             return group.prompt.token_ids, problem
@@ -262,8 +262,8 @@ class Conversations:
         if not reply.done and talk.transcript.turns < self.config.environment.max_turns:
             try:
                 added = self.environment.added_ids(talk.turn, reply.messages)
-            except UserError as error:
-                talk.error = str(error)
+            except Exception as error:  # noqa: BLE001 - see _first_prompt
+                talk.error = _refusal(error)
             else:
                 if talk.transcript.add_observation(added):
                     talk.messages += reply.messages
@@ -359,6 +359,14 @@ class _Group:
 def turn_seed(seed: int, turn: int) -> int:
     """Return the seed of a turn: that of the response for the first one, and one that follows from it for others."""
     return seed if turn == 0 else int(np.random.default_rng([seed, turn]).integers(2**62))
+
+
+def _refusal(error: Exception) -> str:
+    """Return why the messages of an environment cannot become tokens, in one line."""
+    if isinstance(error, UserError):
+        return str(error)
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return f"its messages cannot be tokenized: {reason}"
 
 
 def _split(items: list[T], is_chosen: Callable[[T], bool]) -> tuple[list[T], list[T]]:

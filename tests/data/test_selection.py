@@ -70,6 +70,28 @@ def test_conversations_stay_whole(tmp_path: Path) -> None:
     assert isinstance(found, PairRow) and (found.chosen, found.common) == (answers[1], 1)
 
 
+def test_pairs_of_conversations_that_differ_first_in_an_observation_are_left_out(tmp_path: Path) -> None:
+    asked, said = {"role": "user", "content": "1 + 2?"}, {"role": "assistant", "content": "a"}
+    other = {"role": "assistant", "content": "b"}
+    told = [{"role": "tool", "content": text} for text in "34"]
+    talks = [
+        [asked, said, told[0], said],
+        [asked, said, told[1], other],
+        [asked, other],
+        [asked, said],
+        [told[0], said],
+    ]
+    rows = [
+        {**row, "conversation": each} for row, each in zip(rows_of([[0.0, 0.5, 1.0, 0.0, 0.0]]), talks, strict=True)
+    ]
+    found, counts = run(tmp_path, rows, "all-pairs")
+    kept = [(talks.index(pair["chosen"]), talks.index(pair["rejected"])) for pair in found]
+    assert kept == [(2, 0), (2, 1), (2, 3)] and counts.unlike == 4
+    assert "; 4 pairs that do not differ first in a turn of the assistant" in str(counts)
+    found, counts = run(tmp_path, [rows[0], rows[1], {**rows[2], "index": 1}, {**rows[3], "index": 1}], "pairs")
+    assert [pair["chosen"] for pair in found] == [talks[2]] and counts.unlike == 1
+
+
 def test_the_threshold_is_included_and_one_response_is_enough(tmp_path: Path) -> None:
     found, counts = run(tmp_path, rows_of([[0.5], [0.4]]), "threshold", 0.5)
     assert [row["messages"][1]["content"] for row in found] == ["r0-0"]

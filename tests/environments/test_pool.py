@@ -18,7 +18,8 @@ from tests.environments.conftest import Write
 DEADLINE_S = 600
 PROMPT = [{"role": "user", "content": "1 + 2?"}]
 OWN = '''
-import os, subprocess, time
+import os, subprocess, sys, time
+from multiprocessing.connection import Connection
 
 class Own:
     def reset(self, **row):
@@ -49,6 +50,16 @@ class Own:
     def die(self) -> None:
         """End the process."""
         os._exit(3)
+
+    def fork(self) -> int:
+        """Return the exit status of a copy of this process."""
+        if child := os.fork(): return os.waitpid(child, 0)[1]
+        self.total = 99
+        sys.exit(7)
+
+    def interfere(self) -> None:
+        """Answer another request."""
+        Connection(os.dup(int(sys.argv[1]))).send((0, "answer"))
 
     def long(self) -> str:
         """Write much."""
@@ -89,6 +100,8 @@ def test_conversations_of_one_process_keep_their_own_state(opened: Open) -> None
         "wait",
         "hang",
         "die",
+        "fork",
+        "interfere",
         "long",
     ]
     assert pool.offered.has_reward and not pool.offered.has_step
@@ -111,6 +124,14 @@ def test_conversations_are_spread_over_the_processes(opened: Open) -> None:
     assert pids[0] == pids[2] != pids[1] == pids[3]
     running[1].finish().result(DEADLINE_S)
     assert said(pool.start(PROMPT, {}).answer("", [Call("pid", {})]))[0] == pids[1]
+
+
+def test_a_copy_that_a_tool_forks_answers_nothing(opened: Open) -> None:
+    pool = opened()
+    one, two = pool.start(PROMPT, {"start": 1}), pool.start(PROMPT, {"start": 10})
+    assert said(one.answer("", [Call("fork", {}), Call("add", {"x": 1})])) == ["0", "2"]
+    assert said(two.answer("", [Call("add", {"x": 1})])) == ["11"]
+    assert [each.finish().result(DEADLINE_S).score for each in (one, two)] == [2.0, 11.0]
 
 
 def test_the_limit_is_for_each_call(opened: Open) -> None:
@@ -151,6 +172,35 @@ def test_values_of_the_users_own_classes(opened: Open) -> None:
     assert "its row or its answer cannot be passed on: " in (unsendable.first.result(DEADLINE_S).error or "")
 
 
+NO_TEXT = r"""
+class Own:
+    def reset(self, **row):
+        if row: raise ValueError("\ud83d")
+        return [{"role": "user", "content": [{"type": "text", "text": "\ud83d\ude00 \ud83d"}]}]
+
+    def echo(self, text: str) -> str:
+        "Return the text."
+        return text
+
+    def step(self, text):
+        return "\ude00 and"
+"""
+
+
+def test_texts_have_no_lone_surrogates(opened: Open) -> None:
+    pool = opened(NO_TEXT)
+    talk = pool.start(PROMPT, {})
+    assert talk.first.result(DEADLINE_S).messages[1:] == [
+        {"role": "user", "content": [{"type": "text", "text": "\U0001f600 \ufffd"}]}
+    ]
+    calls: list[Call | Malformed] = [Call("echo", {"text": "a\ud83db"}), Call("\ud83d", {}), Malformed("no\udc00")]
+    reply = talk.answer("", calls).result(DEADLINE_S)
+    assert reply.calls == 1 and [(one["name"], one["content"]) for one in reply.messages[:1]] == [("echo", "a\ufffdb")]
+    assert reply.messages[1]["name"] == "\ufffd" and reply.messages[2]["content"] == "Error: no\ufffd"
+    assert said(talk.answer("go", [])) == ["\ufffd and"]
+    assert pool.start(PROMPT, {"a": 1}).first.result(DEADLINE_S).error == "ValueError: \ufffd"
+
+
 def test_conversations_that_run_go_before_those_that_start(opened: Open) -> None:
     pool = opened(OF_ITS_OWN)
     running = pool.start(PROMPT, {})
@@ -165,6 +215,7 @@ def test_conversations_that_run_go_before_those_that_start(opened: Open) -> None
     [
         ({}, "hang", "took over 10 s and was ended"),
         ({}, "die", "ended with exit code 3"),
+        ({}, "interfere", "answered another request and was ended"),
         ({"start": "hang"}, "pid", "took over 10 s and was ended"),
     ],
 )

@@ -25,14 +25,17 @@ from tests.environments.templates import CHATML, OPENS_THINKING, QWEN3_WITHOUT_S
 from tests.helpers import make_tokenizer
 from tests.rl.ppo_config import ppo_config
 
-OWN = '''
+OWN = r'''
 import time
+from pathlib import Path
 
 class Own:
     """Adds up. The row says what goes wrong."""
 
     def reset(self, wrong="", first=None, **row):
         self.total, self.wrong, self.said = 0, wrong, ""
+        if wrong == "first":
+            return [{"role": "user", "content": Path("\ud83d")}]
         if wrong == "reset":
             raise OSError("no disk")
         return first
@@ -52,6 +55,8 @@ class Own:
 
     def step(self, text):
         self.said = text
+        if self.wrong == "content":
+            return [{"role": "user", "content": Path("\ud83d")}]
         if text.startswith("again"):
             role = "system" if self.wrong == "role" else "user"
             return [{"role": role, "content": "And?"}]
@@ -130,7 +135,7 @@ def environment_of(config: PpoConfig, tokenizer: Any) -> Environment:
 
 @pytest.fixture(scope="module")
 def opened(own: Path, tokenizer: Any) -> Iterator[Environment]:
-    environment = environment_of(config_of(own, "environment.timeout_s=20"), tokenizer)
+    environment = environment_of(config_of(own, "environment.timeout_s=60"), tokenizer)
     yield environment
     environment.close()
 
@@ -252,6 +257,8 @@ def test_what_goes_wrong_is_an_observation_or_a_failed_score(opened: Environment
         {"turns": fine, "wrong": "flood"},
         {"turns": fine, "wrong": "reward"},
         {"turns": again, "wrong": "role"},
+        {"turns": again, "wrong": "content"},
+        {"turns": again, "wrong": "first"},
         {"turns": ["<tool_call>{nonsense", "end"]},
         {"turns": fine, "first": "x" * 3000},
     ]
@@ -262,7 +269,7 @@ def test_what_goes_wrong_is_an_observation_or_a_failed_score(opened: Environment
             assert found.outcome.error == "OSError: no disk" and len(found.token_ids) == 1 and not found.finished
             assert [one["role"] for one in found.messages] == ["user", "assistant"]
         elif wrong == "hang":
-            assert found.outcome.error == "the environment took over 20 s and was ended" and found.turns == 1
+            assert found.outcome.error == "the environment took over 60 s and was ended" and found.turns == 1
         elif wrong in ("raise", "flood"):
             assert found.outcome.score is not None and found.turns == 2 and found.bad_calls == (wrong == "raise")
             assert "OSError: no disk" in tokenizer.decode(found.token_ids) or wrong == "flood"
@@ -272,6 +279,9 @@ def test_what_goes_wrong_is_an_observation_or_a_failed_score(opened: Environment
         elif wrong == "role":
             assert found.outcome.error == "it returned a message of role system; return tool or user"
             assert found.mask is None
+        elif wrong in ("content", "first"):
+            assert str(found.outcome.error).startswith("its messages cannot be tokenized: TypeError: ")
+            assert found.mask is None and len(found.token_ids) == (6 if wrong == "content" else 1)
         elif "first" in row:
             assert "tokens with what reset returned, over data.max_prompt_length 2000" in str(found.outcome.error)
             assert len(found.token_ids) == 1

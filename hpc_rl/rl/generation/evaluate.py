@@ -16,7 +16,7 @@ from hpc_rl.algorithms.evaluation import CONFIDENCE, RESAMPLES, Estimate, estima
 from hpc_rl.config.generate import EvalConfig
 from hpc_rl.host.files import write_atomically, writing
 from hpc_rl.rewards.table import REWARDS
-from hpc_rl.rl.generation.responses import TRUNCATED, Row, read_responses
+from hpc_rl.rl.generation.responses import FAILED, TRUNCATED, Row, read_responses
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.evaluations import evaluation_text
 
@@ -86,11 +86,12 @@ def evaluate(rows: Sequence[Row], correct: float, extract: Extract | None, seed:
                 for group in enough
             ]
     estimates: dict[str, Estimate] = {name: estimate(values, rng) for name, values in metrics.items() if len(values)}
+    ends = [row["finish"] for row in rows if row["finish"] != FAILED]
     return {
         "prompts": len(groups),
         "responses": len(rows),
         "failed": len(rows) - sum(map(len, scored)),
-        "truncated": sum(row["finish"] == TRUNCATED for row in rows) / len(rows),
+        "truncated": sum(end == TRUNCATED for end in ends) / max(len(ends), 1),
         "mean_tokens": sum(row["tokens"] for row in rows) / len(rows),
         "metrics": {name: asdict(found) for name, found in estimates.items()},
     }

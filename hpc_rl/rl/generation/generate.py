@@ -19,9 +19,10 @@ from hpc_rl.host.heartbeat import heart
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.generation.feeder import Feeder
 from hpc_rl.rl.generation.plan import Block, Plan
-from hpc_rl.rl.generation.responses import Parts, response_rows
+from hpc_rl.rl.generation.responses import FAILED, TRUNCATED, Parts, finish_of, response_rows
 from hpc_rl.rl.metrics import conversation_metrics
 from hpc_rl.rl.rollout.engine import Completion
+from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.scoring import Scoring, last_turns
 from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training.stopping import Stopping
@@ -60,6 +61,8 @@ class Generation:
     blocks: list[Block]
     """Those that are not finished."""
     parts: Parts
+    queue: RequestQueue
+    """The engines."""
     feeder: Feeder
     scoring: Scoring | None
     tracker: Tracker
@@ -156,10 +159,11 @@ def record(state: Generation, result: BlockResult) -> None:
     state.responses += len(lengths)
     state.tokens += int(lengths.sum())
     state.stopping.note_step({"timing_s/gen": seconds / (state.responses / len(lengths))})
+    ends = [end for end in map(finish_of, result.completions) if end != FAILED]
     metrics = {
         "generate/responses": float(_finished_responses(state)),
         "response_length/mean": float(lengths.mean()),
-        "response_length/clip_ratio": float(np.mean([not c.finished for c in result.completions])),
+        "response_length/clip_ratio": sum(end == TRUNCATED for end in ends) / max(len(ends), 1),
         "perf/responses_per_s": state.responses / seconds,
         "perf/tokens_per_s": state.tokens / seconds,
         **({} if result.scores is None else score_metrics(result.scores)),

@@ -28,7 +28,7 @@ from hpc_rl.rl.transcripts import Conversed
 from hpc_rl.run_dir import RunDir
 
 Row = dict[str, Any]
-STOPPED, TRUNCATED = "stopped", "truncated"
+STOPPED, TRUNCATED, FAILED = "stopped", "truncated", "failed"
 COLUMNS = frozenset(
     {
         *("data", "index", "prompt", "answer", "sample", "response", "conversation"),
@@ -75,7 +75,7 @@ def _own_columns(completion: Completion, logprobs: bool) -> Row:
     found: Row = {
         "tokens": completion.sampled,
         "logprob": _sum(own),
-        "finish": STOPPED if completion.finished else TRUNCATED,
+        "finish": finish_of(completion),
     }
     if logprobs:
         found["logprobs"] = base64.b64encode(own.astype("<f4").tobytes()).decode()
@@ -83,6 +83,13 @@ def _own_columns(completion: Completion, logprobs: bool) -> Row:
         # Messages of the user's environment may hold values that JSON does not have.
         found["conversation"] = json.loads(json.dumps(completion.messages, default=str))
     return found
+
+
+def finish_of(completion: Completion) -> str:
+    """Return how a response ended."""
+    if completion.finished:
+        return STOPPED
+    return FAILED if isinstance(completion, Conversed) and completion.outcome.error is not None else TRUNCATED
 
 
 def _sum(logprobs: NDArray[np.float32]) -> float | None:

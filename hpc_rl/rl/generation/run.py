@@ -48,7 +48,8 @@ def _generate(config: GenerateConfig, run: RunDir, prepared: Prepared, logs: Pat
     state.tracker.finish(code)
     if code == 0:  # after a stop, the engines are still generating; they end with the driver
         try:
-            workers.fleet.engines.call("close").wait(CLOSE_TIMEOUT_S)
+            loaded = state.queue.loaded  # one that still loads would not answer
+            workers.fleet.engines.subset(loaded).call("close").wait(CLOSE_TIMEOUT_S)
         except RunError as error:  # the generation itself succeeded
             print(f"warning: {error}", flush=True)
     return code

@@ -156,6 +156,7 @@ def open_generation(config: GenerateConfig, run: RunDir, prepared: Prepared, wor
         plan=plan,
         blocks=[block for block in blocks_of(plan, prepared.sources) if block.number not in finished],
         parts=prepared.parts,
+        queue=queue,
         feeder=Feeder(respondent, len(engines.actors), plan, sampling),
         scoring=open_scoring(config, workers.judges, prepared.tokenizer, environment),
         tracker=open_tracker(config, run, None, is_main=True),

@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import ray
+from ray.exceptions import RayTaskError
 
 from hpc_rl.data.prompts import Prompt
-from hpc_rl.errors import RunError
+from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl.calls import MODEL_LIMIT, ActorCall, Pending
 from hpc_rl.rl.fates import ActorDiedError
@@ -66,8 +67,8 @@ class RequestQueue:
         places: requests that one engine computes at a time (rollout.max_num_seqs).
         stall_s: an engine that does not answer for so long is ended.
         start_s: longest time in which an engine starts.
-        replace: called if an engine has died, with its index. It returns the call that starts another in its place, or
-            raises the error if there is no other.
+        replace: called if an engine has died, or one in the place of another did not start, with its index. It returns
+            the call that starts another in its place, or raises the error if there is no other.
         revive: called at the beginning of a turn if all engines that have started wait for `restore`, which it has to
             call. None: an engine that has started gets requests at once.
     """
@@ -78,7 +79,7 @@ class RequestQueue:
         places: int,
         stall_s: float,
         start_s: float,
-        replace: Callable[[int, ActorDiedError], ActorCall],
+        replace: Callable[[int, Exception], ActorCall],
         revive: Callable[[], None] | None = None,
     ) -> None:
         count = len(engines.actors)
@@ -136,7 +137,7 @@ class RequestQueue:
         """Give waiting requests to engines, and take what they have completed, for which this waits.
 
         Raises:
-            UserError: an engine refused a request, or cannot start in the place of another.
+            UserError: an engine refused a request, or too many could not start in the place of another.
             RunError: too many engines have died, or one takes too long to start.
         """
         if self.is_stranded and self._revive is not None:
@@ -237,11 +238,15 @@ class RequestQueue:
             asked.found[number], asked.engines[number] = completion, engine
 
     def _record_start(self, engine: int) -> None:
-        """Record that an engine has loaded its model in the place of another, or died meanwhile."""
+        """Record that an engine has loaded its model in the place of another, or could not.
+
+        Another try may succeed: GPU memory of a process that was killed is not free at once.
+        """
         call = self._starting.pop(engine)
         try:
             Pending.of_calls([call]).wait()
-        except ActorDiedError as error:
+        except (UserError, RayTaskError) as error:
+            ray.kill(self._engines.actors[engine])
             self._lose(engine, error)
             return
         if self._revive is None:
@@ -249,7 +254,7 @@ class RequestQueue:
         else:
             self.started.add(engine)
 
-    def _lose(self, engine: int, error: ActorDiedError) -> None:
+    def _lose(self, engine: int, error: Exception) -> None:
         self._calls[engine].clear()
         self._held[engine].clear()
         self.repeated += self._dispatch.lose(engine)

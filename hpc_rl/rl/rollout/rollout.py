@@ -34,7 +34,7 @@ CONTROL_TIMEOUT_S = 600
 """Longest time for `sleep` or `wake`, which release and allocate GPU memory."""
 CLOSE_TIMEOUT_S = 30
 MOST_DEATHS = 3
-"""Engines that are replaced in one place. If more die there, the run ends."""
+"""Engines that are replaced in one place. If more die there, or cannot start, the run ends."""
 SYNC_TIMEOUT_S = 900
 """Longest time for a weight sync: if an engine dies during one, the sender waits for it."""
 
@@ -124,7 +124,7 @@ class InProcessRollout:
         """Do nothing: the engines end with their workers."""
 
 
-def _no_other(_engine: int, error: ActorDiedError) -> NoReturn:
+def _no_other(_engine: int, error: Exception) -> NoReturn:
     """Raise the error: the policy's process has died with its engine."""
     raise error
 
@@ -278,16 +278,19 @@ class Fleet:
             parallel,
         )
 
-    def replace(self, engine: int, error: ActorDiedError) -> ActorCall:
-        """Start another engine in the place of one that has died.
+    def replace(self, engine: int, error: Exception) -> ActorCall:
+        """Start another engine in the place of one that has died, or did not start.
 
         Raises:
-            ActorDiedError: too many have died in this place.
+            Exception: the last error, if there were too many in this place.
         """
         self._deaths[engine] += 1
         if self._deaths[engine] > MOST_DEATHS:
             raise error
-        print(f"warning: {error}; another engine starts in its place, and its requests are repeated", flush=True)
+        reason = next(iter(str(error).strip().splitlines()[-1:]), type(error).__name__)
+        if not isinstance(error, ActorDiedError):
+            reason = f"{self.engines.names[engine]} did not start: {reason}"
+        print(f"warning: {reason}; another engine starts in its place, and its requests are repeated", flush=True)
         self.engines.actors[engine] = actor = self._create(engine)
         return ActorCall(actor.start.remote(), self.engines.names[engine])
 

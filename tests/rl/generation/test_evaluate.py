@@ -45,6 +45,14 @@ def test_means_pass_and_majority() -> None:
     assert evaluate(rows(GROUPS), 1.0, extraction("gsm8k"), seed=1) == found
 
 
+def test_the_fraction_of_truncated_responses_leaves_out_conversations_that_failed() -> None:
+    found = rows(GROUPS)
+    for row, finish in zip(found, ["truncated", "failed", "failed", "failed"], strict=False):
+        row["finish"] = finish
+    assert evaluate(found, 1.0, None, 1)["truncated"] == 1 / 5
+    assert evaluate([{**row, "finish": "failed"} for row in found], 1.0, None, 1)["truncated"] == 0
+
+
 def test_the_lowest_score_of_a_correct_response() -> None:
     graded = [[("a", 0.5), ("b", 0.4)]]
     assert evaluate(rows(graded), 0.5, None, 1)["metrics"]["pass@1"]["value"] == 0.5

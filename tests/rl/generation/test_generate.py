@@ -119,9 +119,11 @@ def attempt(
     parts = Parts(RunDir(folder), plan)
     finished = parts.finished()
     left = [block for block in blocks_of(plan, given) if block.number not in finished]
-    others: Any = (Tokenizer(), Tracker(), Stopping(stops), Feeder())
+    others: Any = (Tokenizer(), Tracker(), Stopping(stops), Feeder(), None)
     counts: Any = {"done": len(finished), "is_scored": parts.has_score()}
-    return Generation(settings, others[0], plan, left, parts, others[3], scoring, others[1], others[2], **counts)
+    return Generation(
+        settings, others[0], plan, left, parts, others[4], others[3], scoring, others[1], others[2], **counts
+    )
 
 
 def test_a_stop_does_not_wait_for_the_scores_of_a_block(tmp_path: Path) -> None:

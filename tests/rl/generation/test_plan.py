@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from hpc_rl.environments.protocol import Outcome
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.generation.plan import Block, Source, blocks_of, make_plan, seeds_of
-from hpc_rl.rl.generation.responses import Parts, read_responses, response_rows
+from hpc_rl.rl.generation.responses import Parts, finish_of, read_responses, response_rows
 from hpc_rl.rl.generation.setup import described_engine
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.transcripts import Conversed
@@ -115,6 +116,8 @@ def test_rows_of_conversations_have_the_messages_and_what_the_model_sampled() ->
     (row,) = response_rows(block, [talk], ["the last turn"], None, given_config.data, logprobs=True)
     assert (row["response"], row["tokens"], row["logprob"], row["finish"]) == ("the last turn", 2, -1.75, "stopped")
     assert row["conversation"] == [messages[0], {"role": "assistant", "content": "x"}]
+    for finished, error, finish in ((False, "no disk", "failed"), (False, None, "truncated"), (True, "no", "stopped")):
+        assert finish_of(replace(talk, finished=finished, outcome=Outcome(None, error=error))) == finish
     assert np.frombuffer(base64.b64decode(row["logprobs"]), "<f4").tolist() == [-0.5, -1.25]
 
 

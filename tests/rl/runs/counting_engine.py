@@ -30,6 +30,8 @@ class CountingEngine:
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "refuses":
             raise UserError("no such model")
+        if how == "raises":
+            raise ValueError("no free memory")
 
     def pid(self) -> int:
         return os.getpid()

@@ -67,7 +67,7 @@ def wait_for_end(pid: int) -> None:
 
 def test_conversations_are_spread_over_the_nodes_and_keep_their_own_state(opened: Open, tmp_path: Path) -> None:
     fleet = opened()
-    assert fleet.workers == 2 and fleet.offered.has_reward and len(fleet.offered.schemas) == 6
+    assert fleet.workers == 2 and fleet.offered.has_reward and len(fleet.offered.schemas) == 8
     talks = [begun(fleet, start=start) for start in (1, 10, 100)]
     pids = [pid_of(talk) for talk in talks]
     assert pids[0] == pids[2] != pids[1]
@@ -84,13 +84,13 @@ def test_conversations_are_spread_over_the_nodes_and_keep_their_own_state(opened
 
 
 def test_what_goes_wrong_ends_its_conversation(opened: Open) -> None:
-    fleet = opened(timeout_s=20)
+    fleet = opened(timeout_s=60)
     failing, fine = fleet.start(PROMPT, {"start": "raise"}), begun(fleet, start=5)
     assert failing.first.result(TIMEOUT_S).error == failing.finish().result(TIMEOUT_S).error == "RuntimeError: no start"
     hanging = begun(fleet)
     before = pid_of(hanging)
     reply = hanging.answer("", [Call("hang", {})]).result(TIMEOUT_S)
-    assert reply.done and reply.error == "the environment took over 20 s and was ended"
+    assert reply.done and reply.error == "the environment took over 60 s and was ended"
     wait_for_end(before)
     assert hanging.finish().result(TIMEOUT_S).error == reply.error
     assert fine.finish().result(TIMEOUT_S).score == 5.0, "on the other node"
@@ -108,8 +108,7 @@ def test_a_node_that_is_lost_takes_only_its_conversations_with_it(
     talks = [begun(fleet, start=start) for start in (1, 2)]
     pids = [pid_of(talk) for talk in talks]
     waiting = talks[0].answer("", [Call("wait", {"seconds": 600})])
-    first, other = (host._actor for host in fleet._hosts)
-    os.kill(ray.get(first.__ray_call__.remote(lambda _: os.getpid()), timeout=TIMEOUT_S), signal.SIGKILL)
+    kill(fleet._hosts[0], signal.SIGKILL)
     lost = waiting.result(TIMEOUT_S)
     assert lost.done and lost.error is not None and lost.error.startswith("the environments on node ")
     wait_for_end(pids[0])
@@ -117,10 +116,50 @@ def test_a_node_that_is_lost_takes_only_its_conversations_with_it(
     assert talks[1].finish().result(TIMEOUT_S).score == 2
     assert [pid_of(begun(fleet)) for _ in range(3)] == [pids[1]] * 3
     assert capsys.readouterr().out.count("their conversations have no score, and other nodes go on") == 1
-    ray.kill(other)
+    ray.kill(fleet._hosts[1]._actor)
     assert fleet.start(PROMPT, {}).first.result(TIMEOUT_S).error
     with pytest.raises(RunError, match=r"^no process for environments is left: the environments on node .* are lost"):
         fleet.start(PROMPT, {})
+
+
+def kill(host: Any, number: int) -> None:
+    os.kill(ray.get(host._actor.__ray_call__.remote(lambda _: os.getpid()), timeout=TIMEOUT_S), number)
+
+
+def test_a_node_that_was_lost_while_idle_takes_no_conversation_with_it(opened: Open) -> None:
+    fleet = opened()
+    kill(fleet._hosts[0], signal.SIGKILL)
+    talks = [fleet.start(PROMPT, {"start": start}) for start in range(4)]
+    assert [said(talk.first) for talk in talks] == [["1 + 2?\n\nGo."]] * 4
+    assert [talk.finish().result(TIMEOUT_S).score for talk in talks] == [0, 1, 2, 3]
+
+
+def test_a_node_that_does_not_answer_is_lost(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = opened()
+    talks = [begun(fleet, start=start) for start in (1, 2)]
+    pid = ray.get(fleet._hosts[0]._actor.__ray_call__.remote(lambda _: os.getpid()), timeout=TIMEOUT_S)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        monkeypatch.setattr(environment_hosts, "ALIVE_TIMEOUT_S", 2.0)
+        lost = talks[0].answer("", [Call("pid", {})]).result(TIMEOUT_S)
+        monkeypatch.undo()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert lost.done and str(lost.error).endswith(" are lost: no answer within 2 s")
+    assert talks[0].finish().result(TIMEOUT_S).error == lost.error
+    assert talks[1].finish().result(TIMEOUT_S).score == 2
+    wait_for_end(pid)
+
+
+def test_a_node_that_cannot_replace_a_process_is_lost(opened: Open, tmp_path: Path) -> None:
+    fleet = opened()
+    talks = [begun(fleet, start=start) for start in (1, 2)]
+    (tmp_path / "own.py").write_text("import os\nos._exit(4)\nclass Own: ...\n")
+    assert talks[0].answer("", [Call("die", {})]).result(TIMEOUT_S).error == "the environment ended with exit code 3"
+    assert talks[0].finish().result(TIMEOUT_S).error
+    assert begun(fleet, start=3).finish().result(TIMEOUT_S).score == 3, "on the other node"
+    assert "a process ended with exit code 4 while it loaded it" in str(fleet._hosts[0].lost)
+    assert talks[1].finish().result(TIMEOUT_S).score == 2
 
 
 def test_closing_ends_what_runs(opened: Open) -> None:
@@ -134,7 +173,7 @@ def test_closing_ends_what_runs(opened: Open) -> None:
 
 
 def test_an_environment_that_cannot_be_loaded(opened: Open) -> None:
-    with pytest.raises(UserError, match=r"no 'Own' in"):
+    with pytest.raises(UserError, match=r"^on node \S+: .*no 'Own' in"):
         opened("class Other: ...")
 
 

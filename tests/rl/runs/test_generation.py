@@ -155,12 +155,12 @@ class Echo:
     def reset(self, answer, **row):
         if int(answer) % 7 == 0:
             raise OSError("seven")
-        self.turns = 0
+        self.answer, self.turns = answer, 0
 
     def step(self, text):
         self.turns += 1
         with Path(__file__).with_name("heard.txt").open("a") as log:
-            log.write(f"{self.turns}\\n")
+            log.write(f"{self.answer}\\n")
         found = f"{len(text)} letters", self.turns == 2
         return (found[0], float(len(text) % 3), found[1], {}) if self.rewards else found
 '''
@@ -181,7 +181,7 @@ def test_conversations_are_written_and_a_restart_repeats_none(
 ) -> None:
     heard = Path(talks[1].removeprefix("model.path=")).with_name("heard.txt")
     assert generation(tmp_path / "whole", *talks, "rollout.logprobs=true") == 0
-    rows, turns = rows_of(tmp_path / "whole"), len(heard.read_text())
+    rows, turns = rows_of(tmp_path / "whole"), len(heard.read_text().split())
     assert len(rows) == PROMPTS * N and {row["finish"] for row in rows} >= {"stopped"}
     for row in rows:
         roles = [message["role"] for message in row["conversation"]]
@@ -201,12 +201,15 @@ def test_conversations_are_written_and_a_restart_repeats_none(
         patch.setattr(loop, "MOST_SCORING", 1)
         assert generation(tmp_path / "run", *talks, "rollout.logprobs=true") == EXIT_STOPPED
     (tmp_path / "run" / "stop").unlink()
-    finished = {path.name for path in (tmp_path / "run" / "response-parts").glob("*.jsonl")}
+    finished = [*(tmp_path / "run" / "response-parts").glob("*.jsonl")]
     assert finished and len(finished) < 4
+    written = {row["answer"] for path in finished for row in read_responses(path)}
+    heard.unlink()
     assert generation(tmp_path / "run", *talks, "rollout.logprobs=true", attempt=2) == 0
     assert [row["conversation"] for row in rows_of(tmp_path / "run")] == [row["conversation"] for row in rows]
     assert [row["score"] for row in rows_of(tmp_path / "run")] == [row["score"] for row in rows]
-    assert turns <= len(heard.read_text()) < 2 * turns
+    again = heard.read_text().split()
+    assert again and written and not written & {*again} and len(again) < turns
 
 
 def test_environments_without_a_reward_and_functions(generation: Generations, talks: list[str], tmp_path: Path) -> None:

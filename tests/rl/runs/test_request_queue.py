@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from ray.exceptions import RayActorError, RayTaskError
 
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError, UserError
@@ -43,11 +44,13 @@ class Engines:
         ray.get(actor.pid.remote(), timeout=TIMEOUT_S)
         return actor
 
-    def replace(self, engine: int, error: ActorDiedError) -> ActorCall:
+    def replace(self, engine: int, error: Exception) -> ActorCall:
         self.deaths.append(engine)
         if self.deaths.count(engine) > MOST_DEATHS:
             raise error
-        self.actors.actors[engine] = self.new()
+        before, self.actors.actors[engine] = self.actors.actors[engine], self.new()
+        with pytest.raises(RayActorError):
+            ray.get(before.pid.remote(), timeout=TIMEOUT_S)
         return ActorCall(self.actors.actors[engine].start.remote(self._starts), self.names[engine])
 
 
@@ -135,11 +138,13 @@ def test_a_request_that_kills_every_engine_ends_the_run(cluster: None) -> None:
     assert max(map(engines.deaths.count, (0, 1))) == MOST_DEATHS + 1
 
 
-def test_an_engine_that_cannot_start_in_the_place_of_another_ends_the_run(cluster: None) -> None:
-    engines = Engines(1, "refuses")
+@pytest.mark.parametrize(("starts", "error"), [("refuses", "^no such model$"), ("raises", "no free memory$")])
+def test_engines_that_cannot_start_in_the_place_of_another_are_counted(cluster: None, starts: str, error: str) -> None:
+    engines = Engines(1, starts)
     queue = queue_of(engines)
-    with pytest.raises(UserError, match=r"^no such model$"):
+    with pytest.raises((UserError, RayTaskError), match=error):
         queue.wait([ask(queue, DIES)])
+    assert engines.deaths == [0] * (MOST_DEATHS + 1)
 
 
 def test_engines_that_die_at_their_start_are_counted(cluster: None) -> None:
