@@ -54,7 +54,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(group, "ray", SimpleNamespace(remote=Here))
     monkeypatch.setattr(request_queue, "ray", SimpleNamespace(wait=lambda refs, **_: (refs, [])))
     monkeypatch.setattr(
-        calls.Pending, "of_calls", classmethod(lambda _, found: calls.Pending.known([one.ref.value for one in found]))
+        calls.Pending, "of_calls", classmethod(lambda _, found, *_a: calls.Pending.known([x.ref.value for x in found]))
     )
     monkeypatch.setattr(process, "log_to", lambda _: None)
     monkeypatch.setattr(generation, "log_to", lambda _: None)
