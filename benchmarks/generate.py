@@ -12,6 +12,7 @@ import json
 import math
 import os
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +62,18 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]
     config = prepare_config(folder, options)
     connect(config, folder)
     workers = start_workers(config, folder)
+    closing = ExitStack()  # it closes environments, and there are none
 
     def new_run() -> RunDir:
         return RunDir(Path(tempfile.mkdtemp(dir=folder)))
 
     def job() -> float:
         run = new_run()
-        state = open_generation(config, run, prepare(config, run), workers)
+        state = open_generation(config, run, prepare(config, run, folder, closing), workers)
         return seconds(lambda: generate(state))
 
     def one_call() -> float:
-        prepared = prepare(config, new_run())
+        prepared = prepare(config, new_run(), folder, closing)
         blocks = blocks_of(prepared.plan, prepared.sources)
         prompts = [asked.prompt.token_ids for block in blocks for asked in block.asked for _ in range(options.n)]
         seeds = [seed for block in blocks for seed in seeds_of(block, prepared.plan)]

@@ -3,25 +3,32 @@
     python -m hpc_rl.host.owned PROGRAM ARGUMENT ...
 
 The kernel ends a child with its parent, but not the child's own children. This process stands between the two: it
-adopts what the program leaves behind, and ends all of it.
+adopts what the program leaves behind, and ends all of it. If this process is killed, the kernel kills the program.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from hpc_rl.host import processes
 
-PATIENCE_S = 3.0
+PATIENCE_S = 5.0
 """Between SIGTERM and SIGKILL: nothing that the program would save is needed."""
+NOT_STARTED = 127
+"""Exit code if the program cannot be started, as a shell has it."""
 
 
 def main(argv: list[str]) -> int:
     """Run the program and return its exit code, as a shell shows it."""
     processes.die_with_parent()
     processes.adopt_orphans()
-    child = processes.start(argv, os.environ, sys.stdout.buffer)
+    try:
+        child = processes.start(argv, os.environ, sys.stdout.buffer, death=signal.SIGKILL)
+    except OSError as error:
+        print(f"{argv[0]} cannot be started: {error.strerror}", flush=True)
+        return NOT_STARTED
     processes.forward_termination(child, PATIENCE_S)
     code = processes.shell_code(processes.wait(child))
     processes.end_descendants()

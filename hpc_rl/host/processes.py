@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -24,9 +25,9 @@ _SIGNAL_S = 60.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def die_with_parent() -> None:
-    """Have the kernel end this process when its parent ends for any reason (prctl(2), PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Have the kernel send this process a signal when its parent ends for any reason (prctl(2), PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
@@ -62,12 +63,17 @@ def descendants(root: int) -> Iterator[int]:
 
 
 def start(
-    argv: Sequence[str], environ: Mapping[str, str], output: IO[bytes], new_session: bool = False
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    output: IO[bytes],
+    new_session: bool = False,
+    death: signal.Signals = signal.SIGTERM,
 ) -> subprocess.Popen[bytes]:
     """Start a child that writes to `output` and ends with this process.
 
     Args:
         new_session: shield the child from the terminal's Ctrl-C, so that the parent decides what to do.
+        death: the signal that the child gets when this process has ended.
     """
     return subprocess.Popen(
         argv,
@@ -75,7 +81,7 @@ def start(
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
-        preexec_fn=die_with_parent,
+        preexec_fn=partial(die_with_parent, death),
         start_new_session=new_session,
     )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.container import ContainerConfig
+from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.slurm import walltime_s
 from hpc_rl.errors import UserError
@@ -80,7 +81,8 @@ def has_container_script(container: ContainerConfig) -> bool:
 
 def passed_names(config: JobConfig) -> list[str]:
     """Return patterns of the environment variables that are passed into the image."""
-    return list(dict.fromkeys([*PASSED, *config.slurm.env, *config.container.env]))
+    key = config.rollout.openai.key_variable if isinstance(config, GenerateConfig) else None
+    return list(dict.fromkeys([*PASSED, *config.slurm.env, *config.container.env, *([key] if key else [])]))
 
 
 def job_binds(config: JobConfig, run_dir: Path, working_dir: Path, program: Sequence[str] = ()) -> list[str]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -66,3 +68,17 @@ def test_everything_ends_with_the_parent() -> None:
         assert len(pids) == 2
         process.kill()
     wait_for_end(pids)
+
+
+def test_a_program_is_killed_with_the_process_between() -> None:
+    with start("stubborn") as process:
+        program, child = pids_of(process)
+        process.kill()
+    wait_for_end([program])
+    os.kill(child, signal.SIGKILL)  # nobody is left that could have ended it
+
+
+def test_a_program_that_does_not_exist_is_named() -> None:
+    command = [sys.executable, "-m", owned.__name__, "/no/such/program"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (done.returncode, done.stdout) == (127, "/no/such/program cannot be started: No such file or directory\n")

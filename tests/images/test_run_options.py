@@ -14,7 +14,7 @@ import pytest
 
 from hpc_rl.config.compose import compose
 from hpc_rl.errors import UserError
-from hpc_rl.images.run_options import PASSED, job_binds, unpacks
+from hpc_rl.images.run_options import PASSED, job_binds, passed_names, unpacks
 from hpc_rl.images.runtimes import RUNTIMES, ContainerRuntime, runtime_of
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
@@ -40,6 +40,14 @@ def test_variables_that_configure_the_job_reach_the_image() -> None:
     names = ["TQ_NUM_THREADS", "TRANSFER_QUEUE_ENABLE", "NCCL_DEBUG", "HF_HOME"]
     assert [name for name in names if not any(fnmatchcase(name, pattern) for pattern in PASSED)] == []
     assert not any(fnmatchcase("LD_LIBRARY_PATH", pattern) for pattern in PASSED)
+
+
+def test_the_key_of_a_server_reaches_the_image() -> None:
+    openai = {"rollout.name": "openai", "rollout.openai.base_url": "http://x/v1", "trainer.device": "cpu"}
+    needed = {"model.path": "m", "data.files": ["x.jsonl"], "data.prompt_key": "q"}
+    with_key = compose("generate", [], {**needed, **openai, "rollout.openai.key_variable": "LLM_API_KEY"})
+    assert passed_names(with_key)[-1] == "LLM_API_KEY"
+    assert passed_names(compose("generate", [], {**needed, **openai})) == list(PASSED)
 
 
 def test_exec_options_are_these() -> None:

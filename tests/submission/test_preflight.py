@@ -225,6 +225,21 @@ def test_the_key_of_a_server_has_to_be_in_its_variable(monkeypatch: pytest.Monke
     check()
 
 
+@pytest.mark.usefixtures("folder")
+def test_a_server_of_others_has_the_weights() -> None:
+    for file in Path("model").iterdir():
+        if file.suffix != ".safetensors":
+            Path("tokenizer").mkdir(exist_ok=True)
+            Path("tokenizer", file.name).write_bytes(file.read_bytes())
+    values = {"model.path": "tokenizer", "data.files": ["train.jsonl"], "data.prompt_key": "question"}
+    values |= {"trainer.device": "cpu"}
+    job = Job("generate", compose("generate", [], values), RunDir(Path("run").absolute()), Path.cwd())
+    with pytest.raises(UserError, match=r"^model\.path tokenizer has no weights"):
+        checks.check(job)
+    values |= {"rollout.name": "openai", "rollout.openai.base_url": "http://x/v1"}
+    checks.check(Job("generate", compose("generate", [], values), RunDir(Path("run").absolute()), Path.cwd()))
+
+
 def test_other_variables_are_no_secrets() -> None:
     checks.check_secrets("HF_TOKEN_PATH", "TOKENIZERS_PARALLELISM", "MAX_TOKENS", "EOS_TOKEN", "WANDB_MODE")
 

@@ -12,16 +12,16 @@ from pathlib import Path
 
 from hpc_rl.config.agent import AgentConfig
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.host import owned
 from hpc_rl.host.files import tail
 from hpc_rl.host.processes import end
-from hpc_rl.rl.endpoint import agent_process
 from hpc_rl.rl.endpoint.sessions import Sessions
 
 MOST_FAILURES = 3
 """Failures of agent.command in a row, without a session that any agent has ended, after which the run ends."""
 _PAUSE_S = 1.0
 """Before a process is started again."""
-_GRACE_S = 2 * agent_process.GRACE_S
+_GRACE_S = 2 * owned.PATIENCE_S
 _PROXIES = ("no_proxy", "NO_PROXY")
 
 
@@ -29,7 +29,7 @@ class AgentProcesses:
     """The processes of agent.command; none if it is not set.
 
     Each has a thread, which starts it and waits for its end: the kernel ends a process together with the thread that
-    has started it (`die_with_parent`). What the process has started itself ends with it (agent_process.py).
+    has started it (`die_with_parent`). What the process has started itself ends with it (hpc_rl.host.owned).
 
     Args:
         base_url: of the endpoint.
@@ -101,7 +101,7 @@ class AgentProcesses:
             if self._closed.is_set():
                 return 0
             self._running[number] = child = subprocess.Popen(
-                [sys.executable, "-m", agent_process.__name__, *self._command],
+                [sys.executable, "-m", owned.__name__, *self._command],
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -32,7 +32,7 @@ from hpc_rl.host.files import writing
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl.rollout.engine import Completion, Placement, Request, Sampling, Span
 from hpc_rl.rl.rollout.http_calls import Answer, Calls, UnreachableError
-from hpc_rl.rl.rollout.sglang_server import SglangServer
+from hpc_rl.rl.rollout.sglang_server import SglangServer, own_folder
 from hpc_rl.rl.weights.buckets import Bucket, pack, unpack
 from hpc_rl.training.models import safetensors_files
 
@@ -54,7 +54,7 @@ ABORT_S = 0.2
 PROBE_S = 60.0
 """Time without a response after which the server has to show that it still generates."""
 FLUSH_S = 60.0
-"""Time within which a server without requests has to become idle."""
+"""Time within which a server has to end its requests, and then to become idle."""
 
 
 def load(
@@ -140,7 +140,7 @@ class SglangEngine:
     def start_weight_update(self) -> None:
         self._interrupt()
         self._wake("weights")
-        self._received = tempfile.TemporaryDirectory(prefix="weights-")
+        self._received = own_folder("weights-")
         self._files = 0
 
     def update_weights(self, update: Bucket) -> None:
@@ -236,7 +236,10 @@ class SglangEngine:
 
     def _interrupt(self) -> None:
         """End the server's requests, keep their tokens, and empty its cache, unless that sleeps."""
+        deadline = time.monotonic() + FLUSH_S
         while self._sent:
+            if time.monotonic() > deadline:
+                self._server.give_up(f"/abort_request: {len(self._sent)} requests still run after {FLUSH_S:.0f} s")
             self._server.post("/abort_request", {"rid": "", "abort_all": True})
             taken = self._take(ABORT_S)
             self._ended += [request for request in taken if request.ended is not None]

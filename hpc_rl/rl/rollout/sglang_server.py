@@ -59,7 +59,7 @@ class SglangServer:
         port, key = free_port(), new_key()
         self._log, self._key = log, key
         self.client = HttpClient(f"http://{LOOPBACK}:{port}", key, uses_proxies=False)
-        with tempfile.TemporaryDirectory(prefix="sglang-") as folder:  # of mode 0700
+        with own_folder("sglang-") as folder:
             file = Path(folder) / "server.yaml"
             address = {"host": LOOPBACK, "port": port, "api-key": key}
             file.write_text(json.dumps({**settings, **address}))  # JSON is YAML
@@ -167,6 +167,11 @@ class SglangServer:
                 log.seek(start)
                 log.write(b"*" * len(key))
                 start = text.find(key, start + len(key))
+
+
+def own_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
+    """Return a new folder of mode 0700, in Ray's folder of the job, which is removed even if this process is killed."""
+    return tempfile.TemporaryDirectory(prefix=prefix, dir=os.environ.get("RAY_TMPDIR"))
 
 
 def new_key() -> str:

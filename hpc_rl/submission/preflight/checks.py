@@ -164,7 +164,8 @@ def model(job: Job) -> Iterator[Question]:
     if not isinstance(config, FinetuneConfig | PpoConfig | GenerateConfig):
         return
     cache = hub_cache(config)
-    yield Question(check_model_path, ("model.path", config.model.path, job.coming, cache))
+    has_weights = not (isinstance(config, GenerateConfig) and config.rollout.openai.base_url is not None)
+    yield Question(check_model_path, ("model.path", config.model.path, job.coming, cache, has_weights))
     yield Question(check_chat_template, (config.model, config.data, cache))
     if isinstance(config, RmConfig):
         yield Question(check_outputs, ("model.path", config.model.path, config.outputs, cache))

@@ -23,11 +23,14 @@ from hpc_rl.submission.preflight.hub_names import not_cached, refuse_mistyped
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
-def check_model_path(key: str, path: str, coming: frozenset[Path], cache: HubCache) -> str | None:
+def check_model_path(
+    key: str, path: str, coming: frozenset[Path], cache: HubCache, with_weights: bool = True
+) -> str | None:
     """Check that a folder holds a complete Hugging Face model, or that the job can get it from the hub.
 
     Args:
         coming: what an earlier job writes, which may not exist yet.
+        with_weights: whether the job loads the weights.
 
     Returns:
         Why it could not be checked, if so.
@@ -49,7 +52,7 @@ def check_model_path(key: str, path: str, coming: frozenset[Path], cache: HubCac
             raise UserError(not_cached(f"{key} {path}", path, cache.models, cache.offline))
         return f"model {path} is a name on the hub: it is looked up when the job starts"
     try:
-        _check_folder(f"{key} {path}", folder, "" if Path(path).is_dir() else f": hpc-rl fetch {path}")
+        _check_folder(f"{key} {path}", folder, "" if Path(path).is_dir() else f": hpc-rl fetch {path}", with_weights)
     except OSError as error:
         raise UserError(f"{key} {path}: {error.filename or folder} cannot be read: {error.strerror}") from error
     return None
@@ -169,12 +172,14 @@ def _vocabulary(file: Path) -> dict[str, int]:
     return {**found, **{token["content"]: token["id"] for token in document.get("added_tokens") or ()}}
 
 
-def _check_folder(what: str, folder: Path, remedy: str) -> None:
+def _check_folder(what: str, folder: Path, remedy: str, with_weights: bool) -> None:
     if not (folder / "config.json").is_file():
         raise UserError(f"{what} is not a Hugging Face model: it has no config.json")
     check_model_folder(folder)
     if "model_type" not in read_json(folder / "config.json"):
         raise UserError(f"{what} is not a Hugging Face model: its config.json has no model_type")
+    if not with_weights:
+        return
     weights = {file.name for kind in ("safetensors", "bin") for file in folder.glob(f"*.{kind}") if file.is_file()}
     if not weights:
         raise UserError(f"{what} has no weights (*.safetensors or *.bin){remedy}")
