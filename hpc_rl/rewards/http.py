@@ -26,10 +26,11 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.request import Request, build_opener
+from urllib.request import ProxyHandler, Request, build_opener
 
 from hpc_rl.errors import RunError
 from hpc_rl.host.heartbeat import heart
+from hpc_rl.host.proxies import proxies
 from hpc_rl.rewards.number import SCORE_KEY
 from hpc_rl.rewards.worker import Result, failed, succeeded
 
@@ -43,7 +44,7 @@ class Endpoint:
 
     def __init__(self, url: str, timeout_s: float, workers: int) -> None:
         self._url, self._timeout_s = url, timeout_s
-        self._opener = build_opener()
+        self._opener = build_opener(ProxyHandler(proxies()))
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
         self._closed = threading.Event()
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.node.ray_cluster.environment import ray_environment
 from hpc_rl.rewards import http
 from tests.rewards.conftest import Open, prompts
 
@@ -150,6 +151,12 @@ def test_proxies_of_the_environment(opened: Open, server: Server, monkeypatch: p
     assert opened(url=server.url).score(prompts("a"), ["a"]).values.tolist() == [-1]
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     assert opened(url=server.url).score(prompts("a"), ["a"]).values.tolist() == [1]
+    for name, value in ray_environment({"http_proxy": "http://127.0.0.1:9"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("http_proxy")
+    assert opened(url=server.url).score(prompts("a"), ["a"]).values.tolist() == [1]
+    monkeypatch.delenv("no_proxy")
+    assert opened(url=server.url).score(prompts("a"), ["a"]).values.tolist() == [-1]
 
 
 def test_no_url(opened: Open) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_rl.host.heartbeat import BEATS, ENV_HEARTBEATS
+from hpc_rl.host.proxies import set_aside
 from hpc_rl.host.scratch import programs_tmpdir
 
-_PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy")
 _OTHER_CLUSTER = ("RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_AUTH_TOKEN")
 """Variables that would lead to another cluster of the user, or that hold the token of one."""
 
@@ -52,9 +52,8 @@ def shared_environment(
 
 def ray_environment(shared: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of Ray's own processes: no proxies, no pause at the end, and no public metrics port."""
-    without_proxies = {name: value for name, value in shared.items() if name.lower() not in _PROXIES}
     no_metrics = {"DASHBOARD_METRIC_PORT": "-1"}
-    return {**without_proxies, **no_metrics, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    return {**set_aside(shared), **no_metrics, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
 
 
 def driver_environment(shared: Mapping[str, str], gcs_address: str, python: Path) -> dict[str, str]:

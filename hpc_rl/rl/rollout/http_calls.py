@@ -13,6 +13,8 @@ from typing import Any, Generic, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
+from hpc_rl.host.proxies import proxies
+
 T = TypeVar("T")
 
 SHOWN_CHARS = 300
@@ -61,7 +63,7 @@ class HttpClient:
     def __init__(self, url: str, key: str | None, uses_proxies: bool) -> None:
         self.url = url.rstrip("/")
         self._key = key
-        self._opener = build_opener(_NoRedirects, *([] if uses_proxies else [ProxyHandler({})]))
+        self._opener = build_opener(_NoRedirects, ProxyHandler(proxies() if uses_proxies else {}))
 
     def get(self, path: str, timeout_s: float | None = None) -> Answer:
         """See `post`."""

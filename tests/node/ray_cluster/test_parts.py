@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.proxies import proxies
 from hpc_rl.node import network
 from hpc_rl.node.entry import worker_defaults
 from hpc_rl.node.ray_cluster.environment import driver_environment, ray_environment, shared_environment
@@ -130,6 +131,7 @@ def test_the_end_of_rays_own_log_is_that_of_the_newest_session(tmp_path: Path) -
 def test_the_driver_keeps_the_proxies_that_ray_does_not_get() -> None:
     shared = environment({"https_proxy": "http://proxy:3128", "HTTP_PROXY": "x", "no_proxy": "here", "PATH": "/bin"})
     assert {"https_proxy", "HTTP_PROXY", "no_proxy"} & ray_environment(shared).keys() == {"no_proxy"}
+    assert proxies(ray_environment(shared)) == {"https": "http://proxy:3128", "http": "x"}
     driver = driver_environment(shared, "10.0.0.1:20001", Path("/venv/bin/python"))
     assert driver["https_proxy"] == "http://proxy:3128"
     assert (driver["RAY_ADDRESS"], driver["PATH"]) == ("10.0.0.1:20001", "/venv/bin:/bin")
