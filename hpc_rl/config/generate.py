@@ -48,7 +48,9 @@ class OpenaiConfig(Section):
     @field_validator("base_url")
     @classmethod
     def _is_url(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"https?://[^\s/@]+(/[^\s?]*)?", value):
+        if value is not None and not (
+            value.isascii() and re.fullmatch(r"https?://(\[[0-9A-Fa-f:.]+\]|[^\s/@:#?]+)(:\d{1,5})?(/[^\s?#]*)?", value)
+        ):
             raise ValueError(  # what was found may contain a password or a key
                 "expected an address such as https://llm.example.org/v1, without a user, a password or parameters; "
                 "rollout.openai.key_variable is for the key"

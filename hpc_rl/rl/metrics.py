@@ -166,7 +166,7 @@ def rollout_metrics(state: PpoState, busy_s: float, seconds: dict[str, float]) -
 
 
 def timeline(state: PpoState, clock: Clock) -> Timeline:
-    """Return when engines, rewards and workers computed in the step that has just ended."""
+    """Return when engines, rewards and workers ran in the step that has just ended."""
     seconds = time.perf_counter() - clock.began
     own = {phase: spans for phase, spans in clock.spans.take().items() if phase in OF_DRIVER}
     pending = [group.take_spans() for group in state.groups]

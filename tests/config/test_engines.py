@@ -127,12 +127,28 @@ def test_options_of_a_server_that_cannot_work_are_refused(words: list[str], mess
         "key_variable=sk-1234567890",
         "base_url=https://me:sk-1234567890@llm.example.org/v1",
         "base_url=https://llm.example.org/v1?key\\=sk-1234567890",
+        "base_url=https://llm.example.org/v1#sk-1234567890",
     ],
 )
 def test_a_key_in_the_configuration_is_refused_and_not_shown(option: str) -> None:
     with pytest.raises(UserError, match="expected") as caught:
         generate_config(*SERVER, f"rollout.openai.{option}")
     assert "sk-" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "is_valid"),
+    [
+        *(("http://a/v1", True), ("http://10.0.0.1:8000/v1", True), ("http://[::1]:8000/v1", True)),
+        *(("http://a:abc/v1", False), ("http://a:123456/v1", False), ("http://h\u00e9/v1", False), ("ftp://a", False)),
+    ],
+)
+def test_addresses_of_servers(url: str, is_valid: bool) -> None:
+    if is_valid:
+        assert generate_config(*SERVER[:2], f"rollout.openai.base_url='{url}'").rollout.openai.base_url == url
+    else:
+        with pytest.raises(UserError, match="expected an address such as"):
+            generate_config(*SERVER[:2], f"rollout.openai.base_url='{url}'")
 
 
 def test_exported_variables_keep_their_value() -> None:

@@ -184,8 +184,9 @@ class OpenaiEngine:
         finished = choice.get("finish_reason") == "stop"
         tokens = self._tokens_of(choice, finished)
         end = self._tokenizer.eos_token_id
-        if not tokens and choice.get("finish_reason") is not None and isinstance(end, int):
-            tokens = [end]  # nothing was written, and a response has a token
+        is_empty = choice.get("text") == "" or choice.get("token_ids") == []
+        if not tokens and is_empty and choice.get("finish_reason") is not None and isinstance(end, int):
+            tokens = [end]  # a response has a token
         if not tokens:
             raise RunError(
                 f"rollout.name=openai: {self._client.url} was asked for a response, and its answer has none: "

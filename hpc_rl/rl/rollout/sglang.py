@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers import AutoConfig
 
 from hpc_rl.config.rollout import EngineConfig, EngineJob, engine_dtype
 from hpc_rl.config.training import ModelSource
@@ -63,7 +64,10 @@ def load(
     """Start a server with a copy of the model; see `hpc_rl.rl.rollout.engine.Loader`."""
     start_s = START_SHARE * config.trainer.model_timeout_s
     server = SglangServer(server_settings(config.model, config.rollout, placement), placement.log, start_s)
-    return SglangEngine(server, config.rollout, eos_token_ids, placement)
+    # The server also ends responses at the tokens of the model's own configuration.
+    own = AutoConfig.from_pretrained(config.model.path).eos_token_id
+    ends = {*eos_token_ids, *(own if isinstance(own, list) else [own])} - {None}
+    return SglangEngine(server, config.rollout, ends, placement)
 
 
 class SglangEngine:

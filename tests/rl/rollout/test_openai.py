@@ -308,9 +308,12 @@ def test_a_refusal_is_not_tried_again(model: CausalLM, folder: Path, status: int
     assert len(server.bodies) == 1
 
 
+CHAT = {"choices": [{"message": {"content": "4"}, "finish_reason": "stop"}]}
+
+
 @pytest.mark.parametrize(
     "answer",
-    [b"<html>login</html>", b"[]", {"choices": []}, {"choices": [{"token_ids": []}]}],
+    [b"<html>login</html>", b"[]", {"choices": []}, {"choices": [{"token_ids": []}]}, CHAT],
 )
 def test_garbage_is_no_response(model: CausalLM, folder: Path, answer: Any) -> None:
     with (
