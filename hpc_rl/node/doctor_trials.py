@@ -83,6 +83,6 @@ def _run(folder: Path, entry: Sequence[str], start_timeout_s: int) -> Trial:
 def last_words(log: Path) -> str:
     """Return why a test failed: the last error line of its log, or else the last line."""
     lines = [line.strip() for line in tail(log, 50).splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"hpc-rl: |\w*(Error|Exception)\b", line)]
+    errors = [line for line in lines if re.match(r"hpc-rl: (?!the end of Ray's )|\w*(Error|Exception)\b", line)]
     found = ([*lines, *errors] or ["no output"])[-1].removeprefix("hpc-rl: ")
     return re.sub(r"; the end of \S+:$", "", found)  # those lines are not part of the summary

@@ -89,6 +89,10 @@ def test_gpus_as_the_drivers_list_them(tmp_path: Path) -> None:
         ),
         ("something\nelse\n", "else"),
         ("", "no output"),
+        (
+            "hpc-rl: raylet exited\nhpc-rl: the end of Ray's raylet.err:\n[C] late\n",
+            "raylet exited",
+        ),
     ],
 )
 def test_the_last_words_of_a_trial(tmp_path: Path, log: str, words: str) -> None:

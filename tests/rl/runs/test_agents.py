@@ -103,6 +103,7 @@ def own_agent(agent: Path, run_dir: Path) -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_example_of_the_docs_learns(run: Runs, tmp_path: Path) -> None:
     """To write one letter, in its first turn or in the second one."""
     (example,) = [block for block in code_blocks(ROOT / "docs" / "rl.md", "python") if "# my/agent.py" in block]
