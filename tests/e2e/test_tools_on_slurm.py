@@ -63,7 +63,8 @@ def test_a_calculator_on_two_nodes_is_resumed_after_a_kill(slurm_cluster: Cluste
     status = workspace.status("sums")
     assert (status["state"], status["exit_code"], status["step"]) == ("COMPLETED", 0, last)
     found = scores(workspace, "sums")
-    assert list(found) == list(range(1, last + 1)) and found[last] > found[1]
+    assert list(found) == list(range(1, last + 1))
+    assert max(found.values()) > 0.9, "it learns; a step of this size may also lose it again"
     for record in records(workspace, "sums"):
         if "critic/score/mean" in record:
             assert 1 <= record["environment/turns/mean"] <= 2 and record["environment/bad_calls"] == 0
