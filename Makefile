@@ -122,6 +122,7 @@ bench: .venv/test
 	$(BIN)/python -m benchmarks.rollout --engine vllm
 	$(BIN)/python -m benchmarks.rollout_simulation
 	$(BIN)/python -m benchmarks.async_rl
+	$(BIN)/python -m benchmarks.early_columns
 	$(BIN)/python -m benchmarks.lora
 
 # The API reference is read from the source, so this environment needs no torch.

@@ -106,7 +106,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, list[dict[
         seed = len(found[name]) + 1
         run = folder / f"{name.replace(' ', '-')}-{seed}"
         options = [*run_options(folder, seed, arguments), *VARIANTS[name]]
-        start("benchmarks.async_rl_run", str(run), *options, log=folder / "runs.log")
+        start("benchmarks.async_rl_run", "early", str(run), *options, log=folder / "runs.log")
         found[name].append(summary(read_metrics(run / "metrics.jsonl")))
         return found[name][-1]["step_s"]
 

@@ -1,6 +1,8 @@
-"""A run of benchmarks/async_rl.py: `run_ppo` with the trainer and the engine on a core each.
+"""A run of benchmarks/async_rl.py or early_columns.py: `run_ppo` with the trainer and the engine on a core each.
 
-python -m benchmarks.async_rl_run RUN_DIR key=value ...
+python -m benchmarks.async_rl_run early|late RUN_DIR key=value ...
+
+With `late`, columns are computed after generation, although engines have GPUs of their own (hpc_rl/rl/computed.py).
 """
 
 from __future__ import annotations
@@ -40,12 +42,24 @@ class PinnedRunner(TaskRunner):
         return super().run(config, run, logs)
 
 
-def main(folder: str, *overrides: str) -> int:
+class LateRunner(PinnedRunner):
+    def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
+        from hpc_rl.rl import setup
+
+        computation = setup.Computation
+        setup.Computation = lambda *rest, is_early, **named: computation(*rest, **named)  # type: ignore[assignment,misc]
+        return super().run(config, run, logs)
+
+
+RUNNERS = {"early": PinnedRunner, "late": LateRunner}
+
+
+def main(runner: str, folder: str, *overrides: str) -> int:
     config = compose("ppo", overrides)
     assert isinstance(config, PpoConfig)
     run = Path(folder)
     run.mkdir(mode=0o700)
-    return run_ppo(config, PinnedRunner, RunDir(run))
+    return run_ppo(config, RUNNERS[runner], RunDir(run))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
-from hpc_rl.rl.draws import Batch, Desk, Draws, prompt_order
+from hpc_rl.rl.computed import ComputedColumns
+from hpc_rl.rl.draws import Batch, Desk, Draws, prompt_order, responses_of
 from hpc_rl.rl.rollout.request_queue import TURN_S
 from hpc_rl.rl.rollout.respondent import Respondent
 from hpc_rl.rl.scoring import Scoring, response_texts
@@ -62,12 +63,21 @@ class SynchronousBatches:
 
     Args:
         start: position in the data at which to start.
+        computed: computes columns of the mini-batches that are complete.
     """
 
     def __init__(
-        self, config: PpoConfig, train: Sequence[Prompt], queue: Respondent, scoring: Scoring, start: Position
+        self,
+        config: PpoConfig,
+        train: Sequence[Prompt],
+        queue: Respondent,
+        scoring: Scoring,
+        start: Position,
+        computed: ComputedColumns,
     ) -> None:
         self._queue = queue
+        self._n = config.rollout.n
+        self._computed = computed
         self._may_take_long = config.agent.is_used
         self._draws = Draws(Desk(config, train, queue, scoring, prompt_order(config, len(train), start)))
         self.position = start
@@ -86,6 +96,7 @@ class SynchronousBatches:
             else:
                 draws.wait_for_score()
             draws.judge()
+            self._computed.begin(*responses_of(draws.settled(), self._n))
         self._queue.pause()
         batch, self.position = found
         return batch

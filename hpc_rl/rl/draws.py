@@ -164,6 +164,17 @@ class Draws:
         self.rejected = len(rejected)
         return self._batch(kept, rejected), taken[-1].position
 
+    def settled(self) -> list[Group]:
+        """Return the first groups of the next batch, up to one that is not complete, or that dynamic sampling has not
+        judged."""
+        found = []
+        for group in self._of_next_batch():
+            if not group.asked.is_complete or (self._filters and group.is_informative is None):
+                break
+            if group.is_informative is not False:
+                found.append(group)
+        return found
+
     def _draw(self, ahead: int) -> None:
         """Draw a prompt, and request responses to it.
 
@@ -199,13 +210,8 @@ class Draws:
         if self._desk.config.algorithm.advantage == "remax":
             best = [group.asked.completions()[n] for group in kept]
             greedy = Greedy(best, scored.then(lambda parts: joined_scores([part_of(one, n, n + 1) for one in parts])))
-        return Batch(
-            [group.prompt for group in kept for _ in range(n)],
-            np.repeat(np.arange(len(kept)), n).tolist(),
-            [completion for group in kept for completion in group.asked.completions()[:n]],
-            scored.then(lambda parts: joined_scores([part_of(one, 0, n) for one in parts], rejected)),
-            greedy,
-        )
+        scores = scored.then(lambda parts: joined_scores([part_of(one, 0, n) for one in parts], rejected))
+        return Batch(*responses_of(kept, n), scores, greedy)
 
     def _score(self, groups: Sequence[Group]) -> None:
         """Start to score the responses of these groups together."""
@@ -230,6 +236,15 @@ class Draws:
             f"{found} had responses with different scores. The task is too easy or too hard for this "
             "model: raise algorithm.max_gen_batches or rollout.n, or set algorithm.filter_groups=false"
         )
+
+
+def responses_of(groups: Sequence[Group], n: int) -> tuple[list[Prompt], list[int], list[Completion]]:
+    """Return the first n responses of each group: their prompts, the numbers of their groups, and the responses."""
+    return (
+        [group.prompt for group in groups for _ in range(n)],
+        np.repeat(np.arange(len(groups)), n).tolist(),
+        [completion for group in groups for completion in group.asked.completions()[:n]],
+    )
 
 
 def part_of(scores: Scores, start: int, end: int) -> Scores:

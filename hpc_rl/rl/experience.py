@@ -207,6 +207,12 @@ def jagged(values_N: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     return column
 
 
+def joined(columns: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a jagged column with the rows of all columns."""
+    lengths_B = torch.cat([column.offsets().diff() for column in columns])
+    return jagged(torch.cat([column.values() for column in columns]), lengths_B)
+
+
 def lengths(experience: TensorDict, column: str = "rollout_logprobs") -> torch.Tensor:
     """Return the length of each row of a jagged column, int64 [B]; by default of the columns marked "tokens"."""
     offsets: torch.Tensor = experience[column].offsets().diff()

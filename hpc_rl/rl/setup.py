@@ -23,7 +23,8 @@ from hpc_rl.rl.async_batches import AsynchronousBatches
 from hpc_rl.rl.batches import BatchSource, SynchronousBatches
 from hpc_rl.rl.calls import MODEL_LIMIT, wait_for_all
 from hpc_rl.rl.carriers.base import Carrier
-from hpc_rl.rl.carriers.carriers import open_carrier
+from hpc_rl.rl.carriers.carriers import needed_by_driver, open_carrier
+from hpc_rl.rl.computed import Computation, ComputedColumns
 from hpc_rl.rl.conversations import Conversations, Environment
 from hpc_rl.rl.dealing import mini_batches
 from hpc_rl.rl.endpoint.agents import Agents
@@ -94,6 +95,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     step, records = progress.step if progress else 0, read_metrics(run.metrics)
     coef = progress.kl_coef if progress and progress.kl_coef is not None else kl.coef
     check = AdapterCheck(progress is None and lora.path is None) if lora.is_used else None
+    computed = computed_columns(config, of_role)
     return PpoState(
         config=config,
         run=run,
@@ -103,14 +105,22 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
         groups=list(dict.fromkeys(of_role[role] for role in ("actor", "critic", "ref", "teacher") if role in of_role)),
         actor=actor,
         critic=critic,
-        reference=actor if lora.is_used and kl.where != "none" else of_role.get("ref"),
-        teacher=of_role.get("teacher"),
+        computed=computed,
         carrier=carrier,
         rollout=rollout,
         queue=queue,
         scoring=scoring,
         batches=open_batches(
-            config, train, rollout.queue, queue, scoring, checkpoints.position_of(progress), step, total_steps, check
+            config,
+            train,
+            rollout.queue,
+            queue,
+            scoring,
+            checkpoints.position_of(progress),
+            step,
+            total_steps,
+            check,
+            computed,
         ),
         old_logprobs=old_logprobs(config),
         adapter_check=check,
@@ -219,6 +229,7 @@ def open_batches(
     step: int,
     total_steps: int,
     adapter_check: AdapterCheck | None,
+    computed: ComputedColumns,
 ) -> BatchSource:
     """Return where the loop gets its batches from; see rollout.staleness.
 
@@ -231,7 +242,37 @@ def open_batches(
             return 0 if adapter_check is not None and adapter_check.next is not None else config.rollout.staleness
 
         return AsynchronousBatches(config, train, engines, queue, scoring, start, step, total_steps, staleness)
-    return SynchronousBatches(config, train, queue, scoring, start)
+    return SynchronousBatches(config, train, queue, scoring, start, computed)
+
+
+def computed_columns(config: PpoConfig, of_role: Mapping[Role, WorkerGroup]) -> ComputedColumns:
+    """Return the columns that workers compute for a step.
+
+    They are computed during generation where the engines have other GPUs. Exceptions: with rollout.staleness, another
+    batch is trained at this time; with transfer_queue.enable, the driver puts the responses of a step all at once.
+    """
+    lora, mini_batch_size = config.model.lora.is_used, config.actor.mini_batch_size
+    roles: dict[str, tuple[Role, str]] = {}
+    if old_logprobs(config) == "recompute":
+        roles["old_logprobs"] = "actor", "logprobs"
+    if config.algorithm.kl.where != "none":
+        roles["ref_logprobs"] = "actor" if lora else "ref", "ref_logprobs"
+    if "teacher" in of_role:
+        roles["teacher_logprobs"] = "teacher", "teacher_logprobs"
+    if "critic" in of_role:
+        roles["values"] = "critic", "values"
+    needed, engines = needed_by_driver(config), pool_of(config, "rollout")
+    in_parts = mini_batch_size is not None and not (config.rollout.staleness or config.transfer_queue.enable)
+    computations = {
+        name: Computation(
+            of_role[role],
+            method,
+            is_early=in_parts and pool_of(config, role) != engines,
+            stays=name not in needed,
+        )
+        for name, (role, method) in roles.items()
+    }
+    return ComputedColumns(computations, responses_per_step(config), mini_batch_size)
 
 
 def old_logprobs(config: PpoConfig) -> OldLogprobs:

@@ -12,6 +12,7 @@ from hpc_rl.data.prompts import Prompt
 from hpc_rl.rl.adapter_check import AdapterCheck
 from hpc_rl.rl.batches import BatchSource
 from hpc_rl.rl.carriers.base import Carrier
+from hpc_rl.rl.computed import ComputedColumns
 from hpc_rl.rl.rollout.respondent import Respondent
 from hpc_rl.rl.rollout.rollout import Rollout
 from hpc_rl.rl.saving import Saving
@@ -42,8 +43,8 @@ class PpoState:
     """All groups that a step's responses are dealt to, each once."""
     actor: WorkerGroup
     critic: WorkerGroup | None
-    reference: WorkerGroup | None
-    teacher: WorkerGroup | None
+    computed: ComputedColumns
+    """The columns that the groups compute."""
     carrier: Carrier
     """What brings a step's experience to the groups."""
     rollout: Rollout

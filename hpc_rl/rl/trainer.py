@@ -18,7 +18,6 @@ from hpc_rl.rl import checkpoints
 from hpc_rl.rl.batches import training_samples
 from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.carriers.base import Kept
-from hpc_rl.rl.carriers.carriers import needed_by_driver
 from hpc_rl.rl.dealing import shuffled
 from hpc_rl.rl.draws import Batch
 from hpc_rl.rl.experience import (
@@ -57,6 +56,8 @@ from hpc_rl.training.stopping import IN_VAIN, TESTING, WRITING, stopped_line
 
 Order = NDArray[np.int64] | None
 """Order of the responses of a step that is cut into mini-batches, [B]; None: as they are."""
+PHASES = {"old_logprobs": "old_log_prob", "ref_logprobs": "ref", "teacher_logprobs": "teacher", "values": "values"}
+"""What the loop waits for, by the column that workers compute."""
 ColumnsOf = Callable[[TensorDict, PpoConfig, Order], dict[str, torch.Tensor | Kept]]
 
 
@@ -190,14 +191,8 @@ def evaluate(state: PpoState, batch: Batch, experience: TensorDict, clock: Clock
     with clock("carry"):
         held = [group.hold(experience, state.config.actor.mini_batch_size) for group in state.groups]
     # All calls start before the first wait, so that workers compute while rewards are still being scored.
-    needed = needed_by_driver(state.config)
-    old = ref = None
-    if state.old_logprobs == "recompute":
-        old = state.actor.logprobs() if "old_logprobs" in needed else state.actor.keep("logprobs")
-    if state.reference:
-        ref = state.reference.ref_logprobs() if "ref_logprobs" in needed else state.reference.keep("ref_logprobs")
-    teacher = state.teacher.teacher_logprobs() if state.teacher else None
-    values = state.critic.values() if state.critic else None
+    state.computed.begin(batch.prompts, batch.groups, batch.completions)
+    computed = state.computed.take()
     with clock("reward"):
         for pending in held:  # a reward model on the same workers scores first
             pending.wait()
@@ -209,18 +204,9 @@ def evaluate(state: PpoState, batch: Batch, experience: TensorDict, clock: Clock
             refuse_no_baselines(experience, batch.greedy.scored.wait(), state.step + 1)
     if state.old_logprobs == "rollout":
         experience["old_logprobs"] = experience["rollout_logprobs"]
-    if old is not None:
-        with clock("old_log_prob"):
-            experience["old_logprobs"] = old.wait()
-    if ref is not None:
-        with clock("ref"):
-            experience["ref_logprobs"] = ref.wait()
-    if teacher is not None:
-        with clock("teacher"):
-            experience["teacher_logprobs"] = teacher.wait()
-    if values is not None:
-        with clock("values"):
-            experience["values"] = values.wait()
+    for name, column in computed.items():
+        with clock(PHASES[name]):
+            experience[name] = column.wait()
 
 
 def check_adapters(state: PpoState, batch: Batch, experience: TensorDict, clock: Clock) -> None:
@@ -238,7 +224,7 @@ def check_adapters(state: PpoState, batch: Batch, experience: TensorDict, clock:
     if not is_new_N.any():
         return
     with clock("check_adapters"):
-        policy, base = state.actor.logprobs(), state.actor.ref_logprobs()
+        policy, base = state.actor.column("logprobs"), state.actor.column("ref_logprobs")
         engine_N = experience["rollout_logprobs"].values()
         line = check.compare(*(each_N[is_new_N] for each_N in (policy.wait().values(), base.wait().values(), engine_N)))
     if line is not None:

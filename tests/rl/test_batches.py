@@ -20,6 +20,7 @@ from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.batches import SynchronousBatches, training_samples
 from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.computed import ComputedColumns
 from hpc_rl.rl.draws import Batch, joined_scores, part_of
 from hpc_rl.rl.rollout.engine import Completion, Request, Sampling
 from hpc_rl.rl.rollout.request_queue import Asked
@@ -80,10 +81,14 @@ class Scoring:
 
 
 def source(
-    config: PpoConfig, score: Score | Scoring, start: Position = START, order: int = 0
+    config: PpoConfig,
+    score: Score | Scoring,
+    start: Position = START,
+    order: int = 0,
+    computed: ComputedColumns | None = None,
 ) -> tuple[SynchronousBatches, Queue]:
     queue, scoring = Queue(order), score if isinstance(score, Scoring) else Scoring(score)
-    return SynchronousBatches(config, PROMPTS, queue, scoring, start), queue
+    return SynchronousBatches(config, PROMPTS, queue, scoring, start, computed or ComputedColumns({}, 0, 1)), queue
 
 
 def drawn(source: SynchronousBatches, step: int) -> Batch:
@@ -171,6 +176,26 @@ def test_dynamic_sampling_replaces_each_prompt_whose_responses_score_alike(order
     again, _ = source(ppo_config(*FILTER), odd, order=99)
     assert [token(c) for c in drawn(again, 0).completions] == [token(c) for c in batch.completions]
     assert again.position == drawing.position and len(set(map(tuple, seeds))) == len(seeds)
+
+
+@pytest.mark.parametrize("options", [("algorithm.advantage=grpo",), ("algorithm.advantage=remax",), FILTER])
+@pytest.mark.parametrize("order", [1, 2])
+def test_columns_are_computed_for_the_first_responses_of_the_batch(options: tuple[str, ...], order: int) -> None:
+    seen: list[tuple[list[Prompt], list[int], list[Completion]]] = []
+
+    class Computed(ComputedColumns):
+        def begin(self, *responses: Any) -> None:
+            seen.append(responses)  # type: ignore[arg-type]
+
+    drawing, _ = source(ppo_config(*options), odd, order=order, computed=Computed({}, 0, 1))
+    batch = drawn(drawing, 0)
+    for prompts, groups, completions in seen:
+        assert all(one is other for one, other in zip(prompts, batch.prompts, strict=False))
+        assert all(one is other for one, other in zip(completions, batch.completions, strict=False))
+        assert groups == batch.groups[: len(groups)] and len(prompts) == len(groups) == len(completions)
+    counts = [len(completions) for *_, completions in seen]
+    assert counts == sorted(counts) and counts[-1] == len(batch.prompts)
+    assert 0 < min(count for count in counts if count) < counts[-1], "seen before the others were complete"
 
 
 def test_the_next_step_continues_after_the_last_prompt_that_was_drawn() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_rl.rl import setup
+from hpc_rl.rl.carriers.carriers import needed_by_driver
 from tests.rl.ppo_config import STALE, ppo_config
 
 TWO_UPDATES = "actor.ppo_epochs=2"
@@ -33,6 +34,45 @@ IN_REWARD = "algorithm.kl.where=reward"
 )
 def test_old_logprobs_are_computed_where_the_algorithm_needs_them(overrides: tuple[str, ...], expected: str) -> None:
     assert setup.old_logprobs(ppo_config(*overrides)) == expected
+
+
+PARTS = "actor.mini_batch_size=4"
+GRPO = "algorithm.advantage=grpo"
+RECOMPUTED = (PARTS, GRPO, "rollout.calculate_log_probs=true")
+IN_LOSS = "algorithm.kl={where: loss, estimator: k3}"
+ALL = ("algorithm.advantage=gae", IN_LOSS, "teacher.path=/teacher")
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        ((GRPO,), {}),
+        ((), {"values": ("critic", False)}),
+        (RECOMPUTED, {"old_logprobs": ("actor", False)}),
+        ((*STALE, *RECOMPUTED), {"old_logprobs": ("actor", True)}),
+        ((*STALE, GRPO, "rollout.calculate_log_probs=true"), {"old_logprobs": ("actor", False)}),
+        ((*STALE, PARTS, GRPO, "rollout.staleness=1", "algorithm.tis_cap=2"), {"old_logprobs": ("actor", False)}),
+        ((*STALE, *RECOMPUTED, "transfer_queue.enable=true"), {"old_logprobs": ("actor", False)}),
+        (
+            (*STALE, *RECOMPUTED, *ALL, "pools.roles.ref=rollout"),
+            {
+                "old_logprobs": ("actor", True),
+                "ref_logprobs": ("ref", False),
+                "teacher_logprobs": ("teacher", True),
+                "values": ("critic", True),
+            },
+        ),
+        ((*STALE, PARTS, GRPO, "model.lora.rank=4", IN_LOSS), {"ref_logprobs": ("actor", True)}),
+    ],
+)
+def test_columns_are_computed_during_generation_where_engines_have_other_gpus(
+    overrides: tuple[str, ...], expected: dict[str, tuple[str, bool]]
+) -> None:
+    config = ppo_config(*overrides)
+    found = setup.computed_columns(config, {role: role for role in config.roles})._computations  # type: ignore[misc]
+    assert {name: (one.group, one.is_early) for name, one in found.items()} == expected
+    assert all(one.method == {"old_logprobs": "logprobs"}.get(name, name) for name, one in found.items())
+    assert [one.stays for one in found.values()] == [name not in needed_by_driver(config) for name in found]
 
 
 @pytest.mark.parametrize(

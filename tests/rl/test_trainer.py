@@ -21,6 +21,7 @@ from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl import checkpoints, trainer
 from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.carriers.through_ray import RayCarrier
+from hpc_rl.rl.computed import ComputedColumns
 from hpc_rl.rl.draws import Batch, Greedy
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.scoring import NoScoresError
@@ -175,8 +176,9 @@ def test_a_step_that_is_discarded_returns_to_its_position(
 
 def evaluated(batch: Batch, *overrides: str) -> TensorDict:
     experience = experience_of([1] * len(batch.prompts))
-    absent = dict.fromkeys(("reference", "teacher", "critic", "old_logprobs"))
-    state = SimpleNamespace(config=ppo_config(*overrides), groups=[], step=0, **absent)
+    absent = dict.fromkeys(("critic", "old_logprobs"))
+    nothing = ComputedColumns({}, 1, None)
+    state = SimpleNamespace(config=ppo_config(*overrides), groups=[], step=0, computed=nothing, **absent)
     trainer.evaluate(state, batch, experience, Clock())  # type: ignore[arg-type]
     return experience
 

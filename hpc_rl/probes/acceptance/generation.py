@@ -169,7 +169,7 @@ def agreement(state: PpoState, visible: Mapping[str, str]) -> dict[str, Any]:
     add_rewards(first, config.algorithm, state.kl.coef)
     add_advantages(first, config.algorithm, None)
     trainer.learn(state, first, Clock())
-    new_logprobs_N = state.actor.logprobs().wait().values()
+    new_logprobs_N = state.actor.column("logprobs").wait().values()
     state.step += 1
     second, again = _generate(state, visible)
     if again:

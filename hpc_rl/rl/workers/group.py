@@ -102,31 +102,25 @@ class WorkerGroup:
         self._held = (deal, columns.lengths(experience))
         return self._each("hold", ([parcel] for parcel in self._carrier.shards(experience, deal)), _nothing)
 
-    def logprobs(self) -> Pending[torch.Tensor]:
-        """Return the policy's log-probabilities: a token column."""
-        return self._column("logprobs")
+    def column(self, method: str) -> Pending[torch.Tensor]:
+        """Return a token column of the held responses: that of the worker's method `logprobs`, for example."""
+        return self._all(method, AtOnce(), combine=_joining(*self._dealt))
 
-    def ref_logprobs(self) -> Pending[torch.Tensor]:
-        """Return the reference's log-probabilities: a token column."""
-        return self._column("ref_logprobs")
-
-    def teacher_logprobs(self) -> Pending[torch.Tensor]:
-        """Return the teacher's log-probabilities: a token column."""
-        return self._column("teacher_logprobs")
-
-    def values(self) -> Pending[torch.Tensor]:
-        """Return the critic's values: a token column."""
-        return self._column("values")
+    def column_of(self, method: str, experience: TensorDict) -> Pending[torch.Tensor]:
+        """Return a token column of these responses, which need not be held. They are one mini-batch."""
+        deal = self._deal(experience, None)
+        arguments = ([AtOnce(), shard] for shard in dealt_shards(experience, deal))
+        return self._each(method, arguments, _joining(deal, columns.lengths(experience)))
 
     def keep(self, method: str) -> Pending[Any]:
-        """Compute a token column that only `update` needs: `logprobs`, for example.
+        """Compute a token column of the held responses that only `update` needs.
 
         Returns:
             the column, or what stands for it if it stays with the carrier.
         """
         kept = self._carrier.kept(*self._dealt)
         if kept is None:
-            return self._column(method)
+            return self.column(method)
         replies, column = kept
         return self._each(method, ([reply] for reply in replies), lambda _: column)
 
@@ -230,13 +224,6 @@ class WorkerGroup:
         lengths, sampled = columns.all_lengths(experience).numpy(), columns.lengths(experience).numpy()
         return deal_step(lengths, sampled, mini_batch_size, self.size, self._micro_tokens, order)
 
-    def _column(self, method: str) -> Pending[torch.Tensor]:
-        return self._all(method, AtOnce(), combine=self._joined)
-
-    def _joined(self, parts: list[Any]) -> torch.Tensor:
-        deal, lengths_B = self._dealt
-        return columns.jagged(torch.from_numpy(deal.join(parts)), lengths_B)
-
     def _all(self, method: str, *arguments: Any, combine: Callable[[list[Any]], T]) -> Pending[T]:
         return self._each(method, (arguments for _ in self._workers), combine)
 
@@ -246,6 +233,11 @@ class WorkerGroup:
             for worker, own, who in zip(self._workers, arguments, self._names, strict=True)
         ]
         return Pending.of_calls(calls, self._carrier.watched).then(combine)
+
+
+def _joining(deal: Deal, lengths_B: torch.Tensor) -> Callable[[list[Any]], torch.Tensor]:
+    """Return a function that makes a token column from those of the ranks."""
+    return lambda parts: columns.jagged(torch.from_numpy(deal.join(parts)), lengths_B)
 
 
 def _add_sums(parts: list[Sums]) -> Sums:

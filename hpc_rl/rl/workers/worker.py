@@ -108,39 +108,39 @@ class Worker:
         self._parts["held"] = hold(shard.open(), self.world.device)
 
     @guards.explain_out_of_memory("the policy's log-probabilities")
-    def logprobs(self, reply: Reply) -> NDArray[np.float32] | None:
-        """Send the policy's log-probabilities of all held response tokens."""
+    def logprobs(self, reply: Reply, shard: Shard | None = None) -> NDArray[np.float32] | None:
+        """Send the policy's log-probabilities of all response tokens of a shard. Default: of those held."""
         with self._spans("old_log_prob"):
-            found = held_logprobs(self.actor.model, self.held, self.config.rollout.temperature)
+            found = held_logprobs(self.actor.model, self._responses(shard), self.config.rollout.temperature)
         return reply.send(found)
 
     @guards.explain_out_of_memory("the reference's log-probabilities")
-    def ref_logprobs(self, reply: Reply) -> NDArray[np.float32] | None:
-        """Send the reference's log-probabilities of all held response tokens. With adapters, the reference is the
-        policy without them."""
+    def ref_logprobs(self, reply: Reply, shard: Shard | None = None) -> NDArray[np.float32] | None:
+        """Send the reference's log-probabilities: see `logprobs`. With adapters, the reference is the policy without
+        them."""
         if self._training.model.lora.is_used:
             with self._spans("ref"), without_adapters(self.actor.model):
-                found = held_logprobs(self.actor.model, self.held, self.config.rollout.temperature)
+                found = held_logprobs(self.actor.model, self._responses(shard), self.config.rollout.temperature)
             return reply.send(found)
         reference: Reference = self._part("ref")
         with self._spans("ref"):
-            found = reference.logprobs(self.held)
+            found = reference.logprobs(self._responses(shard))
         return reply.send(found)
 
     @guards.explain_out_of_memory("the teacher's log-probabilities")
-    def teacher_logprobs(self, reply: Reply) -> NDArray[np.float32] | None:
-        """Send the teacher's log-probabilities of all held response tokens."""
+    def teacher_logprobs(self, reply: Reply, shard: Shard | None = None) -> NDArray[np.float32] | None:
+        """Send the teacher's log-probabilities: see `logprobs`."""
         teacher: Teacher = self._part("teacher")
         with self._spans("teacher"):
-            found = teacher.logprobs(self.held)
+            found = teacher.logprobs(self._responses(shard))
         return reply.send(found)
 
     @guards.explain_out_of_memory("the critic's values")
-    def values(self, reply: Reply) -> NDArray[np.float32] | None:
-        """Send the critic's values at all held response tokens."""
+    def values(self, reply: Reply, shard: Shard | None = None) -> NDArray[np.float32] | None:
+        """Send the critic's values at all response tokens: see `logprobs`."""
         critic: Critic = self._part("critic")
         with self._spans("values"):
-            found = critic.values(self.held)
+            found = critic.values(self._responses(shard))
         return reply.send(found)
 
     @guards.explain_out_of_memory("the reward model's scores")
@@ -256,6 +256,10 @@ class Worker:
         """The configuration of a run that trains a policy."""
         assert isinstance(self.config, PpoConfig)
         return self.config
+
+    def _responses(self, shard: Shard | None) -> Held:
+        """Return the responses of a shard, or those held."""
+        return self.held if shard is None else hold(shard, self.world.device)
 
     def _part(self, name: str) -> Any:
         if name not in self._parts:

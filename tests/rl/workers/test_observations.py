@@ -18,6 +18,7 @@ from hpc_rl.rl import trainer
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.workers.actor import Actor
 from hpc_rl.rl.workers.critic import Critic
+from hpc_rl.rl.workers.group import _joining
 from hpc_rl.rl.workers.held import hold
 from hpc_rl.rl.workers.learner import Learner, Parts
 from hpc_rl.rl.workers.logprobs import held_logprobs
@@ -258,7 +259,8 @@ def found_logprobs(policy: CausalLM, experience: TensorDict, split: str) -> NDAr
     """A token column, flat, as the ranks of `split` compute it."""
     ranks, micro_tokens = SPLITS[split]
     group, shards = group_of(experience, micro_tokens, ranks)
-    column = group._joined([held_logprobs(policy, hold(shard, ALONE.device), TEMPERATURE) for shard in shards])
+    parts = [held_logprobs(policy, hold(shard, ALONE.device), TEMPERATURE) for shard in shards]
+    column = _joining(*group._dealt)(parts)
     assert torch.equal(column.offsets(), experience["rollout_logprobs"].offsets())
     found: NDArray[np.float32] = column.values().numpy()
     return found
