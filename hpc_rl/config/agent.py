@@ -20,8 +20,8 @@ class AgentConfig(ToolFormatConfig):
     processes: int = Field(1, ge=1)
     """Number of processes of agent.command."""
     timeout_s: float = Field(600, gt=0)
-    """Longest time in seconds of a session, which has no score after it. If agents do nothing for so long, the sessions
-    that none has taken have no score either."""
+    """Longest time in seconds of a session, without the time in which it waits for the policy. A session that takes
+    longer has no score. If agents do nothing for so long, the sessions that none has taken have no score either."""
 
     @property
     def is_used(self) -> bool:

@@ -241,7 +241,7 @@ def readable(value: Any) -> Any:
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, list):
         return [readable(each) for each in value]
-    return {name: readable(each) for name, each in value.items()} if isinstance(value, dict) else value
+    return {readable(name): readable(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def cut(text: str, most_chars: int, left_out: int = 0) -> str:

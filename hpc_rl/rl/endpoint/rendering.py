@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.rows import Message
+from hpc_rl.environments.protocol import readable
 from hpc_rl.environments.tool_calls import VLLM, Call, Malformed, Parse, after_thinking, find_parser
 from hpc_rl.environments.turns import Turns
 from hpc_rl.environments.vllm_parsers import load_vllm_parser
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tools = Sequence[Mapping[str, Any]]
+_SHOWN_CHARS = 300
 _MOST_SETS = 64
 """Different sets of tools for which templates and parsers are kept."""
 _FIRST_CALL = re.compile(r"<tool_call>|<function=|<\|python_tag\|>|^[ \t]*(?:```|[\[{])", re.MULTILINE)
@@ -100,15 +102,23 @@ class Rendering:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Refuse the request if the block raises UserError."""
+    """Refuse the request if the block raises an error: chat templates, tokenizers and parsers may raise any."""
     try:
         yield
     except UserError as error:
         raise Refusal(str(error), code="chat_template") from error
+    except Exception as error:
+        raise Refusal(f"the messages or tools cannot be tokenized: {one_line(error)}", code="chat_template") from error
+
+
+def one_line(error: Exception) -> str:
+    """Return an error of another library for a message."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN_CHARS]
 
 
 def _typed(call: Call, tools: Tools) -> Call:
-    """Read text as JSON if the tool has no text there: some formats of calls have only text."""
+    """Return a call whose text can be sent. Text is read as JSON where the tool takes none: some formats of calls have
+    only text."""
     schemas = [tool["function"]["parameters"] for tool in tools if tool["function"]["name"] == call.name]
     properties = schemas[0].get("properties", {}) if schemas else {}
 
@@ -121,11 +131,12 @@ def _typed(call: Call, tools: Tools) -> Call:
         except (ValueError, RecursionError):
             return value
 
-    return Call(call.name, {name: typed(name, value) for name, value in call.arguments.items()})
+    return Call(readable(call.name), readable({name: typed(name, value) for name, value in call.arguments.items()}))
 
 
 def _takes_text(schema: Mapping[str, Any]) -> bool:
     """Return whether text is a value of a JSON schema, or the schema does not tell."""
-    kinds = schema.get("type", [])
-    choices = [each for key in ("anyOf", "oneOf") for each in schema.get(key, []) if isinstance(each, Mapping)]
+    kinds = schema.get("type") or ()
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    choices = [each for key in ("anyOf", "oneOf") for each in schema.get(key) or () if isinstance(each, Mapping)]
     return "string" in kinds or any(map(_takes_text, choices)) or not (kinds or choices)

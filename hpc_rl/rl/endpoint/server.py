@@ -19,7 +19,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from hpc_rl.environments.protocol import Outcome
+from hpc_rl.environments.protocol import Outcome, readable
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rewards.number import split_reward
 from hpc_rl.rl.endpoint.answers import MODEL, models
@@ -55,15 +55,17 @@ class Endpoint:
     def __init__(self, sessions: Sessions, address: str, timeout_s: float) -> None:
         self._sessions, self._timeout_s = sessions, timeout_s
         try:
-            self._socket = socket.create_server((address, 0), backlog=MOST_CONNECTIONS)
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            self._socket = socket.create_server((address, 0), family=family, backlog=MOST_CONNECTIONS)
         except OSError as error:
             raise UserError(
                 f"agent.endpoint: this node cannot listen on {address}: {error.strerror}; set agent.endpoint=loopback"
             ) from error
-        self.base_url = f"http://{address}:{self._socket.getsockname()[1]}/v1"
+        host = f"[{address}]" if ":" in address else address
+        self.base_url = f"http://{host}:{self._socket.getsockname()[1]}/v1"
         self._noted: set[str] = set()
         """Codes of refusals that were printed."""
-        self._strangers: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
+        self._strangers: dict[web.RequestHandler, asyncio.TimerHandle] = {}
         """Connections without a valid key so far, each with the timer that closes it."""
         self._loop = asyncio.new_event_loop()
         self._opened, self._stop = asyncio.Event(), asyncio.Event()
@@ -107,8 +109,10 @@ class Endpoint:
         assert protocols is not None
 
         def connect() -> asyncio.Protocol:
-            if len(protocols.connections) >= MOST_CONNECTIONS:
+            if len(protocols.connections) >= MOST_CONNECTIONS and not self._close_oldest_stranger():
                 return _Full()
+            if len(self._strangers) > 2 * MOST_CONNECTIONS:
+                self._forget_strangers()
             protocol = protocols()
             self._strangers[protocol] = self._loop.call_later(_BODY_S, self._close_stranger, protocol)
             return protocol
@@ -120,9 +124,23 @@ class Endpoint:
         await runner.cleanup()
 
     def _close_stranger(self, protocol: web.RequestHandler) -> None:
-        del self._strangers[protocol]
-        if protocol.transport is not None:
-            protocol.transport.close()
+        """Close a connection, although its client may not read what was sent to it."""
+        self._strangers.pop(protocol).cancel()
+        if isinstance(protocol.transport, asyncio.WriteTransport):
+            protocol.transport.abort()
+
+    def _close_oldest_stranger(self) -> bool:
+        """Make room for a connection. Return whether there was a stranger's."""
+        self._forget_strangers()
+        oldest = next(iter(self._strangers), None)
+        if oldest is not None:
+            self._close_stranger(oldest)
+        return oldest is not None
+
+    def _forget_strangers(self) -> None:
+        """Forget the connections that were closed."""
+        for protocol in [each for each in self._strangers if each.transport is None]:
+            self._strangers.pop(protocol).cancel()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -197,9 +215,9 @@ class Endpoint:
     async def _finish(self, request: web.Request) -> web.Response:
         """End a session."""
         outcome = read_outcome(await _body(request))
-        session = self._sessions.finish(self._owner(request), request.match_info["name"], outcome)
-        found = {"id": session.name, "turns": session.transcript.turns, "reward": outcome.score}
-        return web.json_response(found)
+        name = request.match_info["name"]
+        turns = self._sessions.finish(self._owner(request), name, outcome)
+        return web.json_response({"id": name, "turns": turns, "reward": outcome.score})
 
 
 class _Full(asyncio.Protocol):
@@ -238,7 +256,7 @@ async def _body(request: web.Request) -> object:
     except (UnicodeDecodeError, LookupError) as error:
         raise Refusal("the body is not UTF-8", code="bad_json") from error
     try:
-        return json.loads(text or "null")
+        return readable(json.loads(text or "null"))
     except (ValueError, RecursionError) as error:
         raise Refusal(f"the body is not valid JSON ({error})", code="bad_json") from error
 

@@ -33,6 +33,9 @@ class Session:
     owner: str | None = None
     """The key of the agent that has taken it."""
     taken_s: float = 0.0
+    """When it was taken, plus the time in which it has waited for the policy."""
+    requested_s: float = 0.0
+    """When the latest turn was requested."""
     transcript: Transcript = field(init=False)
     earlier: list[Message] = field(default_factory=list)
     """The messages of the latest request that was answered, and the answer."""

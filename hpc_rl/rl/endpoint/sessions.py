@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
@@ -27,7 +28,7 @@ from hpc_rl.environments.protocol import Outcome
 from hpc_rl.environments.tool_calls import Call
 from hpc_rl.rl.endpoint.answers import Answer
 from hpc_rl.rl.endpoint.messages import ChatRequest, Refusal, new_messages
-from hpc_rl.rl.endpoint.rendering import Rendering
+from hpc_rl.rl.endpoint.rendering import Rendering, one_line
 from hpc_rl.rl.endpoint.session import Session
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.transcripts import Transcript
@@ -38,6 +39,18 @@ _FULL = (
     "the conversation has {tokens} tokens after its prompt, and the new messages have {added}: "
     "data.max_response_length {most} leaves none for another turn; end the session with its reward"
 )
+
+
+@dataclass(frozen=True)
+class _Past:
+    """A session that has ended."""
+
+    reason: str
+    """Why."""
+    owner: str | None
+    given: Outcome | None
+    """What the agent has given; None if it has not ended the session itself."""
+    turns: int
 
 
 class Sessions:
@@ -57,12 +70,14 @@ class Sessions:
         """Something for the loop has happened."""
         self._keys: dict[str, str] = {}
         """Who has a key: the key, and a name for messages."""
+        self._used: set[str] = set()
+        """Keys with which a session was taken."""
         self._waiting: list[tuple[int, int, Session]] = []
         """A heap: wave, number and session."""
         self._opened = 0
         self._taken: dict[str, Session] = {}
-        self._past: dict[str, str] = {}
-        """How sessions have ended, by their names, oldest first."""
+        self._past: dict[str, _Past] = {}
+        """Sessions that have ended, by their names, oldest first."""
         self._requested: list[Session] = []
         self._ended: list[Session] = []
         self._heard_s = time.monotonic()
@@ -93,12 +108,21 @@ class Sessions:
             raise _no_key()
         return found[0]
 
-    def dismiss(self, key: str, reason: str) -> None:
-        """Accept no more requests with a key. The sessions of its agent have no score, for this reason."""
-        with self._changed():
+    def dismiss(self, key: str, reason: str) -> bool:
+        """Accept no more requests with a key. The sessions of its agent have no score, for this reason.
+
+        Returns:
+            whether the agent has taken a session.
+        """
+        with self._lock:
             self._keys.pop(key, None)
             for session in [each for each in self._taken.values() if each.owner == key]:
                 self._fail(session, reason)
+                self._heard_s = time.monotonic()
+            has_taken = key in self._used
+            self._used.discard(key)
+        self._news.set()
+        return has_taken
 
     def take(self, owner: str) -> Session | None:
         """Give the next open session to an agent. Return None if none is open.
@@ -115,6 +139,7 @@ class Sessions:
             *_, session = heappop(self._waiting)
             self._heard_s = session.taken_s = time.monotonic()
             session.owner = owner
+            self._used.add(owner)
             self._taken[session.name] = session
             return session
 
@@ -144,18 +169,23 @@ class Sessions:
                 self._go_on(session, session.turn, request)
             session.request, session.reply = request, Future()
             session.requested_turns += 1
+            session.requested_s = time.monotonic()
             self._requested.append(session)
             return session.reply
 
-    def finish(self, owner: str, name: str, outcome: Outcome) -> Session:
-        """End a session with its outcome.
+    def finish(self, owner: str, name: str, outcome: Outcome) -> int:
+        """End a session with its outcome, and return the number of its turns. The same end may come again: clients
+        repeat a request after a lost connection.
 
         Raises:
             Refusal: a turn is being generated, the reward is missing, or there is no such session.
         """
         with self._changed():
-            session = self._of(owner, name)
-            if session.is_busy:
+            past = self._past.get(name)
+            if past is not None and (past.owner, past.given) == (owner, outcome):
+                return past.turns
+            session, given = self._of(owner, name), outcome
+            if session.is_busy and outcome.error is None:
                 message = "a turn of the session is being generated: wait for its answer before you end the session"
                 raise Refusal(message, 409, "busy")
             if self._needs_reward and outcome.score is None and outcome.error is None:
@@ -164,8 +194,8 @@ class Sessions:
             if session.turn is None and outcome.error is None:
                 outcome = Outcome(None, error="the agent ended the session without a turn of the policy")
             self.rewarded += outcome.error is None
-            self._end(session, outcome, "the agent has ended it")
-            return session
+            self._end(session, outcome, "the agent has ended it", given)
+            return session.transcript.turns
 
     def open(self, session: Session) -> None:
         """Let agents take a session."""
@@ -185,12 +215,17 @@ class Sessions:
         """Add the turn that was requested, and answer the request."""
         with self._lock:
             self._heard_s = time.monotonic()  # from now on, it is the agent that has to do something
+            session.taken_s += self._heard_s - session.requested_s  # the time of the policy is not the agent's
             session.transcript.add_turn(turn)
             session.turn, session.engine = turn, engine
             if session.outcome is not None:  # it has failed meanwhile
                 self._ended.append(session)
             elif session.request is not None and session.reply is not None:
-                answer = self._answer(session, session.request, turn)
+                try:
+                    answer = self._answer(session, session.request, turn)
+                except Exception as error:  # noqa: BLE001 - a parser of tool calls may raise anything
+                    self._fail(session, f"the policy's turn cannot be sent: {one_line(error)}")
+                    return
                 session.earlier = [*session.request.messages, answer.message]
                 session.reply.set_result(answer)
 
@@ -201,9 +236,10 @@ class Sessions:
             return found
 
     def expire(self, now_s: float) -> None:
-        """End the sessions that have taken too long."""
+        """End the sessions that have taken too long. While one waits for the policy, it does not end."""
         with self._lock:
-            late = [each for each in self._taken.values() if now_s - each.taken_s > self._timeout_s]
+            taken = [each for each in self._taken.values() if not each.is_busy]
+            late = [each for each in taken if now_s - each.taken_s > self._timeout_s]
             for session in late:
                 self._heard_s = now_s
                 self._fail(session, f"the agent took over {self._timeout_s:g} s (agent.timeout_s)")
@@ -249,8 +285,8 @@ class Sessions:
         session = self._taken.get(name)
         if session is not None and session.owner == owner:
             return session
-        if (reason := self._past.get(name)) is not None:
-            raise Refusal(f"session {name} has ended: {reason}; take another one", 410, "session_ended")
+        if (past := self._past.get(name)) is not None:
+            raise Refusal(f"session {name} has ended: {past.reason}; take another one", 410, "session_ended")
         message = f"there is no session {name} of this agent: take one with POST /v1/sessions"
         raise Refusal(message, 404, "session_not_found")
 
@@ -282,6 +318,7 @@ class Sessions:
             most = session.sampling.max_new_tokens
             message = _FULL.format(tokens=most - session.transcript.left, added=len(added), most=most)
             raise Refusal(message, code="context_length_exceeded")
+        session.is_full = False
 
     def _answer(self, session: Session, request: ChatRequest, turn: Completion) -> Answer:
         number = session.transcript.turns
@@ -302,9 +339,9 @@ class Sessions:
     def _fail(self, session: Session, reason: str) -> None:
         self._end(session, Outcome(None, error=reason), reason)
 
-    def _end(self, session: Session, outcome: Outcome, reason: str) -> None:
+    def _end(self, session: Session, outcome: Outcome, reason: str, given: Outcome | None = None) -> None:
         self._taken.pop(session.name, None)
-        self._past[session.name] = reason
+        self._past[session.name] = _Past(reason, session.owner, given, session.transcript.turns)
         if len(self._past) > _MOST_ENDED:
             del self._past[next(iter(self._past))]
         session.outcome = outcome

@@ -46,12 +46,14 @@ class Keys:
     def __init__(self) -> None:
         self.rewarded = 0
         self.dismissed: list[str] = []
+        self.has_taken = True
 
     def admit(self, name: str) -> str:
         return f"key of {name}"
 
-    def dismiss(self, key: str, reason: str) -> None:
+    def dismiss(self, key: str, reason: str) -> bool:
         self.dismissed.append(reason)
+        return self.has_taken
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
@@ -83,7 +85,10 @@ def started(logs: Path, *command: str, keys: Any = None) -> Iterator[AgentProces
 def test_an_agent_gets_the_address_without_a_proxy() -> None:
     found = agent_environment({"no_proxy": "a.b", "HOME": "/h"}, "http://10.0.0.1:80/v1", "k")
     assert (found["OPENAI_BASE_URL"], found["OPENAI_API_KEY"], found["HOME"]) == ("http://10.0.0.1:80/v1", "k", "/h")
-    assert (found["no_proxy"], found["NO_PROXY"]) == ("a.b,10.0.0.1", "10.0.0.1")
+    assert found["no_proxy"] == found["NO_PROXY"] == "a.b,10.0.0.1"
+    both = {"no_proxy": "a.b", "NO_PROXY": "c.d"}
+    assert agent_environment(both, "http://[::1]:80/v1", "k")["NO_PROXY"] == "a.b,c.d,::1"
+    assert agent_environment({"NO_PROXY": "a.b"}, "http://h:80/v1", "k")["no_proxy"] == "a.b,h"
 
 
 def test_an_agent_that_fails_again_and_again_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +105,9 @@ def test_an_agent_that_gets_on_may_fail(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(processes, "_PAUSE_S", 0.0)
 
     class Rewarded(Keys):
-        def dismiss(self, key: str, reason: str) -> None:
-            super().dismiss(key, reason)
+        def dismiss(self, key: str, reason: str) -> bool:
             self.rewarded += 1
+            return super().dismiss(key, reason)
 
     keys = Rewarded()
     with started(tmp_path, "false", keys=keys) as found:
@@ -110,12 +115,40 @@ def test_an_agent_that_gets_on_may_fail(tmp_path: Path, monkeypatch: pytest.Monk
         found.check()
 
 
-def test_an_agent_that_ends_well_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_taken", [True, False])
+def test_an_agent_that_ends_well_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_taken: bool
+) -> None:
     monkeypatch.setattr(processes, "_PAUSE_S", 0.0)
     keys = Keys()
+    keys.has_taken = has_taken
     with started(tmp_path, "true", keys=keys) as found:
         wait_for(lambda: len(keys.dismissed) > processes.MOST_FAILURES)
         found.check()
+    warning = "warning: agent 0 ended with exit code 0 before it took a session, and is started again"
+    assert capsys.readouterr().out.count(warning) == (not has_taken)
+
+
+def test_only_failures_of_one_process_in_a_row_end_the_run(tmp_path: Path) -> None:
+    with started(tmp_path) as found:
+        agents = [0, 1, 2, 0, 1, 2]
+        assert not any(found._fails_again(number, "it failed", tmp_path / "log") for number in agents)
+        found.check()
+        assert found._fails_again(1, "it failed", tmp_path / "log")
+        with pytest.raises(RunError, match=r"agent.command failed 3 times in a row"):
+            found.check()
+
+
+def test_an_agent_whose_output_cannot_be_written_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_PAUSE_S", 0.0)
+    keys = Keys()
+    with started(tmp_path / "missing", "true", keys=keys) as found:
+        wait_for(lambda: found._error)
+        with pytest.raises(
+            RunError, match=r"agent 0 cannot be started: \[Errno 2\] No such file or directory: .*missing"
+        ):
+            found.check()
+    assert len(keys.dismissed) == 3
 
 
 def test_a_command_that_does_not_exist(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -182,12 +183,14 @@ def test_requests_that_are_no_agents_are_refused(loop: Loop, tmp_path: Path) -> 
         client(tmp_path).post("/embeddings", cast_to=object)
 
 
-def raw(run_dir: Path, body: bytes, path: str = "/v1/sessions/x/reward") -> tuple[int, Any]:
+def raw(run_dir: Path, body: bytes, path: str = "/v1/sessions/x/reward", part: str = "") -> tuple[int, Any]:
+    """Return the status, and a part of the answer; by default the message of the error."""
     found = json.loads((run_dir / "endpoint.json").read_text())
     connection = http.client.HTTPConnection(urlsplit(found["base_url"]).netloc, timeout=DEADLINE_S)
     connection.request("POST", path, body, {"Authorization": f"Bearer {found['api_key']}"})
     answer = connection.getresponse()
-    return answer.status, json.loads(answer.read())["error"]["message"]
+    content = json.loads(answer.read())
+    return answer.status, content[part] if part else content["error"]["message"]
 
 
 def test_bodies_that_are_no_requests(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,16 +210,39 @@ def test_bodies_that_are_no_requests(loop: Loop, tmp_path: Path, monkeypatch: py
 
 
 def test_too_many_connections_are_closed(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest one without a key first."""
     monkeypatch.setattr(server, "MOST_CONNECTIONS", 2)
-    address = urlsplit(json.loads((tmp_path / "endpoint.json").read_text())["base_url"])
-    held = [socket.create_connection((address.hostname, address.port), DEADLINE_S) for _ in range(2)]
-    for each in held:  # both are accepted
-        each.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert b"401" in each.recv(100)
-    with socket.create_connection((address.hostname, address.port), DEADLINE_S) as third:
-        assert third.recv(1) == b""
+    found = json.loads((tmp_path / "endpoint.json").read_text())
+    address = urlsplit(found["base_url"])
+    held: list[socket.socket] = []
+
+    def connect(key: str, status: bytes) -> None:
+        held.append(socket.create_connection((address.hostname, address.port), DEADLINE_S))
+        held[-1].sendall(f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n".encode())
+        assert status in held[-1].recv(1000)
+
+    for _ in range(2):
+        connect("x", b"401")
+    for stranger in (0, 1):
+        connect(found["api_key"], b"200")
+        with contextlib.suppress(ConnectionResetError):
+            while held[stranger].recv(1000):
+                pass
+    with socket.create_connection((address.hostname, address.port), DEADLINE_S) as fifth:
+        assert fifth.recv(1) == b"", "agents keep their connections"
     for each in held:
         each.close()
+
+
+def test_strangers_that_leave_are_forgotten(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 4)
+    address = urlsplit(json.loads((tmp_path / "endpoint.json").read_text())["base_url"])
+    for _ in range(40):
+        with socket.create_connection((address.hostname, address.port), DEADLINE_S) as stranger:
+            stranger.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            while stranger.recv(1000):
+                pass
+        assert len(loop.agents.endpoint._strangers) <= 10
 
 
 def test_connections_without_a_key_are_closed(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,6 +315,65 @@ def test_sessions_that_have_no_score(tokenizer: Any, tmp_path: Path) -> None:
     ]
     assert [len(one.token_ids) for one in found] == [1, 1, 4, 1] and not any(one.finished for one in found)
     assert conversation_metrics(found)["environment/errors"] == 4
+
+
+def test_an_end_that_is_repeated_counts_once(loop: Loop, tmp_path: Path) -> None:
+    asked = loop.ask({"turns": ["end"]}, {"turns": ["end"]})
+    run = client(tmp_path)
+    session = take(run)
+    chat(client(tmp_path, session), [ASK])
+    assert reward(run, session, 1) == reward(run, session, 1) == {"id": session["id"], "turns": 1, "reward": 1}
+    assert loop.agents.sessions.rewarded == 1
+    foreign = client(tmp_path, api_key=loop.agents.sessions.admit("another"))
+    with pytest.raises(openai.APIStatusError, match="has ended: the agent has ended it"):
+        reward(foreign, session, 1)
+    gives_up = take(run)
+    for _ in range(2):
+        run.post(f"/sessions/{gives_up['id']}/reward", cast_to=object, body={"error": "no disk"})
+    assert [one.outcome.score for one in loop.found(asked)] == [1, None]
+
+
+def test_text_that_is_no_unicode_ends_nothing(loop: Loop, tmp_path: Path) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"\\ud83d": "\\ud83d"}}</tool_call>'
+    asked = loop.ask({"turns": [call, "end"]})
+    run = client(tmp_path)
+    session = take(run)
+    policy = client(tmp_path, session)
+    message = chat(policy, [ASK], tools=[ADD]).choices[0].message
+    assert json.loads(message.tool_calls[0].function.arguments) == {"\ufffd": "\ufffd"}
+    result = {"role": "tool", "content": "\ud83d", "tool_call_id": message.tool_calls[0].id}
+    body = {"model": "any", "messages": [ASK, message.model_dump(), result], "tools": [ADD]}
+    status, found = raw(tmp_path, json.dumps(body).encode(), f"/v1/sessions/{session['id']}/chat/completions", "id")
+    assert status == 200 and found.startswith("chatcmpl-")
+    reward(run, session, 1)
+    assert loop.found(asked)[0].turns == 2
+
+
+@pytest.mark.parametrize("parameters", [{"x": {"type": 3}}, {"x": {"anyOf": 3}}])
+def test_a_turn_that_cannot_be_sent_ends_its_session(tokenizer: Any, tmp_path: Path, parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"properties": parameters}}}
+    with looping(tokenizer, tmp_path, "agent.tool_format=xml") as loop:
+        call = "<function=add><parameter=x>3</parameter></function>"
+        asked = loop.ask({"turns": [call]})
+        session = take(client(tmp_path))
+        with pytest.raises(openai.APIStatusError, match="has ended: the policy's turn cannot be sent: TypeError"):
+            chat(client(tmp_path, session), [ASK], tools=[tool])
+        (found,) = loop.found(asked)
+        assert found.turns == 1 and found.outcome.error.startswith("the policy's turn cannot be sent: TypeError")
+
+
+def test_ipv6(loop: Loop) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    endpoint = server.Endpoint(loop.agents.sessions, "::1", 600)
+    try:
+        key = loop.agents.sessions.admit("an agent")
+        run = openai.OpenAI(base_url=endpoint.base_url, api_key=key, timeout=DEADLINE_S)
+        assert endpoint.base_url.startswith("http://[::1]:") and [one.id for one in run.models.list()] == ["policy"]
+    finally:
+        endpoint.close()
 
 
 def test_a_reward_is_needed_unless_there_is_another(tokenizer: Any, tmp_path: Path) -> None:

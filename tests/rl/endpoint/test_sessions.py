@@ -107,6 +107,55 @@ def test_sessions_that_wait_end_only_if_no_agent_does_anything(sessions: Session
     assert first.outcome == Outcome(None, error="the agent took over 600 s (agent.timeout_s)")
 
 
+def test_agents_that_only_come_and_go_do_nothing(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, now_s = opened(sessions), time.monotonic()
+    for minute in range(11):
+        key = sessions.admit("an agent")
+        monkeypatch.setattr(module.time, "monotonic", lambda minute=minute: now_s + 60 * minute)
+        assert not sessions.dismiss(key, "agent 0 ended with exit code 0")
+    sessions.expire(now_s + TIMEOUT_S + 10)
+    assert sessions.ended() == [waiting]
+    key = sessions.admit("an agent")
+    opened(sessions)
+    taken(sessions, key)
+    assert sessions.dismiss(key, "agent 0 ended with exit code 0") and not sessions.dismiss(key, "again")
+
+
+def test_the_time_of_the_policy_is_not_the_agents(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, now_s = sessions.admit("an agent"), time.monotonic()
+
+    def at(seconds: float) -> None:
+        monkeypatch.setattr(module.time, "monotonic", lambda: now_s + seconds)
+        sessions.expire(now_s + seconds)
+
+    session = opened(sessions)
+    at(0)
+    taken(sessions, key)
+    at(100)
+    sessions.chat(key, session.name, read_chat({"messages": [ASK]}))
+    at(5000)
+    turn(sessions, session)
+    at(5490)
+    assert sessions.ended() == []
+    at(5510)
+    assert sessions.ended() == [session]
+
+
+def test_an_agent_may_give_up_while_the_policy_writes(sessions: Sessions) -> None:
+    key = sessions.admit("an agent")
+    session = opened(sessions)
+    taken(sessions, key)
+    reply = sessions.chat(key, session.name, read_chat({"messages": [ASK]}))
+    with pytest.raises(Refusal, match="a turn of the session is being generated"):
+        sessions.finish(key, session.name, Outcome(1.0))
+    sessions.finish(key, session.name, Outcome(None, error="too slow"))
+    with pytest.raises(Refusal, match="has ended: the agent has ended it"):
+        reply.result(0)
+    assert sessions.ended() == []
+    turn(sessions, session)
+    assert sessions.ended() == [session] and session.outcome == Outcome(None, error="too slow")
+
+
 def test_a_session_counts_for_the_agents_only_with_its_reward(sessions: Sessions) -> None:
     key = sessions.admit("an agent")
     session, failed = opened(sessions), opened(sessions)
@@ -129,7 +178,11 @@ def test_turns_are_as_long_as_the_agent_and_the_run_allow(sessions: Sessions) ->
     assert session.draw() == (1, Sampling(9)) and session.transcript.ids().tolist() == [0, 1, 2, 3, 4]
     turn(sessions, session)
     longer = [ASK, session.earlier[-1], ASK]
+    with pytest.raises(Refusal, match="leaves none for another turn"):
+        sessions.chat(key, session.name, read_chat({"messages": [*longer[:-1], {**ASK, "content": "x" * 100}]}))
+    assert session.is_full
     sessions.chat(key, session.name, read_chat({"messages": longer, "max_tokens": 1000}))
+    assert not session.is_full, "a shorter message has room"
     assert session.draw()[1].max_new_tokens == 50 - len(session.transcript.ids()) + 5
 
 
