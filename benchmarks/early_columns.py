@@ -17,7 +17,10 @@ from pathlib import Path
 from benchmarks.async_rl import WARM_UP, prepare, run_options, start
 from benchmarks.common import in_turns, median, median_ratio, publish, table
 
-PPO = ("algorithm=ppo", "algorithm.kl.where=loss", "rollout.calculate_log_probs=true", "actor.mini_batch_size=32")
+PPO = (
+    *("algorithm=ppo", "algorithm.kl={where: loss, estimator: k3}"),
+    *("rollout.calculate_log_probs=true", "actor.mini_batch_size=32"),
+)
 VARIANTS = {"late": "after generation", "early": "during generation"}
 METRICS = ("perf/time_per_step", "timing_s/gen")
 

@@ -15,8 +15,9 @@ from tests.rl.runs.jobs import Runs, metrics
 
 SEPARATE = (
     *("pools.spec={train: [2], engines: [1]}", "pools.roles.rollout=engines", "trainer.n_gpus_per_node=3"),
-    *("algorithm.advantage=gae", "algorithm.kl.where=loss", "rollout.calculate_log_probs=true", "rollout.n=3"),
-    *("data.train_batch_size=6", "actor.mini_batch_size=8"),  # a mini-batch ends within a group, and one is smaller
+    *("algorithm.advantage=gae", "algorithm.kl={where: loss, estimator: k3}", "rollout.n=3"),
+    "rollout.calculate_log_probs=true",
+    *("data.train_batch_size=8", "actor.mini_batch_size=8"),  # a mini-batch ends within a group
 )
 
 
