@@ -47,12 +47,16 @@ def engine(folder: Path) -> Iterator[SglangEngine]:
 @pytest.fixture
 def model(engine: SglangEngine, folder: Path) -> CausalLM:
     """The model in this process, whose weights the server has too."""
+    model = loaded(folder)
+    engine.load_weights(named(model))
+    return model
+
+
+def loaded(folder: Path) -> CausalLM:
     from hpc_rl.config.training import ModelConfig
     from hpc_rl.training.models.causal_lm import load_model
 
-    model = load_model(ModelConfig(path=str(folder), dtype="float32"))
-    engine.load_weights(named(model))
-    return model
+    return load_model(ModelConfig(path=str(folder), dtype="float32"))
 
 
 def named(model: CausalLM) -> list[tuple[str, torch.Tensor]]:
@@ -138,19 +142,22 @@ def test_a_full_disk_is_explained(engine: SglangEngine, model: CausalLM, monkeyp
         engine.load_weights(named(model))
 
 
-def test_requests_that_are_not_complete_continue_with_new_weights(engine: SglangEngine, model: CausalLM) -> None:
+def test_requests_that_are_not_complete_continue_with_new_weights(folder: Path, tmp_path: Path) -> None:
     """With keys of the old weights, the log-probabilities would be others."""
+    model = loaded(folder)
     old = copy.deepcopy(model)
     several = prompts() * 3
-    engine.add([Request(number, prompt, number, Sampling(100)) for number, prompt in enumerate(several)])
-    found: dict[int, Completion] = {}
-    while len(found) < 3:
-        found.update(engine.advance(0.0, 4))
-    change(model)
-    engine.load_weights(named(model))
-    assert engine.running == len(several) - len(found)
-    while engine.running:
-        found.update(engine.advance(0.01, 5))
+    log = tmp_path / "server.log"
+    with started(folder, SEEDED, "+rollout.engine_kwargs.holds_after=3", log=log) as engine:
+        engine.add([Request(number, prompt, number, Sampling(100)) for number, prompt in enumerate(several)])
+        found: dict[int, Completion] = {}
+        while len(found) < 3 or "a response waits" not in log.read_text():
+            found.update(engine.advance(0.01, 4))
+        change(model)
+        engine.load_weights(named(model))
+        assert engine.running == len(several) - len(found)
+        while engine.running:
+            found.update(engine.advance(0.01, 5))
     continued = 0
     for number, prompt in enumerate(several):
         response = found[number]

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpc_rl.config.engines import ENGINES
+from hpc_rl.rl.async_batches import AsynchronousBatches
+from hpc_rl.rl.draws import Batch
 from hpc_rl.tracking.metrics import read_metrics
 from tests.rl.rollout.sglang_engine import SERVERS
-from tests.rl.runs.jobs import Runs, series
+from tests.rl.runs.jobs import TIMEOUT_S, Runs, series
 
 SEPARATE = ("trainer.n_gpus_per_node=3", "pools.spec={train: [1], engines: [2]}", "pools.roles.rollout=engines")
 LEARNING_RATE = "actor.optim.lr=1e-2"
@@ -42,10 +46,23 @@ def test_engines_and_trainer_agree_at_every_step(run: Runs, tmp_path: Path) -> N
         assert "ready to roll" in (logs / f"node0-engines-engine{engine}-server.log").read_text()
 
 
-def test_responses_continue_with_new_weights(run: Runs, tmp_path: Path) -> None:
+def test_responses_continue_with_new_weights(run: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the third batch wait, with one token each, until the second update."""
+    draw, log = AsynchronousBatches.draw, tmp_path / "attempt-1" / "node0-engines-engine0-server.log"
+
+    def draw_and_wait(self: AsynchronousBatches, step: int, stops: Callable[[], bool]) -> Batch | None:
+        batch = draw(self, step, stops)
+        deadline = time.monotonic() + TIMEOUT_S
+        while step == 1 and "a response waits" not in log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return batch
+
+    monkeypatch.setattr(AsynchronousBatches, "draw", draw_and_wait)
     options = ["rollout.name=sglang", "rollout.staleness=1", "rollout.partial=true", "algorithm=grpo", LEARNING_RATE]
-    slow = ["+rollout.engine_kwargs.step_s=0.1", "trainer.total_training_steps=3", *SEPARATE]
-    assert run(tmp_path, *options, *slow) == 0
+    options += ["trainer.n_gpus_per_node=2", "pools.spec={train: [1], engines: [1]}", "pools.roles.rollout=engines"]
+    options += ["+rollout.engine_kwargs.holds_after=32", "trainer.total_training_steps=3"]
+    assert run(tmp_path, *options) == 0
     assert max(series(tmp_path, "rollout/staleness/max")) <= 1
     assert max(series(tmp_path, "rollout/versions/mean")) > 1
 

@@ -8,7 +8,8 @@ prompts stay in a cache until it is flushed, released weights are lost, an updat
 seed counts only with enable-deterministic-inference.
 
 Its further arguments cause trouble: `ends-at-start`, `never-ready`, `hangs` (at the first request), `dies-after` (so
-many responses), `fails-after` (so many responses), `leaves-child`, `bad-update`.
+many responses), `fails-after` (so many responses), `leaves-child`, `bad-update`, `step-s` (of each token). With
+`holds-after` (so many requests), further ones wait after their first token until the first call that aborts them.
 """
 
 from __future__ import annotations
@@ -46,6 +47,12 @@ class Server:
     cache: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
     """Logits after a prompt, with the weights of its first request."""
     released: set[str] = field(default_factory=set)
+
+    has_held: bool = False
+
+    @property
+    def holds_after(self) -> int:
+        return int(self.arguments.get("holds-after", 1 << 30))
 
     @property
     def hangs(self) -> bool:
@@ -96,8 +103,11 @@ class Server:
                 reason = {"type": "stop", "matched": token}
             elif len(steps) == limit:
                 reason = {"type": "length", "length": limit}
-            if delay := self.arguments.get("step-s"):
-                time.sleep(delay)
+            time.sleep(self.arguments.get("step-s", 0))
+            while reason is None and number >= self.holds_after and not self.aborted_before:
+                self.has_held or print("a response waits", flush=True)
+                self.has_held = True
+                time.sleep(0.01)
         told: dict[str, Any] = {"finish_reason": reason, "completion_tokens": len(steps)}
         if body.get("return_logprob"):
             told["output_token_logprobs"] = steps
