@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 WORK = Work(512, 512, 8, "cuda", "vllm", 5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_small_run_prints_the_seconds_of_each_phase() -> None:
     command = "benchmarks.ppo_gpu --tiny --device cpu --engine hf --steps 1 --algorithm grpo"
     ended = subprocess.run(

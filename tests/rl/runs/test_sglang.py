@@ -67,6 +67,7 @@ def test_responses_continue_with_new_weights(run: Runs, tmp_path: Path, monkeypa
     assert max(series(tmp_path, "rollout/versions/mean")) > 1
 
 
+@pytest.mark.long
 def test_an_engine_whose_server_dies_is_replaced(run: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["rollout.name=sglang", "algorithm=grpo", "+rollout.engine_kwargs.dies_after=6", *SEPARATE]
     assert run(tmp_path, *options) == 0
