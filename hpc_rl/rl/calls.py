@@ -192,8 +192,18 @@ def _result(call: ActorCall) -> Any:
         raise RunError(f"{call.actor}: {type(error).__name__}: {str(error).splitlines()[0]}") from error
 
 
+def has_died(calls: Sequence[ActorCall]) -> bool:
+    """Return whether one of these actors has died. Those that do not answer within _DEATH_NOTICE_S live."""
+    return _dead_among(calls) is not None
+
+
 def _death_among(calls: Sequence[ActorCall]) -> RunError | None:
     """Return the error for one of these actors that died, if one did."""
+    found = _dead_among(calls)
+    return None if found is None else died(*found)
+
+
+def _dead_among(calls: Sequence[ActorCall]) -> tuple[Actor, RayActorError] | None:
     by_ref = {call.ref: call for call in calls}
     deadline = time.monotonic() + _DEATH_NOTICE_S
     left = list(by_ref)
@@ -204,7 +214,7 @@ def _death_among(calls: Sequence[ActorCall]) -> RunError | None:
         try:
             ray.get(ready[0])
         except RayActorError as error:
-            return died(by_ref[ready[0]].actor, error)
+            return by_ref[ready[0]].actor, error
         except RayError:
             continue  # an exception in the actor's code; it is alive
     return None

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from hpc_rl.data.order import Position
 from hpc_rl.errors import RunError
+from hpc_rl.rl.calls import has_died
 from hpc_rl.rl.saving import Saving
 from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.workers.group import WorkerGroup
@@ -17,6 +18,9 @@ from hpc_rl.training.checkpoints.background import AFTER_ERROR_S, DEADLINE_S
 from hpc_rl.training.checkpoints.export import export_dtype, new_folder
 from hpc_rl.training.checkpoints.folders import ACTOR, CRITIC, Progress
 from hpc_rl.training.checkpoints.model_state import UnreadableError
+
+_AFTER_DEATH_S = 30
+"""Time for the other parts of a checkpoint, after a process that wrote one has died."""
 
 
 def save(state: PpoState) -> None:
@@ -85,15 +89,24 @@ def take_seconds(state: PpoState) -> float | None:
 
 @contextmanager
 def finished(state: PpoState) -> Iterator[None]:
-    """At the end of the block, wait for the checkpoint that is being written; after an error only for a short time."""
+    """At the end of the block, wait for the checkpoint that is being written; after an error only for a short time, and
+    for a shorter one if a process that writes has died: its part may be complete."""
     try:
         yield
     except Exception:
         if state.saving is not None:
             with checkpoint.explained_after_error():
-                state.saving.wait(AFTER_ERROR_S)  # workers may not answer any more
+                state.saving.wait(_time_left_s(state, state.saving))
         raise
     wait(state)
+
+
+def _time_left_s(state: PpoState, saving: Saving) -> float:
+    """Return how long to wait for a checkpoint after an error. Workers may not answer any more."""
+    if saving.is_done:
+        return 0.0
+    writing = [group.saved(role) for role, group in learners_of(state.actor, state.critic).items()]
+    return _AFTER_DEATH_S if has_died([call for one in writing for call in one.calls]) else AFTER_ERROR_S
 
 
 def load_latest(run: RunDir, actor: WorkerGroup, critic: WorkerGroup | None) -> Progress | None:

@@ -40,6 +40,11 @@ class Saving:
         """Duration of the writing, after its end."""
         threading.Thread(target=self._watch, name="checkpoint", daemon=True).start()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the checkpoint has its name, or never will."""
+        return self._named.done()
+
     def finish(self) -> None:
         """Name the checkpoint now, because the workers have reported that all parts are written.
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from hpc_rl.errors import RunError
+from hpc_rl.rl import checkpoints
 from hpc_rl.rl import saving as saving_module
+from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.saving import Saving
 from hpc_rl.training.checkpoints import checksums, folders, model_state
 from hpc_rl.training.checkpoints.folders import ACTOR, CRITIC, Progress
@@ -34,6 +38,7 @@ def test_it_is_named_when_both_parts_are_there(tmp_path: Path) -> None:
         saving.wait(0.01)
     write(partial / CRITIC)
     saving.wait(SOON_S)
+    assert saving.is_done
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
     assert folders.read_progress(tmp_path / "step-00000007").parts == (ACTOR, CRITIC)
 
@@ -75,3 +80,19 @@ def test_a_failure_has_its_cause(tmp_path: Path) -> None:
     second = Saving(tmp_path / "absent", tmp_path / "step-00000006.tmp", Progress(1, "float32", (ACTOR,), 6), keep=2)
     with pytest.raises(RunError, match=r"step-00000006 could not be written: No such file or directory"):
         second.wait(SOON_S)
+
+
+@pytest.mark.parametrize(("is_done", "died", "seconds"), [(True, True, 0), (False, True, 30), (False, False, 120)])
+def test_after_an_error_a_checkpoint_is_awaited_for_a_short_time(
+    monkeypatch: pytest.MonkeyPatch, is_done: bool, died: bool, seconds: float
+) -> None:
+    """The time is shorter if a process that writes has died."""
+    asked: list[Any] = []
+    waited: list[float] = []
+    monkeypatch.setattr(checkpoints, "has_died", lambda calls: asked.extend(calls) or died)
+    group = SimpleNamespace(saved=lambda role: Pending(lambda _: None, [role]))
+    saving = SimpleNamespace(is_done=is_done, wait=waited.append)
+    state: Any = SimpleNamespace(saving=saving, actor=group, critic=group)
+    with pytest.raises(RunError, match="no GPU"), checkpoints.finished(state):
+        raise RunError("no GPU")
+    assert waited == [seconds] and asked == ([] if is_done else ["actor", "critic"])

@@ -120,3 +120,14 @@ def test_the_actor_that_died_is_named_though_another_fails_first(members: list[A
     kill(pid)
     with pytest.raises(RunError, match=r"^rank 1 of pool test died"):
         Pending.of_calls(calls).wait(TIMEOUT_S)
+
+
+def test_a_death_is_found_among_those_that_do_not_answer(members: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = called(members, "work")
+    monkeypatch.setattr(calls_module, "_DEATH_NOTICE_S", 0.2)
+    assert not calls_module.has_died(waiting)
+    assert not calls_module.has_died([])
+    monkeypatch.setattr(calls_module, "_DEATH_NOTICE_S", TIMEOUT_S)
+    ray.kill(members[1])
+    assert calls_module.has_died(waiting)
+    ray.kill(members[0])
