@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import async_rl, rollout, rollout_simulation
+from benchmarks import async_rl, carrier, early_columns, rollout, rollout_simulation
 from benchmarks.common import median, median_ratio
 from benchmarks.rollout_simulation import Outcome
 
@@ -115,6 +115,14 @@ def asynchronous() -> Iterator[str]:
     yield from map(line, async_rl.rows_of(result("async_rl")["runs"]))
 
 
+def columns() -> Iterator[str]:
+    yield from map(line, early_columns.rows_of(result("early_columns")["runs"]))
+
+
+def carriers() -> Iterator[str]:
+    yield from map(line, carrier.rows_of(result("carrier")))
+
+
 def simulation() -> Iterator[str]:
     for count, outcomes in result("rollout_simulation").items():
         found = {name: Outcome(**outcome) for name, outcome in outcomes.items()}
@@ -133,7 +141,9 @@ TABLES = (
     adapters,
     generation,
     engines,
+    columns,
     asynchronous,
+    carriers,
     simulation,
 )
 

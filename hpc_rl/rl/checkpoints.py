@@ -96,17 +96,17 @@ def finished(state: PpoState) -> Iterator[None]:
     except Exception:
         if state.saving is not None:
             with checkpoint.explained_after_error():
-                state.saving.wait(_time_left_s(state, state.saving))
+                if not state.saving.is_done and _writer_has_died(state):
+                    state.saving.wait(_AFTER_DEATH_S, "a process that wrote a part of it has died")
+                else:
+                    state.saving.wait(AFTER_ERROR_S)  # workers may not answer any more
         raise
     wait(state)
 
 
-def _time_left_s(state: PpoState, saving: Saving) -> float:
-    """Return how long to wait for a checkpoint after an error. Workers may not answer any more."""
-    if saving.is_done:
-        return 0.0
+def _writer_has_died(state: PpoState) -> bool:
     writing = [group.saved(role) for role, group in learners_of(state.actor, state.critic).items()]
-    return _AFTER_DEATH_S if has_died([call for one in writing for call in one.calls]) else AFTER_ERROR_S
+    return has_died([call for one in writing for call in one.calls])
 
 
 def load_latest(run: RunDir, actor: WorkerGroup, critic: WorkerGroup | None) -> Progress | None:

@@ -54,16 +54,17 @@ class Saving:
         self._parts_are_written.set()
         self.wait(2 * _VISIBLE_S)
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, reason: str = "check the file system") -> None:
         """Wait until the checkpoint has its name.
+
+        Args:
+            reason: why it may never have one, or what to do then.
 
         Raises:
             RunError: it could not be written, or not in time.
         """
         if not wait_for([self._named], timeout_s).done:
-            raise RunError(
-                f"checkpoint {self._partial} was not written within {timeout_s:.0f} s: check the file system"
-            )
+            raise RunError(f"checkpoint {self._partial} was not written within {timeout_s:.0f} s: {reason}")
         self._named.result()
 
     def discard(self) -> None:
