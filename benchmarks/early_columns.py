@@ -19,7 +19,7 @@ from benchmarks.async_rl import WARM_UP, prepare, run_options, start
 from benchmarks.common import in_turns, median, median_ratio, publish, table
 
 PPO = (
-    *("algorithm=ppo", "algorithm.kl={where: loss, estimator: k3}"),
+    "algorithm.kl={where: loss, estimator: k3}",
     *("rollout.calculate_log_probs=true", "actor.mini_batch_size=32"),
 )
 VARIANTS = {"late": "after generation", "early": "during generation"}
