@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import async_rl, carrier, early_columns, rollout, rollout_simulation
+from benchmarks import async_rl, carrier, rollout, rollout_simulation
 from benchmarks.common import median, median_ratio
 from benchmarks.rollout_simulation import Outcome
 
@@ -115,10 +115,6 @@ def asynchronous() -> Iterator[str]:
     yield from map(line, async_rl.rows_of(result("async_rl")["runs"]))
 
 
-def columns() -> Iterator[str]:
-    yield from map(line, early_columns.rows_of(result("early_columns")["runs"]))
-
-
 def carriers() -> Iterator[str]:
     yield from map(line, carrier.rows_of(result("carrier")))
 
@@ -141,7 +137,6 @@ TABLES = (
     adapters,
     generation,
     engines,
-    columns,
     asynchronous,
     carriers,
     simulation,
