@@ -20,8 +20,8 @@ class AgentConfig(ToolFormatConfig):
     processes: int = Field(1, ge=1)
     """Number of processes of agent.command."""
     timeout_s: float = Field(600, gt=0)
-    """Longest time in seconds of a session, without the time in which it waits for the policy. A session that takes
-    longer has no score. If agents do nothing for so long, the sessions that none has taken have no score either."""
+    """Time limit in seconds of a session. The time in which it waits for the policy does not count. A session that
+    takes longer has no score. If no agent sends a request for this time, sessions that are not taken have no score."""
 
     @property
     def is_used(self) -> bool:

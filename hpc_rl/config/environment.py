@@ -34,15 +34,15 @@ class ToolFormatConfig(Section):
 class EnvironmentConfig(ToolFormatConfig):
     name: str | None = None
     """Environment that answers the model, as package.module:Class or path/file.py:Class. Each public method of the
-    class is a tool. null, without tools: a response is one turn of the model."""
+    class is a tool. null: no environment; without environment.tools, a response is then one turn of the model."""
     kwargs: Table = {}
     """Keyword arguments with which an environment is created for each conversation."""
     tools: list[Annotated[str, Field(min_length=1)]] = []
     """Functions that the model may call, as package.module:function or path/file.py:function. python and bash run
     programs of the model in a sandbox."""
     max_turns: int = Field(8, ge=1)
-    """Most turns of the model in a conversation. What its last turn calls is called, but the model does not see the
-    result."""
+    """Largest number of turns of the model in a conversation. Tool calls of the last turn are made, but the model does
+    not see their results."""
     workers: int = Field(4, ge=1)
     """Number of processes on each node that run environments and tools. Each makes one call at a time."""
     timeout_s: float = Field(60, gt=0)

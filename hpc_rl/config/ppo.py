@@ -223,7 +223,7 @@ class PpoConfig(RayJobConfig):
             yield self._shares_engines(pool, others)
         if staleness > 1 and not self.algorithm.corrects:
             yield (
-                f"rollout.staleness={staleness} trains on responses of policies up to {staleness} updates old, and "
+                f"rollout.staleness={staleness} trains on responses of policies up to {staleness} steps old, and "
                 "without a correction for that, training becomes unstable: set algorithm.tis_cap=2 (or "
                 "algorithm.tis_bounds), or rollout.staleness=1"
             )
@@ -239,7 +239,8 @@ class PpoConfig(RayJobConfig):
         if rollout.calculate_log_probs:
             yield (
                 "rollout.calculate_log_probs compares the probabilities of engine and trainer, which differ with "
-                f"rollout.staleness={staleness} because their weights do: remove it, or set rollout.staleness=0"
+                f"rollout.staleness={staleness} because their weights differ: set rollout.calculate_log_probs=false, "
+                "or rollout.staleness=0"
             )
         if rollout.partial and not rollout.merge_lora:
             yield (

@@ -173,14 +173,15 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
         ),
         (
             ("rollout.staleness=2", *STALE),
-            "rollout.staleness=2 trains on responses of policies up to 2 updates old, and without a correction for "
+            "rollout.staleness=2 trains on responses of policies up to 2 steps old, and without a correction for "
             "that, training becomes unstable: set algorithm.tis_cap=2 (or algorithm.tis_bounds), or "
             "rollout.staleness=1",
         ),
         (
             ("rollout.staleness=1", "rollout.calculate_log_probs=true", *STALE),
             "rollout.calculate_log_probs compares the probabilities of engine and trainer, which differ with "
-            "rollout.staleness=1 because their weights do: remove it, or set rollout.staleness=0",
+            "rollout.staleness=1 because their weights differ: set rollout.calculate_log_probs=false, or "
+            "rollout.staleness=0",
         ),
         (
             ("rollout={staleness: 1, name: vllm, top_p: 0.9, temperature: 0.7}", *STALE),
