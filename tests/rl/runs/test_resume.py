@@ -51,7 +51,7 @@ def test_stopped_and_continued(
     assert series(tmp_path, "perf/total_num_tokens") == series(uninterrupted, "perf/total_num_tokens")
 
 
-@pytest.mark.parametrize("phase", ["hold", "values"])
+@pytest.mark.parametrize("phase", ["hold", "column"])
 def test_a_stop_during_a_step_discards_it(
     run: Runs, tmp_path: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str], phase: str
 ) -> None:
