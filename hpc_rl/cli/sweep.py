@@ -101,6 +101,9 @@ def chain(
     from hpc_rl.submission import chain as chains
     from hpc_rl.submission import queue
 
+    if {"--help", "-h"} & {*stages}:
+        _run_command("submit", "hpc-rl submit", ["--help"])  # the options of a stage are those of submit
+        return
     requests = [_stage(words, local) for words in _split_stages(stages)]
     if not dry_run and not local:
         queue.require_slurm()

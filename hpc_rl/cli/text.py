@@ -74,9 +74,18 @@ def explanation_text(found: Explanation, brief: bool = False) -> str:
         more = [] if brief else [f"also: {other.failure.title}: {other.line[:MOST_SHOWN]}" for other in others]
         blocks.append("\n".join(lines + more))
     elif found.last_errors and not brief:
-        lines = ["the cause is not a known failure; the last lines that look like errors:"]
-        blocks.append("\n".join(lines + [f"  {line[:MOST_SHOWN]}" for line in found.last_errors]))
+        blocks.append(
+            _quoted("the cause is not a known failure; the last lines that look like errors:", found.last_errors)
+        )
+    elif found.last_lines and not brief:
+        blocks.append(
+            _quoted("no known failure, and no line that looks like an error; the last lines:", found.last_lines)
+        )
     return "\n\n".join(blocks)
+
+
+def _quoted(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([title, *(f"  {line[:MOST_SHOWN]}" for line in lines)])
 
 
 def submitted_text(job: Job, job_id: str) -> str:

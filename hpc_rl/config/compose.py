@@ -374,10 +374,26 @@ def _problem(schema: type[BaseModel], details: Any) -> str:
     return "\n".join(line if not key or line.startswith(f"{key}.") else f"{key}: {line}" for line in lines)
 
 
+_EXPECTED = {
+    "float_parsing": "expected a number",
+    "float_type": "expected a number",
+    "int_parsing": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "int_type": "expected a whole number",
+    "bool_parsing": "expected true or false",
+    "bool_type": "expected true or false",
+    "list_type": "expected a list, such as [A,B]",
+}
+"""Type of a ValidationError's error -> what was expected. Other types have pydantic's text."""
+
+
 def problem_text(details: Any) -> str:
     """Describe one of a ValidationError's errors in words, without its key."""
-    message: str = details["msg"].removeprefix("Value error, ")
+    message: str = _EXPECTED.get(details["type"]) or details["msg"].removeprefix("Value error, ")
     found = details.get("input")
+    if details["type"] == "literal_error" and isinstance(found, str):
+        choices = re.findall("'([^']*)'", details["ctx"]["expected"])
+        return f"{message}, found {_short(repr(found))}{nearest(found, choices)}"
     if details["type"] == "string_type" and isinstance(found, int | float):
         return f"{message}, found {found!r}: quote it"  # YAML reads 0123 and 1_000 as numbers
     return message if details["type"] == "value_error" else f"{message}, found {_short(repr(found))}"

@@ -36,6 +36,14 @@ def recipe_for(nodes: int) -> str | None:
     return None
 
 
+def path_of_choice(group: str, name: str) -> str | None:
+    """Return the key `path` of a file of a group, None if there is no such file or it has none."""
+    if name not in choices(group):
+        return None
+    found = _load(file_of(group, name)).get("path")
+    return found if isinstance(found, str) else None
+
+
 def check_choices(overrides: Sequence[str], instead: dict[str, str]) -> None:
     """Check that every `group=name` among the overrides names a file.
 

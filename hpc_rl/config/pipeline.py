@@ -14,6 +14,7 @@ KINDS. `expand` is the whole meaning of a pipeline file.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -91,9 +92,11 @@ def load_pipeline(name: str) -> PipelineConfig:
     """
     is_file, known = name.endswith((".yaml", ".yml")), choices("pipeline")
     if not is_file and name not in known:
+        close = difflib.get_close_matches(name, [*known, *trained()], n=1)
         raise UserError(
             f"there is no pipeline or kind {name!r}: choose one of the pipelines {', '.join(known)}, name a file "
             f"(.yaml), or begin a chain with one of the kinds {', '.join(trained())}"
+            + (f"; did you mean {close[0]}?" if close else "")
         )
     path = Path(name) if is_file else file_of("pipeline", name)
     try:
@@ -114,8 +117,17 @@ def expand(pipeline: PipelineConfig, given: Mapping[str, Any], rounds: int, fold
         UserError: a value is missing or unknown, or a stage needs something that no earlier stage produces.
     """
     if unknown := given.keys() - pipeline.values.keys():
-        known = ", ".join(pipeline.values) or "none"
-        raise UserError(f"{min(unknown)}: the pipeline has no such value or stage; its values are {known}")
+        key, values, stages = (
+            min(unknown),
+            ", ".join(pipeline.values),
+            ", ".join({**pipeline.before, **pipeline.stages}),
+        )
+        head, dot, rest = key.partition(".")
+        close = difflib.get_close_matches(head, [*pipeline.before, *pipeline.stages] if dot else pipeline.values, n=1)
+        raise UserError(
+            f"{key}: the pipeline has no such value or stage; its values are {values or 'none'}; its stages, for "
+            f"STAGE.KEY=VALUE, are {stages}" + (f"; did you mean {close[0]}{dot}{rest}?" if close else "")
+        )
     names = {**pipeline.values, **given}
     if missing := [name for name, value in names.items() if value is None]:
         raise UserError(f"{', '.join(missing)}: required, but not given; write {missing[0]}=VALUE")

@@ -36,7 +36,10 @@ def generate(
         UserError: a size is below 1, n_val leaves no question to train on, or the folder cannot be written.
     """
     if n_train < 1 or not 1 <= n_val < len(_QUESTIONS):
-        raise UserError(f"need n_train >= 1 and 1 <= n_val < {len(_QUESTIONS)}, got {n_train} and {n_val}")
+        raise UserError(
+            f"{n_train} training questions and {n_val} for validation: at least 1 of each is needed, and at most "
+            f"{len(_QUESTIONS) - 1} for validation, since there are {len(_QUESTIONS)}"
+        )
     rng = random.Random(seed)
     questions = rng.sample(_QUESTIONS, len(_QUESTIONS))
     val, rest = questions[:n_val], questions[n_val:]

@@ -123,7 +123,8 @@ def _load_tokenizer(model: ModelConfig, folder: Path | None) -> PreTrainedTokeni
         )
     except (OSError, ValueError, KeyError) as error:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UserError(f"no tokenizer could be loaded from {path!r}: {reason}") from error
+        where = "" if Path(path).exists() else "there is no such folder here, and the hub gave: "
+        raise UserError(f"no tokenizer could be loaded from {path!r}: {where}{reason}") from error
     return tokenizer
 
 

@@ -11,11 +11,20 @@ from typing import Any
 
 from hpc_rl.config.preferences import PreferenceDataConfig, RewardDataConfig
 from hpc_rl.data.formats import Row, kind_of
-from hpc_rl.data.rows import PROMPT_COLUMNS, RESPONSE_COLUMNS, Message, as_chat, column, known_column
+from hpc_rl.data.rows import (
+    CHOSEN_COLUMNS,
+    PROMPT_COLUMNS,
+    REJECTED_COLUMNS,
+    RESPONSE_COLUMNS,
+    Message,
+    as_chat,
+    chat_column,
+    column,
+    known_column,
+    pair_columns,
+)
 from hpc_rl.errors import UserError
 
-_CHOSEN_COLUMNS = ("chosen", "preferred", "accepted", "chosen_response", "response_chosen")
-_REJECTED_COLUMNS = ("rejected", "dispreferred", "rejected_response", "response_rejected")
 _LABEL_COLUMNS = ("label", "score", "rating")
 _TRUTH = {"true": 1.0, "false": 0.0}
 
@@ -59,8 +68,14 @@ def to_preference(row: Row, data: PreferenceDataConfig, where: str) -> PairRow |
 
 def to_pair(row: Row, data: PreferenceDataConfig, where: str) -> PairRow:
     """Return the pair of a row; see `to_preference`."""
-    chosen = _whole_chat(row, "chosen_key", data.chosen_key, _CHOSEN_COLUMNS, data, where)
-    rejected = _whole_chat(row, "rejected_key", data.rejected_key, _REJECTED_COLUMNS, data, where)
+    chat = chat_column(row)
+    if data.chosen_key not in row and pair_columns(row) is None and chat and row[chat][-1]["role"] == "assistant":
+        raise UserError(
+            f"{where}: found one chat (column {chat}) where a pair of responses is needed; chats are for hpc-rl submit "
+            "sft; if other columns have the pair, name them with data.chosen_key and data.rejected_key"
+        )
+    chosen = _whole_chat(row, "chosen_key", data.chosen_key, CHOSEN_COLUMNS, data, where)
+    rejected = _whole_chat(row, "rejected_key", data.rejected_key, REJECTED_COLUMNS, data, where)
     both = zip(chosen, rejected, strict=False)
     common = next((i for i, (ours, theirs) in enumerate(both) if ours != theirs), min(len(chosen), len(rejected)))
     pair = PairRow(chosen, rejected, common, _margin(row, data, where))

@@ -15,7 +15,10 @@ Message = dict[str, Any]
 
 PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem", "input")
 RESPONSE_COLUMNS = ("response", "completion", "answer", "output", "solution", "target")
-"""Names that data sets commonly give to a prompt and its response, in the order of preference."""
+CHOSEN_COLUMNS = ("chosen", "preferred", "accepted", "chosen_response", "response_chosen")
+REJECTED_COLUMNS = ("rejected", "dispreferred", "rejected_response", "response_rejected")
+"""Names that data sets commonly give to a prompt, its response, and a better and a worse one, in the order of
+preference."""
 
 
 def to_messages(row: Row, data: DataConfig, where: str) -> list[Message]:
@@ -28,7 +31,7 @@ def to_messages(row: Row, data: DataConfig, where: str) -> list[Message]:
         UserError: a column is missing, does not hold a chat, or has no assistant turn.
     """
     if data.prompt_key is not None and data.response_key is not None:
-        chat = _chat_column(row)
+        chat = chat_column(row)
         other = f"data.messages_key={chat} and leave out data.prompt_key and data.response_key" if chat else None
         prompt = column(row, "prompt_key", data.prompt_key, where, other)
         response = column(row, "response_key", data.response_key, where, other)
@@ -36,6 +39,15 @@ def to_messages(row: Row, data: DataConfig, where: str) -> list[Message]:
             raise UserError(f"{where}: column {data.response_key!r} has {kind_of(response)}; text is needed")
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return [*as_chat(asked, data.prompt_key, where), {"role": "assistant", "content": response}]
+    if data.messages_key not in row and (pair := pair_columns(row)):
+        better = f"data.messages_key={pair[0]}"
+        if not _looks_like_chat(row[pair[0]]):
+            prompt = known_column(row, PROMPT_COLUMNS) or "COLUMN"
+            better = f"data.prompt_key={prompt} data.response_key={pair[0]}"
+        raise UserError(
+            f"{where}: found a pair of responses (columns {' and '.join(pair)}) where a chat is needed; pairs are for "
+            f"hpc-rl submit dpo and rm; to learn from the better response of each, set {better}"
+        )
     messages = as_chat(
         column(row, "messages_key", data.messages_key, where, _suggest_columns(row)), data.messages_key, where
     )
@@ -99,7 +111,7 @@ def column(row: Row, option: str, key: str, where: str, suggestion: str | None =
 
 def _suggest_columns(row: Row) -> str | None:
     """Return the options that read this row as a chat, or None if its columns have no common names."""
-    chat = _chat_column(row)
+    chat = chat_column(row)
     if chat is not None:
         return f"data.messages_key={chat}"
     prompt = known_column(row, PROMPT_COLUMNS)
@@ -107,7 +119,13 @@ def _suggest_columns(row: Row) -> str | None:
     return f"data.prompt_key={prompt} data.response_key={response}" if prompt and response else None
 
 
-def _chat_column(row: Row) -> str | None:
+def pair_columns(row: Row) -> tuple[str, str] | None:
+    """Return the columns with a better and a worse response, if the row has columns with common names for them."""
+    chosen, rejected = known_column(row, CHOSEN_COLUMNS), known_column(row, REJECTED_COLUMNS)
+    return (chosen, rejected) if chosen and rejected else None
+
+
+def chat_column(row: Row) -> str | None:
     return next((key for key, value in row.items() if _looks_like_chat(value)), None)
 
 

@@ -89,9 +89,11 @@ class Explanation:
     """Known failures, the most likely cause first."""
     last_errors: list[str]
     """The last lines of the job's log that look like errors."""
+    last_lines: list[str]
+    """The last lines of the job's log, if none looks like an error."""
 
 
-NOTHING = Explanation([], [], [])
+NOTHING = Explanation([], [], [], [])
 
 
 def diagnosis_of(run: RunDir) -> tuple[RunStatus, Explanation]:
@@ -124,7 +126,7 @@ def explain_file(path: Path) -> Explanation:
 def _explain(job_log: str, source: str, others: Iterable[LogText]) -> Explanation:
     verdict = last_message(job_log)
     texts = [LogText(source, "\n".join(verdict), "verdict"), LogText(source, job_log), *others]
-    return Explanation(_shortened(verdict), findings(texts), error_lines(job_log))
+    return Explanation(_shortened(verdict), findings(texts), *last_lines(job_log))
 
 
 def findings(texts: Iterable[LogText]) -> list[Finding]:
@@ -179,9 +181,11 @@ def _shortened(message: list[str]) -> list[str]:
     return kept
 
 
-def error_lines(text: str, count: int = MOST_LINES) -> list[str]:
+def last_lines(text: str, count: int = MOST_LINES) -> tuple[list[str], list[str]]:
+    """Return the last lines that look like errors and, if there are none, the last lines."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not _NOISE.match(line)]
-    return [line for line in lines if _ERROR_LINE.search(line)][-count:] or lines[-count:]
+    errors = [line for line in lines if _ERROR_LINE.search(line)][-count:]
+    return errors, [] if errors else lines[-count:]
 
 
 def _other_texts(run: RunDir, status: RunStatus, most_files: int) -> Iterator[LogText]:

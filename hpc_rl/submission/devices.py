@@ -54,10 +54,10 @@ class Devices:
             shared_by = nodes if self._local and isinstance(nodes, int) and nodes > 0 else 1
             found["trainer.n_gpus_per_node"] = max(1, gpus // shared_by)
         notes = []
-        if device == "auto" and gpus is None:
+        if device == "auto" and gpus is None and asked is None:
             notes.append(
-                "trainer.device=auto: the number of GPUs per node is unknown, so the job requests "
-                f"{trainer.get('n_gpus_per_node', 1)} per node (set --gpus-per-node, or trainer.device=cpu for none)"
+                "trainer.device=auto: the number of GPUs per node is unknown, so the job requests 1 per node (set "
+                "--gpus-per-node, or trainer.device=cpu for none)"
             )
         if not self._local and "slurm.node.cpus" not in found and _leaves_cpus_open(slurm):
             notes.append(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,9 @@ SUBMIT_TIMEOUT_S = 120
 
 _NOT_RUN = (124, 126, 127)
 """Exit codes of timeout(1): the time is over, or the program cannot be executed, or is missing."""
+
+
+_UNREACHABLE = re.compile("Unable to contact slurm controller|establish a configuration source", re.IGNORECASE)
 
 
 class StateWatcher(SlurmInfoWatcher):
@@ -78,7 +82,13 @@ class ScriptExecutor(SlurmExecutor):
             with contextlib.redirect_stderr(io.StringIO()):
                 job = self._submit_command("")
         except FailedJobError as error:
-            raise UserError(f"sbatch refused the job: {refused_because(str(error))}") from error
+            reason = refused_because(str(error))
+            if _UNREACHABLE.search(reason):
+                raise UserError(
+                    f"sbatch cannot reach Slurm ({reason}): run this on a login node of a cluster, which hpc-rl doctor "
+                    "checks, or here with --local"
+                ) from error
+            raise UserError(f"sbatch refused the job: {reason}") from error
         assert isinstance(job, ScriptJob)
         return job
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.cli.data import DataKind, check
+from hpc_rl.cli.data import check
 
 
 @pytest.mark.parametrize(
@@ -19,5 +19,5 @@ def test_any_reward_of_the_job_is_left_unread(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1 + 1", "answer": "2"}) + "\n")
-    check("prompts.jsonl", ["data.prompt_key=prompt", *reward], kind=DataKind.ppo)
+    check("prompts.jsonl", ["data.prompt_key=prompt", *reward], kind="ppo")
     assert "name a model" in capsys.readouterr().out

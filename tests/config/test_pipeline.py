@@ -55,7 +55,18 @@ def changed(**changes: Any) -> dict[str, Any]:
     ("tree", "given", "said"),
     [
         (TWO, {}, "model: required, but not given; write model=VALUE"),
-        (TWO, {"model": "m", "modle": 1}, "modle: the pipeline has no such value or stage; its values are model, data"),
+        (
+            TWO,
+            {"model": "m", "modle": 1},
+            "modle: the pipeline has no such value or stage; its values are model, data; its stages, for "
+            "STAGE.KEY=VALUE, are first, pairs, train; did you mean model?",
+        ),
+        (
+            TWO,
+            {"model": "m", "trian.optim.lr": 1},
+            "trian.optim.lr: the pipeline has no such value or stage; its values are model, data; its stages, for "
+            "STAGE.KEY=VALUE, are first, pairs, train; did you mean train.optim.lr?",
+        ),
         (
             changed(stages={"one": {"kind": "sft", "options": {"model.path": "@later"}}, "later": {"kind": "sft"}}),
             {"model": "m"},

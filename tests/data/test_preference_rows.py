@@ -50,6 +50,9 @@ def test_equal_chats_are_a_valid_row() -> None:
     [
         ({"prompt": "?", "chosen": "+"}, "no column 'rejected' (data.rejected_key); columns: chosen, prompt"),
         ({"prompt": "?", "preferred": "+", "rejected": "-"}, "set data.chosen_key=preferred"),
+        ({"turns": [USER, GOOD]}, "found one chat (column turns) where a pair of responses is needed; chats are for"),
+        ({"turns": [USER]}, "no column 'chosen' (data.chosen_key); columns: turns"),
+        ({"prompt": [USER], "response": "+"}, "no column 'chosen' (data.chosen_key); columns: prompt, response"),
         ({"question": "?", "chosen": "+", "rejected": "-"}, "set data.prompt_key=question"),
         ({"prompt": [USER, GOOD], "chosen": "+", "rejected": "-"}, "the columns may be swapped"),
         ({"prompt": "+", "chosen": [USER], "rejected": [USER]}, "'chosen' ends with a turn of the user"),

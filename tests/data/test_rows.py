@@ -81,6 +81,21 @@ def test_columns_with_common_names_are_suggested(data: DataConfig, row: dict[str
     assert "no column 'messages' (data.messages_key)" in text and text.endswith(suggestion)
 
 
+@pytest.mark.parametrize(
+    ("row", "suggestion"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "set data.prompt_key=prompt data.response_key=chosen"),
+        ({"chosen": CHAT, "rejected": CHAT}, "set data.messages_key=chosen"),
+        ({"Preferred": "b", "rejected": "c"}, "set data.prompt_key=COLUMN data.response_key=Preferred"),
+    ],
+)
+def test_pairs_are_for_other_jobs(data: DataConfig, row: dict[str, Any], suggestion: str) -> None:
+    text = message_of(to_messages, row, data, "f, row 1")
+    assert "found a pair of responses (columns " in text and "hpc-rl submit dpo and rm" in text
+    assert text.endswith(suggestion)
+    assert to_messages({**row, "messages": CHAT}, data, "f, row 1") == CHAT
+
+
 def test_chats_need_no_columns_of_text() -> None:
     hint = "columns: messages; set data.messages_key=messages and leave out data.prompt_key and data.response_key"
     assert message_of(to_messages, {"messages": CHAT}, PAIRS, "f, row 1").endswith(hint)

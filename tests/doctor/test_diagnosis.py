@@ -17,9 +17,9 @@ from hpc_rl.doctor.diagnosis import (
     NOTHING,
     TAIL_BYTES,
     LogText,
-    error_lines,
     explain_run,
     findings,
+    last_lines,
     last_message,
     read_ends,
 )
@@ -326,7 +326,7 @@ def test_a_run_is_explained_by_its_newest_start_alone(tmp_path: Path) -> None:
         ("Illegal memory access in a rollout", "node0-rank4.log"),
         ("Ray does not start", "job-7.log"),
     ]
-    assert found.last_errors == ["Ray is not up after 9 s"]
+    assert (found.last_errors, found.last_lines) == ([], ["Ray is not up after 9 s"])
     assert explain_run(run, status, most_files=1).findings == found.findings[1:]
 
 
@@ -337,8 +337,8 @@ def test_what_slurm_says_explains_a_run_without_a_log(tmp_path: Path) -> None:
 
 
 def test_an_unknown_failure_shows_its_last_errors() -> None:
-    assert error_lines("fine\nValueError: one\nfine\nTypeError: two\nbye\n", 1) == ["TypeError: two"]
-    assert error_lines("a\nb\nc\n", 2) == ["b", "c"]
+    assert last_lines("fine\nValueError: one\nfine\nTypeError: two\nbye\n", 1) == (["TypeError: two"], [])
+    assert last_lines("a\nb\nc\n", 2) == ([], ["b", "c"])
 
 
 def test_of_a_long_log_both_ends_are_read(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ ray:
         "slurm.partion: unknown key; did you mean slurm.partition?",
         "slurm.account: Input should be a valid string, found 83: quote it",
         "slurm.time: 86400 is a number: YAML reads an unquoted 24:00:00 as 86400",
-        "slurm.cpus_per_gpu: Input should be a valid integer",
+        "slurm.cpus_per_gpu: expected a whole number",
         "slurm.sbatch: 'Exclusive' is not a long option of sbatch",
         "slurm.leave_out.0: Input should be 'job-name'",
         "slurm.node: Input should be",

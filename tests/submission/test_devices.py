@@ -110,8 +110,9 @@ def test_what_was_chosen_is_told(slurm: list[int], monkeypatch: pytest.MonkeyPat
     ):
         unknown.fill_in({"slurm": slurm_table})
         assert "CPUs" not in unknown.note
-    unknown.fill_in({"trainer": {"device": "cuda", "n_gpus_per_node": 2}})
-    assert unknown.note.startswith(cpus)
+    for device in ("cuda", "auto"):
+        unknown.fill_in({"trainer": {"device": device, "n_gpus_per_node": 2}})
+        assert unknown.note.startswith(cpus)
 
 
 def smi(folder: Path, gpus: int) -> str:

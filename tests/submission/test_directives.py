@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_rl.errors import UserError
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.submission.directives import directives, environment_notes, option_of, overruled
 from hpc_rl.submission.executor import ScriptExecutor
@@ -78,6 +79,24 @@ def test_sbatch_gets_only_variables_that_the_script_leaves_open(
     ScriptExecutor(tmp_path, SCRIPT).submit_script()
     seen = [line for line in (tmp_path / "seen").read_text().splitlines() if line.startswith(("SBATCH_", "SLURM_N"))]
     assert seen == ["SBATCH_RESERVATION=1"]
+
+
+@pytest.mark.parametrize(
+    ("said", "starts"),
+    [
+        ("sbatch: error: Batch job submission failed: Invalid account", "sbatch refused the job: Batch job"),
+        ("sbatch: error: Unable to contact slurm controller (connect failure)", "sbatch cannot reach Slurm (Unable"),
+        ("sbatch: fatal: Could not establish a configuration source", "sbatch cannot reach Slurm (fatal: Could"),
+    ],
+)
+def test_a_refusal_is_told_from_a_slurm_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, starts: str
+) -> None:
+    (fake_slurm(tmp_path, monkeypatch) / "sbatch").write_text(f'#!/bin/sh\necho "{said}" >&2\nexit 1\n')
+    with pytest.raises(UserError) as error:
+        ScriptExecutor(tmp_path, SCRIPT).submit_script()
+    assert str(error.value).startswith(starts)
+    assert ("or here with --local" in str(error.value)) == ("cannot reach" in starts)
 
 
 def test_variables_are_below_every_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,10 +132,16 @@ def test_libraries_are_looked_for_only_where_the_job_runs_this_python(monkeypatc
     with pytest.raises(UserError) as found:
         check_ppo(rollout__name="vllm", transfer_queue__enable=True)
     (ours, queue, engines) = str(found.value).splitlines()
-    assert re.match(r"ppo needs torch, .*ray, .* lacks them: install them there, or set slurm\.python", ours)
+    assert re.match(
+        r"ppo needs torch, .*ray, .* lacks them: install them there \(.*rl\]'\), or set slurm\.python", ours
+    )
     assert re.match(r"transfer_queue\.enable=true needs TransferQueue >= .* has none: run pip install", queue)
-    assert re.match(r"rollout\.name=vllm needs vllm, .* lacks it: install it there", engines)
-    (note, _) = check_ppo(rollout__name="vllm", slurm__python="/on/the/nodes/python")
+    assert re.match(
+        r"rollout\.name=vllm needs vllm, .* lacks it: install it there \(.* -m pip install .*rl\]'\)", engines
+    )
+    with pytest.raises(UserError, match=r"(?m)^rollout\.name=auto, which is vllm on GPUs, needs vllm, "):
+        check_ppo(trainer__device="cuda")
+    (note,) = check_ppo(rollout__name="vllm", slurm__python="/on/the/nodes/python")
     assert "slurm.python /on/the/nodes/python is not on this machine" in note
 
 

@@ -22,7 +22,7 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.preferences import DpoConfig, RmConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.reward import OptionalRewardConfig
-from hpc_rl.config.rollout import engine_spec
+from hpc_rl.config.rollout import engine_name, engine_spec
 from hpc_rl.config.select import SelectConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.data.selection import check_scored
@@ -96,9 +96,9 @@ def check(*jobs: Job, local: bool = False) -> list[str]:
                 notes += note.splitlines()
         except UserError as error:
             problems.append(str(error))
-    if problems:
-        raise UserError("\n".join(problems))
-    return notes
+    if problems:  # jobs of a pipeline may ask several questions with the same answer
+        raise UserError("\n".join(dict.fromkeys(problems)))
+    return list(dict.fromkeys(notes))
 
 
 def run_directory(job: Job) -> Iterator[Question]:
@@ -155,7 +155,14 @@ def packages(job: Job) -> Iterator[Question]:
     if slurm.python is None and isinstance(config, RayJobConfig) and (ray := installed_ray()) is not None:
         yield Question(check_ray, (ray, sys.executable))
     if isinstance(config, PpoConfig | GenerateConfig) and (package := engine_spec(config).package) is not None:
-        yield Question(check_packages, (slurm.python, (package,), f"rollout.name={config.rollout.name}"))
+        yield Question(check_packages, (slurm.python, (package,), _engine_as_chosen(config)))
+
+
+def _engine_as_chosen(config: PpoConfig | GenerateConfig) -> str:
+    """Return the option that chose the engine, for a message."""
+    if config.rollout.name != "auto":
+        return f"rollout.name={config.rollout.name}"
+    return f"rollout.name=auto, which is {engine_name(config.rollout, config.trainer.computes_on)} on GPUs,"
 
 
 def model(job: Job) -> Iterator[Question]:
@@ -202,10 +209,10 @@ def data(job: Job) -> Iterator[Question]:
         found, cache = job.config.data, hub_cache(job.config)
         yield Question(check_train_data, (found, job.coming, cache))
         for file in found.val_files:
-            yield Question(check_val_data, (file, found, job.coming, cache))
+            yield Question(check_val_data, ("data.val_files", file, found, job.coming, cache))
     elif isinstance(job.config, GenerateConfig):
         for file in job.config.data.files:
-            yield Question(check_val_data, (file, job.config.data, job.coming, hub_cache(job.config)))
+            yield Question(check_val_data, ("data.files", file, job.config.data, job.coming, hub_cache(job.config)))
     elif isinstance(job.config, SelectConfig):
         for file in job.config.select.responses:
             if not is_coming(file, job.coming):

@@ -39,7 +39,7 @@ def check_train_data(
     counts: list[int | None] = []
     for file in data.train_files:
         try:
-            count, note = _read(file, data, coming, cache)
+            count, note = _read("data.train_files", file, data, coming, cache)
         except UserError as error:
             problems.append(str(error))
         else:
@@ -53,10 +53,11 @@ def check_train_data(
     return "\n".join(notes) or None
 
 
-def check_val_data(file: str, data: AnyData, coming: frozenset[Path], cache: HubCache) -> str | None:
+def check_val_data(key: str, file: str, data: AnyData, coming: frozenset[Path], cache: HubCache) -> str | None:
     """Check one file of validation data, or of prompts.
 
     Args:
+        key: the option that names the file.
         coming: what an earlier job writes, which may not exist yet.
 
     Returns:
@@ -65,10 +66,12 @@ def check_val_data(file: str, data: AnyData, coming: frozenset[Path], cache: Hub
     Raises:
         UserError: the file is missing, or one of its rows is invalid.
     """
-    return _read(file, data, coming, cache)[1]
+    return _read(key, file, data, coming, cache)[1]
 
 
-def _read(file: str, data: AnyData, coming: frozenset[Path], cache: HubCache) -> tuple[int | None, str | None]:
+def _read(
+    key: str, file: str, data: AnyData, coming: frozenset[Path], cache: HubCache
+) -> tuple[int | None, str | None]:
     """Return the number of rows that were checked, None if none could be, and why."""
     if is_coming(file, coming):
         return None, None
@@ -83,7 +86,9 @@ def _read(file: str, data: AnyData, coming: frozenset[Path], cache: HubCache) ->
     except CannotCheck as error:
         return None, f"{file} is checked when the job starts ({error})"
     except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+        raise UserError(f"{key}: {file}: cannot be read: {error.strerror}") from error
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
 
 
 def _check_name(file: str, cache: HubCache) -> str | None:

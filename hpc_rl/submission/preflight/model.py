@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from hpc_rl.config.finetune import FinetuneDataConfig
+from hpc_rl.config.groups import path_of_choice
 from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.config.training import ModelConfig, ModelSource
 from hpc_rl.data.template import check_template, read_template, stored_template
@@ -46,6 +47,8 @@ def check_model_path(
             raise UserError(f"{key} {path} is a file; give the folder of a Hugging Face model")
         if not _HUB_NAME.fullmatch(path):
             raise UserError(f"{key} {path}: there is no such folder, and this is not the name of a model on the hub")
+        if (full := path_of_choice("model", path)) not in (None, path):
+            raise UserError(f"{key} {path} is a short name, which only model={path} takes: write {full}")
         if cache.model_folder(path) is None:
             refuse_mistyped(f"{key} {path}", path, folders_only=True)
         if cache.offline:

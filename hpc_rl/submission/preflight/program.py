@@ -14,8 +14,11 @@ from pathlib import Path
 
 from hpc_rl.errors import UserError
 from hpc_rl.host import transfer_queue
+from hpc_rl.host.installation import install_command
 
 PYTHON_TIMEOUT_S = 60
+_EXTRAS = {"ray": "rl", "vllm": "rl", "bitsandbytes": "qlora", "sglang": None}
+"""Package -> the extra of hpc-rl that brings it, None for none. All others are in `train`."""
 _MISSING = "import importlib.util, sys; print(*[n for n in sys.argv[1:] if importlib.util.find_spec(n) is None])"
 
 
@@ -47,9 +50,11 @@ def check_packages(python: str | None, needs: Sequence[str], purpose: str) -> st
             return f"slurm.python {python} does not start on this machine: it is checked when the job starts"
         missing = asked.stdout.split()
     if missing:
-        it = "it" if len(missing) == 1 else "them"
+        it, lacking = "it" if len(missing) == 1 else "them", python or sys.executable
+        extra = next((_EXTRAS[name] for name in missing if name in _EXTRAS), "train")
+        how = f" ({install_command(extra, lacking)})" if extra else ""
         raise UserError(
-            f"{purpose} needs {', '.join(missing)}, and {python or sys.executable} lacks {it}: install {it} there, "
+            f"{purpose} needs {', '.join(missing)}, and {lacking} lacks {it}: install {it} there{how}, "
             f"or set slurm.python to the Python of an environment that has {it}"
         )
     return None

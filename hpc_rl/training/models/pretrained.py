@@ -148,4 +148,5 @@ def _in_one_line(what: str, path: str, key: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = lines[0] if lines else type(error).__name__
-        raise UserError(f"{key}: no {what} could be loaded from {path!r}: {reason}") from error
+        where = "" if Path(path).exists() else "there is no such folder here, and the hub gave: "
+        raise UserError(f"{key}: no {what} could be loaded from {path!r}: {where}{reason}") from error
