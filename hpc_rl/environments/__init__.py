@@ -21,8 +21,10 @@ An environment is a class in your own file, named as `path/file.py:Class` or `pa
             return {"score": float(self.calls > 0), "calls": self.calls}
 
 - One object is created for each conversation, with the keyword arguments of the configuration.
-- `reset(**row)` is called first, with the columns of the row that it has parameters for (all of them for `**row`). It
-  returns None, text that is added to the prompt's last user message, or a list of messages that follow the prompt.
+- `reset(**row)` is called first, with the columns of the row that it has parameters for (all of them for `**row`). An
+  environment with chance gets its `seed` in the same way, unless the data has such a column: it is below 2^31, the same
+  for all responses to a prompt in a step, and the same again if a run resumes. `reset` returns None, text that is added
+  to the prompt's last user message, or a list of messages that follow the prompt.
 - Each public method is a tool. Its parameters need types and it needs a docstring, because the model sees both. What it
   returns becomes the tool's message: text as it is, everything else as JSON. If it raises, the model sees the error.
 - `step(text)` is for environments without tools. It receives the model's text and returns the next observation, or

@@ -14,6 +14,8 @@ from hpc_rl.rewards.number import split_reward
 
 Message = dict[str, Any]
 
+SEED = "seed"
+"""Parameter of `reset`, or a column of the data that replaces it."""
 OWN_METHODS = ("reset", "step", "reward", "close")
 """Public methods of an environment that are not tools."""
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.data.rows import Message, to_prompt
 from hpc_rl.environments.pool import Conversation, Environments
-from hpc_rl.environments.protocol import Outcome, Reply
+from hpc_rl.environments.protocol import SEED, Outcome, Reply
 from hpc_rl.environments.tool_calls import VLLM, Call, Malformed, after_thinking, find_parser
 from hpc_rl.environments.turns import Turns
 from hpc_rl.environments.vllm_parsers import load_vllm_parser
@@ -182,9 +182,11 @@ class Conversations:
         while self._waiting and self._open < self.queue.capacity + self.environment.processes.workers:
             asked = heapq.heappop(self._waiting)
             messages, _ = to_prompt(asked.prompt.row, self.config.data, "the data")
+            # Responses to one prompt are compared with each other, so that their environments are equal.
+            row = {SEED: asked.draws[0][0] % 2**31} | asked.prompt.row
             talks = []
             for index, (seed, sampling) in enumerate(asked.draws):
-                begun = self.environment.processes.start(messages, asked.prompt.row)
+                begun = self.environment.processes.start(messages, row)
                 talks.append(_Talk(asked.found, index, asked.prompt, asked.wave, seed, sampling, begun, begun.first))
             self._beginning.append(_Group(asked.prompt, messages, asked.wave, talks))
 

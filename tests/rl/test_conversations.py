@@ -32,13 +32,13 @@ from pathlib import Path
 class Own:
     """Adds up. The row says what goes wrong."""
 
-    def reset(self, wrong="", first=None, **row):
+    def reset(self, wrong="", first=None, seed=None, **row):
         self.total, self.wrong, self.said = 0, wrong, ""
         if wrong == "first":
             return [{"role": "user", "content": Path("\ud83d")}]
         if wrong == "reset":
             raise OSError("no disk")
-        return first
+        return f"Seed {seed}." if wrong == "seed" else first
 
     def add(self, x: int) -> int:
         """Add a number.
@@ -330,6 +330,14 @@ def test_reset_may_change_the_prompt(opened: Environment, tokenizer: Any, own: P
     assert [changed.messages[0]["content"], plain.messages[0]["content"]] == ["Sum?\n\nBe quick.", "Sum?"]
     assert "Sum?<|im_end|>" in tokenizer.decode(plain.prompt) and '"name": "add"' in tokenizer.decode(plain.prompt)
     assert sorted(len(asked[0].token_ids) for asked in model.asked) == sorted(map(len, (changed.prompt, plain.prompt)))
+
+
+def test_environments_of_a_prompt_have_the_same_seed(opened: Environment, tokenizer: Any, own: Path) -> None:
+    row = {"turns": ["end"], "wrong": "seed"}
+    found, model = converse(opened, tokenizer, own, row, {**row, "seed": 77}, row, n=2)
+    firsts = [str(one.messages[0]["content"]).rpartition("Seed ")[2] for one in found]
+    assert firsts == ["0.", "0.", "77.", "77.", "20.", "20."], "that of its first response, or the column"
+    assert len(model.asked) == 3, "their prompts are equal"
 
 
 def test_metrics_of_conversations(opened: Environment, tokenizer: Any, own: Path) -> None:
