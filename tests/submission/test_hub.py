@@ -64,8 +64,9 @@ def test_a_job_without_internet_trains_on_what_was_fetched(tmp_path: Path, hub: 
     assert early.stderr.splitlines() == [
         f"hpc-rl: model.path me/Tiny is not a path here and not in the cache {where}/hub, and compute nodes are "
         "offline (cache.offline): correct the path, or run hpc-rl fetch me/Tiny",
-        f"hpc-rl: data set me/SumsHard:main is not a path here and not in the cache {where}/datasets, and compute "
-        "nodes are offline (cache.offline): correct the path, or run hpc-rl fetch me/SumsHard:main",
+        "hpc-rl: data.train_files: data set me/SumsHard:main is not a path here and not in the cache "
+        f"{where}/datasets, and compute nodes are offline (cache.offline): correct the path, or run hpc-rl fetch "
+        "me/SumsHard:main",
     ]
     fetched = hpc_rl(tmp_path, hub, "fetch", "me/Tiny", "me/SumsHard:main", "cache.hf_home=hf", HF_HUB_OFFLINE="1")
     assert fetched.returncode == 0, fetched.stderr

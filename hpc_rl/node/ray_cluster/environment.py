@@ -21,6 +21,7 @@ def shared_environment(
     scratch: Path,
     temp_dir: Path,
     timeline: bool,
+    start_timeout_s: int,
 ) -> dict[str, str]:
     """Return the variables that Ray's processes and the driver share. Variables that the user exported take precedence.
 
@@ -30,6 +31,8 @@ def shared_environment(
         scratch: folder on the node's own disk, which is removed at the end.
         temp_dir: Ray's folder in it.
         timeline: whether Ray records a timeline.
+        start_timeout_s: time in which Ray has to be up, and in which its agents and each of its workers have to start.
+            Ray's own limits are 30 and 60 s, which a busy node or a slow file system may exceed.
     """
     defaults = {
         **workers,
@@ -37,6 +40,8 @@ def shared_environment(
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_enable_metrics_collection": "0",  # it would listen on every interface without a token
         "RAY_worker_niceness": "0",  # Ray's 15 leaves its workers 2 % of a core that another user keeps busy
+        "RAY_agent_register_timeout_ms": str(1000 * start_timeout_s),
+        "RAY_worker_register_timeout_seconds": str(start_timeout_s),
         **({"RAY_PROFILING": "1"} if timeline else {}),
     }
     fixed = {

@@ -82,6 +82,7 @@ class NodeLayout:
             scratch=self.scratch,
             temp_dir=self.temp_dir,
             timeline=options.timeline is not None,
+            start_timeout_s=options.start_timeout,
         )
 
 

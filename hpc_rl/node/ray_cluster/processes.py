@@ -40,8 +40,8 @@ class Failure(NamedTuple):
 class RayProcess:
     """A process that imports Ray at once, and becomes a Ray node when it receives its options.
 
-    A failed start is repeated: a raylet gives up if its agents take longer than 15 s, for example because Python is on
-    a slow file system. The second time Python's files are in memory.
+    A failed start is repeated: Ray gives up after 30 s, for example because Python is on a slow file system. The second
+    time Python's files are in memory.
 
     Args:
         log: of the node. It also gets the end of the log of a process of Ray that ended.
@@ -157,17 +157,23 @@ class RayProcess:
 
 
 def last_words(temp_dir: Path, name: str) -> str:
-    """Return the last lines about trouble that a process of Ray wrote in its newest session, with the files' names.
+    """Return the last lines about trouble that a process of Ray wrote at its newest start, with the files' names.
 
-    Its reason is often in the .err file alone, which is on the node's own disk.
+    Its reason is often in the .err file alone, which is on the node's own disk. Later starts in a session have files
+    with a number: raylet.1.err.
     """
-    newest = max(temp_dir.glob("session_2*/logs"), key=lambda logs: logs.stat().st_mtime, default=temp_dir)
+    newest = max(temp_dir.glob("session_2*/logs"), key=_modified, default=temp_dir)
     said = ""
-    for file in (f"{name}.out", f"{name}.err"):
-        lines = [line for line in tail(newest / file, _READ_LINES).splitlines() if not _NOISE.match(line)]
-        if lines:
-            said += "\n".join([f"hpc-rl: the end of Ray's {file}:", *lines[-LAST_LINES:], ""])
+    for kind in ("out", "err"):
+        file = max([*newest.glob(f"{name}.{kind}"), *newest.glob(f"{name}.[0-9]*.{kind}")], key=_modified, default=None)
+        lines = [line for line in tail(file, _READ_LINES).splitlines() if not _NOISE.match(line)] if file else []
+        if file and lines:
+            said += "\n".join([f"hpc-rl: the end of Ray's {file.name}:", *lines[-LAST_LINES:], ""])
     return said
+
+
+def _modified(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def _how(returncode: int) -> str:

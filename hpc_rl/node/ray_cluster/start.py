@@ -23,6 +23,7 @@ from typing import Any, TextIO
 from hpc_rl.host.processes import die_with_parent
 
 POLL_S = 0.1
+_AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
 UP = "up"
 ENDED = "ended"
 TIMELINE = "timeline"
@@ -92,6 +93,13 @@ def start_node(options: StartOptions, answers: TextIO) -> Any:
         def start_ray_processes(self) -> None:
             super().start_ray_processes()
             threading.Thread(target=_give_up_early, args=(self, up, answers), daemon=True).start()
+
+        def start_raylet(self, *arguments: Any, **settings: Any) -> None:
+            if not options.dashboard:
+                # The raylet would wait 15 s for an agent to write into a file that it has no ports, and then end.
+                for port in _AGENT_PORTS:
+                    setattr(self._ray_params, port, -1)
+            super().start_raylet(*arguments, **settings)
 
         def start_api_server(self, **settings: Any) -> None:
             if options.dashboard:

@@ -23,7 +23,9 @@ from hpc_rl.slurm.allocation import Allocation
 
 def environment(environ: dict[str, str], timeline: bool = False) -> dict[str, str]:
     paths = {"token": Path("/run/.ray-token"), "scratch": Path("/tmp/0.7.0"), "temp_dir": Path("/tmp/0.7.0/ray")}
-    return shared_environment(environ, worker_defaults("cuda", "ib0", None, 4), timeline=timeline, **paths)
+    return shared_environment(
+        environ, worker_defaults("cuda", "ib0", None, 4), timeline=timeline, start_timeout_s=300, **paths
+    )
 
 
 def test_every_port_is_in_a_block_and_used_once() -> None:
@@ -112,6 +114,23 @@ def test_what_the_user_exported_wins_but_for_the_token() -> None:
 def test_rays_workers_are_not_nicer_than_other_processes_unless_the_user_says_so() -> None:
     assert environment({})["RAY_worker_niceness"] == "0"
     assert environment({"RAY_worker_niceness": "5"})["RAY_worker_niceness"] == "5"
+
+
+def test_rays_own_limits_are_that_of_the_job_unless_the_user_says_so() -> None:
+    found = environment({"RAY_worker_register_timeout_seconds": "7"})
+    assert (found["RAY_agent_register_timeout_ms"], found["RAY_worker_register_timeout_seconds"]) == ("300000", "7")
+    assert environment({})["RAY_worker_register_timeout_seconds"] == "300"
+
+
+def test_the_end_of_rays_own_log_is_that_of_its_newest_start(tmp_path: Path) -> None:
+    for number, (file, text) in enumerate(
+        [("raylet.out", "a"), ("raylet.2.out", "c"), ("raylet.1.out", "b"), ("raylet_client.out", "x")]
+    ):
+        path = tmp_path / "session_2026-01-01_a" / "logs" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        os.utime(path, (number, number))
+    assert last_words(tmp_path, "raylet") == "hpc-rl: the end of Ray's raylet.1.out:\n    b\n"
 
 
 def test_the_end_of_rays_own_log_is_that_of_the_newest_session(tmp_path: Path) -> None:
