@@ -25,6 +25,7 @@ from pydantic import Field, ValidationError
 
 from hpc_rl.config.base import Section
 from hpc_rl.config.groups import choices, file_of
+from hpc_rl.config.keys import nearest
 from hpc_rl.config.kinds import KINDS, piped, trained
 from hpc_rl.config.tree import flat, read_tree
 from hpc_rl.errors import UserError
@@ -92,11 +93,10 @@ def load_pipeline(name: str) -> PipelineConfig:
     """
     is_file, known = name.endswith((".yaml", ".yml")), choices("pipeline")
     if not is_file and name not in known:
-        close = difflib.get_close_matches(name, [*known, *trained()], n=1)
         raise UserError(
             f"there is no pipeline or kind {name!r}: choose one of the pipelines {', '.join(known)}, name a file "
             f"(.yaml), or begin a chain with one of the kinds {', '.join(trained())}"
-            + (f"; did you mean {close[0]}?" if close else "")
+            + nearest(name, [*known, *trained()])
         )
     path = Path(name) if is_file else file_of("pipeline", name)
     try:

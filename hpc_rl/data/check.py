@@ -27,6 +27,7 @@ from hpc_rl.data.row_checks import AnyData, check_row
 from hpc_rl.data.rows import Message, to_messages, to_prompt
 from hpc_rl.data.sources import all_rows
 from hpc_rl.errors import UserError
+from hpc_rl.host.hub import loading_problem
 from hpc_rl.host.installation import install_command
 
 if TYPE_CHECKING:
@@ -122,9 +123,7 @@ def _load_tokenizer(model: ModelConfig, folder: Path | None) -> PreTrainedTokeni
             path, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        where = "" if Path(path).exists() else "there is no such folder here, and the hub gave: "
-        raise UserError(f"no tokenizer could be loaded from {path!r}: {where}{reason}") from error
+        raise UserError(f"no tokenizer could be loaded from {path!r}: {loading_problem(path, error)}") from error
     return tokenizer
 
 

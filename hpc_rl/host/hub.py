@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.machine import internet_addresses, no_answer, reach
@@ -20,6 +21,16 @@ def is_offline(environ: Mapping[str, str]) -> bool:
 def hub_address() -> str:
     """Return the address of the hub that this process uses."""
     return internet_addresses(os.environ)["Hugging Face"]
+
+
+def loading_problem(path: str, error: Exception) -> str:
+    """Return why one of the hub's libraries could not load a model or a tokenizer, in one line.
+
+    Args:
+        path: a folder, or a name on the hub. If there is no such folder, it may be meant as one.
+    """
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return reason if Path(path).exists() else f"{reason.rstrip('.')}; and there is no folder {path!r}"
 
 
 @cache

@@ -85,8 +85,8 @@ class ScriptExecutor(SlurmExecutor):
             reason = refused_because(str(error))
             if _UNREACHABLE.search(reason):
                 raise UserError(
-                    f"sbatch cannot reach Slurm ({reason}): run this on a login node of a cluster, which hpc-rl doctor "
-                    "checks, or here with --local"
+                    f"sbatch cannot reach Slurm ({reason}): on a login node of a cluster, try again later; elsewhere, "
+                    "add --local to run the job on this machine"
                 ) from error
             raise UserError(f"sbatch refused the job: {reason}") from error
         assert isinstance(job, ScriptJob)

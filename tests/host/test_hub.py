@@ -2,11 +2,12 @@
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.hub import check_hub, hub_address
+from hpc_rl.host.hub import check_hub, hub_address, loading_problem
 
 
 @pytest.fixture(autouse=True)
@@ -41,3 +42,9 @@ def test_offline_the_hub_is_not_asked(mute: str, value: str, monkeypatch: pytest
 def test_a_hub_that_refuses_connections_leaves_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     check_hub("owner/model", timeout_s=30)
+
+
+def test_the_reason_comes_before_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    assert loading_problem(str(tmp_path), OSError("\n no file.\nmore")) == "no file."
+    assert loading_problem("none", OSError("no answer.\nmore")) == "no answer; and there is no folder 'none'"
+    assert loading_problem(str(tmp_path), KeyError()) == "KeyError"

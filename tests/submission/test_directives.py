@@ -96,7 +96,7 @@ def test_a_refusal_is_told_from_a_slurm_that_is_not_there(
     with pytest.raises(UserError) as error:
         ScriptExecutor(tmp_path, SCRIPT).submit_script()
     assert str(error.value).startswith(starts)
-    assert ("or here with --local" in str(error.value)) == ("cannot reach" in starts)
+    assert ("add --local" in str(error.value)) == ("cannot reach" in starts)
 
 
 def test_variables_are_below_every_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from hpc_rl.host.processes import die_with_parent
 
 POLL_S = 0.1
 _AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
+"""Ports of a node's agent, which it has only if there is a dashboard, by their names in Ray's parameters."""
 UP = "up"
 ENDED = "ended"
 TIMELINE = "timeline"

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.hub import check_hub
+from hpc_rl.host.hub import check_hub, loading_problem
 from hpc_rl.training.models import packed_attention
 
 if TYPE_CHECKING:
@@ -146,7 +146,4 @@ def _in_one_line(what: str, path: str, key: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = lines[0] if lines else type(error).__name__
-        where = "" if Path(path).exists() else "there is no such folder here, and the hub gave: "
-        raise UserError(f"{key}: no {what} could be loaded from {path!r}: {where}{reason}") from error
+        raise UserError(f"{key}: no {what} could be loaded from {path!r}: {loading_problem(path, error)}") from error
