@@ -9,6 +9,8 @@ from hpc_rl.node.network import PortBlocks, free_blocks, given_blocks
 BLOCKS, BLOCK_SIZE = 32, 16
 """Number of blocks of one node, and of ports in a block."""
 SETTING = "ray.first_port"
+AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
+"""Ray's names of the ports of a node's agent, which it has only if there is a dashboard."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,8 @@ class RayPorts:
     def services(self, dashboard: bool) -> dict[str, int]:
         """Return the ports of a node's services by Ray's names; 0 for none."""
         names = ["node_manager_port", "object_manager_port", "runtime_env_agent_port"]
-        for_dashboard = ["metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"]
-        ports = {name: self.firsts[0] + 4 + offset for offset, name in enumerate([*names, *for_dashboard])}
-        return ports if dashboard else {**ports, **dict.fromkeys(for_dashboard, 0)}
+        ports = {name: self.firsts[0] + 4 + offset for offset, name in enumerate([*names, *AGENT_PORTS])}
+        return ports if dashboard else {**ports, **dict.fromkeys(AGENT_PORTS, 0)}
 
     @property
     def workers(self) -> list[int]:

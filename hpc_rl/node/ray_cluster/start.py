@@ -21,10 +21,9 @@ from types import FrameType
 from typing import Any, TextIO
 
 from hpc_rl.host.processes import die_with_parent
+from hpc_rl.node.ray_cluster.ports import AGENT_PORTS
 
 POLL_S = 0.1
-_AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
-"""Ports of a node's agent, which it has only if there is a dashboard, by their names in Ray's parameters."""
 UP = "up"
 ENDED = "ended"
 TIMELINE = "timeline"
@@ -96,10 +95,7 @@ def start_node(options: StartOptions, answers: TextIO) -> Any:
             threading.Thread(target=_give_up_early, args=(self, up, answers), daemon=True).start()
 
         def start_raylet(self, *arguments: Any, **settings: Any) -> None:
-            if not options.dashboard:
-                # The raylet would wait 15 s for an agent to write into a file that it has no ports, and then end.
-                for port in _AGENT_PORTS:
-                    setattr(self._ray_params, port, -1)
+            _tell_ports(self, options.services)
             super().start_raylet(*arguments, **settings)
 
         def start_api_server(self, **settings: Any) -> None:
@@ -131,6 +127,20 @@ def start_node(options: StartOptions, answers: TextIO) -> Any:
     node = JobNode(parameters, head=options.head, shutdown_at_exit=False, spawn_reaper=True)
     up.set()
     return node
+
+
+def _tell_ports(node: Any, services: dict[str, int]) -> None:
+    """Write the ports of a node's agent into the files from which its raylet reads them.
+
+    Otherwise the raylet waits for the agent to write them, and ends if that takes more than 15 s. The ports are fixed,
+    so that the agent writes the same ones.
+    """
+    try:
+        from ray._raylet import persist_port
+    except ImportError:
+        return  # in earlier versions of Ray, the raylet reads no files
+    for name in AGENT_PORTS:
+        persist_port(node.get_session_dir_path(), node.node_id, name, services[name] or -1)  # -1: none
 
 
 def _give_up_early(node: Any, up: threading.Event, answers: TextIO) -> None:

@@ -33,6 +33,13 @@ print("npus:", int(ray.cluster_resources()["NPU"]), sorted(seen))
 """
 
 
+def hold(folder: Path, word: str) -> str:
+    """Hold Python programs at their start if a word of their command ends like this; return the PYTHONPATH for it."""
+    lines = ["import sys, time", f"if any(word.endswith({word!r}) for word in sys.orig_argv):", "    time.sleep(3600)"]
+    (folder / "sitecustomize.py").write_text("\n".join(lines))
+    return str(folder)
+
+
 class Jobs:
     """Runs `hpc-rl submit ray --local`, and ends the jobs that still run."""
 
@@ -97,6 +104,14 @@ def until(condition: Callable[[], bool], what: str, timeout_s: float = START_S) 
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dashboard", ["false", "true"])
+def test_a_start_waits_for_no_agent(jobs: Jobs, dashboard: str) -> None:
+    options = [f"ray.dashboard={dashboard}", f"slurm.env.PYTHONPATH={hold(jobs.folder, 'dashboard/agent.py')}"]
+    code, said = jobs.run("slow", *options, "--", "python", "count_driver.py")
+    assert (code, "nodes: 1 " in said) == (0, True), said
 
 
 @pytest.mark.slow
@@ -174,7 +189,8 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(
 
 
 def test_nodes_that_do_not_come_are_named(tmp_path: Path) -> None:
-    code, output = run_entry(tmp_path, ["localhost", "elsewhere"], ["--interface", "lo", "--start-timeout", "1"], {})
+    slow = {"PYTHONPATH": hold(tmp_path, "hpc_rl.node.ray_cluster.start")}
+    code, output = run_entry(tmp_path, ["localhost", "elsewhere"], ["--interface", "lo", "--start-timeout", "1"], slow)
     assert code == 1
     assert "hpc-rl: Ray is not up after 1 s (ray.start_timeout_s)\nhpc-rl: node localhost has not joined" in output
     assert "hpc-rl: node elsewhere has not started" in output
