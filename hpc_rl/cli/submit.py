@@ -135,6 +135,9 @@ def submit(
         bool, typer.Option("--test", help="Submit a short trial: two steps, 10 minutes, slurm.test_partition if set.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the exact script without submitting it.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Submit a job that does not fit into the memory of its GPUs.")
+    ] = False,
     wait: WaitOption = False,
     follow: FollowOption = False,
     local: LocalOption = False,
@@ -152,7 +155,7 @@ def submit(
     from hpc_rl.submission.request import job_of_script
 
     here = local or in_allocation
-    if script is not None and (arguments or flags != SlurmFlags() or run_dir or here or test):
+    if script is not None and (arguments or flags != SlurmFlags() or run_dir or here or test or force):
         raise UserError("--script cannot be combined with other options: the script contains all options of the job")
     if script is not None:
         job, text = job_of_script(str(kind), script, tuple(sys.argv))
@@ -165,7 +168,7 @@ def submit(
         for line in environment_notes(os.environ, text):
             note(line)
         return _queued(job, queue.submit(job, text), wait, follow)
-    request = request_of(context, kind, arguments, flags, run_dir, local=local)
+    request = replace(request_of(context, kind, arguments, flags, run_dir, local=local), force=force)
     request = launch.as_test(request) if test else request
     carry_out(request, dry_run=dry_run, wait=wait, follow=follow, in_allocation=in_allocation)
 

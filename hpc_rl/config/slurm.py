@@ -32,6 +32,9 @@ class NodeConfig(Section):
     mem_mb: int | None = Field(None, ge=1)
     """Memory of one node that jobs may use, in MB (2^20 bytes, as Slurm counts). A job on half of a node's GPUs
     requests half of it."""
+    gpu_gb: float | None = Field(None, gt=0)
+    """Memory of one GPU, in 10^9 bytes, such as 80. `hpc-rl plan` and `submit` compare it with what a job needs. null:
+    from slurm.gpu_type, if that name tells it (h100, a100_80gb)."""
 
 
 class SlurmConfig(Section):

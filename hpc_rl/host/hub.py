@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import urllib.request
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.machine import internet_addresses, no_answer, reach
 
 _TRUE = ("1", "on", "true", "yes")
+_LONGEST_CONFIG = 10_000_000
+"""Bytes of a config.json that are read."""
 
 
 def is_offline(environ: Mapping[str, str]) -> bool:
@@ -53,3 +59,36 @@ def check_hub(name: str, timeout_s: float = 30) -> None:
             f"{name} is looked up on the hub, and {address} did not answer within {timeout_s:.0f} s: if nodes have no "
             f"internet, run `hpc-rl fetch {name}` on the login node and set cache.offline=true"
         )
+
+
+def hub_config(name: str, timeout_s: float = 10) -> dict[str, Any]:
+    """Return the config.json of a model on the hub (https://huggingface.co/docs/hub/models-downloading).
+
+    Args:
+        timeout_s: deadline for the answer.
+
+    Returns:
+        Empty if the hub has none, does not answer in time, or does not let this user read it.
+    """
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) or reach({"hub": hub_address()}, timeout_s)["hub"]:
+        return {}
+    request = urllib.request.Request(f"{hub_address()}/{name}/resolve/main/config.json")
+    if token := _token(os.environ):
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            found = json.loads(answer.read(_LONGEST_CONFIG))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _token(environ: Mapping[str, str]) -> str | None:
+    """Return the user's token for the hub, where the hub's library looks for it; None without one."""
+    if token := environ.get("HF_TOKEN"):
+        return token
+    home = environ.get("HF_HOME", environ.get("XDG_CACHE_HOME", "~/.cache") + "/huggingface")
+    try:
+        return Path(environ.get("HF_TOKEN_PATH", f"{home}/token")).expanduser().read_text().strip() or None
+    except OSError:
+        return None

@@ -16,6 +16,7 @@ from hpc_rl.submission import queue
 from hpc_rl.submission.directives import environment_notes
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import check_local
+from hpc_rl.submission.planning import check_fit
 from hpc_rl.submission.preflight.checks import check
 from hpc_rl.submission.request import Request, plan, reserve
 from hpc_rl.submission.script import render
@@ -38,9 +39,26 @@ def prepare(request: Request, note: Note) -> tuple[Job, str]:
     if request.local:
         check_local(job)
     script = render(job)
-    for line in [*notes_on([job], request.local), *([] if request.local else environment_notes(os.environ, script))]:
+    notes = notes_on([job], request.local)
+    if not request.local:
+        notes += [*_fit_notes(job, request.force), *environment_notes(os.environ, script)]
+    for line in notes:
         note(line)
     return job, script
+
+
+def _fit_notes(job: Job, force: bool) -> list[str]:
+    """Check that a job fits into the memory of its GPUs; see `check_fit`.
+
+    Args:
+        force: a job that does not fit is no error.
+    """
+    try:
+        return [line for line in [check_fit(job)] if line is not None]
+    except UserError as error:
+        if not force:
+            raise
+        return [f"submitted nevertheless (--force): {error}"]
 
 
 def notes_on(jobs: Sequence[Job], local: bool = False) -> list[str]:

@@ -17,18 +17,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from hpc_rl.config.sharding import STATE_BYTES, auto_sharding
 from hpc_rl.config.training import Sharding
 from hpc_rl.errors import UserError
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import PackedModel
 
 Model = TypeVar("Model", bound=PackedModel)
-
-STATE_BYTES = 16
-"""Bytes per trained parameter of weight, gradient and AdamW's two moments, each float32."""
-NODE_SHARE = 0.25
-"""Part of each device's memory that the states may take if `auto` is to choose hybrid. The rest holds a critic of the
-same size, a reference, activations, and gathered layers."""
 
 
 class ShardingOptions(Protocol):
@@ -88,8 +83,7 @@ def choose(requested: str, state_bytes: int, world: World, memory: int | None) -
             "numbers: use trainer.sharding=full, or nodes of equal size"
         )
     if requested == "auto":
-        fits = bool(ranks and memory) and state_bytes / ranks <= NODE_SHARE * memory
-        requested = "hybrid" if fits else "full"
+        requested = auto_sharding(state_bytes, ranks, memory)
     if requested == "hybrid" and ranks == world.size:
         return "full"  # on one node they are the same
     return requested  # type: ignore[return-value]  # one of the remaining values of trainer.sharding

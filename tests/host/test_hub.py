@@ -2,12 +2,14 @@
 
 import socket
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.hub import check_hub, hub_address, loading_problem
+from hpc_rl.host.hub import check_hub, hub_address, hub_config, loading_problem
+from tests.http_server import serving
 
 
 @pytest.fixture(autouse=True)
@@ -48,3 +50,35 @@ def test_the_reason_comes_before_a_folder_that_does_not_exist(tmp_path: Path) ->
     assert loading_problem(str(tmp_path), OSError("\n no file.\nmore")) == "no file."
     assert loading_problem("none", OSError("no answer.\nmore")) == "no answer; and there is no folder 'none'"
     assert loading_problem(str(tmp_path), KeyError()) == "KeyError"
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """Has one model, which a user with a token may read."""
+
+    def do_GET(self) -> None:
+        allowed = self.headers.get("Authorization") == "Bearer secret"
+        body = {"/owner/m/resolve/main/config.json": b'{"a": 1}', "/owner/list/resolve/main/config.json": b"[1]"}
+        found = body.get(self.path) if allowed else None
+        self.send_response(200 if found else 404)
+        self.end_headers()
+        self.wfile.write(found or b"")
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+def test_a_config_is_read_from_the_hub_with_the_users_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "HF_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with serving(_Hub) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        assert hub_config("owner/m") == {}
+        (tmp_path / "token").write_text("secret\n")
+        assert hub_config("owner/m") == {"a": 1}
+        assert hub_config("owner/list") == hub_config("owner/none") == hub_config("../etc") == {}
+        monkeypatch.setenv("HF_TOKEN", "other")
+        assert hub_config("owner/m") == {}
+
+
+def test_a_config_from_a_hub_that_never_answers(mute: str) -> None:
+    assert hub_config("owner/m", timeout_s=0.2) == {}

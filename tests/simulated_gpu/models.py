@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -14,41 +14,13 @@ from hpc_rl.rl.workers import critic, reward_model
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models import loading, pretrained
 from hpc_rl.training.models.pretrained import Pretrained
+from tests.simulated_gpu.shapes import SHAPES, Shape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 REWARD_MODEL = "/reward"
 """Path at which a trained classifier is loaded."""
-Shape = Literal["tiny", "7B", "32B"]
-
-_SHAPES: dict[Shape, dict[str, int]] = {
-    "tiny": {
-        "vocab_size": 1024,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-    },
-    "7B": {
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    },
-    "32B": {
-        "vocab_size": 152064,
-        "hidden_size": 5120,
-        "intermediate_size": 27648,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-    },
-}
-"""Qwen2.5's shapes, and a small one."""
 
 
 @contextlib.contextmanager
@@ -57,7 +29,7 @@ def loading_without_files(shape: Shape) -> Iterator[None]:
     from transformers import Qwen2Config
 
     with (
-        untrained(Qwen2Config(**_SHAPES[shape])),
+        untrained(Qwen2Config(**SHAPES[shape])),
         mock.patch.object(critic, "refuse_other_vocabulary", lambda *_: None),
         mock.patch.object(reward_model, "refuse_other_vocabulary", lambda *_: None),
     ):
@@ -106,4 +78,4 @@ def parameters(shape: Shape) -> int:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     with torch.device("meta"):
-        return sum(p.numel() for p in AutoModelForCausalLM.from_config(Qwen2Config(**_SHAPES[shape])).parameters())
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(Qwen2Config(**SHAPES[shape])).parameters())

@@ -10,14 +10,16 @@ import numpy as np
 import torch
 
 from hpc_rl.config.compose import compose
+from hpc_rl.config.finetune import FinetuneConfig
 from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.config.sft import SftConfig
+from hpc_rl.config.preferences import DpoConfig
 from hpc_rl.rl.dealing import Shard
 from hpc_rl.rl.workers.held import Held, hold
 from hpc_rl.rl.workers.worker import MODELS
 from hpc_rl.training.distributed import World
 from tests.simulated_gpu.gpu import Gpu, simulated_gpus
-from tests.simulated_gpu.models import Shape, loading_without_files
+from tests.simulated_gpu.models import loading_without_files
+from tests.simulated_gpu.shapes import Shape
 
 
 @dataclass(frozen=True)
@@ -73,19 +75,40 @@ class Phase:
 
 
 def sft_step(job: Job) -> dict[str, Phase]:
-    """Load a model for fine-tuning, and make one optimizer step: phases `load` and `update`."""
+    """Load a model for supervised fine-tuning, and make one optimizer step: phases `load` and `update`."""
+    return _finetune_step(job, "sft")
+
+
+def dpo_step(job: Job) -> dict[str, Phase]:
+    """Load a model for DPO, and make one optimizer step on pairs whose reference is known: see `sft_step`."""
+    return _finetune_step(job, "dpo")
+
+
+def config_of(job: Job, kind: str) -> FinetuneConfig | PpoConfig:
+    """Return the configuration of a job's scenario."""
+    own = [f"data.max_length={job.length}"]
+    if kind == "ppo":
+        reward = [] if any("reward.model" in option for option in job.options) else ["reward.function=exact"]
+        own = [*reward, f"data.max_response_length={job.length - 64}", "data.max_prompt_length=64"]
+    config = compose(kind, [*job.overrides(), *own])
+    assert isinstance(config, FinetuneConfig | PpoConfig)
+    return config
+
+
+def _finetune_step(job: Job, kind: str) -> dict[str, Phase]:
     from hpc_rl.finetune import trainer
-    from hpc_rl.training.models.causal_lm import causal_lm, count_flops
+    from hpc_rl.finetune.objectives import objective_of
+    from hpc_rl.training.models.causal_lm import count_flops
     from hpc_rl.training.models.loading import load_sharded
     from hpc_rl.training.optim import build_optimizer
     from hpc_rl.training.perf import Clock
 
-    config = compose("sft", [*job.overrides(), f"data.max_length={job.length}"])
-    assert isinstance(config, SftConfig)
+    config = config_of(job, kind)
+    assert isinstance(config, FinetuneConfig)
     with simulated_gpus(job.ranks, job.gpus_per_node, job.where) as gpu, loading_without_files(job.shape):
         phases = _Phases(gpu)
         world = job.world()
-        model = load_sharded(causal_lm(config.model), world, config.trainer)
+        model = load_sharded(objective_of(config).model(), world, config.trainer)
         flops = count_flops(model)
         optimizer = build_optimizer(model, config.optim)
         phases.end("load")
@@ -98,9 +121,7 @@ def sft_step(job: Job) -> dict[str, Phase]:
 def rl_step(job: Job) -> dict[str, Phase]:
     """Load all roles of a pool and make one step: `load ROLE`, `logprobs`, `ref`, `values`, `scores`,
     and `update ROLE`."""
-    reward = [] if any("reward.model" in option for option in job.options) else ["reward.function=exact"]
-    needed = [*reward, f"data.max_response_length={job.length - 64}", "data.max_prompt_length=64"]
-    config = compose("ppo", [*job.overrides(), *needed])
+    config = config_of(job, "ppo")
     assert isinstance(config, PpoConfig)
     with simulated_gpus(job.ranks, job.gpus_per_node, job.where) as gpu, loading_without_files(job.shape):
         phases = _Phases(gpu)
@@ -160,10 +181,11 @@ def shard_of(job: Job) -> Shard:
     )
 
 
-def _trainer_state(job: Job, config: SftConfig, world: World, model: Any, optimizer: Any, flops: Any) -> Any:
+def _trainer_state(job: Job, config: FinetuneConfig, world: World, model: Any, optimizer: Any, flops: Any) -> Any:
     from pathlib import Path
 
     from hpc_rl.data.order import Position
+    from hpc_rl.data.pairs import Preference
     from hpc_rl.data.sft_dataset import Sample
     from hpc_rl.finetune.objectives import objective_of
     from hpc_rl.finetune.trainer import TrainerState
@@ -174,7 +196,10 @@ def _trainer_state(job: Job, config: SftConfig, world: World, model: Any, optimi
     run = RunDir(Path("/nonexistent"))
     count = job.ranks * job.micro_batches * job.samples
     mask = np.arange(job.length) > 0
-    samples = [Sample(np.zeros(job.length, np.int32), mask)] * count
+    samples: list[Any] = [Sample(np.zeros(job.length, np.int32), mask)] * count
+    if isinstance(config, DpoConfig):
+        count //= 2
+        samples = [Preference((samples[0], samples[0]), (0.0,), ref_logprobs=(0.0, 0.0))] * count
     return TrainerState(
         config=config,
         objective=objective_of(config),

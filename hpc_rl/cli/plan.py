@@ -1,0 +1,123 @@
+"""The command `plan`: whether a job fits into the memory of its GPUs, before it waits in a queue."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpc_rl.cli.app import JsonOption, KindArgument, app
+from hpc_rl.cli.submit import OverridesArgument, SlurmFlags, with_slurm_flags
+from hpc_rl.cli.text import aligned
+from hpc_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from hpc_rl.plan.memory import Planned
+    from hpc_rl.plan.plan import Plan
+    from hpc_rl.plan.shape import Shape
+
+
+@app.command()
+@with_slurm_flags
+def plan(
+    kind: KindArgument,
+    arguments: OverridesArgument = None,
+    *,
+    flags: SlurmFlags,
+    gpu_gb: Annotated[
+        float | None, typer.Option(help="Memory of one GPU in 10^9 bytes (slurm.node.gpu_gb).", show_default=False)
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show whether a job fits: memory of a GPU in each phase, the number of nodes, host memory and disk space.
+
+    It needs the config.json of the model, and neither data nor GPUs. Arguments are those of submit.
+
+    Example: hpc-rl plan ppo --gpus-per-node 8 --gpu-gb 80 model=qwen2.5-7b
+    """
+    from hpc_rl.plan.hardware import gpu_bytes
+    from hpc_rl.plan.plan import plan_of
+    from hpc_rl.submission.planning import is_planned, planned_config, shapes_of
+    from hpc_rl.submission.request import Request
+
+    settings = flags.settings() | ({} if gpu_gb is None else {"slurm.node.gpu_gb": gpu_gb})
+    request = Request(str(kind), tuple(arguments or ()), settings=settings, site=flags.site, command=tuple(sys.argv))
+    config = planned_config(request)
+    if not is_planned(config):
+        if config.trainer.computes_on == "cpu":
+            raise UserError("the job runs on CPUs, and plan is about the memory of GPUs: set trainer.device=cuda")
+        raise UserError(f"{kind} runs no model of its own, so there is nothing to plan")
+    gpu = gpu_bytes(config.slurm)
+    if gpu is None:
+        raise UserError(
+            "the memory of the GPUs is unknown: add --gpu-gb 80, or set slurm.node.gpu_gb in the site profile"
+        )
+    shapes = shapes_of(config, ask_hub=True)  # type: ignore[arg-type]  # is_planned
+    found = plan_of(config, shapes, gpu)  # type: ignore[arg-type]
+    print(json.dumps(_facts(found), indent=2) if as_json else "\n".join(_lines(config, shapes, found)))  # type: ignore[arg-type]
+
+
+def _lines(config: Planned, shapes: dict[str, Shape], plan: Plan) -> Iterator[str]:
+    from hpc_rl.plan.advice import advise, more_nodes
+    from hpc_rl.plan.plan import MOST_NODES, fewest_nodes
+    from hpc_rl.plan.text import arithmetic, cache_text, gigabytes, parts_text, remedies
+
+    trainer = config.trainer
+    for path, shape in shapes.items():
+        active = f", {shape.active / 1e9:.3g} of them for each token" if shape.experts else ""
+        yield f"{path}: {shape.total / 1e9:.3g} x 10^9 parameters{active}"
+        yield from (f"  {note}" for note in shape.notes)
+    nodes = f"{trainer.nnodes} node{'s' if trainer.nnodes > 1 else ''}"
+    yield f"{nodes} x {trainer.n_gpus_per_node} GPUs of {gigabytes(plan.gpu)} GB; sizes in GB (10^9 bytes) for each GPU"
+    yield ""
+    pools = any(phase.pool for phase in plan.phases)
+    rows = [[*(["pool"] if pools else []), "phase", "resident", "peak", "largest parts of the peak"]]
+    for phase in plan.phases:
+        place = [phase.pool] if pools else []
+        sizes = [gigabytes(sum(phase.resident.values())), gigabytes(phase.peak)]
+        rows.append([*place, phase.name, *sizes, parts_text({**phase.resident, **phase.working})])
+    yield aligned(rows, right={rows[0].index("resident"), rows[0].index("peak")})
+    yield ""
+    yield f"memory       {plan.verdict}: {arithmetic(plan)}"
+    if plan.engine is not None:
+        yield f"generation   {cache_text(plan)}"
+    fewest = fewest_nodes(config, shapes, plan.gpu)
+    if fewest is not None:
+        yield f"nodes        fits on {fewest} or more of this size"
+    elif not any(phase.pool for phase in plan.phases):
+        yield f"nodes        does not fit on {MOST_NODES} of this size"
+    yield f"host memory  about {gigabytes(plan.host)} GB on each node"
+    if plan.checkpoints:
+        export = f", and {gigabytes(plan.export)} GB for the exported model" if plan.export else ""
+        yield f"disk         {gigabytes(plan.checkpoints)} GB for checkpoints{export}"
+    if plan.verdict == "does not fit":
+        yield ""
+        for way in remedies(advise(config, shapes, plan.gpu), more_nodes(config, shapes, plan.gpu)):
+            yield f"to make it fit  {way}"
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
+    """Return a plan as JSON can write it; sizes in bytes."""
+    phases = [
+        {
+            "name": phase.name,
+            **({"pool": phase.pool} if phase.pool else {}),
+            "resident": {name: round(size) for name, size in phase.resident.items()},
+            "working": {name: round(size) for name, size in phase.working.items()},
+            "peak": round(phase.peak),
+        }
+        for phase in plan.phases
+    ]
+    return {
+        "verdict": plan.verdict,
+        "gpu": round(plan.gpu),
+        "usable": round(plan.usable),
+        "phases": phases,
+        "cache_tokens": None if plan.engine is None else round(plan.engine.cache),
+        "host": round(plan.host),
+        "checkpoints": round(plan.checkpoints),
+        "export": round(plan.export),
+    }

@@ -1,0 +1,177 @@
+"""The memory that one model takes on one GPU: what it holds all the time, and its peaks when it computes.
+
+A peak is the largest of a few moments. Each moment is a sum of parts with a name, so that a plan can show its
+arithmetic. The factors are the tensors that a step of this project allocates, with FSDP2 and transformers' layers;
+tests/simulated_gpu traces them. Shape suffixes: T tokens of a micro-batch, H hidden size, I inner size of the MLP,
+Q all query heads, K all key heads, V vocabulary, C positions of one chunk of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from hpc_rl.config.training import Sharding
+from hpc_rl.plan.shape import Shape
+
+COMPUTE = 2
+"""Bytes of a number in bfloat16, in which GPUs compute."""
+FLOAT32 = 4
+CHUNK_BYTES = 1 << 30
+"""Bytes of float32 logits in one chunk (hpc_rl.training.models.lm_head)."""
+
+Parts = dict[str, float]
+"""Name -> bytes, of everything that exists at one moment."""
+Head = Literal["loss", "logprobs", "value"]
+"""What a model computes from its last hidden states: a cross-entropy, log-probabilities, or one number."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A model that ranks hold in parts."""
+
+    shape: Shape
+    itemsize: int
+    """Bytes of a weight."""
+    head: Head
+    sharding: Sharding
+    shards: int
+    """Number of ranks that together hold the model once."""
+    trained: bool = True
+    recompute: bool = False
+    """Whether layers are computed again in the backward pass."""
+    adapters: int = 0
+    """Parameters of the adapters that are trained instead of the model."""
+    four_bit: bool = False
+    """Whether the weights of the layers' linear maps are in 4 bits, whole on each rank."""
+
+    @property
+    def total(self) -> int:
+        """Parameters without adapters."""
+        return self.shape.total_as_classifier if self.head == "value" else self.shape.total
+
+    @property
+    def root(self) -> int:
+        """Parameters outside of the layers: embedding, last norm and LM head."""
+        return self.total - self.shape.blocks
+
+    @property
+    def states(self) -> Parts:
+        """What a rank holds between steps."""
+        if not self.trained:
+            return {"weights": self._weights()}
+        if self.adapters:
+            return {"weights": self._weights(), "adapters and their moments": 3 * FLOAT32 * self.adapters / self.shards}
+        return {"weights": self._weights(), "moments": 2 * self.itemsize * self.total / self.shards}
+
+    @property
+    def resident(self) -> float:
+        """Bytes that a rank holds between steps."""
+        return sum(self.states.values())
+
+    def forward(self, tokens: int) -> Parts:
+        """Return the peak of a pass without gradients over so many tokens."""
+        shape, gathered = self.shape, self._gathered()
+        per_H = COMPUTE * tokens * shape.hidden
+        inside = gathered | {"activations": 3 * COMPUTE * tokens * shape.working_inner + 4 * per_H}
+        if self.head == "value":
+            return inside
+        logits = self._chunk(tokens)
+        return largest(inside, gathered | {"logits": logits, "activations": 4 * per_H})
+
+    def update(self, tokens: int) -> Parts:
+        """Return the peak of forward pass, backward pass and optimizer step, with so many tokens in a micro-batch."""
+        return largest(self._at_head(tokens), self._in_layer(tokens), self._at_end())
+
+    def _weights(self) -> float:
+        if not self.four_bit:
+            return self.itemsize * self.total / self.shards
+        packed = self.shape.layers * sum(rows * columns for rows, columns in self.shape.linears.values())
+        # Scales of blocks and of their scales: 4 + 8 / 64 + 32 / (64 x 256) bits (https://arxiv.org/abs/2305.14314).
+        return packed * (4 + 8 / 64 + 32 / (64 * 256)) / 8 + self.itemsize * (self.total - packed) / self.shards
+
+    def _gathered(self) -> Parts:
+        """Return the weights that FSDP has gathered while a layer computes: that layer and the next one."""
+        if self.sharding in ("full", "hybrid"):
+            return {"gathered weights": COMPUTE * (self.root + 2 * self._layer())}
+        return {"gathered weights": COMPUTE * (self.root + self.shape.layers * self._layer())}
+
+    def _layer(self) -> float:
+        """Return the parameters of a layer that FSDP gathers."""
+        own = self.adapters / self.shape.layers
+        return own + (self.shape.vectors if self.four_bit else self.shape.layer)
+
+    def _saved(self, tokens: int) -> float:
+        """Return the activations that one layer keeps for the backward pass."""
+        shape = self.shape
+        if self.recompute:
+            return COMPUTE * tokens * shape.hidden
+        numbers = 8 * shape.hidden + 4 * shape.working_inner + 2 * shape.queries + 2 * shape.keys
+        return COMPUTE * tokens * numbers + FLOAT32 * tokens * shape.heads
+
+    def _chunk(self, tokens: int) -> float:
+        """Return the bytes of a chunk of logits."""
+        rows = FLOAT32 * self.shape.vocabulary
+        limit = max(1, CHUNK_BYTES // rows)
+        return float(rows * -(-tokens // -(-tokens // limit)))
+
+    def _at_head(self, tokens: int) -> Parts:
+        """Return what exists when the head computes the gradient of its weight."""
+        shape = self.shape
+        found = {
+            "gradients": self._gradients(),
+            "gathered weights": COMPUTE * (self.root + self._layer()),
+            "saved activations": shape.layers * self._saved(tokens),
+            "activations": 6 * COMPUTE * tokens * shape.hidden,
+        }
+        if self.sharding in ("gradients", "none"):
+            found |= self._gathered()
+        if self.head == "value":
+            return found
+        trains_head = not self.adapters
+        return found | {
+            "logits": (1.5 if self.head == "loss" else 3.0) * self._chunk(tokens),
+            "gradients of the head": FLOAT32 * shape.embedding if trains_head else 0,
+        }
+
+    def _in_layer(self, tokens: int) -> Parts:
+        """Return what exists in the backward pass of the last layer's MLP."""
+        shape = self.shape
+        own = 8 if self.recompute else 4
+        inside = own * shape.working_inner + (10 if self.recompute else 5) * shape.hidden
+        inside += (2 * shape.queries + 2 * shape.keys) if self.recompute else 0
+        trains_head = self.head != "value" and not self.adapters
+        return self._gathered() | {
+            "gradients": self._gradients() + self._travelling(),
+            "gradients of the head": COMPUTE * shape.embedding if trains_head else 0,
+            "saved activations": shape.layers * self._saved(tokens),
+            "activations": COMPUTE * tokens * inside,
+        }
+
+    def _at_end(self) -> Parts:
+        """Return what exists when the gradients of embedding and head travel, after the backward pass."""
+        trained = 0 if self.adapters else self.root
+        return {
+            "gradients": self._gradients(),
+            "gradients of embedding and head": (COMPUTE + FLOAT32) * trained + FLOAT32 * trained / self.shards,
+        }
+
+    def _gradients(self) -> float:
+        """Return the gradients that are kept from one micro-batch to the next."""
+        trained = self.adapters or self.total
+        if self.sharding in ("full", "hybrid"):
+            return self.itemsize * trained / self.shards if not self.adapters else FLOAT32 * trained / self.shards
+        return float(FLOAT32 * trained)
+
+    def _travelling(self) -> float:
+        """Return the gradient of a layer while ranks exchange it, and that of the next one's first matrix."""
+        if self.adapters:
+            return FLOAT32 * self.adapters / self.shape.layers
+        return FLOAT32 * self.shape.layer + COMPUTE * self.shape.hidden * self.shape.inner
+
+
+def largest(*moments: Mapping[str, float]) -> Parts:
+    """Return the moment with the most bytes, without empty parts."""
+    found = max(moments, key=lambda parts: sum(parts.values()))
+    return {name: size for name, size in found.items() if size}

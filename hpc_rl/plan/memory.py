@@ -1,0 +1,297 @@
+"""The phases of a job, and the memory of a GPU in each: from the configuration and the shapes of its models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from hpc_rl.config.distill import DistillConfig
+from hpc_rl.config.finetune import FinetuneConfig
+from hpc_rl.config.generate import GenerateConfig
+from hpc_rl.config.pools import Role, pool_of, pool_spec
+from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.preferences import NEEDS_NO_REFERENCE, DpoConfig, RmConfig
+from hpc_rl.config.rollout import EngineConfig, engine_name
+from hpc_rl.config.sharding import STATE_BYTES, auto_sharding
+from hpc_rl.config.training import LoraConfig, ModelConfig, Sharding, TrainingConfig
+from hpc_rl.plan.gpu_memory import COMPUTE, Head, Held, Parts
+from hpc_rl.plan.shape import Shape
+
+ENGINE_SHARE = {True: 0.5, False: 0.9}
+"""Fraction of a GPU that vLLM takes by default, by whether it shares the GPU (hpc_rl.rl.rollout.vllm)."""
+ENGINE_BYTES = 2e9
+"""Assumed: what vLLM needs beside weights and cache, such as CUDA graphs; it keeps about as much when it sleeps."""
+Planned = FinetuneConfig | PpoConfig | GenerateConfig
+Shapes = Mapping[str, Shape]
+"""Path of a model, as in the configuration -> its shape."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What is in the memory of a GPU of a pool during a part of a step, in bytes."""
+
+    name: str
+    resident: Parts
+    """Held from phase to phase, by role or part."""
+    working: Parts
+    """What exists beside it at the peak."""
+    pool: str = ""
+    """Empty if the job has no pools."""
+
+    @property
+    def peak(self) -> float:
+        """The most memory of the phase."""
+        return sum(self.resident.values()) + sum(self.working.values())
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that hold a model together."""
+
+    count: int
+    per_node: int | None
+    """None if the nodes have different numbers of ranks."""
+    gpu_bytes: float
+
+
+def models_of(config: Planned) -> dict[str, str]:
+    """Return the path of each model of a job, by the option that names it."""
+    found = {"model.path": config.model.path}
+    if isinstance(config, PpoConfig) and "critic" in config.roles and config.critic.path is not None:
+        found["critic.path"] = config.critic.path
+    if isinstance(config, DpoConfig) and config.ref.path is not None:
+        found["ref.path"] = config.ref.path
+    if isinstance(config, DistillConfig | PpoConfig) and config.teacher.path is not None:
+        found["teacher.path"] = config.teacher.path
+    if isinstance(config, PpoConfig | GenerateConfig) and config.reward.model is not None:
+        found["reward.model"] = config.reward.model
+    return found
+
+
+def trained_models(config: Planned, shapes: Shapes, gpu_bytes: float) -> list[Held]:
+    """Return the models with an optimizer, of which checkpoints are written."""
+    if isinstance(config, FinetuneConfig):
+        return [_policy(config, shapes, gpu_bytes)]
+    if isinstance(config, PpoConfig):
+        return [held for role, held in _held_by_role(config, shapes, gpu_bytes).items() if held.trained]
+    return []
+
+
+def phases(config: Planned, shapes: Shapes, gpu_bytes: float) -> list[Phase]:
+    """Return the phases of a job, in their order in a step.
+
+    Args:
+        gpu_bytes: memory of one GPU, on which the automatic choice of the sharding depends.
+    """
+    if isinstance(config, FinetuneConfig):
+        return list(_finetune_phases(config, shapes, gpu_bytes))
+    return list(_pooled_phases(config, shapes, gpu_bytes))
+
+
+def micro_tokens(config: FinetuneConfig | PpoConfig, ranks: int) -> int:
+    """Return the most tokens of a micro-batch: the limit, or fewer if a rank's part of a batch is smaller."""
+    if isinstance(config, PpoConfig):
+        data = config.data
+        longest = data.max_prompt_length + data.max_response_length
+        items = config.actor.mini_batch_size or data.train_batch_size * config.rollout.n
+    else:
+        longest, items = config.data.longest, config.data.train_batch_size
+        if not config.trainer.packing:
+            return longest
+    return max(longest, min(config.trainer.micro_tokens, -(-items // ranks) * longest))
+
+
+def _finetune_phases(config: FinetuneConfig, shapes: Shapes, gpu_bytes: float) -> Iterator[Phase]:
+    policy, ranks = _policy(config, shapes, gpu_bytes), _finetune_ranks(config, gpu_bytes)
+    tokens = micro_tokens(config, ranks.count)
+    held = {"model": policy.resident}
+    other = _frozen_beside(config, shapes, ranks)
+    if other is not None:
+        name, frozen, stays = other
+        if stays:
+            held[name] = frozen.resident
+            yield Phase("load", held, {})
+        else:
+            yield Phase(name, {name: frozen.resident}, frozen.forward(tokens))
+            yield Phase("load", held, {})
+    else:
+        yield Phase("load", held, {})
+    yield Phase("update", held, policy.update(tokens))
+    yield Phase("save", held, {})
+
+
+def _frozen_beside(config: FinetuneConfig, shapes: Shapes, ranks: Ranks) -> tuple[str, Held, bool] | None:
+    """Return name and model of a reference or a teacher, and whether it stays in memory during training."""
+    if isinstance(config, DpoConfig) and config.algorithm.loss not in NEEDS_NO_REFERENCE:
+        if config.model.lora.is_used and config.ref.path is None:
+            return None  # the model without its adapters
+        shape = shapes[config.ref.path or config.model.path]
+        return "reference", _frozen(shape, "logprobs", config.trainer, ranks), not config.ref.precompute_logprobs
+    if isinstance(config, DistillConfig) and config.teacher.ranks_per_node is None:
+        shape = shapes[config.teacher.path]
+        return "teacher", _frozen(shape, "logprobs", config.trainer, ranks), not config.teacher.precompute_top_k
+    return None
+
+
+def _policy(config: FinetuneConfig, shapes: Shapes, gpu_bytes: float) -> Held:
+    head: Head = "value" if isinstance(config, RmConfig) else "loss"
+    if isinstance(config, DpoConfig | DistillConfig):
+        head = "logprobs"
+    return _trained(shapes[config.model.path], head, config.model, config.trainer, _finetune_ranks(config, gpu_bytes))
+
+
+def _finetune_ranks(config: FinetuneConfig, gpu_bytes: float) -> Ranks:
+    trainer = config.trainer
+    per_node = trainer.n_gpus_per_node
+    if isinstance(config, DistillConfig) and config.teacher.ranks_per_node is not None:
+        per_node -= config.teacher.ranks_per_node
+    return Ranks(trainer.nnodes * per_node, per_node, gpu_bytes)
+
+
+def _pooled_phases(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float) -> Iterator[Phase]:
+    every = _held_by_role(config, shapes, gpu_bytes)
+    for pool, sizes in pool_spec(config).items():
+        held = {role: model for role, model in every.items() if pool_of(config, role) == pool}
+        engine = pool if pool_of(config, "rollout") == pool else None
+        for phase in _pool_phases(config, shapes, gpu_bytes, held, engine is not None, sum(sizes)):
+            yield replace(phase, pool=pool if config.pools.spec else "")
+
+
+def _pool_phases(
+    config: PpoConfig | GenerateConfig,
+    shapes: Shapes,
+    gpu_bytes: float,
+    held: Mapping[Role, Held],
+    has_engine: bool,
+    ranks: int,
+) -> Iterator[Phase]:
+    states: Parts = {role: model.resident for role, model in held.items()}
+    awake = engine_bytes(config, gpu_bytes, shared=bool(held)) if has_engine else {}
+    resident = states | ({"sleeping engine": ENGINE_BYTES} if awake and held else {})
+    if held:
+        yield Phase("load", resident, {})
+    if has_engine:
+        yield Phase("generation", states, awake)
+    if not isinstance(config, PpoConfig):
+        if "reward" in held:
+            yield Phase("reward model", resident, held["reward"].forward(config.rollout.max_num_seqs))
+        return
+    tokens = micro_tokens(config, ranks)
+    names: dict[Role, str] = {
+        "actor": "log-probabilities",
+        "ref": "reference",
+        "teacher": "teacher",
+        "critic": "values",
+        "reward": "reward model",
+    }
+    for role, name in names.items():
+        if role in held:
+            yield Phase(name, resident, held[role].forward(tokens))
+    for role in ("critic", "actor"):
+        if role in held:
+            yield Phase(f"update of the {role}", resident, held[role].update(tokens))
+    if "actor" in held:
+        yield Phase("weight sync", states, _sync(config, held["actor"], awake))
+        yield Phase("save", resident, {})
+
+
+def engine_bytes(config: PpoConfig | GenerateConfig, gpu_bytes: float, shared: bool) -> Parts:
+    """Return what an engine takes of a GPU while it generates.
+
+    Args:
+        shared: whether training workers use the GPU too.
+    """
+    rollout = config.rollout
+    if engine_name(rollout, config.trainer.computes_on) == "openai":
+        return {}
+    share = rollout.gpu_memory_utilization or ENGINE_SHARE[shared]
+    return {"engine": share * gpu_bytes}
+
+
+def cache_tokens(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float) -> float:
+    """Return how many tokens an engine's cache of keys and values can hold; negative if its weights do not fit."""
+    shape, rollout = shapes[config.model.path], config.rollout
+    shared = any(pool_of(config, role) == pool_of(config, "rollout") for role in config.roles if role != "rollout")
+    parallel = rollout.tensor_parallel_size
+    rest = sum(engine_bytes(config, gpu_bytes, shared).values()) - ENGINE_BYTES
+    rest -= COMPUTE * shape.total / parallel
+    return rest / (shape.cache_bytes() / min(parallel, shape.key_heads))
+
+
+def weights_of_engine(shape: Shape, rollout: EngineConfig) -> float:
+    """Return the bytes of an engine's weights on one GPU."""
+    return COMPUTE * shape.total / rollout.tensor_parallel_size
+
+
+def _sync(config: PpoConfig, actor: Held, awake: Parts) -> Parts:
+    """Return what exists while engines receive weights: a bucket, a whole tensor, and the weights of an engine that
+    shares the GPU."""
+    shape = actor.shape
+    if config.model.lora.is_used and not config.rollout.merge_lora:
+        whole = 0.0
+    else:
+        experts = shape.experts.count * shape.experts.inner if shape.experts else 0
+        whole = float(COMPUTE * shape.hidden * max(shape.vocabulary, shape.inner, experts))
+    found: Parts = {"a whole weight": whole, "buckets": 2e6 * config.rollout.sync_bucket_mb}
+    return found | ({"weights of the engine": weights_of_engine(shape, config.rollout) + ENGINE_BYTES} if awake else {})
+
+
+def _held_by_role(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float) -> dict[Role, Held]:
+    """Return the models of all roles, without the engine's."""
+    found: dict[Role, Held] = {}
+    for role in config.roles:
+        if role == "rollout":
+            continue
+        ranks = _pool_ranks(config, role, gpu_bytes)
+        if isinstance(config, GenerateConfig):
+            found[role] = _frozen(shapes[str(config.reward.model)], "value", None, ranks)
+        elif role in ("actor", "critic"):
+            is_actor = role == "actor"
+            path = config.model.path if is_actor else config.critic.path or config.model.path
+            head: Head = "logprobs" if is_actor else "value"
+            found[role] = _trained(shapes[path], head, config.model, config.trainer, ranks)
+        else:
+            paths = {"ref": config.model.path, "teacher": config.teacher.path, "reward": config.reward.model}
+            scores: Head = "value" if role == "reward" else "logprobs"
+            found[role] = _frozen(shapes[str(paths[role])], scores, config.trainer, ranks)
+    return found
+
+
+def _pool_ranks(config: PpoConfig | GenerateConfig, role: Role, gpu_bytes: float) -> Ranks:
+    sizes = pool_spec(config)[pool_of(config, role)]
+    return Ranks(sum(sizes), sizes[0] if len(set(sizes)) == 1 else None, gpu_bytes)
+
+
+def _trained(shape: Shape, head: Head, model: ModelConfig, trainer: TrainingConfig, ranks: Ranks) -> Held:
+    itemsize = 4 if model.dtype == "float32" else 2
+    adapters = adapter_parameters(shape, model.lora) if model.lora.is_used else 0
+    total = shape.total_as_classifier if head == "value" else shape.total
+    state_bytes = itemsize * total + STATE_BYTES * adapters if adapters else STATE_BYTES * total
+    sharding, shards = _division(trainer.sharding, state_bytes, ranks)
+    four_bit = model.lora.quantize is not None
+    recompute = model.enable_gradient_checkpointing
+    return Held(shape, itemsize, head, sharding, shards, True, recompute, adapters, four_bit)
+
+
+def _frozen(shape: Shape, head: Head, trainer: TrainingConfig | None, ranks: Ranks) -> Held:
+    """Return a model without gradients, which GPUs hold in bfloat16."""
+    requested = "full" if trainer is None else trainer.sharding
+    sharding, shards = _division(requested, COMPUTE * shape.total, ranks)
+    return Held(shape, COMPUTE, head, sharding, shards, trained=False)
+
+
+def _division(requested: str, state_bytes: int, ranks: Ranks) -> tuple[Sharding, int]:
+    """Return the sharding of a model, and how many ranks together hold it once."""
+    chosen: str = requested
+    if requested == "auto":
+        chosen = auto_sharding(state_bytes, ranks.per_node, int(ranks.gpu_bytes))
+    if chosen == "hybrid" and ranks.per_node is not None:
+        return "hybrid", min(ranks.per_node, ranks.count)
+    return chosen, 1 if chosen == "none" else ranks.count  # type: ignore[return-value]  # a value of trainer.sharding
+
+
+def adapter_parameters(shape: Shape, lora: LoraConfig) -> int:
+    """Return the parameters of the adapters of all layers; those to continue from count as rank 32."""
+    names = lora.target_modules or list(shape.linears)
+    chosen = [sizes for name, sizes in shape.linears.items() if any(name in target for target in names)]
+    return shape.layers * (lora.rank or 32) * sum(rows + columns for rows, columns in chosen)

@@ -1,0 +1,151 @@
+"""The plan of a job: whether it fits, what it takes of GPUs, nodes and disks, and on how many nodes it fits.
+
+The main path: shapes of the models -> phases -> the fullest one -> a verdict. Pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hpc_rl.config.generate import GenerateConfig
+from hpc_rl.config.pools import pool_of
+from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rollout import engine_name
+from hpc_rl.config.training import TrainingConfig
+from hpc_rl.plan.gpu_memory import COMPUTE, FLOAT32, Held
+from hpc_rl.plan.hardware import TIGHT, USABLE
+from hpc_rl.plan.memory import Phase, Planned, Shapes, cache_tokens, phases, trained_models
+
+Verdict = Literal["fits", "is tight", "does not fit"]
+MOST_NODES = 64
+"""Largest number of nodes that `fewest_nodes` tries."""
+PROCESS_BYTES = 5e9
+"""Assumed: host memory of a process with torch and CUDA, without copies of weights."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What a rollout engine can hold beside its weights."""
+
+    cache: float
+    """Tokens whose keys and values fit; negative if the weights do not."""
+    sequence: int
+    """Largest number of tokens of a prompt with its response."""
+    sequences: int
+    """Most responses that it generates at the same time (rollout.max_num_seqs)."""
+
+    @property
+    def full_sequences(self) -> int:
+        """Responses of the largest length that the cache holds at the same time."""
+        return max(0, int(self.cache // self.sequence))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job needs. Sizes are in bytes."""
+
+    phases: tuple[Phase, ...]
+    gpu: float
+    """Memory of one GPU."""
+    engine: Engine | None
+    """None without an engine on GPUs."""
+    host: float
+    """Host memory of one node."""
+    checkpoints: float
+    """Disk space of all checkpoints that exist at the same time."""
+    export: float
+    """Disk space of the exported model."""
+
+    @property
+    def fullest(self) -> Phase:
+        """The phase with the most memory."""
+        return max(self.phases, key=lambda phase: phase.peak)
+
+    @property
+    def usable(self) -> float:
+        """The memory of a GPU that tensors can use."""
+        return USABLE * self.gpu
+
+    @property
+    def headroom(self) -> float:
+        """What remains of the usable memory in the fullest phase; negative if it does not fit."""
+        return self.usable - self.fullest.peak
+
+    @property
+    def cache_is_short(self) -> bool:
+        """Whether an engine cannot hold a single response of the largest length."""
+        return self.engine is not None and self.engine.cache < self.engine.sequence
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the job fits."""
+        if self.headroom < 0 or self.cache_is_short:
+            return "does not fit"
+        return "is tight" if self.fullest.peak > TIGHT * self.usable else "fits"
+
+
+def plan_of(config: Planned, shapes: Shapes, gpu: float) -> Plan:
+    """Plan a job on GPUs.
+
+    Args:
+        shapes: of all models that `models_of` names.
+        gpu: memory of one GPU, in bytes.
+    """
+    trained = trained_models(config, shapes, gpu)
+    checkpoints = export = 0.0
+    if isinstance(config.trainer, TrainingConfig):
+        # One checkpoint more than are kept exists while the newest is written.
+        checkpoints = (config.trainer.max_ckpt_to_keep + 1) * sum(map(_state_bytes, trained))
+        export = float(COMPUTE * shapes[config.model.path].total) if config.trainer.export else 0.0
+    return Plan(
+        phases=tuple(phases(config, shapes, gpu)),
+        gpu=gpu,
+        engine=_engine(config, shapes, gpu),
+        host=_host_bytes(config, trained),
+        checkpoints=checkpoints,
+        export=export,
+    )
+
+
+def fewest_nodes(config: Planned, shapes: Shapes, gpu: float) -> int | None:
+    """Return the smallest number of nodes, of the same size, on which a job fits.
+
+    Returns:
+        None if it does not fit on MOST_NODES either, or if its pools state the nodes.
+    """
+    if isinstance(config, PpoConfig | GenerateConfig) and config.pools.spec:
+        return None
+    sizes = (n for n in range(1, MOST_NODES + 1) if fits(config.updated("trainer.nnodes", n), shapes, gpu))
+    return next(sizes, None)
+
+
+def fits(config: Planned, shapes: Shapes, gpu: float) -> bool:
+    """Return whether a job fits, perhaps tightly."""
+    return plan_of(config, shapes, gpu).verdict != "does not fit"
+
+
+def _engine(config: Planned, shapes: Shapes, gpu: float) -> Engine | None:
+    if not isinstance(config, PpoConfig | GenerateConfig):
+        return None
+    if engine_name(config.rollout, config.trainer.computes_on) == "openai":
+        return None
+    sequence = config.data.max_prompt_length + config.data.max_response_length
+    return Engine(cache_tokens(config, shapes, gpu), sequence, config.rollout.max_num_seqs)
+
+
+def _state_bytes(held: Held) -> float:
+    """Return the bytes of a model in a checkpoint: what is trained, and its two moments."""
+    return float(3 * (FLOAT32 * held.adapters or held.itemsize * held.total))
+
+
+def _host_bytes(config: Planned, trained: Sequence[Held]) -> float:
+    """Return the host memory of a node: its processes, and the copies from which checkpoints are written."""
+    processes = config.trainer.n_gpus_per_node
+    if isinstance(config, PpoConfig) and pool_of(config, "rollout") == pool_of(config, "actor"):
+        processes *= 2  # an engine beside each training rank
+    copies = 0.0
+    if isinstance(config.trainer, TrainingConfig) and config.trainer.save_async:
+        copies = sum(_state_bytes(held) / held.shards for held in trained) * config.trainer.n_gpus_per_node
+    return processes * PROCESS_BYTES + copies

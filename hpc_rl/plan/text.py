@@ -1,0 +1,59 @@
+"""Sentences about a plan, for `hpc-rl plan` and for the check before submission."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hpc_rl.plan.advice import Advice, words
+from hpc_rl.plan.plan import Plan
+
+_MOST_PARTS = 4
+"""Parts of a peak that are named."""
+
+
+def gigabytes(size: float) -> str:
+    """Format bytes as 10^9 bytes: 0.04, 3.1, 120."""
+    number = size / 1e9
+    return f"{number:.0f}" if abs(number) >= 100 else f"{number:.1f}" if abs(number) >= 0.1 else f"{number:.2f}"
+
+
+def parts_text(parts: Mapping[str, float]) -> str:
+    """Name the largest parts of a peak with their sizes."""
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:_MOST_PARTS]
+    return ", ".join(f"{name} {gigabytes(size)}" for name, size in largest)
+
+
+def arithmetic(plan: Plan) -> str:
+    """State what the fullest phase needs, of what, and what a GPU has."""
+    phase = plan.fullest
+    where = f" of pool {phase.pool}" if phase.pool else ""
+    return (
+        f"the phase `{phase.name}`{where} needs {gigabytes(phase.peak)} GB on each GPU "
+        f"({parts_text({**phase.resident, **phase.working})}), and of {gigabytes(plan.gpu)} GB about "
+        f"{gigabytes(plan.usable)} are usable"
+    )
+
+
+def cache_text(plan: Plan) -> str:
+    """State what the cache of an engine holds. The plan has an engine."""
+    assert plan.engine is not None
+    engine = plan.engine
+    if engine.cache <= 0:
+        return "the weights of the model do not fit into an engine's part of a GPU"
+    full, most = engine.full_sequences, engine.sequences
+    return (
+        f"the cache of an engine holds {engine.cache:,.0f} tokens: {f'all {most}' if full >= most else full} of its "
+        f"{'' if full >= most else f'{most} '}responses (rollout.max_num_seqs) at their full length of "
+        f"{engine.sequence:,} tokens with the prompt"
+    )
+
+
+def problem(plan: Plan) -> str:
+    """State why a job does not fit."""
+    return arithmetic(plan) if plan.headroom < 0 else cache_text(plan)
+
+
+def remedies(*ways: Advice | None) -> list[str]:
+    """Return what makes a job fit, one way each."""
+    found = [f"{' '.join(words(way.settings))} ({'; '.join(way.reasons)})" for way in ways if way is not None]
+    return found or ["GPUs with more memory, or a smaller model"]

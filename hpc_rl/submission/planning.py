@@ -1,0 +1,124 @@
+"""The plan of a job that is about to be submitted: find the shapes of its models, and refuse a job that cannot fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.config.compose import FillIn, compose
+from hpc_rl.config.finetune import FinetuneConfig
+from hpc_rl.config.generate import GenerateConfig
+from hpc_rl.config.job import JobConfig
+from hpc_rl.config.kinds import KINDS
+from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.tree import flat
+from hpc_rl.errors import UserError
+from hpc_rl.host.files import read_json
+from hpc_rl.host.hub import hub_config
+from hpc_rl.plan.advice import advise, more_nodes
+from hpc_rl.plan.hardware import gpu_bytes
+from hpc_rl.plan.memory import Planned, models_of
+from hpc_rl.plan.plan import plan_of
+from hpc_rl.plan.shape import Shape, shape_of
+from hpc_rl.plan.text import arithmetic, problem, remedies
+from hpc_rl.sites.profile import load_profile
+from hpc_rl.submission.devices import Devices
+from hpc_rl.submission.hub import hub_cache
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.request import Request
+
+_PLACEHOLDERS = {"data.train_files": ["data.jsonl"], "data.files": ["data.jsonl"], "reward.function": "exact"}
+"""Required key -> a value that stands for any other in a plan."""
+
+
+def is_planned(config: JobConfig) -> bool:
+    """Return whether a job has models whose memory can be planned: not a user's own program, and not on CPUs."""
+    return isinstance(config, FinetuneConfig | PpoConfig | GenerateConfig) and config.trainer.computes_on != "cpu"
+
+
+def planned_config(request: Request) -> JobConfig:
+    """Compose the configuration of a request that is planned and not submitted: data and rewards may be missing.
+
+    Raises:
+        UserError: the configuration is invalid.
+    """
+    site = load_profile(request.site).values
+    fill_in = [_placeholders(request.kind), Devices().fill_in]
+    return compose(request.kind, request.overrides, request.settings, site, fill_in)
+
+
+def shapes_of(config: Planned, ask_hub: bool) -> dict[str, Shape]:
+    """Return the shapes of a job's models by their paths.
+
+    Args:
+        ask_hub: whether to read from the hub what neither a folder nor the cache has.
+
+    Raises:
+        UserError: there is no config.json of a model, or it is of a kind that is not counted.
+    """
+    return {
+        path: shape_of(_config_of(key, path, config, ask_hub), f"{key} {path}")
+        for key, path in models_of(config).items()
+    }
+
+
+def check_fit(job: Job) -> str | None:
+    """Check that a job fits into the memory of its GPUs, as far as model and GPUs are known here.
+
+    Returns:
+        A sentence for the user if it fits only just.
+
+    Raises:
+        UserError: it does not fit; the message has the arithmetic, and settings with which it does.
+    """
+    config = job.config
+    gpu = gpu_bytes(config.slurm)
+    if gpu is None or not isinstance(config, FinetuneConfig | PpoConfig | GenerateConfig) or not is_planned(config):
+        return None
+    try:
+        shapes = shapes_of(config, ask_hub=False)
+    except UserError:
+        return None  # `hpc-rl plan` explains it; the checks before submission report a model that is missing
+    plan = plan_of(config, shapes, gpu)
+    if plan.verdict == "is tight":
+        return f"the job only just fits: {arithmetic(plan)}; `hpc-rl plan` shows the phases"
+    if plan.verdict == "fits":
+        return None
+    ways = remedies(advise(config, shapes, gpu), more_nodes(config, shapes, gpu))
+    raise UserError(
+        f"{job.size} cannot hold this job: {problem(plan)}; use {', or '.join(ways)}. `hpc-rl plan` shows the phases, "
+        "and `submit --force` submits the job anyway"
+    )
+
+
+def _config_of(key: str, path: str, config: Planned, ask_hub: bool) -> dict[str, Any]:
+    """Return the contents of a model's config.json: from a folder, the hub's cache, or the hub.
+
+    Raises:
+        UserError: there is none.
+    """
+    cache = hub_cache(config)
+    folder = Path(path) if Path(path).is_dir() else cache.model_folder(path)
+    if folder is not None:
+        if found := read_json(folder / "config.json"):
+            return found
+        raise UserError(f"{key} {path}: {folder} has no config.json, or it is not JSON")
+    if ask_hub and not cache.offline and (found := hub_config(path)):
+        return found
+    raise UserError(
+        f"{key} {path}: there is no such folder, and neither the hub's cache nor the hub has its config.json; run "
+        f"`hpc-rl fetch {path}`, or give the folder of a model"
+    )
+
+
+def _placeholders(kind: str) -> FillIn:
+    """Return what completes a configuration in which the user left out data and reward: plans do not depend on them."""
+
+    def fill_in(tree: Mapping[str, Any]) -> dict[str, Any]:
+        open_keys = {key for key in _PLACEHOLDERS if key in KINDS[kind].examples and flat(tree).get(key) is None}
+        if any(tree.get(section) for section in ("reward", "environment", "agent")):
+            open_keys.discard("reward.function")
+        return {key: _PLACEHOLDERS[key] for key in open_keys}
+
+    return fill_in

@@ -1,0 +1,28 @@
+"""Configurations of jobs for the tests of plans, and the shape of their model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpc_rl.config.compose import compose
+from hpc_rl.plan.shape import Shape, shape_of
+
+QWEN_7B = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+}
+SHAPES: dict[str, Shape] = {"/7b": shape_of(QWEN_7B, "/7b")}
+SHAPES["/other"] = shape_of({**QWEN_7B, "num_hidden_layers": 14}, "/other")
+PPO = ("data.train_files=x.jsonl", "reward.function=exact", "data.train_batch_size=1024")
+SFT = ("data.train_files=x.jsonl", "data.train_batch_size=1024", "data.max_length=1024")
+
+
+def config(kind: str, *words: str) -> Any:
+    """Return the configuration of a job of a 7B model on GPUs."""
+    own = {"ppo": PPO, "generate": ("data.files=x.jsonl",)}.get(kind, SFT)
+    return compose(kind, ["model.path=/7b", "trainer.device=cuda", "trainer.n_gpus_per_node=8", *own, *words])

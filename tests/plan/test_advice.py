@@ -1,0 +1,80 @@
+"""Settings with which a job fits: cheap ones first, and adapters last."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_rl.plan.advice import MEASURES, Advice, advise, more_nodes, with_settings, words
+from hpc_rl.plan.plan import fits
+from hpc_rl.plan.text import remedies
+from tests.plan.configs import SHAPES, config
+
+RECOMPUTE = "model.enable_gradient_checkpointing=true"
+LORA = {"model.lora.rank": 32, "model.dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "gpu", "expected"),
+    [
+        ("sft", (), 40e9, {"trainer.micro_tokens": 2048}),
+        ("sft", ("data.max_length=4096",), 40e9, {"model.enable_gradient_checkpointing": True}),
+        ("sft", ("trainer.sharding=none", RECOMPUTE), 80e9, {"trainer.sharding": "full"}),
+        ("sft", ("trainer.micro_tokens=65536", RECOMPUTE), 40e9, {"trainer.micro_tokens": 16384}),
+        ("sft", (RECOMPUTE,), 20e9, LORA),
+        ("ppo", ("trainer.n_gpus_per_node=4", RECOMPUTE), 80e9, {"rollout.gpu_memory_utilization": 0.3}),
+        ("generate", (), 16e9, {"rollout.tensor_parallel_size": 2}),
+    ],
+)
+def test_advice(kind: str, options: tuple[str, ...], gpu: float, expected: dict[str, object]) -> None:
+    job = config(kind, *options)
+    assert not fits(job, SHAPES, gpu)
+    found = advise(job, SHAPES, gpu)
+    assert found is not None
+    assert found.settings == expected
+    changed = with_settings(job, found.settings)
+    assert changed is not None
+    assert fits(changed, SHAPES, gpu)
+    assert len(found.reasons) == 1
+
+
+def test_no_advice_for_a_gpu_that_is_much_too_small() -> None:
+    assert advise(config("sft"), SHAPES, 1e9) is None
+    assert remedies(None, None) == ["GPUs with more memory, or a smaller model"]
+
+
+def test_more_nodes_with_the_settings_that_they_need() -> None:
+    job = config("sft", "model.enable_gradient_checkpointing=true").updated("trainer.n_gpus_per_node", 2)
+    found = more_nodes(job, SHAPES, 40e9)
+    assert found is not None
+    assert found.settings == {"trainer.nnodes": 3}
+    kept = config("sft").updated("trainer.n_gpus_per_node", 2)
+    assert (more_nodes(kept, SHAPES, 40e9) or Advice({}, ())).settings == {
+        "trainer.nnodes": 3,
+        "trainer.micro_tokens": 1024,
+    }
+    assert more_nodes(job, SHAPES, 5e9) is None
+
+
+def test_pools_state_their_nodes() -> None:
+    job = config("ppo", "trainer.nnodes=2", "pools.spec={train: [8], rollout: [8]}", "pools.roles.rollout=rollout")
+    assert more_nodes(job, SHAPES, 10e9) is None
+
+
+def test_settings_that_are_not_valid_together() -> None:
+    assert with_settings(config("sft"), {"trainer.micro_tokens": 8}) is None
+    assert with_settings(config("ppo"), {"model.lora.dropout": 0.1}) is None
+
+
+def test_words_of_a_command() -> None:
+    assert words({"a.b": True, "c": 0.3, "d": 4, "e": "full"}) == ["a.b=true", "c=0.3", "d=4", "e=full"]
+    way = Advice({"a": 1}, ("because", "so"))
+    assert remedies(way, None) == ["a=1 (because; so)"]
+
+
+def test_measures_that_do_not_apply() -> None:
+    job = config("generate")
+    applies = [measure.reason for measure in MEASURES if list(measure.settings(job))]
+    assert applies == ["split each engine's model over several GPUs"]
+    done = config("sft", "trainer.sharding=full", "model.enable_gradient_checkpointing=true", "model.lora.rank=8")
+    assert [measure.reason for measure in MEASURES if list(measure.settings(done))] == ["use smaller micro-batches"]
+    assert list(MEASURES[2].settings(done)) == [{"trainer.micro_tokens": 2048}, {"trainer.micro_tokens": 1024}]

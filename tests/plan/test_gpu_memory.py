@@ -1,0 +1,119 @@
+"""The memory of one model, by hand, for a shape whose sizes are all different. tests/simulated_gpu compares whole jobs
+with what simulated GPUs trace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hpc_rl.plan.gpu_memory import Held, largest
+from hpc_rl.plan.shape import Shape
+
+H, INNER, L, Q, K, V, T = 64, 160, 3, 96, 32, 5000, 1000
+SHAPE = Shape("qwen2", H, INNER, L, heads=6, key_heads=2, head_size=16, vocabulary=V, vectors=2 * H)
+LAYER = 2 * H * (Q + K) + 3 * H * INNER + 2 * H
+ROOT = 2 * V * H + H
+TOTAL = L * LAYER + ROOT
+MODEL = Held(SHAPE, itemsize=4, head="loss", sharding="full", shards=8, recompute=True)
+CHUNK = 4 * V * T
+"""All logits fit into one chunk."""
+
+
+def test_states() -> None:
+    assert SHAPE.total == TOTAL
+    assert MODEL.states == {"weights": 4 * TOTAL / 8, "moments": 8 * TOTAL / 8}
+    assert replace(MODEL, itemsize=2).resident == 6 * TOTAL / 8
+    assert replace(MODEL, trained=False, itemsize=2).states == {"weights": 2 * TOTAL / 8}
+    adapted = replace(MODEL, adapters=999, itemsize=2)
+    assert adapted.states == {"weights": 2 * TOTAL / 8, "adapters and their moments": 12 * 999 / 8}
+
+
+def test_a_critic_has_one_output_instead_of_the_head() -> None:
+    critic = replace(MODEL, head="value")
+    assert critic.total == L * LAYER + V * H + 2 * H
+    assert critic.root == V * H + 2 * H
+
+
+def test_weights_in_four_bits_are_whole_on_each_rank() -> None:
+    packed = L * (LAYER - 2 * H)
+    found = replace(MODEL, adapters=8, itemsize=2, four_bit=True).states["weights"]
+    assert found == pytest.approx(packed * (4 + 1 / 8 + 1 / 512) / 8 + 2 * (TOTAL - packed) / 8)
+
+
+def test_forward() -> None:
+    inside = {"gathered weights": 2 * (ROOT + 2 * LAYER), "activations": 2 * T * (3 * INNER + 4 * H)}
+    assert replace(MODEL, head="value").forward(T) == {
+        "gathered weights": 2 * (V * H + 2 * H + 2 * LAYER),
+        "activations": inside["activations"],
+    }
+    found = replace(MODEL, head="logprobs").forward(T)
+    assert found == {"gathered weights": inside["gathered weights"], "logits": CHUNK, "activations": 8 * T * H}
+    narrow = replace(SHAPE, vocabulary=10)
+    assert "logits" not in replace(MODEL, shape=narrow, head="logprobs").forward(T)
+
+
+def test_update_in_the_head() -> None:
+    """Gradients of earlier micro-batches, the loss with the gradient of its logits, and one hidden state per layer."""
+    assert MODEL.update(T) == {
+        "gradients": 4 * TOTAL / 8,
+        "gathered weights": 2 * (ROOT + LAYER),
+        "saved activations": L * 2 * T * H,
+        "activations": 12 * T * H,
+        "logits": 1.5 * CHUNK,
+        "gradients of the head": 4 * V * H,
+    }
+    assert replace(MODEL, head="logprobs").update(T)["logits"] == 3 * CHUNK
+
+
+def test_update_in_a_layer() -> None:
+    wide = replace(SHAPE, inner=5000, vocabulary=10)
+    layer, root = 2 * H * (Q + K) + 3 * H * 5000 + 2 * H, 2 * 10 * H + H
+    found = replace(MODEL, shape=wide).update(T)
+    assert found == {
+        "gathered weights": 2 * (root + 2 * layer),
+        "gradients": 4 * (L * layer + root) / 8 + 4 * layer + 2 * H * 5000,
+        "gradients of the head": 2 * 10 * H,
+        "saved activations": L * 2 * T * H,
+        "activations": 2 * T * (8 * 5000 + 10 * H + 2 * Q + 2 * K),
+    }
+    kept = replace(MODEL, shape=wide, recompute=False).update(T)
+    assert kept["saved activations"] == L * (2 * T * (8 * H + 4 * 5000 + 2 * Q + 2 * K) + 4 * T * 6)
+    assert kept["activations"] == 2 * T * (4 * 5000 + 5 * H)
+
+
+def test_update_at_the_end() -> None:
+    """With few tokens, the gradients of a large vocabulary are the most: bfloat16, float32, and this rank's part."""
+    large = replace(SHAPE, vocabulary=10**6)
+    root = 2 * 10**6 * H + H
+    found = replace(MODEL, shape=large).update(1)
+    total = L * LAYER + root
+    assert found == {"gradients": 4 * total / 8, "gradients of embedding and head": 6 * root + 4 * root / 8}
+
+
+def test_adapters_need_no_gradients_of_the_model() -> None:
+    wide = replace(SHAPE, inner=5000)
+    layer = 2 * H * (Q + K) + 3 * H * 5000 + 2 * H
+    found = replace(MODEL, shape=wide, adapters=900, itemsize=2).update(T)
+    assert found["gradients"] == 4 * 900 / 8 + 4 * 900 / L
+    assert "gradients of the head" not in found
+    assert found["gathered weights"] == 2 * (ROOT + 2 * (layer + 900 / L))
+    in_head = replace(MODEL, adapters=900, itemsize=2, recompute=False).update(T)
+    assert "gradients of the head" not in in_head
+
+
+@pytest.mark.parametrize("sharding", ["gradients", "none"])
+def test_whole_gradients_and_gathered_weights(sharding: str) -> None:
+    found = replace(MODEL, sharding=sharding).update(T)  # type: ignore[arg-type]
+    assert found["gathered weights"] == 2 * (ROOT + L * LAYER)
+    assert found["gradients"] >= 4 * TOTAL
+
+
+def test_logits_are_computed_in_chunks_of_equal_size() -> None:
+    """2^30 bytes hold 2,097 rows of 128,000 float32 numbers: 5,000 positions are 3 chunks of 1,667."""
+    shape = replace(SHAPE, vocabulary=128_000)
+    assert replace(MODEL, shape=shape, head="logprobs").forward(5000)["logits"] == 4 * 128_000 * 1667
+
+
+def test_largest_moment_without_empty_parts() -> None:
+    assert largest({"a": 3.0, "b": 0.0}, {"c": 2.0}) == {"a": 3.0}

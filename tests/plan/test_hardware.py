@@ -1,0 +1,39 @@
+"""The memory of GPUs by the names that clusters give them."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_rl.config.slurm import SlurmConfig
+from hpc_rl.plan.hardware import gpu_bytes, named_gb
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("h100", 80),
+        ("nvidia_h100_80gb_hbm3", 80),
+        ("H200", 141),
+        ("a100_80gb", 80),
+        ("a100_3g.20gb", 20),
+        ("NVIDIA-A40", 48),
+        ("l40s", 48),
+        ("l4", 24),
+        ("rtx_3090", 24),
+        ("rtx4090", 24),
+        ("mi250", 64),
+        ("b200", 180),
+        ("a100", None),
+        ("gh200", None),
+        ("", None),
+    ],
+)
+def test_memory_in_a_name(name: str, expected: float | None) -> None:
+    assert named_gb(name) == expected
+
+
+def test_the_profile_comes_before_the_name() -> None:
+    assert gpu_bytes(SlurmConfig.model_validate({"gpu_type": "h100", "node": {"gpu_gb": 94}})) == 94e9
+    assert gpu_bytes(SlurmConfig(gpu_type="h100")) == 80e9
+    assert gpu_bytes(SlurmConfig(gpu_type="a100")) is None
+    assert gpu_bytes(SlurmConfig()) is None

@@ -1,0 +1,135 @@
+"""Which models are in the memory of a GPU in which phase, for every kind of job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpc_rl.plan.memory import Phase, adapter_parameters, micro_tokens, models_of, phases
+from tests.plan.configs import SHAPES, config
+
+P = SHAPES["/7b"].total
+CRITIC = SHAPES["/7b"].total_as_classifier
+KL = ("algorithm.kl.where=loss", "algorithm.kl.estimator=k3")
+GPU = 80e9
+
+
+def planned(job: Any) -> dict[str, Phase]:
+    return {phase.name: phase for phase in phases(job, SHAPES, GPU)}
+
+
+def test_sft_has_one_model() -> None:
+    found = planned(config("sft"))
+    assert list(found) == ["load", "update", "save"]
+    assert all(phase.resident == {"model": 12 * P / 8} for phase in found.values())
+    assert found["load"].peak == 12 * P / 8
+
+
+def test_dpo_loads_the_reference_first() -> None:
+    found = planned(config("dpo", "trainer.micro_tokens=4096"))
+    assert list(found) == ["reference", "load", "update", "save"]
+    assert found["reference"].resident == {"reference": 2 * P / 8}
+    assert "reference" not in found["update"].resident
+
+
+def test_dpo_may_keep_another_reference() -> None:
+    job = config("dpo", "ref.precompute_logprobs=false", "ref.path=/other")
+    assert models_of(job) == {"model.path": "/7b", "ref.path": "/other"}
+    assert planned(job)["update"].resident["reference"] == 2 * SHAPES["/other"].total / 8
+
+
+@pytest.mark.parametrize("words", [("algorithm.loss=simpo",), ("model.lora.rank=8",)])
+def test_dpo_without_a_reference_of_its_own(words: tuple[str, ...]) -> None:
+    assert list(planned(config("dpo", *words))) == ["load", "update", "save"]
+
+
+def test_reward_model_has_no_logits() -> None:
+    found = planned(config("rm"))["update"]
+    assert found.resident == {"model": 12 * CRITIC / 8}
+    assert "logits" not in found.working
+
+
+def test_distillation_holds_the_teacher() -> None:
+    job = config("distill", "teacher.path=/other")
+    assert planned(job)["update"].resident["teacher"] == 2 * SHAPES["/other"].total / 8
+    apart = config("distill", "teacher.path=/other", "teacher.ranks_per_node=2")
+    assert planned(apart)["update"].resident == {"model": 12 * P / 6}
+
+
+def test_ppo_shares_its_gpus_with_an_engine() -> None:
+    found = planned(config("ppo", *KL))
+    states = {"actor": 12 * P / 8, "critic": 12 * CRITIC / 8, "ref": 2 * P / 8}
+    assert found["generation"] == Phase("generation", states, {"engine": 40e9})
+    assert found["update of the actor"].resident == {**states, "sleeping engine": 2e9}
+    assert found["weight sync"].working["weights of the engine"] == 2 * P + 2e9
+    assert found["weight sync"].working["buckets"] == 512e6
+    assert found["weight sync"].working["a whole weight"] == 2 * 152064 * 3584
+    assert list(found) == [
+        "load",
+        "generation",
+        "log-probabilities",
+        "reference",
+        "values",
+        "update of the critic",
+        "update of the actor",
+        "weight sync",
+        "save",
+    ]
+
+
+def test_ppo_with_pools() -> None:
+    job = config("ppo", *KL, "trainer.nnodes=2", "pools.spec={train: [8], rollout: [8]}", "pools.roles.rollout=rollout")
+    found = list(phases(job, SHAPES, GPU))
+    assert [phase.pool for phase in found if phase.name in ("generation", "load")] == ["train", "rollout"]
+    (generation,) = [phase for phase in found if phase.name == "generation"]
+    assert (generation.resident, generation.working) == ({}, {"engine": 72e9})
+    assert not any("sleeping engine" in phase.resident for phase in found)
+
+
+def test_adapters_need_neither_reference_nor_moments_of_the_model() -> None:
+    job = config("ppo", *KL, "algorithm.advantage=grpo", "rollout.n=2", "model.lora.rank=8", "model.dtype=bfloat16")
+    found = planned(job)["load"].resident
+    adapters = 28 * 8 * (2 * (3584 + 3584) + 2 * (512 + 3584) + 3 * (18944 + 3584))
+    assert adapter_parameters(SHAPES["/7b"], job.model.lora) == adapters
+    assert found["actor"] == pytest.approx(2 * P / 8 + 12 * adapters / 8)
+    assert "ref" not in found
+    some = job.model.lora.model_copy(update={"target_modules": ["q_proj"]})
+    assert adapter_parameters(SHAPES["/7b"], some) == 28 * 8 * (3584 + 3584)
+
+
+def test_generation_has_an_engine_only() -> None:
+    found = planned(config("generate"))
+    assert list(found) == ["generation"]
+    assert found["generation"].working == {"engine": 72e9}
+    assert planned(config("generate", "rollout.gpu_memory_utilization=0.5"))["generation"].peak == 40e9
+
+
+@pytest.mark.parametrize(
+    ("words", "shards"),
+    [
+        (("trainer.sharding=full",), 16),
+        (("trainer.sharding=hybrid",), 8),
+        ((), 8),
+        (("trainer.sharding=gradients",), 16),
+        (("trainer.sharding=none",), 1),
+    ],
+)
+def test_shards_on_two_nodes(words: tuple[str, ...], shards: int) -> None:
+    """`auto` is hybrid: 16 bytes x 7.6 x 10^9 / 8 are less than a quarter of 80 x 10^9."""
+    assert planned(config("sft", "trainer.nnodes=2", *words))["load"].peak == 12 * P / shards
+
+
+def test_auto_is_full_on_small_gpus() -> None:
+    job = config("sft", "trainer.nnodes=2")
+    assert next(iter(phases(job, SHAPES, 60e9))).peak == 12 * P / 16
+
+
+def test_tokens_of_a_micro_batch() -> None:
+    assert micro_tokens(config("sft", "trainer.micro_tokens=16384"), 8) == 16384
+    assert micro_tokens(config("sft", "trainer.micro_tokens=16384", "data.train_batch_size=64"), 8) == 8192
+    assert micro_tokens(config("sft", "trainer.packing=false", "trainer.micro_tokens=16384"), 8) == 1024
+    job = config("ppo", "trainer.micro_tokens=16384", "data.max_prompt_length=1000", "data.max_response_length=1000")
+    assert micro_tokens(job, 8) == 16384
+    fewer = job.updated("actor.mini_batch_size", 40)
+    assert micro_tokens(fewer, 8) == 5 * 2000

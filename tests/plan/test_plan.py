@@ -1,0 +1,91 @@
+"""Verdicts, nodes, host memory and disk space of a plan, and its sentences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hpc_rl.plan.memory import Phase
+from hpc_rl.plan.plan import Engine, Plan, fewest_nodes, plan_of
+from hpc_rl.plan.text import arithmetic, cache_text, gigabytes, problem
+from tests.plan.configs import SHAPES, config
+
+P = SHAPES["/7b"].total
+PLAN = Plan(
+    (Phase("load", {"model": 10e9}, {}), Phase("update", {"model": 10e9}, {"logits": 3e9})), 20e9, None, 0, 0, 0
+)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "verdict"),
+    [(20e9, "fits"), (15.3e9, "fits"), (15.1e9, "is tight"), (13.7e9, "is tight"), (13.6e9, "does not fit")],
+)
+def test_verdict(gpu: float, verdict: str) -> None:
+    """13 x 10^9 bytes of 95 % of a GPU; tight above 90 % of that."""
+    assert replace(PLAN, gpu=gpu).verdict == verdict
+
+
+def test_headroom() -> None:
+    assert (PLAN.fullest.name, PLAN.usable, PLAN.headroom) == ("update", 19e9, 6e9)
+    assert arithmetic(PLAN) == (
+        "the phase `update` needs 13.0 GB on each GPU (model 10.0, logits 3.0), and of 20.0 GB about 19.0 are usable"
+    )
+
+
+def test_an_engine_needs_a_cache_for_one_response() -> None:
+    short = replace(PLAN, engine=Engine(cache=999, sequence=1000, sequences=8))
+    assert (short.verdict, replace(PLAN, engine=Engine(1000, 1000, 8)).verdict) == ("does not fit", "fits")
+    assert problem(short) == cache_text(short) == (
+        "the cache of an engine holds 999 tokens: 0 of its 8 responses (rollout.max_num_seqs) at their full length of "
+        "1,000 tokens with the prompt"
+    )  # fmt: skip
+    assert "all 8 of its responses" in cache_text(replace(PLAN, engine=Engine(9000, 1000, 8)))
+    none = replace(PLAN, engine=Engine(-5, 1000, 8))
+    assert cache_text(none) == "the weights of the model do not fit into an engine's part of a GPU"
+
+
+def test_problem_of_memory_comes_first() -> None:
+    full = replace(PLAN, gpu=5e9, engine=Engine(0, 1000, 8))
+    assert problem(full) == arithmetic(full)
+
+
+def test_cache_of_an_engine() -> None:
+    """Of half of 80 x 10^9 bytes, the weights take 2 P and the engine itself 2 x 10^9; a token takes 57,344 bytes."""
+    found = plan_of(config("ppo"), SHAPES, 80e9).engine
+    assert found is not None
+    assert found.cache == pytest.approx((40e9 - 2e9 - 2 * P) / (2 * 28 * 512 * 2))
+    split = plan_of(config("ppo", "rollout.tensor_parallel_size=8"), SHAPES, 80e9).engine
+    assert split is not None
+    assert split.cache == pytest.approx((38e9 - 2 * P / 8) / (2 * 28 * 512 * 2 / 4))  # 4 key heads
+    assert plan_of(config("sft"), SHAPES, 80e9).engine is None
+
+
+def test_disk_and_host_memory() -> None:
+    found = plan_of(config("sft"), SHAPES, 80e9)
+    assert found.checkpoints == 3 * 12 * P  # two are kept, and a third one is written
+    assert found.export == 2 * P
+    assert found.host == pytest.approx(8 * 5e9 + 12 * P)
+    assert plan_of(config("sft", "trainer.save_async=false", "trainer.export=false"), SHAPES, 80e9).host == 8 * 5e9
+    assert plan_of(config("sft", "trainer.export=false"), SHAPES, 80e9).export == 0
+    ppo = plan_of(config("ppo"), SHAPES, 80e9)
+    assert ppo.host == pytest.approx(16 * 5e9 + 12 * (P + SHAPES["/7b"].total_as_classifier))
+    assert plan_of(config("generate"), SHAPES, 80e9).checkpoints == 0
+
+
+def test_fewest_nodes() -> None:
+    """The states of 7B take 11.4 x 10^9 bytes on each of 8 GPUs, so that 40 x 10^9 are enough with recomputation."""
+    small = config("sft", "model.enable_gradient_checkpointing=true", "trainer.nnodes=3")
+    assert fewest_nodes(small, SHAPES, 40e9) == 1
+    four = config("sft", "model.enable_gradient_checkpointing=true").updated("trainer.n_gpus_per_node", 2)
+    assert fewest_nodes(four, SHAPES, 40e9) == 3
+    assert fewest_nodes(small, SHAPES, 5e9) is None
+    pools = config("ppo", "trainer.nnodes=2", "pools.spec={train: [8], rollout: [8]}", "pools.roles.rollout=rollout")
+    assert fewest_nodes(pools, SHAPES, 80e9) is None
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(4e7, "0.04"), (1.23e8, "0.1"), (3.14e9, "3.1"), (1.2e11, "120"), (-2e9, "-2.0")]
+)
+def test_gigabytes(size: float, text: str) -> None:
+    assert gigabytes(size) == text

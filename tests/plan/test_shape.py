@@ -1,0 +1,98 @@
+"""The counts of parameters against the models that transformers builds, and errors for other models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hpc_rl.errors import UserError
+from hpc_rl.plan.shape import shape_of
+
+SIZES = {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+FAMILIES = [
+    ("Llama", {}),
+    ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    ("Mistral", {}),
+    ("Qwen2", {}),
+    ("Qwen2", {"tie_word_embeddings": True}),
+    ("Qwen3", {"head_dim": 64}),
+    ("Gemma", {"head_dim": 64}),
+    ("Olmo2", {}),
+    ("Mixtral", {"num_local_experts": 4}),
+    ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 128, "decoder_sparse_step": 2}),
+    ("Qwen3Moe", {**EXPERTS, "mlp_only_layers": [1], "head_dim": 64}),
+]
+
+
+def config_of(family: str, **settings: Any) -> Any:
+    """Return a configuration of transformers."""
+    return getattr(transformers, f"{family}Config")(**{**SIZES, **settings})
+
+
+def count(auto: str, config: Any) -> int:
+    """Return the parameters of a model that transformers builds."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in getattr(transformers, auto).from_config(config).parameters())
+
+
+@pytest.mark.parametrize(("family", "settings"), FAMILIES)
+@pytest.mark.parametrize("form", ["to_dict", "to_diff_dict"])
+def test_parameters(family: str, settings: dict[str, Any], form: str) -> None:
+    """A config.json may leave out what is the family's default."""
+    config = config_of(family, **settings)
+    assert shape_of(getattr(config, form)(), "m").total == count("AutoModelForCausalLM", config)
+
+
+def test_parameters_of_a_classifier() -> None:
+    config = config_of("Qwen2", tie_word_embeddings=True, num_labels=1)
+    shape = shape_of(config.to_dict(), "m")
+    assert shape.total_as_classifier == count("AutoModelForSequenceClassification", config)
+
+
+def test_active_parameters_of_a_mixture() -> None:
+    """A token uses 2 of 6 experts: 4 x 3 matrices of 256 x 96 in each of three layers are idle."""
+    shape = shape_of(config_of("Qwen3Moe", **EXPERTS).to_dict(), "m")
+    idle = 3 * 4 * 3 * 256 * 96
+    assert shape.active == shape.total - idle - 1000 * 256 - 256
+    assert shape.working_inner == 2 * 96
+
+
+def test_sizes_of_attention() -> None:
+    shape = shape_of(config_of("Qwen3", head_dim=64).to_dict(), "m")
+    assert (shape.queries, shape.keys) == (512, 128)
+    assert shape.cache_bytes() == 2 * 3 * 128 * 2
+    assert sum(rows * columns for rows, columns in shape.linears.values()) == shape.layer - shape.vectors
+
+
+def test_text_model_of_a_larger_one() -> None:
+    config = {"model_type": "mistral3", "text_config": {**SIZES, "model_type": "mistral"}}
+    assert shape_of(config, "m").total == count("AutoModelForCausalLM", config_of("Mistral"))
+
+
+def test_unknown_family_is_counted_with_a_note() -> None:
+    (note,) = shape_of({**SIZES, "model_type": "new"}, "m").notes
+    assert note == "m is of type new, which is counted like Llama"
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "gpt2", "n_embd": 768}, "m: its config.json has no hidden_size and no intermediate_size"),
+        ({**SIZES, "hidden_size": "256"}, "has no hidden_size, so"),
+        ({**SIZES, "model_type": "deepseek_v3", "kv_lora_rank": 512}, "have multi-head latent attention"),
+    ],
+)
+def test_other_models_are_refused(config: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        shape_of(config, "m")
