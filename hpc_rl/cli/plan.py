@@ -61,8 +61,7 @@ def plan(
 
 
 def _lines(config: Planned, shapes: dict[str, Shape], plan: Plan) -> Iterator[str]:
-    from hpc_rl.plan.advice import advise, more_nodes
-    from hpc_rl.plan.plan import MOST_NODES, fewest_nodes
+    from hpc_rl.plan.advice import MOST_NODES, advise, fewest, more_nodes
     from hpc_rl.plan.text import arithmetic, cache_text, gigabytes, parts_text, remedies
 
     trainer = config.trainer
@@ -84,10 +83,10 @@ def _lines(config: Planned, shapes: dict[str, Shape], plan: Plan) -> Iterator[st
     yield f"memory       {plan.verdict}: {arithmetic(plan)}"
     if plan.engine is not None:
         yield f"generation   {cache_text(plan)}"
-    fewest = fewest_nodes(config, shapes, plan.gpu)
-    if fewest is not None:
-        yield f"nodes        fits on {fewest} or more of this size"
-    elif not any(phase.pool for phase in plan.phases):
+    least = fewest(config, shapes, plan.gpu, first=1, may_change=False)
+    if least is not None:
+        yield f"nodes        fits on {least.settings['trainer.nnodes']} or more of this size"
+    elif not pools:
         yield f"nodes        does not fit on {MOST_NODES} of this size"
     yield f"host memory  about {gigabytes(plan.host)} GB on each node"
     if plan.checkpoints:

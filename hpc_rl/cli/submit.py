@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from hpc_rl.submission.request import Request
 
 
+AUTO = "auto"
+"""Value of --nodes."""
+
 OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(
@@ -52,11 +55,28 @@ def _at_least_1(option: typer.CallbackParam, given: int | None) -> int | None:
     return given
 
 
+def _nodes(option: typer.CallbackParam, given: str | None) -> str | None:
+    if given is None or given == AUTO:
+        return given
+    try:
+        count = int(given)
+    except ValueError:
+        raise UserError(f"--nodes {given}: expected a number, or {AUTO}") from None
+    return str(_at_least_1(option, count))
+
+
 @dataclass(frozen=True)
 class SlurmFlags:
     """The Slurm options of `submit` and `render`, each an alias of a configuration key."""
 
-    nodes: Annotated[int | None, typer.Option(callback=_at_least_1, help="Number of nodes (trainer.nnodes).")] = None
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|auto",
+            callback=_nodes,
+            help="Number of nodes (trainer.nnodes). auto: the fewest on which `plan` finds that the job fits.",
+        ),
+    ] = None
     gpus_per_node: Annotated[
         int | None,
         typer.Option(
@@ -85,12 +105,28 @@ class SlurmFlags:
     ] = None
     site: SiteOption = None
 
-    def settings(self) -> dict[str, Any]:
-        """Return dotted configuration key -> value for the flags that were given."""
-        keys = {"nodes": "trainer.nnodes", "gpus_per_node": "trainer.n_gpus_per_node", "image": "container.image"}
+    @property
+    def fewest_nodes(self) -> bool:
+        """Whether the plan of the job chooses the number of nodes."""
+        return self.nodes == AUTO
+
+    def settings(self, may_choose_nodes: bool = False) -> dict[str, Any]:
+        """Return dotted configuration key -> value for the flags that were given.
+
+        Args:
+            may_choose_nodes: whether the command accepts `--nodes auto`.
+
+        Raises:
+            UserError: it does not, and the user asks for it.
+        """
+        if self.fewest_nodes and not may_choose_nodes:
+            raise UserError(f"--nodes {AUTO} is an option of submit and render: give a number of nodes here")
+        keys = {"gpus_per_node": "trainer.n_gpus_per_node", "image": "container.image"}
         plain = ["cpus_per_task", "mem", "time", "partition", "account", "qos", "constraint", "job_name"]
         keys |= {name: f"slurm.{name}" for name in plain}
         found = {key: getattr(self, name) for name, key in keys.items() if getattr(self, name) is not None}
+        if self.nodes is not None and not self.fewest_nodes:
+            found["trainer.nnodes"] = int(self.nodes)
         for option in self.sbatch or []:
             key, equals, value = option.removeprefix("--").partition("=")
             found[f"slurm.sbatch.{key}"] = value if equals else None
@@ -168,7 +204,8 @@ def submit(
         for line in environment_notes(os.environ, text):
             note(line)
         return _queued(job, queue.submit(job, text), wait, follow)
-    request = replace(request_of(context, kind, arguments, flags, run_dir, local=local), force=force)
+    request = request_of(context, kind, arguments, flags, run_dir, local=local, may_choose_nodes=True)
+    request = replace(request, force=force)
     request = launch.as_test(request) if test else request
     carry_out(request, dry_run=dry_run, wait=wait, follow=follow, in_allocation=in_allocation)
 
@@ -210,7 +247,7 @@ def render(
             "render does not accept --after, which is an option of the submission: use hpc-rl submit --after RUN, or "
             "sbatch --dependency=afterok:ID FILE"
         )
-    request = request_of(context, kind, arguments, flags, run_dir)
+    request = request_of(context, kind, arguments, flags, run_dir, may_choose_nodes=True)
     job, text = launch.make_run_dir(*launch.prepare(request, note))
     queue.prepare(job, text)
     print(text, end="")
@@ -225,15 +262,21 @@ def request_of(
     run_dir: Path | None,
     *,
     local: bool = False,
+    may_choose_nodes: bool = False,
 ) -> Request:
-    """Return the request that a parsed command line stands for."""
+    """Return the request that a parsed command line stands for.
+
+    Args:
+        may_choose_nodes: whether the command accepts `--nodes auto`.
+    """
     from hpc_rl.submission.request import Request
 
     return Request(
         kind=str(kind),
         overrides=tuple(arguments or ()),
         program=program_of(context),
-        settings=flags.settings(),
+        settings=flags.settings(may_choose_nodes),
+        fewest_nodes=flags.fewest_nodes,
         after=flags.after,
         run_dir=run_dir,
         site=flags.site,

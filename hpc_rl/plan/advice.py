@@ -15,8 +15,10 @@ from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.tree import put
 from hpc_rl.plan.memory import Planned, Shapes
-from hpc_rl.plan.plan import MOST_NODES, fits
+from hpc_rl.plan.plan import fits
 
+MOST_NODES = 64
+"""Largest number of nodes that is tried."""
 Settings = dict[str, Any]
 """Dotted key -> value."""
 
@@ -140,19 +142,28 @@ def with_settings(config: Planned, settings: Mapping[str, Any]) -> Planned | Non
 
 def more_nodes(config: Planned, shapes: Shapes, gpu: float) -> Advice | None:
     """Return the fewest nodes, more than a job has, on which it fits: with its own settings if others would be enough
-    on the nodes that it has, otherwise with the settings that it needs there.
+    on the nodes that it has, otherwise with the settings that it needs there. None if there are none."""
+    own_settings = advise(config, shapes, gpu, change_training=False) is not None
+    return fewest(config, shapes, gpu, config.trainer.nnodes + 1, may_change=not own_settings)
+
+
+def fewest(config: Planned, shapes: Shapes, gpu: float, first: int, may_change: bool) -> Advice | None:
+    """Return the fewest nodes on which a job fits.
+
+    Args:
+        first: the smallest number to try.
+        may_change: whether to change other settings too, as far as they do not change the result.
 
     Returns:
         None if it does not fit on MOST_NODES, or if its pools state the nodes.
     """
     if isinstance(config, PpoConfig | GenerateConfig) and config.pools.spec:
         return None
-    own_settings = advise(config, shapes, gpu, change_training=False) is not None
-    for nodes in range(config.trainer.nnodes + 1, MOST_NODES + 1):
+    for nodes in range(first, MOST_NODES + 1):
         larger, reason = config.updated("trainer.nnodes", nodes), "divide the model among more GPUs"
         if fits(larger, shapes, gpu):
             return Advice({"trainer.nnodes": nodes}, (reason,))
-        found = None if own_settings else advise(larger, shapes, gpu, change_training=False)
+        found = advise(larger, shapes, gpu, change_training=False) if may_change else None
         if found is not None:
             return Advice({"trainer.nnodes": nodes, **found.settings}, (reason, *found.reasons))
     return None

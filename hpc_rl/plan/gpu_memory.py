@@ -76,13 +76,14 @@ class Held:
         per_H = COMPUTE * tokens * shape.hidden
         inside = gathered | {"activations": 3 * COMPUTE * tokens * shape.working_inner + 4 * per_H}
         if self.head == "value":
-            return inside
+            return largest(self._at_start(), inside)
         logits = self._chunk(tokens)
-        return largest(inside, gathered | {"logits": logits, "activations": 4 * per_H})
+        return largest(self._at_start(), inside, gathered | {"logits": logits, "activations": 4 * per_H})
 
     def update(self, tokens: int) -> Parts:
         """Return the peak of forward pass, backward pass and optimizer step, with so many tokens in a micro-batch."""
-        return largest(self._at_head(tokens), self._in_layer(tokens), self._at_end())
+        start = self._at_start() | {"gradients": self._gradients()}
+        return largest(start, self._at_head(tokens), self._in_layer(tokens), self._at_end())
 
     def _weights(self) -> float:
         if not self.four_bit:
@@ -97,6 +98,10 @@ class Held:
             return {"gathered weights": COMPUTE * (self.root + 2 * self._layer())}
         return {"gathered weights": COMPUTE * (self.root + self.shape.layers * self._layer())}
 
+    def _at_start(self) -> Parts:
+        """Return what exists when FSDP gathers embedding, head and first layer: what arrives, and its copy."""
+        return {"gathered weights": 2 * COMPUTE * (self.root + self._layer())}
+
     def _layer(self) -> float:
         """Return the parameters of a layer that FSDP gathers."""
         own = self.adapters / self.shape.layers
@@ -107,7 +112,10 @@ class Held:
         shape = self.shape
         if self.recompute:
             return COMPUTE * tokens * shape.hidden
-        numbers = 8 * shape.hidden + 4 * shape.working_inner + 2 * shape.queries + 2 * shape.keys
+        # The gradient of a norm's weight needs the norm's result, which adapters do not.
+        numbers = (
+            (6 if self.adapters else 8) * shape.hidden + 4 * shape.working_inner + 2 * shape.queries + 2 * shape.keys
+        )
         return COMPUTE * tokens * numbers + FLOAT32 * tokens * shape.heads
 
     def _chunk(self, tokens: int) -> float:

@@ -19,8 +19,6 @@ from hpc_rl.plan.hardware import TIGHT, USABLE
 from hpc_rl.plan.memory import Phase, Planned, Shapes, cache_tokens, phases, trained_models
 
 Verdict = Literal["fits", "is tight", "does not fit"]
-MOST_NODES = 64
-"""Largest number of nodes that `fewest_nodes` tries."""
 PROCESS_BYTES = 5e9
 """Assumed: host memory of a process with torch and CUDA, without copies of weights."""
 
@@ -107,18 +105,6 @@ def plan_of(config: Planned, shapes: Shapes, gpu: float) -> Plan:
         checkpoints=checkpoints,
         export=export,
     )
-
-
-def fewest_nodes(config: Planned, shapes: Shapes, gpu: float) -> int | None:
-    """Return the smallest number of nodes, of the same size, on which a job fits.
-
-    Returns:
-        None if it does not fit on MOST_NODES either, or if its pools state the nodes.
-    """
-    if isinstance(config, PpoConfig | GenerateConfig) and config.pools.spec:
-        return None
-    sizes = (n for n in range(1, MOST_NODES + 1) if fits(config.updated("trainer.nnodes", n), shapes, gpu))
-    return next(sizes, None)
 
 
 def fits(config: Planned, shapes: Shapes, gpu: float) -> bool:

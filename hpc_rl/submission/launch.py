@@ -16,7 +16,7 @@ from hpc_rl.submission import queue
 from hpc_rl.submission.directives import environment_notes
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import check_local
-from hpc_rl.submission.planning import check_fit
+from hpc_rl.submission.planning import check_fit, on_fewest_nodes
 from hpc_rl.submission.preflight.checks import check
 from hpc_rl.submission.request import Request, plan, reserve
 from hpc_rl.submission.script import render
@@ -34,6 +34,9 @@ def prepare(request: Request, note: Note) -> tuple[Job, str]:
     Raises:
         UserError: the request is invalid; the message lists all problems, one per line.
     """
+    if request.fewest_nodes:
+        request, chosen = on_fewest_nodes(request)
+        note(chosen)
     job = plan(request)
     queue.check_free(job.run_dir)
     if request.local:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hpc_rl.config.tree import flat
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.host.hub import hub_config
-from hpc_rl.plan.advice import advise, more_nodes
+from hpc_rl.plan.advice import MOST_NODES, advise, fewest, more_nodes, words
 from hpc_rl.plan.hardware import gpu_bytes
 from hpc_rl.plan.memory import Planned, models_of
 from hpc_rl.plan.plan import plan_of
@@ -26,7 +27,7 @@ from hpc_rl.sites.profile import load_profile
 from hpc_rl.submission.devices import Devices
 from hpc_rl.submission.hub import hub_cache
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.request import Request
+from hpc_rl.submission.request import Request, plan
 
 _PLACEHOLDERS = {"data.train_files": ["data.jsonl"], "data.files": ["data.jsonl"], "reward.function": "exact"}
 """Required key -> a value that stands for any other in a plan."""
@@ -80,16 +81,46 @@ def check_fit(job: Job) -> str | None:
         shapes = shapes_of(config, ask_hub=False)
     except UserError:
         return None  # `hpc-rl plan` explains it; the checks before submission report a model that is missing
-    plan = plan_of(config, shapes, gpu)
-    if plan.verdict == "is tight":
-        return f"the job only just fits: {arithmetic(plan)}; `hpc-rl plan` shows the phases"
-    if plan.verdict == "fits":
+    found = plan_of(config, shapes, gpu)
+    if found.verdict == "is tight":
+        return f"the job only just fits: {arithmetic(found)}; `hpc-rl plan` shows the phases"
+    if found.verdict == "fits":
         return None
     ways = remedies(advise(config, shapes, gpu), more_nodes(config, shapes, gpu))
     raise UserError(
-        f"{job.size} cannot hold this job: {problem(plan)}; use {', or '.join(ways)}. `hpc-rl plan` shows the phases, "
+        f"{job.size} cannot hold this job: {problem(found)}; use {', or '.join(ways)}. `hpc-rl plan` shows the phases, "
         "and `submit --force` submits the job anyway"
     )
+
+
+def on_fewest_nodes(request: Request) -> tuple[Request, str]:
+    """Choose the number of nodes of a job: the fewest on which it fits, with the settings that it needs there.
+
+    Returns:
+        the request with these settings, and a sentence about them for the user.
+
+    Raises:
+        UserError: the job does not fit on any number of nodes, or its memory cannot be planned.
+    """
+    config = plan(request).config
+    if not isinstance(config, FinetuneConfig | PpoConfig | GenerateConfig) or not is_planned(config) or request.local:
+        raise UserError(f"--nodes auto: the memory of this job ({request.kind}) is not planned; give a number of nodes")
+    gpu = gpu_bytes(config.slurm)
+    if gpu is None:
+        raise UserError(
+            "--nodes auto: the memory of the GPUs is unknown; set slurm.node.gpu_gb in the site profile, or give a "
+            "number of nodes"
+        )
+    if isinstance(config, PpoConfig | GenerateConfig) and config.pools.spec:
+        raise UserError("--nodes auto: pools.spec states the nodes of the job; give their number")
+    shapes = shapes_of(config, ask_hub=False)
+    found = fewest(config, shapes, gpu, first=1, may_change=True)
+    if found is None:
+        raise UserError(
+            f"--nodes auto: the job does not fit on {MOST_NODES} nodes: {problem(plan_of(config, shapes, gpu))}"
+        )
+    note = f"--nodes auto: {' '.join(words(found.settings))}"
+    return replace(request, settings={**request.settings, **found.settings}, fewest_nodes=False), note
 
 
 def _config_of(key: str, path: str, config: Planned, ask_hub: bool) -> dict[str, Any]:

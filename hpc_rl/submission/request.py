@@ -47,6 +47,8 @@ class Request:
     """Whether the job runs on this machine, without Slurm."""
     is_test: bool = False
     """Whether this is the short trial of `submit --test`."""
+    fewest_nodes: bool = False
+    """Whether the job gets the fewest nodes on which it fits."""
     force: bool = False
     """Whether to submit a job that does not fit into the memory of its GPUs."""
     command: tuple[str, ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_rl.plan.advice import MEASURES, Advice, advise, more_nodes, with_settings, words
+from hpc_rl.plan.advice import MEASURES, Advice, advise, fewest, more_nodes, with_settings, words
 from hpc_rl.plan.plan import fits
 from hpc_rl.plan.text import remedies
 from tests.plan.configs import SHAPES, config
@@ -43,21 +43,43 @@ def test_no_advice_for_a_gpu_that_is_much_too_small() -> None:
 
 
 def test_more_nodes_with_the_settings_that_they_need() -> None:
-    job = config("sft", "model.enable_gradient_checkpointing=true").updated("trainer.n_gpus_per_node", 2)
+    two = config("sft", "model.enable_gradient_checkpointing=true").updated("trainer.n_gpus_per_node", 2)
+    assert nodes_of(more_nodes(two, SHAPES, 40e9)) == {"trainer.nnodes": 3}
+    kept = config("sft").updated("trainer.n_gpus_per_node", 2)
+    assert nodes_of(more_nodes(kept, SHAPES, 40e9)) == {"trainer.nnodes": 3, "trainer.micro_tokens": 1024}
+    assert more_nodes(two, SHAPES, 5e9) is None
+
+
+def test_more_nodes_alone_if_settings_alone_are_enough_too() -> None:
+    job = config("sft", "data.max_length=4096")
     found = more_nodes(job, SHAPES, 40e9)
     assert found is not None
-    assert found.settings == {"trainer.nnodes": 3}
-    kept = config("sft").updated("trainer.n_gpus_per_node", 2)
-    assert (more_nodes(kept, SHAPES, 40e9) or Advice({}, ())).settings == {
-        "trainer.nnodes": 3,
-        "trainer.micro_tokens": 1024,
+    assert list(found.settings) == ["trainer.nnodes"]
+    assert not fits(job.updated("trainer.nnodes", found.settings["trainer.nnodes"] - 1), SHAPES, 40e9)
+
+
+def test_fewest_nodes() -> None:
+    """The states of 7B take 11.4 x 10^9 bytes on each of 8 GPUs, so that 40 x 10^9 are enough with recomputation."""
+    small = config("sft", "model.enable_gradient_checkpointing=true", "trainer.nnodes=3")
+    assert nodes_of(fewest(small, SHAPES, 40e9, first=1, may_change=False)) == {"trainer.nnodes": 1}
+    assert nodes_of(fewest(small, SHAPES, 40e9, first=2, may_change=False)) == {"trainer.nnodes": 2}
+    kept = config("sft", "data.max_length=4096")
+    assert nodes_of(fewest(kept, SHAPES, 40e9, first=1, may_change=True)) == {
+        "trainer.nnodes": 1,
+        "model.enable_gradient_checkpointing": True,
     }
-    assert more_nodes(job, SHAPES, 5e9) is None
+
+
+def nodes_of(advice: Advice | None) -> dict[str, object]:
+    """Return the settings of an advice that exists."""
+    assert advice is not None
+    return dict(advice.settings)
 
 
 def test_pools_state_their_nodes() -> None:
     job = config("ppo", "trainer.nnodes=2", "pools.spec={train: [8], rollout: [8]}", "pools.roles.rollout=rollout")
     assert more_nodes(job, SHAPES, 10e9) is None
+    assert fewest(job, SHAPES, 80e9, first=1, may_change=True) is None
 
 
 def test_settings_that_are_not_valid_together() -> None:

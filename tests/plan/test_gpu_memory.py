@@ -99,6 +99,7 @@ def test_adapters_need_no_gradients_of_the_model() -> None:
     assert "gradients of the head" not in found
     assert found["gathered weights"] == 2 * (ROOT + 2 * (layer + 900 / L))
     in_head = replace(MODEL, adapters=900, itemsize=2, recompute=False).update(T)
+    assert in_head["saved activations"] == L * (2 * T * (6 * H + 4 * INNER + 2 * Q + 2 * K) + 4 * T * 6)
     assert "gradients of the head" not in in_head
 
 
@@ -113,6 +114,16 @@ def test_logits_are_computed_in_chunks_of_equal_size() -> None:
     """2^30 bytes hold 2,097 rows of 128,000 float32 numbers: 5,000 positions are 3 chunks of 1,667."""
     shape = replace(SHAPE, vocabulary=128_000)
     assert replace(MODEL, shape=shape, head="logprobs").forward(5000)["logits"] == 4 * 128_000 * 1667
+
+
+def test_start_of_a_pass() -> None:
+    """With few tokens, the weights outside of the layers exist twice while they are gathered."""
+    large = replace(SHAPE, vocabulary=10**6)
+    root = 2 * 10**6 * H + H
+    found = replace(MODEL, shape=large, head="logprobs").forward(1)
+    assert found == {"gathered weights": 4 * (root + LAYER)}
+    adapted = replace(MODEL, shape=large, adapters=900, itemsize=2).update(1)
+    assert adapted == {"gathered weights": 4 * (root + LAYER + 900 / L), "gradients": 4 * 900 / 8}
 
 
 def test_largest_moment_without_empty_parts() -> None:

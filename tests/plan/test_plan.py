@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hpc_rl.plan.memory import Phase
-from hpc_rl.plan.plan import Engine, Plan, fewest_nodes, plan_of
+from hpc_rl.plan.plan import Engine, Plan, plan_of
 from hpc_rl.plan.text import arithmetic, cache_text, gigabytes, problem
 from tests.plan.configs import SHAPES, config
 
@@ -71,17 +71,6 @@ def test_disk_and_host_memory() -> None:
     ppo = plan_of(config("ppo"), SHAPES, 80e9)
     assert ppo.host == pytest.approx(16 * 5e9 + 12 * (P + SHAPES["/7b"].total_as_classifier))
     assert plan_of(config("generate"), SHAPES, 80e9).checkpoints == 0
-
-
-def test_fewest_nodes() -> None:
-    """The states of 7B take 11.4 x 10^9 bytes on each of 8 GPUs, so that 40 x 10^9 are enough with recomputation."""
-    small = config("sft", "model.enable_gradient_checkpointing=true", "trainer.nnodes=3")
-    assert fewest_nodes(small, SHAPES, 40e9) == 1
-    four = config("sft", "model.enable_gradient_checkpointing=true").updated("trainer.n_gpus_per_node", 2)
-    assert fewest_nodes(four, SHAPES, 40e9) == 3
-    assert fewest_nodes(small, SHAPES, 5e9) is None
-    pools = config("ppo", "trainer.nnodes=2", "pools.spec={train: [8], rollout: [8]}", "pools.roles.rollout=rollout")
-    assert fewest_nodes(pools, SHAPES, 80e9) is None
 
 
 @pytest.mark.parametrize(

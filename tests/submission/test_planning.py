@@ -96,6 +96,43 @@ def test_force_submits_anyway(monkeypatch: MonkeyPatch) -> None:
     assert any(note.startswith("submitted nevertheless (--force): 1 node x 8 GPUs cannot hold") for note in notes)
 
 
+def test_fewest_nodes_with_the_settings_that_they_need() -> None:
+    chosen, note = planning.on_fewest_nodes(request("data.max_length=4096", gpu_gb=40, fewest_nodes=True))
+    assert note == "--nodes auto: trainer.nnodes=1 model.enable_gradient_checkpointing=true"
+    assert chosen.settings == {"trainer.nnodes": 1, "model.enable_gradient_checkpointing": True}
+    assert not chosen.fewest_nodes
+    small, _ = planning.on_fewest_nodes(request("trainer.n_gpus_per_node=2", gpu_gb=40, fewest_nodes=True))
+    assert small.settings["trainer.nnodes"] == 3
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (request(gpu_gb=None), "the memory of the GPUs is unknown; set slurm.node.gpu_gb"),
+        (request("trainer.device=cpu"), "the memory of this job (sft) is not planned; give a number of nodes"),
+        (request(local=True), "the memory of this job (sft) is not planned"),
+        (request(gpu_gb=5), "the job does not fit on 64 nodes: the phase `update` needs "),
+        (request("model.path=owner/m"), "model.path owner/m: there is no such folder"),
+    ],
+)
+def test_nodes_that_cannot_be_chosen(other: Request, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        planning.on_fewest_nodes(other)
+    assert expected in str(caught.value)
+
+
+def test_nodes_auto_on_the_command_line(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr("hpc_rl.submission.launch.notes_on", lambda *_: [])  # the model has no weights
+    words = ("model.path=7b", "data.train_files=train.jsonl", "trainer.device=cuda", "slurm.node.gpu_gb=40")
+    script = output("submit", "sft", "--nodes", "auto", "--gpus-per-node", "2", *words, "--dry-run")
+    assert "#SBATCH --nodes=3\n" in script
+    for command in ("plan", "sweep"):
+        with pytest.raises(UserError, match="--nodes auto is an option of submit and render"):
+            output(command, "sft", "--nodes", "auto", *words, "optim.lr=1e-5,3e-5")
+    with pytest.raises(UserError, match="--nodes two: expected a number, or auto"):
+        output("submit", "sft", "--nodes", "two")
+
+
 def test_a_hub_is_asked_by_plan_only(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     asked: list[str] = []
