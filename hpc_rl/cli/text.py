@@ -71,6 +71,8 @@ def explanation_text(found: Explanation, brief: bool = False) -> str:
             f"  fix:   {first.failure.fix}",
             f"  more:  {GUIDE}#{first.failure.anchor}",
         ]
+        if found.plan:
+            lines.insert(-1, f"  plan:  {found.plan}")
         more = [] if brief else [f"also: {other.failure.title}: {other.line[:MOST_SHOWN]}" for other in others]
         blocks.append("\n".join(lines + more))
     elif found.last_errors and not brief:

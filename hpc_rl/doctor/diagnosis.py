@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +13,8 @@ from hpc_rl.doctor.known_failures import ANY_EXCEPTION, KNOWN_FAILURES, Kind, Kn
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import STOPPED, RunStatus, status_of
+from hpc_rl.tracking.metrics import read_metrics
+from hpc_rl.tracking.planned import read_expected
 
 HEAD_BYTES, TAIL_BYTES = 64_000, 192_000
 """Bytes that are read of a longer log: its beginning and its end."""
@@ -91,8 +93,12 @@ class Explanation:
     """The last lines of the job's log that look like errors."""
     last_lines: list[str]
     """The last lines of the job's log, if none looks like an error."""
+    plan: str = ""
+    """Plan and recorded peak of the memory of a GPU, if the run ended because it had too little."""
 
 
+_GPU_MEMORY = "CUDA out of memory"
+"""Title of the known failure of a GPU with too little memory."""
 NOTHING = Explanation([], [], [], [])
 
 
@@ -108,7 +114,17 @@ def explain_run(run: RunDir, status: RunStatus, most_files: int = MOST_FILES) ->
         return NOTHING
     log = Path(status.log) if status.log else None
     job_log = _NEW_START.split(read_ends(log))[-1] if log is not None and log.exists() else ""
-    return _explain(job_log, status.log or "", _other_texts(run, status, most_files))
+    found = _explain(job_log, status.log or "", _other_texts(run, status, most_files))
+    return replace(found, plan=_plan_beside(run, found.findings))
+
+
+def _plan_beside(run: RunDir, found: Sequence[Finding]) -> str:
+    """Return plan and recorded peak of a run's memory if its GPUs had too little; empty if there was no plan."""
+    expected = read_expected(run)
+    if expected is None or not any(finding.failure.title == _GPU_MEMORY for finding in found):
+        return ""
+    peaks = [float(record.get("perf/max_memory_gb") or 0.0) for record in read_metrics(run.metrics)]
+    return expected.beside(max(peaks, default=0.0))
 
 
 def explain_file(path: Path) -> Explanation:

@@ -21,6 +21,8 @@ ENGINE_SHARE = {True: 0.5, False: 0.9}
 """Fraction of a GPU that vLLM takes by default, by whether it shares the GPU (hpc_rl.rl.rollout.vllm)."""
 ENGINE_BYTES = 2e9
 """Assumed: what vLLM needs beside weights and cache, such as CUDA graphs; it keeps about as much when it sleeps."""
+ENGINE, SLEEPING, ENGINE_WEIGHTS = ENGINE_PARTS = ("engine", "sleeping engine", "weights of the engine")
+"""Parts of a phase that belong to an engine in another process: while it generates, sleeps, and receives weights."""
 Planned = FinetuneConfig | PpoConfig | GenerateConfig
 Shapes = Mapping[str, Shape]
 """Path of a model, as in the configuration -> its shape."""
@@ -167,7 +169,7 @@ def _pool_phases(
 ) -> Iterator[Phase]:
     states: Parts = {role: model.resident for role, model in held.items()}
     awake = engine_bytes(config, gpu_bytes, shared=bool(held)) if has_engine else {}
-    resident = states | ({"sleeping engine": ENGINE_BYTES} if awake and held else {})
+    resident = states | ({SLEEPING: ENGINE_BYTES} if awake and held else {})
     if held:
         yield Phase("load", resident, {})
     if has_engine:
@@ -205,7 +207,7 @@ def engine_bytes(config: PpoConfig | GenerateConfig, gpu_bytes: float, shared: b
     if engine_name(rollout, config.trainer.computes_on) == "openai":
         return {}
     share = rollout.gpu_memory_utilization or ENGINE_SHARE[shared]
-    return {"engine": share * gpu_bytes}
+    return {ENGINE: share * gpu_bytes}
 
 
 def cache_tokens(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float) -> float:
@@ -233,7 +235,7 @@ def _sync(config: PpoConfig, actor: Held, awake: Parts) -> Parts:
         experts = shape.experts.count * shape.experts.inner if shape.experts else 0
         whole = float(COMPUTE * shape.hidden * max(shape.vocabulary, shape.inner, experts))
     found: Parts = {"a whole weight": whole, "buckets": 2e6 * config.rollout.sync_bucket_mb}
-    return found | ({"weights of the engine": weights_of_engine(shape, config.rollout) + ENGINE_BYTES} if awake else {})
+    return found | ({ENGINE_WEIGHTS: weights_of_engine(shape, config.rollout) + ENGINE_BYTES} if awake else {})
 
 
 def _held_by_role(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float) -> dict[Role, Held]:

@@ -16,7 +16,7 @@ from hpc_rl.config.rollout import engine_name
 from hpc_rl.config.training import TrainingConfig
 from hpc_rl.plan.gpu_memory import COMPUTE, FLOAT32, Held
 from hpc_rl.plan.hardware import TIGHT, USABLE
-from hpc_rl.plan.memory import Phase, Planned, Shapes, cache_tokens, phases, trained_models
+from hpc_rl.plan.memory import ENGINE_PARTS, Phase, Planned, Shapes, cache_tokens, phases, trained_models
 
 Verdict = Literal["fits", "is tight", "does not fit"]
 PROCESS_BYTES = 5e9
@@ -70,6 +70,12 @@ class Plan:
     def headroom(self) -> float:
         """What remains of the usable memory in the fullest phase; negative if it does not fit."""
         return self.usable - self.fullest.peak
+
+    @property
+    def training(self) -> float:
+        """The most memory of the training processes, without engines in other processes."""
+        sizes = [{**phase.resident, **phase.working} for phase in self.phases]
+        return max(sum(size for name, size in parts.items() if name not in ENGINE_PARTS) for parts in sizes)
 
     @property
     def cache_is_short(self) -> bool:

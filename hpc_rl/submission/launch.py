@@ -16,7 +16,7 @@ from hpc_rl.submission import queue
 from hpc_rl.submission.directives import environment_notes
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import check_local
-from hpc_rl.submission.planning import check_fit, on_fewest_nodes
+from hpc_rl.submission.planning import check_fit, expected, on_fewest_nodes
 from hpc_rl.submission.preflight.checks import check
 from hpc_rl.submission.request import Request, plan, reserve
 from hpc_rl.submission.script import render
@@ -134,7 +134,7 @@ def submit(request: Request, note: Note) -> tuple[Job, str]:
     """
     queue.require_slurm()
     job, script = make_run_dir(*prepare(request, note))
-    return job, queue.submit(job, script)
+    return job, queue.submit(job, script, expected(job))
 
 
 def as_test(request: Request) -> Request:

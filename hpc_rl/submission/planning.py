@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpc_rl.config.compose import FillIn, compose
 from hpc_rl.config.finetune import FinetuneConfig
@@ -18,17 +18,21 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.host.hub import hub_config
 from hpc_rl.plan.advice import MOST_NODES, advise, fewest, more_nodes, words
-from hpc_rl.plan.hardware import gpu_bytes
+from hpc_rl.plan.hardware import USABLE, gpu_bytes
 from hpc_rl.plan.memory import Planned, models_of
-from hpc_rl.plan.plan import plan_of
+from hpc_rl.plan.plan import Plan, plan_of
 from hpc_rl.plan.shape import Shape, shape_of
 from hpc_rl.plan.text import arithmetic, problem, remedies
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.submission.devices import Devices
 from hpc_rl.submission.hub import hub_cache
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.request import Request, plan
+from hpc_rl.submission.request import Request
+from hpc_rl.submission.request import plan as plan_request
+from hpc_rl.tracking.planned import KEY, Expected
 
+_LESS = 0.85
+"""Part of a job's peak that the settings recorded with a run need at most."""
 _PLACEHOLDERS = {"data.train_files": ["data.jsonl"], "data.files": ["data.jsonl"], "reward.function": "exact"}
 """Required key -> a value that stands for any other in a plan."""
 
@@ -73,6 +77,44 @@ def check_fit(job: Job) -> str | None:
     Raises:
         UserError: it does not fit; the message has the arithmetic, and settings with which it does.
     """
+    found = _plan_of_job(job)
+    if found is None or found.plan.verdict == "fits":
+        return None
+    config, shapes, plan = found
+    if plan.verdict == "is tight":
+        return f"the job only just fits: {arithmetic(plan)}; `hpc-rl plan` shows the phases"
+    ways = remedies(advise(config, shapes, plan.gpu), more_nodes(config, shapes, plan.gpu))
+    raise UserError(
+        f"{job.size} cannot hold this job: {problem(plan)}; use {', or '.join(ways)}. `hpc-rl plan` shows the phases, "
+        "and `submit --force` submits the job anyway"
+    )
+
+
+def expected(job: Job) -> dict[str, Any]:
+    """Return what the plan of a job expects, for job.json; empty if the job cannot be planned here."""
+    found = _plan_of_job(job)
+    if found is None:
+        return {}
+    config, shapes, plan = found
+    less = advise(config, shapes, _LESS * plan.fullest.peak / USABLE)
+    facts = Expected(
+        phase=plan.fullest.name,
+        peak_gb=round(plan.fullest.peak / 1e9, 3),
+        usable_gb=round(plan.usable / 1e9, 3),
+        training_gb=round(plan.training / 1e9, 3),
+        less=[] if less is None else words(less.settings),
+    )
+    return {KEY: facts.as_dict()}
+
+
+class _JobPlan(NamedTuple):
+    config: Planned
+    shapes: dict[str, Shape]
+    plan: Plan
+
+
+def _plan_of_job(job: Job) -> _JobPlan | None:
+    """Return the plan of a job; None if the memory of its GPUs or a model is unknown here."""
     config = job.config
     gpu = gpu_bytes(config.slurm)
     if gpu is None or not isinstance(config, FinetuneConfig | PpoConfig | GenerateConfig) or not is_planned(config):
@@ -81,16 +123,7 @@ def check_fit(job: Job) -> str | None:
         shapes = shapes_of(config, ask_hub=False)
     except UserError:
         return None  # `hpc-rl plan` explains it; the checks before submission report a model that is missing
-    found = plan_of(config, shapes, gpu)
-    if found.verdict == "is tight":
-        return f"the job only just fits: {arithmetic(found)}; `hpc-rl plan` shows the phases"
-    if found.verdict == "fits":
-        return None
-    ways = remedies(advise(config, shapes, gpu), more_nodes(config, shapes, gpu))
-    raise UserError(
-        f"{job.size} cannot hold this job: {problem(found)}; use {', or '.join(ways)}. `hpc-rl plan` shows the phases, "
-        "and `submit --force` submits the job anyway"
-    )
+    return _JobPlan(config, shapes, plan_of(config, shapes, gpu))
 
 
 def on_fewest_nodes(request: Request) -> tuple[Request, str]:
@@ -102,7 +135,7 @@ def on_fewest_nodes(request: Request) -> tuple[Request, str]:
     Raises:
         UserError: the job does not fit on any number of nodes, or its memory cannot be planned.
     """
-    config = plan(request).config
+    config = plan_request(request).config
     if not isinstance(config, FinetuneConfig | PpoConfig | GenerateConfig) or not is_planned(config) or request.local:
         raise UserError(f"--nodes auto: the memory of this job ({request.kind}) is not planned; give a number of nodes")
     gpu = gpu_bytes(config.slurm)

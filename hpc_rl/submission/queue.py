@@ -165,8 +165,11 @@ def require_slurm() -> None:
         raise UserError("no sbatch on PATH: run this on a login node of a Slurm cluster, or here with --local")
 
 
-def submit(job: Job, script: str) -> str:
+def submit(job: Job, script: str, facts: Mapping[str, object] | None = None) -> str:
     """Queue the script of a job and return the job id.
+
+    Args:
+        facts: further entries of job.json.
 
     Raises:
         UserError: sbatch refused. Then, and after Ctrl-C, nothing is left behind.
@@ -180,7 +183,7 @@ def submit(job: Job, script: str) -> str:
         finally:
             if job_id is None and is_new:
                 remove(job.run_dir.path)
-        record(job, job_id, **({"after": job.after.target} if job.after else {}))
+        record(job, job_id, **({"after": job.after.target} if job.after else {}), **(facts or {}))
         return job_id
 
 

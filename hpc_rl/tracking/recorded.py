@@ -13,6 +13,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.evaluations import Evaluation, read_evaluation
 from hpc_rl.tracking.history import History, read_history
 from hpc_rl.tracking.metrics import Record, read_metrics
+from hpc_rl.tracking.planned import Expected, read_expected
 from hpc_rl.tracking.plot import Point
 from hpc_rl.tracking.samples import TextSample, read_samples
 from hpc_rl.tracking.timeline import Timeline, read_timeline
@@ -40,6 +41,8 @@ class Recorded:
     """eval.json; empty if the run is no evaluation."""
     timeline: Timeline | None = None
     """Of the latest step; None if the run has recorded none."""
+    expected: Expected | None = None
+    """What the plan of the run expected; None if there was none."""
     swept: dict[str, str] = field(default_factory=dict)
     """What distinguishes the run from the others of its sweep or pipeline: swept key -> value; or round and stage."""
 
@@ -65,6 +68,7 @@ def read_run(run: RunDir) -> Recorded:
         options=read_options(run.config),
         evaluation=read_evaluation(run),
         timeline=read_timeline(run.timeline, records[-1]["step"] if records else 0),
+        expected=read_expected(run),
     )
 
 

@@ -161,7 +161,8 @@ def _numbers(run: Recorded) -> list[tuple[str, str]]:
             median = sorted(value for _, value in values)[len(values) // 2]
             numbers.append((label, f"{100 * median:.1f} %" if unit else number(median)))
     if values := run.points("perf/max_memory_gb"):
-        numbers.append(("Peak memory", f"{max(value for _, value in values):.1f} GB"))
+        planned = "" if run.expected is None else f" (plan: {run.expected.training_gb:.1f} GB)"
+        numbers.append(("Peak memory", f"{max(value for _, value in values):.1f} GB{planned}"))
     return numbers
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_rl.cli.text import explanation_text
 from hpc_rl.doctor.diagnosis import (
     HEAD_BYTES,
     NOTHING,
@@ -311,6 +312,22 @@ def failed_run(folder: Path, log: str, state: str = "FAILED") -> tuple[RunDir, R
     (run.path / "attempt-2").mkdir()
     (run.path / "job-7.log").write_text(log)
     return run, RunStatus("run", str(run.path), "7", state, log=str(run.path / "job-7.log"))
+
+
+def test_plan_and_peak_are_shown_if_a_gpu_has_too_little_memory(tmp_path: Path) -> None:
+    run, status = failed_run(tmp_path, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
+    assert explain_run(run, status).plan == ""
+    plan = {"phase": "update", "peak_gb": 40.0, "usable_gb": 76.0, "training_gb": 40.0, "less": ["a.b=1"]}
+    run.job.write_text(json.dumps({"plan": plan}))
+    records = ({"step": step, "total_steps": 9, "perf/max_memory_gb": 70.0 + step} for step in (1, 2))
+    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = explain_run(run, status)
+    assert "expected at most 40.0 of 76.0 usable GB" in found.plan
+    assert "the run recorded 72.0 GB; less memory: a.b=1" in found.plan
+    lines = explanation_text(found).splitlines()
+    assert [line.split(":")[0] for line in lines[2:]] == ["  cause", "  fix", "  plan", "  more"]
+    run.path.joinpath("job-7.log").write_text("Address already in use\n")
+    assert explain_run(run, status).plan == ""
 
 
 def test_a_run_is_explained_by_its_newest_start_alone(tmp_path: Path) -> None:

@@ -45,6 +45,13 @@ def test_an_engine_needs_a_cache_for_one_response() -> None:
     assert cache_text(none) == "the weights of the model do not fit into an engine's part of a GPU"
 
 
+def test_memory_of_the_training_processes_is_without_the_engine() -> None:
+    found = plan_of(config("ppo"), SHAPES, 80e9)
+    update = next(phase for phase in found.phases if phase.name == "update of the actor")
+    assert found.fullest.name == "generation"
+    assert found.training == pytest.approx(update.peak - 2e9)
+
+
 def test_problem_of_memory_comes_first() -> None:
     full = replace(PLAN, gpu=5e9, engine=Engine(0, 1000, 8))
     assert problem(full) == arithmetic(full)

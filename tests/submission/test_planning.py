@@ -15,6 +15,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.submission import planning
 from hpc_rl.submission.launch import prepare
 from hpc_rl.submission.request import Request
+from hpc_rl.submission.request import plan as plan_request
 from tests.fake_slurm import fake_slurm
 from tests.plan.configs import QWEN_7B
 
@@ -50,9 +51,7 @@ def output(*words: str) -> str:
 
 
 def fit(job_request: Request) -> str | None:
-    from hpc_rl.submission.request import plan
-
-    return planning.check_fit(plan(job_request))
+    return planning.check_fit(plan_request(job_request))
 
 
 def test_a_job_that_fits() -> None:
@@ -72,6 +71,17 @@ def test_a_job_that_cannot_fit_is_refused_with_a_remedy() -> None:
     assert message.startswith("1 node x 8 GPUs cannot hold this job: the phase `update` needs ")
     assert "use trainer.micro_tokens=2048 (use smaller micro-batches), or trainer.nnodes=3 (divide " in message
     assert "`submit --force` submits the job anyway" in message
+
+
+def test_what_a_run_expects_is_recorded() -> None:
+    job = plan_request(request("model.enable_gradient_checkpointing=true", "trainer.micro_tokens=8192"))
+    facts = planning.expected(job)["plan"]
+    assert (facts["phase"], facts["usable_gb"]) == ("update", 76.0)
+    assert facts["peak_gb"] == facts["training_gb"] == pytest.approx(25.4, abs=0.1)
+    assert facts["less"] == ["model.lora.rank=32", "model.dtype=bfloat16"]
+    kept = planning.expected(plan_request(request()))["plan"]
+    assert kept["less"] == ["trainer.micro_tokens=2048"]
+    assert planning.expected(plan_request(request(gpu_gb=None))) == {}
 
 
 @pytest.mark.parametrize(

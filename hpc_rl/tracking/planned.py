@@ -1,0 +1,62 @@
+"""What the plan of a run expected, as job.json has it, beside what the run recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_rl.host.files import read_json
+from hpc_rl.run_dir import RunDir
+
+KEY = "plan"
+"""Of job.json."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The memory of a GPU that a plan expected, in 10^9 bytes."""
+
+    phase: str
+    """The phase with the most memory."""
+    peak_gb: float
+    """The memory of that phase."""
+    usable_gb: float
+    training_gb: float
+    """The most memory of the training processes, without an engine in other processes: what a run records."""
+    less: Sequence[str]
+    """Settings, as key=value, with which the peak is clearly lower; empty if there are none."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the form that job.json has."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    def beside(self, recorded_gb: float) -> str:
+        """Return plan and recorded peak in a sentence, for a run that ended for lack of memory.
+
+        Args:
+            recorded_gb: 0 if nothing was recorded.
+        """
+        recorded = f"the run recorded {recorded_gb:.1f} GB" if recorded_gb else "the run recorded no complete step"
+        less = f"; less memory: {' '.join(self.less)}" if self.less else ""
+        return (
+            f"expected at most {self.peak_gb:.1f} of {self.usable_gb:.1f} usable GB, in the phase `{self.phase}`, and "
+            f"{self.training_gb:.1f} GB in the training processes; {recorded}{less}"
+        )
+
+
+def read_expected(run: RunDir) -> Expected | None:
+    """Return what the plan of a run expected; None if there was none, or job.json has another form."""
+    found = read_json(run.job).get(KEY)
+    if not isinstance(found, Mapping):
+        return None
+    try:
+        return Expected(
+            str(found["phase"]),
+            float(found["peak_gb"]),
+            float(found["usable_gb"]),
+            float(found["training_gb"]),
+            [str(word) for word in found["less"]],
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
