@@ -177,8 +177,8 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
             raise UserError(f"{name}: models of type {family} have {kind}, whose memory is not planned")
     special = FAMILIES.get(family, {})
     hidden, heads = found["hidden_size"], found["num_attention_heads"]
-    head_size = found.get("head_dim") or hidden // heads
-    key_heads = found.get("num_key_value_heads") or heads
+    head_size = _size(found, "head_dim", hidden // heads)
+    key_heads = _size(found, "num_key_value_heads", heads)
     experts = _experts(found, special)
     layers = found["num_hidden_layers"]
     return Shape(
@@ -199,22 +199,24 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
 
 
 def _experts(found: Mapping[str, Any], special: Mapping[str, Any]) -> Experts | None:
-    count = found.get("num_experts") or found.get("num_local_experts") or found.get("n_routed_experts")
-    if not _is_size(count):
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    count = next((found[name] for name in names if _is_size(found.get(name))), None)
+    if count is None:
         return None
     return Experts(
-        count=int(str(count)),
-        active=int(found.get("num_experts_per_tok") or 2),
-        inner=int(found.get(special.get("expert_size", "moe_intermediate_size")) or found["intermediate_size"]),
-        shared=int(found.get("shared_expert_intermediate_size") or 0),
+        count=count,
+        active=_size(found, "num_experts_per_tok", 2),
+        inner=_size(found, special.get("expert_size", "moe_intermediate_size"), found["intermediate_size"]),
+        shared=_size(found, "shared_expert_intermediate_size", 0),
         shared_gate=bool(special.get("shared_gate")),
     )
 
 
 def _dense_layers(found: Mapping[str, Any], layers: int) -> int:
     """Return how many layers of a mixture of experts have a usual MLP (mlp_only_layers, decoder_sparse_step)."""
-    alone, step = found.get("mlp_only_layers") or [], found.get("decoder_sparse_step") or 1
-    return sum(index in alone or (index + 1) % step > 0 for index in range(layers))
+    alone, step = found.get("mlp_only_layers"), _size(found, "decoder_sparse_step", 1)
+    listed = alone if isinstance(alone, list) else []
+    return sum(index in listed or (index + 1) % step > 0 for index in range(layers))
 
 
 def _vectors(
@@ -227,8 +229,13 @@ def _vectors(
     if found.get("attention_bias") and not special.get("qkv_bias"):
         total += hidden
     if found.get("mlp_bias"):
-        total += 2 * int(found["intermediate_size"]) + hidden
+        total += 2 * found["intermediate_size"] + hidden
     return total + {"head": 2 * head_size, "whole": queries + keys}.get(special.get("qk_norm", ""), 0)
+
+
+def _size(found: Mapping[str, Any], key: str, default: int) -> int:
+    """Return a size that a config.json may leave out, or set to null."""
+    return int(found[key]) if _is_size(found.get(key)) else default
 
 
 def _is_size(value: Any) -> bool:

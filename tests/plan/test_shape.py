@@ -86,6 +86,20 @@ def test_unknown_family_is_counted_with_a_note() -> None:
 
 
 @pytest.mark.parametrize(
+    "odd",
+    [
+        {"num_key_value_heads": None, "head_dim": None},
+        {"num_key_value_heads": "2", "head_dim": 0},
+        {"num_experts": None, "num_local_experts": "8"},
+        {"mlp_only_layers": 3, "decoder_sparse_step": 0},
+    ],
+)
+def test_odd_values_count_as_missing(odd: dict[str, Any]) -> None:
+    plain = {key: value for key, value in SIZES.items() if key not in odd}
+    assert shape_of({**plain, **odd}, "m") == shape_of(plain, "m")
+
+
+@pytest.mark.parametrize(
     ("config", "expected"),
     [
         ({"model_type": "gpt2", "n_embd": 768}, "m: its config.json has no hidden_size and no intermediate_size"),

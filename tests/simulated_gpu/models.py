@@ -14,7 +14,7 @@ from hpc_rl.rl.workers import critic, reward_model
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models import loading, pretrained
 from hpc_rl.training.models.pretrained import Pretrained
-from tests.simulated_gpu.shapes import SHAPES, Shape
+from tests.simulated_gpu.shapes import SHAPES, Shape, sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -24,12 +24,12 @@ REWARD_MODEL = "/reward"
 
 
 @contextlib.contextmanager
-def loading_without_files(shape: Shape) -> Iterator[None]:
+def loading_without_files(shape: Shape, layers: int | None = None) -> Iterator[None]:
     """Let every load of a model return an untrained one of this shape, and let all ranks agree with this one."""
     from transformers import Qwen2Config
 
     with (
-        untrained(Qwen2Config(**SHAPES[shape])),
+        untrained(Qwen2Config(**sizes(shape, layers))),
         mock.patch.object(critic, "refuse_other_vocabulary", lambda *_: None),
         mock.patch.object(reward_model, "refuse_other_vocabulary", lambda *_: None),
     ):

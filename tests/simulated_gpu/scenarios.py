@@ -27,6 +27,8 @@ class Job:
     """One rank's work in a step."""
 
     shape: Shape = "tiny"
+    layers: int | None = None
+    """Layers of the model, instead of those of the shape: fewer take less time."""
     ranks: int = 8
     gpus_per_node: int = 8
     micro_batches: int = 2
@@ -105,7 +107,7 @@ def _finetune_step(job: Job, kind: str) -> dict[str, Phase]:
 
     config = config_of(job, kind)
     assert isinstance(config, FinetuneConfig)
-    with simulated_gpus(job.ranks, job.gpus_per_node, job.where) as gpu, loading_without_files(job.shape):
+    with simulated_gpus(job.ranks, job.gpus_per_node, job.where) as gpu, loading_without_files(job.shape, job.layers):
         phases = _Phases(gpu)
         world = job.world()
         model = load_sharded(objective_of(config).model(), world, config.trainer)
@@ -123,7 +125,7 @@ def rl_step(job: Job) -> dict[str, Phase]:
     and `update ROLE`."""
     config = config_of(job, "ppo")
     assert isinstance(config, PpoConfig)
-    with simulated_gpus(job.ranks, job.gpus_per_node, job.where) as gpu, loading_without_files(job.shape):
+    with simulated_gpus(job.ranks, job.gpus_per_node, job.where) as gpu, loading_without_files(job.shape, job.layers):
         phases = _Phases(gpu)
         world = job.world()
         parts: dict[str, Any] = {}

@@ -59,3 +59,8 @@ SHAPES: dict[Shape, dict[str, Any]] = {
     },
 }
 """Qwen2.5's shapes, and a small one."""
+
+
+def sizes(shape: Shape, layers: int | None = None) -> dict[str, Any]:
+    """Return the sizes of a shape, perhaps with another number of layers."""
+    return {**SHAPES[shape], "num_hidden_layers": layers or SHAPES[shape]["num_hidden_layers"]}
