@@ -58,8 +58,10 @@ class Plan:
 
     @property
     def fullest(self) -> Phase:
-        """The phase with the most memory."""
-        return max(self.phases, key=lambda phase: phase.peak)
+        """The phase with the most memory. An engine that is alone on its GPUs takes the part that it is told to take,
+        so that its phase counts only if there is no other."""
+        shared = [phase for phase in self.phases if phase.resident]
+        return max(shared or self.phases, key=lambda phase: phase.peak)
 
     @property
     def usable(self) -> float:
@@ -70,6 +72,11 @@ class Plan:
     def headroom(self) -> float:
         """What remains of the usable memory in the fullest phase; negative if it does not fit."""
         return self.usable - self.fullest.peak
+
+    @property
+    def is_too_full(self) -> bool:
+        """Whether the fullest phase needs more memory than a GPU has."""
+        return bool(self.fullest.resident) and self.headroom < 0
 
     @property
     def training(self) -> float:
@@ -85,9 +92,9 @@ class Plan:
     @property
     def verdict(self) -> Verdict:
         """Whether the job fits."""
-        if self.headroom < 0 or self.cache_is_short:
+        if self.is_too_full or self.cache_is_short:
             return "does not fit"
-        return "is tight" if self.fullest.peak > TIGHT * self.usable else "fits"
+        return "is tight" if self.fullest.resident and self.fullest.peak > TIGHT * self.usable else "fits"
 
 
 def plan_of(config: Planned, shapes: Shapes, gpu: float) -> Plan:

@@ -50,7 +50,7 @@ def cache_text(plan: Plan) -> str:
 
 def problem(plan: Plan) -> str:
     """State why a job does not fit."""
-    return arithmetic(plan) if plan.headroom < 0 else cache_text(plan)
+    return arithmetic(plan) if plan.is_too_full else cache_text(plan)
 
 
 def remedies(*ways: Advice | None) -> list[str]:

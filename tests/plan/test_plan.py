@@ -52,6 +52,14 @@ def test_memory_of_the_training_processes_is_without_the_engine() -> None:
     assert found.training == pytest.approx(update.peak - 2e9)
 
 
+@pytest.mark.parametrize("share", [0.9, 0.98])
+def test_an_engine_alone_takes_the_part_that_it_is_told_to_take(share: float) -> None:
+    found = plan_of(config("generate", f"rollout.gpu_memory_utilization={share}"), SHAPES, 80e9)
+    assert (found.verdict, found.fullest.name) == ("fits", "generation")
+    apart = config("ppo", "trainer.nnodes=2", "pools.spec={train: [8], rollout: [8]}", "pools.roles.rollout=rollout")
+    assert plan_of(apart.updated("rollout.gpu_memory_utilization", share), SHAPES, 80e9).fullest.pool == "train"
+
+
 def test_problem_of_memory_comes_first() -> None:
     full = replace(PLAN, gpu=5e9, engine=Engine(0, 1000, 8))
     assert problem(full) == arithmetic(full)
