@@ -25,18 +25,21 @@ MEMORY_GB: dict[str, int] = {
 }
 """Pattern of a word in Slurm's name of a GPU -> its memory, in 10^9 bytes, if the name leaves no doubt. An A100 has 40
 or 80."""
-_STATED = re.compile(r"(\d+)gb", re.IGNORECASE)
+_STATED = re.compile(r"(\d+)gb")
+"""a100_80gb; of a100_3g.20gb, a part of an A100, the last one."""
 
 
 def gpu_bytes(slurm: SlurmConfig) -> float | None:
-    """Return the memory of one GPU of a job, in bytes; None if it is unknown."""
-    gigabytes = slurm.node.gpu_gb or named_gb(slurm.gpu_type or "")
+    """Return the memory of one GPU of a job, in bytes; None if it is unknown.
+
+    The size in a name of the requested GPUs comes first, because a profile may describe others. A model comes last.
+    """
+    name = (slurm.gpu_type or "").lower()
+    stated = _STATED.findall(name)
+    gigabytes = float(stated[-1]) if stated else slurm.node.gpu_gb or _model_gb(name)
     return None if gigabytes is None else gigabytes * 1e9
 
 
-def named_gb(name: str) -> float | None:
-    """Return the memory that Slurm's name of a GPU tells, in 10^9 bytes: a100_80gb, or h100."""
-    if stated := _STATED.findall(name):
-        return float(stated[-1])  # a100_3g.20gb is a part of an A100
+def _model_gb(name: str) -> float | None:
     word = r"(?<![a-z0-9])(?:{})(?![a-z0-9])"
-    return next((float(size) for kind, size in MEMORY_GB.items() if re.search(word.format(kind), name.lower())), None)
+    return next((float(size) for kind, size in MEMORY_GB.items() if re.search(word.format(kind), name)), None)

@@ -11,10 +11,10 @@ from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.pools import Role, pool_of, pool_spec
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.preferences import NEEDS_NO_REFERENCE, DpoConfig, RmConfig
-from hpc_rl.config.rollout import EngineConfig, engine_name
+from hpc_rl.config.rollout import engine_dtype, engine_spec
 from hpc_rl.config.sharding import STATE_BYTES, auto_sharding
 from hpc_rl.config.training import LoraConfig, ModelConfig, Sharding, TrainingConfig
-from hpc_rl.plan.gpu_memory import COMPUTE, Head, Held, Parts
+from hpc_rl.plan.gpu_memory import COMPUTE, FLOAT32, Head, Held, Parts
 from hpc_rl.plan.shape import Shape
 
 ENGINE_SHARE = {True: 0.5, False: 0.9}
@@ -23,6 +23,8 @@ ENGINE_BYTES = 2e9
 """Assumed: what vLLM needs beside weights and cache, such as CUDA graphs; it keeps about as much when it sleeps."""
 ENGINE, SLEEPING, ENGINE_WEIGHTS = ENGINE_PARTS = ("engine", "sleeping engine", "weights of the engine")
 """Parts of a phase that belong to an engine in another process: while it generates, sleeps, and receives weights."""
+_OWN_CACHE = {"quantization", "cpu_offload_gb", "kv_cache_memory_bytes", "kv_cache_dtype", "max_model_len"}
+"""Arguments of vLLM (rollout.engine_kwargs) that change weights or cache of an engine in ways that are not planned."""
 Planned = FinetuneConfig | PpoConfig | GenerateConfig
 Shapes = Mapping[str, Shape]
 """Path of a model, as in the configuration -> its shape."""
@@ -168,8 +170,9 @@ def _pool_phases(
     ranks: int,
 ) -> Iterator[Phase]:
     states: Parts = {role: model.resident for role, model in held.items()}
-    awake = engine_bytes(config, gpu_bytes, shared=bool(held)) if has_engine else {}
-    resident = states | ({SLEEPING: ENGINE_BYTES} if awake and held else {})
+    awake = engine_bytes(config, shapes, gpu_bytes, shared=bool(held)) if has_engine else {}
+    sleeps = bool(awake and held) and not engine_spec(config).in_process
+    resident = states | ({SLEEPING: ENGINE_BYTES} if sleeps else {})
     if held:
         yield Phase("load", resident, {})
     if has_engine:
@@ -197,32 +200,47 @@ def _pool_phases(
         yield Phase("save", resident, {})
 
 
-def engine_bytes(config: PpoConfig | GenerateConfig, gpu_bytes: float, shared: bool) -> Parts:
-    """Return what an engine takes of a GPU while it generates.
+def engine_bytes(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float, shared: bool) -> Parts:
+    """Return what an engine takes of a GPU while it generates. An engine in the training processes takes its weights
+    and, assumed, the cache of one response; another one takes a fixed part of the GPU.
 
     Args:
         shared: whether training workers use the GPU too.
     """
-    rollout = config.rollout
-    if engine_name(rollout, config.trainer.computes_on) == "openai":
-        return {}
-    share = rollout.gpu_memory_utilization or ENGINE_SHARE[shared]
-    return {ENGINE: share * gpu_bytes}
+    rollout, shape = config.rollout, shapes[config.model.path]
+    spec = engine_spec(config)
+    if not spec.transfers:
+        return {}  # a server that others operate
+    if spec.in_process:
+        return {ENGINE: weights_of_engine(config, shape) + sequence_of(config) * shape.cache_bytes()}
+    share = rollout.engine_kwargs.get("gpu_memory_utilization") or rollout.gpu_memory_utilization
+    return {ENGINE: float(share or ENGINE_SHARE[shared]) * gpu_bytes}
 
 
-def cache_tokens(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float) -> float:
-    """Return how many tokens an engine's cache of keys and values can hold; negative if its weights do not fit."""
-    shape, rollout = shapes[config.model.path], config.rollout
+def cache_tokens(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float) -> float | None:
+    """Return how many tokens an engine's cache of keys and values can hold; negative if its weights do not fit.
+
+    Returns:
+        None if the engine's own arguments determine it, or if it has no such cache.
+    """
+    shape, rollout, spec = shapes[config.model.path], config.rollout, engine_spec(config)
+    if spec.in_process or not spec.transfers or rollout.engine_kwargs.keys() & _OWN_CACHE:
+        return None
     shared = any(pool_of(config, role) == pool_of(config, "rollout") for role in config.roles if role != "rollout")
-    parallel = rollout.tensor_parallel_size
-    rest = sum(engine_bytes(config, gpu_bytes, shared).values()) - ENGINE_BYTES
-    rest -= COMPUTE * shape.total / parallel
-    return rest / (shape.cache_bytes() / min(parallel, shape.key_heads))
+    rest = sum(engine_bytes(config, shapes, gpu_bytes, shared).values()) - ENGINE_BYTES
+    rest -= weights_of_engine(config, shape)
+    return rest / (shape.cache_bytes() / min(rollout.tensor_parallel_size, shape.key_heads))
 
 
-def weights_of_engine(shape: Shape, rollout: EngineConfig) -> float:
+def sequence_of(config: PpoConfig | GenerateConfig) -> int:
+    """Return the largest number of tokens of a prompt with its response."""
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
+def weights_of_engine(config: PpoConfig | GenerateConfig, shape: Shape) -> float:
     """Return the bytes of an engine's weights on one GPU."""
-    return COMPUTE * shape.total / rollout.tensor_parallel_size
+    itemsize = FLOAT32 if engine_dtype(config.rollout, config.trainer.computes_on) == "float32" else COMPUTE
+    return itemsize * shape.total / config.rollout.tensor_parallel_size
 
 
 def _sync(config: PpoConfig, actor: Held, awake: Parts) -> Parts:
@@ -235,7 +253,7 @@ def _sync(config: PpoConfig, actor: Held, awake: Parts) -> Parts:
         experts = shape.experts.count * shape.experts.inner if shape.experts else 0
         whole = float(COMPUTE * shape.hidden * max(shape.vocabulary, shape.inner, experts))
     found: Parts = {"a whole weight": whole, "buckets": 2e6 * config.rollout.sync_bucket_mb}
-    return found | ({ENGINE_WEIGHTS: weights_of_engine(shape, config.rollout) + ENGINE_BYTES} if awake else {})
+    return found | ({ENGINE_WEIGHTS: weights_of_engine(config, shape) + ENGINE_BYTES} if awake else {})
 
 
 def _held_by_role(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float) -> dict[Role, Held]:

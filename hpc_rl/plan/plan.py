@@ -12,11 +12,10 @@ from typing import Literal
 from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.pools import pool_of
 from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.config.rollout import engine_name
 from hpc_rl.config.training import TrainingConfig
 from hpc_rl.plan.gpu_memory import COMPUTE, FLOAT32, Held
 from hpc_rl.plan.hardware import TIGHT, USABLE
-from hpc_rl.plan.memory import ENGINE_PARTS, Phase, Planned, Shapes, cache_tokens, phases, trained_models
+from hpc_rl.plan.memory import ENGINE_PARTS, Phase, Planned, Shapes, cache_tokens, phases, sequence_of, trained_models
 
 Verdict = Literal["fits", "is tight", "does not fit"]
 PROCESS_BYTES = 5e9
@@ -48,7 +47,7 @@ class Plan:
     gpu: float
     """Memory of one GPU."""
     engine: Engine | None
-    """None without an engine on GPUs."""
+    """None without an engine whose cache is known."""
     host: float
     """Host memory of one node."""
     checkpoints: float
@@ -128,10 +127,8 @@ def fits(config: Planned, shapes: Shapes, gpu: float) -> bool:
 def _engine(config: Planned, shapes: Shapes, gpu: float) -> Engine | None:
     if not isinstance(config, PpoConfig | GenerateConfig):
         return None
-    if engine_name(config.rollout, config.trainer.computes_on) == "openai":
-        return None
-    sequence = config.data.max_prompt_length + config.data.max_response_length
-    return Engine(cache_tokens(config, shapes, gpu), sequence, config.rollout.max_num_seqs)
+    cache = cache_tokens(config, shapes, gpu)
+    return None if cache is None else Engine(cache, sequence_of(config), config.rollout.max_num_seqs)
 
 
 def _state_bytes(held: Held) -> float:

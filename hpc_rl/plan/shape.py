@@ -30,8 +30,9 @@ _OTHER_LAYERS = {
     "kv_lora_rank": "multi-head latent attention",
     "linear_num_value_heads": "linear attention",
     "mamba_d_state": "state-space layers",
+    "quantization_config": "quantised weights",
 }
-"""Setting -> a kind of layer that is not counted."""
+"""Setting -> what is not counted."""
 
 
 @dataclass(frozen=True)

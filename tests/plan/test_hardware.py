@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_rl.config.slurm import SlurmConfig
-from hpc_rl.plan.hardware import gpu_bytes, named_gb
+from hpc_rl.plan.hardware import gpu_bytes
 
 
 @pytest.mark.parametrize(
@@ -29,11 +29,11 @@ from hpc_rl.plan.hardware import gpu_bytes, named_gb
     ],
 )
 def test_memory_in_a_name(name: str, expected: float | None) -> None:
-    assert named_gb(name) == expected
+    assert gpu_bytes(SlurmConfig(gpu_type=name or None)) == (None if expected is None else expected * 1e9)
 
 
-def test_the_profile_comes_before_the_name() -> None:
-    assert gpu_bytes(SlurmConfig.model_validate({"gpu_type": "h100", "node": {"gpu_gb": 94}})) == 94e9
-    assert gpu_bytes(SlurmConfig(gpu_type="h100")) == 80e9
-    assert gpu_bytes(SlurmConfig(gpu_type="a100")) is None
-    assert gpu_bytes(SlurmConfig()) is None
+def test_the_profile_comes_before_a_model_and_after_a_size() -> None:
+    def of(name: str) -> float | None:
+        return gpu_bytes(SlurmConfig.model_validate({"gpu_type": name, "node": {"gpu_gb": 94}}))
+
+    assert (of("h100"), of("a100"), of("a100_80gb"), of("a100_3g.20gb")) == (94e9, 94e9, 80e9, 20e9)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpc_rl.plan.memory import Phase, adapter_parameters, micro_tokens, models_of, phases
+from hpc_rl.plan.memory import Phase, adapter_parameters, cache_tokens, micro_tokens, models_of, phases
 from tests.plan.configs import SHAPES, config
 
 P = SHAPES["/7b"].total
@@ -76,6 +76,22 @@ def test_ppo_shares_its_gpus_with_an_engine() -> None:
         "weight sync",
         "save",
     ]
+
+
+def test_an_engine_in_the_training_processes() -> None:
+    found = planned(config("ppo", "rollout.name=hf", "data.max_prompt_length=100", "data.max_response_length=400"))
+    assert found["generation"].working == {"engine": 2 * P + 500 * 2 * 28 * 512 * 2}
+    assert "sleeping engine" not in found["load"].resident
+    assert cache_tokens(config("ppo", "rollout.name=hf"), SHAPES, GPU) is None
+
+
+def test_arguments_of_the_engine_itself() -> None:
+    own = config("generate", "rollout.engine_kwargs={gpu_memory_utilization: 0.25}")
+    assert planned(own)["generation"].peak == 20e9
+    assert cache_tokens(own, SHAPES, GPU) == pytest.approx((20e9 - 2e9 - 2 * P) / (2 * 28 * 512 * 2))
+    assert cache_tokens(config("generate", "rollout.engine_kwargs={quantization: fp8}"), SHAPES, GPU) is None
+    wide = config("generate", "rollout.dtype=float32")
+    assert cache_tokens(wide, SHAPES, GPU) == pytest.approx((72e9 - 2e9 - 4 * P) / (2 * 28 * 512 * 2))
 
 
 def test_ppo_with_pools() -> None:

@@ -84,6 +84,24 @@ CASES = [
     case("ppo", "7B", 16, 16384, *GRPO),
     case("ppo", "14B", 16, 8192, *KL),
     case("ppo", "32B", 32, 8192, *GRPO, small=True),
+    *(
+        case(kind, shape, ranks, micro_tokens, *options)
+        for shape, ranks, micro_tokens in (
+            ("0.5B", 2, 4096),
+            ("1.5B", 2, 8192),
+            ("7B", 32, 8192),
+            ("14B", 64, 8192),
+            ("32B", 64, 4096),
+        )
+        for kind, options in (
+            ("sft", (KEEP,)),
+            ("sft", ("trainer.sharding=full",)),
+            ("dpo", (KEEP,)),
+            ("dpo", (*LORA, KEEP)),
+            ("ppo", (*GRPO, KEEP)),
+            ("ppo", (*KL, *LORA)),
+        )
+    ),
 ]
 
 
