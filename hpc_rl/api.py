@@ -122,6 +122,7 @@ def submit(
     run_dir: Path | str | None = None,
     site: str | None = None,
     test: bool = False,
+    force: bool = False,
     note: Callable[[str], None] = lambda text: print(f"hpc-rl: {text}", file=sys.stderr),
 ) -> Run:
     """Check a job and queue it, like `hpc-rl submit`.
@@ -134,6 +135,7 @@ def submit(
         after: a run, or a job id, that has to complete first.
         site: file or name of a site profile.
         test: submit a short trial of two steps instead (`submit --test`).
+        force: submit a job even if it does not fit into the memory of its GPUs.
         note: receives sentences about what was chosen, and about what could not be checked.
 
     Raises:
@@ -164,6 +166,7 @@ def submit(
         after=str(after.path) if isinstance(after, Run) else after,
         run_dir=None if run_dir is None else Path(run_dir),
         site=site,
+        force=force,
         command=("hpc_rl.submit", kind, *overrides, *(["--", *program] if program else [])),
     )
     job, _ = launch.submit(launch.as_test(request) if test else request, note)

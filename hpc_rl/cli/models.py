@@ -14,6 +14,7 @@ from hpc_rl.cli.completion import run_names
 from hpc_rl.cli.submit import (
     DryRunOption,
     FollowOption,
+    ForceOption,
     InAllocationOption,
     LocalOption,
     RunDirOption,
@@ -46,6 +47,7 @@ def evaluate(
     flags: SlurmFlags,
     run_dir: RunDirOption = None,
     dry_run: DryRunOption = False,
+    force: ForceOption = False,
     wait: WaitOption = False,
     follow: FollowOption = False,
     local: LocalOption = False,
@@ -72,6 +74,7 @@ def evaluate(
         run_dir=run_dir,
         site=flags.site,
         local=local,
+        force=force,
         command=tuple(sys.argv),
     )
     carry_out(request, dry_run=dry_run, wait=wait, follow=follow, in_allocation=in_allocation)

@@ -40,29 +40,30 @@ def plan(
     """
     from hpc_rl.plan.hardware import gpu_bytes
     from hpc_rl.plan.plan import plan_of
-    from hpc_rl.submission.planning import is_planned, planned_config, shapes_of
+    from hpc_rl.submission.planning import has_model, planned_config, planned_part, shapes_of
     from hpc_rl.submission.request import Request
 
+    if not has_model(str(kind)):
+        raise UserError(f"{kind} runs no model of its own, so there is nothing to plan")
     settings = flags.settings() | ({} if gpu_gb is None else {"slurm.node.gpu_gb": gpu_gb})
     request = Request(str(kind), tuple(arguments or ()), settings=settings, site=flags.site, command=tuple(sys.argv))
-    config = planned_config(request)
-    if not is_planned(config):
-        if config.trainer.computes_on == "cpu":
-            raise UserError("the job runs on CPUs, and plan is about the memory of GPUs: set trainer.device=cuda")
-        raise UserError(f"{kind} runs no model of its own, so there is nothing to plan")
-    gpu = gpu_bytes(config.slurm)
+    composed = planned_config(request)
+    config = planned_part(composed)
+    if config is None:
+        raise UserError("the job runs on CPUs, and plan is about the memory of GPUs: set trainer.device=cuda")
+    gpu = gpu_bytes(composed.slurm) if gpu_gb is None else gpu_gb * 1e9
     if gpu is None:
         raise UserError(
             "the memory of the GPUs is unknown: add --gpu-gb 80, or set slurm.node.gpu_gb in the site profile"
         )
-    shapes = shapes_of(config, ask_hub=True)  # type: ignore[arg-type]  # is_planned
-    found = plan_of(config, shapes, gpu)  # type: ignore[arg-type]
-    print(json.dumps(_facts(found), indent=2) if as_json else "\n".join(_lines(config, shapes, found)))  # type: ignore[arg-type]
+    shapes = shapes_of(config, ask_hub=True)
+    found = plan_of(config, shapes, gpu)
+    print(json.dumps(_facts(found), indent=2) if as_json else "\n".join(_lines(config, shapes, found)))
 
 
 def _lines(config: Planned, shapes: dict[str, Shape], plan: Plan) -> Iterator[str]:
     from hpc_rl.plan.advice import MOST_NODES, advise, fewest, more_nodes
-    from hpc_rl.plan.text import arithmetic, cache_text, gigabytes, parts_text, remedies
+    from hpc_rl.plan.text import arithmetic, cache_text, gigabytes, parts_text, problem, remedies
 
     trainer = config.trainer
     for path, shape in shapes.items():
@@ -70,7 +71,8 @@ def _lines(config: Planned, shapes: dict[str, Shape], plan: Plan) -> Iterator[st
         yield f"{path}: {shape.total / 1e9:.3g} x 10^9 parameters{active}"
         yield from (f"  {note}" for note in shape.notes)
     nodes = f"{trainer.nnodes} node{'s' if trainer.nnodes > 1 else ''}"
-    yield f"{nodes} x {trainer.n_gpus_per_node} GPUs of {gigabytes(plan.gpu)} GB; sizes in GB (10^9 bytes) for each GPU"
+    gpus = f"{trainer.n_gpus_per_node} GPU{'s' if trainer.n_gpus_per_node > 1 else ''}"
+    yield f"{nodes} x {gpus} of {gigabytes(plan.gpu)} GB; sizes in GB (10^9 bytes) for each GPU"
     yield ""
     pools = any(phase.pool for phase in plan.phases)
     rows = [[*(["pool"] if pools else []), "phase", "resident", "peak", "largest parts of the peak"]]
@@ -80,14 +82,14 @@ def _lines(config: Planned, shapes: dict[str, Shape], plan: Plan) -> Iterator[st
         rows.append([*place, phase.name, *sizes, parts_text({**phase.resident, **phase.working})])
     yield aligned(rows, right={rows[0].index("resident"), rows[0].index("peak")})
     yield ""
-    yield f"memory       {plan.verdict}: {arithmetic(plan)}"
+    yield f"memory       {plan.verdict}: {problem(plan) if plan.verdict == 'does not fit' else arithmetic(plan)}"
     if plan.engine is not None:
         yield f"generation   {cache_text(plan)}"
     least = fewest(config, shapes, plan.gpu, first=1, may_change=False)
     if least is not None:
-        yield f"nodes        fits on {least.settings['trainer.nnodes']} or more of this size"
+        yield f"nodes        fits on {least.settings['trainer.nnodes']} or more nodes of this size"
     elif not pools:
-        yield f"nodes        does not fit on {MOST_NODES} of this size"
+        yield f"nodes        does not fit on {MOST_NODES} nodes of this size"
     yield f"host memory  about {gigabytes(plan.host)} GB on each node"
     if plan.checkpoints:
         export = f", and {gigabytes(plan.export)} GB for the exported model" if plan.export else ""

@@ -45,6 +45,9 @@ InAllocationOption = Annotated[
 ]
 WaitOption = Annotated[bool, typer.Option("--wait", help="Wait for the job and return its exit code.")]
 FollowOption = Annotated[bool, typer.Option("--follow", help="Like --wait, and also show log and progress.")]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Submit a job even if it does not fit into the memory of its GPUs.")
+]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the exact scripts without submitting them.")]
 
 
@@ -74,7 +77,7 @@ class SlurmFlags:
         typer.Option(
             metavar="N|auto",
             callback=_nodes,
-            help="Number of nodes (trainer.nnodes). auto: the fewest on which `plan` finds that the job fits.",
+            help="Number of nodes (trainer.nnodes). auto, in submit and render: the fewest on which the job fits.",
         ),
     ] = None
     gpus_per_node: Annotated[
@@ -171,9 +174,7 @@ def submit(
         bool, typer.Option("--test", help="Submit a short trial: two steps, 10 minutes, slurm.test_partition if set.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the exact script without submitting it.")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Submit a job that does not fit into the memory of its GPUs.")
-    ] = False,
+    force: ForceOption = False,
     wait: WaitOption = False,
     follow: FollowOption = False,
     local: LocalOption = False,
@@ -248,6 +249,7 @@ def render(
             "sbatch --dependency=afterok:ID FILE"
         )
     request = request_of(context, kind, arguments, flags, run_dir, may_choose_nodes=True)
+    request = replace(request, force=True)  # nothing is queued: a job that does not fit is noted
     job, text = launch.make_run_dir(*launch.prepare(request, note))
     queue.prepare(job, text)
     print(text, end="")

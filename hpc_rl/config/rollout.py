@@ -14,6 +14,10 @@ from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.config.training import ModelSource
 from hpc_rl.host.accelerators import DeviceName
 
+SHARED_GPU, OWN_GPU = 0.5, 0.9
+"""Part of a GPU's memory that an engine takes by default: next to training workers, and alone. SGLang chooses the
+second one itself."""
+
 
 class ValSamplingConfig(Section):
     n: int = Field(1, ge=1)

@@ -97,8 +97,7 @@ class Explanation:
     """Plan and recorded peak of the memory of a GPU, if the run ended because it had too little."""
 
 
-_GPU_MEMORY = "CUDA out of memory"
-"""Title of the known failure of a GPU with too little memory."""
+_GPU_MEMORY = next(failure for failure in KNOWN_FAILURES if "CUDA out of memory" in failure.patterns)
 NOTHING = Explanation([], [], [], [])
 
 
@@ -121,7 +120,7 @@ def explain_run(run: RunDir, status: RunStatus, most_files: int = MOST_FILES) ->
 def _plan_beside(run: RunDir, found: Sequence[Finding]) -> str:
     """Return plan and recorded peak of a run's memory if its GPUs had too little; empty if there was no plan."""
     expected = read_expected(run)
-    if expected is None or not any(finding.failure.title == _GPU_MEMORY for finding in found):
+    if expected is None or not any(finding.failure is _GPU_MEMORY for finding in found):
         return ""
     peaks = [float(record.get("perf/max_memory_gb") or 0.0) for record in read_metrics(run.metrics)]
     return expected.beside(max(peaks, default=0.0))

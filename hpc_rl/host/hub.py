@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -73,12 +74,12 @@ def hub_config(name: str, timeout_s: float = 10) -> dict[str, Any]:
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) or reach({"hub": hub_address()}, timeout_s)["hub"]:
         return {}
     request = urllib.request.Request(f"{hub_address()}/{name}/resolve/main/config.json")
-    if token := _token(os.environ):
-        request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
+        if token := _token(os.environ):
+            request.add_unredirected_header("Authorization", f"Bearer {token}")
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             found = json.loads(answer.read(_LONGEST_CONFIG))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError, http.client.HTTPException):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -13,10 +13,14 @@ from pydantic import ValidationError
 from hpc_rl.config.finetune import FinetuneConfig
 from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rollout import SHARED_GPU
 from hpc_rl.config.tree import put
 from hpc_rl.plan.memory import Planned, Shapes
-from hpc_rl.plan.plan import fits
+from hpc_rl.plan.plan import fits, plan_of
 
+Goal = Callable[[Planned], bool]
+"""Whether a changed job is what is wanted."""
+_MORE_GPUS = "divide the model among more GPUs"
 MOST_NODES = 64
 """Largest number of nodes that is tried."""
 Settings = dict[str, Any]
@@ -67,7 +71,7 @@ def _recompute(config: Any) -> Iterator[Settings]:
 
 def _engine_share(config: Any) -> Iterator[Settings]:
     if isinstance(config, PpoConfig):
-        given = config.rollout.gpu_memory_utilization or 0.5
+        given = config.rollout.gpu_memory_utilization or SHARED_GPU
         yield from ({"rollout.gpu_memory_utilization": share} for share in (0.4, 0.3, 0.6, 0.7) if share != given)
 
 
@@ -86,7 +90,7 @@ def _adapters(config: Any) -> Iterator[Settings]:
 
 MEASURES: tuple[Measure, ...] = (
     Measure("divide the model among all ranks", _sharding),
-    Measure("give the engine another part of each GPU", _engine_share),
+    Measure("change the part of each GPU that the engine takes", _engine_share),
     Measure("use smaller micro-batches", _micro_tokens),
     Measure("split each engine's model over several GPUs", _tensor_parallel),
     Measure("recompute activations, which takes about a third more time", _recompute),
@@ -97,34 +101,53 @@ USUAL = MEASURES[:-1]
 """Those that change nothing about the result."""
 
 
-def advise(config: Planned, shapes: Shapes, gpu: float, change_training: bool = True) -> Advice | None:
+def advise(
+    config: Planned, shapes: Shapes, gpu: float, change_training: bool = True, limit: float = math.inf
+) -> Advice | None:
     """Return the fewest and cheapest settings with which a job fits on its nodes; None if there are none.
 
     Args:
         change_training: whether adapters, which change what is trained, are proposed if nothing else helps.
+        limit: bytes that the training processes of the job may take on a GPU.
     """
-    found = _cheapest(config, shapes, gpu, USUAL)
-    return found or (_cheapest(config, shapes, gpu, MEASURES) if change_training else None)
+
+    def is_enough(changed: Planned) -> bool:
+        found = plan_of(changed, shapes, gpu)
+        return found.verdict != "does not fit" and found.training <= limit
+
+    found = _cheapest(config, is_enough, USUAL)
+    return found or (_cheapest(config, is_enough, MEASURES) if change_training else None)
 
 
-def _cheapest(config: Planned, shapes: Shapes, gpu: float, measures: Sequence[Measure]) -> Advice | None:
+def _cheapest(config: Planned, is_enough: Goal, measures: Sequence[Measure]) -> Advice | None:
     """Return the first combination of measures that helps: one before two, and cheap ones before others."""
+    if not _may_help(config, is_enough, measures):
+        return None
     for size in range(1, len(measures) + 1):
         for chosen in combinations(measures, size):
-            if (found := _first(config, shapes, gpu, chosen, {})) is not None:
+            if (found := _first(config, is_enough, chosen, {})) is not None:
                 return Advice(found, tuple(measure.reason for measure in chosen))
     return None
 
 
-def _first(
-    config: Planned, shapes: Shapes, gpu: float, measures: tuple[Measure, ...], before: Settings
-) -> Settings | None:
-    """Return the first settings of some measures with which a job fits; each of them has to be set."""
+def _may_help(config: Planned, is_enough: Goal, measures: Sequence[Measure]) -> bool:
+    """Return whether all measures together may help: a quick answer for jobs that are much too large."""
+    strongest: Settings = {}
+    for measure in measures:
+        for settings in measure.settings(config) if measure.settings is not _engine_share else ():
+            strongest |= settings
+    shares = [{}, *_engine_share(config)]
+    changed = [with_settings(config, {**strongest, **share}) for share in shares]
+    return any(one is None or is_enough(one) for one in changed)
+
+
+def _first(config: Planned, is_enough: Goal, measures: tuple[Measure, ...], before: Settings) -> Settings | None:
+    """Return the first settings of some measures that are enough; each of the measures has to be used."""
     if not measures:
         changed = with_settings(config, before)
-        return before if changed is not None and fits(changed, shapes, gpu) else None
+        return before if changed is not None and is_enough(changed) else None
     for settings in measures[0].settings(config):
-        if (found := _first(config, shapes, gpu, measures[1:], {**before, **settings})) is not None:
+        if (found := _first(config, is_enough, measures[1:], {**before, **settings})) is not None:
             return found
     return None
 
@@ -159,14 +182,20 @@ def fewest(config: Planned, shapes: Shapes, gpu: float, first: int, may_change: 
     """
     if isinstance(config, PpoConfig | GenerateConfig) and config.pools.spec:
         return None
-    for nodes in range(first, MOST_NODES + 1):
-        larger, reason = config.updated("trainer.nnodes", nodes), "divide the model among more GPUs"
+
+    def on(nodes: int) -> Advice | None:
+        larger = config.updated("trainer.nnodes", nodes)
         if fits(larger, shapes, gpu):
-            return Advice({"trainer.nnodes": nodes}, (reason,))
+            return Advice({"trainer.nnodes": nodes}, (_MORE_GPUS,))
         found = advise(larger, shapes, gpu, change_training=False) if may_change else None
-        if found is not None:
-            return Advice({"trainer.nnodes": nodes, **found.settings}, (reason, *found.reasons))
-    return None
+        return found and Advice({"trainer.nnodes": nodes, **found.settings}, (_MORE_GPUS, *found.reasons))
+
+    low, high, best = first, MOST_NODES, on(MOST_NODES)
+    while best is not None and low < high:  # more nodes never need more memory of a GPU
+        middle = (low + high) // 2
+        found = on(middle)
+        low, high, best = (low, middle, found) if found is not None else (middle + 1, high, best)
+    return best
 
 
 def words(settings: Mapping[str, Any]) -> list[str]:

@@ -167,9 +167,9 @@ class Held:
 
     def _gradients(self) -> float:
         """Return the gradients that are kept from one micro-batch to the next."""
-        trained = self.adapters or self.total
+        itemsize, trained = (FLOAT32, self.adapters) if self.adapters else (self.itemsize, self.total)
         if self.sharding in ("full", "hybrid"):
-            return self.itemsize * trained / self.shards if not self.adapters else FLOAT32 * trained / self.shards
+            return itemsize * trained / self.shards
         return float(FLOAT32 * trained)
 
     def _travelling(self) -> float:

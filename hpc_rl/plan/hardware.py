@@ -16,7 +16,8 @@ torch."""
 MEMORY_GB: dict[str, int] = {
     r"b200": 180,  # https://www.nvidia.com/en-us/data-center/dgx-b200/
     r"h200": 141,  # https://www.nvidia.com/en-us/data-center/h200/
-    r"h100": 80,  # https://www.nvidia.com/en-us/data-center/h100/ (the NVL variant has 94)
+    r"h100_nvl": 94,  # https://www.nvidia.com/en-us/data-center/h100/
+    r"h100": 80,  # the same page
     r"l40s?": 48,  # https://www.nvidia.com/en-us/data-center/l40s/
     r"a40": 48,  # https://images.nvidia.com/content/Solutions/data-center/a40/nvidia-a40-datasheet.pdf
     r"a10g?|a30|l4|rtx_?[34]090": 24,  # https://www.nvidia.com/en-us/data-center/products/a10-gpu/
@@ -25,6 +26,8 @@ MEMORY_GB: dict[str, int] = {
 }
 """Pattern of a word in Slurm's name of a GPU -> its memory, in 10^9 bytes, if the name leaves no doubt. An A100 has 40
 or 80."""
+_SUPERCHIP = re.compile(r"g[bh]200")
+"""Their names state the memory of the CPU."""
 _STATED = re.compile(r"(\d+)gb")
 """a100_80gb; of a100_3g.20gb, a part of an A100, the last one."""
 
@@ -32,10 +35,10 @@ _STATED = re.compile(r"(\d+)gb")
 def gpu_bytes(slurm: SlurmConfig) -> float | None:
     """Return the memory of one GPU of a job, in bytes; None if it is unknown.
 
-    The size in a name of the requested GPUs comes first, because a profile may describe others. A model comes last.
+    A size in the name of the requested GPUs comes first, because a profile may describe others. A model comes last.
     """
-    name = (slurm.gpu_type or "").lower()
-    stated = _STATED.findall(name)
+    name = (slurm.gpu_type or "").lower().replace("-", "_")
+    stated = [] if _SUPERCHIP.search(name) else _STATED.findall(name)
     gigabytes = float(stated[-1]) if stated else slurm.node.gpu_gb or _model_gb(name)
     return None if gigabytes is None else gigabytes * 1e9
 

@@ -11,20 +11,20 @@ from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.pools import Role, pool_of, pool_spec
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.preferences import NEEDS_NO_REFERENCE, DpoConfig, RmConfig
-from hpc_rl.config.rollout import engine_dtype, engine_spec
+from hpc_rl.config.rollout import OWN_GPU, SHARED_GPU, engine_dtype, engine_spec
 from hpc_rl.config.sharding import STATE_BYTES, auto_sharding
 from hpc_rl.config.training import LoraConfig, ModelConfig, Sharding, TrainingConfig
 from hpc_rl.plan.gpu_memory import COMPUTE, FLOAT32, Head, Held, Parts
 from hpc_rl.plan.shape import Shape
 
-ENGINE_SHARE = {True: 0.5, False: 0.9}
-"""Fraction of a GPU that vLLM takes by default, by whether it shares the GPU (hpc_rl.rl.rollout.vllm)."""
 ENGINE_BYTES = 2e9
 """Assumed: what vLLM needs beside weights and cache, such as CUDA graphs; it keeps about as much when it sleeps."""
 ENGINE, SLEEPING, ENGINE_WEIGHTS = ENGINE_PARTS = ("engine", "sleeping engine", "weights of the engine")
 """Parts of a phase that belong to an engine in another process: while it generates, sleeps, and receives weights."""
-_OWN_CACHE = {"quantization", "cpu_offload_gb", "kv_cache_memory_bytes", "kv_cache_dtype", "max_model_len"}
-"""Arguments of vLLM (rollout.engine_kwargs) that change weights or cache of an engine in ways that are not planned."""
+_SHARES = ("gpu_memory_utilization", "mem_fraction_static")
+"""Arguments of vLLM and SGLang (rollout.engine_kwargs) for the part of a GPU that an engine takes."""
+_NEUTRAL = {*_SHARES[:1], "disable_cascade_attn", "enforce_eager", "enable_prefix_caching", "seed"}
+"""Arguments of vLLM with which weights and cache of an engine are as planned."""
 Planned = FinetuneConfig | PpoConfig | GenerateConfig
 Shapes = Mapping[str, Shape]
 """Path of a model, as in the configuration -> its shape."""
@@ -208,23 +208,21 @@ def engine_bytes(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: 
         shared: whether training workers use the GPU too.
     """
     rollout, shape = config.rollout, shapes[config.model.path]
-    spec = engine_spec(config)
-    if not spec.transfers:
-        return {}  # a server that others operate
-    if spec.in_process:
+    if engine_spec(config).in_process:
         return {ENGINE: weights_of_engine(config, shape) + sequence_of(config) * shape.cache_bytes()}
-    share = rollout.engine_kwargs.get("gpu_memory_utilization") or rollout.gpu_memory_utilization
-    return {ENGINE: float(share or ENGINE_SHARE[shared]) * gpu_bytes}
+    own = [rollout.engine_kwargs.get(name) for name in _SHARES]
+    stated = [share for share in (*own, rollout.gpu_memory_utilization) if isinstance(share, float)]
+    return {ENGINE: (stated[0] if stated else SHARED_GPU if shared else OWN_GPU) * gpu_bytes}
 
 
 def cache_tokens(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float) -> float | None:
     """Return how many tokens an engine's cache of keys and values can hold; negative if its weights do not fit.
 
     Returns:
-        None if the engine's own arguments determine it, or if it has no such cache.
+        None if the engine's own arguments determine it, or if the cache has another form.
     """
-    shape, rollout, spec = shapes[config.model.path], config.rollout, engine_spec(config)
-    if spec.in_process or not spec.transfers or rollout.engine_kwargs.keys() & _OWN_CACHE:
+    shape, rollout = shapes[config.model.path], config.rollout
+    if engine_spec(config).in_process or shape.has_window or rollout.engine_kwargs.keys() - _NEUTRAL:
         return None
     shared = any(pool_of(config, role) == pool_of(config, "rollout") for role in config.roles if role != "rollout")
     rest = sum(engine_bytes(config, shapes, gpu_bytes, shared).values()) - ENGINE_BYTES
@@ -252,8 +250,9 @@ def _sync(config: PpoConfig, actor: Held, awake: Parts) -> Parts:
     else:
         experts = shape.experts.count * shape.experts.inner if shape.experts else 0
         whole = float(COMPUTE * shape.hidden * max(shape.vocabulary, shape.inner, experts))
+    own = 0.0 if engine_spec(config).in_process else ENGINE_BYTES
     found: Parts = {"a whole weight": whole, "buckets": 2e6 * config.rollout.sync_bucket_mb}
-    return found | ({ENGINE_WEIGHTS: weights_of_engine(config, shape) + ENGINE_BYTES} if awake else {})
+    return found | ({ENGINE_WEIGHTS: weights_of_engine(config, shape) + own} if awake else {})
 
 
 def _held_by_role(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float) -> dict[Role, Held]:
@@ -314,4 +313,5 @@ def adapter_parameters(shape: Shape, lora: LoraConfig) -> int:
     """Return the parameters of the adapters of all layers; those to continue from count as rank 32."""
     names = lora.target_modules or list(shape.linears)
     chosen = [sizes for name, sizes in shape.linears.items() if any(name in target for target in names)]
+    chosen = chosen or list(shape.linears.values())  # names of another family
     return shape.layers * (lora.rank or 32) * sum(rows + columns for rows, columns in chosen)

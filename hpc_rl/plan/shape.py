@@ -70,7 +70,10 @@ class Shape:
     """Layers of a mixture of experts that have a usual MLP."""
     vectors: int = 0
     """Parameters of the norms and biases of a layer."""
+    has_window: bool = False
+    """Whether some layers attend to a window of tokens only, so that engines cache less for them."""
     notes: tuple[str, ...] = field(default=(), compare=False)
+    """What is not exact about these counts."""
 
     @property
     def queries(self) -> int:
@@ -180,6 +183,8 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
     hidden, heads = found["hidden_size"], found["num_attention_heads"]
     head_size = _size(found, "head_dim", hidden // heads)
     key_heads = _size(found, "num_key_value_heads", heads)
+    if head_size < 1:
+        raise UserError(f"{name}: its config.json has {heads} attention heads for a hidden size of {hidden}")
     experts = _experts(found, special)
     layers = found["num_hidden_layers"]
     return Shape(
@@ -195,6 +200,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         experts=experts,
         dense_layers=_dense_layers(found, layers) if experts is not None else 0,
         vectors=_vectors(found, special, hidden, heads * head_size, key_heads * head_size, head_size),
+        has_window=_has_window(found),
         notes=() if family in FAMILIES else (f"{name} is of type {family or 'unknown'}, which is counted like Llama",),
     )
 
@@ -232,6 +238,13 @@ def _vectors(
     if found.get("mlp_bias"):
         total += 2 * found["intermediate_size"] + hidden
     return total + {"head": 2 * head_size, "whole": queries + keys}.get(special.get("qk_norm", ""), 0)
+
+
+def _has_window(found: Mapping[str, Any]) -> bool:
+    types = found.get("layer_types")
+    if isinstance(types, list):
+        return "sliding_attention" in types
+    return bool(found.get("sliding_window")) and found.get("use_sliding_window") is not False
 
 
 def _size(found: Mapping[str, Any], key: str, default: int) -> int:

@@ -41,10 +41,10 @@ def cache_text(plan: Plan) -> str:
     if engine.cache <= 0:
         return "the weights of the model do not fit into an engine's part of a GPU"
     full, most = engine.full_sequences, engine.sequences
+    part = f"all of its {most}" if full >= most else f"{full} of its {most}"
     return (
-        f"the cache of an engine holds {engine.cache:,.0f} tokens: {f'all {most}' if full >= most else full} of its "
-        f"{'' if full >= most else f'{most} '}responses (rollout.max_num_seqs) at their full length of "
-        f"{engine.sequence:,} tokens with the prompt"
+        f"the cache of an engine holds {engine.cache:,.0f} tokens: {part} responses (rollout.max_num_seqs) at their "
+        f"full length of {engine.sequence:,} tokens with the prompt"
     )
 
 

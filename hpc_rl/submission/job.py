@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,8 @@ class Job:
     """Whether the user chose the run directory. Otherwise its name is the first free one, until it is reserved."""
     nodes: NodeListing = field(default_factory=NodeListing, compare=False)
     """The nodes of the cluster, which planning and checking share."""
+    facts: Mapping[str, object] = field(default_factory=dict, compare=False)
+    """Further entries of job.json."""
     note: str = ""
     """A sentence about what was chosen for the user when the job was planned."""
 

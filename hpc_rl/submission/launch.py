@@ -16,7 +16,7 @@ from hpc_rl.submission import queue
 from hpc_rl.submission.directives import environment_notes
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import check_local
-from hpc_rl.submission.planning import check_fit, expected, on_fewest_nodes
+from hpc_rl.submission.planning import check_fit, expected, on_fewest_nodes, plan_of_job
 from hpc_rl.submission.preflight.checks import check
 from hpc_rl.submission.request import Request, plan, reserve
 from hpc_rl.submission.script import render
@@ -44,24 +44,13 @@ def prepare(request: Request, note: Note) -> tuple[Job, str]:
     script = render(job)
     notes = notes_on([job], request.local)
     if not request.local:
-        notes += [*_fit_notes(job, request.force), *environment_notes(os.environ, script)]
+        if (found := plan_of_job(job)) is not None:
+            notes += check_fit(found, job.size, request.force)
+            job = replace(job, facts=expected(found))
+        notes += environment_notes(os.environ, script)
     for line in notes:
         note(line)
     return job, script
-
-
-def _fit_notes(job: Job, force: bool) -> list[str]:
-    """Check that a job fits into the memory of its GPUs; see `check_fit`.
-
-    Args:
-        force: a job that does not fit is no error.
-    """
-    try:
-        return [line for line in [check_fit(job)] if line is not None]
-    except UserError as error:
-        if not force:
-            raise
-        return [f"submitted nevertheless (--force): {error}"]
 
 
 def notes_on(jobs: Sequence[Job], local: bool = False) -> list[str]:
@@ -134,7 +123,7 @@ def submit(request: Request, note: Note) -> tuple[Job, str]:
     """
     queue.require_slurm()
     job, script = make_run_dir(*prepare(request, note))
-    return job, queue.submit(job, script, expected(job))
+    return job, queue.submit(job, script)
 
 
 def as_test(request: Request) -> Request:

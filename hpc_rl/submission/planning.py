@@ -18,7 +18,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.host.hub import hub_config
 from hpc_rl.plan.advice import MOST_NODES, advise, fewest, more_nodes, words
-from hpc_rl.plan.hardware import USABLE, gpu_bytes
+from hpc_rl.plan.hardware import gpu_bytes
 from hpc_rl.plan.memory import Planned, models_of
 from hpc_rl.plan.plan import Plan, plan_of
 from hpc_rl.plan.shape import Shape, shape_of
@@ -32,14 +32,24 @@ from hpc_rl.submission.request import plan as plan_request
 from hpc_rl.tracking.planned import KEY, Expected
 
 _LESS = 0.85
-"""Part of a job's peak that the settings recorded with a run need at most."""
+"""Part of the training processes' memory that the settings recorded with a run need at most."""
+_POOLS = "--nodes auto: pools.spec states the nodes of the job; give their number"
+_REWARDS = ("reward.function", "reward.functions", "reward.model", "reward.url")
+_INSTEAD = ("environment.name", "agent.endpoint")
+"""Keys that name a reward, or what gives it."""
 _PLACEHOLDERS = {"data.train_files": ["data.jsonl"], "data.files": ["data.jsonl"], "reward.function": "exact"}
 """Required key -> a value that stands for any other in a plan."""
 
 
-def is_planned(config: JobConfig) -> bool:
-    """Return whether a job has models whose memory can be planned: not a user's own program, and not on CPUs."""
-    return isinstance(config, FinetuneConfig | PpoConfig | GenerateConfig) and config.trainer.computes_on != "cpu"
+def has_model(kind: str) -> bool:
+    """Return whether jobs of a kind have models whose memory can be planned."""
+    return issubclass(KINDS[kind].schema, FinetuneConfig | PpoConfig | GenerateConfig)
+
+
+def planned_part(config: JobConfig) -> Planned | None:
+    """Return the configuration of a job whose memory can be planned; None for a user's own program, and on CPUs."""
+    is_planned = isinstance(config, FinetuneConfig | PpoConfig | GenerateConfig) and config.trainer.computes_on != "cpu"
+    return config if is_planned else None  # type: ignore[return-value]  # mypy does not follow the line above
 
 
 def planned_config(request: Request) -> JobConfig:
@@ -68,35 +78,63 @@ def shapes_of(config: Planned, ask_hub: bool) -> dict[str, Shape]:
     }
 
 
-def check_fit(job: Job) -> str | None:
-    """Check that a job fits into the memory of its GPUs, as far as model and GPUs are known here.
+class JobPlan(NamedTuple):
+    """The plan of a job that is about to be submitted."""
+
+    config: Planned
+    shapes: dict[str, Shape]
+    plan: Plan
+
+
+def plan_of_job(job: Job) -> JobPlan | None:
+    """Return the plan of a job; None if the memory of its GPUs or a model is unknown here."""
+    config, gpu = planned_part(job.config), gpu_bytes(job.config.slurm)
+    if gpu is None or config is None:
+        return None
+    try:
+        shapes = shapes_of(config, ask_hub=False)
+    except UserError:
+        return None  # `hpc-rl plan` explains it; the checks before submission report a model that is missing
+    return JobPlan(config, shapes, plan_of(config, shapes, gpu))
+
+
+def check_fit(found: JobPlan, size: str, force: bool = False) -> list[str]:
+    """Check that a job fits into the memory of its GPUs.
+
+    Args:
+        size: of the job, in words.
+        force: a job that does not fit is no error.
 
     Returns:
-        A sentence for the user if it fits only just.
+        Sentences for the user about a job that fits only just, or that may not fit.
 
     Raises:
         UserError: it does not fit; the message has the arithmetic, and settings with which it does.
     """
-    found = _plan_of_job(job)
-    if found is None or found.plan.verdict == "fits":
-        return None
     config, shapes, plan = found
+    if plan.verdict == "fits":
+        return []
+    guesses = [note for shape in shapes.values() for note in shape.notes]
     if plan.verdict == "is tight":
-        return f"the job only just fits: {arithmetic(plan)}; `hpc-rl plan` shows the phases"
+        return [f"the job only just fits: {arithmetic(plan)}; `hpc-rl plan` shows the phases", *guesses]
+    if force or guesses:
+        return [f"the job may not fit: {problem(plan)}", *guesses]
     ways = remedies(advise(config, shapes, plan.gpu), more_nodes(config, shapes, plan.gpu))
-    raise UserError(
-        f"{job.size} cannot hold this job: {problem(plan)}; use {', or '.join(ways)}. `hpc-rl plan` shows the phases, "
-        "and `submit --force` submits the job anyway"
-    )
+    lines = [
+        f"{size} cannot hold this job: {problem(plan)} (the memory of a GPU is that of slurm.node.gpu_gb or "
+        "slurm.gpu_type)",
+        *(f"to make it fit: {way}" for way in ways),
+        "`hpc-rl plan` shows the phases; --force submits the job anyway",
+    ]
+    raise UserError("\n".join(lines))
 
 
-def expected(job: Job) -> dict[str, Any]:
-    """Return what the plan of a job expects, for job.json; empty if the job cannot be planned here."""
-    found = _plan_of_job(job)
-    if found is None:
-        return {}
+def expected(found: JobPlan) -> dict[str, Any]:
+    """Return what the plan of a job expects, for job.json; empty for an engine that is alone."""
     config, shapes, plan = found
-    less = advise(config, shapes, _LESS * plan.fullest.peak / USABLE)
+    if not plan.training:
+        return {}
+    less = advise(config, shapes, plan.gpu, limit=_LESS * plan.training)
     facts = Expected(
         phase=plan.fullest.name,
         peak_gb=round(plan.fullest.peak / 1e9, 3),
@@ -105,25 +143,6 @@ def expected(job: Job) -> dict[str, Any]:
         less=[] if less is None else words(less.settings),
     )
     return {KEY: facts.as_dict()}
-
-
-class _JobPlan(NamedTuple):
-    config: Planned
-    shapes: dict[str, Shape]
-    plan: Plan
-
-
-def _plan_of_job(job: Job) -> _JobPlan | None:
-    """Return the plan of a job; None if the memory of its GPUs or a model is unknown here."""
-    config = job.config
-    gpu = gpu_bytes(config.slurm)
-    if gpu is None or not isinstance(config, FinetuneConfig | PpoConfig | GenerateConfig) or not is_planned(config):
-        return None
-    try:
-        shapes = shapes_of(config, ask_hub=False)
-    except UserError:
-        return None  # `hpc-rl plan` explains it; the checks before submission report a model that is missing
-    return _JobPlan(config, shapes, plan_of(config, shapes, gpu))
 
 
 def on_fewest_nodes(request: Request) -> tuple[Request, str]:
@@ -135,8 +154,10 @@ def on_fewest_nodes(request: Request) -> tuple[Request, str]:
     Raises:
         UserError: the job does not fit on any number of nodes, or its memory cannot be planned.
     """
-    config = plan_request(request).config
-    if not isinstance(config, FinetuneConfig | PpoConfig | GenerateConfig) or not is_planned(config) or request.local:
+    if any(word.startswith("pools.spec=") for word in request.overrides):
+        raise UserError(_POOLS)
+    config = planned_part(plan_request(request).config)
+    if config is None or request.local:
         raise UserError(f"--nodes auto: the memory of this job ({request.kind}) is not planned; give a number of nodes")
     gpu = gpu_bytes(config.slurm)
     if gpu is None:
@@ -145,7 +166,7 @@ def on_fewest_nodes(request: Request) -> tuple[Request, str]:
             "number of nodes"
         )
     if isinstance(config, PpoConfig | GenerateConfig) and config.pools.spec:
-        raise UserError("--nodes auto: pools.spec states the nodes of the job; give their number")
+        raise UserError(_POOLS)
     shapes = shapes_of(config, ask_hub=False)
     found = fewest(config, shapes, gpu, first=1, may_change=True)
     if found is None:
@@ -162,27 +183,29 @@ def _config_of(key: str, path: str, config: Planned, ask_hub: bool) -> dict[str,
     Raises:
         UserError: there is none.
     """
-    cache = hub_cache(config)
-    folder = Path(path) if Path(path).is_dir() else cache.model_folder(path)
-    if folder is not None:
-        if found := read_json(folder / "config.json"):
+    if Path(path).is_dir():
+        if found := read_json(Path(path) / "config.json"):
             return found
-        raise UserError(f"{key} {path}: {folder} has no config.json, or it is not JSON")
-    if ask_hub and not cache.offline and (found := hub_config(path)):
+        raise UserError(f"{key} {path}: the folder has no config.json, or it is not JSON")
+    cache = hub_cache(config)
+    folder = cache.model_folder(path)
+    if folder is not None and (found := read_json(folder / "config.json")):
         return found
-    raise UserError(
-        f"{key} {path}: there is no such folder, and neither the hub's cache nor the hub has its config.json; run "
-        f"`hpc-rl fetch {path}`, or give the folder of a model"
-    )
+    asks = ask_hub and not cache.offline
+    if asks and (found := hub_config(path)):
+        return found
+    places = "neither the hub's cache nor the hub has" if asks else "the hub's cache does not have"
+    remedy = "" if path.startswith(("/", ".", "~")) else f": run `hpc-rl fetch {path}`, or give the folder of a model"
+    raise UserError(f"{key} {path}: there is no such folder, and {places} its config.json{remedy}")
 
 
 def _placeholders(kind: str) -> FillIn:
     """Return what completes a configuration in which the user left out data and reward: plans do not depend on them."""
 
     def fill_in(tree: Mapping[str, Any]) -> dict[str, Any]:
-        open_keys = {key for key in _PLACEHOLDERS if key in KINDS[kind].examples and flat(tree).get(key) is None}
-        if any(tree.get(section) for section in ("reward", "environment", "agent")):
-            open_keys.discard("reward.function")
-        return {key: _PLACEHOLDERS[key] for key in open_keys}
+        given = {key for key, value in flat(tree).items() if value is not None}
+        is_rewarded = any(key.startswith(_REWARDS + _INSTEAD) for key in given)
+        left_open = KINDS[kind].examples.keys() & _PLACEHOLDERS.keys() - given
+        return {key: _PLACEHOLDERS[key] for key in left_open if not (key in _REWARDS and is_rewarded)}
 
     return fill_in

@@ -137,6 +137,7 @@ def record(job: Job, job_id: str, **more: object) -> None:
         "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": list(job.command),
         "working_dir": str(job.working_dir),
+        **job.facts,
         **more,
     }
     write_job(job.run_dir, facts)
@@ -165,11 +166,8 @@ def require_slurm() -> None:
         raise UserError("no sbatch on PATH: run this on a login node of a Slurm cluster, or here with --local")
 
 
-def submit(job: Job, script: str, facts: Mapping[str, object] | None = None) -> str:
+def submit(job: Job, script: str) -> str:
     """Queue the script of a job and return the job id.
-
-    Args:
-        facts: further entries of job.json.
 
     Raises:
         UserError: sbatch refused. Then, and after Ctrl-C, nothing is left behind.
@@ -183,7 +181,7 @@ def submit(job: Job, script: str, facts: Mapping[str, object] | None = None) -> 
         finally:
             if job_id is None and is_new:
                 remove(job.run_dir.path)
-        record(job, job_id, **({"after": job.after.target} if job.after else {}), **(facts or {}))
+        record(job, job_id, **({"after": job.after.target} if job.after else {}))
         return job_id
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_rl.plan.advice import MEASURES, Advice, advise, fewest, more_nodes, with_settings, words
-from hpc_rl.plan.plan import fits
+from hpc_rl.plan.plan import fits, plan_of
 from hpc_rl.plan.text import remedies
 from tests.plan.configs import SHAPES, config
 
@@ -35,6 +35,17 @@ def test_advice(kind: str, options: tuple[str, ...], gpu: float, expected: dict[
     assert changed is not None
     assert fits(changed, SHAPES, gpu)
     assert len(found.reasons) == 1
+
+
+def test_advice_for_less_memory_of_the_training_processes() -> None:
+    """The part of an engine is not what the training processes take."""
+    job = config("ppo", "algorithm.advantage=grpo", "rollout.n=2", "model.enable_gradient_checkpointing=true")
+    before = plan_of(job, SHAPES, 80e9).training
+    found = advise(job, SHAPES, 80e9, limit=0.85 * before)
+    assert found is not None
+    changed = with_settings(job, found.settings)
+    assert changed is not None
+    assert plan_of(changed, SHAPES, 80e9).training <= 0.85 * before
 
 
 def test_no_advice_for_a_gpu_that_is_much_too_small() -> None:

@@ -25,6 +25,9 @@ from hpc_rl.plan.hardware import gpu_bytes
         ("b200", 180),
         ("a100", None),
         ("gh200", None),
+        ("nvidia_gh200_480gb", None),
+        ("nvidia_h100_nvl", 94),
+        ("H100-NVL", 94),
         ("", None),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,6 +91,10 @@ def test_arguments_of_the_engine_itself() -> None:
     assert planned(own)["generation"].peak == 20e9
     assert cache_tokens(own, SHAPES, GPU) == pytest.approx((20e9 - 2e9 - 2 * P) / (2 * 28 * 512 * 2))
     assert cache_tokens(config("generate", "rollout.engine_kwargs={quantization: fp8}"), SHAPES, GPU) is None
+    text = config("generate", "rollout.engine_kwargs={gpu_memory_utilization: high}")
+    assert planned(text)["generation"].peak == 72e9
+    shapes = {"/7b": replace(SHAPES["/7b"], has_window=True)}
+    assert cache_tokens(config("generate"), shapes, GPU) is None
     wide = config("generate", "rollout.dtype=float32")
     assert cache_tokens(wide, SHAPES, GPU) == pytest.approx((72e9 - 2e9 - 4 * P) / (2 * 28 * 512 * 2))
 
@@ -110,6 +115,8 @@ def test_adapters_need_neither_reference_nor_moments_of_the_model() -> None:
     assert adapter_parameters(SHAPES["/7b"], job.model.lora) == adapters
     assert found["actor"] == pytest.approx(2 * P / 8 + 12 * adapters / 8)
     assert "ref" not in found
+    other = job.model.lora.model_copy(update={"target_modules": ["query_key_value"]})
+    assert adapter_parameters(SHAPES["/7b"], other) == adapters
     some = job.model.lora.model_copy(update={"target_modules": ["q_proj"]})
     assert adapter_parameters(SHAPES["/7b"], some) == 28 * 8 * (3584 + 3584)
 

@@ -40,7 +40,7 @@ def test_an_engine_needs_a_cache_for_one_response() -> None:
         "the cache of an engine holds 999 tokens: 0 of its 8 responses (rollout.max_num_seqs) at their full length of "
         "1,000 tokens with the prompt"
     )  # fmt: skip
-    assert "all 8 of its responses" in cache_text(replace(PLAN, engine=Engine(9000, 1000, 8)))
+    assert "all of its 8 responses" in cache_text(replace(PLAN, engine=Engine(9000, 1000, 8)))
     none = replace(PLAN, engine=Engine(-5, 1000, 8))
     assert cache_text(none) == "the weights of the model do not fit into an engine's part of a GPU"
 

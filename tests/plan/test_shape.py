@@ -86,6 +86,20 @@ def test_unknown_family_is_counted_with_a_note() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"sliding_window": 4096}, True),
+        ({"sliding_window": 4096, "use_sliding_window": False}, False),
+        ({"sliding_window": None}, False),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, True),
+        ({"layer_types": ["full_attention"], "sliding_window": 4096}, False),
+    ],
+)
+def test_windows_of_attention(settings: dict[str, Any], expected: bool) -> None:
+    assert shape_of({**SIZES, **settings}, "m").has_window is expected
+
+
+@pytest.mark.parametrize(
     "odd",
     [
         {"num_key_value_heads": None, "head_dim": None},
@@ -102,6 +116,7 @@ def test_odd_values_count_as_missing(odd: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
+        ({**SIZES, "num_attention_heads": 300}, "m: its config.json has 300 attention heads for a hidden size of 256"),
         ({"model_type": "gpt2", "n_embd": 768}, "m: its config.json has no hidden_size and no intermediate_size"),
         ({**SIZES, "hidden_size": "256"}, "has no hidden_size, so"),
         ({**SIZES, "model_type": "deepseek_v3", "kv_lora_rank": 512}, "have multi-head latent attention"),

@@ -50,38 +50,58 @@ def output(*words: str) -> str:
     return done.stdout
 
 
-def fit(job_request: Request) -> str | None:
-    return planning.check_fit(plan_request(job_request))
+def fit(job_request: Request) -> list[str]:
+    job = plan_request(job_request)
+    found = planning.plan_of_job(job)
+    return [] if found is None else planning.check_fit(found, job.size, job_request.force)
+
+
+def expected(job_request: Request) -> dict[str, Any]:
+    found = planning.plan_of_job(plan_request(job_request))
+    assert found is not None
+    return planning.expected(found)["plan"]  # type: ignore[no-any-return]
 
 
 def test_a_job_that_fits() -> None:
-    assert fit(request()) is None
+    assert fit(request()) == []
 
 
 def test_a_tight_job_is_noted() -> None:
-    note = fit(request("model.enable_gradient_checkpointing=true", "trainer.micro_tokens=16384", gpu_gb=28))
-    assert note is not None
+    (note,) = fit(request("model.enable_gradient_checkpointing=true", "trainer.micro_tokens=16384", gpu_gb=28))
     assert note.startswith("the job only just fits: the phase `update` needs 2")
 
 
 def test_a_job_that_cannot_fit_is_refused_with_a_remedy() -> None:
     with pytest.raises(UserError) as caught:
         fit(request(gpu_gb=40))
-    message = str(caught.value)
-    assert message.startswith("1 node x 8 GPUs cannot hold this job: the phase `update` needs ")
-    assert "use trainer.micro_tokens=2048 (use smaller micro-batches), or trainer.nnodes=3 (divide " in message
-    assert "`submit --force` submits the job anyway" in message
+    first, *ways, last = str(caught.value).splitlines()
+    assert first.startswith("1 node x 8 GPUs cannot hold this job: the phase `update` needs ")
+    assert ways == [
+        "to make it fit: trainer.micro_tokens=2048 (use smaller micro-batches)",
+        "to make it fit: trainer.nnodes=3 (divide the model among more GPUs)",
+    ]
+    assert last == "`hpc-rl plan` shows the phases; --force submits the job anyway"
+
+
+def test_a_model_that_is_only_guessed_is_not_refused(folder: Path) -> None:
+    (folder / "7b" / "config.json").write_text(json.dumps({**QWEN_7B, "model_type": "new"}))
+    first, second = fit(request(gpu_gb=40))
+    assert first.startswith("the job may not fit: the phase `update` needs ")
+    assert second == "model.path 7b is of type new, which is counted like Llama"
 
 
 def test_what_a_run_expects_is_recorded() -> None:
-    job = plan_request(request("model.enable_gradient_checkpointing=true", "trainer.micro_tokens=8192"))
-    facts = planning.expected(job)["plan"]
+    facts = expected(request("model.enable_gradient_checkpointing=true", "trainer.micro_tokens=8192"))
     assert (facts["phase"], facts["usable_gb"]) == ("update", 76.0)
     assert facts["peak_gb"] == facts["training_gb"] == pytest.approx(25.4, abs=0.1)
     assert facts["less"] == ["model.lora.rank=32", "model.dtype=bfloat16"]
-    kept = planning.expected(plan_request(request()))["plan"]
-    assert kept["less"] == ["trainer.micro_tokens=2048"]
-    assert planning.expected(plan_request(request(gpu_gb=None))) == {}
+    assert expected(request())["less"] == ["trainer.micro_tokens=2048"]
+    engines = Request(
+        "generate", ("model.path=7b", "data.files=train.jsonl", "trainer.device=cuda", "slurm.node.gpu_gb=80")
+    )
+    found = planning.plan_of_job(plan_request(engines))
+    assert found is not None
+    assert planning.expected(found) == {}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +114,7 @@ def test_what_a_run_expects_is_recorded() -> None:
     ],
 )
 def test_what_is_unknown_is_not_refused(other: Request) -> None:
-    assert fit(other) is None
+    assert planning.plan_of_job(plan_request(other)) is None
 
 
 def test_force_submits_anyway(monkeypatch: MonkeyPatch) -> None:
@@ -102,8 +122,9 @@ def test_force_submits_anyway(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr("hpc_rl.submission.launch.notes_on", lambda *_: [])  # the model has no weights
     with pytest.raises(UserError, match="cannot hold this job"):
         prepare(request(gpu_gb=40), notes.append)
-    prepare(request(gpu_gb=40, force=True), notes.append)
-    assert any(note.startswith("submitted nevertheless (--force): 1 node x 8 GPUs cannot hold") for note in notes)
+    job, _ = prepare(request(gpu_gb=40, force=True), notes.append)
+    assert any(note.startswith("the job may not fit: the phase `update` needs ") for note in notes)
+    assert job.facts["plan"]["phase"] == "update"  # type: ignore[index]
 
 
 def test_fewest_nodes_with_the_settings_that_they_need() -> None:
@@ -121,6 +142,7 @@ def test_fewest_nodes_with_the_settings_that_they_need() -> None:
         (request(gpu_gb=None), "the memory of the GPUs is unknown; set slurm.node.gpu_gb"),
         (request("trainer.device=cpu"), "the memory of this job (sft) is not planned; give a number of nodes"),
         (request(local=True), "the memory of this job (sft) is not planned"),
+        (request("pools.spec={a: [8]}"), "--nodes auto: pools.spec states the nodes of the job; give their number"),
         (request(gpu_gb=5), "the job does not fit on 64 nodes: the phase `update` needs "),
         (request("model.path=owner/m"), "model.path owner/m: there is no such folder"),
     ],
@@ -152,12 +174,14 @@ def test_a_hub_is_asked_by_plan_only(monkeypatch: MonkeyPatch) -> None:
         return QWEN_7B
 
     monkeypatch.setattr(planning, "hub_config", answer)
-    assert fit(request("model.path=owner/m", gpu_gb=1)) is None
+    assert planning.plan_of_job(plan_request(request("model.path=owner/m", gpu_gb=1))) is None
     assert not asked
     config: Any = planning.planned_config(request("model.path=owner/m"))
     assert planning.shapes_of(config, ask_hub=True)["owner/m"].total == 7_615_616_512
     offline: Any = planning.planned_config(request("model.path=owner/m", "cache.offline=true"))
-    with pytest.raises(UserError, match=r"neither the hub's cache nor the hub has its config\.json; run `hpc-rl fetch"):
+    with pytest.raises(
+        UserError, match=r"and the hub's cache does not have its config\.json: run `hpc-rl fetch owner/m`"
+    ):
         planning.shapes_of(offline, ask_hub=True)
     assert asked == ["owner/m"]
 
@@ -165,7 +189,7 @@ def test_a_hub_is_asked_by_plan_only(monkeypatch: MonkeyPatch) -> None:
 def test_folder_without_config(folder: Path) -> None:
     (folder / "7b" / "config.json").unlink()
     config: Any = planning.planned_config(request())
-    with pytest.raises(UserError, match=r"^model\.path 7b: 7b has no config\.json, or it is not JSON$"):
+    with pytest.raises(UserError, match=r"^model\.path 7b: the folder has no config\.json, or it is not JSON$"):
         planning.shapes_of(config, ask_hub=False)
 
 
@@ -175,12 +199,29 @@ def test_plan_needs_neither_data_nor_reward() -> None:
         assert "7b: 7.62 x 10^9 parameters" in found
 
 
+def test_a_setting_of_rewards_alone_names_no_reward() -> None:
+    words = ("plan", "ppo", "model.path=7b", "trainer.device=cuda", "--gpu-gb", "80")
+    for more in ("reward.timeout_s=60", "reward.url=http://a/b", "environment.tools=[python]"):
+        assert "7.62 x 10^9" in output(*words, more)
+
+
+def test_the_memory_on_the_command_line_comes_first() -> None:
+    out = output(*PLAN, "slurm.gpu_type=a100_80gb", "--gpu-gb", "40")
+    assert "8 GPUs of 40.0 GB" in out
+
+
+def test_a_short_cache_is_the_reason(folder: Path) -> None:
+    out = output("plan", "generate", "model.path=7b", "trainer.device=cuda", "--gpu-gb", "18.5")
+    assert "1 node x 1 GPU of 18.5 GB" in out
+    assert "memory       does not fit: the weights of the model do not fit into an engine's part of a GPU" in out
+
+
 def test_plan_prints_a_table() -> None:
     out = output(*PLAN, "--gpu-gb", "40")
     assert "1 node x 8 GPUs of 40.0 GB; sizes in GB (10^9 bytes) for each GPU" in out
     assert "\nphase   resident  peak  largest parts of the peak\nload        11.4  11.4  model 11.4\n" in out
     assert "\nmemory       does not fit: the phase `update` needs " in out
-    assert "\nnodes        fits on 3 or more of this size\n" in out
+    assert "\nnodes        fits on 3 or more nodes of this size\n" in out
     assert "\nhost memory  about 131 GB on each node\n" in out
     assert "\ndisk         274 GB for checkpoints, and 15.2 GB for the exported model\n" in out
     assert "\nto make it fit  trainer.micro_tokens=2048 (use smaller micro-batches)\n" in out
@@ -200,6 +241,8 @@ def test_plan_as_json() -> None:
         (PLAN, "the memory of the GPUs is unknown: add --gpu-gb 80, or set slurm.node.gpu_gb in the site profile"),
         ((*PLAN, "trainer.device=cpu"), "the job runs on CPUs, and plan is about the memory of GPUs"),
         (("plan", "torchrun", "--gpu-gb", "80", "trainer.device=cuda"), "torchrun runs no model of its own"),
+        (("plan", "select", "--gpu-gb", "80"), "select runs no model of its own, so there is nothing to plan"),
+        ((*PLAN, "--gpu-gb", "80", "model.path=/none"), "and the hub's cache does not have its config.json"),
         ((*PLAN, "--gpu-gb", "-1"), "slurm.node.gpu_gb: "),
         ((*PLAN, "--gpu-gb", "80", "model.path=none"), "model.path none: there is no such folder"),
     ],

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from hpc_rl.config.rollout import EngineConfig, EngineJob, engine_dtype
+from hpc_rl.config.rollout import SHARED_GPU, EngineConfig, EngineJob, engine_dtype
 from hpc_rl.config.training import ModelSource
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import writing
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 PARTS = frozenset({"weights", "kv_cache"})
 """SGLang's names of the parts of its memory."""
-SHARED_GPU = 0.5
-"""Fraction of a GPU's memory for an engine next to a trainer. SGLang itself chooses that of one that is alone."""
 START_SHARE = 0.9
 """The server's part of trainer.model_timeout_s, so that its own error comes before that of the driver."""
 LOCAL_BUCKET_BYTES = 256 * 10**6

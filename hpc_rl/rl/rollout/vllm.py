@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from packaging.requirements import Requirement
 
-from hpc_rl.config.rollout import EngineConfig, EngineJob, engine_dtype
+from hpc_rl.config.rollout import OWN_GPU, SHARED_GPU, EngineConfig, EngineJob, engine_dtype
 from hpc_rl.config.training import ModelSource
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.heartbeat import heart
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 WORKER_EXTENSION = "hpc_rl.rl.rollout.vllm_worker.WeightUpdates"
 PARTS = frozenset({"weights", "kv_cache"})
 """Names by which vLLM wakes parts of an engine's memory."""
-SHARED_GPU, OWN_GPU = 0.5, 0.9
-"""Fractions of a GPU's memory for an engine next to a trainer, and for one that is alone."""
 CPU_BLOCK = 128
 """Tokens per block of the key-value cache on CPUs."""
 LOCAL_BUCKET_BYTES = 256 * 10**6
