@@ -1,16 +1,16 @@
-"""What a job says about a process that died: killed, or out of the memory that Slurm granted."""
+"""What a job does when one of its processes dies, killed or out of the memory that Slurm granted, and what it says."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.test_ppo_on_slurm import PPO
 from tests.e2e.workspace import QUICK, Workspace
-from tests.faults.jobs import workspace_on
+from tests.faults.jobs import measured, workspace_on
 from tests.faults.outcomes import Outcome
 from tests.sandbox.cluster import Cluster
 
@@ -39,11 +39,10 @@ KILLED = "killed (signal 9) by a user or a program, or for lack of memory (thoug
 DIED = f"(log in {{logs}}) died: {KILLED}"
 
 PPO_DEATHS = {
-    "worker": ("node2", "^ray::Worker", [], f"rank 1 of pool global_pool on node node2 {DIED}"),
-    "engine": ("node1 node2", "^ray::EngineProc", TWO_POOLS, f"{DIED}"),
-    "driver": ("node1", "^ray::TaskRunner", [], f"the driver (log in {{logs}}) died: {KILLED}"),
-}  # fmt: skip
-"""What is killed -> the nodes where it may be, its command line, options of the job, and the message."""
+    "worker": ("node2", "^ray::Worker", f"rank 1 of pool global_pool on node node2 {DIED}"),
+    "driver": ("node1", "^ray::TaskRunner", f"the driver (log in {{logs}}) died: {KILLED}"),
+}
+"""What is killed -> its node, its command line, and the message."""
 
 
 @pytest.fixture(scope="module")
@@ -80,18 +79,49 @@ def first_message(workspace: Workspace, cluster: Cluster, run: str, words: str) 
     return seconds, found[0]
 
 
+def rewards_until(workspace: Workspace, run: Path, steps: int) -> list[tuple[int, float]]:
+    """Wait for a number of steps, stop the run, and return the rewards of all its steps."""
+    workspace.wait_until(lambda: len(measured(run)) >= steps, f"step {steps} of {run.name}")
+    workspace.ok("stop", run.name)
+    workspace.wait_until(lambda: workspace.status(run.name)["state"] == "STOPPED", f"the end of {run.name}")
+    return measured(run)
+
+
+def kill(cluster: Cluster, nodes: Iterable[str], pattern: str) -> None:
+    """Kill the processes with a command line, on whichever of the nodes they are."""
+    done = [cluster.exec_on(node, ["pkill", "-KILL", "-f", "--", pattern]).returncode for node in nodes]
+    assert 0 in done, done
+
+
 @pytest.mark.parametrize("what", PPO_DEATHS)
 def test_a_killed_process_of_ppo(
     workspace: Workspace, slurm_cluster: Cluster, observed: Callable[[Outcome], None], what: str
 ) -> None:
-    node, pattern, options, message = PPO_DEATHS[what]
-    run = started(workspace, "ppo", f"killed-{what}", "--mem", "4G", *options)
-    done = [slurm_cluster.exec_on(one, ["pkill", "-KILL", "-f", "--", pattern]).returncode for one in node.split()]
-    assert 0 in done, done
+    node, pattern, message = PPO_DEATHS[what]
+    run = started(workspace, "ppo", f"killed-{what}", "--mem", "4G")
+    kill(slurm_cluster, [node], pattern)
     words = message.format(logs=run / "attempt-1")
     seconds, line = first_message(workspace, slurm_cluster, run.name, words)
-    article = "an" if what[0] in "aeiou" else "a"
-    observed(Outcome(f"SIGKILL of {article} {what}", "ppo", seconds, line, "exit code 137", None))
+    observed(Outcome(f"SIGKILL of a {what}", "ppo", seconds, line, "exit code 137", None))
+
+
+def test_a_killed_engine_is_replaced(
+    workspace: Workspace, slurm_cluster: Cluster, observed: Callable[[Outcome], None]
+) -> None:
+    run = started(workspace, "ppo", "killed-engine", "--mem", "4G", *TWO_POOLS)
+    kill(slurm_cluster, ["node1", "node2"], "^ray::EngineProc")
+    began = time.monotonic()
+    words = DIED.format(logs=run / "attempt-1")
+    workspace.wait_until(lambda: words in log_of(workspace, run.name), f"the message of {run.name}: {words}")
+    seconds = time.monotonic() - began
+    line = next(line for line in log_of(workspace, run.name).splitlines() if words in line)
+    assert "another engine starts in its place" in line
+    rewards = dict(rewards_until(workspace, run, len(measured(run)) + 10))
+
+    whole = started(workspace, "ppo", "whole-engine", "--mem", "4G", *TWO_POOLS)
+    assert rewards == pytest.approx(dict(rewards_until(workspace, whole, len(rewards))[: len(rewards)]), abs=1e-4)
+    slurm_cluster.wait_idle()
+    observed(Outcome("SIGKILL of an engine", "ppo", seconds, line, "another engine", 0, losses_equal=True))
 
 
 @pytest.mark.parametrize(
