@@ -137,6 +137,10 @@ def runs(
             show_default=False,
         ),
     ] = None,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help="List all runs. The default leaves out old ones if more than 100 have ended."),
+    ] = False,
     verify: Annotated[
         bool,
         typer.Option(
@@ -152,10 +156,13 @@ def runs(
     from hpc_rl.runs import table
 
     if verify:
-        if sort is not None or reverse or conditions:
-            raise UserError("--verify reads all checkpoints: it cannot be combined with --sort, --reverse or --filter")
+        if every or sort is not None or reverse or conditions:
+            raise UserError(
+                "--verify reads all checkpoints: it cannot be combined with --all, --sort, --reverse or --filter"
+            )
         leave(_verify(target, as_json))
-    found = table.find_rows(target)
+    recent = not (every or as_json or conditions or sort is not None)
+    found, left_out = table.find_rows(target, recent)
     rows = table.filtered(found, conditions or ())
     if sort is not None:
         rows = table.ordered(rows, sort, reverse)
@@ -169,6 +176,8 @@ def runs(
         note(f"none of the {len(found)} runs matches the filter")
     else:
         note(f"no runs in {Path(target or 'runs').absolute()}")
+    if left_out:
+        note(f"{left_out:,} older runs have ended: --all lists them too")
     if any(row.status.is_last_recorded for row in rows):
         note("Slurm does not answer: the states of unfinished runs are the last ones that their jobs recorded")
 

@@ -34,6 +34,8 @@ UNKNOWN = "UNKNOWN"
 SCRIPT_KILLED = "the job's script was killed before it could record how the job ended"
 STOPPED = "STOPPED"
 """A state of hpc-rl: the run saved and exited early. In Slurm its job has the state FAILED with exit code 75."""
+Ask = Callable[[str], JobState | None]
+"""Returns what Slurm reports about a job; None if it has no record. May raise commands.NoAnswer."""
 
 
 @dataclass(frozen=True)
@@ -142,12 +144,15 @@ def status_of(run: RunDir, within_s: float = commands.LOOK_S) -> RunStatus:
     Args:
         within_s: seconds to wait for Slurm. After that, the state is the last one that the job recorded.
     """
-    return _status(run, lambda job_id: commands.job_state(job_id, within_s))
+    return _status(run, lambda job_id: commands.job_state(job_id, within_s), disk_problem(run.path) or "")
 
 
 def statuses_of(found: Sequence[RunDir], within_s: float = commands.LOOK_S) -> list[RunStatus]:
     """Read the states of many runs with a constant number of queries to Slurm. See `status_of`."""
     ids = {job_id for run in found if (job_id := current_job(run)) and in_slurm(run)}
+    devices = [_device(run.path) for run in found]
+    one_on = dict(zip(devices, found, strict=True))
+    disks = {device: disk_problem(run.path) or "" for device, run in one_on.items()}
     try:
         states = commands.job_states(ids, within_s)
     except commands.NoAnswer as error:
@@ -156,11 +161,13 @@ def statuses_of(found: Sequence[RunDir], within_s: float = commands.LOOK_S) -> l
         def no_answer(_job_id: str) -> JobState | None:
             raise silence
 
-        return [_status(run, no_answer) for run in found]
-    return [_status(run, states.get) for run in found]
+        ask: Ask = no_answer
+    else:
+        ask = states.get
+    return [_status(run, ask, disks[device]) for run, device in zip(found, devices, strict=True)]
 
 
-def _status(run: RunDir, ask: Callable[[str], JobState | None]) -> RunStatus:
+def _status(run: RunDir, ask: Ask, disk: str) -> RunStatus:
     job_id = current_job(run)
     latest = _last_metrics(run.metrics)
     attempts = run.attempts()
@@ -177,8 +184,13 @@ def _status(run: RunDir, ask: Callable[[str], JobState | None]) -> RunStatus:
         metrics=latest,
         log=str(job_log(run, job_id)) if job_id else None,
         lost_nodes=lost_nodes(run, job_id),
-        disk=disk_problem(run.path) or "",
+        disk=disk,
     )
+
+
+def _device(path: Path) -> int:
+    """Return the number of a path's file system. The path need not exist."""
+    return next(folder for folder in (path, *path.parents) if folder.exists()).stat().st_dev
 
 
 def job_log(run: RunDir, job_id: str) -> Path:
@@ -210,7 +222,7 @@ def process_start_time(pid: int) -> int | None:
     return None if fields[0] == "Z" else int(fields[19])
 
 
-def _job_fields(run: RunDir, job_id: str | None, ask: Callable[[str], JobState | None]) -> dict[str, Any]:
+def _job_fields(run: RunDir, job_id: str | None, ask: Ask) -> dict[str, Any]:
     if job_id is None:
         return {"state": NOT_SUBMITTED}
     own = read_json(run.status)
@@ -282,11 +294,16 @@ def _names_several(target: str, path: Path) -> UserError:
 
 def runs_below(root: Path) -> Iterator[Path]:
     """Yield every folder below a directory that may be a run, including those of its sweeps and pipelines."""
-    for path in root.iterdir() if root.is_dir() else ():
+    for path in _folders(root) if root.is_dir() else ():
         if is_sweep(path) or is_pipeline(path):
-            yield from (point for point in path.iterdir() if point.is_dir())
-        elif path.is_dir() and not path.name.startswith("."):
+            yield from _folders(path)
+        elif not path.name.startswith("."):
             yield path
+
+
+def _folders(path: Path) -> Iterator[Path]:
+    with os.scandir(path) as entries:
+        yield from (path / entry.name for entry in entries if entry.is_dir())
 
 
 def _age_s(path: Path) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from hpc_rl.tracking.history import read_history
 
 _SHOWN = ("val/score", "critic/score/mean", "generate/score", "val/loss", "train/loss")
 """The table shows the first of these metrics in a run's last record."""
+MOST_ENDED = 100
+"""The most runs that have ended in a table of recent runs."""
+_RECORDED_ENDS = ("COMPLETED", "FAILED", "STOPPED", "CANCELLED", "PREEMPTED")
+"""States that job scripts record at the end of a job that is not queued again."""
 COLUMNS = ("run", "job", "state", "step", "metric", "hours", "submitted", "kind", "sweep")
 """Columns to sort by, besides metrics (val/loss) and swept keys (optim.lr)."""
 
@@ -74,28 +79,54 @@ class RunRow:
         return {**asdict(self.status), **own, "sweep": self.sweep, "values": self.values}
 
 
-def find_rows(target: str | None) -> list[RunRow]:
+def find_rows(target: str | None, recent: bool = False) -> tuple[list[RunRow], int]:
     """Return the runs of a directory or of a sweep; without a target, those below ./runs. The newest is last.
+
+    Args:
+        recent: leave out most runs of a directory that have ended (`recent_runs`).
+
+    Returns:
+        the rows, and the number of runs that are left out.
 
     Raises:
         UserError: the target is a single run, or does not exist.
     """
-    if target is None:
-        return all_runs(ROOT)
-    if several := find_run_set(target):
-        return runs_of(several)
+    if target is not None and (several := find_run_set(target)):
+        return runs_of(several), 0
+    folder = ROOT if target is None else _directory(target)
+    return recent_runs(folder) if recent else (all_runs(folder), 0)
+
+
+def _directory(target: str) -> Path:
+    """Return a directory of runs.
+
+    Raises:
+        UserError: the target is a single run, or does not exist.
+    """
     folder = Path(target)
     if is_run(folder) or is_run(ROOT / target):
         raise UserError(f"{target} is a single run: hpc-rl status {target} shows it")
     if not folder.is_dir():
         raise UserError(f"no directory {target!r}, and no sweep or pipeline of that name in {ROOT.absolute()}")
-    return all_runs(folder)
+    return folder
 
 
 def all_runs(root: Path) -> list[RunRow]:
     """Return every run below a directory, including those of its sweeps; the newest is last."""
-    found = [RunDir(path.absolute()) for path in runs_below(root) if is_run(path)]
-    return sorted(_rows(found), key=lambda row: (row.submitted, row.status.run))
+    return _by_submission(_rows(_found(root)))
+
+
+def recent_runs(root: Path) -> tuple[list[RunRow], int]:
+    """Return the runs below a directory that have not ended and the newest ones that have, without reading the others.
+
+    Returns:
+        the rows, of which the newest is last, and the number of ended runs that are left out.
+    """
+    found = _found(root)
+    ended = {run.path: time for run in found if (time := _ended_at(run)) is not None}
+    shown = set(nlargest(MOST_ENDED, ended, key=lambda path: ended[path]))
+    rows = _rows([run for run in found if run.path in shown or run.path not in ended])
+    return _by_submission(rows), len(ended) - len(shown)
 
 
 def runs_of(several: RunSet) -> list[RunRow]:
@@ -148,6 +179,30 @@ def _order(value: Any) -> tuple[int, float, str]:
         return (0, float(value), "")
     except (TypeError, ValueError):
         return (1, 0.0, str(value).casefold())
+
+
+def _found(root: Path) -> list[RunDir]:
+    return [RunDir(path) for path in runs_below(root.absolute()) if is_run(path)]
+
+
+def _by_submission(rows: Sequence[RunRow]) -> list[RunRow]:
+    return sorted(rows, key=lambda row: (row.submitted, row.status.run))
+
+
+def _ended_at(run: RunDir) -> float | None:
+    """Return when the newest job of a run recorded its end, in Unix seconds; None if it has not, as far as is known."""
+    if read_json(run.status).get("state") not in _RECORDED_ENDS:
+        return None
+    ended = _written_at(run.status)
+    return ended if _written_at(run.job) <= ended else None
+
+
+def _written_at(path: Path) -> float:
+    """Return when a file was written, in Unix seconds; 0 if there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _rows(found: Sequence[RunDir]) -> list[RunRow]:

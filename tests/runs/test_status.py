@@ -12,7 +12,7 @@ import pytest
 from hpc_rl.cli.text import status_text
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir, terminated_file
-from hpc_rl.runs import control
+from hpc_rl.runs import control, status
 from hpc_rl.runs.status import RunStatus, current_job, lost_nodes, process_start_time, status_of, statuses_of
 from hpc_rl.slurm import commands
 from tests.fake_slurm import fake_slurm
@@ -205,3 +205,20 @@ def test_lost_nodes_are_those_of_this_job(tmp_path: Path) -> None:
     assert lost_nodes(run, None) == ()
     text = status_text(RunStatus("x", "x", "7", "PENDING", lost_nodes=("node2",)))
     assert "lost nodes  node2 (the job is queued again without them)" in text
+
+
+def test_many_runs_on_one_file_system_are_one_question_about_its_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+
+    def problem(path: Path) -> str:
+        asked.append(path)
+        return "full"
+
+    monkeypatch.setattr(status, "disk_problem", problem)
+    runs = [RunDir(tmp_path / name) for name in ("a", "b", "not there yet")]
+    for run in runs[:2]:
+        run.path.mkdir()
+    assert [found.disk for found in statuses_of(runs)] == ["full"] * 3
+    assert len(asked) == 1

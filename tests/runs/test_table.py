@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +87,31 @@ def names(rows: list[table.RunRow]) -> list[str]:
 def test_any_directory(root: Path, tmp_path: Path) -> None:
     make_run(tmp_path / "other" / "a", "2025-01-01T00:00:00", "COMPLETED")
     make_sweep(tmp_path / "other" / "lr")
-    assert names(table.find_rows("other")) == ["a", "lr_1", "lr_2"]
-    assert names(table.find_rows("other/lr")) == ["lr_1", "lr_2"]
-    assert table.find_rows(None) == []
+    assert names(table.find_rows("other")[0]) == ["a", "lr_1", "lr_2"]
+    assert names(table.find_rows("other/lr")[0]) == ["lr_1", "lr_2"]
+    assert table.find_rows(None) == ([], 0)
     with pytest.raises(UserError, match="other/a is a single run: hpc-rl status other/a shows it"):
         table.find_rows("other/a")
     with pytest.raises(UserError, match="no directory 'gone', and no sweep or pipeline of that name in"):
         table.find_rows("gone")
+
+
+def test_recent_runs_are_those_that_have_not_ended_and_the_newest(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "MOST_ENDED", 2)
+    for day, state in enumerate(("COMPLETED", "FAILED", "STOPPED", "COMPLETED", "FAILED"), 1):
+        make_run(root / f"run-{day}", f"2025-01-0{day}T00:00:00", state)
+        for name in ("job.json", "status.json"):
+            os.utime(root / f"run-{day}" / name, (day, day))
+    make_run(root / "rendered", "", None)
+    os.utime(root / "run-1" / "job.json", (9, 9))  # submitted again, and not started since
+    rows, left_out = table.find_rows(None, recent=True)
+    assert (names(rows), left_out) == (["rendered", "run-1", "run-4", "run-5"], 2)
+    os.utime(root / "run-2" / "status.json", (7, 7))  # ended again
+    rows, left_out = table.find_rows("runs", recent=True)
+    assert (names(rows), left_out) == (["rendered", "run-1", "run-2", "run-5"], 2)
+    (root / "run-3" / "status.json").write_text('{"state": "RUNNING"}')
+    assert "run-3" in names(table.find_rows(None, recent=True)[0])
+    assert len(table.find_rows(None)[0]) == 6 and table.find_rows(None)[1] == 0
 
 
 def test_sort_by_any_column(root: Path) -> None:
@@ -100,7 +119,7 @@ def test_sort_by_any_column(root: Path) -> None:
         make_run(root / name, "2025-01-01T00:00:00", "COMPLETED", {"train/loss": loss})
         (root / name / "config.yaml").write_text(f"optim: {{lr: {loss}e-5}}\n")
     make_run(root / "none", "2025-01-02T00:00:00", "STOPPED")
-    rows = table.find_rows(None)
+    rows, _ = table.find_rows(None)
     assert names(table.ordered(rows, "run")) == ["a", "b", "c", "none"]
     assert names(table.ordered(rows, "run", reverse=True)) == ["none", "c", "b", "a"]
     for column in ("train/loss", "metric", "optim.lr"):
@@ -114,7 +133,7 @@ def test_filter_by_state_and_value(root: Path) -> None:
     make_sweep(root / "lr")
     make_run(root / "plain", "2025-01-01T00:00:00", "FAILED")
     (root / "plain" / "config.yaml").write_text("optim: {lr: 1.0e-05}\nmodel: {path: Qwen}\n")
-    rows = table.find_rows(None)
+    rows, _ = table.find_rows(None)
     assert names(table.filtered(rows, ["failed"])) == ["plain", "lr_2"]
     assert names(table.filtered(rows, ["state=COMPLETED"])) == ["lr_1"]
     assert names(table.filtered(rows, ["optim.lr=0.00001"])) == ["plain", "lr_1"]
