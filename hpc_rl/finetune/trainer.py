@@ -295,7 +295,7 @@ def discard(state: TrainerState, random: Tensors) -> None:
 def perf_metrics(work: Work, clock: Clock, flops: Flops, world: World) -> dict[str, float]:
     """Return the speed of a step without saving and validation. docs/sft.md lists the metrics and their scope.
 
-    perf/mfu is present only for devices in PEAK_TFLOPS.
+    perf/mfu is present only for devices in hpc_rl/host/gpu_models.py.
     """
     seconds = sum(clock.seconds.values())
     metrics = {

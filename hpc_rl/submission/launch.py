@@ -46,7 +46,7 @@ def prepare(request: Request, note: Note) -> tuple[Job, str]:
     if not request.local:
         if (found := plan_of_job(job)) is not None:
             notes += check_fit(found, job.size, request.force)
-            job = replace(job, facts=expected(found))
+            job = replace(job, facts=expected(job.kind, found))
         notes += environment_notes(os.environ, script)
     for line in notes:
         note(line)

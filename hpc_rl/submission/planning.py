@@ -18,6 +18,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.host.hub import hub_config
 from hpc_rl.plan.advice import MOST_NODES, advise, fewest, more_nodes, words
+from hpc_rl.plan.duration import Duration, gpus_of, items_of
 from hpc_rl.plan.hardware import gpu_bytes
 from hpc_rl.plan.memory import Planned, models_of
 from hpc_rl.plan.plan import Plan, plan_of
@@ -25,6 +26,7 @@ from hpc_rl.plan.shape import Shape, shape_of
 from hpc_rl.plan.text import arithmetic, problem, remedies
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.submission.devices import Devices
+from hpc_rl.submission.duration import duration_of, gpu_kind, measured_like
 from hpc_rl.submission.hub import hub_cache
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.request import Request
@@ -129,18 +131,22 @@ def check_fit(found: JobPlan, size: str, force: bool = False) -> list[str]:
     raise UserError("\n".join(lines))
 
 
-def expected(found: JobPlan) -> dict[str, Any]:
-    """Return what the plan of a job expects, for job.json; empty for an engine that is alone."""
+def expected(kind: str, found: JobPlan) -> dict[str, Any]:
+    """Return what the plan of a job expects, for job.json."""
     config, shapes, plan = found
-    if not plan.training:
-        return {}
-    less = advise(config, shapes, plan.gpu, limit=_LESS * plan.training)
+    less = advise(config, shapes, plan.gpu, limit=_LESS * plan.training) if plan.training else None
+    time = duration_of(config, shapes, plan.gpu, measured_like(kind, config, shapes, plan.gpu))
     facts = Expected(
         phase=plan.fullest.name,
         peak_gb=round(plan.fullest.peak / 1e9, 3),
         usable_gb=round(plan.usable / 1e9, 3),
         training_gb=round(plan.training / 1e9, 3),
         less=[] if less is None else words(less.settings),
+        gpu=gpu_kind(config, plan.gpu),
+        gpus=gpus_of(config),
+        parameters=shapes[config.model.path].total,
+        items=items_of(config),
+        step_s=[round(seconds, 3) for seconds in time.step] if isinstance(time, Duration) else [],
     )
     return {KEY: facts.as_dict()}
 

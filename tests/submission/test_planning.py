@@ -59,7 +59,7 @@ def fit(job_request: Request) -> list[str]:
 def expected(job_request: Request) -> dict[str, Any]:
     found = planning.plan_of_job(plan_request(job_request))
     assert found is not None
-    return planning.expected(found)["plan"]  # type: ignore[no-any-return]
+    return planning.expected("sft", found)["plan"]  # type: ignore[no-any-return]
 
 
 def test_a_job_that_fits() -> None:
@@ -101,7 +101,17 @@ def test_what_a_run_expects_is_recorded() -> None:
     )
     found = planning.plan_of_job(plan_request(engines))
     assert found is not None
-    assert planning.expected(found) == {}
+    alone = planning.expected("generate", found)["plan"]
+    assert (alone["phase"], alone["training_gb"], alone["less"]) == ("generation", 0, [])
+
+
+def test_what_a_run_like_it_is_compared_by() -> None:
+    facts = expected(request())
+    assert (facts["gpu"], facts["gpus"], facts["items"], facts["step_s"]) == ("80 GB", 8, 64, [])
+    assert facts["parameters"] == pytest.approx(7.6e9, rel=0.01)
+    named = expected(request("slurm.gpu_type=h100"))
+    assert named["gpu"] == "h100"
+    assert named["step_s"] == [pytest.approx(0.9, abs=0.1), pytest.approx(2.4, abs=0.2)]
 
 
 @pytest.mark.parametrize(
@@ -224,12 +234,44 @@ def test_plan_prints_a_table() -> None:
     assert "\nnodes        fits on 3 or more nodes of this size\n" in out
     assert "\nhost memory  about 131 GB on each node\n" in out
     assert "\ndisk         274 GB for checkpoints, and 15.2 GB for the exported model\n" in out
-    assert "\nto make it fit  trainer.micro_tokens=2048 (use smaller micro-batches)\n" in out
+    assert "\ntime         the model of the GPUs is unknown: set slurm.gpu_type, such as h100 or a100\n" in out
+    assert "\n\nto make it fit  trainer.micro_tokens=2048 (use smaller micro-batches)\n" in out
+
+
+def test_plan_prints_the_time_of_a_step_and_of_the_run(folder: Path) -> None:
+    named = output(*PLAN, "slurm.gpu_type=h100", "data.train_files=train.jsonl")
+    *_, step, run = named.splitlines()
+    assert step.startswith(
+        "time         0.9 to 2.4 s for a step (at 15 to 40 % of 989 TFLOPS, all at their full length"
+    )
+    assert run == "             0.9 to 2.4 s for 1 step: 0.00025 to 0.00067 node hours"
+
+
+def test_plan_is_as_fast_as_an_earlier_run(folder: Path) -> None:
+    run = folder / "runs" / "sft-1"
+    run.mkdir(parents=True)
+    facts = {"kind": "sft", "plan": expected(request(gpu_gb=80))}
+    (run / "job.json").write_text(json.dumps(facts))
+    record = {"perf/tokens_per_s": 16000.0, "perf/time_per_step": 2.0, "perf/max_memory_gb": 50.5}
+    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **record}) + "\n" for step in (1, 2)))
+    words = (*PLAN, "--gpu-gb", "80", "data.train_batch_size=128", "trainer.total_training_steps=900")
+    out = output(*words)
+    assert "\n             run sft-1 of this size recorded 50.5 GB, and its plan was 47.3 GB\n" in out
+    *_, step, whole = out.splitlines()
+    assert step == "time         4 s for a step (as run sft-1: 2,000 tokens/s/GPU, 500 tokens each)"
+    assert whole == "             60 min for 900 steps: 1 node hour"
+    assert json.loads(output(*words, "--json"))["time"] == {
+        "step_s": [4.0, 4.0],
+        "steps": 900,
+        "run_s": [3600.0, 3600.0],
+        "node_hours": [1.0, 1.0],
+        "basis": "as run sft-1: 2,000 tokens/s/GPU, 500 tokens each",
+    }
 
 
 def test_plan_as_json() -> None:
     found = json.loads(output(*PLAN, "--gpu-gb", "80", "--json"))
-    assert (found["verdict"], found["gpu"], found["usable"]) == ("fits", 80e9, 76e9)
+    assert (found["verdict"], found["gpu"], found["usable"], found["time"]) == ("fits", 80e9, 76e9, None)
     update = found["phases"][1]
     assert [phase["name"] for phase in found["phases"]] == ["load", "update", "save"]
     assert update["peak"] == pytest.approx(sum({**update["resident"], **update["working"]}.values()), abs=9)
