@@ -37,6 +37,14 @@ class FinetuneTrainerConfig(TrainingConfig):
     """Pack several samples into one micro-batch of at most micro_tokens tokens. false: one sample, or one pair, per
     micro-batch."""
 
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.offload == "all":
+            yield (
+                "trainer.offload=all moves the weights of models that wait for others, and in fine-tuning none waits: "
+                "use trainer.offload=optimizer"
+            )
+
 
 class FinetuneConfig(JobConfig):
     model: ModelConfig

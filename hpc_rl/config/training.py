@@ -12,6 +12,7 @@ from hpc_rl.config.base import Path, Section
 from hpc_rl.config.job import TrainerConfig
 
 Sharding = Literal["full", "hybrid", "gradients", "none"]
+Offload = Literal["none", "optimizer", "all"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 MOST_PROFILED = 10
 """Largest number of steps of trainer.profile_steps."""
@@ -143,6 +144,10 @@ class TrainingConfig(RecordedConfig):
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which ranks add up gradients. bfloat16 halves this traffic and loses precision. It needs sharding auto,
     full or hybrid."""
+    offload: Offload = "none"
+    """What waits in host memory while nothing uses it. optimizer: the moments of AdamW, which are on the device only
+    during the optimizer's step. all: in reinforcement learning also the weights of each model while engines generate
+    and other models compute. Copies take time, and each node needs host memory for what waits there."""
     save_freq: int = Field(0, ge=0)
     """Save a checkpoint every N steps. 0: by time (save_minutes), at the end, and before the walltime."""
     save_minutes: float = Field(30, ge=0)

@@ -31,6 +31,7 @@ from hpc_rl.training.checkpoints.folders import Progress
 from hpc_rl.training.checkpoints.model_state import Tensors, random_state, set_random_state
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import Flops, PackedModel, count_flops, load_tokenizer
+from hpc_rl.training.offload import ModelOffload
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
 from hpc_rl.training.perf import Clock, max_memory_gb, peak_flops
 from hpc_rl.training.profiling import trace_path, traced
@@ -54,6 +55,7 @@ class TrainerState:
     tokenizer: PreTrainedTokenizerBase
     model: PackedModel
     optimizer: torch.optim.AdamW
+    offload: ModelOffload
     flops: Flops
     train: list[Item]
     val: list[Item]
@@ -182,6 +184,7 @@ def load(config: FinetuneConfig, run: RunDir, world: World, objective: Objective
         tokenizer=tokenizer,
         model=model,
         optimizer=optimizer,
+        offload=ModelOffload(config.trainer.offload, model, optimizer),
         flops=flops,
         train=items,
         val=val,
@@ -235,7 +238,7 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
     with guards.explain_out_of_memory(f"step {number}"), clock("optimizer"):
         lr = config.optim.lr * lr_factor(config.optim, state.step, state.total_steps)
         set_lr(state.optimizer, lr)
-        state.optimizer.step()
+        state.offload.step()
         state.optimizer.zero_grad(set_to_none=True)
     state.step, state.position, state.stop, state.save = number, position, bool(stops[0]), bool(saves[0])
     state.ask_every = max(1, int(_ASK_EVERY_S * len(micro_batches) / max(seconds[0], 1e-9)))
@@ -326,7 +329,8 @@ def save(state: TrainerState) -> None:
         world_size=state.world.size,
         wandb_id=state.tracker.wandb_id,
     )
-    state.saver.save(state.model, state.optimizer, state.tokenizer, progress)
+    with state.offload.whole():
+        state.saver.save(state.model, state.optimizer, state.tokenizer, progress)
     state.saved_step, state.saved_at = state.step, time.monotonic()
 
 

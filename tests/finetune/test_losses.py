@@ -17,6 +17,7 @@ TWO_RANKS = {
     "gradients, unpacked": ["trainer.sharding=gradients", "trainer.packing=false"],
     "none, many micro-batches": ["trainer.sharding=none", "data.max_length=128", "trainer.micro_tokens=128"],
     "full, many micro-batches": ["data.max_length=128", "trainer.micro_tokens=128"],
+    "moments in host memory": ["trainer.offload=optimizer"],
     "more ranks than samples": ["data.train_batch_size=1", "trainer.total_training_steps=2", "trainer.test_freq=0"],
 }
 

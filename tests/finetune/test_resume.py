@@ -61,7 +61,7 @@ def test_stopped_on_one_rank_and_resumed_on_two(sft_config: list[str], tmp_path:
     assert run_here(sft_config, tmp_path) == EXIT_STOPPED
     assert run_here(sft_config, tmp_path) == EXIT_STOPPED
     (tmp_path / "stop").unlink()
-    options = ("trainer.sharding=none", "trainer.save_async=false", "trainer.export=true")
+    options = ("trainer.sharding=none", "trainer.save_async=false", "trainer.export=true", "trainer.offload=optimizer")
     results = run_job(sft_config, tmp_path, *options, ranks=2)
     assert [code for code, _, _ in results] == [0, 0], results
     assert "resuming after step 2" in results[0][1]

@@ -10,7 +10,6 @@ from hpc_rl.rl.workers.held import Held
 from hpc_rl.training.models.causal_lm import CausalLM
 from hpc_rl.training.models.lm_head import token_logprobs
 from hpc_rl.training.models.packed_batch import PackedBatch
-from hpc_rl.training.sharding import reshard
 
 
 def token_logprobs_of(
@@ -27,5 +26,4 @@ def token_logprobs_of(
 def held_logprobs(model: CausalLM, held: Held, temperature: float) -> NDArray[np.float32]:
     """Return the log-probabilities of all held response tokens, [N]. Every rank of the model's world calls this."""
     parts = [token_logprobs_of(model, micro.batch, temperature, entropy=False)[0] for micro in held.micro_batches()]
-    reshard(model)
     return torch.cat(parts).cpu().numpy()
