@@ -14,6 +14,8 @@ from hpc_rl.config.job import TrainerConfig
 Sharding = Literal["full", "hybrid", "gradients", "none"]
 Offload = Literal["none", "optimizer", "all"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+OFFLOAD_BYTES = 1 << 30
+"""Bytes of the moments that come to the device at a time if they wait in host memory; two such parts are there."""
 MOST_PROFILED = 10
 """Largest number of steps of trainer.profile_steps."""
 

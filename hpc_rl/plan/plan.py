@@ -15,7 +15,17 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.training import TrainingConfig
 from hpc_rl.plan.gpu_memory import COMPUTE, FLOAT32, Held
 from hpc_rl.plan.hardware import TIGHT, USABLE
-from hpc_rl.plan.memory import ENGINE_PARTS, Phase, Planned, Shapes, cache_tokens, phases, sequence_of, trained_models
+from hpc_rl.plan.memory import (
+    ENGINE_PARTS,
+    Phase,
+    Planned,
+    Shapes,
+    cache_tokens,
+    held_models,
+    phases,
+    sequence_of,
+    trained_models,
+)
 
 Verdict = Literal["fits", "is tight", "does not fit"]
 PROCESS_BYTES = 5e9
@@ -113,7 +123,7 @@ def plan_of(config: Planned, shapes: Shapes, gpu: float) -> Plan:
         phases=tuple(phases(config, shapes, gpu)),
         gpu=gpu,
         engine=_engine(config, shapes, gpu),
-        host=_host_bytes(config, trained),
+        host=_host_bytes(config, shapes, gpu, trained),
         checkpoints=checkpoints,
         export=export,
     )
@@ -136,12 +146,14 @@ def _state_bytes(held: Held) -> float:
     return float(3 * (FLOAT32 * held.adapters or held.itemsize * held.total))
 
 
-def _host_bytes(config: Planned, trained: Sequence[Held]) -> float:
-    """Return the host memory of a node: its processes, and the copies from which checkpoints are written."""
+def _host_bytes(config: Planned, shapes: Shapes, gpu: float, trained: Sequence[Held]) -> float:
+    """Return the host memory of a node: its processes, what trainer.offload moves there, and the copies from which
+    checkpoints are written."""
     processes = config.trainer.n_gpus_per_node
     if isinstance(config, PpoConfig) and pool_of(config, "rollout") == pool_of(config, "actor"):
         processes *= 2  # an engine beside each training rank
     copies = 0.0
     if isinstance(config.trainer, TrainingConfig) and config.trainer.save_async:
         copies = sum(_state_bytes(held) / held.shards for held in trained) * config.trainer.n_gpus_per_node
-    return processes * PROCESS_BYTES + copies
+    waiting = sum(held.on_host for held in held_models(config, shapes, gpu)) * config.trainer.n_gpus_per_node
+    return processes * PROCESS_BYTES + copies + waiting

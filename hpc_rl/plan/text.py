@@ -22,7 +22,7 @@ def gigabytes(size: float) -> str:
 
 def parts_text(parts: Mapping[str, float]) -> str:
     """Name the largest parts of a peak with their sizes."""
-    largest = sorted(parts.items(), key=lambda part: -part[1])[:_MOST_PARTS]
+    largest = sorted(((name, size) for name, size in parts.items() if size), key=lambda part: -part[1])[:_MOST_PARTS]
     return ", ".join(f"{name} {gigabytes(size)}" for name, size in largest)
 
 

@@ -21,12 +21,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hpc_rl.config.training import Offload
+from hpc_rl.config.training import OFFLOAD_BYTES, Offload
 from hpc_rl.training.models.causal_lm import PackedModel
 from hpc_rl.training.sharding import reshard
-
-PART_BYTES = 1 << 30
-"""Bytes of the moments that the optimizer uses at a time, if they are in host memory."""
 
 
 class Parked:
@@ -193,7 +190,7 @@ class ModelOffload:
             yield
 
 
-def parts_of(optimizer: torch.optim.Optimizer, most_bytes: int = PART_BYTES) -> list[set[nn.Parameter]]:
+def parts_of(optimizer: torch.optim.Optimizer, most_bytes: int = OFFLOAD_BYTES) -> list[set[nn.Parameter]]:
     """Return the parameters of an optimizer in parts, each with moments of at most so many bytes on this rank, or with
     one parameter."""
     parts: list[set[nn.Parameter]] = []
