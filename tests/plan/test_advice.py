@@ -106,8 +106,38 @@ def test_words_of_a_command() -> None:
 
 def test_measures_that_do_not_apply() -> None:
     job = config("generate")
-    applies = [measure.reason for measure in MEASURES if list(measure.settings(job))]
+    applies = [measure.reason for measure in MEASURES if list(measure.settings(job, SHAPES))]
     assert applies == ["split each engine's model over several GPUs"]
     done = config("sft", "trainer.sharding=full", "model.enable_gradient_checkpointing=true", "model.lora.rank=8")
-    assert [measure.reason for measure in MEASURES if list(measure.settings(done))] == ["use smaller micro-batches"]
-    assert list(MEASURES[2].settings(done)) == [{"trainer.micro_tokens": 2048}, {"trainer.micro_tokens": 1024}]
+    applies = [measure.reason for measure in MEASURES if list(measure.settings(done, SHAPES))]
+    assert applies == ["use smaller micro-batches"]
+    assert list(MEASURES[2].settings(done, SHAPES)) == [{"trainer.micro_tokens": 2048}, {"trainer.micro_tokens": 1024}]
+
+
+def test_rows_are_divided_for_long_samples_only() -> None:
+    """7B has 28 query heads, so that 8 GPUs cannot share its rows, but 2 or 4 can."""
+    dividing = next(measure.settings for measure in MEASURES if "row" in measure.reason)
+    for length, sizes in {16383: [], 16384: [2], 32768: [2, 4], 131072: [2, 4]}.items():
+        job = config("sft", f"data.max_length={length}", f"trainer.micro_tokens={length}")
+        expected = [{"trainer.sequence_parallel": size, "trainer.micro_tokens": length // size} for size in sizes]
+        assert list(dividing(job, SHAPES)) == expected
+    two = config("sft", "data.max_length=32768", "trainer.micro_tokens=16384", "trainer.sequence_parallel=2")
+    assert list(dividing(two, SHAPES)) == [{"trainer.sequence_parallel": 4, "trainer.micro_tokens": 8192}]
+    smaller = next(measure.settings for measure in MEASURES if "smaller" in measure.reason)
+    wide = two.updated("trainer.micro_tokens", 30000)
+    assert [one["trainer.micro_tokens"] for one in smaller(wide, SHAPES)] == [16384]
+    apart = config("ppo", "data.max_prompt_length=1", "data.max_response_length=32767", "trainer.micro_tokens=32768")
+    assert [one["trainer.sequence_parallel"] for one in dividing(apart, SHAPES)] == [2, 4]
+
+
+def test_advice_for_samples_of_128k_tokens() -> None:
+    """Without it, a sample of 131,072 tokens fits on none of the GPUs, whatever else is changed."""
+    length = 131_072
+    job = config("sft", f"data.max_length={length}", f"trainer.micro_tokens={length}", RECOMPUTE)
+    assert not fits(job, SHAPES, 80e9)
+    found = advise(job, SHAPES, 80e9, change_training=False)
+    assert found is not None
+    assert found.settings["trainer.sequence_parallel"] in (2, 4)
+    changed = with_settings(job, found.settings)
+    assert changed is not None
+    assert fits(changed, SHAPES, 80e9)
