@@ -96,6 +96,13 @@ class GenerateTrainerConfig(RecordedConfig):
     offload: ClassVar[Offload] = "none"
     reduce_dtype: ClassVar[Literal["float32", "bfloat16"]] = "float32"
     """Without effect: nothing is trained, so there are no gradients."""
+    sequence_parallel: ClassVar[int] = 1
+    """Each rank of the reward model computes rows of its own."""
+
+    @property
+    def row_tokens(self) -> int:
+        """The largest number of tokens of a packed row."""
+        return self.micro_tokens
 
 
 class GenerateConfig(RayJobConfig):

@@ -137,6 +137,10 @@ class TrainingConfig(RecordedConfig):
     """Number of training steps, instead of total_epochs. null: as many as total_epochs has."""
     micro_tokens: int = Field(4096, ge=2)
     """Largest number of tokens in one forward and backward pass on one rank. This setting determines memory use."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Number of ranks that compute a packed row together, each a slice of its tokens, for samples that are too long for
+    one GPU. A row has up to sequence_parallel x micro_tokens tokens. The number divides the ranks of a node and the
+    query heads of the model. 1: every rank computes rows of its own."""
     sharding: Literal["auto", Sharding] = "auto"
     """Sharding of the model with FSDP. full: parameters, gradients and optimizer state are divided among all ranks.
     hybrid: they are divided among the ranks of each node, and every node has the whole model (less traffic between
@@ -170,6 +174,11 @@ class TrainingConfig(RecordedConfig):
     """Type of the weights in the exported model. null: the type in which the device computes, which is bfloat16 on
     GPUs and model.dtype on CPUs."""
 
+    @property
+    def row_tokens(self) -> int:
+        """The largest number of tokens of a packed row."""
+        return self.sequence_parallel * self.micro_tokens
+
     def problems(self) -> Iterator[str]:
         if self.reduce_dtype == "bfloat16" and self.sharding in ("gradients", "none"):
             yield (
@@ -193,6 +202,16 @@ class TrainingConfig(RecordedConfig):
         if len(value) > MOST_PROFILED or min(value, default=1) < 1:
             raise ValueError(f"write 1 to {MOST_PROFILED} steps, counted from 1, such as [3,4] or 10-12")
         return value
+
+
+def row_limit(trainer: TrainingConfig) -> str:
+    """Return the largest number of tokens of a packed row, with the options that determine it, for a message."""
+    if trainer.sequence_parallel == 1:
+        return f"trainer.micro_tokens {trainer.micro_tokens}"
+    return (
+        f"{trainer.row_tokens} (trainer.sequence_parallel {trainer.sequence_parallel} x trainer.micro_tokens "
+        f"{trainer.micro_tokens})"
+    )
 
 
 def quantize_problems(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:

@@ -24,7 +24,6 @@ from hpc_rl.tracking.metrics import has_validation, read_metrics
 from hpc_rl.tracking.report import report_end
 from hpc_rl.tracking.tracker import Tracker, open_tracker
 from hpc_rl.training import guards, sharding
-from hpc_rl.training.batching import plan_batch
 from hpc_rl.training.checkpoints import checkpoint
 from hpc_rl.training.checkpoints.export import export, export_dtype
 from hpc_rl.training.checkpoints.folders import Progress
@@ -213,7 +212,7 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
         indices, position = next(state.batches)
         items = [state.train[index] for index in indices]
         work = state.objective.work(items)
-        plan = plan_batch(work.lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)[world.rank]
+        plan = work.micro_batches(world, config.trainer)
         micro_batches = [state.objective.collate([items[index] for index in micro]).to(world.device) for micro in plan]
     with guards.explain_out_of_memory(f"step {number}"), clock("forward_backward"):
         started, random = time.monotonic(), random_state(world)
@@ -234,6 +233,8 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
         loss, *sums_K = sums.tolist()
         own = [loss / sharding.loss_factor(state.model, world), *decisions(state, number, started), *sums_K]
         losses, stops, saves, seconds, *by_rank = world.gather_rows(own).T.tolist()
+        # All ranks of a sequence group have computed the same, which counts once.
+        sums_K = [sum(found[:: config.trainer.sequence_parallel]) for found in by_rank]
         guards.refuse_not_finite(number, {world.in_job(rank): loss for rank, loss in enumerate(losses)}, norm)
     with guards.explain_out_of_memory(f"step {number}"), clock("optimizer"):
         lr = config.optim.lr * lr_factor(config.optim, state.step, state.total_steps)
@@ -245,8 +246,8 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
     state.total_tokens += work.tokens
     state.stopping.note_step(clock.seconds)
     return {
-        "train/loss": sum(losses),
-        **{f"train/{name}": value for name, value in state.objective.metrics(list(map(sum, by_rank))).items()},
+        "train/loss": sum(losses[:: config.trainer.sequence_parallel]),
+        **{f"train/{name}": value for name, value in state.objective.metrics(sums_K).items()},
         "train/grad_norm": norm,
         "train/lr": lr,
         "train/target_tokens": work.targets,
@@ -340,7 +341,7 @@ def validate(state: TrainerState) -> dict[str, float]:
     config, world, objective = state.config, state.world, state.objective
     state.model.eval()
     work = objective.work(state.val)
-    plan = plan_batch(work.lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)[world.rank]
+    plan = work.micro_batches(world, config.trainer)
     sums = torch.zeros((), device=world.device)
 
     def micro_batches() -> Iterator[Any]:  # one at a time, since the data may be large
@@ -353,7 +354,8 @@ def validate(state: TrainerState) -> dict[str, float]:
             sums = sums + torch.cat([found.loss[None], found.sums])
             heart.beat()
     state.model.train()
-    loss, *sums_K = world.gather_rows(sums.tolist()).sum(dim=0).tolist()
+    by_group = world.gather_rows(sums.tolist())[:: config.trainer.sequence_parallel]
+    loss, *sums_K = by_group.sum(dim=0).tolist()
     metrics = {"loss": loss / objective.divisor(work), **objective.metrics(sums_K)}
     return {f"val/{name}": value for name, value in metrics.items()}
 

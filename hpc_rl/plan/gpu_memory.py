@@ -8,6 +8,7 @@ Q all query heads, K all key heads, V vocabulary, C positions of one chunk of lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -47,6 +48,8 @@ class Held:
     """Whether the weights of the layers' linear maps are in 4 bits, whole on each rank."""
     offload: Offload = "none"
     """What waits in host memory while nothing uses it."""
+    split: int = 1
+    """Number of ranks that compute a row together. Tokens are those of one rank's slice."""
 
     @property
     def total(self) -> int:
@@ -137,10 +140,17 @@ class Held:
         if self.recompute:
             return COMPUTE * tokens * shape.hidden
         # The gradient of a norm's weight needs the norm's result, which adapters do not.
-        numbers = (
-            (6 if self.adapters else 8) * shape.hidden + 4 * shape.working_inner + 2 * shape.queries + 2 * shape.keys
-        )
+        numbers = (6 if self.adapters else 8) * shape.hidden + 4 * shape.working_inner + self._attention()
         return COMPUTE * tokens * numbers + FLOAT32 * tokens * shape.heads
+
+    def _attention(self) -> int:
+        """Return the width of what attention keeps for one token: its inputs and its result. Ranks that share rows have
+        the result twice, before and after they exchange it, and repeated keys and values."""
+        shape = self.shape
+        if self.split == 1:
+            return 2 * shape.queries + 2 * shape.keys
+        times = math.lcm(shape.key_heads, self.split) // shape.key_heads
+        return 3 * shape.queries + 2 * times * shape.keys
 
     def _chunk(self, tokens: int) -> float:
         """Return the bytes of a chunk of logits."""
@@ -172,7 +182,7 @@ class Held:
         shape = self.shape
         own = 8 if self.recompute else 4
         inside = own * shape.working_inner + (10 if self.recompute else 5) * shape.hidden
-        inside += (2 * shape.queries + 2 * shape.keys) if self.recompute else 0
+        inside += self._attention() if self.recompute else 0
         trains_head = self.head != "value" and not self.adapters
         return self._gathered() | {
             "gradients": self._gradients() + self._travelling(),

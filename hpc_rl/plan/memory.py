@@ -96,7 +96,13 @@ def phases(config: Planned, shapes: Shapes, gpu_bytes: float) -> list[Phase]:
 
 
 def micro_tokens(config: FinetuneConfig | PpoConfig, ranks: int) -> int:
-    """Return the most tokens of a micro-batch: the limit, or fewer if a rank's part of a batch is smaller."""
+    """Return the most tokens of a micro-batch on one rank: the limit, or fewer if its part of a batch is smaller."""
+    size = config.trainer.sequence_parallel
+    return -(-_row_tokens(config, max(1, ranks // size)) // size)
+
+
+def _row_tokens(config: FinetuneConfig | PpoConfig, groups: int) -> int:
+    """Return the most tokens of a packed row, if the batch is divided among so many sequence groups."""
     if isinstance(config, PpoConfig):
         data = config.data
         longest = data.max_prompt_length + data.max_response_length
@@ -105,7 +111,7 @@ def micro_tokens(config: FinetuneConfig | PpoConfig, ranks: int) -> int:
         longest, items = config.data.longest, config.data.train_batch_size
         if not config.trainer.packing:
             return longest
-    return max(longest, min(config.trainer.micro_tokens, -(-items // ranks) * longest))
+    return max(longest, min(config.trainer.row_tokens, -(-items // groups) * longest))
 
 
 def _finetune_phases(config: FinetuneConfig, shapes: Shapes, gpu_bytes: float) -> Iterator[Phase]:
@@ -310,6 +316,7 @@ def _trained(shape: Shape, head: Head, model: ModelConfig, trainer: TrainingConf
         adapters=adapters,
         four_bit=model.lora.quantize is not None,
         offload=trainer.offload,
+        split=trainer.sequence_parallel,
     )
 
 

@@ -60,6 +60,8 @@ class Plan:
     """None without an engine whose cache is known."""
     host: float
     """Host memory of one node."""
+    offloaded: float
+    """The part of it in which trainer.offload keeps what is not on the GPUs."""
     checkpoints: float
     """Disk space of all checkpoints that exist at the same time."""
     export: float
@@ -119,11 +121,14 @@ def plan_of(config: Planned, shapes: Shapes, gpu: float) -> Plan:
         # One checkpoint more than are kept exists while the newest is written.
         checkpoints = (config.trainer.max_ckpt_to_keep + 1) * sum(map(_state_bytes, trained))
         export = float(COMPUTE * shapes[config.model.path].total) if config.trainer.export else 0.0
+    waiting = sum(held.on_host for held in held_models(config, shapes, gpu))
+    offloaded = waiting * config.trainer.n_gpus_per_node
     return Plan(
         phases=tuple(phases(config, shapes, gpu)),
         gpu=gpu,
         engine=_engine(config, shapes, gpu),
-        host=_host_bytes(config, shapes, gpu, trained),
+        host=_host_bytes(config, trained) + offloaded,
+        offloaded=offloaded,
         checkpoints=checkpoints,
         export=export,
     )
@@ -146,14 +151,12 @@ def _state_bytes(held: Held) -> float:
     return float(3 * (FLOAT32 * held.adapters or held.itemsize * held.total))
 
 
-def _host_bytes(config: Planned, shapes: Shapes, gpu: float, trained: Sequence[Held]) -> float:
-    """Return the host memory of a node: its processes, what trainer.offload moves there, and the copies from which
-    checkpoints are written."""
+def _host_bytes(config: Planned, trained: Sequence[Held]) -> float:
+    """Return the host memory of a node: its processes, and the copies from which checkpoints are written."""
     processes = config.trainer.n_gpus_per_node
     if isinstance(config, PpoConfig) and pool_of(config, "rollout") == pool_of(config, "actor"):
         processes *= 2  # an engine beside each training rank
     copies = 0.0
     if isinstance(config.trainer, TrainingConfig) and config.trainer.save_async:
         copies = sum(_state_bytes(held) / held.shards for held in trained) * config.trainer.n_gpus_per_node
-    waiting = sum(held.on_host for held in held_models(config, shapes, gpu)) * config.trainer.n_gpus_per_node
-    return processes * PROCESS_BYTES + copies + waiting
+    return processes * PROCESS_BYTES + copies

@@ -23,7 +23,7 @@ from hpc_rl.plan.hardware import gpu_bytes
 from hpc_rl.plan.memory import Planned, models_of
 from hpc_rl.plan.plan import Plan, plan_of
 from hpc_rl.plan.shape import Shape, shape_of
-from hpc_rl.plan.text import arithmetic, problem, remedies
+from hpc_rl.plan.text import arithmetic, gigabytes, problem, remedies
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.submission.devices import Devices
 from hpc_rl.submission.duration import duration_of, gpu_kind, measured_like
@@ -129,6 +129,34 @@ def check_fit(found: JobPlan, size: str, force: bool = False) -> list[str]:
         "`hpc-rl plan` shows the phases; --force submits the job anyway",
     ]
     raise UserError("\n".join(lines))
+
+
+def check_host(found: JobPlan, granted: float | None, force: bool = False) -> list[str]:
+    """Check that a node's memory holds what trainer.offload moves there.
+
+    Args:
+        granted: memory that the job requests on each node, in bytes; None if it is unknown.
+        force: a job that does not fit is no error.
+
+    Returns:
+        A sentence for the user about a job that may not fit.
+
+    Raises:
+        UserError: it does not fit.
+    """
+    config, _, plan = found
+    if not plan.offloaded or granted is None or plan.host <= granted:
+        return []
+    level = config.trainer.offload
+    needs = (
+        f"trainer.offload={level} keeps {gigabytes(plan.offloaded)} GB in the memory of each node, which needs about "
+        f"{gigabytes(plan.host)} GB with its processes and the copies for checkpoints, and the job requests "
+        f"{gigabytes(granted)} GB"
+    )
+    if plan.offloaded < granted or force:  # the rest is assumed
+        return [f"the job may not fit: {needs}"]
+    less = ", trainer.offload=optimizer" if level == "all" else ""
+    raise UserError(f"{needs}: request more (--mem), or use more nodes{less}; --force submits the job anyway")
 
 
 def expected(kind: str, found: JobPlan) -> dict[str, Any]:

@@ -18,11 +18,24 @@ TWO_RANKS = {
     "none, many micro-batches": ["trainer.sharding=none", "data.max_length=128", "trainer.micro_tokens=128"],
     "full, many micro-batches": ["data.max_length=128", "trainer.micro_tokens=128"],
     "moments in host memory": ["trainer.offload=optimizer"],
+    "sequence parallel": ["trainer.sequence_parallel=2", "trainer.n_gpus_per_node=2"],
+    "sequence parallel, unpacked": [
+        *("trainer.sequence_parallel=2", "trainer.n_gpus_per_node=2", "trainer.packing=false"),
+        *("trainer.sharding=gradients", "model.enable_gradient_checkpointing=true"),
+    ],
+    "sequence parallel, samples over micro_tokens": [
+        *("trainer.sequence_parallel=2", "trainer.n_gpus_per_node=2", "trainer.sharding=none"),
+        *("data.max_length=128", "trainer.micro_tokens=64"),
+    ],
     "more ranks than samples": ["data.train_batch_size=1", "trainer.total_training_steps=2", "trainer.test_freq=0"],
 }
 
 TWO_NODES = {
     "hybrid": ["trainer.sharding=hybrid"],
+    "hybrid, sequence parallel": [
+        *("trainer.sharding=hybrid", "trainer.sequence_parallel=2", "trainer.n_gpus_per_node=2"),
+        *("data.max_length=128", "trainer.micro_tokens=64"),
+    ],
     "hybrid, many micro-batches": ["trainer.sharding=hybrid", "data.max_length=128", "trainer.micro_tokens=128"],
 }
 

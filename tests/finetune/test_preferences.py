@@ -226,6 +226,7 @@ def test_two_ranks(folder: Path, tmp_path: Path, uninterrupted: dict[str, Path],
     kind = "rm" if name in RM else "dpo"
     base = ["--kind", kind, *overrides(folder, kind, name)]
     splits = {"full": [], "none, unpacked": ["trainer.sharding=none", "trainer.packing=false"]}
+    splits["sequence parallel"] = ["trainer.sequence_parallel=2", "trainer.n_gpus_per_node=2"]
     if kind == "dpo":
         splits["live reference"] = ["ref.precompute_logprobs=false", "trainer.sharding=gradients"]
     results = run_several([(base, tmp_path / split, more) for split, more in splits.items()], ranks=2)

@@ -46,7 +46,8 @@ def same_as(uninterrupted: Path, run_dir: Path) -> None:
 
 def test_stopped_on_two_ranks_and_resumed_on_one(sft_config: list[str], tmp_path: Path, uninterrupted: Path) -> None:
     (tmp_path / "stop").write_text("enough")
-    results = run_job(sft_config, tmp_path, ranks=2)
+    options = ("trainer.sequence_parallel=2", "trainer.n_gpus_per_node=2")
+    results = run_job(sft_config, tmp_path, *options, ranks=2)
     assert [code for code, _, _ in results] == [EXIT_STOPPED] * 2, results
     assert "stopped after step 1 of 8" in results[0][1]
     (tmp_path / "stop").unlink()

@@ -153,3 +153,11 @@ def test_start_of_a_pass() -> None:
 
 def test_largest_moment_without_empty_parts() -> None:
     assert largest({"a": 3.0, "b": 0.0}, {"c": 2.0}) == {"a": 3.0}
+
+
+def test_ranks_that_share_rows_keep_the_result_of_attention_twice() -> None:
+    shared = replace(MODEL, split=2, recompute=False)
+    kept = replace(MODEL, recompute=False).update(T)["saved activations"]
+    assert shared.update(T)["saved activations"] == kept + L * 2 * T * Q
+    # Three ranks cannot share 2 key heads, so that each head is repeated three times.
+    assert replace(shared, split=3).update(T)["saved activations"] == kept + L * 2 * T * (Q + 2 * 2 * K)

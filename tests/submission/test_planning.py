@@ -16,6 +16,7 @@ from hpc_rl.submission import planning
 from hpc_rl.submission.launch import prepare
 from hpc_rl.submission.request import Request
 from hpc_rl.submission.request import plan as plan_request
+from hpc_rl.submission.resources import granted_bytes
 from tests.fake_slurm import fake_slurm
 from tests.plan.configs import QWEN_7B
 
@@ -94,7 +95,7 @@ def test_what_a_run_expects_is_recorded() -> None:
     facts = expected(request("model.enable_gradient_checkpointing=true", "trainer.micro_tokens=8192"))
     assert (facts["phase"], facts["usable_gb"]) == ("update", 76.0)
     assert facts["peak_gb"] == facts["training_gb"] == pytest.approx(25.4, abs=0.1)
-    assert facts["less"] == ["model.lora.rank=32", "model.dtype=bfloat16"]
+    assert facts["less"] == ["trainer.offload=optimizer"]
     assert expected(request())["less"] == ["trainer.micro_tokens=2048"]
     engines = Request(
         "generate", ("model.path=7b", "data.files=train.jsonl", "trainer.device=cuda", "slurm.node.gpu_gb=80")
@@ -112,6 +113,39 @@ def test_what_a_run_like_it_is_compared_by() -> None:
     named = expected(request("slurm.gpu_type=h100"))
     assert named["gpu"] == "h100"
     assert named["step_s"] == [pytest.approx(0.9, abs=0.1), pytest.approx(2.4, abs=0.2)]
+
+
+def host(*words: str, force: bool = False) -> list[str]:
+    job = plan_request(request("trainer.offload=optimizer", "trainer.save_async=false", *words))
+    found = planning.plan_of_job(job)
+    assert found is not None
+    return planning.check_host(found, granted_bytes(job.config), force)
+
+
+def test_host_memory_for_what_waits() -> None:
+    """7B: 61 GB of moments, and 40 GB that are assumed for 8 processes."""
+    assert host("slurm.mem=100G") == []
+    assert host("slurm.mem=90G") == [
+        "the job may not fit: trainer.offload=optimizer keeps 60.9 GB in the memory of each node, which needs about "
+        "101 GB with its processes and the copies for checkpoints, and the job requests 96.6 GB"
+    ]
+    with pytest.raises(
+        UserError, match=r"and the job requests 32\.2 GB: request more \(--mem\), or use more nodes; --fo"
+    ):
+        host("slurm.mem=30G")
+    assert host("slurm.mem=30G", force=True)[0].startswith("the job may not fit: trainer.offload=optimizer keeps")
+    assert host("slurm.mem=30G", "trainer.offload=none") == []
+    assert host() == []
+
+
+def test_memory_that_a_job_requests() -> None:
+    def of(*words: str) -> float | None:
+        return granted_bytes(plan_request(request(*words)).config)
+
+    assert of("slurm.mem=3G") == 3 * 2.0**30
+    assert of("slurm.mem=0", "slurm.node.mem_mb=1000") == 1000 * 2.0**20
+    assert of("slurm.mem=0") is None
+    assert of() is None
 
 
 @pytest.mark.parametrize(
@@ -143,7 +177,11 @@ def test_fewest_nodes_with_the_settings_that_they_need() -> None:
     assert chosen.settings == {"trainer.nnodes": 1, "model.enable_gradient_checkpointing": True}
     assert not chosen.fewest_nodes
     small, _ = planning.on_fewest_nodes(request("trainer.n_gpus_per_node=2", gpu_gb=40, fewest_nodes=True))
-    assert small.settings["trainer.nnodes"] == 3
+    assert small.settings == {
+        "trainer.nnodes": 2,
+        "trainer.micro_tokens": 2048,
+        "trainer.offload": "optimizer",
+    }
 
 
 @pytest.mark.parametrize(
@@ -167,7 +205,7 @@ def test_nodes_auto_on_the_command_line(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr("hpc_rl.submission.launch.notes_on", lambda *_: [])  # the model has no weights
     words = ("model.path=7b", "data.train_files=train.jsonl", "trainer.device=cuda", "slurm.node.gpu_gb=40")
     script = output("submit", "sft", "--nodes", "auto", "--gpus-per-node", "2", *words, "--dry-run")
-    assert "#SBATCH --nodes=3\n" in script
+    assert "#SBATCH --nodes=2\n" in script
     for command in ("plan", "sweep"):
         with pytest.raises(UserError, match="--nodes auto is an option of submit and render"):
             output(command, "sft", "--nodes", "auto", *words, "optim.lr=1e-5,3e-5")

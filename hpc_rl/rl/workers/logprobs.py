@@ -16,10 +16,12 @@ def token_logprobs_of(
     model: CausalLM, batch: PackedBatch, temperature: float, entropy: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probabilities [N] and entropies [N] of a micro-batch's response tokens, both differentiable."""
-    return model(
-        batch,
-        lambda hidden_NH, weight_VH: token_logprobs(hidden_NH, weight_VH, batch.targets_N, temperature, entropy),
+    own = model.sequence.own(batch)
+    own_N = model(
+        own, lambda hidden_NH, weight_VH: token_logprobs(hidden_NH, weight_VH, own.targets_N, temperature, entropy)
     )
+    logprobs_N, entropy_N = (model.sequence.whole(found_N, batch) for found_N in own_N)
+    return logprobs_N, entropy_N
 
 
 @torch.no_grad()

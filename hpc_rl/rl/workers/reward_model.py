@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +12,6 @@ from hpc_rl.rl.dealing import Shard
 from hpc_rl.rl.workers.held import hold
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.loading import load_sharded
-from hpc_rl.training.models.packed_batch import PackedBatch
 from hpc_rl.training.models.scalar_model import check_outputs, refuse_other_vocabulary, reward_model
 from hpc_rl.training.offload import ModelOffload
 
@@ -42,13 +40,8 @@ class RewardModel:
         """Return the score of each sample of the shard, [B]. Every rank calls this."""
         with self._offload.computing():
             parts = [
-                self._model(_last_rows(micro.batch))[: len(micro.lengths_B)]
+                self._model(micro.batch.last_tokens())[: len(micro.lengths_B)]
                 for micro in hold(shard, self._world.device).micro_batches()
             ]
         scores_BK: NDArray[np.float32] = torch.cat(parts).cpu().numpy()
         return scores_BK @ self._weights_K
-
-
-def _last_rows(batch: PackedBatch) -> PackedBatch:
-    """Return the same batch, with each sample's last token as the only rows that the model returns."""
-    return dataclasses.replace(batch, rows_N=batch.cu_seqlens[1:].long() - 1)
