@@ -21,9 +21,9 @@ from hpc_rl.config.finetune import FinetuneConfig, FinetuneTrainerConfig
 from hpc_rl.config.preferences import RmConfig
 from hpc_rl.config.sft import DataConfig, SftConfig
 from hpc_rl.config.training import ModelConfig
+from hpc_rl.data.lazy import Item
 from hpc_rl.data.order import Position, batches
 from hpc_rl.data.sft_dataset import Sample
-from hpc_rl.finetune.base import Item
 from hpc_rl.finetune.objectives import objective_of
 from hpc_rl.finetune.trainer import TrainerState
 from hpc_rl.run_dir import RunDir

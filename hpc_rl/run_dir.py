@@ -28,6 +28,12 @@ WALLTIME, REQUEUE, PREEMPTION = "walltime", "requeue", "preemption"
 SHARED_MODE = 0o2750
 """Permissions of a run directory with slurm.group: files that are created in it belong to the group too (setgid)."""
 _SHARED_BITS = stat.S_ISGID | stat.S_IRGRP
+SWEEP_MARK = "sweep.json"
+"""A folder with this file contains the run directories of a sweep, which are named after it and numbered."""
+PIPELINE_MARK = "pipeline.json"
+"""A folder with this file contains the run directories of a pipeline, which are named after it, a round and a stage."""
+TOKENIZED = ".tokenized"
+"""Folder of tokenized data, beside the runs."""
 _UNFINISHED = ("RUNNING", "REQUEUED")
 """States in status.json of a job that has not ended."""
 
@@ -118,6 +124,13 @@ class RunDir:
         return self.path / "endpoint.json"
 
     @property
+    def tokenized(self) -> Path:
+        """.tokenized/: tokenized data of all runs in a folder, beside the run, or beside its sweep or pipeline."""
+        above = self.path.absolute().parent
+        is_set = any((above / mark).is_file() for mark in (SWEEP_MARK, PIPELINE_MARK))
+        return (above.parent if is_set else above) / TOKENIZED
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -178,7 +191,7 @@ class RunDir:
             UserError: somebody else could.
         """
         try:
-            found = weakness(self.path, _group_id(self.path, group))
+            found = weakness(self.path, trusted_group(self.path, group))
         except OSError as error:
             raise UserError(f"run directory {self.path}: {error.strerror or error}") from error
         if found is not None:
@@ -210,7 +223,12 @@ class RunDir:
         write_atomically(self.status, json.dumps(status) + "\n")
 
 
-def _group_id(path: Path, group: str | None) -> int | None:
+def trusted_group(path: Path, group: str | None) -> int | None:
+    """Return the id of the group that the user trusts with a run directory; None without one.
+
+    Args:
+        group: its name. None: the group that the directory was shared with, if it exists.
+    """
     if group is not None:
         try:
             return grp.getgrnam(group).gr_gid

@@ -17,6 +17,14 @@ def test_attempts_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     assert [path.name for path in RunDir(tmp_path).attempts()] == ["attempt-2", "attempt-10"]
 
 
+@pytest.mark.parametrize("mark", ["sweep.json", "pipeline.json"])
+def test_tokenized_data_is_beside_the_runs_and_their_sets(tmp_path: Path, mark: str) -> None:
+    assert RunDir(tmp_path / "runs" / "a").tokenized == tmp_path / "runs" / ".tokenized"
+    (tmp_path / "runs" / "set").mkdir(parents=True)
+    (tmp_path / "runs" / "set" / mark).touch()
+    assert RunDir(tmp_path / "runs" / "set" / "set_1").tokenized == tmp_path / "runs" / ".tokenized"
+
+
 @pytest.mark.parametrize(("state", "code"), [("RUNNING", None), ("COMPLETED", 0), ("STOPPED", 75)])
 def test_the_job_script_writes_the_same_status(tmp_path: Path, state: str, code: int | None) -> None:
     run = RunDir(tmp_path)

@@ -132,29 +132,43 @@ def export(
 def clean(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RUN", help="Runs. The default is all below ./runs.", autocompletion=run_names),
+        typer.Argument(
+            metavar="RUN",
+            help="Runs, the default is all below ./runs; with --tokenized, folders of tokenized data.",
+            autocompletion=run_names,
+        ),
     ] = None,
     checkpoints: Annotated[
         bool, typer.Option("--checkpoints", help="Remove old checkpoints, and keep the newest of each run.")
     ] = False,
     keep: Annotated[int, typer.Option(min=0, help="Number of checkpoints of each run to keep.")] = 1,
     whole: Annotated[bool, typer.Option("--whole", help="Remove whole run directories.")] = False,
+    tokenized: Annotated[
+        bool,
+        typer.Option("--tokenized", help="Remove tokenized data that no run uses. The default is ./runs/.tokenized."),
+    ] = False,
     older_than: Annotated[
         float | None,
-        typer.Option(min=0, metavar="DAYS", help="Only runs unchanged for this many days.", show_default=False),
+        typer.Option(
+            min=0, metavar="DAYS", help="Only runs, or data, unchanged for this many days.", show_default=False
+        ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Remove the folders. Without --yes they are only listed.")] = False,
 ) -> None:
-    """List runs with their sizes, or remove old checkpoints and runs. Queued and running jobs are never affected.
+    """List runs with their sizes, or remove old checkpoints, runs or tokenized data. Queued and running jobs are never
+    affected.
 
     Example: hpc-rl clean --checkpoints --older-than 30
     """
-    from hpc_rl.run_dir import RunDir
+    from hpc_rl.run_dir import TOKENIZED, RunDir
     from hpc_rl.runs import cleaning
     from hpc_rl.runs.status import ROOT, find_run, is_run, runs_below, statuses_of
 
-    if checkpoints and whole:
-        raise UserError("--checkpoints and --whole exclude each other: use only one of them")
+    if checkpoints + whole + tokenized > 1:
+        raise UserError("--checkpoints, --whole and --tokenized exclude each other: use only one of them")
+    if tokenized:
+        _clean_tokenized([Path(name) for name in names or []] or [ROOT / TOKENIZED], older_than or 0.0, yes)
+        return
     if whole and not names and older_than is None:
         raise UserError("--whole without a name would remove every run: name runs, or give --older-than DAYS")
     runs = [find_run(name) for name in names or []] or [
@@ -181,6 +195,26 @@ def clean(
         print(f"removed {size_text(cleaning.remove(removals))}")
     else:
         note(f"this would free {size_text(sum(one.size for one in removals))}; add --yes to remove the folders")
+
+
+def _clean_tokenized(folders: Sequence[Path], older_than: float, yes: bool) -> None:
+    from hpc_rl.runs import cleaning
+
+    found = [one for folder in folders for one in cleaning.tokenized_data(folder)]
+    found = [one for one in found if one.age_s >= older_than * cleaning.DAY_S]
+    if not found:
+        note("nothing to remove")
+        return
+    for one in found:
+        print(f"{size_text(one.size):>9}  {short_path(one.path)}  {', '.join(one.files)}")
+    total = sum(one.size for one in found)
+    if not yes:
+        note(f"this would free {size_text(total)}, without what runs use; add --yes to remove the folders")
+        return
+    used = cleaning.remove_tokenized(found)
+    print(f"removed {size_text(total - sum(one.size for one in used))}")
+    if used:
+        note(f"in use, or without file locks that could show it: {', '.join(short_path(one.path) for one in used)}")
 
 
 def _table(found: Sequence[Usage]) -> str:

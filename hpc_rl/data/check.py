@@ -131,7 +131,7 @@ def _describe_tokens(
     row: Row, number: int, where: str, data: AnyData, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
     from hpc_rl.data.prompts import tokenize_prompts
-    from hpc_rl.data.sft_dataset import tokenize_rows
+    from hpc_rl.data.sft_dataset import chat_tokenizer
 
     if isinstance(data, PromptConfig):
         prompts, prompt_counts = tokenize_prompts([(row, where)], data, tokenizer)
@@ -147,7 +147,7 @@ def _describe_tokens(
         yield from _describe_preference(row, number, where, data, tokenizer)
         return
     assert isinstance(data, DataConfig)
-    (sample,), counts = tokenize_rows([(row, where)], data, tokenizer)
+    (sample,), counts = chat_tokenizer(data, tokenizer)([(row, where)])
     limit = f"data.max_length {data.max_length:,}"
     if sample is None:
         reason = f"it is longer than {limit}" if counts.dropped else f"no assistant token is left within {limit}"
@@ -161,9 +161,9 @@ def _describe_tokens(
 def _describe_preference(
     row: Row, number: int, where: str, data: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
-    from hpc_rl.data.pairs import tokenize_preferences
+    from hpc_rl.data.pairs import preference_tokenizer
 
-    (found,), counts = tokenize_preferences([(row, where)], data, tokenizer)
+    (found,), counts = preference_tokenizer(data, tokenizer)([(row, where)])
     if found is None:
         reasons = {
             "both responses are the same": counts.equal,

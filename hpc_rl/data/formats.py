@@ -1,7 +1,8 @@
 """Data files as rows: jsonl, JSON arrays, csv, tsv and parquet.
 
-To add a format, write a function from a path to rows and add it to `FORMATS`. pyarrow is imported only to read parquet,
-so that a login node without it can check the other formats.
+To add a format, write a function from a path to rows and add it to `FORMATS`. It spends as little as possible on rows
+that the caller does not need: lines are not parsed, and rows of a table are not converted. pyarrow is imported only to
+read parquet, so that a login node without it can check the other formats.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Iterator
+from itertools import count, groupby, repeat
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.large_files import check_parquet, refuse_pointer
 
 Row = dict[str, Any]
+Wanted = Callable[[int], bool]
+"""Number of a row in its file, from 0 -> whether the caller needs it."""
 
 _FOLDER_FORMATS = (".arrow", ".gz", ".txt", ".xml", ".zip", ".zst")
 """What the `datasets` library reads from a folder besides the formats of this module."""
@@ -42,17 +46,35 @@ def read_rows(file: str | Path) -> Iterator[Row]:
             (the message gives the line).
         CannotCheck: the file is parquet and pyarrow is not installed.
     """
+    return (row for row in read_some(file, lambda _: True) if row is not None)
+
+
+def read_some(file: str | Path, wanted: Wanted) -> Iterator[Row | None]:
+    """Read some rows of a file like `read_rows`, with None in the place of each other row.
+
+    Raises:
+        UserError, CannotCheck: see `read_rows`. Rows that are not wanted may be invalid.
+    """
+    path = data_file(file)
+    try:
+        refuse_pointer(path)
+        yield from FORMATS[path.suffix.lower()](path, wanted)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def data_file(file: str | Path) -> Path:
+    """Return the path of a data file.
+
+    Raises:
+        UserError: the file does not exist, or has another format.
+    """
     path = Path(file).expanduser()
-    reader = FORMATS.get(path.suffix.lower())
-    if reader is None:
+    if path.suffix.lower() not in FORMATS:
         raise UserError(unknown_format(path))
     if not path.is_file():
         raise UserError(f"{path}: no such data file")
-    try:
-        refuse_pointer(path)
-        yield from reader(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return path
 
 
 def unknown_format(path: str | Path) -> str:
@@ -75,18 +97,20 @@ def check_data_folder(folder: Path) -> None:
         raise UserError(f"{folder}: no data file in this folder (found {files[0].name}); formats: {', '.join(FORMATS)}")
 
 
-def _json_rows(path: Path) -> Iterator[Row]:
+def _json_rows(path: Path, wanted: Wanted) -> Iterator[Row | None]:
     """Read one object per line, or an array of objects."""
     with path.open("rb") as lines:
         first = next((line for line in lines if line.strip()), b"")
     is_array = first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-    return _array_rows(path) if is_array else _line_rows(path)
+    return _array_rows(path, wanted) if is_array else _line_rows(path, wanted)
 
 
-def _line_rows(path: Path) -> Iterator[Row]:
+def _line_rows(path: Path, wanted: Wanted) -> Iterator[Row | None]:
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
+        filled = ((number, line) for number, line in enumerate(lines, start=1) if not line.isspace())
+        for index, (number, line) in enumerate(filled):
+            if not wanted(index):
+                yield None
                 continue
             where = f"{path}, line {number}"
             try:
@@ -97,14 +121,17 @@ def _line_rows(path: Path) -> Iterator[Row]:
             yield _as_object(row, where)
 
 
-def _array_rows(path: Path) -> Iterator[Row]:
-    """Read the objects of an array one by one, so that an error names its line and the first rows cost little."""
+def _array_rows(path: Path, wanted: Wanted) -> Iterator[Row | None]:
+    """Read the objects of an array one by one, so that an error names its line and the first rows cost little.
+
+    All of them are parsed, because only that shows where the next one begins.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text") from error
     at = _skip_space(text, text.index("[") + 1)
-    line, counted = 1, 0
+    line, counted, numbers = 1, 0, count()
     while text[at : at + 1] != "]":
         line, counted = line + text.count("\n", counted, at), at
         where = f"{path}, line {line}"
@@ -112,7 +139,8 @@ def _array_rows(path: Path) -> Iterator[Row]:
             row, at = _DECODER.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{where}: {_json_problem(error)}") from error
-        yield _as_object(row, where)
+        found = _as_object(row, where)
+        yield found if wanted(next(numbers)) else None
         at = _skip_space(text, at)
         if text[at : at + 1] == ",":
             at = _skip_space(text, at + 1)
@@ -156,12 +184,13 @@ def _json_problem(error: ValueError | RecursionError) -> str:
     return "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
 
 
-def _csv_rows(path: Path, delimiter: str = ",") -> Iterator[Row]:
+def _csv_rows(path: Path, wanted: Wanted, delimiter: str = ",") -> Iterator[Row | None]:
     """Read a table with a header row; every value is text."""
     csv.field_size_limit(sys.maxsize)  # the default ends at 131,072 characters, which a long document exceeds
     with path.open(newline="", encoding="utf-8-sig") as lines:
         rows = csv.reader(lines, delimiter=delimiter, strict=True)
         header: list[str] = []
+        numbers = count()
         try:
             for fields in rows:
                 if not fields:
@@ -174,7 +203,7 @@ def _csv_rows(path: Path, delimiter: str = ",") -> Iterator[Row]:
                     raise UserError(
                         f"{path}, line {rows.line_num}: values: {len(fields)}, columns in the header: {len(header)}"
                     )
-                yield dict(zip(header, fields, strict=True))
+                yield dict(zip(header, fields, strict=True)) if wanted(next(numbers)) else None
         except csv.Error as error:
             raise UserError(f"{path}, line {rows.line_num}: not readable as {path.suffix[1:]} ({error})") from error
         except UnicodeDecodeError as error:
@@ -187,11 +216,11 @@ def _check_header(header: list[str], path: Path) -> None:
         raise UserError(f"{path}: the header has the column {twice!r} more than once")
 
 
-def _tsv_rows(path: Path) -> Iterator[Row]:
-    return _csv_rows(path, delimiter="\t")
+def _tsv_rows(path: Path, wanted: Wanted) -> Iterator[Row | None]:
+    return _csv_rows(path, wanted, delimiter="\t")
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path, wanted: Wanted) -> Iterator[Row | None]:
     check_parquet(path)
     try:
         import pyarrow
@@ -200,13 +229,24 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise CannotCheck(f"{path} needs pyarrow, which is not installed here") from error
     try:
         with parquet.ParquetFile(path) as file:
+            first = 0
             for batch in file.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
+                for is_wanted, start, length in runs(first, first + batch.num_rows, wanted):
+                    rows = batch.slice(start - first, length).to_pylist() if is_wanted else repeat(None, length)
+                    yield from rows
+                first += batch.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not readable as parquet ({str(error).splitlines()[0]})") from error
 
 
-FORMATS: dict[str, Callable[[Path], Iterator[Row]]] = {
+def runs(start: int, end: int, wanted: Wanted) -> Iterator[tuple[bool, int, int]]:
+    """Yield consecutive rows that are all wanted, or all not: (whether they are, the first one, their number)."""
+    for is_wanted, group in groupby(range(start, end), key=wanted):
+        numbers = list(group)
+        yield is_wanted, numbers[0], len(numbers)
+
+
+FORMATS: dict[str, Callable[[Path, Wanted], Iterator[Row | None]]] = {
     ".jsonl": _json_rows,
     ".json": _json_rows,
     ".csv": _csv_rows,

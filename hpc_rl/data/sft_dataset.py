@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,16 +15,13 @@ from hpc_rl.config.sft import DataConfig
 from hpc_rl.data.chat import chat_template, render
 from hpc_rl.data.formats import Row
 from hpc_rl.data.rows import Message, to_messages
-from hpc_rl.data.sources import all_rows, chunks
+from hpc_rl.data.sources import BLOCK_ROWS, chunks
 from hpc_rl.data.template import marks_generation
 from hpc_rl.errors import UserError
 from hpc_rl.host.heartbeat import heart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-ROWS_PER_CALL = 256
-"""Rows that the tokenizer gets at a time and spreads over its threads."""
 
 Encoder = Callable[[list[tuple[list[Message], str]]], Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]]
 """Chats with their places for errors -> the token ids of each, and which of them the assistant wrote."""
@@ -79,49 +75,29 @@ class Counts:
         return "; ".join([text, *(f"{count:,} {what}" for what, count in lost.items() if count)])
 
 
-def tokenize_files(
-    files: Sequence[str],
-    data: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    split: str,
-    rank: int = 0,
-    world: int = 1,
-) -> tuple[list[Sample | None], Counts]:
-    """Tokenize this rank's share of all rows, `rows[rank::world]`.
+def chat_tokenizer(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[Iterable[tuple[Row, str]]], tuple[list[Sample | None], Counts]]:
+    """Return the function that tokenizes rows, each given with its place for errors.
 
-    Args:
-        files: data files (formats.py), or names of `datasets` data sets.
-        split: "train" or "test": the split of a `datasets` data set.
-
-    Returns:
-        see tokenize_rows.
+    It returns one sample per row, None for a dropped row, and the counts of both. It raises UserError if a row is not a
+    chat.
 
     Raises:
-        UserError: a file or row is not valid (the message names file and row), or see tokenize_rows.
-    """
-    return tokenize_rows(islice(all_rows(files, split), rank, None, world), data, tokenizer)
-
-
-def tokenize_rows(
-    rows: Iterable[tuple[Row, str]], data: DataConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[Sample | None], Counts]:
-    """Tokenize rows, each given with its place for errors.
-
-    Returns:
-        one sample per row, None for a dropped row; and the counts of both.
-
-    Raises:
-        UserError: a row is not a chat, or the tokenizer has no chat template or no fast version.
+        UserError: the tokenizer has no chat template or no fast version.
     """
     encode = encoder(tokenizer, data)
-    samples: list[Sample | None] = []
-    counts = Counts()
-    for chunk in chunks(rows, ROWS_PER_CALL):
-        heart.beat()
-        for ids, mask in encode([(to_messages(row, data, where), where) for row, where in chunk]):
-            samples.append(_fitted(ids, mask, data, counts))
-    return samples, counts
+
+    def tokenize(rows: Iterable[tuple[Row, str]]) -> tuple[list[Sample | None], Counts]:
+        samples: list[Sample | None] = []
+        counts = Counts()
+        for chunk in chunks(rows, BLOCK_ROWS):
+            heart.beat()
+            for ids, mask in encode([(to_messages(row, data, where), where) for row, where in chunk]):
+                samples.append(_fitted(ids, mask, data, counts))
+        return samples, counts
+
+    return tokenize
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase, data: FinetuneDataConfig) -> Encoder:

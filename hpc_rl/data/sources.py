@@ -1,18 +1,25 @@
-"""All rows of the files and data sets in train_files or val_files."""
+"""All rows of the files and data sets in train_files or val_files, and their division into parts."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
-from typing import TypeVar
+from itertools import islice, repeat
+from typing import TYPE_CHECKING, TypeVar
 
-from hpc_rl.data.formats import CannotCheck, Row, is_file, read_rows
+from hpc_rl.data.formats import CannotCheck, Row, Wanted, data_file, is_file, read_some, runs
 from hpc_rl.data.hub import load_split
 from hpc_rl.errors import UserError
 from hpc_rl.host.installation import install_command
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 T = TypeVar("T")
+
+BLOCK_ROWS = 256
+"""Rows that the tokenizer gets at a time and spreads over its threads. A part of the data has whole blocks."""
+_ROWS_PER_READ = 4 * BLOCK_ROWS
 
 
 def all_rows(files: Sequence[str], split: str) -> Iterator[tuple[Row, str]]:
@@ -25,16 +32,71 @@ def all_rows(files: Sequence[str], split: str) -> Iterator[tuple[Row, str]]:
     Raises:
         UserError: a file is missing, unreadable or empty.
     """
+    return _some_rows(files, split, lambda _: True)
+
+
+def blocks(files: Sequence[str], split: str, part: int = 0, parts: int = 1) -> Iterator[list[tuple[Row, str]]]:
+    """Yield the blocks of rows of one part, in their order: those with the numbers part, part + parts, and so on.
+
+    Rows of other parts are not parsed, where the format of a file allows it.
+
+    Args:
+        files, split: see `all_rows`.
+
+    Raises:
+        UserError: a file is missing, unreadable or empty.
+    """
+    return chunks(_some_rows(files, split, lambda row: row // BLOCK_ROWS % parts == part), BLOCK_ROWS)
+
+
+def sources(files: Sequence[str], split: str) -> list[list[str | int]]:
+    """Return what identifies the contents of each file or data set, as JSON can write it.
+
+    It is the size of a file and the time of its last change, and the fingerprint of a data set.
+
+    Raises:
+        UserError: one of them is missing or cannot be read.
+    """
+    return [_file_state(name) if is_file(name) else [load_split(name, split)._fingerprint] for name in files]
+
+
+def _file_state(name: str) -> list[str | int]:
+    path = data_file(name)
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _some_rows(files: Sequence[str], split: str, wanted: Wanted) -> Iterator[tuple[Row, str]]:
+    """Yield the rows that are wanted, by their numbers from 0 over all files."""
+    before = 0
     for file in files:
+        number = 0
         try:
-            rows: Iterable[Row] = read_rows(file) if is_file(file) else load_split(file, split)
-            number = 0
-            for number, row in enumerate(rows, start=1):
-                yield row, f"{file}, row {number}"
+            for number, row in enumerate(_rows_of(file, split, lambda index, n=before: wanted(n + index)), start=1):
+                if row is not None:
+                    yield row, f"{file}, row {number}"
         except CannotCheck as error:
             raise UserError(f"{error}: {install_command('train', sys.executable)}") from error
         if not number:
             raise UserError(f"{file}: the data set is empty")
+        before += number
+
+
+def _rows_of(file: str, split: str, wanted: Wanted) -> Iterator[Row | None]:
+    return read_some(file, wanted) if is_file(file) else _split_rows(load_split(file, split), wanted)
+
+
+def _split_rows(dataset: Dataset, wanted: Wanted) -> Iterator[Row | None]:
+    for first in range(0, len(dataset), _ROWS_PER_READ):
+        for is_wanted, start, length in runs(first, min(first + _ROWS_PER_READ, len(dataset)), wanted):
+            if not is_wanted:
+                yield from repeat(None, length)
+                continue
+            columns = dataset[start : start + length]
+            yield from (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
 
 
 def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from hpc_rl.config.finetune import FinetuneTrainerConfig
-from hpc_rl.data.sft_dataset import Counts, Sample
+from hpc_rl.data.lazy import Item, sizes_of
+from hpc_rl.data.tokenized import Form, Tokenize, Tokenized
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.batching import Bin, plan_batch
 from hpc_rl.training.distributed import World
@@ -21,13 +22,6 @@ from hpc_rl.training.stopping import Stopping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-class Item(Protocol):
-    """What a micro-batch cannot divide, such as a sample or a pair of samples."""
-
-    @property
-    def samples(self) -> tuple[Sample, ...]: ...
 
 
 class Batch(Protocol):
@@ -59,13 +53,17 @@ class Work:
     """Target tokens of these samples."""
 
     @classmethod
-    def of(cls, items: Sequence[Item]) -> Work:
-        """Count the tokens of items."""
-        samples = [sample for item in items for sample in item.samples]
+    def of(cls, items: Sequence[Item], trained: int | None = None) -> Work:
+        """Count the tokens of items.
+
+        Args:
+            trained: how many samples of each item are trained on, the first ones. None: all.
+        """
+        lengths, targets = sizes_of(items)
         return cls(
-            lengths=[sum(len(sample.input_ids) for sample in item.samples) for item in items],
-            sample_lengths=[len(sample.input_ids) for sample in samples],
-            targets=sum(int(sample.loss_mask.sum()) for sample in samples),
+            lengths=lengths.sum(axis=1).tolist(),
+            sample_lengths=lengths[:, :trained].flatten().tolist(),
+            targets=int(targets[:, :trained].sum()),
         )
 
     @property
@@ -100,15 +98,22 @@ class Objective(ABC):
     def leave(self, exit_code: int) -> None:  # noqa: B027 - may be left out
         """Let the ranks that do not train end. Every rank that trains calls this at the end of a run."""
 
+    @property
     @abstractmethod
-    def tokenize(
-        self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, split: str, rank: int, world: int
-    ) -> tuple[list[Any], Counts]:
-        """Tokenize this rank's share of all rows, `rows[rank::world]`; None for a dropped row."""
+    def form(self) -> Form[Any]:
+        """What an item of the tokenized data consists of."""
 
     @abstractmethod
-    def gather(self, share: Sequence[Any], world: World) -> list[Any]:
-        """Combine the ranks' shares into one list, without the dropped rows. Every rank calls this."""
+    def tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Tokenize:
+        """Return the function that tokenizes rows.
+
+        Raises:
+            UserError: the tokenizer cannot be used.
+        """
+
+    def items(self, rows: Tokenized[Any]) -> Sequence[Any]:
+        """Return the items that are trained on, in the order of the data."""
+        return rows
 
     @abstractmethod
     def model(self) -> Pretrained[Any]:
@@ -127,8 +132,8 @@ class Objective(ABC):
         """Return `scale` times the sum of a micro-batch's losses."""
 
     def prepare(
-        self, train: list[Any], val: list[Any], run: RunDir, world: World, stopping: Stopping
-    ) -> tuple[list[Any], list[Any]]:
+        self, train: Sequence[Any], val: Sequence[Any], run: RunDir, world: World, stopping: Stopping
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return the items with what has to be computed before training. Every rank calls this, before the model is
         loaded.
 

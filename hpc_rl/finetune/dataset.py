@@ -1,19 +1,18 @@
-"""The tokenized data set: each rank tokenizes a share, and every rank gets the whole."""
+"""The tokenized data set of a run."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
-from hpc_rl.data.pairs import Preference
-from hpc_rl.data.sft_dataset import Counts, Sample
+from hpc_rl.data.identity import contents_of, key_of
 from hpc_rl.errors import AgreedError
+from hpc_rl.finetune.tokenized_cache import open_tokenized
+from hpc_rl.finetune.tokenized_entry import Request
+from hpc_rl.run_dir import RunDir, trusted_group
 from hpc_rl.training.distributed import World
+from hpc_rl.training.stopping import Stopping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,60 +21,32 @@ if TYPE_CHECKING:
 
 
 def load_items(
-    objective: Objective, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, split: str, world: World
-) -> list[Any]:
-    """Return all items of some files, in their order. Rank 0 prints their counts.
+    objective: Objective,
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    split: str,
+    run: RunDir,
+    world: World,
+    stopping: Stopping,
+) -> Sequence[Any]:
+    """Return all items of some files, in their order. Rank 0 prints their counts. Every rank calls this.
 
     Raises:
         AgreedError: a file is not valid, or nothing has a target token.
+        Stopped: the run stops before the data is tokenized.
     """
-    share, counts = world.together(lambda: objective.tokenize(files, tokenizer, split, world.rank, world.size))
-    items = objective.gather(share, world)
-    totals = world.gather_rows([float(value) for value in asdict(counts).values()]).sum(dim=0)
-    counts = Counts(**{name: int(total) for name, total in zip(asdict(counts), totals, strict=True)})
-    if not items:
+    config = objective.config
+    tokenize = world.together(lambda: objective.tokenizer(tokenizer))
+    contents = world.together(lambda: contents_of(files, split))
+    key = key_of(files, split, config.data, tokenizer) if world.is_main else None
+    key, contents = world.broadcast([key, contents])  # a rank may see an older file than the others
+    request = Request(files, split, tokenize, objective.form, key, contents)
+    root = Path(config.cache.data_dir).absolute() if config.cache.data_dir else run.tokenized
+    rows, counts = open_tokenized(request, root, trusted_group(run.path, config.slurm.group), world, stopping)
+    if not len(rows):
         raise AgreedError(
             f"{', '.join(files)}: no row has a target token within data.max_length ({counts}): raise data.max_length"
         )
     if world.is_main:
         print(f"{'training' if split == 'train' else 'validation'} data: {counts}", flush=True)
-    return items
-
-
-def gather_samples(share: Sequence[Sample | None], world: World) -> list[Sample]:
-    """Combine the ranks' shares `rows[rank::world]` into one list, without the dropped rows (None)."""
-    if world.size == 1:
-        return [sample for sample in share if sample is not None]
-    kept = [sample for sample in share if sample is not None]
-    none = np.zeros(0, np.int32)
-    lengths = np.array([0 if sample is None else len(sample.input_ids) for sample in share], np.int64)
-    # One number per token: twice its id, plus 1 if it is a target.
-    flat = np.concatenate([none, *(sample.input_ids * 2 + sample.loss_mask for sample in kept)], dtype=np.int32)
-    all_lengths = [rows.numpy() for rows in world.gather_varied(torch.from_numpy(lengths))]
-    all_tokens = [rows.numpy() for rows in world.gather_varied(torch.from_numpy(flat))]
-    starts = [np.concatenate([[0], np.cumsum(rows)]) for rows in all_lengths]
-    samples = []
-    for row in range(sum(map(len, all_lengths))):
-        rank, index = row % world.size, row // world.size
-        tokens = all_tokens[rank][starts[rank][index] : starts[rank][index + 1]]
-        if len(tokens):
-            samples.append(Sample(input_ids=tokens >> 1, loss_mask=(tokens & 1).astype(bool)))
-    return samples
-
-
-def gather_preferences(
-    share: Sequence[Preference | None], world: World, width: int, values: int = 1
-) -> list[Preference]:
-    """Combine the ranks' shares into one list, without the dropped rows (None).
-
-    Args:
-        width: samples of each preference.
-        values: margins or labels of each preference.
-    """
-    columns = [gather_samples([row and row.samples[place] for row in share], world) for place in range(width)]
-    none = (math.nan,) * values
-    own = torch.tensor([none if row is None else row.values for row in share], dtype=torch.float64)
-    by_rank = [flat.view(-1, values) for flat in world.gather_varied(own.flatten())]
-    rows = [by_rank[row % world.size][row // world.size] for row in range(sum(map(len, by_rank)))]
-    kept = [tuple(row.tolist()) for row in rows if not row[0].isnan()]
-    return [Preference(tuple(samples), found) for *samples, found in zip(*columns, kept, strict=True)]
+    return objective.items(rows)

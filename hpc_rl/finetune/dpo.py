@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,11 @@ import torch
 from hpc_rl.algorithms import preferences
 from hpc_rl.algorithms.preferences import PAIR_LOSSES, Pairs, Strength
 from hpc_rl.config.preferences import NEEDS_NO_REFERENCE, DpoConfig
-from hpc_rl.data.pairs import Preference, mismatched, tokenize_preference_files
-from hpc_rl.data.sft_dataset import Counts
+from hpc_rl.data import tokenized
+from hpc_rl.data.mismatched import Mismatched
+from hpc_rl.data.pairs import Preference, preference_tokenizer
+from hpc_rl.data.tokenized import Form, Tokenize, Tokenized
 from hpc_rl.finetune.base import Found, Objective, Work
-from hpc_rl.finetune.dataset import gather_preferences
 from hpc_rl.finetune.pair_batch import PairBatch, pack_preferences, response_logprobs
 from hpc_rl.finetune.reference import Reference, load_reference, with_ref_logprobs
 from hpc_rl.host.heartbeat import heart
@@ -39,15 +40,11 @@ class _Referenced(Objective):
     _policy: CausalLM | None = None
     """Held between `prepare` and `load`, if the reference is the policy without its adapters."""
 
-    def tokenize(
-        self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, split: str, rank: int, world: int
-    ) -> tuple[list[Preference | None], Counts]:
-        """See `Objective.tokenize`."""
-        return tokenize_preference_files(files, self.config.data, tokenizer, split=split, rank=rank, world=world)
+    form: Form[Preference] = tokenized.preferences(2, 1)
 
-    def gather(self, share: Sequence[Preference | None], world: World) -> list[Preference]:
-        """See `Objective.gather`."""
-        return gather_preferences(share, world, width=2)
+    def tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Tokenize:
+        """See `Objective.tokenizer`."""
+        return preference_tokenizer(self.config.data, tokenizer)
 
     def model(self) -> Pretrained[CausalLM]:
         """Return the policy, without dropout: it is compared with a reference that has none."""
@@ -59,8 +56,8 @@ class _Referenced(Objective):
         return super().load(world) if policy is None else policy
 
     def prepare(
-        self, train: list[Preference], val: list[Preference], run: RunDir, world: World, stopping: Stopping
-    ) -> tuple[list[Preference], list[Preference]]:
+        self, train: Sequence[Preference], val: Sequence[Preference], run: RunDir, world: World, stopping: Stopping
+    ) -> tuple[Sequence[Preference], Sequence[Preference]]:
         """Load the reference; add its log-probabilities to the preferences, unless they are computed in each step."""
         if self.config.algorithm.loss in NEEDS_NO_REFERENCE:
             return train, val
@@ -127,13 +124,15 @@ class KtoBatch:
 class Kto(_Referenced):
     """Make responses with a true label more probable, and the others less."""
 
+    form = tokenized.preferences(1, 1)
+
     def __init__(self, config: DpoConfig) -> None:
         super().__init__(config)
         self._baseline = torch.zeros(())
 
-    def gather(self, share: Sequence[Preference | None], world: World) -> list[Preference]:
+    def items(self, rows: Tokenized[Preference]) -> Sequence[Preference]:
         """Return the labelled responses, each with a mismatched one."""
-        return mismatched(gather_preferences(share, world, width=1), self.config.data.max_length)
+        return Mismatched(rows, self.config.data.max_length)
 
     def collate(self, items: Sequence[Preference]) -> KtoBatch:
         """Build a micro-batch."""
@@ -141,8 +140,7 @@ class Kto(_Referenced):
 
     def work(self, items: Sequence[Preference]) -> Work:
         """Count the tokens of a global batch. The mismatched samples are packed with it, and not trained on."""
-        own = Work.of([replace(item, samples=item.samples[:1]) for item in items])
-        return replace(own, lengths=Work.of(items).lengths)
+        return Work.of(items, trained=1)
 
     @torch.no_grad()
     def begin(self, model: CausalLM, batches: Iterable[KtoBatch], world: World) -> None:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from hpc_rl.config.preferences import DpoConfig
+from hpc_rl.data.lazy import Joined, Rows, Sizes, Span, sizes_of
 from hpc_rl.data.pairs import Preference
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.errors import RunError
@@ -69,13 +70,13 @@ def load_reference(config: DpoConfig, world: World) -> CausalLM:
 
 def with_ref_logprobs(
     config: DpoConfig,
-    train: list[Preference],
-    val: list[Preference],
+    train: Sequence[Preference],
+    val: Sequence[Preference],
     load: Callable[[], CausalLM],
     run: RunDir,
     world: World,
     stopping: Stopping,
-) -> tuple[list[Preference], list[Preference]]:
+) -> tuple[Sequence[Preference], Sequence[Preference]]:
     """Return the preferences with the reference's log-probabilities.
 
     All ranks compute them together. Rank 0 stores them in the run directory, also while they are computed, so that a
@@ -87,7 +88,7 @@ def with_ref_logprobs(
     Raises:
         Stopped: the run stops before all are known.
     """
-    preferences = [*train, *val]
+    preferences = Joined(train, val)
     key = world.broadcast(_key(config, preferences) if world.is_main else None)
     found = _read(run.ref_logprobs, key, width=len(preferences[0].samples))
     found = found[: int(world.gather_rows([len(found)]).min())]  # a rank may see an older file than the others
@@ -100,8 +101,26 @@ def with_ref_logprobs(
         if world.is_main:
             seconds = time.monotonic() - began
             print(f"reference: log-probabilities in {run.ref_logprobs}, computed in {seconds:.0f} s", flush=True)
-    done = [replace(one, ref_logprobs=tuple(row)) for one, row in zip(preferences, found.tolist(), strict=True)]
-    return done[: len(train)], done[len(train) :]
+    done = _Referenced(preferences, found)
+    return Span(done, 0, len(train)), Span(done, len(train), len(done))
+
+
+class _Referenced(Rows[Preference]):
+    """Preferences with the reference's log-probabilities."""
+
+    def __init__(self, preferences: Sequence[Preference], found: NDArray[np.float32]) -> None:
+        self._preferences, self._found = preferences, found
+
+    def __len__(self) -> int:
+        return len(self._preferences)
+
+    def row(self, index: int) -> Preference:
+        """See `Rows.row`."""
+        return replace(self._preferences[index], ref_logprobs=tuple(self._found[index].tolist()))
+
+    def sizes(self) -> Sizes:
+        """See `Rows.sizes`."""
+        return sizes_of(self._preferences)
 
 
 def _completed(
@@ -121,7 +140,7 @@ def _completed(
     """
     written_at = began = time.monotonic()
     longest_s = 0.0
-    for rows in _rounds(config, preferences[len(found) :], Reference(load()), world):
+    for rows in _rounds(config, preferences, len(found), Reference(load()), world):
         found = np.concatenate([found, rows])
         now = time.monotonic()
         longest_s, began = max(longest_s, now - began), now
@@ -140,11 +159,11 @@ def _completed(
 
 
 def _rounds(
-    config: DpoConfig, preferences: Sequence[Preference], reference: Reference, world: World
+    config: DpoConfig, preferences: Sequence[Preference], first: int, reference: Reference, world: World
 ) -> Iterator[NDArray[np.float32]]:
-    """Yield the log-probabilities of the next preferences until there are all."""
+    """Yield the log-probabilities of the next preferences, from the first one without them, until there are all."""
     width = len(preferences[0].samples)
-    for start in range(0, len(preferences), _ROUND * world.size):
+    for start in range(first, len(preferences), _ROUND * world.size):
         part = preferences[start : start + _ROUND * world.size]
         own = np.zeros((len(part), width), np.float32)
         for micro in Work.of(part).micro_batches(world, config.trainer):

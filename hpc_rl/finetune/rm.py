@@ -9,10 +9,9 @@ import torch
 
 from hpc_rl.algorithms.preferences import bradley_terry
 from hpc_rl.config.preferences import RmConfig
-from hpc_rl.data.pairs import Preference, tokenize_preference_files
-from hpc_rl.data.sft_dataset import Counts
+from hpc_rl.data.pairs import Preference, preference_tokenizer
+from hpc_rl.data.tokenized import Form, Tokenize, preferences
 from hpc_rl.finetune.base import Found, Objective
-from hpc_rl.finetune.dataset import gather_preferences
 from hpc_rl.finetune.pair_batch import PairBatch, pack_preferences
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.pretrained import Pretrained
@@ -32,15 +31,14 @@ class _Scoring(Objective):
     width: int
     """Samples of each preference."""
 
-    def tokenize(
-        self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, split: str, rank: int, world: int
-    ) -> tuple[list[Preference | None], Counts]:
-        """See `Objective.tokenize`."""
-        return tokenize_preference_files(files, self.config.data, tokenizer, split=split, rank=rank, world=world)
+    @property
+    def form(self) -> Form[Preference]:
+        """See `Objective.form`."""
+        return preferences(self.width, self.config.outputs)
 
-    def gather(self, share: Sequence[Preference | None], world: World) -> list[Preference]:
-        """See `Objective.gather`."""
-        return gather_preferences(share, world, self.width, self.config.outputs)
+    def tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Tokenize:
+        """See `Objective.tokenizer`."""
+        return preference_tokenizer(self.config.data, tokenizer)
 
     def model(self) -> Pretrained[ScoreModel]:
         """Return the classifier: a causal language model with a new head, or an earlier reward model."""

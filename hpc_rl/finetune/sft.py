@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hpc_rl.config.sft import SftConfig
-from hpc_rl.data.sft_dataset import Counts, Sample, tokenize_files
+from hpc_rl.data.sft_dataset import Sample, chat_tokenizer
+from hpc_rl.data.tokenized import CHATS, Form, Tokenize
 from hpc_rl.finetune.base import Found, Objective, Work
-from hpc_rl.finetune.dataset import gather_samples
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
 from hpc_rl.training.models.lm_head import cross_entropy_sum
 from hpc_rl.training.models.packed_batch import PackedBatch, filler, pack_samples
@@ -24,15 +23,11 @@ class Sft(Objective):
 
     config: SftConfig
 
-    def tokenize(
-        self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, split: str, rank: int, world: int
-    ) -> tuple[list[Sample | None], Counts]:
-        """See `Objective.tokenize`."""
-        return tokenize_files(files, self.config.data, tokenizer, split=split, rank=rank, world=world)
+    form: Form[Sample] = CHATS
 
-    def gather(self, share: Sequence[Sample | None], world: World) -> list[Sample]:
-        """See `Objective.gather`."""
-        return gather_samples(share, world)
+    def tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Tokenize:
+        """See `Objective.tokenizer`."""
+        return chat_tokenizer(self.config.data, tokenizer)
 
     def model(self) -> Pretrained[CausalLM]:
         """Return the policy."""

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from hpc_rl.config.distill import DistillConfig
+from hpc_rl.data.lazy import Rows, Sizes, sizes_of
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.finetune.base import Work
@@ -53,6 +54,52 @@ class Lesson:
     def samples(self) -> tuple[Sample, ...]:
         """The sample: what a micro-batch cannot divide."""
         return (self.sample,)
+
+
+class Lessons(Rows[Lesson]):
+    """Samples as lessons without stored tokens."""
+
+    def __init__(self, samples: Rows[Sample]) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def row(self, index: int) -> Lesson:
+        """See `Rows.row`."""
+        return Lesson(self._samples.row(index))
+
+    def sizes(self) -> Sizes:
+        """See `Rows.sizes`."""
+        return self._samples.sizes()
+
+
+class TaughtLessons(Rows[Lesson]):
+    """Lessons with stored tokens.
+
+    Args:
+        ends: number of targets up to and including each lesson.
+        parts: the stored tokens of all targets; a part has those of whole lessons.
+    """
+
+    def __init__(self, lessons: Sequence[Lesson], ends: NDArray[np.int64], parts: Sequence[TopK]) -> None:
+        self._lessons, self._ends, self._parts = lessons, ends, parts
+        self._part_ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return len(self._lessons)
+
+    def row(self, index: int) -> Lesson:
+        """See `Rows.row`."""
+        end = int(self._ends[index])
+        start = int(self._ends[index - 1]) if index else 0
+        number = int(np.searchsorted(self._part_ends, start, side="right"))
+        before = int(self._part_ends[number]) - len(self._parts[number])
+        return replace(self._lessons[index], top_k=self._parts[number][start - before : end - before])
+
+    def sizes(self) -> Sizes:
+        """See `Rows.sizes`."""
+        return sizes_of(self._lessons)
 
 
 class Teacher:
@@ -99,7 +146,7 @@ def top_k_dtype(top_k: int) -> np.dtype[Any]:
 
 def with_top_k(
     config: DistillConfig, tokens: int, lessons: Sequence[Lesson], run: RunDir, world: World, stopping: Stopping
-) -> list[Lesson]:
+) -> TaughtLessons:
     """Return the lessons with the teacher's most probable tokens.
 
     All ranks compute them together. Rank 0 stores them in the run directory, also while they are computed, so that a
@@ -111,7 +158,7 @@ def with_top_k(
     Raises:
         Stopped: the run stops before all are known.
     """
-    ends = np.cumsum([int(lesson.sample.loss_mask.sum()) for lesson in lessons])
+    ends = np.cumsum(sizes_of(lessons)[1][:, 0])
     folder = run.teacher_top_k / str(world.broadcast(_key(config, lessons) if world.is_main else None))
     dtype = top_k_dtype(config.teacher.top_k or 0)
     known = int(world.broadcast(sum(map(len, _stored(folder, dtype))) if world.is_main else None))
@@ -125,8 +172,7 @@ def with_top_k(
                 f"teacher: top {config.teacher.top_k} tokens in {folder}, {time.monotonic() - began:.0f} s", flush=True
             )
     parts = world.together(lambda: _all_stored(folder, dtype, int(ends[-1])))
-    rows = (row for part, cuts in _cut(parts, ends) for row in np.split(part, cuts))
-    return [replace(lesson, top_k=row) for lesson, row in zip(lessons, rows, strict=True)]
+    return TaughtLessons(lessons, ends, parts)
 
 
 def _complete(
@@ -235,15 +281,6 @@ def _all_stored(folder: Path, dtype: np.dtype[Any], targets: int) -> list[TopK]:
             "all nodes see the same run directory, delete this folder and start the run again"
         )
     return parts
-
-
-def _cut(parts: Sequence[TopK], ends: NDArray[np.int64]) -> Iterator[tuple[TopK, NDArray[np.int64]]]:
-    """Yield each part, and where its lessons end but the last one; a part has whole lessons."""
-    start = 0
-    for part in parts:
-        inside = ends[(ends > start) & (ends < start + len(part))]
-        yield part, inside - start
-        start += len(part)
 
 
 def _write(folder: Path, first: int, part: TopK) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,10 @@ import torch
 
 from hpc_rl.config.finetune import FinetuneConfig
 from hpc_rl.data.chat import chat_template
+from hpc_rl.data.lazy import Item
 from hpc_rl.data.order import Position, batches, steps_per_epoch
 from hpc_rl.errors import EXIT_STOPPED, AgreedRunError
-from hpc_rl.finetune.base import Item, Objective, Work
+from hpc_rl.finetune.base import Objective, Work
 from hpc_rl.finetune.dataset import load_items
 from hpc_rl.finetune.objectives import objective_of
 from hpc_rl.host.heartbeat import heart
@@ -56,8 +57,8 @@ class TrainerState:
     optimizer: torch.optim.AdamW
     offload: ModelOffload
     flops: Flops
-    train: list[Item]
-    val: list[Item]
+    train: Sequence[Item]
+    val: Sequence[Item]
     batches: Iterator[tuple[np.ndarray, Position]]
     total_steps: int
     tracker: Tracker
@@ -155,10 +156,11 @@ def load(config: FinetuneConfig, run: RunDir, world: World, objective: Objective
     data, seed = config.data, config.trainer.seed
     tokenizer = world.together(lambda: load_tokenizer(config.model))
     tokenizer.chat_template = world.together(lambda: chat_template(tokenizer, data))  # also for the exported model
-    items = load_items(objective, data.train_files, tokenizer, "train", world)
-    val = load_items(objective, data.val_files, tokenizer, "test", world) if data.val_files else []
     records = read_metrics(run.metrics) if world.is_main else []
     stopping = open_stopping(run, config.slurm.warning_s, records)
+    sources = (run, world, stopping)
+    items = load_items(objective, data.train_files, tokenizer, "train", *sources)
+    val = load_items(objective, data.val_files, tokenizer, "test", *sources) if data.val_files else []
     items, val = objective.prepare(items, val, run, world, stopping)
     with guards.explain_out_of_memory("loading the model"):
         model = objective.load(world)

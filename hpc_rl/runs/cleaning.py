@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host import entries
+from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import RunStatus
 from hpc_rl.training.checkpoints import folders
@@ -29,6 +31,18 @@ class Usage:
     total: int
     age_s: float
     """Seconds since anything in the run directory changed."""
+
+
+@dataclass(frozen=True)
+class TokenizedData:
+    """Tokenized data on disk, which runs share."""
+
+    path: Path
+    files: tuple[str, ...]
+    size: int
+    """Bytes."""
+    age_s: float
+    """Seconds since a run began to use it."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +92,31 @@ def whole_runs(found: Iterable[Usage]) -> list[Removal]:
 def older_than(found: Iterable[Usage], days: float) -> list[Usage]:
     """Return the runs in which nothing has changed for this number of days."""
     return [usage for usage in found if usage.age_s > days * DAY_S]
+
+
+def tokenized_data(root: Path, now: float | None = None) -> list[TokenizedData]:
+    """Return the tokenized data in a folder, the largest first.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    if not root.is_dir():
+        raise UserError(f"{root}: no such folder of tokenized data (cache.data_dir)")
+    found = []
+    for path in root.glob(f"[!.]*/{entries.LOCK}"):
+        used = path.stat().st_mtime
+        files = tuple(map(str, read_json(path.with_name(entries.DESCRIPTION)).get("files", [])))
+        size = _measure(path.parent)[1]
+        found.append(TokenizedData(path.parent, files, size, (time.time() if now is None else now) - used))
+    return sorted(found, key=lambda one: (-one.size, one.path))
+
+
+def remove_tokenized(found: Sequence[TokenizedData]) -> list[TokenizedData]:
+    """Remove tokenized data that no run uses, and what killed runs left beside it. Return what is in use."""
+    used = [one for one in found if not entries.remove(one.path)]
+    for root in {one.path.parent for one in found}:
+        entries.sweep(root)
+    return used
 
 
 def remove(removals: Sequence[Removal]) -> int:

@@ -13,9 +13,9 @@ from typing import Any
 from hpc_rl.config.pipeline import ROUND
 from hpc_rl.errors import EXIT_STOPPED
 from hpc_rl.host.files import read_json
-from hpc_rl.run_dir import RunDir
+from hpc_rl.run_dir import PIPELINE_MARK, SWEEP_MARK, RunDir
 from hpc_rl.runs import control
-from hpc_rl.runs.status import PIPELINE_MARK, ROOT, SWEEP_MARK, RunStatus, is_pipeline, is_sweep, statuses_of
+from hpc_rl.runs.status import ROOT, RunStatus, is_pipeline, is_sweep, statuses_of
 from hpc_rl.tracking.recorded import STAGE
 
 

@@ -17,17 +17,13 @@ from typing import Any
 from hpc_rl.errors import UserError
 from hpc_rl.host.disk import disk_problem
 from hpc_rl.host.files import open_regular, read_json
-from hpc_rl.run_dir import RunDir, terminated_file
+from hpc_rl.run_dir import PIPELINE_MARK, SWEEP_MARK, RunDir, terminated_file
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.states import ENDED, JobState
 from hpc_rl.tracking.metrics import parse_line
 
 ROOT = Path("runs")
 """Folder of the runs without --run-dir, below the working folder."""
-SWEEP_MARK = "sweep.json"
-"""A folder with this file contains the run directories of a sweep, which are named after it and numbered."""
-PIPELINE_MARK = "pipeline.json"
-"""A folder with this file contains the run directories of a pipeline, which are named after it, a round and a stage."""
 NOT_SUBMITTED = "NOT SUBMITTED"
 UNKNOWN = "UNKNOWN"
 """Slurm does not answer, and the job has not recorded a state."""

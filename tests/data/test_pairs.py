@@ -9,7 +9,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from hpc_rl.config.preferences import PreferenceDataConfig
-from hpc_rl.data.pairs import Preference, mismatched, tokenize_preferences
+from hpc_rl.data.mismatched import Mismatched
+from hpc_rl.data.pairs import Preference, preference_tokenizer
 from hpc_rl.data.sft_dataset import Sample
 from tests.data.conftest import CHATML, MARKED
 
@@ -24,7 +25,7 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 def tokenized(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, Any]], **options: Any) -> Any:
     placed = [(row, f"row {number}") for number, row in enumerate(rows, start=1)]
-    return tokenize_preferences(placed, data(**options), tokenizer)
+    return preference_tokenizer(data(**options), tokenizer)(placed)
 
 
 def targets(tokenizer: PreTrainedTokenizerFast, sample: Sample) -> str:
@@ -78,7 +79,7 @@ def labelled(prompt: list[int], response: list[int]) -> Preference:
 
 def test_a_mismatched_sample_has_the_next_rows_response() -> None:
     own = [labelled([1, 2], [3]), labelled([4], [5, 6, 7]), labelled([8, 9, 10], [11])]
-    found = mismatched(own, max_length=4)
+    found = Mismatched(own, max_length=4)
     assert [one.samples[0] is other.samples[0] for one, other in zip(found, own, strict=True)] == [True] * 3
     assert [one.samples[1].input_ids.tolist() for one in found] == [[1, 2, 5, 6], [4, 11], [8, 9, 10, 3]]
     assert [one.samples[1].loss_mask.tolist() for one in found] == [
@@ -99,5 +100,5 @@ def test_a_mismatched_sample_has_the_next_rows_response() -> None:
 )
 def test_a_mismatched_response_answers_another_prompt(prompts: list[int], answers: list[int]) -> None:
     rows = [labelled([prompt], [10 * number]) for number, prompt in enumerate(prompts, start=1)]
-    found = [one.samples[1].input_ids.tolist() for one in mismatched(rows, max_length=9)]
+    found = [one.samples[1].input_ids.tolist() for one in Mismatched(rows, max_length=9)]
     assert found == [list(pair) for pair in zip(prompts, answers, strict=True)]

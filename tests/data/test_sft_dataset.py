@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from hpc_rl.config.sft import DataConfig
-from hpc_rl.data.sft_dataset import Counts, Sample, tokenize_files
+from hpc_rl.data.sft_dataset import Counts, Sample, chat_tokenizer
+from hpc_rl.data.sources import all_rows, blocks
 from hpc_rl.errors import UserError
 from tests.data.conftest import CHATML, MARKED
 
@@ -27,13 +28,19 @@ def rows_file(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl"
     return str(folder / name)
 
 
+def tokenize(
+    files: list[str], data: DataConfig, tokenizer: PreTrainedTokenizerFast, split: str = "train"
+) -> tuple[list[Sample | None], Counts]:
+    return chat_tokenizer(data, tokenizer)(all_rows(files, split))
+
+
 def targets(tokenizer: PreTrainedTokenizerFast, sample: Sample | None) -> str:
     assert sample is not None
     return str(tokenizer.decode(sample.input_ids[sample.loss_mask], clean_up_tokenization_spaces=False))
 
 
 def one(tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], data: DataConfig, folder: Path) -> Sample | None:
-    return tokenize_files([rows_file(folder, [row])], data, tokenizer, split="train")[0][0]
+    return tokenize([rows_file(folder, [row])], data, tokenizer)[0][0]
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -79,7 +86,7 @@ def test_a_turn_may_end_in_plain_whitespace(
 def test_truncation_and_dropping_are_counted(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     file = rows_file(tmp_path, [chat("What?", "12"), chat("What?", "12 " * 40), chat("What? " * 40, "12")])
     cut = DataConfig(train_files=[file], max_length=30)
-    samples, counts = tokenize_files([file], cut, tokenizer, split="train")
+    samples, counts = tokenize([file], cut, tokenizer)
     kept = [sample for sample in samples if sample is not None]
     assert [sample is None for sample in samples] == [False, False, True]
     assert len(kept[1].input_ids) == 30 and kept[1].loss_mask[-1]
@@ -87,22 +94,24 @@ def test_truncation_and_dropping_are_counted(tokenizer: PreTrainedTokenizerFast,
     hit = sum(int(s.loss_mask.sum()) for s in kept)
     assert counts == Counts(rows=3, tokens=tokens, target_tokens=hit, truncated=1, no_target=1)
     assert "1 truncated" in str(counts) and "1 no target left" in str(counts)
-    samples, counts = tokenize_files([file], cut.model_copy(update={"truncation": "drop"}), tokenizer, split="train")
+    samples, counts = tokenize([file], cut.model_copy(update={"truncation": "drop"}), tokenizer)
     assert [sample is None for sample in samples] == [False, True, True] and counts.dropped == 2
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 7])
-def test_shares_of_ranks_make_up_the_whole(
-    tokenizer: PreTrainedTokenizerFast, data: DataConfig, tmp_path: Path, world: int
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_the_parts_make_up_the_whole(
+    tokenizer: PreTrainedTokenizerFast, data: DataConfig, tmp_path: Path, parts: int
 ) -> None:
-    files = [rows_file(tmp_path, [chat(f"{i}?", str(i)) for i in range(n)], f"{n}.jsonl") for n in (300, 5)]
-    whole, total = tokenize_files(files, data, tokenizer, split="train")
-    parts = [tokenize_files(files, data, tokenizer, split="train", rank=r, world=world) for r in range(world)]
-    assert sum((counts for _, counts in parts), Counts()) == total
-    for index, sample in enumerate(whole):
-        part = parts[index % world][0][index // world]
-        assert sample is not None and part is not None
-        np.testing.assert_array_equal(sample.input_ids, part.input_ids)
+    files = [rows_file(tmp_path, [chat(f"{i}?", str(i)) for i in range(n)], f"{n}.jsonl") for n in (600, 5)]
+    whole, total = tokenize(files, data, tokenizer)
+    read = chat_tokenizer(data, tokenizer)
+    shares = [[read(block) for block in blocks(files, "train", part, parts)] for part in range(parts)]
+    assert sum((counts for share in shares for _, counts in share), Counts()) == total
+    assert [len(share) for share in shares] == [len(range(part, 3, parts)) for part in range(parts)]
+    joined = [sample for block in range(3) for sample in shares[block % parts][block // parts][0]]
+    for sample, found in zip(whole, joined, strict=True):
+        assert sample is not None and found is not None
+        np.testing.assert_array_equal(sample.input_ids, found.input_ids)
 
 
 def test_a_datasets_folder_takes_the_split(
@@ -110,7 +119,7 @@ def test_a_datasets_folder_takes_the_split(
 ) -> None:
     rows_file(tmp_path, [chat("a", "b")] * 3, "train.json")
     rows_file(tmp_path, [chat("a", "b")] * 2, "test.json")
-    assert [len(tokenize_files([str(tmp_path)], data, tokenizer, split=s)[0]) for s in ("train", "test")] == [3, 2]
+    assert [len(tokenize([str(tmp_path)], data, tokenizer, s)[0]) for s in ("train", "test")] == [3, 2]
 
 
 def test_no_template(tokenizer: PreTrainedTokenizerFast, data: DataConfig, tmp_path: Path) -> None:
@@ -149,4 +158,4 @@ def test_errors_name_file_and_row(tokenizer: PreTrainedTokenizerFast, data: Data
     with pytest.raises(UserError, match=r"rows\.jsonl, row 1: no assistant turn"):
         one(tokenizer, chat("alone"), data, tmp_path)
     with pytest.raises(UserError, match="empty"):
-        tokenize_files([rows_file(tmp_path, [])], data, tokenizer, split="train")
+        tokenize([rows_file(tmp_path, [])], data, tokenizer)

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hpc_rl.config.sft import SftConfig
 from hpc_rl.data.order import epoch_order
-from hpc_rl.data.sft_dataset import Sample, tokenize_files
+from hpc_rl.data.sft_dataset import Sample, chat_tokenizer
+from hpc_rl.data.sources import all_rows
 
 
 def reference_losses(config: SftConfig) -> tuple[list[float], float]:
@@ -18,7 +19,7 @@ def reference_losses(config: SftConfig) -> tuple[list[float], float]:
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     model = AutoModelForCausalLM.from_pretrained(config.model.path, attn_implementation="eager").train()
     train, val = (
-        [sample for sample in tokenize_files(files, config.data, tokenizer, split=split)[0] if sample]
+        [sample for sample in chat_tokenizer(config.data, tokenizer)(all_rows(files, split))[0] if sample]
         for files, split in ((config.data.train_files, "train"), (config.data.val_files, "test"))
     )
     matrices = [p for p in model.parameters() if p.ndim >= 2]

@@ -1,13 +1,27 @@
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
+import typer
 
+from hpc_rl.cli import app
 from hpc_rl.cli.text import size_text
 from hpc_rl.errors import UserError
+from hpc_rl.host import entries
 from hpc_rl.run_dir import RunDir
-from hpc_rl.runs.cleaning import DAY_S, Usage, old_checkpoints, older_than, remove, usage_of, whole_runs
+from hpc_rl.runs.cleaning import (
+    DAY_S,
+    Usage,
+    old_checkpoints,
+    older_than,
+    remove,
+    remove_tokenized,
+    tokenized_data,
+    usage_of,
+    whole_runs,
+)
 from hpc_rl.runs.status import RunStatus, status_of
 from hpc_rl.training.checkpoints import folders
 from hpc_rl.training.checkpoints.folders import Progress
@@ -92,3 +106,60 @@ def test_sizes_as_text(size: float, text: str) -> None:
 
 def test_a_run_that_slurm_cannot_tell_of_is_active() -> None:
     assert RunStatus("a", "/a", "1", "UNKNOWN").active
+
+
+def make_entry(root: Path, name: str, size: int, age_s: float = 0.0) -> Path:
+    building = entries.Building(root, name)
+    (building.folder / "part").write_bytes(bytes(size))
+    (building.folder / "data.json").write_text(json.dumps({"files": ["a.jsonl", "b.jsonl"]}))
+    held = building.publish()
+    assert held is not None
+    held.close()
+    used = time.time() - age_s
+    os.utime(root / name / entries.LOCK, (used, used))
+    return root / name
+
+
+def test_tokenized_data_that_no_run_uses_is_removed(tmp_path: Path) -> None:
+    small, large, used = (make_entry(tmp_path, name, size) for name, size in (("s", 10), ("l", 1000), ("u", 100)))
+    make_entry(tmp_path, "incomplete", 10).rename(tmp_path / ".incomplete.partial")
+    now = (small / entries.LOCK).stat().st_mtime + 5
+    found = tokenized_data(tmp_path, now)
+    assert [one.path for one in found] == [large, used, small]
+    described = len(json.dumps({"files": ["a.jsonl", "b.jsonl"]}))
+    assert (found[0].size, found[0].files) == (1000 + described, ("a.jsonl", "b.jsonl"))
+    assert found[2].age_s == pytest.approx(5)
+    held = entries.hold(used)
+    assert held is not None
+    assert remove_tokenized(found) == [found[1]]
+    assert list(tmp_path.iterdir()) == [used]
+    held.close()
+    with pytest.raises(UserError, match="no such folder of tokenized data"):
+        tokenized_data(tmp_path / "none")
+
+
+def test_the_command_removes_tokenized_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def clean(*words: str) -> str:
+        typer.main.get_command(app).main(["clean", "--tokenized", *words], standalone_mode=False)
+        return capsys.readouterr().out
+
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path / "runs" / ".tokenized"
+    root.mkdir(parents=True)
+    new, old = make_entry(root, "new", 2000), make_entry(root, "old", 1000, age_s=3 * DAY_S)
+    lines = clean().splitlines()
+    assert [line.split() for line in lines] == [
+        ["2.03", "kB", "runs/.tokenized/new", "a.jsonl,", "b.jsonl"],
+        ["1.03", "kB", "runs/.tokenized/old", "a.jsonl,", "b.jsonl"],
+    ]
+    assert clean("--older-than", "2", "--yes").splitlines()[1:] == ["removed 1.03 kB"]
+    assert list(root.iterdir()) == [new]
+    held = entries.hold(new)
+    assert held is not None
+    assert clean(str(root), "--yes").splitlines()[1:] == ["removed 0 B"]
+    assert new.exists() and not old.exists()
+    held.close()
+    with pytest.raises(UserError, match="exclude each other"):
+        clean("--whole")

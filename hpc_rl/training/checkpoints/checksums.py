@@ -12,7 +12,7 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +55,11 @@ class SummedStream:
         return getattr(self._stream, name)
 
 
-def of_file(path: Path) -> Checksum:
+def of_file(path: Path, beat: Callable[[], object] = lambda: None) -> Checksum:
     """Read a file and return its checksum.
+
+    Args:
+        beat: called after each part of a large file.
 
     Raises:
         OSError: it cannot be read.
@@ -67,6 +70,7 @@ def of_file(path: Path) -> Checksum:
         while count := file.readinto(buffer):
             crc32 = zlib.crc32(buffer[:count], crc32)
             size += count
+            beat()
     return Checksum(size, crc32)
 
 
@@ -109,12 +113,18 @@ def wrong_size(folder: Path, sums: Mapping[str, Checksum]) -> str | None:
     return None
 
 
-def wrong_contents(folder: Path, sums: Mapping[str, Checksum], names: Iterable[str]) -> str | None:
-    """Read files and return the first one that cannot be read or has another checksum, as text; None if all match."""
+def wrong_contents(
+    folder: Path, sums: Mapping[str, Checksum], names: Iterable[str], beat: Callable[[], object] = lambda: None
+) -> str | None:
+    """Read files and return the first one that cannot be read or has another checksum, as text; None if all match.
+
+    Args:
+        beat: see `of_file`; called by several threads.
+    """
 
     def problem(name: str) -> str | None:
         try:
-            found = of_file(folder / name)
+            found = of_file(folder / name, beat)
         except OSError as error:
             return f"{name} cannot be read: {error.strerror or error}"
         return None if found == sums[name] else f"{name} does not match its checksum"

@@ -1,0 +1,184 @@
+"""An entry of tokenized data: a folder with Arrow files, data.json, which describes them, and checksums.json."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+
+from hpc_rl.data.identity import contents_of
+from hpc_rl.data.sft_dataset import Counts
+from hpc_rl.data.sources import blocks
+from hpc_rl.data.tokenized import Form, Tokenize, Tokenized, Writer
+from hpc_rl.errors import UserError
+from hpc_rl.host import entries
+from hpc_rl.host.disk import UNWRITABLE, explained
+from hpc_rl.host.heartbeat import heart
+from hpc_rl.training.checkpoints import checksums
+
+DESCRIPTION = entries.DESCRIPTION
+
+
+@dataclass(frozen=True)
+class Request:
+    """Data that is needed in tokenized form."""
+
+    files: Sequence[str]
+    split: str
+    tokenize: Tokenize
+    form: Form[Any]
+    key: str
+    """Stands for files, tokenizer, template and settings."""
+    contents: str
+    """Stands for the contents of the files."""
+
+    @property
+    def name(self) -> str:
+        """The name of the entry."""
+        return f"{self.key}-{self.contents}"
+
+    @property
+    def what(self) -> str:
+        """The data in messages."""
+        return f"tokenized data of {', '.join(self.files)}"
+
+
+class Part:
+    """What one rank writes of an entry: the blocks of rows whose numbers are part, part + parts, ..."""
+
+    def __init__(self, request: Request, folder: Path, part: int, parts: int) -> None:
+        self.is_done = False
+        self._path = folder / f"part-{part:02d}-of-{parts:02d}.arrow"
+        self._request = request
+        self._counts = Counts()
+        self._blocks = blocks(request.files, request.split, part, parts)
+        self._file: IO[bytes] | None = None
+        self._stream: checksums.SummedStream | None = None
+        self._writer: Writer | None = None
+
+    def advance(self, seconds: float) -> str | None:
+        """Tokenize for some time, at least one block, or nothing after the end of the data.
+
+        Returns:
+            why the file cannot be written, or None.
+
+        Raises:
+            UserError: a row is not valid.
+        """
+        if self.is_done:
+            return None
+        try:
+            self._advance(time.monotonic() + seconds)
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise
+            if self._file is not None:
+                with contextlib.suppress(OSError):  # what it has not written yet does not matter any more
+                    self._file.close()
+            return explained(error, self._path)
+        return None
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the leader has to know, as JSON can write it."""
+        assert self._stream is not None and self._writer is not None
+        checksum = self._stream.checksum
+        return {
+            "file": self._path.name,
+            "bytes": checksum.size,
+            "crc32": checksum.crc32,
+            "kept": self._writer.kept,
+            "counts": asdict(self._counts),
+        }
+
+    def _advance(self, deadline: float) -> None:
+        if self._writer is None or self._file is None:
+            self._file = self._path.open("xb")
+            self._stream = checksums.SummedStream(self._file)
+            self._writer = Writer(self._stream, self._request.form)  # type: ignore[arg-type]
+        for block in self._blocks:
+            items, counts = self._request.tokenize(block)
+            self._counts += counts
+            self._writer.write([item for item in items if item is not None])
+            if time.monotonic() >= deadline:
+                return
+        self._writer.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self.is_done = True
+
+
+def complete(folder: Path, request: Request, summaries: Sequence[Mapping[str, Any]]) -> None:
+    """Write what describes the parts, and force all of it to the disk.
+
+    Args:
+        summaries: of the parts, in their order.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    description = {
+        "files": list(request.files),
+        "split": request.split,
+        "counts": asdict(sum((Counts(**one["counts"]) for one in summaries), Counts())),
+        "parts": [one["file"] for one in summaries],
+        "kept": [one["kept"] for one in summaries],
+    }
+    checksums.write_synced(folder / DESCRIPTION, json.dumps(description))
+    sums = {one["file"]: checksums.Checksum(one["bytes"], one["crc32"]) for one in summaries}
+    checksums.write(folder, {**sums, DESCRIPTION: checksums.of_file(folder / DESCRIPTION)})
+
+
+def problem_of(entry: Path) -> str | None:
+    """Return why an entry cannot be used, as far as names and sizes show; None if it can."""
+    try:
+        sums = checksums.read(entry)
+    except (OSError, ValueError) as error:
+        return f"{checksums.NAME}: {error}"
+    if not sums or DESCRIPTION not in sums:
+        return f"{checksums.NAME} is missing" if sums is None else f"{checksums.NAME} is not valid"
+    return checksums.wrong_size(entry, sums)
+
+
+def wrong_contents(entry: Path, rank: int, ranks: int) -> str | None:
+    """Read this rank's share of an entry's files; return the first one that is damaged, as text, or None."""
+    try:
+        sums = checksums.read(entry) or {}
+    except (OSError, ValueError) as error:
+        return f"{checksums.NAME}: {error}"
+    return checksums.wrong_contents(entry, sums, sorted(sums)[rank::ranks], heart.beat)
+
+
+def refuse_changed(request: Request) -> None:
+    """Raise UserError if a file has changed since the request was made."""
+    if contents_of(request.files, request.split) != request.contents:
+        raise UserError(
+            f"{', '.join(request.files)}: changed while it was read; start the run again when the data is complete"
+        )
+
+
+def opened(request: Request, entry: Path) -> tuple[Tokenized[Any], Counts]:
+    """Open the files of an entry. They are kept while the data is used.
+
+    Raises:
+        UserError: they cannot be opened.
+    """
+    held = entries.hold(entry)
+    try:
+        if held is None:
+            raise FileNotFoundError("it was removed")
+        found = json.loads((entry / DESCRIPTION).read_text())
+        paths = [entry / name for name in found["parts"]]
+        counts = Counts(**found["counts"])
+        tokenized = Tokenized(paths, found["kept"], request.form, held)
+    except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
+        raise UserError(f"{request.what} in {entry} cannot be read ({error}): delete it and start again") from error
+    entries.note_use(entry)
+    return tokenized, counts

@@ -1,0 +1,216 @@
+"""Entries of a cache: folders that are complete or absent, and stay while a process uses them.
+
+    building = Building(root, "name")     # a folder with a temporary name
+    write_files(building.folder)
+    held = building.publish()             # now root/name, which stays until held.close()
+
+Every process that uses an entry holds the lock of a file in it, and so does the one that writes it. The kernel drops a
+lock however its process ends, so what a killed process leaves is found and removed. The files are trusted: the folder
+with the entries must be one that only this user can write to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import tempfile
+import time
+from pathlib import Path
+from typing import IO
+
+from hpc_rl.host.disk import explained
+from hpc_rl.host.locks import local_by_mount
+from hpc_rl.host.ownership import weakness
+from hpc_rl.host.scratch import remove_tree
+
+LOCK = "lock"
+"""Name of the file in an entry that its users lock. Its time is that of the last use."""
+DESCRIPTION = "data.json"
+"""Name of the file in an entry that describes it: a JSON object, in which `files` are its sources."""
+PARTIAL, REMOVED, BUILDING = ".partial", ".removed", ".building"
+"""Endings of hidden names: an entry that is not complete, one that is being removed, a lock of those who write one."""
+_UNMARKED_S = 3600
+"""Age after which a temporary folder without a lock is abandoned; it gets one within milliseconds."""
+
+
+def unusable(root: Path, group: int | None = None) -> str | None:
+    """Create the folder for entries unless it exists. Return why it cannot be used; None if it can.
+
+    Args:
+        group: id of a group whose members this user trusts.
+    """
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = weakness(root, group)
+        if found is not None:
+            return f"{found}, so other users could change what is in it"
+        with tempfile.TemporaryFile(dir=root):
+            return None
+    except OSError as error:
+        return explained(error, root)
+
+
+class Building:
+    """A new entry that this process writes.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.folder = root / f".{name}.{secrets.token_hex(4)}{PARTIAL}"
+        self._entry = root / name
+        self.folder.mkdir(mode=0o700)
+        unlocked = self.folder / f"{LOCK}.new"  # another process sees the file when it is locked, not before
+        self._lock: IO[str] = unlocked.open("x")
+        _flock(self._lock, fcntl.LOCK_SH)
+        unlocked.rename(self.folder / LOCK)
+
+    def sign(self) -> None:
+        """Show other runs that the work goes on."""
+        with contextlib.suppress(OSError):
+            os.utime(self.folder / LOCK)
+
+    def publish(self) -> IO[str] | None:
+        """Give the entry its name. If another process was faster, its entry stays.
+
+        Returns:
+            see `hold`.
+
+        Raises:
+            OSError: the file system does not allow it.
+        """
+        try:
+            self.folder.rename(self._entry)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        held = hold(self._entry)
+        self.discard()
+        return held
+
+    def discard(self) -> None:
+        """Remove what has not been published."""
+        self._lock.close()
+        remove_tree(self.folder)
+
+
+def hold(entry: Path) -> IO[str] | None:
+    """Keep an entry from being removed until the returned file is closed; None if there is no such entry."""
+    return _locked(entry / LOCK, fcntl.LOCK_SH)
+
+
+def note_use(entry: Path) -> None:
+    """Record that an entry is used now."""
+    with contextlib.suppress(OSError):
+        os.utime(entry / LOCK)
+
+
+def begin_building(root: Path, name: str) -> IO[str] | None:
+    """Return a file that is open as long as this process alone writes an entry; None if another one writes it.
+
+    Raises:
+        OSError: the file cannot be created.
+    """
+    path = root / f".{name}{BUILDING}"
+    while True:
+        path.touch(mode=0o600)
+        found = _locked(path, fcntl.LOCK_EX)
+        if found is not None or path.exists():
+            return found
+
+
+def end_building(lock: IO[str]) -> None:
+    """Let other processes write the entry."""
+    with contextlib.suppress(OSError):
+        Path(lock.name).unlink()
+    lock.close()
+
+
+def sign_of_building(root: Path, name: str) -> object:
+    """Return what changes as long as another process advances in writing an entry."""
+    found = []
+    for path in sorted(root.glob(f".{name}.*{PARTIAL}/{LOCK}")):
+        with contextlib.suppress(OSError):
+            found.append((str(path), path.stat().st_mtime_ns))
+    return found
+
+
+def remove(folder: Path) -> bool:
+    """Remove an entry, or what is left of one, unless a process uses it; return whether it is gone."""
+    lock = _locked(folder / LOCK, fcntl.LOCK_EX, needs_lock=True)
+    if lock is None and not _is_abandoned(folder):
+        return not folder.exists()
+    doomed = folder.with_name(f".{folder.name.strip('.')}.{secrets.token_hex(4)}{REMOVED}")
+    with contextlib.suppress(OSError):
+        folder.rename(doomed)
+    remove_tree(doomed)
+    if lock is not None:
+        lock.close()
+    return not folder.exists()
+
+
+def set_aside(entry: Path) -> None:
+    """Take the name from a damaged entry, and remove it unless a process uses it."""
+    aside = entry.with_name(f".{entry.name}.{secrets.token_hex(4)}{REMOVED}")
+    with contextlib.suppress(FileNotFoundError):
+        entry.rename(aside)
+        remove(aside)
+
+
+def sweep(root: Path) -> None:
+    """Remove what killed processes left, if locks show that nobody uses it."""
+    if locks_reach(root):
+        for ending in (PARTIAL, REMOVED):
+            for folder in root.glob(f".*{ending}"):
+                remove(folder)
+
+
+def locks_reach(root: Path) -> bool:
+    """Return whether locks in a folder are seen by all nodes, as far as this machine's mount shows."""
+    return local_by_mount(root, Path("/proc/self/mounts").read_text()) is None
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Return whether this is a folder without a lock, which its process would have created long ago."""
+    try:
+        return not (folder / LOCK).exists() and time.time() - folder.stat().st_mtime > _UNMARKED_S
+    except OSError:
+        return False
+
+
+def _locked(path: Path, how: int, needs_lock: bool = False) -> IO[str] | None:
+    """Open a file and lock it.
+
+    Args:
+        needs_lock: a file system without locks is a reason to fail.
+
+    Returns:
+        None if there is no such file, it has just been replaced, or another process has a lock that excludes this one.
+    """
+    try:
+        file = path.open("r+")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        has_lock = _flock(file, how | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()) and (has_lock or not needs_lock):
+            return file
+    except (BlockingIOError, FileNotFoundError, NotADirectoryError):
+        pass
+    file.close()
+    return None
+
+
+def _flock(file: IO[str], how: int) -> bool:
+    """Lock a file; return False if its file system has no locks. Raises BlockingIOError."""
+    try:
+        fcntl.flock(file, how)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True

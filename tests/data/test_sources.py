@@ -1,0 +1,121 @@
+"""Rows in parts: every rank reads its own blocks, and parses no others where the format allows it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from hpc_rl.data import sources
+from hpc_rl.data.formats import read_some, runs
+from hpc_rl.data.sources import all_rows, blocks
+from hpc_rl.errors import UserError
+
+COUNT = 2500
+ROWS = [{"prompt": f"{number}?", "response": f"a {number}, b"} for number in range(COUNT)]
+
+
+def lines(path: Path) -> str:
+    text = "".join(("\n \n" if number % 100 == 7 else "") + json.dumps(row) + "\n" for number, row in enumerate(ROWS))
+    path.write_text(text)
+    return str(path)
+
+
+def array(path: Path) -> str:
+    path.write_text(json.dumps(ROWS))
+    return str(path)
+
+
+def table(path: Path) -> str:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["prompt", "response"], delimiter="\t" if path.suffix == ".tsv" else ",")
+        writer.writeheader()
+        writer.writerows(ROWS)
+    return str(path)
+
+
+def columns(path: Path) -> str:
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path, row_group_size=700)
+    return str(path)
+
+
+def folder(path: Path) -> str:
+    path.mkdir()
+    lines(path / "train.jsonl")
+    return str(path)
+
+
+FILES = {"a.jsonl": lines, "a.json": array, "a.csv": table, "a.tsv": table, "a.parquet": columns, "folder": folder}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_blocks_of_all_parts_are_all_rows(tmp_path: Path, name: str, parts: int) -> None:
+    extra = tmp_path / "extra.jsonl"
+    extra.write_text('{"prompt": "last", "response": "one"}\n' * 3)
+    files = [FILES[name](tmp_path / name), str(extra)]
+    whole = list(all_rows(files, "train"))
+    assert [row for row, _ in whole[:COUNT]] == ROWS and len(whole) == COUNT + 3
+    assert [whole[at][1] for at in (0, COUNT - 1, COUNT)] == [
+        f"{files[0]}, row 1",
+        f"{files[0]}, row {COUNT}",
+        f"{extra}, row 1",
+    ]
+    shares = [list(blocks(files, "train", part, parts)) for part in range(parts)]
+    count = sum(map(len, shares))
+    assert count == 10  # 2,503 rows
+    joined = [shares[block % parts][block // parts] for block in range(count)]
+    assert [len(block) for block in joined] == [256] * 9 + [2503 - 9 * 256]
+    assert [row for block in joined for row in block] == whole
+
+
+def test_rows_of_other_parts_are_not_parsed(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"a": 1}\nnot JSON\n\n{"a": 3}\n')
+    assert list(read_some(file, lambda number: number != 1)) == [{"a": 1}, None, {"a": 3}]
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2: not JSON"):
+        list(read_some(file, lambda number: number == 1))
+
+
+def test_runs_of_rows() -> None:
+    assert list(runs(3, 9, lambda number: number in (4, 5, 8))) == [
+        (False, 3, 1),
+        (True, 4, 2),
+        (False, 6, 2),
+        (True, 8, 1),
+    ]
+
+
+def test_a_file_is_identified_by_size_and_time(tmp_path: Path) -> None:
+    file = Path(lines(tmp_path / "a.jsonl"))
+    before = sources.sources([str(file)], "train")
+    assert before == [[file.stat().st_size, file.stat().st_mtime_ns]]
+    os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
+    assert sources.sources([str(file)], "train") != before
+    with pytest.raises(UserError, match="no such data file"):
+        sources.sources([str(tmp_path / "none.jsonl")], "train")
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(UserError, match=r"\.txt files are not read"):
+        sources.sources([str(tmp_path / "a.txt")], "train")
+
+
+def test_a_data_set_is_identified_by_its_fingerprint(tmp_path: Path) -> None:
+    name = folder(tmp_path / "folder")
+    before = sources.sources([name], "train")
+    assert before == sources.sources([name], "train") and isinstance(before[0][0], str)
+    (tmp_path / "folder" / "train.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    assert sources.sources([name], "train") != before
+
+
+def test_every_file_needs_a_row(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    files: list[Any] = [lines(tmp_path / "a.jsonl"), str(tmp_path / "empty.jsonl")]
+    for part in (0, 1):
+        with pytest.raises(UserError, match=r"empty\.jsonl: the data set is empty"):
+            list(blocks(files, "train", part, 2))
