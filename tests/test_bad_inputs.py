@@ -445,8 +445,9 @@ KEYS = [
     ppo("pools.spec.a", "pools.spec={a: []}"),
     ppo("num_cpus is 0", "ray_kwargs.ray_init={num_cpus: 0}"),
     ppo("ray.first_port", "ray.first_port=80"),
-    Case("none", ("submit", "sft", "--nodes", "2", "--dry-run"), "hpc-rl submit sft --nodes 2 model=qwen2.5-0.5b"),
-    Case("none", ("submit", "ppo", "--nodes", "4", "--dry-run"), "--nodes 4 recipe=gsm8k-4nodes data.train_files="),
+    Case("none", ("submit", "sft", "--nodes", "2", "--dry-run"), "submit sft --nodes 2 --dry-run model=qwen2.5-0.5b"),
+    Case("none", ("submit", "ppo", "--nodes", "4", "--dry-run"), "--dry-run recipe=gsm8k-4nodes data.train_files="),
+    Case("none", ("eval", "models/small", "--dry-run"), "submit eval --dry-run model.path="),
     Case("none", ("config", "sft", "optim.lrr"), "did you mean optim.lr?"),
     Case("none", ("config", "ppo", "--help", "zzz"), "no key contains this word"),
 ]  # fmt: skip
