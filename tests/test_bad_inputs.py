@@ -185,6 +185,7 @@ PREFERENCES = [
     dpo("for each of two samples needs 8000 tokens", "data.max_length=4000"),
     dpo("ref.path ./none: there is no such folder", "ref.path=./none"),
     dpo("3 tokens differ, for example 'c', which is 1 and missing", "model.path=ours", "ref.path=strange"),
+    dpo("eos_token is '<end>' and '<stop>'", "model.path=stops", "ref.path=ends"),
     dpo("model.path scorer is a classifier", "model.path=scorer"),
     dpo("ref.path scorer is a classifier", "ref.path=scorer"),
     sft("model.path scorer is a classifier", "model.path=scorer"),
