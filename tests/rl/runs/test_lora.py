@@ -82,7 +82,7 @@ def test_every_split_gives_the_same_numbers(
 def test_algorithms_without_a_critic(
     run: Runs, tmp_path: Path, options: tuple[str, ...], measured: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Adapters reach the engine, and the reference and the teacher are computed without them."""
+    """Adapters reach the engine, and the reference is the policy without them."""
     teacher = f"teacher.path={make_tiny_model(tmp_path / 'teacher', hidden=48)}"
     own = [*options, *([teacher] if measured == "actor/teacher_kl" else [])]
     assert run(tmp_path / "run", *LORA, *own, "trainer.total_training_steps=2", "trainer.export=false") == 0
