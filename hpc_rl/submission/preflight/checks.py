@@ -204,6 +204,7 @@ def model(job: Job) -> Iterator[Question]:
         yield Question(check_model_path, ("ref.path", config.ref.path, job.coming, cache))
         yield Question(check_is_language_model, ("ref.path", config.ref.path, cache))
         yield Question(check_same_vocabulary, ("ref.path", config.ref.path, config.model, cache))
+        yield Question(check_same_special_tokens, ("ref.path", config.ref.path, config.model, cache))
 
 
 def data(job: Job) -> Iterator[Question]:
