@@ -67,6 +67,9 @@ class SilentSlurm:
     def monotonic(self) -> float:
         return self.now
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
     def run(self, argv: list[str], timeout: float, **_: object) -> subprocess.CompletedProcess[str]:
         self.asked.append(argv[0])
         if argv[0] == "sacct" and self._recorded:
