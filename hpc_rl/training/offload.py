@@ -6,8 +6,8 @@
         optimizer.step()
 
 A tensor keeps its identity: its storage on the device shrinks to nothing and grows again, so that FSDP, optimizer and
-checkpoints need not be told. The copy to the host overlaps with what the device computes next; the copy back is awaited
-by the device, and not by the host.
+checkpoints need not be told. The copy to the host overlaps with what the device computes next, until other tensors come
+back: its memory is free only after it. The copy back is awaited by the device, and not by the host.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from torch.distributed.tensor import DTensor
 from hpc_rl.config.training import OFFLOAD_BYTES, Offload
 from hpc_rl.training.models.causal_lm import PackedModel
 from hpc_rl.training.sharding import reshard
+
+_departures: list[Any] = []
+"""Events at the end of copies to the host: the device memory of what has left is free after them."""
 
 
 class Parked:
@@ -76,12 +79,16 @@ class Parked:
                     tensor.record_stream(self._stream)  # nobody else gets the memory before it has been read
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
+        if self._stream is not None:
+            _departures.append(self._stream.record_event())
         self._away = True
 
     def come_back(self) -> None:
         """Begin to move the tensors to the device. `arrive` makes the device wait for them."""
         if not self._away:
             return
+        while _departures:  # otherwise, those that leave and those that come would be on the device together
+            _departures.pop().synchronize()
         for tensor, size in zip(self._tensors, self._sizes, strict=True):
             tensor.untyped_storage().resize_(size)
         with self._beside():
@@ -160,8 +167,8 @@ class ModelOffload:
                 reshard(self._model)
 
     def step(self) -> None:
-        """Take a step of the optimizer. Moments that are in host memory come part by part: while one is used, the next
-        one is on its way, so that the device holds two."""
+        """Take a step of the optimizer. Moments that are in host memory come part by part: while one part leaves, the
+        next one comes, so that the device holds two."""
         assert self._optimizer is not None
         if not self._moments:
             self._optimizer.step()
@@ -171,11 +178,11 @@ class ModelOffload:
         try:
             for index, (part, moments) in enumerate(self._moments):
                 moments.arrive()
-                for _, following in self._moments[index + 1 : index + 2]:
-                    following.come_back()
                 for group, parameters in zip(groups, whole, strict=True):
                     group["params"] = [parameter for parameter in parameters if parameter in part]
                 self._optimizer.step()
+                for _, following in self._moments[index + 1 : index + 2]:
+                    following.come_back()
                 moments.leave()
         finally:
             for group, parameters in zip(groups, whole, strict=True):
