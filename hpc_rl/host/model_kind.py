@@ -71,9 +71,13 @@ def refuse_unsplittable(key: str, path: str, settings: Mapping[str, Any], size: 
 
     Args:
         key: the option that names `path`, for the error.
-        settings: of the language model, as in its config.json.
+        settings: of the model, as in its config.json.
         size: trainer.sequence_parallel.
     """
+    if size == 1:
+        return
+    inner = settings.get("text_config")
+    settings = inner if isinstance(inner, Mapping) else settings
     heads = settings.get("num_attention_heads")
     if isinstance(heads, int) and heads > 0 and heads % size:
         divisors = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)

@@ -17,6 +17,7 @@ from hpc_rl.config.tree import flat
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.host.hub import hub_config
+from hpc_rl.host.model_kind import refuse_unsplittable
 from hpc_rl.plan.advice import MOST_NODES, advise, fewest, more_nodes, words
 from hpc_rl.plan.duration import Duration, gpus_of, items_of
 from hpc_rl.plan.hardware import gpu_bytes
@@ -72,12 +73,16 @@ def shapes_of(config: Planned, ask_hub: bool) -> dict[str, Shape]:
         ask_hub: whether to read from the hub what neither a folder nor the cache has.
 
     Raises:
-        UserError: there is no config.json of a model, or it is of a kind that is not counted.
+        UserError: there is no config.json of a model, it is of a kind that is not counted, or ranks cannot share its
+            rows as trainer.sequence_parallel requests it.
     """
-    return {
-        path: shape_of(_config_of(key, path, config, ask_hub), f"{key} {path}")
-        for key, path in models_of(config).items()
-    }
+    size = 1 if isinstance(config, GenerateConfig) else config.trainer.sequence_parallel
+    found = {}
+    for key, path in models_of(config).items():
+        settings = _config_of(key, path, config, ask_hub)
+        refuse_unsplittable(key, path, settings, size)
+        found[path] = shape_of(settings, f"{key} {path}")
+    return found
 
 
 class JobPlan(NamedTuple):

@@ -67,6 +67,8 @@ CASES = [
     case("sft", "7B", 16, 16384, small=True),
     case("sft", "7B", 8, 4096, "trainer.offload=optimizer", small=True),
     case("sft", "1.5B", 1, 8192, "trainer.offload=optimizer"),
+    case("sft", "7B", 8, 16384, "trainer.sequence_parallel=4", small=True),
+    case("sft", "7B", 8, 4096, KEEP, "trainer.sequence_parallel=2", small=True),
     case("sft", "14B", 8, 8192),
     case("sft", "14B", 32, 16384, KEEP, small=True),
     case("sft", "32B", 64, 8192),

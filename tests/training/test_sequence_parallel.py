@@ -129,6 +129,7 @@ def test_key_heads_are_repeated_until_ranks_can_share_them(key_heads: int, size:
             "trainer.sequence_parallel=8 does not divide the 12 query heads of model.path /m: use one of 1, 2, 3, 4, 6,"
             " 12",
         ),
+        ({"text_config": {"num_attention_heads": 6}}, "does not divide the 6 query heads"),
         ({"rope_scaling": {"type": "dynamic"}}, "embedding of model.path /m is of type dynamic, which depends on the"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "is of type longrope"),
         ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "is of type longrope"),
@@ -144,6 +145,7 @@ def test_models_that_ranks_can_share() -> None:
     rotary = {"rope_scaling": None, "rope_parameters": {"rope_type": "yarn", "factor": 4}}
     refuse_unsplittable("model.path", "/m", {"num_attention_heads": 16, **rotary}, 8)
     refuse_unsplittable("model.path", "/m", {}, 8)
+    refuse_unsplittable("model.path", "/m", {"num_attention_heads": 7, "rope_scaling": {"type": "dynamic"}}, 1)
 
 
 @pytest.fixture(scope="module")

@@ -98,9 +98,7 @@ def check_sequence_parallel(key: str, path: str, size: int, cache: HubCache) -> 
     """Raise UserError if ranks cannot share the rows of a model, as far as its config.json on this machine shows it."""
     folder = _model_folder(path, cache)
     if folder is not None:
-        settings = read_json(folder / "config.json")
-        inner = settings.get("text_config")
-        refuse_unsplittable(key, path, inner if isinstance(inner, dict) else settings, size)
+        refuse_unsplittable(key, path, read_json(folder / "config.json"), size)
 
 
 def check_adapters(model: ModelConfig, max_rank: int | None, coming: frozenset[Path], cache: HubCache) -> None:

@@ -76,10 +76,8 @@ def set_adapters(model: PackedModel, seed: int) -> None:
 def _load_parts(pretrained: Pretrained[Model], world: World, trainer: LoadingOptions) -> Model:
     hf = world.together(pretrained.empty)
     if trainer.sequence_parallel > 1:
-        settings = hf.config.get_text_config().to_dict()
-        world.together(
-            lambda: refuse_unsplittable(pretrained.key, pretrained.path, settings, trainer.sequence_parallel)
-        )
+        settings, size = hf.config.to_dict(), trainer.sequence_parallel
+        world.together(lambda: refuse_unsplittable(pretrained.key, pretrained.path, settings, size))
     stored = world.together(lambda: stored_weights(pretrained, hf))
     # Some ranks may not find a file, for example without a connection to the hub. All have to load in the same way.
     if world.any(stored is None) or stored is None:
