@@ -332,7 +332,7 @@ def save(state: TrainerState) -> None:
         world_size=state.world.size,
         wandb_id=state.tracker.wandb_id,
     )
-    with state.offload.whole():
+    with guards.explain_out_of_memory("saving"), state.offload.whole():
         state.saver.save(state.model, state.optimizer, state.tokenizer, progress)
     state.saved_step, state.saved_at = state.step, time.monotonic()
 

@@ -28,8 +28,10 @@ class GpuModel:
 GPU_MODELS: tuple[GpuModel, ...] = (
     # https://www.nvidia.com/en-us/data-center/hgx/ (dense is half of the figure with sparsity, here and below)
     GpuModel("b200", r"B200", 180, 2250.0, 7.7),
+    # https://www.nvidia.com/en-us/data-center/grace-hopper-superchip/
+    GpuModel("gh200", r"GH200", None, 989.0, 4.0),
     # https://www.nvidia.com/en-us/data-center/h200/
-    GpuModel("h200", r"H200|GH200", 141, 989.0, 4.8),
+    GpuModel("h200", r"H200", 141, 989.0, 4.8),
     # https://www.nvidia.com/en-us/data-center/h100/
     GpuModel("h100_nvl", r"H100 NVL", 94, 835.0, 3.9),
     # https://www.nvidia.com/content/dam/en-zz/Solutions/gtcs22/data-center/h100/PB-11133-001_v01.pdf

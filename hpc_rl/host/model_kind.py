@@ -93,6 +93,15 @@ def refuse_unsplittable(key: str, path: str, settings: Mapping[str, Any], size: 
         )
 
 
+def depends_on_rows(settings: Mapping[str, Any]) -> bool:
+    """Return whether the rotary embedding of a model depends on the longest sample of a row.
+
+    Args:
+        settings: of the model, as in its config.json.
+    """
+    return bool(set(_rotary_types(settings)) & set(_OF_WHOLE_ROWS))
+
+
 def _rotary_types(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield the types of rotary embedding of a model, which may have one for each type of layer."""
     for name in ("rope_parameters", "rope_scaling"):

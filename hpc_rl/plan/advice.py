@@ -67,7 +67,7 @@ def _sequence_parallel(config: Any, shapes: Shapes) -> Iterator[Settings]:
         return
     ranks, longest = config.trainer.n_gpus_per_node, _longest(config)
     for size in range(config.trainer.sequence_parallel + 1, min(ranks, longest // _LEAST_SLICE) + 1):
-        if ranks % size == 0 and all(shapes[path].heads % size == 0 for path in models_of(config).values()):
+        if ranks % size == 0 and all(shapes[path].may_be_split(size) for path in models_of(config).values()):
             yield {"trainer.sequence_parallel": size, "trainer.micro_tokens": -(-longest // size)}
 
 
@@ -127,18 +127,23 @@ USUAL = EXACT[:-2]
 
 
 def advise(
-    config: Planned, shapes: Shapes, gpu: float, change_training: bool = True, limit: float = math.inf
+    config: Planned,
+    shapes: Shapes,
+    gpu: float,
+    change_training: bool = True,
+    limit: float = math.inf,
+    host: float = math.inf,
 ) -> Advice | None:
     """Return the fewest and cheapest settings with which a job fits on its nodes; None if there are none.
 
     Args:
         change_training: whether adapters, which change what is trained, are proposed if nothing else helps.
         limit: bytes that the training processes of the job may take on a GPU.
+        host: memory of a node, in bytes.
     """
 
     def is_enough(changed: Planned) -> bool:
-        found = plan_of(changed, shapes, gpu)
-        return found.verdict != "does not fit" and found.training <= limit
+        return fits(changed, shapes, gpu, host) and plan_of(changed, shapes, gpu).training <= limit
 
     found = None
     for measures in (USUAL, EXACT, MEASURES) if change_training else (USUAL, EXACT):
@@ -192,19 +197,22 @@ def with_settings(config: Planned, settings: Mapping[str, Any]) -> Planned | Non
         return None
 
 
-def more_nodes(config: Planned, shapes: Shapes, gpu: float) -> Advice | None:
+def more_nodes(config: Planned, shapes: Shapes, gpu: float, host: float = math.inf) -> Advice | None:
     """Return the fewest nodes, more than a job has, on which it fits: with its own settings if others would be enough
     on the nodes that it has, otherwise with the settings that it needs there. None if there are none."""
-    own_settings = advise(config, shapes, gpu, change_training=False) is not None
-    return fewest(config, shapes, gpu, config.trainer.nnodes + 1, may_change=not own_settings)
+    own_settings = advise(config, shapes, gpu, change_training=False, host=host) is not None
+    return fewest(config, shapes, gpu, config.trainer.nnodes + 1, may_change=not own_settings, host=host)
 
 
-def fewest(config: Planned, shapes: Shapes, gpu: float, first: int, may_change: bool) -> Advice | None:
+def fewest(
+    config: Planned, shapes: Shapes, gpu: float, first: int, may_change: bool, host: float = math.inf
+) -> Advice | None:
     """Return the fewest nodes on which a job fits.
 
     Args:
         first: the smallest number to try.
         may_change: whether to change other settings too, as far as they do not change the result.
+        host: memory of a node, in bytes.
 
     Returns:
         None if it does not fit on MOST_NODES, or if its pools state the nodes.
@@ -214,9 +222,9 @@ def fewest(config: Planned, shapes: Shapes, gpu: float, first: int, may_change: 
 
     def on(nodes: int) -> Advice | None:
         larger = config.updated("trainer.nnodes", nodes)
-        if fits(larger, shapes, gpu):
+        if fits(larger, shapes, gpu, host):
             return Advice({"trainer.nnodes": nodes}, (_MORE_GPUS,))
-        found = advise(larger, shapes, gpu, change_training=False) if may_change else None
+        found = advise(larger, shapes, gpu, change_training=False, host=host) if may_change else None
         return found and Advice({"trainer.nnodes": nodes, **found.settings}, (_MORE_GPUS, *found.reasons))
 
     low, high, best = first, MOST_NODES, on(MOST_NODES)

@@ -186,10 +186,16 @@ def _pooled(config: PpoConfig | GenerateConfig, shapes: Shapes, memory: float) -
             yield from _generation(config, shapes, memory, gpus)
             continue
         shape, has_head = shapes[named.get(paths.get(role, ""), config.model.path)], role not in ("critic", "reward")
-        work = operations(shape, tokens, length, FORWARD, FORWARD, has_head)
+        # With adapters, the actor is the reference too.
+        passes = 2 * FORWARD if role == "actor" and _is_own_reference(config) else FORWARD
+        work = operations(shape, tokens, length, passes, passes, has_head)
         if isinstance(config, PpoConfig) and role in ("actor", "critic"):
             work += config.actor.ppo_epochs * _training(config, shape, tokens, length, has_head)
         yield Work(pool, gpus, work)
+
+
+def _is_own_reference(config: PpoConfig | GenerateConfig) -> bool:
+    return isinstance(config, PpoConfig) and config.model.lora.is_used and config.algorithm.kl.where != "none"
 
 
 def _generation(config: PpoConfig | GenerateConfig, shapes: Shapes, memory: float, gpus: int) -> Iterator[Work]:

@@ -86,13 +86,13 @@ class Held:
 
     @property
     def waiting(self) -> float:
-        """Bytes that a rank holds on the GPU while others compute."""
-        return 0.0 if self.offload == "all" else self.computing
+        """Bytes that a rank holds on the GPU while others compute. Weights in 4 bits stay there."""
+        return self._packed() if self.offload == "all" else self.computing
 
     @property
     def on_host(self) -> float:
         """Bytes of host memory in which a rank keeps what is not on the GPU."""
-        return {"none": 0.0, "optimizer": self.moments, "all": self.states}[self.offload]
+        return {"none": 0.0, "optimizer": self.moments, "all": self.states - self._packed()}[self.offload]
 
     def forward(self, tokens: int) -> Parts:
         """Return the peak of a pass without gradients over so many tokens."""
@@ -113,11 +113,17 @@ class Held:
         return largest(*moments)
 
     def _base(self) -> float:
-        if not self.four_bit:
-            return self.itemsize * self.total / self.shards
-        packed = self.shape.layers * sum(rows * columns for rows, columns in self.shape.linears.values())
-        # Scales of blocks and of their scales: 4 + 8 / 64 + 32 / (64 x 256) bits (https://arxiv.org/abs/2305.14314).
-        return packed * (4 + 8 / 64 + 32 / (64 * 256)) / 8 + self.itemsize * (self.total - packed) / self.shards
+        """Return the bytes of a rank's weights without adapters."""
+        divided = self.total - self._packed_weights() if self.four_bit else self.total
+        return self._packed() + self.itemsize * divided / self.shards
+
+    def _packed_weights(self) -> int:
+        return self.shape.layers * sum(rows * columns for rows, columns in self.shape.linears.values())
+
+    def _packed(self) -> float:
+        """Return the bytes of weights in 4 bits, which each rank holds whole, with their scales: 4 + 8 / 64 +
+        32 / (64 x 256) bits (https://arxiv.org/abs/2305.14314)."""
+        return self._packed_weights() * (4 + 8 / 64 + 32 / (64 * 256)) / 8 if self.four_bit else 0.0
 
     def _gathered(self) -> Parts:
         """Return the weights that FSDP has gathered while a layer computes: that layer and the next one."""

@@ -72,16 +72,22 @@ def models_of(config: Planned) -> dict[str, str]:
     return found
 
 
-def trained_models(config: Planned, shapes: Shapes, gpu_bytes: float) -> list[Held]:
-    """Return the models with an optimizer, of which checkpoints are written."""
-    return [held for held in held_models(config, shapes, gpu_bytes) if held.trained]
+@dataclass(frozen=True)
+class Placed:
+    """A model, and the most ranks of a node that hold parts of it."""
+
+    held: Held
+    on_node: int
 
 
-def held_models(config: Planned, shapes: Shapes, gpu_bytes: float) -> list[Held]:
+def placed_models(config: Planned, shapes: Shapes, gpu_bytes: float) -> list[Placed]:
     """Return the models of a job without the engine's, and without a frozen one beside fine-tuning."""
     if isinstance(config, FinetuneConfig):
-        return [_policy(config, shapes, gpu_bytes)]
-    return list(_held_by_role(config, shapes, gpu_bytes).values())
+        ranks = _finetune_ranks(config, gpu_bytes)
+        return [Placed(_policy(config, shapes, gpu_bytes), ranks.per_node or ranks.count)]
+    pools = pool_spec(config)
+    every = _held_by_role(config, shapes, gpu_bytes)
+    return [Placed(held, max(pools[pool_of(config, role)])) for role, held in every.items()]
 
 
 def phases(config: Planned, shapes: Shapes, gpu_bytes: float) -> list[Phase]:

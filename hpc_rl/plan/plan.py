@@ -5,6 +5,7 @@ The main path: shapes of the models -> phases -> the fullest one -> a verdict. P
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,13 +19,13 @@ from hpc_rl.plan.hardware import TIGHT, USABLE
 from hpc_rl.plan.memory import (
     ENGINE_PARTS,
     Phase,
+    Placed,
     Planned,
     Shapes,
     cache_tokens,
-    held_models,
     phases,
+    placed_models,
     sequence_of,
-    trained_models,
 )
 
 Verdict = Literal["fits", "is tight", "does not fit"]
@@ -115,14 +116,14 @@ def plan_of(config: Planned, shapes: Shapes, gpu: float) -> Plan:
         shapes: of all models that `models_of` names.
         gpu: memory of one GPU, in bytes.
     """
-    trained = trained_models(config, shapes, gpu)
+    models = placed_models(config, shapes, gpu)
+    trained = [placed for placed in models if placed.held.trained]
     checkpoints = export = 0.0
     if isinstance(config.trainer, TrainingConfig):
         # One checkpoint more than are kept exists while the newest is written.
-        checkpoints = (config.trainer.max_ckpt_to_keep + 1) * sum(map(_state_bytes, trained))
+        checkpoints = (config.trainer.max_ckpt_to_keep + 1) * sum(_state_bytes(placed.held) for placed in trained)
         export = float(COMPUTE * shapes[config.model.path].total) if config.trainer.export else 0.0
-    waiting = sum(held.on_host for held in held_models(config, shapes, gpu))
-    offloaded = waiting * config.trainer.n_gpus_per_node
+    offloaded = sum(placed.held.on_host * placed.on_node for placed in models)
     return Plan(
         phases=tuple(phases(config, shapes, gpu)),
         gpu=gpu,
@@ -134,9 +135,14 @@ def plan_of(config: Planned, shapes: Shapes, gpu: float) -> Plan:
     )
 
 
-def fits(config: Planned, shapes: Shapes, gpu: float) -> bool:
-    """Return whether a job fits, perhaps tightly."""
-    return plan_of(config, shapes, gpu).verdict != "does not fit"
+def fits(config: Planned, shapes: Shapes, gpu: float, host: float = math.inf) -> bool:
+    """Return whether a job fits, perhaps tightly.
+
+    Args:
+        host: memory of a node, in bytes, which has to hold what trainer.offload moves there.
+    """
+    plan = plan_of(config, shapes, gpu)
+    return plan.verdict != "does not fit" and (not plan.offloaded or plan.offloaded < host)
 
 
 def _engine(config: Planned, shapes: Shapes, gpu: float) -> Engine | None:
@@ -151,12 +157,12 @@ def _state_bytes(held: Held) -> float:
     return float(3 * (FLOAT32 * held.adapters or held.itemsize * held.total))
 
 
-def _host_bytes(config: Planned, trained: Sequence[Held]) -> float:
+def _host_bytes(config: Planned, trained: Sequence[Placed]) -> float:
     """Return the host memory of a node: its processes, and the copies from which checkpoints are written."""
     processes = config.trainer.n_gpus_per_node
     if isinstance(config, PpoConfig) and pool_of(config, "rollout") == pool_of(config, "actor"):
         processes *= 2  # an engine beside each training rank
     copies = 0.0
     if isinstance(config.trainer, TrainingConfig) and config.trainer.save_async:
-        copies = sum(_state_bytes(held) / held.shards for held in trained) * config.trainer.n_gpus_per_node
+        copies = sum(_state_bytes(placed.held) / placed.held.shards * placed.on_node for placed in trained)
     return processes * PROCESS_BYTES + copies

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.model_kind import depends_on_rows
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -72,6 +73,8 @@ class Shape:
     """Parameters of the norms and biases of a layer."""
     has_window: bool = False
     """Whether some layers attend to a window of tokens only, so that engines cache less for them."""
+    whole_rows: bool = False
+    """Whether the frequencies of the rotary embedding depend on the samples of a row, so that ranks cannot share it."""
     notes: tuple[str, ...] = field(default=(), compare=False)
     """What is not exact about these counts."""
 
@@ -146,6 +149,10 @@ class Shape:
             return self.inner
         return self.experts.active * self.experts.inner + self.experts.shared
 
+    def may_be_split(self, ranks: int) -> bool:
+        """Return whether so many ranks can share a row (trainer.sequence_parallel)."""
+        return self.heads % ranks == 0 and (ranks == 1 or not self.whole_rows)
+
     def cache_bytes(self, itemsize: int = 2) -> int:
         """Return the bytes of keys and values of one token."""
         return 2 * self.layers * self.keys * itemsize
@@ -201,6 +208,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         dense_layers=_dense_layers(found, layers) if experts is not None else 0,
         vectors=_vectors(found, special, hidden, heads * head_size, key_heads * head_size, head_size),
         has_window=_has_window(found),
+        whole_rows=depends_on_rows(found),
         notes=() if family in FAMILIES else (f"{name} is of type {family or 'unknown'}, which is counted like Llama",),
     )
 

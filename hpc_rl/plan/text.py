@@ -62,7 +62,7 @@ def time_text(time: Duration, generates_only: bool) -> list[str]:
     if time.run is None or time.node_hours is None:
         return lines
     count = "" if generates_only else f" for {time.steps:,.0f} step{'' if time.steps == 1 else 's'}"
-    hours = _range([f"{hours:.2g}" if hours < 100 else f"{hours:,.0f}" for hours in time.node_hours])
+    hours = _range([_two_digits(hours) for hours in time.node_hours])
     whole, plural = _range([_seconds(seconds) for seconds in time.run]), "" if hours == "1" else "s"
     return [*lines, f"{whole}{count}: {hours} node hour{plural}"]
 
@@ -70,8 +70,11 @@ def time_text(time: Duration, generates_only: bool) -> list[str]:
 def _seconds(seconds: float) -> str:
     """Format a time with two digits: 0.42 s, 12 s, 4.5 min, 31 h."""
     size, unit = next(((size, unit) for size, unit in _UNITS if seconds >= 2 * size), _UNITS[-1])
-    value = seconds / size
-    return f"{value:.2g} {unit}" if value < 100 else f"{value:,.0f} {unit}"
+    return f"{_two_digits(seconds / size)} {unit}"
+
+
+def _two_digits(value: float) -> str:
+    return f"{value:.2g}" if value < 99.5 else f"{value:,.0f}"
 
 
 def _range(values: list[str]) -> str:

@@ -332,6 +332,8 @@ def finish(state: PpoState) -> int:
 def save(state: PpoState) -> None:
     """Write a checkpoint, unless there is one of this step."""
     if state.saved_step != state.step:
+        if state.config.trainer.offload != "none":
+            state.rollout.sleep()  # a whole model comes to the GPU, on which engines may already have new weights
         checkpoints.save(state)
         state.saved_step = state.step
 

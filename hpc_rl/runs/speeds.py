@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from heapq import nlargest
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import RunDir
@@ -53,9 +55,10 @@ def newest_like(kind: str, gpu: str, parameters: int, root: Path = ROOT) -> Meas
     """
     for run in _newest(root):
         expected = read_expected(run)
-        if expected is None or read_json(run.job).get("kind") != kind or not _is_like(expected, gpu, parameters):
+        job = read_json(run.job)
+        if expected is None or job.get("kind") != kind or not _is_like(expected, gpu, parameters):
             continue
-        if (found := _measured(run, expected)) is not None:
+        if (found := _measured(run, expected, _submitted(job))) is not None:
             return found
     return None
 
@@ -77,8 +80,18 @@ def _is_like(expected: Expected, gpu: str, parameters: int) -> bool:
     return expected.gpu == gpu and difference <= SAME_SIZE * max(expected.parameters, parameters)
 
 
-def _measured(run: RunDir, expected: Expected) -> Measured | None:
-    records = [record for record in read_metrics(run.metrics) if record.get("perf/tokens_per_s")][_FIRST_STEPS:]
+def _submitted(job: Mapping[str, Any]) -> float:
+    """Return the Unix time of the last submission of a run; 0 if it is not recorded. Earlier steps may have had other
+    GPUs."""
+    try:
+        return datetime.fromisoformat(str(job["submitted"])).timestamp()
+    except (KeyError, ValueError):
+        return 0.0
+
+
+def _measured(run: RunDir, expected: Expected, submitted: float) -> Measured | None:
+    timed = [record for record in read_metrics(run.metrics) if record.get("perf/tokens_per_s")]
+    records = [record for record in timed if record.get("time", 0.0) >= submitted][_FIRST_STEPS:]
     if not records or not expected.items or not expected.gpus:
         return None
     peaks = [record["perf/max_memory_gb"] for record in records if record.get("perf/max_memory_gb") is not None]

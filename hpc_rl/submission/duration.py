@@ -52,11 +52,13 @@ def duration_of(
         return Duration((seconds, seconds), steps, nodes, basis)
     model = gpu_model(config.slurm)
     if model is None:
-        return Unknown("the model of the GPUs is unknown: set slurm.gpu_type, such as h100 or a100")
+        named = config.slurm.gpu_type
+        found_type = f"slurm.gpu_type={named} names no known model" if named else "slurm.gpu_type is not set"
+        return Unknown(f"unknown, because {found_type}, such as h100 or a100")
     found = step_seconds(config, shapes, model, memory)
     if found is None:
         assert isinstance(config, PpoConfig | GenerateConfig)
-        return Unknown(f"the speed of rollout.name={_in_process(config)} is unknown")
+        return Unknown(f"unknown, because the speed of rollout.name={_in_process(config)} is")
     basis = f"at {_percent(MFU)} of {model.tflops:g} TFLOPS"
     if isinstance(config, PpoConfig | GenerateConfig):
         basis += f" and {_percent(BANDWIDTH)} of {model.bandwidth:g} TB/s"

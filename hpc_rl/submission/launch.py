@@ -46,7 +46,7 @@ def prepare(request: Request, note: Note) -> tuple[Job, str]:
     notes = notes_on([job], request.local)
     if not request.local:
         if (found := plan_of_job(job)) is not None:
-            notes += check_fit(found, job.size, request.force)
+            notes += check_fit(found, job.size, request.force, granted_bytes(job.config))
             notes += check_host(found, granted_bytes(job.config), request.force)
             job = replace(job, facts=expected(job.kind, found))
         notes += environment_notes(os.environ, script)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from hpc_rl.submission.hub import hub_cache
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.request import Request
 from hpc_rl.submission.request import plan as plan_request
+from hpc_rl.submission.resources import granted_bytes
 from hpc_rl.tracking.planned import KEY, Expected
 
 _LESS = 0.85
@@ -40,7 +42,7 @@ _POOLS = "--nodes auto: pools.spec states the nodes of the job; give their numbe
 _REWARDS = ("reward.function", "reward.functions", "reward.model", "reward.url")
 _INSTEAD = ("environment.name", "agent.endpoint")
 """Keys that name a reward, or what gives it."""
-_PLACEHOLDERS = {"data.train_files": ["data.jsonl"], "data.files": ["data.jsonl"], "reward.function": "exact"}
+_PLACEHOLDERS = {"data.train_files": ["any"], "data.files": ["any"], "reward.function": "exact"}
 """Required key -> a value that stands for any other in a plan."""
 
 
@@ -105,12 +107,13 @@ def plan_of_job(job: Job) -> JobPlan | None:
     return JobPlan(config, shapes, plan_of(config, shapes, gpu))
 
 
-def check_fit(found: JobPlan, size: str, force: bool = False) -> list[str]:
+def check_fit(found: JobPlan, size: str, force: bool = False, granted: float | None = None) -> list[str]:
     """Check that a job fits into the memory of its GPUs.
 
     Args:
         size: of the job, in words.
         force: a job that does not fit is no error.
+        granted: memory that the job requests on each node, in bytes; None if it is unknown.
 
     Returns:
         Sentences for the user about a job that fits only just, or that may not fit.
@@ -126,7 +129,8 @@ def check_fit(found: JobPlan, size: str, force: bool = False) -> list[str]:
         return [f"the job only just fits: {arithmetic(plan)}; `hpc-rl plan` shows the phases", *guesses]
     if force or guesses:
         return [f"the job may not fit: {problem(plan)}", *guesses]
-    ways = remedies(advise(config, shapes, plan.gpu), more_nodes(config, shapes, plan.gpu))
+    host = granted or math.inf
+    ways = remedies(advise(config, shapes, plan.gpu, host=host), more_nodes(config, shapes, plan.gpu, host))
     lines = [
         f"{size} cannot hold this job: {problem(plan)} (the memory of a GPU is that of slurm.node.gpu_gb or "
         "slurm.gpu_type)",
@@ -207,7 +211,7 @@ def on_fewest_nodes(request: Request) -> tuple[Request, str]:
     if isinstance(config, PpoConfig | GenerateConfig) and config.pools.spec:
         raise UserError(_POOLS)
     shapes = shapes_of(config, ask_hub=False)
-    found = fewest(config, shapes, gpu, first=1, may_change=True)
+    found = fewest(config, shapes, gpu, first=1, may_change=True, host=granted_bytes(config) or math.inf)
     if found is None:
         raise UserError(
             f"--nodes auto: the job does not fit on {MOST_NODES} nodes: {problem(plan_of(config, shapes, gpu))}"

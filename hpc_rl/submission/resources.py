@@ -68,8 +68,10 @@ def memory_per_node(config: JobConfig) -> str | None:
 
 
 def granted_bytes(config: JobConfig) -> float | None:
-    """Return the memory that the job requests on each node, in bytes; None if Slurm decides, or if the memory of a
-    whole node is unknown."""
+    """Return the memory that the job requests on each node, in bytes; None if Slurm decides, if the user has other
+    options for it (slurm.sbatch), or if the memory of a whole node is unknown."""
+    if {*_MEMORY_OPTIONS, "mem"} & config.slurm.sbatch.keys():
+        return None
     asked = memory_per_node(config)
     megabytes = config.slurm.node.mem_mb if asked == "0" else memory_mb(asked or "")
     return megabytes * 2.0**20 if megabytes else None

@@ -7,13 +7,16 @@
 
 A tensor keeps its identity: its storage on the device shrinks to nothing and grows again, so that FSDP, optimizer and
 checkpoints need not be told. The copy to the host overlaps with what the device computes next, until other tensors come
-back: its memory is free only after it. The copy back is awaited by the device, and not by the host.
+back: its memory is free only after it. The host waits for copies to the device: others read the tensors on streams of
+their own, such as transfers of weights.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,6 +28,8 @@ from hpc_rl.config.training import OFFLOAD_BYTES, Offload
 from hpc_rl.training.models.causal_lm import PackedModel
 from hpc_rl.training.sharding import reshard
 
+_ALIGNED = 64
+"""Bytes of which the place of each tensor in a buffer is a multiple."""
 _departures: list[Any] = []
 """Events at the end of copies to the host: the device memory of what has left is free after them."""
 
@@ -47,7 +52,7 @@ class Parked:
         self._accelerator = None if device.type == "cpu" else torch.get_device_module(device.type)
         self._stream = None if self._accelerator is None else self._accelerator.Stream()
         self._arrived: Any = None
-        """Event at the end of the latest copies to the device, until the device has been told to wait for it."""
+        """Event at the end of the latest copies to the device, until it has been awaited."""
 
     @property
     def is_away(self) -> bool:
@@ -69,8 +74,7 @@ class Parked:
             return
         with self._beside():
             if not self._copies:
-                pinned = self._accelerator is not None
-                self._copies = [torch.empty_like(t, device="cpu", pin_memory=pinned) for t in self._tensors]
+                self._copies = _host_copies(self._tensors, pinned=self._accelerator is not None)
                 changed = True
             for tensor, copy in zip(self._tensors, self._copies, strict=True):
                 if changed:
@@ -84,7 +88,7 @@ class Parked:
         self._away = True
 
     def come_back(self) -> None:
-        """Begin to move the tensors to the device. `arrive` makes the device wait for them."""
+        """Begin to move the tensors to the device. `arrive` waits for them."""
         if not self._away:
             return
         while _departures:  # otherwise, those that leave and those that come would be on the device together
@@ -98,10 +102,10 @@ class Parked:
         self._away = False
 
     def arrive(self) -> None:
-        """Have what the device is told from now on find the tensors there."""
+        """Have the tensors on the device, and wait for them."""
         self.come_back()
-        if self._arrived is not None and self._accelerator is not None:
-            self._accelerator.current_stream().wait_event(self._arrived)
+        if self._arrived is not None:
+            self._arrived.synchronize()
             self._arrived = None
 
     @contextmanager
@@ -216,6 +220,23 @@ def parts_of(optimizer: torch.optim.Optimizer, most_bytes: int = OFFLOAD_BYTES) 
 def moments_of(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """Return AdamW's two moments of each of these parameters."""
     return [optimizer.state[parameter][name] for parameter in parameters for name in ("exp_avg", "exp_avg_sq")]
+
+
+def _host_copies(tensors: list[torch.Tensor], pinned: bool) -> list[torch.Tensor]:
+    """Return tensors in host memory of the same types and shapes. They share buffers of up to 1 GiB: torch rounds the
+    size of each page-locked buffer up to a power of two."""
+    copies: list[torch.Tensor] = []
+    waiting = list(tensors)
+    while waiting:
+        sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in waiting]
+        ends = list(accumulate(sizes))
+        count = max(1, bisect_right(ends, OFFLOAD_BYTES))
+        buffer = torch.empty(ends[count - 1], dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        for tensor, size, end in zip(waiting[:count], sizes, ends, strict=False):
+            start = end - size
+            copies.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        del waiting[:count]
+    return copies
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

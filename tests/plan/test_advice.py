@@ -171,3 +171,8 @@ def test_few_gpus() -> None:
     found = advise(grpo, small, 24e9, change_training=False)
     assert found is not None
     assert found.settings == {"trainer.offload": "all"}
+    needed = plan_of(grpo.updated("trainer.offload", "all"), small, 24e9).offloaded
+    assert advise(grpo, small, 24e9, change_training=False, host=needed) is None
+    assert advise(grpo, small, 24e9, change_training=False, host=needed + 1) == found
+    assert nodes_of(fewest(grpo, small, 24e9, 1, may_change=True, host=needed + 1))["trainer.nnodes"] == 1
+    assert more_nodes(grpo, small, 24e9, host=1e9) == fewest(grpo, small, 24e9, 2, may_change=True, host=1e9)

@@ -78,6 +78,15 @@ def test_a_step_of_reinforcement_learning() -> None:
     assert generated[1].operations == 2048 * 800 * (2 * (BODY + HEAD) + attention(600))
 
 
+def test_adapters_compute_the_reference_with_the_actor() -> None:
+    words = ("algorithm.advantage=grpo", "rollout.n=2", "model.lora.rank=8", "data.max_prompt_length=200")
+    with_kl, without = (
+        max(operations_of("ppo", *words, "data.max_response_length=800", *kl))
+        for kl in (("algorithm.kl.where=loss", "algorithm.kl.estimator=k3"), ("algorithm.kl.where=none",))
+    )
+    assert with_kl - without == pytest.approx(2048 * 1000 * (2 * (BODY + HEAD) + attention(1000)))
+
+
 def test_bytes_that_an_engine_reads() -> None:
     """256 responses for each of 8 engines, all at once: weights and half-full caches are read for each token."""
     words = ("data.max_prompt_length=200", "data.max_response_length=800", "rollout.n=2")
@@ -173,6 +182,7 @@ def test_the_time_of_a_run() -> None:
     [
         (time((0.5, 1.25)), False, ["0.5 to 1.2 s for a step (because)"]),
         (time((90, 150)), False, ["90 s to 2.5 min for a step (because)"]),
+        (time((99.4, 99.7)), False, ["99 to 100 s for a step (because)"]),
         (time((12, 12), 1), False, ["12 s for a step (because)", "12 s for 1 step: 0.013 node hours"]),
         (
             time((60, 240), 1000),

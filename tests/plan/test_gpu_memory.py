@@ -40,6 +40,9 @@ def test_what_waits_in_host_memory() -> None:
     assert of("none") == (12 * part, 12 * part, 0)
     assert of("optimizer") == (4 * part, 4 * part, 8 * part)
     assert of("all") == (4 * part, 0, 12 * part)
+    packed = replace(MODEL, adapters=8, itemsize=2, four_bit=True, offload="all")
+    assert packed.waiting == pytest.approx(L * (LAYER - 2 * H) * (4 + 1 / 8 + 1 / 512) / 8)
+    assert packed.on_host == pytest.approx(packed.states - packed.waiting)
     frozen = replace(MODEL, trained=False, itemsize=2, offload="all")
     assert (frozen.computing, frozen.waiting, frozen.on_host) == (2 * part, 0, 2 * part)
 

@@ -86,6 +86,9 @@ def test_disk_and_host_memory() -> None:
     ppo = plan_of(config("ppo"), SHAPES, 80e9)
     assert ppo.host == pytest.approx(16 * 5e9 + 12 * (P + SHAPES["/7b"].total_as_classifier))
     assert (found.offloaded, ppo.offloaded) == (0, 0)
+    pools = ("trainer.nnodes=2", "pools.spec={a: [8], b: [4, 4]}", "pools.roles={critic: b, rollout: b}")
+    apart = plan_of(config("ppo", *pools, "trainer.offload=optimizer", "algorithm.kl.where=none"), SHAPES, 80e9)
+    assert apart.offloaded == pytest.approx(8 * P / 8 * 8 + 8 * SHAPES["/7b"].total_as_classifier / 8 * 4)
     moments = plan_of(config("sft", "trainer.save_async=false", "trainer.offload=optimizer"), SHAPES, 80e9)
     assert moments.offloaded == 8 * P
     assert moments.host == pytest.approx(8 * 5e9 + 8 * P)

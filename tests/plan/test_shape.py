@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from hpc_rl.errors import UserError
-from hpc_rl.plan.shape import shape_of
+from hpc_rl.plan.shape import Shape, shape_of
 
 SIZES = {
     "vocab_size": 1000,
@@ -126,3 +126,13 @@ def test_odd_values_count_as_missing(odd: dict[str, Any]) -> None:
 def test_other_models_are_refused(config: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         shape_of(config, "m")
+
+
+def test_rows_that_ranks_can_share() -> None:
+    def of(**more: object) -> Shape:
+        sizes = {"hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 6}
+        return shape_of({"model_type": "llama", "vocab_size": 100, **sizes, **more}, "m")
+
+    assert [of().may_be_split(size) for size in (1, 2, 3, 4)] == [True, True, True, False]
+    long = of(rope_scaling={"type": "longrope"})
+    assert [long.may_be_split(size) for size in (1, 2)] == [True, False]

@@ -71,6 +71,24 @@ def test_blocks_of_generation_have_different_sizes(tmp_path: Path) -> None:
     assert found.tokens == 400.0
 
 
+def test_steps_before_the_last_submission_do_not_count(tmp_path: Path) -> None:
+    run = made(tmp_path, "a", 1)
+    facts, lines = json.loads(run.job.read_text()), run.metrics.read_text().splitlines()
+    later = [{**json.loads(line), "time": 1500.0} for line in lines]
+    first = [{**record, "perf/tokens_per_s": 99_000.0, "time": 500.0} for record in later]
+    both = [*first, *({**record, "step": record["step"] + len(first)} for record in later)]
+    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in both))
+
+    def throughput(submitted: str) -> float:
+        run.job.write_text(json.dumps({**facts, "submitted": submitted}))
+        found = newest_like("sft", "h100", 7_000_000_000, tmp_path)
+        assert found is not None
+        return found.throughput
+
+    assert throughput("1970-01-01T00:16:40+0000") == 2000.0
+    assert throughput("1970-01-01T01:00:00+0100") == throughput("some day") == 2050.0
+
+
 def test_the_time_of_a_step() -> None:
     measured = Measured("a", throughput=2000.0, tokens=500.0, peak_gb=1.0, planned_gb=1.0)
     assert measured.step_seconds(items=64, longest=1024, gpus=8) == 2.0

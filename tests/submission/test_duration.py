@@ -33,9 +33,9 @@ def test_a_published_range() -> None:
 @pytest.mark.parametrize(
     ("kind", "words", "reason"),
     [
-        ("sft", (), "the model of the GPUs is unknown: set slurm.gpu_type, such as h100 or a100"),
-        ("sft", ("slurm.gpu_type=a100_3g.20gb",), "the model of the GPUs is unknown"),
-        ("ppo", ("slurm.gpu_type=h100", "rollout.name=hf"), "the speed of rollout.name=hf is unknown"),
+        ("sft", (), "unknown, because slurm.gpu_type is not set, such as h100 or a100"),
+        ("sft", ("slurm.gpu_type=a100_3g.20gb",), "unknown, because slurm.gpu_type=a100_3g.20gb names no known model"),
+        ("ppo", ("slurm.gpu_type=h100", "rollout.name=hf"), "unknown, because the speed of rollout.name=hf is"),
     ],
 )
 def test_an_unknown_speed(kind: str, words: tuple[str, ...], reason: str) -> None:

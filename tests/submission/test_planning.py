@@ -146,6 +146,7 @@ def test_memory_that_a_job_requests() -> None:
     assert of("slurm.mem=0", "slurm.node.mem_mb=1000") == 1000 * 2.0**20
     assert of("slurm.mem=0") is None
     assert of() is None
+    assert of("slurm.mem=3G", "slurm.sbatch.mem-per-gpu=200G") is None
 
 
 @pytest.mark.parametrize(
@@ -272,7 +273,7 @@ def test_plan_prints_a_table() -> None:
     assert "\nnodes        fits on 3 or more nodes of this size\n" in out
     assert "\nhost memory  about 131 GB on each node\n" in out
     assert "\ndisk         274 GB for checkpoints, and 15.2 GB for the exported model\n" in out
-    assert "\ntime         the model of the GPUs is unknown: set slurm.gpu_type, such as h100 or a100\n" in out
+    assert "\ntime         unknown, because slurm.gpu_type is not set, such as h100 or a100\n" in out
     assert "\n\nto make it fit  trainer.micro_tokens=2048 (use smaller micro-batches)\n" in out
 
 

@@ -81,6 +81,19 @@ def test_tensors_on_the_device_stay_there() -> None:
     assert not parked.is_away
 
 
+def test_copies_share_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "OFFLOAD_BYTES", 256)
+    sizes = (16, 17, 1, 0, 100, 3)
+    tensors = [torch.arange(float(size)) for size in sizes]
+    parked = Parked(tensors)
+    parked.leave()
+    assert list(dict.fromkeys(bytes_of(*parked._copies))) == [64 + 128 + 64, 448, 64]
+    assert all(copy.storage_offset() * 4 % 64 == 0 for copy in parked._copies)
+    parked.come_back()
+    for tensor, size in zip(tensors, sizes, strict=True):
+        assert torch.equal(tensor, torch.arange(float(size)))
+
+
 def test_nothing_to_move() -> None:
     parked = Parked([])
     parked.leave()

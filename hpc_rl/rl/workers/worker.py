@@ -150,6 +150,7 @@ class Worker:
         with self._spans("reward"):
             return model.scores(shard)
 
+    @guards.explain_out_of_memory("an update")
     def update(self, role: str, columns: Parcel[FlatColumns], step: int, total_steps: int, epochs: int) -> Sums:
         """Train actor or critic on the held responses; see Learner.update."""
         learner: Learner[Any] = self._part(role)
@@ -162,6 +163,7 @@ class Worker:
         """Add requests to the engine in this process and let it generate; see `hpc_rl.rl.rollout.engine.progress`."""
         return progress(self.engine, requests, slice_s, version)
 
+    @guards.explain_out_of_memory("sending weights")
     def sync_engine(self) -> None:
         """Give the engine in this process the policy's weights. Every rank calls this."""
         engine = self.engine
@@ -174,6 +176,7 @@ class Worker:
         bucket_bytes = self._training.rollout.sync_bucket_mb * 10**6
         self._parts["sender"] = open_sender(transfer, self._weights(), engines, self.world, bucket_bytes)
 
+    @guards.explain_out_of_memory("sending weights")
     def send_weights(self) -> None:
         """Send the policy's weights to engines in other processes. Every rank calls this."""
         sender: WeightSender = self._part("sender")
@@ -184,6 +187,7 @@ class Worker:
         """Free the device memory of the engine in this process."""
         self.engine.sleep()
 
+    @guards.explain_out_of_memory("saving")
     def save(self, role: str, path: Path) -> None:
         """Begin to write model and optimizer of actor or critic; see Learner.save."""
         learner: Learner[Any] = self._part(role)
@@ -198,6 +202,7 @@ class Worker:
         """Write this rank's part of the exported weights; see training.export."""
         write_weights(path, folder, None, self.rank, self.size)
 
+    @guards.explain_out_of_memory("loading a checkpoint")
     def load(self, role: str, path: Path) -> None:
         """Read model and optimizer of actor or critic."""
         learner: Learner[Any] = self._part(role)
