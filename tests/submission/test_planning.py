@@ -246,7 +246,7 @@ def test_plan_as_json() -> None:
         ((*PLAN, "--gpu-gb", "-1"), "slurm.node.gpu_gb: "),
         (
             (*PLAN, "--gpu-gb", "80", "trainer.sequence_parallel=8"),
-            "trainer.sequence_parallel=8 does not divide the 28 query heads of model.path 7b: use one of 1, 2, 4, 7, 14",
+            "trainer.sequence_parallel=8 does not divide the 28 query heads of model.path 7b: use one of 1, 2, 4, 7",
         ),
         ((*PLAN, "--gpu-gb", "80", "model.path=none"), "model.path none: there is no such folder"),
     ],
