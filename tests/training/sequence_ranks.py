@@ -101,7 +101,7 @@ def differences(case: dict[str, Any], world: World) -> Iterator[tuple[str, float
     size, role, source = case["size"], case["role"], pretrained(case)
     trainer = TrainingConfig.model_validate({"sharding": case.get("sharding", "full"), "sequence_parallel": size})
     model = load_sharded(source, world, trainer)
-    plain = source.load()
+    plain = pretrained({**case, "compile": False}).load()
     set_adapters(plain, trainer.seed)
     for one in (model, plain):  # the heads of classifiers start at 0
         if role in ("critic", "rm"):
@@ -109,7 +109,7 @@ def differences(case: dict[str, Any], world: World) -> Iterator[tuple[str, float
             whole = torch.linspace(-1, 1, head.numel()).view(head.shape)
             local = head.to_local() if isinstance(head, DTensor) else head
             local.copy_(whole if local.shape == head.shape else _own_rows(head, whole))
-    every, groups, group = rows(), world.size // size, world.rank // size
+    every, groups, group = rows()[: case.get("rows")], world.size // size, world.rank // size
     mine = every[group::groups]
     if role != "sft":
         with torch.no_grad():
