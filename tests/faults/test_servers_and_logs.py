@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.e2e.workspace import QUICK, Workspace, make_workspace
+from tests.faults.jobs import left_behind
 from tests.faults.outcomes import Outcome
 from tests.sandbox.cluster import Cluster
 from tests.sandbox.processes import DEADLINE_S
@@ -58,31 +59,40 @@ def line_with(text: str, words: str) -> str:
 
 
 def test_a_mute_wandb_server(
-    workspace: Workspace, mute: str, expected: dict[int, float], observed: Callable[[Outcome], None]
+    workspace: Workspace,
+    slurm_cluster: Cluster,
+    mute: str,
+    expected: dict[int, float],
+    observed: Callable[[Outcome], None],
 ) -> None:
     wandb = ["trainer.logger=[console,wandb]", "trainer.wandb_mode=online"]
     server = [f"slurm.env.WANDB_BASE_URL={mute}", "slurm.env.WANDB_MODE=online"]
     with_key = replace(workspace, environ={**workspace.environ, "WANDB_API_KEY": "0" * 40})
     began = time.monotonic()
     with_key.ok("submit", "sft", *ON_NODE1, "--wait", "--job-name", "no-wandb", *QUICK, STEPS, *wandb, *server)
+    seconds = time.monotonic() - began
     message = line_with(log_of(workspace, "no-wandb"), "wandb cannot be used online")
     assert message
     losses = workspace.losses("no-wandb")
     assert losses == expected
-    observed(Outcome("wandb server never answers", "sft", time.monotonic() - began, message, "completed", None,
-                     losses_equal=True))  # fmt: skip
+    left = left_behind(slurm_cluster, workspace.folder / "runs" / "no-wandb")
+    observed(Outcome("wandb server never answers", "sft", seconds, message, "completed", None, left, losses_equal=True))
 
 
-def test_a_mute_hub(workspace: Workspace, mute: str, observed: Callable[[Outcome], None]) -> None:
+def test_a_mute_hub(
+    workspace: Workspace, slurm_cluster: Cluster, mute: str, observed: Callable[[Outcome], None]
+) -> None:
     online = [f"slurm.env.HF_ENDPOINT={mute}", "slurm.env.HF_HUB_OFFLINE=0", "slurm.env.TRANSFORMERS_OFFLINE=0"]
     began = time.monotonic()
     words = ["submit", "sft", *ON_NODE1, "--wait", "--job-name", "no-hub", *QUICK, STEPS, "model.path=owner/model"]
     done = workspace.hpc_rl(*words, *online)
+    seconds = time.monotonic() - began
     found = done.stdout + done.stderr + log_of(workspace, "no-hub")
     assert done.returncode == 2, found
     message = line_with(found, "did not answer within")
     assert message and "Traceback" not in found
-    observed(Outcome("hub never answers", "sft", time.monotonic() - began, message, "exit code 2", None))
+    left = left_behind(slurm_cluster, workspace.folder / "runs" / "no-hub")
+    observed(Outcome("hub never answers", "sft", seconds, message, "exit code 2", None, left))
 
 
 def test_a_log_of_a_gigabyte(
@@ -99,4 +109,4 @@ def test_a_log_of_a_gigabyte(
     for command in (["status", "whole"], ["explain", "whole"], ["watch", "whole", "--once"], ["report", "whole"]):
         limited.ok(*command)
     log.unlink()
-    observed(Outcome("log of 1 GB", "sft", None, "", "unaffected: at most 1 GiB of address space", None))
+    observed(Outcome("log of 1 GB", "sft", None, "", "unaffected: at most 1 GiB of address space", None, ""))

@@ -14,10 +14,13 @@ from typing import Literal
 
 import pytest
 
+from hpc_rl.run_dir import RunDir
+from hpc_rl.runs.control import newest_checkpoint
 from tests.conftest import sandbox_cluster
 from tests.e2e.workspace import QUICK, Workspace
-from tests.faults.jobs import SMALL_PPO, measured, workspace_on
+from tests.faults.jobs import SMALL_PPO, left_behind, measured, steps_lost, workspace_on
 from tests.faults.outcomes import Outcome
+from tests.faults.pauses import pause_in
 from tests.sandbox.cluster import Cluster
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.faults]
@@ -38,32 +41,6 @@ if os.uname().nodename == os.environ.get("SKEWED_NODE"):
     time.time_ns = lambda: now_ns() + 3600 * 10**9
 """
 """A sitecustomize.py: on one node, the clock is an hour ahead of the others'."""
-PAUSE = """
-import os, pathlib, sys, time
-
-def pause(module, name):
-    import importlib
-
-    found = importlib.import_module(module)
-    *owners, name = name.split(".")
-    for owner in owners:
-        found = getattr(found, owner)
-    original = getattr(found, name)
-
-    def paused(*arguments, **named):
-        run = pathlib.Path(os.environ["HPC_RL_RUN_DIR"])
-        (run / "paused").touch()
-        deadline = time.monotonic() + 300
-        while not (run / "stop").exists() and not (run / "go").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return original(*arguments, **named)
-
-    setattr(found, name, paused)
-
-if "PAUSE_IN" in os.environ and "hpc_rl.finetune.train" in sys.orig_argv:
-    pause(*os.environ["PAUSE_IN"].split(":"))
-"""
-"""A sitecustomize.py: each rank waits in a function until it is asked to stop, or may go on."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +103,8 @@ def test_the_shared_file_system_stalls(place: Place, job: Job, observed: Callabl
     workspace.wait_until(lambda: workspace.status(str(run))["state"] not in ("PENDING", "RUNNING"), "the end")
     assert workspace.status(str(run))["state"] == "COMPLETED", workspace.ok("logs", str(run))
     assert dict(measured(run)) == pytest.approx(whole, abs=1e-4)
-    observed(Outcome(f"file system stalls for {STALL_S} s", job, None, "", "went on", 0, losses_equal=True))
+    lost, left = steps_lost(measured(run)), left_behind(place.cluster, run)
+    observed(Outcome(f"file system stalls for {STALL_S} s", job, None, "", "went on", lost, left, losses_equal=True))
 
 
 @pytest.mark.parametrize("job", ["sft", "ppo"])
@@ -138,8 +116,10 @@ def test_a_node_whose_clock_is_wrong(place: Place, job: Job, observed: Callable[
     skewed = [f"slurm.env.PYTHONPATH={folder}", "slurm.env.SKEWED_NODE=node2", "trainer.save_freq=2"]
     limits = ["--time", "30", "trainer.hang_timeout_s=60"]
     workspace.ok("submit", job, "--wait", "--job-name", f"skewed-{job}", *OPTIONS[job], *EVERY, *skewed, *limits)
-    assert dict(measured(workspace.folder / "runs" / f"skewed-{job}")) == pytest.approx(whole, abs=1e-4)
-    observed(Outcome("a clock that is an hour ahead", job, None, "", "unaffected", 0, losses_equal=True))
+    run = workspace.folder / "runs" / f"skewed-{job}"
+    assert dict(measured(run)) == pytest.approx(whole, abs=1e-4)
+    lost, left = steps_lost(measured(run)), left_behind(place.cluster, run)
+    observed(Outcome("a clock that is an hour ahead", job, None, "", "unaffected", lost, left, losses_equal=True))
 
 
 @pytest.mark.parametrize(
@@ -157,31 +137,28 @@ def test_a_reward_that_never_works(
     reward = [f"reward.function={run}.py:score", "reward.timeout_s=3", "reward.workers=8"]
     began = time.monotonic()
     ended = workspace.hpc_rl("submit", "ppo", "--wait", "--job-name", run, *OPTIONS["ppo"], *EVERY, *reward)
-    log = workspace.ok("logs", run)
+    seconds, log = time.monotonic() - began, workspace.ok("logs", run)
     assert ended.returncode == 1, log
     line = next(line for line in log.splitlines() if line.startswith("hpc-rl: ") and "Ray is up" not in line)
     assert message in line and "Traceback" not in log[: log.index(line)], log
-    observed(Outcome(f"a reward that {name}", "ppo", time.monotonic() - began, line[8:], "exit code 1", None))
+    left = left_behind(place.cluster, workspace.folder / "runs" / run)
+    observed(Outcome(f"a reward that {name}", "ppo", seconds, line[8:], "exit code 1", None, left))
 
 
 @pytest.mark.parametrize(
-    ("what", "function", "state"),
+    ("job", "what", "function", "state"),
     [
-        ("a save", "hpc_rl.training.checkpoints.checkpoint:Saver.save", "STOPPED"),
-        ("the export", "hpc_rl.finetune.trainer:export", "COMPLETED"),
+        ("sft", "a save", "hpc_rl.training.checkpoints.checkpoint:Saver.save", "STOPPED"),
+        ("sft", "the export", "hpc_rl.finetune.trainer:export", "COMPLETED"),
     ],
 )
 def test_a_stop_at_a_bad_time(
-    place: Place, what: str, function: str, state: str, observed: Callable[[Outcome], None]
+    place: Place, job: Job, what: str, function: str, state: str, observed: Callable[[Outcome], None]
 ) -> None:
-    workspace, whole = place.workspace, place.whole("sft")
-    name = what.replace(" ", "-")
-    folder = workspace.folder / "pause"
-    folder.mkdir(exist_ok=True)
-    (folder / "sitecustomize.py").write_text(PAUSE)
-    command = ["submit", "sft", "--nodes", "2", "--job-name", name, *OPTIONS["sft"], "trainer.test_freq=0"]
-    pause = [f"slurm.env.PYTHONPATH={folder}", f"slurm.env.PAUSE_IN={function}"]
-    workspace.ok(*command, *pause, "trainer.save_freq=4")
+    workspace, whole = place.workspace, place.whole(job)
+    name = f"{job}-{what}".replace(" ", "-")
+    command = ["submit", job, "--nodes", "2", "--job-name", name, *OPTIONS[job], "trainer.test_freq=0"]
+    workspace.ok(*command, *pause_in(workspace, function), "trainer.save_freq=4")
     run = workspace.folder / "runs" / name
     workspace.wait_until(lambda: (run / "paused").exists(), f"{name} in {what}")
     workspace.ok("stop", name)
@@ -193,4 +170,37 @@ def test_a_stop_at_a_bad_time(
         workspace.ok(*command, "--wait")
     assert (run / "model" / "model.safetensors").exists()
     assert dict(measured(run)) == pytest.approx(whole, abs=1e-4)
-    observed(Outcome(f"`hpc-rl stop` during {what}", "sft", None, "", state.lower(), 0, losses_equal=True))
+    lost, left = steps_lost(measured(run)), left_behind(place.cluster, run)
+    observed(Outcome(f"`hpc-rl stop` during {what}", job, None, "", state.lower(), lost, left, losses_equal=True))
+
+
+def test_a_second_signal_during_a_save(place: Place, observed: Callable[[Outcome], None]) -> None:
+    """It ends the processes at once. The last complete checkpoint stays, and the run resumes from it."""
+    workspace, whole, cluster = place.workspace, place.whole("sft"), place.cluster
+    command = ["submit", "sft", "--job-name", "impatient", *OPTIONS["sft"], *EVERY, "slurm.requeue=false"]
+    function = "hpc_rl.training.checkpoints.checkpoint:Saver.save"
+    mark = "checkpoints/step-00000001"
+    workspace.ok(*command, "trainer.save_freq=1", *pause_in(workspace, function, mark=mark, until="go"))
+    run = workspace.folder / "runs" / "impatient"
+    workspace.wait_until(lambda: (run / "paused").exists(), "a save after the first one")
+    saved = newest_checkpoint(RunDir(run))
+    job, signals = str(workspace.status("impatient")["job_id"]), 0
+
+    def has_ended() -> bool:  # signals that come close together are one
+        nonlocal signals
+        cluster.run(["scancel", "--signal=USR2", job])
+        signals += 1
+        return workspace.status("impatient")["state"] not in ("RUNNING", "COMPLETING")
+
+    workspace.wait_until(has_ended, "the end")
+    assert workspace.status("impatient")["state"] == "FAILED" and signals > 1, workspace.ok("logs", "impatient")
+    left = left_behind(cluster, run)
+    kept = newest_checkpoint(RunDir(run))
+    assert saved is not None and kept is not None and kept >= saved
+    workspace.ok("runs", "--verify", "impatient")
+    workspace.ok(*command, "--wait")
+    assert f"resuming after step {int(kept.removeprefix('step-'))}," in workspace.ok("logs", "impatient")
+    assert dict(measured(run)) == pytest.approx(whole, abs=1e-4)
+    lost = steps_lost(measured(run))
+    fault, ended = "a second signal during a save", "ended at once; resumed when it was submitted again"
+    observed(Outcome(fault, "sft", None, "", ended, lost, left, losses_equal=True))

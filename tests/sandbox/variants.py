@@ -121,6 +121,7 @@ PREEMPTING: dict[str, Any] = {
         "graceful": "Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=300",
         "cancelling": "PriorityTier=1 PreemptMode=CANCEL GraceTime=300",
         "abrupt": "PriorityTier=1 PreemptMode=REQUEUE",
+        "dropping": "PriorityTier=1 PreemptMode=CANCEL",
         "urgent": "PriorityTier=10 PreemptMode=OFF",
     },
     "settings": _PREEMPTION,
