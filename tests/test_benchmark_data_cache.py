@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks import data_cache
 
 
+@pytest.mark.slow
 def test_a_small_run_measures_each_way(tmp_path: Path) -> None:
     found = data_cache.measure(tmp_path, rows=600, ranks=2)
     assert list(found) == [data_cache.FIRST, data_cache.LATER, data_cache.MAP]

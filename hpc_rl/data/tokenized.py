@@ -2,6 +2,9 @@
 
 A record batch has the samples of one block of rows (sources.py), without the dropped rows. With n files, block b is
 batch b // n of file b % n, so that n ranks write at the same time, and any number of ranks reads.
+
+Arrays of Arrow and numpy are made from each other's buffers: pyarrow's own conversions import pandas, which takes
+seconds and memory.
 """
 
 from __future__ import annotations
@@ -77,7 +80,7 @@ class Writer:
             columns += _columns([item.samples[place] for item in items])
         if self._form.values:
             flat = np.array([item.values for item in items], np.float64).ravel()  # type: ignore[attr-defined]
-            columns.append(pa.FixedSizeListArray.from_arrays(pa.array(flat), self._form.values))
+            columns.append(pa.FixedSizeListArray.from_arrays(_array(flat), self._form.values))
         self._file.write_batch(pa.record_batch(columns, schema=self._form.schema))
         self.kept.append(len(items))
 
@@ -146,12 +149,18 @@ class _Block:
 
     def __init__(self, batch: pa.RecordBatch, form: Form[Any]) -> None:
         self.rows = batch.num_rows
-        lists = [batch.column(2 * place) for place in range(form.samples)]
-        self._offsets = [one.offsets.to_numpy() for one in lists]
-        self._tokens = [one.values.to_numpy() for one in lists]
-        self._targets = [batch.column(2 * place + 1).to_numpy() for place in range(form.samples)]
-        values = batch.column(2 * form.samples).values.to_numpy() if form.values else np.empty(0)
-        self._values = values.reshape(self.rows, form.values)
+        lists = [batch.column(2 * place).buffers() for place in range(form.samples)]
+        self._offsets = [np.frombuffer(buffers[1], np.int32, self.rows + 1) for buffers in lists]
+        self._tokens = [
+            np.frombuffer(buffers[3], np.int32, int(offsets[-1]))
+            for buffers, offsets in zip(lists, self._offsets, strict=True)
+        ]
+        self._targets = [
+            np.frombuffer(batch.column(2 * place + 1).buffers()[1], np.int32, self.rows)
+            for place in range(form.samples)
+        ]
+        values = batch.column(2 * form.samples).buffers()[2] if form.values else b""
+        self._values = np.frombuffer(values, np.float64, self.rows * form.values).reshape(self.rows, form.values)
 
     def sample(self, place: int, row: int) -> Sample:
         start, end = self._offsets[place][row : row + 2]
@@ -174,4 +183,10 @@ def _columns(samples: Sequence[Sample]) -> list[pa.Array]:
     marked = [sample.input_ids * 2 + sample.loss_mask for sample in samples]
     tokens = np.concatenate([np.zeros(0, np.int32), *marked], dtype=np.int32)
     targets = np.array([sample.loss_mask.sum() for sample in samples], np.int32)
-    return [pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens)), pa.array(targets)]
+    buffers = [None, pa.py_buffer(offsets)]
+    lists = pa.ListArray.from_buffers(pa.list_(pa.int32()), len(samples), buffers, children=[_array(tokens)])
+    return [lists, _array(targets)]
+
+
+def _array(values: NDArray[Any]) -> pa.Array:
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])

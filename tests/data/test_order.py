@@ -40,3 +40,14 @@ def test_orders_differ_by_epoch_and_seed() -> None:
 def test_no_samples() -> None:
     with pytest.raises(ValueError, match="no samples"):
         next(batches(0, 4, seed=0, shuffle=False))
+
+
+def test_the_order_of_a_large_data_set_is_an_array() -> None:
+    """It is the permutation of numpy's default generator, which resumed runs of earlier versions have too."""
+    order = epoch_order(1_000_000, 7, 2, True)
+    assert (order.dtype, order.nbytes) == (np.int64, 8_000_000)
+    assert order[:5].tolist() == np.random.default_rng([7, 2]).permutation(1_000_000)[:5].tolist()
+    batch, position = next(batches(1_000_000, 3, seed=7, shuffle=True, start=Position(2, 999_998)))
+    assert batch.tolist() == order[-2:].tolist() and position == Position(3, 0)
+    assert batch.base is not None, "a batch is a view of the order"
+    assert epoch_order(1_000_000, 7, 2, False).dtype == np.int64

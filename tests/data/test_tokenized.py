@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -111,3 +113,23 @@ def test_sizes_of_items_in_memory() -> None:
     lengths, targets = sizes_of([Preference((sample(3, 1), sample(4, 2)), (0.0,))])
     assert lengths.tolist() == [[3, 4]] and targets.tolist() == [[1, 2]]
     assert sizes_of([])[0].shape == (0, 1)
+
+
+def test_pandas_is_not_imported(tmp_path: Path) -> None:
+    program = """
+import sys, pathlib
+import numpy as np
+from hpc_rl.data.pairs import Preference
+from hpc_rl.data.sft_dataset import Sample
+from hpc_rl.data.tokenized import Tokenized, Writer, preferences
+path, form = pathlib.Path(sys.argv[1]), preferences(1, 1)
+with path.open("wb") as file:
+    writer = Writer(file, form)
+    writer.write([Preference((Sample(np.arange(3, dtype=np.int32), np.arange(3) > 1),), (0.5,))])
+    writer.close()
+rows = Tokenized([path], [writer.kept], form)
+print(rows[0].samples[0].input_ids.tolist(), rows[0].values, rows.sizes()[1].tolist(), "pandas" in sys.modules)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "0")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.stdout == "[0, 1, 2] (0.5,) [[1]] False\n", done.stderr

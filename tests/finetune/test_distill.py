@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hpc_rl.algorithms.divergences import DIVERGENCES, top_k_logprobs
 from hpc_rl.config.compose import compose
 from hpc_rl.config.distill import DistillConfig
+from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.finetune import teacher
 from hpc_rl.finetune.distill import Distill
@@ -296,3 +297,19 @@ def test_the_metrics_are_means_over_targets() -> None:
     found = objective.metrics([4.0, 2.0, 6.0, 3.0])
     assert found == {"divergence": 0.5, "cross_entropy": 1.5, "agreement": 0.75}
     assert json.dumps(found)
+
+
+def test_stored_tokens_belong_to_their_lessons() -> None:
+    """Lessons with 2, 1 and 3 targets; the tokens of the first two are in one part, those of the third in another."""
+    samples = [Sample(np.arange(4, dtype=np.int32), np.arange(4) >= 4 - targets) for targets in (2, 1, 3)]
+    stored = np.zeros(6, teacher.top_k_dtype(1))
+    stored["ids"][:, 0] = np.arange(6)
+    lessons = [teacher.Lesson(sample) for sample in samples]
+    taught = teacher.TaughtLessons(lessons, np.array([2, 3, 6]), [stored[:3], stored[3:]])
+    assert len(taught) == 3 and [lesson.sample for lesson in taught] == samples
+    assert [lesson.top_k["ids"][:, 0].tolist() for lesson in taught if lesson.top_k is not None] == [
+        [0, 1],
+        [2],
+        [3, 4, 5],
+    ]
+    assert taught.sizes()[1].tolist() == [[2], [1], [3]]
