@@ -192,7 +192,9 @@ def _locked(path: Path, how: int, needs_lock: bool = False) -> IO[str] | None:
         None if there is no such file, it has just been replaced, or another process has a lock that excludes this one.
     """
     try:
-        file = path.open("r+")
+        # A shared lock is held for as long as the data is used, and a file open for writing would keep an administrator
+        # from mounting the file system read-only. Network file systems need one for an exclusive lock.
+        file = path.open("r" if how == fcntl.LOCK_SH else "r+")
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
