@@ -17,15 +17,18 @@ pytestmark = [pytest.mark.sandbox, pytest.mark.faults]
 ON_NODE1 = ("--nodes", "1", "--sbatch", "nodelist=node1")
 STEPS = "trainer.total_training_steps=4"
 MUTE = """
-import pathlib, signal, socket, sys, time
+import pathlib, signal, socket, sys
 signal.alarm(int(sys.argv[2]))
 server = socket.create_server(("127.0.0.1", 0))
-pathlib.Path(sys.argv[1]).write_text(str(server.getsockname()[1]))
+port = server.getsockname()[1]
+pathlib.Path(sys.argv[1]).write_text(str(port))
 kept = []
 while True:
     kept.append(server.accept())
+    pathlib.Path("called").open("a").close()
 """
-"""A server that accepts every connection and never answers: mute.py PORT_FILE SECONDS."""
+"""A server that accepts every connection and never answers: mute.py PORT_FILE SECONDS. The time of the file `called` is
+that of its first call."""
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +53,15 @@ def expected(workspace: Workspace) -> dict[int, float]:
     return workspace.losses("whole")
 
 
-def log_of(workspace: Workspace, run: str) -> str:
-    return workspace.ok("logs", run)
+def seconds_until(workspace: Workspace, run: str, words: str) -> tuple[float, str]:
+    """Wait for a message of a run. Return the seconds since the server was called first, and the line."""
 
+    def lines() -> list[str]:
+        logs = (workspace.folder / "runs" / run).glob("job-*.log")
+        return [line for log in logs for line in log.read_text().splitlines() if words in line]
 
-def line_with(text: str, words: str) -> str:
-    return next((line for line in text.splitlines() if words in line), "")
+    workspace.wait_until(lambda: bool(lines()), f"the message of {run}: {words}")
+    return time.time() - (workspace.folder / "called").stat().st_mtime, lines()[0].replace(f"{workspace.folder}/", "")
 
 
 def test_a_mute_wandb_server(
@@ -65,16 +71,14 @@ def test_a_mute_wandb_server(
     expected: dict[int, float],
     observed: Callable[[Outcome], None],
 ) -> None:
+    (workspace.folder / "called").unlink(missing_ok=True)
     wandb = ["trainer.logger=[console,wandb]", "trainer.wandb_mode=online"]
     server = [f"slurm.env.WANDB_BASE_URL={mute}", "slurm.env.WANDB_MODE=online"]
     with_key = replace(workspace, environ={**workspace.environ, "WANDB_API_KEY": "0" * 40})
-    began = time.monotonic()
-    with_key.ok("submit", "sft", *ON_NODE1, "--wait", "--job-name", "no-wandb", *QUICK, STEPS, *wandb, *server)
-    seconds = time.monotonic() - began
-    message = line_with(log_of(workspace, "no-wandb"), "wandb cannot be used online")
-    assert message
-    losses = workspace.losses("no-wandb")
-    assert losses == expected
+    with_key.ok("submit", "sft", *ON_NODE1, "--job-name", "no-wandb", *QUICK, STEPS, *wandb, *server)
+    seconds, message = seconds_until(workspace, "no-wandb", "wandb cannot be used online")
+    workspace.ok("logs", "-f", "no-wandb")
+    assert workspace.losses("no-wandb") == expected
     left = left_behind(slurm_cluster, workspace.folder / "runs" / "no-wandb")
     observed(Outcome("wandb server never answers", "sft", seconds, message, "completed", None, left, losses_equal=True))
 
@@ -82,15 +86,13 @@ def test_a_mute_wandb_server(
 def test_a_mute_hub(
     workspace: Workspace, slurm_cluster: Cluster, mute: str, observed: Callable[[Outcome], None]
 ) -> None:
+    (workspace.folder / "called").unlink(missing_ok=True)
     online = [f"slurm.env.HF_ENDPOINT={mute}", "slurm.env.HF_HUB_OFFLINE=0", "slurm.env.TRANSFORMERS_OFFLINE=0"]
-    began = time.monotonic()
-    words = ["submit", "sft", *ON_NODE1, "--wait", "--job-name", "no-hub", *QUICK, STEPS, "model.path=owner/model"]
-    done = workspace.hpc_rl(*words, *online)
-    seconds = time.monotonic() - began
-    found = done.stdout + done.stderr + log_of(workspace, "no-hub")
-    assert done.returncode == 2, found
-    message = line_with(found, "did not answer within")
-    assert message and "Traceback" not in found
+    words = ["submit", "sft", *ON_NODE1, "--job-name", "no-hub", *QUICK, STEPS, "model.path=owner/model"]
+    workspace.ok(*words, *online)
+    seconds, message = seconds_until(workspace, "no-hub", "did not answer within")
+    ended = workspace.hpc_rl("logs", "-f", "no-hub")
+    assert ended.returncode == 2 and "Traceback" not in ended.stdout, ended.stdout + ended.stderr
     left = left_behind(slurm_cluster, workspace.folder / "runs" / "no-hub")
     observed(Outcome("hub never answers", "sft", seconds, message, "exit code 2", None, left))
 
