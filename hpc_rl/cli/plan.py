@@ -102,7 +102,7 @@ def _lines(config: Planned, shapes: dict[str, Shape], plan: Plan, measured: Meas
     yield f"memory       {plan.verdict}: {problem(plan) if plan.verdict == 'does not fit' else arithmetic(plan)}"
     if measured is not None and measured.peak_gb and measured.planned_gb:
         yield (
-            f"             run {measured.run} of this size recorded {measured.peak_gb:.1f} GB, and its plan was "
+            f"             the similar run {measured.run} recorded {measured.peak_gb:.1f} GB, and its plan expected "
             f"{measured.planned_gb:.1f} GB"
         )
     if plan.engine is not None:

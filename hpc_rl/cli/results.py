@@ -134,7 +134,7 @@ def clean(
         list[str] | None,
         typer.Argument(
             metavar="RUN",
-            help="Runs, the default is all below ./runs; with --tokenized, folders of tokenized data.",
+            help="Runs. The default is all below ./runs. With --tokenized: folders of tokenized data.",
             autocompletion=run_names,
         ),
     ] = None,
@@ -150,7 +150,10 @@ def clean(
     older_than: Annotated[
         float | None,
         typer.Option(
-            min=0, metavar="DAYS", help="Only runs, or data, unchanged for this many days.", show_default=False
+            min=0,
+            metavar="DAYS",
+            help="Only runs that have not changed, or data that no run has begun to use, for this many days.",
+            show_default=False,
         ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Remove the folders. Without --yes they are only listed.")] = False,
@@ -209,12 +212,15 @@ def _clean_tokenized(folders: Sequence[Path], older_than: float, yes: bool) -> N
         print(f"{size_text(one.size):>9}  {short_path(one.path)}  {', '.join(one.files)}")
     total = sum(one.size for one in found)
     if not yes:
-        note(f"this would free {size_text(total)}, without what runs use; add --yes to remove the folders")
+        note(f"this would free at most {size_text(total)}; data that a run uses stays. Add --yes to remove the folders")
         return
     used = cleaning.remove_tokenized(found)
     print(f"removed {size_text(total - sum(one.size for one in used))}")
     if used:
-        note(f"in use, or without file locks that could show it: {', '.join(short_path(one.path) for one in used)}")
+        note(
+            f"not removed: {', '.join(short_path(one.path) for one in used)}; a run uses this data, or the file system "
+            "has no locks that show whether one does: delete it when no run uses it"
+        )
 
 
 def _table(found: Sequence[Usage]) -> str:

@@ -78,8 +78,7 @@ class DistillConfig(SftConfig):
         if self.trainer.sequence_parallel > 1:
             yield (
                 f"trainer.sequence_parallel={self.trainer.sequence_parallel}: submit distill has no sequence "
-                "parallelism, but a teacher in reinforcement learning does (submit ppo with teacher.path); use "
-                "trainer.sequence_parallel=1"
+                "parallelism: use trainer.sequence_parallel=1, or `hpc-rl submit ppo algorithm=opd`, which has it"
             )
         own, ranks = self.teacher.ranks_per_node, self.trainer.n_gpus_per_node
         if own is not None and own >= ranks:

@@ -40,8 +40,8 @@ class CacheConfig(Section):
     wandb_dir: Path | None = None
     """Folder of wandb's own cache, for home folders with a small quota. null: wandb's default."""
     data_dir: Path | None = None
-    """Folder of tokenized data, which fine-tuning maps into memory and later runs use again. Nobody but you may be able
-    to write to it. null: the folder .tokenized beside the run, or beside its sweep or pipeline."""
+    """Folder for tokenized data, which fine-tuning maps into memory and later runs use again. Other users must not have
+    permission to write to it. null: the folder .tokenized beside the run, or beside its sweep or pipeline."""
     offline: bool = False
     """Set to true if compute nodes have no internet access. Models and data sets then come from the cache, which
     `hpc-rl fetch` fills, and wandb writes into the run directory."""

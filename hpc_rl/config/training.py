@@ -138,9 +138,9 @@ class TrainingConfig(RecordedConfig):
     micro_tokens: int = Field(4096, ge=2)
     """Largest number of tokens in one forward and backward pass on one rank. This setting determines memory use."""
     sequence_parallel: int = Field(1, ge=1)
-    """Number of ranks that compute a packed row together, each a slice of its tokens, for samples that are too long for
-    one GPU. A row has up to sequence_parallel x micro_tokens tokens. The number divides the ranks of a node and the
-    query heads of the model. 1: every rank computes rows of its own."""
+    """Number of neighbouring ranks that compute a packed row together, for samples that are too long for one GPU. Each
+    rank has a slice of the row, which has up to sequence_parallel x micro_tokens tokens. The number has to divide the
+    ranks of a node and the query heads of the model. 1: every rank computes rows of its own."""
     sharding: Literal["auto", Sharding] = "auto"
     """Sharding of the model with FSDP. full: parameters, gradients and optimizer state are divided among all ranks.
     hybrid: they are divided among the ranks of each node, and every node has the whole model (less traffic between
@@ -151,9 +151,9 @@ class TrainingConfig(RecordedConfig):
     """Type in which ranks add up gradients. bfloat16 halves this traffic and loses precision. It needs sharding auto,
     full or hybrid."""
     offload: Offload = "none"
-    """What waits in host memory while nothing uses it. optimizer: the moments of AdamW, which are on the device only
-    during the optimizer's step. all: in reinforcement learning also the weights of each model while engines generate
-    and other models compute. Copies take time, and each node needs host memory for what waits there."""
+    """State that is kept in host memory while it is not used, to save GPU memory. none: nothing. optimizer: the moments
+    of AdamW, which are copied to the GPU in parts for each optimizer step. all (reinforcement learning only): also the
+    weights of each model while engines generate or other models compute. The copies take time and host memory."""
     save_freq: int = Field(0, ge=0)
     """Save a checkpoint every N steps. 0: by time (save_minutes), at the end, and before the walltime."""
     save_minutes: float = Field(30, ge=0)

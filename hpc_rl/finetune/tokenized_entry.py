@@ -179,6 +179,8 @@ def opened(request: Request, entry: Path) -> tuple[Tokenized[Any], Counts]:
         counts = Counts(**found["counts"])
         tokenized = Tokenized(paths, found["kept"], request.form, held)
     except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
-        raise UserError(f"{request.what} in {entry} cannot be read ({error}): delete it and start again") from error
+        raise UserError(
+            f"{request.what} in {entry} cannot be read ({error}): delete this folder if it exists, and start again"
+        ) from error
     entries.note_use(entry)
     return tokenized, counts

@@ -115,7 +115,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("use smaller micro-batches", _micro_tokens),
     Measure("split each engine's model over several GPUs", _tensor_parallel),
     Measure("recompute activations, which takes about a third more time", _recompute),
-    Measure("keep in host memory what waits, which takes time for copies", _offload),
+    Measure("keep unused states in host memory, which takes time for copies", _offload),
     Measure("divide each row of tokens among neighbouring GPUs of a node", _sequence_parallel),
     Measure("train adapters instead of all weights", _adapters),
 )

@@ -101,7 +101,7 @@ def tokenized_data(root: Path, now: float | None = None) -> list[TokenizedData]:
         UserError: there is no such folder.
     """
     if not root.is_dir():
-        raise UserError(f"{root}: no such folder of tokenized data (cache.data_dir)")
+        raise UserError(f"{root}: no such folder of tokenized data; if your jobs set cache.data_dir, name that folder")
     found = []
     for path in root.glob(f"[!.]*/{entries.LOCK}"):
         used = path.stat().st_mtime

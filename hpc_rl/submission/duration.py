@@ -48,17 +48,20 @@ def duration_of(
     steps, nodes = steps_of(config, rows), config.trainer.nnodes
     if measured is not None:
         seconds = measured.step_seconds(items_of(config), length_of(config), gpus_of(config))
-        basis = f"as run {measured.run}: {measured.throughput:,.0f} tokens/s/GPU, {measured.tokens:,.0f} tokens each"
+        basis = (
+            f"as fast as run {measured.run}: {measured.throughput:,.0f} tokens/s/GPU, "
+            f"samples of {measured.tokens:,.0f} tokens"
+        )
         return Duration((seconds, seconds), steps, nodes, basis)
     model = gpu_model(config.slurm)
     if model is None:
         named = config.slurm.gpu_type
-        found_type = f"slurm.gpu_type={named} names no known model" if named else "slurm.gpu_type is not set"
-        return Unknown(f"unknown, because {found_type}, such as h100 or a100")
+        found_type = f"slurm.gpu_type={named} names no known model of GPUs" if named else "slurm.gpu_type is not set"
+        return Unknown(f"unknown, because {found_type}: use a name such as h100 or a100")
     found = step_seconds(config, shapes, model, memory)
     if found is None:
         assert isinstance(config, PpoConfig | GenerateConfig)
-        return Unknown(f"unknown, because the speed of rollout.name={_in_process(config)} is")
+        return Unknown(f"unknown, because no speed is known of rollout.name={_in_process(config)}")
     basis = f"at {_percent(MFU)} of {model.tflops:g} TFLOPS"
     if isinstance(config, PpoConfig | GenerateConfig):
         basis += f" and {_percent(BANDWIDTH)} of {model.bandwidth:g} TB/s"

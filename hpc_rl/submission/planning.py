@@ -158,14 +158,14 @@ def check_host(found: JobPlan, granted: float | None, force: bool = False) -> li
         return []
     level = config.trainer.offload
     needs = (
-        f"trainer.offload={level} keeps {gigabytes(plan.offloaded)} GB in the memory of each node, which needs about "
-        f"{gigabytes(plan.host)} GB with its processes and the copies for checkpoints, and the job requests "
+        f"trainer.offload={level} keeps {gigabytes(plan.offloaded)} GB in the memory of each node; with processes and "
+        f"copies for checkpoints, a node needs about {gigabytes(plan.host)} GB, and the job requests "
         f"{gigabytes(granted)} GB"
     )
     if plan.offloaded < granted or force:  # the rest is assumed
         return [f"the job may not fit: {needs}"]
-    less = ", trainer.offload=optimizer" if level == "all" else ""
-    raise UserError(f"{needs}: request more (--mem), or use more nodes{less}; --force submits the job anyway")
+    less = ", or set trainer.offload=optimizer" if level == "all" else ""
+    raise UserError(f"{needs}: request more memory (--mem) or use more nodes{less}; --force submits the job anyway")
 
 
 def expected(kind: str, found: JobPlan) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def _numbers(run: Recorded) -> list[tuple[str, str]]:
     for label, key, unit in (
         ("Responses/s", "perf/responses_per_s", ""),
         ("Tokens/s", "perf/tokens_per_s", ""),
-        ("Tokens/s, each rank or GPU", "perf/throughput", ""),
+        ("Tokens/s per rank or GPU", "perf/throughput", ""),
         ("MFU", "perf/mfu", "%"),
         ("MFU, policy updates", "perf/mfu/actor", "%"),
     ):

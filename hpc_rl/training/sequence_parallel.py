@@ -156,7 +156,7 @@ def join(world: World, size: int) -> SequenceGroup:
     if world.size % size or on_node % size:
         raise AgreedError(
             f"trainer.sequence_parallel={size} needs a multiple of {size} ranks on each node, and a node has {on_node} "
-            f"of {world.size}: choose a divisor of their number, or start more ranks"
+            f"of {world.size} ranks: use a divisor of the ranks of a node, or start another number of ranks"
         )
     return _joined(world, size, dist.group.WORLD)
 

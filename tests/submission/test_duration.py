@@ -17,7 +17,7 @@ MEASURED = Measured("sft-1", throughput=2000.0, tokens=500.0, peak_gb=30.0, plan
 
 def test_as_fast_as_an_earlier_run() -> None:
     found = duration_of(config("sft", "trainer.nnodes=2"), SHAPES, 80e9, MEASURED, rows=2048)
-    assert found == Duration((16.0, 16.0), 2, 2, "as run sft-1: 2,000 tokens/s/GPU, 500 tokens each")
+    assert found == Duration((16.0, 16.0), 2, 2, "as fast as run sft-1: 2,000 tokens/s/GPU, samples of 500 tokens")
 
 
 def test_a_published_range() -> None:
@@ -33,9 +33,9 @@ def test_a_published_range() -> None:
 @pytest.mark.parametrize(
     ("kind", "words", "reason"),
     [
-        ("sft", (), "unknown, because slurm.gpu_type is not set, such as h100 or a100"),
+        ("sft", (), "unknown, because slurm.gpu_type is not set: use a name such as h100 or a100"),
         ("sft", ("slurm.gpu_type=a100_3g.20gb",), "unknown, because slurm.gpu_type=a100_3g.20gb names no known model"),
-        ("ppo", ("slurm.gpu_type=h100", "rollout.name=hf"), "unknown, because the speed of rollout.name=hf is"),
+        ("ppo", ("slurm.gpu_type=h100", "rollout.name=hf"), "unknown, because no speed is known of rollout.name=hf"),
     ],
 )
 def test_an_unknown_speed(kind: str, words: tuple[str, ...], reason: str) -> None:

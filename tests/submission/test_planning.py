@@ -126,11 +126,11 @@ def test_host_memory_for_what_waits() -> None:
     """7B: 61 GB of moments, and 40 GB that are assumed for 8 processes."""
     assert host("slurm.mem=100G") == []
     assert host("slurm.mem=90G") == [
-        "the job may not fit: trainer.offload=optimizer keeps 60.9 GB in the memory of each node, which needs about "
-        "101 GB with its processes and the copies for checkpoints, and the job requests 96.6 GB"
+        "the job may not fit: trainer.offload=optimizer keeps 60.9 GB in the memory of each node; with processes and "
+        "copies for checkpoints, a node needs about 101 GB, and the job requests 96.6 GB"
     ]
     with pytest.raises(
-        UserError, match=r"and the job requests 32\.2 GB: request more \(--mem\), or use more nodes; --fo"
+        UserError, match=r"and the job requests 32\.2 GB: request more memory \(--mem\) or use more nodes; --fo"
     ):
         host("slurm.mem=30G")
     assert host("slurm.mem=30G", force=True)[0].startswith("the job may not fit: trainer.offload=optimizer keeps")
@@ -273,7 +273,7 @@ def test_plan_prints_a_table() -> None:
     assert "\nnodes        fits on 3 or more nodes of this size\n" in out
     assert "\nhost memory  about 131 GB on each node\n" in out
     assert "\ndisk         274 GB for checkpoints, and 15.2 GB for the exported model\n" in out
-    assert "\ntime         unknown, because slurm.gpu_type is not set, such as h100 or a100\n" in out
+    assert "\ntime         unknown, because slurm.gpu_type is not set: use a name such as h100 or a100\n" in out
     assert "\n\nto make it fit  trainer.micro_tokens=2048 (use smaller micro-batches)\n" in out
 
 
@@ -295,16 +295,16 @@ def test_plan_is_as_fast_as_an_earlier_run(folder: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **record}) + "\n" for step in (1, 2)))
     words = (*PLAN, "--gpu-gb", "80", "data.train_batch_size=128", "trainer.total_training_steps=900")
     out = output(*words)
-    assert "\n             run sft-1 of this size recorded 50.5 GB, and its plan was 47.3 GB\n" in out
+    assert "\n             the similar run sft-1 recorded 50.5 GB, and its plan expected 47.3 GB\n" in out
     *_, step, whole = out.splitlines()
-    assert step == "time         4 s for a step (as run sft-1: 2,000 tokens/s/GPU, 500 tokens each)"
+    assert step == "time         4 s for a step (as fast as run sft-1: 2,000 tokens/s/GPU, samples of 500 tokens)"
     assert whole == "             60 min for 900 steps: 1 node hour"
     assert json.loads(output(*words, "--json"))["time"] == {
         "step_s": [4.0, 4.0],
         "steps": 900,
         "run_s": [3600.0, 3600.0],
         "node_hours": [1.0, 1.0],
-        "basis": "as run sft-1: 2,000 tokens/s/GPU, 500 tokens each",
+        "basis": "as fast as run sft-1: 2,000 tokens/s/GPU, samples of 500 tokens",
     }
 
 
