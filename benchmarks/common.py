@@ -57,8 +57,14 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [headers, rule, *rows])
 
 
-def publish(name: str, text: str, results: Mapping[str, Any], packages: Sequence[str]) -> None:
-    """Print the table and write results/NAME.json with machine, versions and command."""
+def publish(
+    name: str, text: str, results: Mapping[str, Any], packages: Sequence[str], more: Mapping[str, Any] | None = None
+) -> None:
+    """Print the table and write results/NAME.json with machine, versions and command.
+
+    Args:
+        more: further entries of the file.
+    """
     versions = {"python": platform.python_version(), **{package: version(package) for package in packages}}
     document = {
         "command": " ".join([f"python -m benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
@@ -66,6 +72,7 @@ def publish(name: str, text: str, results: Mapping[str, Any], packages: Sequence
         "machine": machine(),
         "versions": versions,
         "results": results,
+        **(more or {}),
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n")

@@ -63,13 +63,16 @@ def main() -> None:
     torch.set_num_threads(1)
     quiet()
     for vocabulary in arguments.vocabulary:
-        results = {f"{kind}, vocabulary {vocabulary:,}": measure(kind, vocabulary) for kind in ("dpo", "rm")}
-        text = "\n\n".join(f"{name}\n\n{as_table(rates)}" for name, rates in results.items())
-        publish(f"preferences_{vocabulary}", text, results, ["torch", "transformers", "trl", "accelerate"])
+        found = {f"{kind}, vocabulary {vocabulary:,}": measure(kind, vocabulary) for kind in ("dpo", "rm")}
+        text = "\n\n".join(f"{name}\n\n{as_table(rates)}" for name, (rates, _) in found.items())
+        results = {name: rates for name, (rates, _) in found.items()}
+        differences = {name: off for name, (_, off) in found.items()}
+        packages = ["torch", "transformers", "trl", "accelerate"]
+        publish(f"preferences_{vocabulary}", text, results, packages, {"relative difference from TRL": differences})
 
 
-def measure(kind: str, vocabulary: int) -> dict[str, list[float]]:
-    """Return the pairs per second of every variant."""
+def measure(kind: str, vocabulary: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Return the pairs per second of every variant, and the differences from TRL before the measurement."""
     repeats, steps = WORK[vocabulary]
     config = qwen2_config(vocabulary)
     data = pairs(BATCH * steps, vocabulary)
@@ -80,14 +83,15 @@ def measure(kind: str, vocabulary: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         state = trainer_state(config, data, settings, World(0, 1, torch.device("cpu")), Path(folder))
         shared = random_model(config, "sdpa") if kind == "dpo" else random_classifier(config, "sdpa")
-        compare(state, trl_trainer(kind, copy.deepcopy(shared), data[:BATCH], 1, folder, TRL[STORED]), data[:BATCH])
+        first = data[:BATCH]
+        off = compare(state, trl_trainer(kind, copy.deepcopy(shared), first, 1, folder, TRL[STORED]), first)
         variants: dict[str, Callable[[], float]] = {OURS: partial(ours, state, steps)}
         for name, options in TRL.items():
             if steps == 1 and name == RECOMPUTED:
                 continue  # slower, and takes minutes
             variants[name] = partial(theirs, kind, shared, data, steps, folder, options)
         ours(state, 1)
-        return in_turns(variants, repeats)
+        return in_turns(variants, repeats), off
 
 
 def settings_of(kind: str) -> FinetuneConfig:
@@ -190,8 +194,8 @@ def theirs(
     return BATCH * steps / watch.seconds
 
 
-def compare(state: TrainerState, trainer: Any, data: Sequence[Preference]) -> None:
-    """Compare loss and gradients of one batch with TRL's, and print the differences.
+def compare(state: TrainerState, trainer: Any, data: Sequence[Preference]) -> dict[str, float]:
+    """Compare loss and gradients of one batch with TRL's; print and return the differences.
 
     Raises:
         AssertionError: one of them is larger than TOLERANCE.
@@ -208,10 +212,11 @@ def compare(state: TrainerState, trainer: Any, data: Sequence[Preference]) -> No
     assert mine.keys() == other.keys(), mine.keys() ^ other.keys()
     error = sum((mine[name] - other[name]).square().sum() for name in mine) ** 0.5
     norm = sum(gradient.square().sum() for gradient in other.values()) ** 0.5
-    off = [abs(found.loss.item() / loss.item() - 1), (error / norm).item()]
-    print(f"# relative difference from TRL: loss {off[0]:.1e}, gradient {off[1]:.1e}", flush=True)
-    assert max(off) <= TOLERANCE, off
+    off = {"loss": abs(found.loss.item() / loss.item() - 1), "gradient": (error / norm).item()}
+    print(f"# relative difference from TRL: loss {off['loss']:.1e}, gradient {off['gradient']:.1e}", flush=True)
+    assert max(off.values()) <= TOLERANCE, off
     state.model.zero_grad(set_to_none=True)
+    return off
 
 
 def as_table(rates: dict[str, list[float]]) -> str:

@@ -34,6 +34,7 @@ from hpc_rl.training.distributed import World
 from hpc_rl.training.models import packed_attention
 from hpc_rl.training.models.causal_lm import CausalLM, PackedModel, count_flops
 from hpc_rl.training.models.scalar_model import ScalarModel
+from hpc_rl.training.offload import ModelOffload
 from hpc_rl.training.optim import build_optimizer
 from hpc_rl.training.stopping import Stopping
 
@@ -123,6 +124,7 @@ def trainer_state(
     model = sharding.shard(model, world, settings.trainer)
     batch_size = settings.data.train_batch_size
     run = RunDir(folder)
+    optimizer = build_optimizer(model, settings.optim)
     return TrainerState(
         config=settings,
         objective=objective_of(settings),
@@ -130,7 +132,8 @@ def trainer_state(
         world=world,
         tokenizer=cast("PreTrainedTokenizerBase", None),  # needed only by checkpoints
         model=model,
-        optimizer=build_optimizer(model, settings.optim),
+        optimizer=optimizer,
+        offload=ModelOffload(settings.trainer.offload, model, optimizer),
         flops=flops,
         train=list(data),
         val=[],

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import async_rl, carrier, rollout, rollout_simulation
+from benchmarks import async_rl, carrier, generate, rollout, rollout_simulation
 from benchmarks.common import median, median_ratio
 from benchmarks.rollout_simulation import Outcome
 
@@ -96,9 +96,7 @@ def adapters() -> Iterator[str]:
 
 
 def generation() -> Iterator[str]:
-    speeds = result("generate")["responses_per_s"]
-    yield f"| job | {median(speeds['job']):.1f} | {median_ratio(speeds['job'], speeds['one call']):.3f} |"
-    yield f"| one call | {median(speeds['one call']):.1f} |  |"
+    yield from map(line, generate.rows_of(result("generate")["responses_per_s"]))
 
 
 def line(row: list[str]) -> str:

@@ -15,9 +15,12 @@ from hpc_rl.cli.text import aligned
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
+    from hpc_rl.plan.duration import Duration
     from hpc_rl.plan.memory import Planned
     from hpc_rl.plan.plan import Plan
     from hpc_rl.plan.shape import Shape
+    from hpc_rl.runs.speeds import Measured
+    from hpc_rl.submission.duration import Unknown
 
 
 @app.command()
@@ -32,7 +35,7 @@ def plan(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show whether a job fits: memory of a GPU in each phase, the number of nodes, host memory and disk space.
+    """Show whether a job fits and how long it takes: memory of a GPU in each phase, nodes, host memory, disk, time.
 
     It needs the config.json of the model, and neither data nor GPUs. Arguments are those of submit.
 
@@ -40,6 +43,7 @@ def plan(
     """
     from hpc_rl.plan.hardware import gpu_bytes
     from hpc_rl.plan.plan import plan_of
+    from hpc_rl.submission.duration import duration_of, measured_like, rows_of
     from hpc_rl.submission.planning import has_model, planned_config, planned_part, shapes_of
     from hpc_rl.submission.request import Request
 
@@ -58,12 +62,25 @@ def plan(
         )
     shapes = shapes_of(config, ask_hub=True)
     found = plan_of(config, shapes, gpu)
-    print(json.dumps(_facts(found), indent=2) if as_json else "\n".join(_lines(config, shapes, found)))
+    measured = measured_like(str(kind), config, shapes, gpu)
+    time = duration_of(config, shapes, gpu, measured, rows_of(config))
+    if as_json:
+        print(json.dumps(_facts(found) | _time_facts(time), indent=2))
+    else:
+        print(
+            "\n".join(
+                [
+                    *_lines(config, shapes, found, measured),
+                    *_time_lines(config, time),
+                    *_remedies(config, shapes, found),
+                ]
+            )
+        )
 
 
-def _lines(config: Planned, shapes: dict[str, Shape], plan: Plan) -> Iterator[str]:
-    from hpc_rl.plan.advice import MOST_NODES, advise, fewest, more_nodes
-    from hpc_rl.plan.text import arithmetic, cache_text, gigabytes, parts_text, problem, remedies
+def _lines(config: Planned, shapes: dict[str, Shape], plan: Plan, measured: Measured | None) -> Iterator[str]:
+    from hpc_rl.plan.advice import MOST_NODES, fewest
+    from hpc_rl.plan.text import arithmetic, cache_text, gigabytes, parts_text, problem
 
     trainer = config.trainer
     for path, shape in shapes.items():
@@ -83,6 +100,11 @@ def _lines(config: Planned, shapes: dict[str, Shape], plan: Plan) -> Iterator[st
     yield aligned(rows, right={rows[0].index("resident"), rows[0].index("peak")})
     yield ""
     yield f"memory       {plan.verdict}: {problem(plan) if plan.verdict == 'does not fit' else arithmetic(plan)}"
+    if measured is not None and measured.peak_gb and measured.planned_gb:
+        yield (
+            f"             run {measured.run} of this size recorded {measured.peak_gb:.1f} GB, and its plan was "
+            f"{measured.planned_gb:.1f} GB"
+        )
     if plan.engine is not None:
         yield f"generation   {cache_text(plan)}"
     least = fewest(config, shapes, plan.gpu, first=1, may_change=False)
@@ -94,6 +116,22 @@ def _lines(config: Planned, shapes: dict[str, Shape], plan: Plan) -> Iterator[st
     if plan.checkpoints:
         export = f", and {gigabytes(plan.export)} GB for the exported model" if plan.export else ""
         yield f"disk         {gigabytes(plan.checkpoints)} GB for checkpoints{export}"
+
+
+def _time_lines(config: Planned, time: Duration | Unknown) -> Iterator[str]:
+    from hpc_rl.config.generate import GenerateConfig
+    from hpc_rl.plan.duration import Duration
+    from hpc_rl.plan.text import time_text
+
+    lines = time_text(time, isinstance(config, GenerateConfig)) if isinstance(time, Duration) else [time.reason]
+    for number, line in enumerate(lines):
+        yield f"{'time' if number == 0 else '':<13}{line}"
+
+
+def _remedies(config: Planned, shapes: dict[str, Shape], plan: Plan) -> Iterator[str]:
+    from hpc_rl.plan.advice import advise, more_nodes
+    from hpc_rl.plan.text import remedies
+
     if plan.verdict == "does not fit":
         yield ""
         for way in remedies(advise(config, shapes, plan.gpu), more_nodes(config, shapes, plan.gpu)):
@@ -121,4 +159,21 @@ def _facts(plan: Plan) -> dict[str, Any]:
         "host": round(plan.host),
         "checkpoints": round(plan.checkpoints),
         "export": round(plan.export),
+    }
+
+
+def _time_facts(time: Duration | Unknown) -> dict[str, Any]:
+    """Return the time of a job as JSON can write it; null if it is unknown."""
+    from hpc_rl.plan.duration import Duration
+
+    if not isinstance(time, Duration):
+        return {"time": None}
+    return {
+        "time": {
+            "step_s": time.step,
+            "steps": time.steps,
+            "run_s": time.run,
+            "node_hours": time.node_hours,
+            "basis": time.basis,
+        }
     }

@@ -217,6 +217,8 @@ def carry_out(request: Request, *, dry_run: bool, wait: bool, follow: bool, in_a
 
     if (request.local or in_allocation) and (request.after or (request.local and in_allocation)):
         raise UserError("--local and --in-allocation start immediately: use only one of them, without --after")
+    is_set = {"--dry-run": dry_run, "--local": request.local, "--in-allocation": in_allocation}
+    request = replace(request, flags=tuple(flag for flag, given in is_set.items() if given))
     if dry_run:
         job, text = launch.prepare(request, note)
         print(text, end="")

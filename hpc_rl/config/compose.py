@@ -36,6 +36,7 @@ def compose(
     settings: Mapping[str, Any] | None = None,
     site: Mapping[str, Any] | None = None,
     fill_in: Sequence[FillIn] = (),
+    flags: Sequence[str] = (),
 ) -> JobConfig:
     """Compose the configuration of one job: schema defaults < profile < job file < overrides < settings.
 
@@ -50,11 +51,12 @@ def compose(
         site: dotted key -> value of the cluster's profile (`Profile.values`); keys that this kind of job does not have
             are left out.
         fill_in: choose keys that depend on all others, one after another; each sees what those before it chose.
+        flags: flags without a key, such as --dry-run, that the complete command in a message repeats.
 
     Raises:
         UserError: a key is unknown or missing, a value is invalid, or an override cannot be read.
     """
-    return compose_each(job, overrides, [()], settings, site, fill_in)[0]
+    return compose_each(job, overrides, [()], settings, site, fill_in, flags)[0]
 
 
 def compose_each(
@@ -64,6 +66,7 @@ def compose_each(
     settings: Mapping[str, Any] | None = None,
     site: Mapping[str, Any] | None = None,
     fill_in: Sequence[FillIn] = (),
+    flags: Sequence[str] = (),
 ) -> list[JobConfig]:
     """Compose one configuration for each point of a sweep. Hydra runs once, unless a point names a group.
 
@@ -90,7 +93,7 @@ def compose_each(
         _check_references(tree)
         words = [*overrides, *own]
         typed = [*words, *(f"{key}={value}" for key, value in (settings or {}).items())]
-        example = partial(_example_command, job, tree, words=words, settings=settings or {})
+        example = partial(_example_command, job, tree, words=words, settings=settings or {}, flags=flags)
         found.append(validate(job, tree, example, partial(origin_of, job, overrides=typed)))
     return found
 
@@ -342,11 +345,16 @@ def _missing_key(schema: type[BaseModel], loc: Sequence[int | str]) -> str:
 
 
 def _example_command(
-    job: str, tree: Mapping[str, Any], missing: Sequence[str], words: Sequence[str], settings: Mapping[str, Any]
+    job: str,
+    tree: Mapping[str, Any],
+    missing: Sequence[str],
+    words: Sequence[str],
+    settings: Mapping[str, Any],
+    flags: Sequence[str],
 ) -> str:
     """Return a complete command: what was typed, and words that set the missing keys."""
     nodes = tree.get("trainer", {}).get("nnodes", 1)
-    flags = ["--nodes", str(nodes)] if "trainer.nnodes" in settings else []
+    flags = [*(["--nodes", str(nodes)] if "trainer.nnodes" in settings else []), *flags]
     rest = [f"{key}={'null' if value is None else value}" for key, value in settings.items() if key != "trainer.nnodes"]
     examples = dict(KINDS[job].examples)
     recipe = recipe_for(nodes) if {"model.path", "reward.function"} <= {*missing} else None

@@ -75,6 +75,12 @@ class DistillConfig(SftConfig):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.trainer.sequence_parallel > 1:
+            yield (
+                f"trainer.sequence_parallel={self.trainer.sequence_parallel}: submit distill has no sequence "
+                "parallelism, but a teacher in reinforcement learning does (submit ppo with teacher.path); use "
+                "trainer.sequence_parallel=1"
+            )
         own, ranks = self.teacher.ranks_per_node, self.trainer.n_gpus_per_node
         if own is not None and own >= ranks:
             yield (

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from hpc_rl.config.base import Files, Path, Section, SomeFiles
 from hpc_rl.config.job import JobConfig
-from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig, quantize_problems
+from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig, quantize_problems, row_limit
 
 
 class FinetuneDataConfig(Section):
@@ -37,6 +37,14 @@ class FinetuneTrainerConfig(TrainingConfig):
     """Pack several samples into one micro-batch of at most micro_tokens tokens. false: one sample, or one pair, per
     micro-batch."""
 
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.offload == "all":
+            yield (
+                "trainer.offload=all moves the weights of models that wait for others, and in fine-tuning none waits: "
+                "use trainer.offload=optimizer"
+            )
+
 
 class FinetuneConfig(JobConfig):
     model: ModelConfig
@@ -50,10 +58,19 @@ class FinetuneConfig(JobConfig):
 
     def problems(self) -> Iterator[str]:
         yield from quantize_problems(self.model, self.trainer)
-        longest, limit = self.data.longest, self.trainer.micro_tokens
+        yield from self._sequence_problems()
+        longest, limit = self.data.longest, self.trainer.row_tokens
         if longest > limit:
             both = "" if longest == self.data.max_length else f" for each of two samples needs {longest} tokens, which"
             yield (
-                f"data.max_length {self.data.max_length}{both} exceeds trainer.micro_tokens {limit}: "
+                f"data.max_length {self.data.max_length}{both} exceeds {row_limit(self.trainer)}: "
                 f"a {'pair' if both else 'sample'} is never split, so raise micro_tokens or lower max_length"
+            )
+
+    def _sequence_problems(self) -> Iterator[str]:
+        size, ranks = self.trainer.sequence_parallel, self.trainer.n_gpus_per_node
+        if ranks % size:
+            yield (
+                f"trainer.sequence_parallel={size} does not divide the {ranks} ranks of a node "
+                "(trainer.n_gpus_per_node): use a divisor of their number"
             )

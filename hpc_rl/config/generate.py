@@ -15,7 +15,7 @@ from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.reward import OptionalRewardConfig, require_reward
 from hpc_rl.config.rollout import EngineConfig, engine_problems
-from hpc_rl.config.training import ModelSource, RecordedConfig, Sharding
+from hpc_rl.config.training import ModelSource, Offload, RecordedConfig, Sharding
 
 
 class GenerateDataConfig(PromptConfig):
@@ -93,8 +93,16 @@ class GenerateTrainerConfig(RecordedConfig):
     """Largest number of tokens in one forward pass of the reward model on one GPU."""
     sharding: ClassVar[Literal["auto", Sharding]] = "auto"
     """Of the reward model, as in reinforcement learning."""
+    offload: ClassVar[Offload] = "none"
     reduce_dtype: ClassVar[Literal["float32", "bfloat16"]] = "float32"
     """Without effect: nothing is trained, so there are no gradients."""
+    sequence_parallel: ClassVar[int] = 1
+    """Each rank of the reward model computes rows of its own."""
+
+    @property
+    def row_tokens(self) -> int:
+        """The largest number of tokens of a packed row."""
+        return self.micro_tokens
 
 
 class GenerateConfig(RayJobConfig):

@@ -18,7 +18,7 @@ from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.reward import OptionalRewardConfig, require_reward
 from hpc_rl.config.rollout import RolloutConfig, engine_name, engine_problems, engine_spec, sync_problems
-from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig, quantize_problems
+from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig, quantize_problems, row_limit
 
 _COMPARES_RESPONSES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 """Advantage estimators that compare several responses to the same prompt."""
@@ -129,6 +129,7 @@ class PpoConfig(RayJobConfig):
         yield from self._batch_problems()
         yield from self._teacher_problems()
         yield from pool_problems(self)
+        yield from self._sequence_problems()
         yield from engine_problems(self)
         yield from sync_problems(self)
         yield from self._group_problems()
@@ -155,10 +156,10 @@ class PpoConfig(RayJobConfig):
                 f"actor.shuffle has no effect: all {responses} responses of a step are one mini-batch; set "
                 "actor.mini_batch_size to less, or remove actor.shuffle"
             )
-        if data.max_prompt_length + data.max_response_length > self.trainer.micro_tokens:
+        if data.max_prompt_length + data.max_response_length > self.trainer.row_tokens:
             yield (
                 f"data.max_prompt_length {data.max_prompt_length} + data.max_response_length "
-                f"{data.max_response_length} exceeds trainer.micro_tokens {self.trainer.micro_tokens}: a sample "
+                f"{data.max_response_length} exceeds {row_limit(self.trainer)}: a sample "
                 "is never split, so raise micro_tokens or lower the lengths"
             )
         if self.algorithm.overlong_buffer > data.max_response_length:
@@ -166,6 +167,16 @@ class PpoConfig(RayJobConfig):
                 f"algorithm.overlong_buffer {self.algorithm.overlong_buffer} exceeds data.max_response_length "
                 f"{data.max_response_length}: lower it"
             )
+
+    def _sequence_problems(self) -> Iterator[str]:
+        size, spec = self.trainer.sequence_parallel, pool_spec(self)
+        computing = {pool_of(self, role) for role in self.roles if role != "rollout"}
+        for name in sorted(computing & spec.keys()):
+            if any(ranks % size for ranks in spec[name]):
+                yield (
+                    f"trainer.sequence_parallel={size} does not divide the ranks of each node of pool {name}: "
+                    f"{' + '.join(map(str, spec[name]))}; use a divisor of their numbers, or another pools.spec"
+                )
 
     def _teacher_problems(self) -> Iterator[str]:
         algorithm = self.algorithm

@@ -12,7 +12,10 @@ from hpc_rl.config.base import Path, Section
 from hpc_rl.config.job import TrainerConfig
 
 Sharding = Literal["full", "hybrid", "gradients", "none"]
+Offload = Literal["none", "optimizer", "all"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+OFFLOAD_BYTES = 1 << 30
+"""Bytes of the moments that come to the device at a time if they wait in host memory; two such parts are there."""
 MOST_PROFILED = 10
 """Largest number of steps of trainer.profile_steps."""
 
@@ -134,6 +137,10 @@ class TrainingConfig(RecordedConfig):
     """Number of training steps, instead of total_epochs. null: as many as total_epochs has."""
     micro_tokens: int = Field(4096, ge=2)
     """Largest number of tokens in one forward and backward pass on one rank. This setting determines memory use."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Number of ranks that compute a packed row together, each a slice of its tokens, for samples that are too long for
+    one GPU. A row has up to sequence_parallel x micro_tokens tokens. The number divides the ranks of a node and the
+    query heads of the model. 1: every rank computes rows of its own."""
     sharding: Literal["auto", Sharding] = "auto"
     """Sharding of the model with FSDP. full: parameters, gradients and optimizer state are divided among all ranks.
     hybrid: they are divided among the ranks of each node, and every node has the whole model (less traffic between
@@ -143,6 +150,10 @@ class TrainingConfig(RecordedConfig):
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which ranks add up gradients. bfloat16 halves this traffic and loses precision. It needs sharding auto,
     full or hybrid."""
+    offload: Offload = "none"
+    """What waits in host memory while nothing uses it. optimizer: the moments of AdamW, which are on the device only
+    during the optimizer's step. all: in reinforcement learning also the weights of each model while engines generate
+    and other models compute. Copies take time, and each node needs host memory for what waits there."""
     save_freq: int = Field(0, ge=0)
     """Save a checkpoint every N steps. 0: by time (save_minutes), at the end, and before the walltime."""
     save_minutes: float = Field(30, ge=0)
@@ -162,6 +173,11 @@ class TrainingConfig(RecordedConfig):
     export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights in the exported model. null: the type in which the device computes, which is bfloat16 on
     GPUs and model.dtype on CPUs."""
+
+    @property
+    def row_tokens(self) -> int:
+        """The largest number of tokens of a packed row."""
+        return self.sequence_parallel * self.micro_tokens
 
     def problems(self) -> Iterator[str]:
         if self.reduce_dtype == "bfloat16" and self.sharding in ("gradients", "none"):
@@ -186,6 +202,16 @@ class TrainingConfig(RecordedConfig):
         if len(value) > MOST_PROFILED or min(value, default=1) < 1:
             raise ValueError(f"write 1 to {MOST_PROFILED} steps, counted from 1, such as [3,4] or 10-12")
         return value
+
+
+def row_limit(trainer: TrainingConfig) -> str:
+    """Return the largest number of tokens of a packed row, with the options that determine it, for a message."""
+    if trainer.sequence_parallel == 1:
+        return f"trainer.micro_tokens {trainer.micro_tokens}"
+    return (
+        f"{trainer.row_tokens} (trainer.sequence_parallel {trainer.sequence_parallel} x trainer.micro_tokens "
+        f"{trainer.micro_tokens})"
+    )
 
 
 def quantize_problems(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from hpc_rl.config.finetune import FinetuneTrainerConfig
 from hpc_rl.data.lazy import Item, sizes_of
 from hpc_rl.data.tokenized import Form, Tokenize, Tokenized
 from hpc_rl.run_dir import RunDir
+from hpc_rl.training.batching import Bin, plan_batch
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import PackedModel
 from hpc_rl.training.models.loading import load_sharded
@@ -31,7 +33,7 @@ class Batch(Protocol):
 
 
 class Found(NamedTuple):
-    """The result of a micro-batch."""
+    """The result of a micro-batch, which all ranks of a sequence group compute."""
 
     loss: torch.Tensor
     """The scaled sum of its losses, a scalar."""
@@ -68,6 +70,13 @@ class Work:
     def tokens(self) -> int:
         """Tokens of all samples that are trained on."""
         return sum(self.sample_lengths)
+
+    def micro_batches(self, world: World, trainer: FinetuneTrainerConfig) -> list[Bin]:
+        """Return the items of each micro-batch of this rank. The ranks of a sequence group have the same ones, and all
+        ranks the same number."""
+        size = trainer.sequence_parallel
+        plan = plan_batch(self.lengths, world.size // size, trainer.row_tokens, trainer.packing)
+        return plan[world.rank // size]
 
 
 class Objective(ABC):

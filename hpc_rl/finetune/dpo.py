@@ -152,7 +152,8 @@ class Kto(_Referenced):
             count += len(there.values_PK)
             heart.beat()
         reshard(model)
-        total, count = world.gather_rows([total.item(), count]).sum(dim=0).tolist()
+        by_group = world.gather_rows([total.item(), count])[:: self.config.trainer.sequence_parallel]
+        total, count = by_group.sum(dim=0).tolist()
         self._baseline = torch.tensor(max(0.0, total / count), device=world.device)
 
     def loss(self, model: CausalLM, batch: KtoBatch, scale: float) -> Found:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -41,10 +41,6 @@ class PairBatch:
         filler sample."""
         return values_S[: self.tokens_PW.numel()].view(*self.tokens_PW.shape, *values_S.shape[1:])
 
-    def last_tokens(self) -> PackedBatch:
-        """Return the packed row, with each sample's last token as the only rows that a model returns."""
-        return replace(self.packed, rows_N=self.packed.cu_seqlens[1:].long() - 1)
-
 
 def pack_preferences(preferences: Sequence[Preference], width: int, first: int = 0, values: int = 1) -> PairBatch:
     """Build a micro-batch; without preferences one with a filler sample.
@@ -72,9 +68,10 @@ def pack_preferences(preferences: Sequence[Preference], width: int, first: int =
 
 def response_logprobs(model: CausalLM, batch: PairBatch) -> torch.Tensor:
     """Return the log-probability of each sample's targets: [P, W], differentiable."""
-    targets_N = batch.packed.targets_N
-    logprobs_N, _ = model(
-        batch.packed, lambda hidden_NH, weight_VH: token_logprobs(hidden_NH, weight_VH, targets_N, entropy=False)
+    own = model.sequence.own(batch.packed)
+    own_N, _ = model(
+        own, lambda hidden_NH, weight_VH: token_logprobs(hidden_NH, weight_VH, own.targets_N, entropy=False)
     )
+    logprobs_N = model.sequence.whole(own_N, batch.packed)
     sums_S = logprobs_N.new_zeros(len(batch.packed.lengths)).index_add(0, batch.sample_N, logprobs_N)
     return batch.by_preference(sums_S)

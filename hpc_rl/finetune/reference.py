@@ -28,7 +28,6 @@ from hpc_rl.host.files import folder_state, replacing
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training import guards
-from hpc_rl.training.batching import plan_batch
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
 from hpc_rl.training.models.loading import load_sharded
@@ -166,13 +165,13 @@ def _rounds(
     width = len(preferences[0].samples)
     for start in range(first, len(preferences), _ROUND * world.size):
         part = preferences[start : start + _ROUND * world.size]
-        plan = plan_batch(Work.of(part).lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)
         own = np.zeros((len(part), width), np.float32)
-        for micro in plan[world.rank]:
+        for micro in Work.of(part).micro_batches(world, config.trainer):
             batch = pack_preferences([part[index] for index in micro], width).to(world.device)
             own[micro] = reference.logprobs(batch).cpu().numpy()
             heart.beat()
         rows = world.gather_varied(torch.from_numpy(own.ravel()))
+        rows = rows[:: config.trainer.sequence_parallel]  # all ranks of a sequence group have the same ones
         yield torch.stack(rows).sum(dim=0).numpy().reshape(own.shape)
 
 

@@ -61,7 +61,7 @@ class _Scoring(Objective):
 
     def scores(self, model: ScoreModel, batch: PairBatch) -> torch.Tensor:
         """Return the scores of each sample, [P, W, K]."""
-        return batch.by_preference(model(batch.last_tokens()))
+        return batch.by_preference(model(batch.packed.last_tokens()))
 
 
 class BradleyTerry(_Scoring):

@@ -41,9 +41,9 @@ class Sft(Objective):
 
     def loss(self, model: CausalLM, batch: PackedBatch, scale: float) -> Found:
         """Return `scale` times the summed cross-entropy of a micro-batch's targets, in nats."""
-        total = model(
-            batch, lambda hidden_NH, weight_VH: cross_entropy_sum(hidden_NH, weight_VH, batch.targets_N, scale)
-        )
+        own = model.sequence.own(batch)
+        total = model(own, lambda hidden_NH, weight_VH: cross_entropy_sum(hidden_NH, weight_VH, own.targets_N, scale))
+        total = model.sequence.total(total)
         return Found(total, total.new_zeros(0))
 
     def divisor(self, work: Work) -> float:

@@ -25,13 +25,13 @@ from hpc_rl.tracking.metrics import has_validation, read_metrics
 from hpc_rl.tracking.report import report_end
 from hpc_rl.tracking.tracker import Tracker, open_tracker
 from hpc_rl.training import guards, sharding
-from hpc_rl.training.batching import plan_batch
 from hpc_rl.training.checkpoints import checkpoint
 from hpc_rl.training.checkpoints.export import export, export_dtype
 from hpc_rl.training.checkpoints.folders import Progress
 from hpc_rl.training.checkpoints.model_state import Tensors, random_state, set_random_state
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import Flops, PackedModel, count_flops, load_tokenizer
+from hpc_rl.training.offload import ModelOffload
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
 from hpc_rl.training.perf import Clock, max_memory_gb, peak_flops
 from hpc_rl.training.profiling import trace_path, traced
@@ -55,6 +55,7 @@ class TrainerState:
     tokenizer: PreTrainedTokenizerBase
     model: PackedModel
     optimizer: torch.optim.AdamW
+    offload: ModelOffload
     flops: Flops
     train: Sequence[Item]
     val: Sequence[Item]
@@ -184,6 +185,7 @@ def load(config: FinetuneConfig, run: RunDir, world: World, objective: Objective
         tokenizer=tokenizer,
         model=model,
         optimizer=optimizer,
+        offload=ModelOffload(config.trainer.offload, model, optimizer),
         flops=flops,
         train=items,
         val=val,
@@ -212,7 +214,7 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
         indices, position = next(state.batches)
         items = [state.train[index] for index in indices]
         work = state.objective.work(items)
-        plan = plan_batch(work.lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)[world.rank]
+        plan = work.micro_batches(world, config.trainer)
         micro_batches = [state.objective.collate([items[index] for index in micro]).to(world.device) for micro in plan]
     with guards.explain_out_of_memory(f"step {number}"), clock("forward_backward"):
         started, random = time.monotonic(), random_state(world)
@@ -233,19 +235,21 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
         loss, *sums_K = sums.tolist()
         own = [loss / sharding.loss_factor(state.model, world), *decisions(state, number, started), *sums_K]
         losses, stops, saves, seconds, *by_rank = world.gather_rows(own).T.tolist()
+        # All ranks of a sequence group have computed the same, which counts once.
+        sums_K = [sum(found[:: config.trainer.sequence_parallel]) for found in by_rank]
         guards.refuse_not_finite(number, {world.in_job(rank): loss for rank, loss in enumerate(losses)}, norm)
     with guards.explain_out_of_memory(f"step {number}"), clock("optimizer"):
         lr = config.optim.lr * lr_factor(config.optim, state.step, state.total_steps)
         set_lr(state.optimizer, lr)
-        state.optimizer.step()
+        state.offload.step()
         state.optimizer.zero_grad(set_to_none=True)
     state.step, state.position, state.stop, state.save = number, position, bool(stops[0]), bool(saves[0])
     state.ask_every = max(1, int(_ASK_EVERY_S * len(micro_batches) / max(seconds[0], 1e-9)))
     state.total_tokens += work.tokens
     state.stopping.note_step(clock.seconds)
     return {
-        "train/loss": sum(losses),
-        **{f"train/{name}": value for name, value in state.objective.metrics(list(map(sum, by_rank))).items()},
+        "train/loss": sum(losses[:: config.trainer.sequence_parallel]),
+        **{f"train/{name}": value for name, value in state.objective.metrics(sums_K).items()},
         "train/grad_norm": norm,
         "train/lr": lr,
         "train/target_tokens": work.targets,
@@ -297,7 +301,7 @@ def discard(state: TrainerState, random: Tensors) -> None:
 def perf_metrics(work: Work, clock: Clock, flops: Flops, world: World) -> dict[str, float]:
     """Return the speed of a step without saving and validation. docs/sft.md lists the metrics and their scope.
 
-    perf/mfu is present only for devices in PEAK_TFLOPS.
+    perf/mfu is present only for devices in hpc_rl/host/gpu_models.py.
     """
     seconds = sum(clock.seconds.values())
     metrics = {
@@ -328,7 +332,8 @@ def save(state: TrainerState) -> None:
         world_size=state.world.size,
         wandb_id=state.tracker.wandb_id,
     )
-    state.saver.save(state.model, state.optimizer, state.tokenizer, progress)
+    with state.offload.whole():
+        state.saver.save(state.model, state.optimizer, state.tokenizer, progress)
     state.saved_step, state.saved_at = state.step, time.monotonic()
 
 
@@ -338,7 +343,7 @@ def validate(state: TrainerState) -> dict[str, float]:
     config, world, objective = state.config, state.world, state.objective
     state.model.eval()
     work = objective.work(state.val)
-    plan = plan_batch(work.lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)[world.rank]
+    plan = work.micro_batches(world, config.trainer)
     sums = torch.zeros((), device=world.device)
 
     def micro_batches() -> Iterator[Any]:  # one at a time, since the data may be large
@@ -351,7 +356,8 @@ def validate(state: TrainerState) -> dict[str, float]:
             sums = sums + torch.cat([found.loss[None], found.sums])
             heart.beat()
     state.model.train()
-    loss, *sums_K = world.gather_rows(sums.tolist()).sum(dim=0).tolist()
+    by_group = world.gather_rows(sums.tolist())[:: config.trainer.sequence_parallel]
+    loss, *sums_K = by_group.sum(dim=0).tolist()
     metrics = {"loss": loss / objective.divisor(work), **objective.metrics(sums_K)}
     return {f"val/{name}": value for name, value in metrics.items()}
 

@@ -1,6 +1,7 @@
 """The kinds of accelerators: one table with everything that depends on the vendor, and their detection on this machine.
 
-To add a vendor whose devices torch supports, add a row to `ACCELERATORS`. Peak speeds are in `hpc_rl.training.perf`.
+To add a vendor whose devices torch supports, add a row to `ACCELERATORS`. Memory and speed of each
+model are in `hpc_rl.host.gpu_models`.
 """
 
 from __future__ import annotations

@@ -58,13 +58,18 @@ class Beat:
 
 
 class Heart:
-    """The signs of life of this process."""
+    """The signs of life of this process: one object, which a pickle names and does not copy. Ray sends classes of the
+    program that it starts with the objects that they use, and a copy in another process would beat beside the real one.
+    """
 
     def __init__(self) -> None:
         self._file: int | None = None
         self._beat = Beat(0, "")
         self._thread = 0
         self._seen: set[str] = set()
+
+    def __reduce__(self) -> str:
+        return "heart"
 
     def begin(self, name: str, waits: bool = False) -> None:
         """Start recording. The process also writes its stacks from now on when the node entry asks for them.

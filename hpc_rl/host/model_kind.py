@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
@@ -11,6 +12,8 @@ from hpc_rl.host.safetensors_header import shapes
 
 _HEAD = "score.weight"
 """Name of the head's weight in transformers' sequence classifiers based on decoder models."""
+_OF_WHOLE_ROWS = ("dynamic", "longrope")
+"""Types of rotary embedding whose frequencies depend on the longest sample of a row, which a slice does not show."""
 _REMEDIES = {
     "reward.model": "set reward.weights to one number for each output, or leave it out if there is one",
     "model.path": "name one column in data.label_keys for each output, or start from the language model",
@@ -61,3 +64,38 @@ def refuse_other_outputs(key: str, path: str, files: Iterable[Path], needed: int
     found = outputs_of(files)
     if found not in (None, needed):
         raise UserError(f"{key} {path} has {found} output{'' if found == 1 else 's'}, not {needed}: {_REMEDIES[key]}")
+
+
+def refuse_unsplittable(key: str, path: str, settings: Mapping[str, Any], size: int) -> None:
+    """Raise UserError if ranks cannot share the rows of a model.
+
+    Args:
+        key: the option that names `path`, for the error.
+        settings: of the model, as in its config.json.
+        size: trainer.sequence_parallel.
+    """
+    if size == 1:
+        return
+    inner = settings.get("text_config")
+    settings = inner if isinstance(inner, Mapping) else settings
+    heads = settings.get("num_attention_heads")
+    if isinstance(heads, int) and heads > 0 and heads % size:
+        divisors = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise UserError(
+            f"trainer.sequence_parallel={size} does not divide the {heads} query heads of {key} {path}: use one of "
+            f"{divisors}"
+        )
+    if found := set(_rotary_types(settings)) & set(_OF_WHOLE_ROWS):
+        raise UserError(
+            f"trainer.sequence_parallel={size}: the rotary embedding of {key} {path} is of type {found.pop()}, which "
+            "depends on the longest sample of a row and cannot be computed for a slice: use "
+            "trainer.sequence_parallel=1, or another model"
+        )
+
+
+def _rotary_types(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the types of rotary embedding of a model, which may have one for each type of layer."""
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(found := settings.get(name), Mapping):
+            each = [found, *(one for one in found.values() if isinstance(one, Mapping))]
+            yield from (str(one.get("rope_type", one.get("type"))) for one in each)

@@ -15,12 +15,14 @@ from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.rollout import SHARED_GPU
 from hpc_rl.config.tree import put
-from hpc_rl.plan.memory import Planned, Shapes
+from hpc_rl.plan.memory import Planned, Shapes, models_of
 from hpc_rl.plan.plan import fits, plan_of
 
 Goal = Callable[[Planned], bool]
 """Whether a changed job is what is wanted."""
 _MORE_GPUS = "divide the model among more GPUs"
+_LEAST_SLICE = 8192
+"""Fewest tokens of a rank for which rows are divided: shorter samples are no reason to exchange them in each layer."""
 MOST_NODES = 64
 """Largest number of nodes that is tried."""
 Settings = dict[str, Any]
@@ -33,7 +35,7 @@ class Measure:
 
     reason: str
     """What it does and costs, for the user."""
-    settings: Callable[[Any], Iterator[Settings]]
+    settings: Callable[[Any, Shapes], Iterator[Settings]]
     """Yields the settings to try for a configuration, the one that changes least first; none if it does not apply."""
 
 
@@ -45,37 +47,56 @@ class Advice:
     reasons: tuple[str, ...]
 
 
-def _sharding(config: Any) -> Iterator[Settings]:
+def _sharding(config: Any, shapes: Shapes) -> Iterator[Settings]:
     if not isinstance(config, GenerateConfig) and config.trainer.sharding != "full":
         yield {"trainer.sharding": "full"}
 
 
-def _micro_tokens(config: Any) -> Iterator[Settings]:
-    if isinstance(config, FinetuneConfig):
-        longest = config.data.longest
-    elif isinstance(config, PpoConfig):
-        longest = config.data.max_prompt_length + config.data.max_response_length
-    else:
+def _micro_tokens(config: Any, shapes: Shapes) -> Iterator[Settings]:
+    if isinstance(config, GenerateConfig):
         return
-    size = config.trainer.micro_tokens
+    longest, size = -(-_longest(config) // config.trainer.sequence_parallel), config.trainer.micro_tokens
     while (size := size // 2) >= longest:
         yield {"trainer.micro_tokens": size}
     if size * 2 > longest:
         yield {"trainer.micro_tokens": longest}
 
 
-def _recompute(config: Any) -> Iterator[Settings]:
+def _sequence_parallel(config: Any, shapes: Shapes) -> Iterator[Settings]:
+    if isinstance(config, GenerateConfig):
+        return
+    ranks, longest = config.trainer.n_gpus_per_node, _longest(config)
+    for size in range(config.trainer.sequence_parallel + 1, min(ranks, longest // _LEAST_SLICE) + 1):
+        if ranks % size == 0 and all(shapes[path].heads % size == 0 for path in models_of(config).values()):
+            yield {"trainer.sequence_parallel": size, "trainer.micro_tokens": -(-longest // size)}
+
+
+def _longest(config: FinetuneConfig | PpoConfig) -> int:
+    """Return the largest number of tokens that cannot be divided among rows."""
+    if isinstance(config, PpoConfig):
+        return config.data.max_prompt_length + config.data.max_response_length
+    return config.data.longest
+
+
+def _recompute(config: Any, shapes: Shapes) -> Iterator[Settings]:
     if not isinstance(config, GenerateConfig) and not config.model.enable_gradient_checkpointing:
         yield {"model.enable_gradient_checkpointing": True}
 
 
-def _engine_share(config: Any) -> Iterator[Settings]:
+def _offload(config: Any, shapes: Shapes) -> Iterator[Settings]:
+    if isinstance(config, GenerateConfig):
+        return
+    levels = ["none", "optimizer", *(["all"] if isinstance(config, PpoConfig) else [])]
+    yield from ({"trainer.offload": level} for level in levels[levels.index(config.trainer.offload) + 1 :])
+
+
+def _engine_share(config: Any, shapes: Shapes) -> Iterator[Settings]:
     if isinstance(config, PpoConfig):
         given = config.rollout.gpu_memory_utilization or SHARED_GPU
         yield from ({"rollout.gpu_memory_utilization": share} for share in (0.4, 0.3, 0.6, 0.7) if share != given)
 
 
-def _tensor_parallel(config: Any) -> Iterator[Settings]:
+def _tensor_parallel(config: Any, shapes: Shapes) -> Iterator[Settings]:
     if isinstance(config, PpoConfig | GenerateConfig):
         size, gpus = config.rollout.tensor_parallel_size, config.trainer.n_gpus_per_node
         while (size := size * 2) <= gpus:
@@ -83,7 +104,7 @@ def _tensor_parallel(config: Any) -> Iterator[Settings]:
                 yield {"rollout.tensor_parallel_size": size}
 
 
-def _adapters(config: Any) -> Iterator[Settings]:
+def _adapters(config: Any, shapes: Shapes) -> Iterator[Settings]:
     if not isinstance(config, GenerateConfig) and not config.model.lora.is_used:
         yield {"model.lora.rank": 32, "model.dtype": "bfloat16"}
 
@@ -94,11 +115,15 @@ MEASURES: tuple[Measure, ...] = (
     Measure("use smaller micro-batches", _micro_tokens),
     Measure("split each engine's model over several GPUs", _tensor_parallel),
     Measure("recompute activations, which takes about a third more time", _recompute),
+    Measure("keep in host memory what waits, which takes time for copies", _offload),
+    Measure("divide each row of tokens among neighbouring GPUs of a node", _sequence_parallel),
     Measure("train adapters instead of all weights", _adapters),
 )
 """Cheapest in time first. To add one, add a row."""
-USUAL = MEASURES[:-1]
+EXACT = MEASURES[:-1]
 """Those that change nothing about the result."""
+USUAL = EXACT[:-2]
+"""Those that are tried first: copies to the host, and GPUs that share rows, are for what does not fit otherwise."""
 
 
 def advise(
@@ -115,39 +140,43 @@ def advise(
         found = plan_of(changed, shapes, gpu)
         return found.verdict != "does not fit" and found.training <= limit
 
-    found = _cheapest(config, is_enough, USUAL)
-    return found or (_cheapest(config, is_enough, MEASURES) if change_training else None)
+    found = None
+    for measures in (USUAL, EXACT, MEASURES) if change_training else (USUAL, EXACT):
+        found = found or _cheapest(config, shapes, is_enough, measures)
+    return found
 
 
-def _cheapest(config: Planned, is_enough: Goal, measures: Sequence[Measure]) -> Advice | None:
+def _cheapest(config: Planned, shapes: Shapes, is_enough: Goal, measures: Sequence[Measure]) -> Advice | None:
     """Return the first combination of measures that helps: one before two, and cheap ones before others."""
-    if not _may_help(config, is_enough, measures):
+    if not _may_help(config, shapes, is_enough, measures):
         return None
     for size in range(1, len(measures) + 1):
         for chosen in combinations(measures, size):
-            if (found := _first(config, is_enough, chosen, {})) is not None:
+            if (found := _first(config, shapes, is_enough, chosen, {})) is not None:
                 return Advice(found, tuple(measure.reason for measure in chosen))
     return None
 
 
-def _may_help(config: Planned, is_enough: Goal, measures: Sequence[Measure]) -> bool:
+def _may_help(config: Planned, shapes: Shapes, is_enough: Goal, measures: Sequence[Measure]) -> bool:
     """Return whether all measures together may help: a quick answer for jobs that are much too large."""
     strongest: Settings = {}
     for measure in measures:
-        for settings in measure.settings(config) if measure.settings is not _engine_share else ():
+        for settings in measure.settings(config, shapes) if measure.settings is not _engine_share else ():
             strongest |= settings
-    shares = [{}, *_engine_share(config)]
+    shares = [{}, *_engine_share(config, shapes)]
     changed = [with_settings(config, {**strongest, **share}) for share in shares]
     return any(one is None or is_enough(one) for one in changed)
 
 
-def _first(config: Planned, is_enough: Goal, measures: tuple[Measure, ...], before: Settings) -> Settings | None:
+def _first(
+    config: Planned, shapes: Shapes, is_enough: Goal, measures: tuple[Measure, ...], before: Settings
+) -> Settings | None:
     """Return the first settings of some measures that are enough; each of the measures has to be used."""
     if not measures:
         changed = with_settings(config, before)
         return before if changed is not None and is_enough(changed) else None
-    for settings in measures[0].settings(config):
-        if (found := _first(config, is_enough, measures[1:], {**before, **settings})) is not None:
+    for settings in measures[0].settings(config, shapes):
+        if (found := _first(config, shapes, is_enough, measures[1:], {**before, **settings})) is not None:
             return found
     return None
 

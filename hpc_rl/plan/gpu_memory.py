@@ -8,11 +8,12 @@ Q all query heads, K all key heads, V vocabulary, C positions of one chunk of lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from hpc_rl.config.training import Sharding
+from hpc_rl.config.training import OFFLOAD_BYTES, Offload, Sharding
 from hpc_rl.plan.shape import Shape
 
 COMPUTE = 2
@@ -45,6 +46,10 @@ class Held:
     """Parameters of the adapters that are trained instead of the model."""
     four_bit: bool = False
     """Whether the weights of the layers' linear maps are in 4 bits, whole on each rank."""
+    offload: Offload = "none"
+    """What waits in host memory while nothing uses it."""
+    split: int = 1
+    """Number of ranks that compute a row together. Tokens are those of one rank's slice."""
 
     @property
     def total(self) -> int:
@@ -57,18 +62,37 @@ class Held:
         return self.total - self.shape.blocks
 
     @property
-    def states(self) -> Parts:
-        """What a rank holds between steps."""
-        if not self.trained:
-            return {"weights": self._weights()}
-        if self.adapters:
-            return {"weights": self._weights(), "adapters and their moments": 3 * FLOAT32 * self.adapters / self.shards}
-        return {"weights": self._weights(), "moments": 2 * self.itemsize * self.total / self.shards}
+    def weights(self) -> float:
+        """Bytes of a rank's weights and adapters."""
+        own = FLOAT32 * self.adapters / self.shards if self.trained else 0
+        return self._base() + own
 
     @property
-    def resident(self) -> float:
-        """Bytes that a rank holds between steps."""
-        return sum(self.states.values())
+    def moments(self) -> float:
+        """Bytes of a rank's moments of AdamW."""
+        if not self.trained:
+            return 0.0
+        return 2 * (FLOAT32 * self.adapters or self.itemsize * self.total) / self.shards
+
+    @property
+    def states(self) -> float:
+        """Bytes of a rank's weights and moments."""
+        return self.weights + self.moments
+
+    @property
+    def computing(self) -> float:
+        """Bytes that a rank holds on the GPU while the model computes, without activations and gathered weights."""
+        return self.states if self.offload == "none" else self.weights
+
+    @property
+    def waiting(self) -> float:
+        """Bytes that a rank holds on the GPU while others compute."""
+        return 0.0 if self.offload == "all" else self.computing
+
+    @property
+    def on_host(self) -> float:
+        """Bytes of host memory in which a rank keeps what is not on the GPU."""
+        return {"none": 0.0, "optimizer": self.moments, "all": self.states}[self.offload]
 
     def forward(self, tokens: int) -> Parts:
         """Return the peak of a pass without gradients over so many tokens."""
@@ -83,9 +107,12 @@ class Held:
     def update(self, tokens: int) -> Parts:
         """Return the peak of forward pass, backward pass and optimizer step, with so many tokens in a micro-batch."""
         start = self._at_start() | {"gradients": self._gradients()}
-        return largest(start, self._at_head(tokens), self._in_layer(tokens), self._at_end())
+        moments = [start, self._at_head(tokens), self._in_layer(tokens), self._at_end()]
+        if self.offload != "none":
+            moments.append({"gradients": self._gradients(), "moments": min(self.moments, 2.0 * OFFLOAD_BYTES)})
+        return largest(*moments)
 
-    def _weights(self) -> float:
+    def _base(self) -> float:
         if not self.four_bit:
             return self.itemsize * self.total / self.shards
         packed = self.shape.layers * sum(rows * columns for rows, columns in self.shape.linears.values())
@@ -113,10 +140,17 @@ class Held:
         if self.recompute:
             return COMPUTE * tokens * shape.hidden
         # The gradient of a norm's weight needs the norm's result, which adapters do not.
-        numbers = (
-            (6 if self.adapters else 8) * shape.hidden + 4 * shape.working_inner + 2 * shape.queries + 2 * shape.keys
-        )
+        numbers = (6 if self.adapters else 8) * shape.hidden + 4 * shape.working_inner + self._attention()
         return COMPUTE * tokens * numbers + FLOAT32 * tokens * shape.heads
+
+    def _attention(self) -> int:
+        """Return the width of what attention keeps for one token: its inputs and its result. Ranks that share rows have
+        the result twice, before and after they exchange it, and repeated keys and values."""
+        shape = self.shape
+        if self.split == 1:
+            return 2 * shape.queries + 2 * shape.keys
+        times = math.lcm(shape.key_heads, self.split) // shape.key_heads
+        return 3 * shape.queries + 2 * times * shape.keys
 
     def _chunk(self, tokens: int) -> float:
         """Return the bytes of a chunk of logits."""
@@ -148,7 +182,7 @@ class Held:
         shape = self.shape
         own = 8 if self.recompute else 4
         inside = own * shape.working_inner + (10 if self.recompute else 5) * shape.hidden
-        inside += (2 * shape.queries + 2 * shape.keys) if self.recompute else 0
+        inside += self._attention() if self.recompute else 0
         trains_head = self.head != "value" and not self.adapters
         return self._gathered() | {
             "gradients": self._gradients() + self._travelling(),

@@ -74,11 +74,14 @@ def models_of(config: Planned) -> dict[str, str]:
 
 def trained_models(config: Planned, shapes: Shapes, gpu_bytes: float) -> list[Held]:
     """Return the models with an optimizer, of which checkpoints are written."""
+    return [held for held in held_models(config, shapes, gpu_bytes) if held.trained]
+
+
+def held_models(config: Planned, shapes: Shapes, gpu_bytes: float) -> list[Held]:
+    """Return the models of a job without the engine's, and without a frozen one beside fine-tuning."""
     if isinstance(config, FinetuneConfig):
         return [_policy(config, shapes, gpu_bytes)]
-    if isinstance(config, PpoConfig):
-        return [held for role, held in _held_by_role(config, shapes, gpu_bytes).items() if held.trained]
-    return []
+    return list(_held_by_role(config, shapes, gpu_bytes).values())
 
 
 def phases(config: Planned, shapes: Shapes, gpu_bytes: float) -> list[Phase]:
@@ -93,7 +96,13 @@ def phases(config: Planned, shapes: Shapes, gpu_bytes: float) -> list[Phase]:
 
 
 def micro_tokens(config: FinetuneConfig | PpoConfig, ranks: int) -> int:
-    """Return the most tokens of a micro-batch: the limit, or fewer if a rank's part of a batch is smaller."""
+    """Return the most tokens of a micro-batch on one rank: the limit, or fewer if its part of a batch is smaller."""
+    size = config.trainer.sequence_parallel
+    return -(-_row_tokens(config, max(1, ranks // size)) // size)
+
+
+def _row_tokens(config: FinetuneConfig | PpoConfig, groups: int) -> int:
+    """Return the most tokens of a packed row, if the batch is divided among so many sequence groups."""
     if isinstance(config, PpoConfig):
         data = config.data
         longest = data.max_prompt_length + data.max_response_length
@@ -102,26 +111,23 @@ def micro_tokens(config: FinetuneConfig | PpoConfig, ranks: int) -> int:
         longest, items = config.data.longest, config.data.train_batch_size
         if not config.trainer.packing:
             return longest
-    return max(longest, min(config.trainer.micro_tokens, -(-items // ranks) * longest))
+    return max(longest, min(config.trainer.row_tokens, -(-items // groups) * longest))
 
 
 def _finetune_phases(config: FinetuneConfig, shapes: Shapes, gpu_bytes: float) -> Iterator[Phase]:
     policy, ranks = _policy(config, shapes, gpu_bytes), _finetune_ranks(config, gpu_bytes)
     tokens = micro_tokens(config, ranks.count)
-    held = {"model": policy.resident}
+    held, whole = {"model": policy.computing}, {"model": policy.states}
     other = _frozen_beside(config, shapes, ranks)
     if other is not None:
         name, frozen, stays = other
         if stays:
-            held[name] = frozen.resident
-            yield Phase("load", held, {})
+            held[name] = whole[name] = frozen.states
         else:
-            yield Phase(name, {name: frozen.resident}, frozen.forward(tokens))
-            yield Phase("load", held, {})
-    else:
-        yield Phase("load", held, {})
+            yield Phase(name, {name: frozen.states}, frozen.forward(tokens))
+    yield Phase("load", whole, {})
     yield Phase("update", held, policy.update(tokens))
-    yield Phase("save", held, {})
+    yield Phase("save", whole, {})
 
 
 def _frozen_beside(config: FinetuneConfig, shapes: Shapes, ranks: Ranks) -> tuple[str, Held, bool] | None:
@@ -169,17 +175,21 @@ def _pool_phases(
     has_engine: bool,
     ranks: int,
 ) -> Iterator[Phase]:
-    states: Parts = {role: model.resident for role, model in held.items()}
+    states: Parts = {role: model.waiting for role, model in held.items()}
     awake = engine_bytes(config, shapes, gpu_bytes, shared=bool(held)) if has_engine else {}
     sleeps = bool(awake and held) and not engine_spec(config).in_process
     resident = states | ({SLEEPING: ENGINE_BYTES} if sleeps else {})
+
+    def computing(role: Role) -> Parts:
+        return resident | {role: held[role].computing}
+
     if held:
-        yield Phase("load", resident, {})
+        yield Phase("load", *_one_whole(resident, held))
     if has_engine:
         yield Phase("generation", states, awake)
     if not isinstance(config, PpoConfig):
         if "reward" in held:
-            yield Phase("reward model", resident, held["reward"].forward(config.rollout.max_num_seqs))
+            yield Phase("reward model", computing("reward"), held["reward"].forward(config.rollout.max_num_seqs))
         return
     tokens = micro_tokens(config, ranks)
     names: dict[Role, str] = {
@@ -191,13 +201,22 @@ def _pool_phases(
     }
     for role, name in names.items():
         if role in held:
-            yield Phase(name, resident, held[role].forward(tokens))
-    for role in ("critic", "actor"):
-        if role in held:
-            yield Phase(f"update of the {role}", resident, held[role].update(tokens))
+            yield Phase(name, computing(role), held[role].forward(tokens))
+    learners: list[Role] = [role for role in ("critic", "actor") if role in held]
+    for role in learners:
+        yield Phase(f"update of the {role}", computing(role), held[role].update(tokens))
     if "actor" in held:
-        yield Phase("weight sync", states, _sync(config, held["actor"], awake))
-        yield Phase("save", resident, {})
+        yield Phase("weight sync", states | {"actor": held["actor"].computing}, _sync(config, held["actor"], awake))
+    if learners:
+        yield Phase("save", *_one_whole(resident, {role: held[role] for role in learners}))
+
+
+def _one_whole(resident: Parts, held: Mapping[Role, Held]) -> tuple[Parts, Parts]:
+    """Return what is resident and what exists beside it while each of some models in turn is on the GPU as a whole,
+    to be loaded or saved."""
+    extra = {role: model.states - model.waiting for role, model in held.items()}
+    role = max(extra, key=lambda role: extra[role])
+    return resident, {f"all of the {role}": extra[role]} if extra[role] else {}
 
 
 def engine_bytes(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float, shared: bool) -> Parts:
@@ -287,16 +306,26 @@ def _trained(shape: Shape, head: Head, model: ModelConfig, trainer: TrainingConf
     total = shape.total_as_classifier if head == "value" else shape.total
     state_bytes = itemsize * total + STATE_BYTES * adapters if adapters else STATE_BYTES * total
     sharding, shards = _division(trainer.sharding, state_bytes, ranks)
-    four_bit = model.lora.quantize is not None
-    recompute = model.enable_gradient_checkpointing
-    return Held(shape, itemsize, head, sharding, shards, True, recompute, adapters, four_bit)
+    return Held(
+        shape,
+        itemsize,
+        head,
+        sharding,
+        shards,
+        recompute=model.enable_gradient_checkpointing,
+        adapters=adapters,
+        four_bit=model.lora.quantize is not None,
+        offload=trainer.offload,
+        split=trainer.sequence_parallel,
+    )
 
 
 def _frozen(shape: Shape, head: Head, trainer: TrainingConfig | None, ranks: Ranks) -> Held:
     """Return a model without gradients, which GPUs hold in bfloat16."""
     requested = "full" if trainer is None else trainer.sharding
     sharding, shards = _division(requested, COMPUTE * shape.total, ranks)
-    return Held(shape, COMPUTE, head, sharding, shards, trained=False)
+    offload = "none" if trainer is None else trainer.offload
+    return Held(shape, COMPUTE, head, sharding, shards, trained=False, offload=offload)
 
 
 def _division(requested: str, state_bytes: int, ranks: Ranks) -> tuple[Sharding, int]:

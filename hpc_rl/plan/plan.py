@@ -15,7 +15,17 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.training import TrainingConfig
 from hpc_rl.plan.gpu_memory import COMPUTE, FLOAT32, Held
 from hpc_rl.plan.hardware import TIGHT, USABLE
-from hpc_rl.plan.memory import ENGINE_PARTS, Phase, Planned, Shapes, cache_tokens, phases, sequence_of, trained_models
+from hpc_rl.plan.memory import (
+    ENGINE_PARTS,
+    Phase,
+    Planned,
+    Shapes,
+    cache_tokens,
+    held_models,
+    phases,
+    sequence_of,
+    trained_models,
+)
 
 Verdict = Literal["fits", "is tight", "does not fit"]
 PROCESS_BYTES = 5e9
@@ -50,6 +60,8 @@ class Plan:
     """None without an engine whose cache is known."""
     host: float
     """Host memory of one node."""
+    offloaded: float
+    """The part of it in which trainer.offload keeps what is not on the GPUs."""
     checkpoints: float
     """Disk space of all checkpoints that exist at the same time."""
     export: float
@@ -109,11 +121,14 @@ def plan_of(config: Planned, shapes: Shapes, gpu: float) -> Plan:
         # One checkpoint more than are kept exists while the newest is written.
         checkpoints = (config.trainer.max_ckpt_to_keep + 1) * sum(map(_state_bytes, trained))
         export = float(COMPUTE * shapes[config.model.path].total) if config.trainer.export else 0.0
+    waiting = sum(held.on_host for held in held_models(config, shapes, gpu))
+    offloaded = waiting * config.trainer.n_gpus_per_node
     return Plan(
         phases=tuple(phases(config, shapes, gpu)),
         gpu=gpu,
         engine=_engine(config, shapes, gpu),
-        host=_host_bytes(config, trained),
+        host=_host_bytes(config, trained) + offloaded,
+        offloaded=offloaded,
         checkpoints=checkpoints,
         export=export,
     )

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpc_rl.plan.advice import Advice, words
+from hpc_rl.plan.duration import PROMPTS, Duration
 from hpc_rl.plan.plan import Plan
 
 _MOST_PARTS = 4
 """Parts of a peak that are named."""
+_UNITS = ((3600, "h"), (60, "min"), (1, "s"))
+"""Units of time in seconds. A unit is used from 2 of it on."""
 
 
 def gigabytes(size: float) -> str:
@@ -19,7 +22,7 @@ def gigabytes(size: float) -> str:
 
 def parts_text(parts: Mapping[str, float]) -> str:
     """Name the largest parts of a peak with their sizes."""
-    largest = sorted(parts.items(), key=lambda part: -part[1])[:_MOST_PARTS]
+    largest = sorted(((name, size) for name, size in parts.items() if size), key=lambda part: -part[1])[:_MOST_PARTS]
     return ", ".join(f"{name} {gigabytes(size)}" for name, size in largest)
 
 
@@ -46,6 +49,38 @@ def cache_text(plan: Plan) -> str:
         f"the cache of an engine holds {engine.cache:,.0f} tokens: {part} responses (rollout.max_num_seqs) at their "
         f"full length of {engine.sequence:,} tokens with the prompt"
     )
+
+
+def time_text(time: Duration, generates_only: bool) -> list[str]:
+    """State how long a step takes and why, and how long the run takes.
+
+    Args:
+        generates_only: whether the job trains nothing, so that its time is that of PROMPTS prompts.
+    """
+    unit = f"for {PROMPTS:,} prompts" if generates_only else "for a step"
+    lines = [f"{_range([_seconds(seconds) for seconds in time.step])} {unit} ({time.basis})"]
+    if time.run is None or time.node_hours is None:
+        return lines
+    count = "" if generates_only else f" for {time.steps:,.0f} step{'' if time.steps == 1 else 's'}"
+    hours = _range([f"{hours:.2g}" if hours < 100 else f"{hours:,.0f}" for hours in time.node_hours])
+    whole, plural = _range([_seconds(seconds) for seconds in time.run]), "" if hours == "1" else "s"
+    return [*lines, f"{whole}{count}: {hours} node hour{plural}"]
+
+
+def _seconds(seconds: float) -> str:
+    """Format a time with two digits: 0.42 s, 12 s, 4.5 min, 31 h."""
+    size, unit = next(((size, unit) for size, unit in _UNITS if seconds >= 2 * size), _UNITS[-1])
+    value = seconds / size
+    return f"{value:.2g} {unit}" if value < 100 else f"{value:,.0f} {unit}"
+
+
+def _range(values: list[str]) -> str:
+    """Join the ends of a range; one text if they are the same, and the unit once if both have it."""
+    low, high = values[0], values[-1]
+    if low == high:
+        return low
+    number, _, unit = low.partition(" ")
+    return f"{number} to {high}" if unit == high.partition(" ")[2] else f"{low} to {high}"
 
 
 def problem(plan: Plan) -> str:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpc_rl.training.batching import Bin, plan_batch
 
+T = TypeVar("T")
 _SHUFFLE = 1
 """Distinguishes these random numbers from those of the same seed and step that sampling uses."""
 
@@ -43,11 +45,22 @@ class Deal:
     """The responses of each rank, in the order in which it holds them."""
     token_rows: list[NDArray[np.int64]]
     """The positions of each rank's tokens in a flat column of the whole step."""
+    sequence_parallel: int = 1
+    """Number of neighbouring ranks that have the same responses, and compute each row together."""
 
     @property
     def sizes(self) -> list[list[list[int]]]:
         """Each rank's Shard.mini_batches."""
         return [[[len(micro) for micro in mini] for mini in minis] for minis in self.micro_batches]
+
+    @property
+    def responses(self) -> int:
+        """Number of responses of the step."""
+        return sum(map(len, self.once(self.orders)))
+
+    def once(self, by_rank: Sequence[T]) -> Sequence[T]:
+        """Return one of the equal items that the ranks of each sequence group have."""
+        return by_rank[:: self.sequence_parallel]
 
     def split(self, column_N: NDArray[np.float32]) -> list[NDArray[np.float32]]:
         """Return each rank's part of a flat token column."""
@@ -55,15 +68,15 @@ class Deal:
 
     def join(self, parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
         """Return the flat token column that `split` would split into `parts`."""
-        joined = np.empty(sum(map(len, parts)), np.float32)
-        for rows, part in zip(self.token_rows, parts, strict=True):
+        joined = np.empty(sum(map(len, self.once(parts))), np.float32)
+        for rows, part in zip(self.once(self.token_rows), self.once(parts), strict=True):
             joined[rows] = part
         return joined
 
     def join_responses(self, parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
         """Return one number per response, [B], from those of each rank."""
-        joined = np.empty(sum(map(len, parts)), np.float32)
-        for order, part in zip(self.orders, parts, strict=True):
+        joined = np.empty(self.responses, np.float32)
+        for order, part in zip(self.once(self.orders), self.once(parts), strict=True):
             joined[order] = part
         return joined
 
@@ -84,26 +97,30 @@ def deal_step(
     sampled: NDArray[np.int64],
     mini_batch_size: int | None,
     ranks: int,
-    micro_tokens: int,
+    row_tokens: int,
     order: NDArray[np.int64] | None = None,
+    sequence_parallel: int = 1,
 ) -> Deal:
     """Deal a step's responses to ranks.
 
     Args:
         lengths: tokens of prompt and response, [B].
         sampled: tokens of the response that the policy sampled, [B]: the lengths of token columns.
-        micro_tokens: maximum number of tokens, including prompts, of one micro-batch.
+        row_tokens: maximum number of tokens, including prompts, of one micro-batch.
         order: order of the responses, [B]. Default: as they are.
+        sequence_parallel: number of ranks that get the same responses.
     """
-    dealt: list[list[list[Bin]]] = [[] for _ in range(ranks)]
+    dealt: list[list[list[Bin]]] = [[] for _ in range(ranks // sequence_parallel)]
     ordered = np.arange(len(lengths)) if order is None else order
     for part in mini_batches(len(lengths), mini_batch_size):
         responses = ordered[part].tolist()
-        for rank, micros in enumerate(plan_batch(lengths[responses].tolist(), ranks, micro_tokens)):
-            dealt[rank].append([[responses[sample] for sample in micro] for micro in micros])
+        for group, micros in enumerate(plan_batch(lengths[responses].tolist(), len(dealt), row_tokens)):
+            dealt[group].append([[responses[sample] for sample in micro] for micro in micros])
     starts = np.concatenate([[0], np.cumsum(sampled)])
     orders = [np.array([i for mini in minis for micro in mini for i in micro], np.int64) for minis in dealt]
-    return Deal(dealt, orders, [_ranges(starts[order], sampled[order]) for order in orders])
+    rows = [_ranges(starts[order], sampled[order]) for order in orders]
+    copies = sequence_parallel
+    return Deal(_repeated(dealt, copies), _repeated(orders, copies), _repeated(rows, copies), copies)
 
 
 def shards(
@@ -117,15 +134,16 @@ def shards(
     Args:
         response_masks: see Shard.response_mask, for each response.
     """
-    return [
+    found = [
         gathered(
             sizes,
             [prompt_ids[i] for i in order],
             [response_ids[i] for i in order],
             None if response_masks is None else [response_masks[i] for i in order],
         )
-        for order, sizes in zip(deal.orders, deal.sizes, strict=True)
+        for order, sizes in zip(deal.once(deal.orders), deal.once(deal.sizes), strict=True)
     ]
+    return _repeated(found, deal.sequence_parallel)
 
 
 def gathered(
@@ -143,6 +161,11 @@ def gathered(
         mini_batches=mini_batches,
         response_mask=None if response_masks is None else np.concatenate([no_masks, *response_masks]),
     )
+
+
+def _repeated(by_group: list[T], copies: int) -> list[T]:
+    """Return what each rank has, from what each sequence group has."""
+    return [one for one in by_group for _ in range(copies)]
 
 
 def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

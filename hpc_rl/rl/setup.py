@@ -329,5 +329,5 @@ def describe_step(config: PpoConfig) -> str:
     return (
         f"each step: {prompts:,} prompts x {n} = {responses:,} responses = {batches}, "
         f"x {epochs} epoch{'s' if epochs > 1 else ''} = {updates} update{'s' if updates > 1 else ''}; "
-        f"micro-batches of at most {config.trainer.micro_tokens:,} tokens"
+        f"micro-batches of at most {config.trainer.row_tokens:,} tokens"
     )

@@ -102,7 +102,8 @@ def cancel_jobs(active: Sequence[RunStatus]) -> None:
             f"job {silent.job_id} of run {silent.run} is not cancelled: its state is {silent.state} ({silent.reason}); "
             f"try again later, or let it save and exit, which needs no answer of Slurm: hpc-rl stop {silent.run}"
         )
-    commands.cancel(*(str(now.job_id) for now in active), within_s=commands.TIMEOUT_S)
+    within_s = commands.LOOK_S if len(active) == 1 else commands.TIMEOUT_S
+    commands.cancel(*(str(now.job_id) for now in active), within_s=within_s)
     for now in active:
         if now.state == "PENDING":
             RunDir(Path(now.run_dir)).write_status(now.job_id, 0, "CANCELLED", None)

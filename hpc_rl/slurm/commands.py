@@ -136,7 +136,8 @@ def cancel(*job_ids: str, within_s: float = TIMEOUT_S) -> None:
     try:
         result = _run(["scancel", *job_ids], time.monotonic() + within_s)
     except NoAnswer as error:
-        raise UserError(str(error)) from error
+        ids = f"job {job_ids[0]}" if len(job_ids) == 1 else f"{len(job_ids)} jobs"
+        raise UserError(f"{error}, so {ids} may or may not be cancelled: look again with hpc-rl status") from error
     if result is None or result.returncode:
         raise UserError(f"scancel {' '.join(job_ids)}: {_message(result)}")
 

@@ -16,9 +16,10 @@ from hpc_rl.submission import queue
 from hpc_rl.submission.directives import environment_notes
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import check_local
-from hpc_rl.submission.planning import check_fit, expected, on_fewest_nodes, plan_of_job
+from hpc_rl.submission.planning import check_fit, check_host, expected, on_fewest_nodes, plan_of_job
 from hpc_rl.submission.preflight.checks import check
 from hpc_rl.submission.request import Request, plan, reserve
+from hpc_rl.submission.resources import granted_bytes
 from hpc_rl.submission.script import render
 
 Note = Callable[[str], None]
@@ -46,7 +47,8 @@ def prepare(request: Request, note: Note) -> tuple[Job, str]:
     if not request.local:
         if (found := plan_of_job(job)) is not None:
             notes += check_fit(found, job.size, request.force)
-            job = replace(job, facts=expected(found))
+            notes += check_host(found, granted_bytes(job.config), request.force)
+            job = replace(job, facts=expected(job.kind, found))
         notes += environment_notes(os.environ, script)
     for line in notes:
         note(line)

@@ -17,14 +17,17 @@ from hpc_rl.config.tree import flat
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.host.hub import hub_config
+from hpc_rl.host.model_kind import refuse_unsplittable
 from hpc_rl.plan.advice import MOST_NODES, advise, fewest, more_nodes, words
+from hpc_rl.plan.duration import Duration, gpus_of, items_of
 from hpc_rl.plan.hardware import gpu_bytes
 from hpc_rl.plan.memory import Planned, models_of
 from hpc_rl.plan.plan import Plan, plan_of
 from hpc_rl.plan.shape import Shape, shape_of
-from hpc_rl.plan.text import arithmetic, problem, remedies
+from hpc_rl.plan.text import arithmetic, gigabytes, problem, remedies
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.submission.devices import Devices
+from hpc_rl.submission.duration import duration_of, gpu_kind, measured_like
 from hpc_rl.submission.hub import hub_cache
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.request import Request
@@ -70,12 +73,16 @@ def shapes_of(config: Planned, ask_hub: bool) -> dict[str, Shape]:
         ask_hub: whether to read from the hub what neither a folder nor the cache has.
 
     Raises:
-        UserError: there is no config.json of a model, or it is of a kind that is not counted.
+        UserError: there is no config.json of a model, it is of a kind that is not counted, or ranks cannot share its
+            rows as trainer.sequence_parallel requests it.
     """
-    return {
-        path: shape_of(_config_of(key, path, config, ask_hub), f"{key} {path}")
-        for key, path in models_of(config).items()
-    }
+    size = 1 if isinstance(config, GenerateConfig) else config.trainer.sequence_parallel
+    found = {}
+    for key, path in models_of(config).items():
+        settings = _config_of(key, path, config, ask_hub)
+        refuse_unsplittable(key, path, settings, size)
+        found[path] = shape_of(settings, f"{key} {path}")
+    return found
 
 
 class JobPlan(NamedTuple):
@@ -129,18 +136,50 @@ def check_fit(found: JobPlan, size: str, force: bool = False) -> list[str]:
     raise UserError("\n".join(lines))
 
 
-def expected(found: JobPlan) -> dict[str, Any]:
-    """Return what the plan of a job expects, for job.json; empty for an engine that is alone."""
+def check_host(found: JobPlan, granted: float | None, force: bool = False) -> list[str]:
+    """Check that a node's memory holds what trainer.offload moves there.
+
+    Args:
+        granted: memory that the job requests on each node, in bytes; None if it is unknown.
+        force: a job that does not fit is no error.
+
+    Returns:
+        A sentence for the user about a job that may not fit.
+
+    Raises:
+        UserError: it does not fit.
+    """
+    config, _, plan = found
+    if not plan.offloaded or granted is None or plan.host <= granted:
+        return []
+    level = config.trainer.offload
+    needs = (
+        f"trainer.offload={level} keeps {gigabytes(plan.offloaded)} GB in the memory of each node, which needs about "
+        f"{gigabytes(plan.host)} GB with its processes and the copies for checkpoints, and the job requests "
+        f"{gigabytes(granted)} GB"
+    )
+    if plan.offloaded < granted or force:  # the rest is assumed
+        return [f"the job may not fit: {needs}"]
+    less = ", trainer.offload=optimizer" if level == "all" else ""
+    raise UserError(f"{needs}: request more (--mem), or use more nodes{less}; --force submits the job anyway")
+
+
+def expected(kind: str, found: JobPlan) -> dict[str, Any]:
+    """Return what the plan of a job expects, for job.json."""
     config, shapes, plan = found
-    if not plan.training:
-        return {}
-    less = advise(config, shapes, plan.gpu, limit=_LESS * plan.training)
+    less = advise(config, shapes, plan.gpu, limit=_LESS * plan.training) if plan.training else None
+    time = duration_of(config, shapes, plan.gpu, measured_like(kind, config, shapes, plan.gpu))
     facts = Expected(
         phase=plan.fullest.name,
         peak_gb=round(plan.fullest.peak / 1e9, 3),
         usable_gb=round(plan.usable / 1e9, 3),
         training_gb=round(plan.training / 1e9, 3),
         less=[] if less is None else words(less.settings),
+        gpu=gpu_kind(config, plan.gpu),
+        gpus=gpus_of(config),
+        parameters=shapes[config.model.path].total,
+        items=items_of(config),
+        step_s=[round(seconds, 3) for seconds in time.step] if isinstance(time, Duration) else [],
     )
     return {KEY: facts.as_dict()}
 

@@ -53,6 +53,8 @@ class Request:
     """Whether to submit a job that does not fit into the memory of its GPUs."""
     command: tuple[str, ...] = ()
     """The command line, for job.json."""
+    flags: tuple[str, ...] = ()
+    """Flags of the command line without a key, such as --dry-run, that a corrected command repeats."""
 
 
 def plan(request: Request, taken: frozenset[str] = frozenset(), nodes: NodeListing | None = None) -> Job:
@@ -80,7 +82,7 @@ def plan(request: Request, taken: frozenset[str] = frozenset(), nodes: NodeListi
     on_test_partition = request.is_test and "slurm.partition" not in request.settings
     fill_in = [*([_choose_test_partition] if on_test_partition else []), devices.fill_in]
     site = load_profile(request.site).values
-    config = compose(request.kind, request.overrides, request.settings, site, fill_in)
+    config = compose(request.kind, request.overrides, request.settings, site, fill_in, request.flags)
     return job_of(request, config, taken, devices)
 
 

@@ -67,6 +67,14 @@ def memory_per_node(config: JobConfig) -> str | None:
     return f"{int(slurm.node.mem_mb * share)}M" if slurm.node.mem_mb and share else None
 
 
+def granted_bytes(config: JobConfig) -> float | None:
+    """Return the memory that the job requests on each node, in bytes; None if Slurm decides, or if the memory of a
+    whole node is unknown."""
+    asked = memory_per_node(config)
+    megabytes = config.slurm.node.mem_mb if asked == "0" else memory_mb(asked or "")
+    return megabytes * 2.0**20 if megabytes else None
+
+
 def _memory(config: JobConfig) -> Iterator[Directive]:
     slurm = config.slurm
     asked = memory_per_node(config)

@@ -38,7 +38,7 @@ def rates(record: Record) -> list[str]:
     texts: dict[str, Callable[[float], str]] = {
         "perf/responses_per_s": lambda v: f"{number(v)} responses/s",
         "perf/tokens_per_s": lambda v: f"{number(v)} tok/s",
-        "perf/throughput": lambda v: f"{number(v)} tok/s/GPU",
+        "perf/throughput": lambda v: f"{number(v)} tok/s each",
         "perf/mfu": lambda v: f"MFU {100 * v:.1f}%",
         "perf/mfu/actor": lambda v: f"MFU {100 * v:.1f}%",
         "perf/max_memory_gb": lambda v: f"{v:.1f} GB",

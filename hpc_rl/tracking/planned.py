@@ -15,7 +15,7 @@ KEY = "plan"
 
 @dataclass(frozen=True)
 class Expected:
-    """The memory of a GPU that a plan expected, in 10^9 bytes."""
+    """What a plan expected: the memory of a GPU in 10^9 bytes, and the time of a step."""
 
     phase: str
     """The phase with the most memory."""
@@ -23,9 +23,20 @@ class Expected:
     """The memory of that phase."""
     usable_gb: float
     training_gb: float
-    """The most memory of the training processes, without an engine in other processes: what a run records."""
+    """The most memory of the training processes, without an engine in other processes: what a run records. 0 if the job
+    trains nothing."""
     less: Sequence[str]
     """Settings, as key=value, with which the peak is clearly lower; empty if there are none."""
+    gpu: str = ""
+    """The kind of GPUs; runs on the same kind can be compared."""
+    gpus: int = 0
+    """Number of GPUs of the job."""
+    parameters: int = 0
+    """Of the model."""
+    items: int = 0
+    """Samples or responses of a step."""
+    step_s: Sequence[float] = ()
+    """The shortest and the longest time of a step in seconds; empty if no speed is known."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the form that job.json has."""
@@ -39,9 +50,10 @@ class Expected:
         """
         recorded = f"the run recorded {recorded_gb:.1f} GB" if recorded_gb else "the run recorded no complete step"
         less = f"; less memory: {' '.join(self.less)}" if self.less else ""
+        training = f", and {self.training_gb:.1f} GB in the training processes" if self.training_gb else ""
         return (
-            f"expected at most {self.peak_gb:.1f} of {self.usable_gb:.1f} usable GB, in the phase `{self.phase}`, and "
-            f"{self.training_gb:.1f} GB in the training processes; {recorded}{less}"
+            f"expected at most {self.peak_gb:.1f} of {self.usable_gb:.1f} usable GB, in the phase `{self.phase}`"
+            f"{training}; {recorded}{less}"
         )
 
 
@@ -57,6 +69,11 @@ def read_expected(run: RunDir) -> Expected | None:
             float(found["usable_gb"]),
             float(found["training_gb"]),
             [str(word) for word in found["less"]],
+            str(found.get("gpu", "")),
+            int(found.get("gpus", 0)),
+            int(found.get("parameters", 0)),
+            int(found.get("items", 0)),
+            tuple(float(seconds) for seconds in found.get("step_s", ())),
         )
     except (KeyError, TypeError, ValueError):
         return None

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from hpc_rl.tracking.formatting import duration, hours, number
 from hpc_rl.tracking.history import KILLED, Attempt, History
@@ -153,17 +154,26 @@ def _numbers(run: Recorded) -> list[tuple[str, str]]:
     for label, key, unit in (
         ("Responses/s", "perf/responses_per_s", ""),
         ("Tokens/s", "perf/tokens_per_s", ""),
-        ("Tokens/s/GPU", "perf/throughput", ""),
+        ("Tokens/s, each rank or GPU", "perf/throughput", ""),
         ("MFU", "perf/mfu", "%"),
         ("MFU, policy updates", "perf/mfu/actor", "%"),
     ):
         if values := run.points(key):
-            median = sorted(value for _, value in values)[len(values) // 2]
-            numbers.append((label, f"{100 * median:.1f} %" if unit else number(median)))
+            middle = sorted(value for _, value in values)[len(values) // 2]
+            numbers.append((label, f"{100 * middle:.1f} %" if unit else number(middle)))
+    planned = run.expected
+    if values := run.points("perf/time_per_step"):
+        beside = f" (plan: {_seconds(planned.step_s)})" if planned is not None and planned.step_s else ""
+        numbers.append(("Time per step", f"{_seconds([median(value for _, value in values)])}{beside}"))
     if values := run.points("perf/max_memory_gb"):
-        planned = "" if run.expected is None else f" (plan: {run.expected.training_gb:.1f} GB)"
-        numbers.append(("Peak memory", f"{max(value for _, value in values):.1f} GB{planned}"))
+        beside = f" (plan: {planned.training_gb:.1f} GB)" if planned is not None and planned.training_gb else ""
+        numbers.append(("Peak memory", f"{max(value for _, value in values):.1f} GB{beside}"))
     return numbers
+
+
+def _seconds(values: Sequence[float]) -> str:
+    """Format a time, or a range of times: 0.42 s, 12 to 31 s."""
+    return f"{' to '.join(dict.fromkeys(number(value) for value in values))} s"
 
 
 def _row(attempt: Attempt) -> AttemptRow:

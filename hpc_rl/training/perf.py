@@ -1,8 +1,7 @@
-"""Wall time of phases, and the peak speed of devices."""
+"""Wall time of phases, and the peak speed and memory of devices."""
 
 from __future__ import annotations
 
-import re
 import resource
 import threading
 import time
@@ -11,23 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
+from hpc_rl.host.gpu_models import reported
 from hpc_rl.host.heartbeat import heart
-
-PEAK_TFLOPS = {
-    r"B200": 2250.0,  # https://www.nvidia.com/en-us/data-center/hgx/ (dense is half of the figure with sparsity)
-    r"H200|GH200|H100 80GB HBM3|H100 SXM": 989.0,  # https://www.nvidia.com/en-us/data-center/h200/
-    r"H100 NVL": 835.0,  # https://www.nvidia.com/en-us/data-center/h100/
-    r"H100 PCIe": 756.0,  # https://www.nvidia.com/content/dam/en-zz/Solutions/gtcs22/data-center/h100/PB-11133-001_v01.pdf
-    r"A100": 312.0,  # https://www.nvidia.com/en-us/data-center/a100/
-    r"A40\b": 149.7,  # https://images.nvidia.com/content/Solutions/data-center/a40/nvidia-a40-datasheet.pdf
-    r"L40S": 362.0,  # https://www.nvidia.com/en-us/data-center/l40s/
-    r"\bL4\b": 121.0,  # https://www.nvidia.com/en-us/data-center/l4/
-    r"MI300X": 1307.4,  # https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html
-    r"MI250X": 191.5,  # https://www.amd.com/en/products/accelerators/instinct/mi200/mi250x.html (one of two dies)
-}
-"""The dense bfloat16 peak of devices by a pattern of the name that torch reports, in 10^12 operations per second. The
-names differ between vendors, so one table holds them all; a device that is not in it has no MFU."""
-
 
 GAP_S = 0.1
 """A shorter gap between two spans of a phase is not recorded: engines generate in calls of about this time."""
@@ -100,7 +84,8 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type == "cpu":
         return None
     name = torch.get_device_module(device.type).get_device_name(device)
-    return next((peak * 1e12 for pattern, peak in PEAK_TFLOPS.items() if re.search(pattern, name)), None)
+    model = reported(name)
+    return None if model is None else model.tflops * 1e12
 
 
 def max_memory_gb(device: torch.device) -> float:

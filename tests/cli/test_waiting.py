@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import process_start_time
+from tests.fake_slurm import calls, fake_slurm
 
 DEADLINE_S = 600
 
@@ -48,3 +50,24 @@ def test_following_ends_and_the_job_goes_on(run: RunDir, words: list[str]) -> No
         _, said = following.communicate(timeout=DEADLINE_S)
     assert following.returncode == 130
     assert said.splitlines() == ["hpc-rl: job local-7 continues; end it with hpc-rl stop first or hpc-rl cancel first"]
+
+
+def test_submitting_with_wait_ends_and_the_job_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (fake_slurm(tmp_path, monkeypatch) / "squeue.text").write_text("7 |RUNNING |node1 |None |N/A |\n")
+    (tmp_path / "train.py").touch()
+    words = ["submit", "torchrun", "--job-name", "first", "--wait", "trainer.device=cpu", "--", "train.py"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "hpc_rl.cli", *words], cwd=tmp_path,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    ) as waiting:  # fmt: skip
+        deadline = time.monotonic() + DEADLINE_S
+        while (
+            sum(call.startswith("squeue") for call in calls(tmp_path)) < 2
+        ):  # the first call is for its expected start
+            assert waiting.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        waiting.send_signal(signal.SIGINT)
+        _, said = waiting.communicate(timeout=DEADLINE_S)
+    assert waiting.returncode == 130
+    assert said.splitlines()[-1] == "hpc-rl: job 7 continues; end it with hpc-rl stop first or hpc-rl cancel first"
+    assert not any(call.startswith("scancel") for call in calls(tmp_path))

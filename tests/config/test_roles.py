@@ -39,6 +39,16 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
             "data.max_prompt_length 512 + data.max_response_length 8 exceeds trainer.micro_tokens 519: a sample is "
             "never split, so raise micro_tokens or lower the lengths",
         ),
+        (
+            ("trainer.micro_tokens=259", "trainer.sequence_parallel=2", TWO_GPUS),
+            "data.max_prompt_length 512 + data.max_response_length 8 exceeds 518 (trainer.sequence_parallel 2 x "
+            "trainer.micro_tokens 259): a sample is never split, so raise micro_tokens or lower the lengths",
+        ),
+        (
+            ("trainer.sequence_parallel=3", TWO_GPUS),
+            "trainer.sequence_parallel=3 does not divide the ranks of each node of pool global_pool: 2; use a divisor "
+            "of their numbers, or another pools.spec",
+        ),
         (("algorithm.overlong_buffer=9",), "algorithm.overlong_buffer 9 exceeds data.max_response_length 8: lower it"),
         *(
             (

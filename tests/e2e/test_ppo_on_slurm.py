@@ -1,6 +1,7 @@
 """The reinforcement-learning path on a real Slurm: Ray across nodes, pools, PPO, under cgroup limits."""
 
 import json
+import re
 import uuid
 from pathlib import Path
 
@@ -53,11 +54,19 @@ def logs(workspace: Workspace, run: str) -> set[str]:
     return {path.name for path in attempt.glob("node*-*rank*.log")} | {p.name for p in attempt.glob("*engine*.log")}
 
 
-def test_two_nodes_get_better_although_they_are_stopped(workspace: Workspace) -> None:
+def step_of_driver(cluster: Cluster) -> int:
+    """Return the step that the driver on node1 has recorded as a sign of life."""
+    found = cluster.exec_on("node1", ["sh", "-c", "cat /tmp/0.*/beats/*.beat"]).stdout
+    beats = [json.loads(text) for text in re.findall(r"{.*?}", found)]
+    return max((beat["step"] for beat in beats if beat["name"] == "the driver"), default=0)
+
+
+def test_two_nodes_get_better_although_they_are_stopped(workspace: Workspace, slurm_cluster: Cluster) -> None:
     command = ["submit", "ppo", "--nodes", "2", "--mem", "4G", "--job-name", "two", *PPO]
     workspace.ok(*command, "trainer.total_training_steps=1000")  # it cannot end before it is stopped
     metrics = workspace.folder / "runs" / "two" / "metrics.jsonl"
     workspace.wait_until(lambda: metrics.exists() and len(scores(workspace, "two")) >= 2, "2 steps")
+    workspace.wait_until(lambda: step_of_driver(slurm_cluster) >= 2, "a sign of life of the driver in a step")
     workspace.ok("stop", "two")
     workspace.wait_until(lambda: workspace.status("two")["state"] == "STOPPED", "stopped")
     assert logs(workspace, "two") == {"node0-global_pool-rank0.log", "node1-global_pool-rank1.log"}

@@ -10,10 +10,16 @@ from pathlib import Path
 from tests.e2e.test_ppo_on_slurm import PPO, REWARD
 from tests.e2e.workspace import Workspace, make_workspace
 from tests.sandbox.cluster import Cluster
+from tests.sandbox.spec import TMP
 
 SMALL_PPO = [*PPO, "data.train_batch_size=8", "actor.mini_batch_size=16"]
-_LEFT = "hpc_rl[.](node|finetune|rl)|^ray::|gcs_server|raylet"
-"""Processes of a job that must not be there after its end."""
+_LEFT = r"""
+for process in /proc/[0-9]*; do
+  if grep -qsz '^SLURM_JOB_ID=' $process/environ; then tr '\0\n' '  ' < $process/cmdline; echo; fi
+done
+find /tmp /dev/shm -mindepth 1 -maxdepth 1
+"""
+"""Lists every process that a job has started, and the files in the folders that all jobs share."""
 
 
 def workspace_on(cluster: Cluster, name: str) -> Workspace:
@@ -34,7 +40,25 @@ def measured(run: Path) -> list[tuple[int, float]]:
     return [(record["step"], record[name]) for record in records for name in names if name in record]
 
 
-def left_on(cluster: Cluster, nodes: Iterable[str]) -> str:
-    """Return processes and folders of jobs that are still on these nodes."""
-    commands = (["pgrep", "-fa", _LEFT], ["sh", "-c", "ls -d /tmp/0.*"])
-    return "".join(cluster.exec_on(node, command).stdout for node in nodes for command in commands)
+def steps_lost(steps: list[tuple[int, float]]) -> int:
+    """Return how many of the steps that a run has measured it had to repeat."""
+    return len(steps) - len(dict(steps))
+
+
+def left_on(cluster: Cluster, nodes: Iterable[str]) -> list[str]:
+    """Return processes and files of jobs that are still on these nodes."""
+    own = {str(TMP / Path(folder).relative_to(TMP).parts[0]) for folder in cluster.spec.shared_tmp}
+    found = [line for node in nodes for line in cluster.exec_on(node, ["bash", "-c", _LEFT]).stdout.splitlines()]
+    return [line for line in found if line not in own]
+
+
+def left_behind(cluster: Cluster, run: Path) -> str:
+    """Wait until the nodes are idle, and check that the job of a run has left nothing on them, and no token.
+
+    Returns:
+        what to record in the table.
+    """
+    cluster.wait_idle()
+    found = [*left_on(cluster, cluster.nodes), *map(str, run.glob("attempt-*/.ray-token"))]
+    assert not found, found
+    return "nothing"

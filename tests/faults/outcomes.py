@@ -29,8 +29,8 @@ class Outcome:
     """`resumed`, `exit code 1`, `unaffected` ..."""
     steps_lost: int | None
     """Steps that were repeated after the resume; None if the job did not resume."""
-    left_behind: str = "nothing"
-    """Files and processes that were still there after the end."""
+    left_behind: str = ""
+    """Files and processes that were still there after the end: `jobs.left_behind`. Empty if not measured."""
     losses_equal: bool | None = None
     """Whether the losses equal those of an uninterrupted run; None if not compared."""
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import sandbox_cluster
 from tests.e2e.workspace import QUICK, Workspace
-from tests.faults.jobs import SMALL_PPO, measured, workspace_on
+from tests.faults.jobs import SMALL_PPO, left_behind, measured, workspace_on
 from tests.faults.outcomes import Outcome
 from tests.sandbox.cluster import Cluster
 from tests.small_disk import SmallDisk, small_disk
@@ -43,6 +43,7 @@ def workspace(cluster: Cluster) -> Workspace:
 @pytest.mark.parametrize("job", ["sft", "ppo"])
 def test_the_disk_of_the_run_directory_fills_up(
     workspace: Workspace,
+    cluster: Cluster,
     disk: SmallDisk,
     job: Literal["sft", "ppo"],
     exhaust: Callable[[SmallDisk], None],
@@ -56,6 +57,7 @@ def test_the_disk_of_the_run_directory_fills_up(
     exhaust(disk)
     workspace.wait_until(lambda: workspace.status(str(run))["state"] == "FAILED", "the job failed")
     assert workspace.status(str(run))["exit_code"] == 1
+    left_behind(cluster, run)
     for view in ("status", "explain"):
         assert "No space left on device" in workspace.ok(view, str(run))
     assert f"file system {disk.path} (tmpfs) has" in workspace.ok("status", str(run))
@@ -71,12 +73,17 @@ def test_the_disk_of_the_run_directory_fills_up(
     assert sorted(after) == list(range(1, last + 1))
     lost = max(before) - saved
     fault = "full disk of the run directory" if exhaust is SmallDisk.fill else "no free inodes for the run directory"
-    observed(Outcome(fault, job, None, "No space left on device", "exit code 1; resumed", lost))
+    left = left_behind(cluster, run)
+    observed(Outcome(fault, job, None, "No space left on device", "exit code 1; resumed", lost, left))
 
 
 @pytest.mark.parametrize("job", ["sft", "ppo"])
 def test_the_temporary_folder_of_a_node_is_full_at_the_start(
-    workspace: Workspace, disk: SmallDisk, job: Literal["sft", "ppo"], observed: Callable[[Outcome], None]
+    workspace: Workspace,
+    cluster: Cluster,
+    disk: SmallDisk,
+    job: Literal["sft", "ppo"],
+    observed: Callable[[Outcome], None],
 ) -> None:
     disk.fill()
     options = [
@@ -91,4 +98,6 @@ def test_the_temporary_folder_of_a_node_is_full_at_the_start(
     assert ended.returncode == 2, ended.stdout + ended.stderr
     message = next(line for line in workspace.ok("logs", f"tmp-{job}").splitlines() if line.startswith("hpc-rl: "))
     assert message.startswith("hpc-rl: the temporary folder of node node") and "No space left on device" in message
-    observed(Outcome("full temporary folder at the start", job, None, message, "exit code 2", None))
+    left = left_behind(cluster, workspace.folder / "runs" / f"tmp-{job}")
+    assert list(disk.path.glob("0.*")) == []
+    observed(Outcome("full temporary folder at the start", job, None, message, "exit code 2", None, left))

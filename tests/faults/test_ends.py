@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ import pytest
 
 from tests.conftest import sandbox_cluster
 from tests.e2e.workspace import QUICK, Workspace
-from tests.faults.jobs import SMALL_PPO, left_on, workspace_on
+from tests.faults.jobs import SMALL_PPO, left_behind, left_on, measured, steps_lost, workspace_on
 from tests.faults.outcomes import Outcome
 from tests.sandbox import network, state
 from tests.sandbox.cluster import Cluster
@@ -71,7 +70,7 @@ def patient_cluster() -> Iterator[Cluster]:
 
 
 def begin(workspace: Workspace, job: Job, name: str, *options: str) -> Path:
-    """Start a run on two nodes that does not end by itself, wait for its second step, and return its folder."""
+    """Start a run on two nodes, wait for its second step, and return its folder. Its options may limit its steps."""
     own = QUICK if job == "sft" else [*SMALL_PPO, "slurm.mem=4G"]
     workspace.ok("submit", job, "--nodes", "2", "--job-name", name, *own, *ENDLESS, *options)
     run = workspace.folder / "runs" / name
@@ -100,10 +99,8 @@ def test_a_killed_part(
     assert part.message == BY_SCRIPT or not re.search(NOISE, said[: found.start()]), said
     status = workspace.status(run.name)
     assert status["state"] == "FAILED" and part.exit_code in (None, status["exit_code"]), said
-    slurm_cluster.wait_idle()
-    left = left_on(slurm_cluster, slurm_cluster.nodes)
-    assert left == ""
-    observed(Outcome(f"SIGKILL of {part.name}", part.job, seconds, found[1], f"exit code {status['exit_code']}", None))
+    left, ended_with = left_behind(slurm_cluster, run), f"exit code {status['exit_code']}"
+    observed(Outcome(f"SIGKILL of {part.name}", part.job, seconds, found[1], ended_with, None, left))
 
 
 @pytest.mark.parametrize("job", ["sft", "ppo"])
@@ -116,24 +113,49 @@ def test_a_node_without_slurmstepd(
     workspace.ok("stop", run.name)
     workspace.wait_until(lambda: workspace.status(run.name)["state"] not in ("PENDING", "RUNNING"), "the end")
     assert workspace.status(run.name)["state"] == "STOPPED", text_of(run)
-    slurm_cluster.wait_idle()
-    assert left_on(slurm_cluster, slurm_cluster.nodes) == ""
-    observed(Outcome("SIGKILL of slurmstepd", job, None, "", "went on; saved when it was asked to stop", 0))
+    lost, left = steps_lost(measured(run)), left_behind(slurm_cluster, run)
+    observed(Outcome("SIGKILL of slurmstepd", job, None, "", "went on; saved when it was asked to stop", lost, left))
 
 
 @pytest.mark.parametrize("job", ["sft", "ppo"])
 def test_a_node_that_is_cut_off(patient_cluster: Cluster, job: Job, observed: Callable[[Outcome], None]) -> None:
-    """The run is queued again without the node, before Slurm has noticed. Both sides are cleaned up."""
-    workspace = workspace_on(patient_cluster, "ends")
-    run = begin(workspace, job, f"{job}-cut", "trainer.save_freq=1", "--sbatch", "nodelist=node[2-3]")
-    network.unplug(state.machines(patient_cluster.name)["ctl"].pid, 3, second="")
+    """The run is queued again without the node, before Slurm has noticed, and resumes on the others.
+
+    Both sides are cleaned up.
+    """
+    workspace, cluster = workspace_on(patient_cluster, "ends"), patient_cluster
+    steps = f"trainer.total_training_steps={8 if job == 'sft' else 30}"
+    run, whole = (workspace.folder / "runs" / f"{job}-{name}" for name in ("cut", "whole"))
+    begin(workspace, job, whole.name, steps)
+    workspace.ok("logs", "-f", whole.name)
+    held = workspace.hold_at(3) if job == "sft" else []
+    begin(workspace, job, run.name, "trainer.save_freq=1", steps, *held)
+    _, lost = nodes_of(cluster, workspace, run)
+    network.unplug(state.machines(cluster.name)["ctl"].pid, cluster.nodes.index(lost) + 1, second="")
     began = time.monotonic()
     workspace.wait_until(lambda: "is queued again" in text_of(run), "the run to be queued again")
     seconds = time.monotonic() - began
     lines = [line.removeprefix("hpc-rl: ") for line in text_of(run).splitlines() if line.startswith("hpc-rl: ")]
-    lost = [line for line in lines if "node node3 is lost" in line]
-    assert lost and "lost node3 (1 of at most 3 times)" in text_of(run), text_of(run)
-    workspace.wait_until(lambda: left_on(patient_cluster, ["node3"]) == "", "the lost node to be empty")
-    workspace.ok("cancel", run.name)
-    assert json.loads((run / "status.json").read_text())["attempt"] == 1
-    observed(Outcome("node cut off", job, seconds, lost[0], "queued again without the node", None))
+    reasons = [line for line in lines if f"node {lost} is lost" in line]
+    assert reasons and f"lost {lost} (1 of at most 3 times)" in text_of(run), text_of(run)
+    workspace.wait_until(lambda: left_on(cluster, [lost]) == [], "the lost node to be empty")
+    workspace.release(run.name)
+    # Slurm starts the job again when it knows that the node is down: here at once, elsewhere after SlurmdTimeout.
+    cluster.run(["scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=cut off"], check=True)
+    workspace.ok("logs", "-f", run.name)
+    status = workspace.status(run.name)
+    assert (status["state"], status["attempt"]) == ("COMPLETED", 2), text_of(run)
+    assert lost not in nodes_of(cluster, workspace, run) and status["lost_nodes"] == [lost]
+    found = measured(run)
+    assert dict(found) == pytest.approx(dict(measured(whole)), abs=1e-4)
+    others = [node for node in cluster.nodes if node != lost]
+    workspace.wait_until(lambda: left_on(cluster, others) == [], "the other nodes to be empty")
+    assert not list(run.glob("attempt-*/.ray-token"))
+    ended, left = "queued again without the node; resumed", "nothing"
+    observed(Outcome("node cut off", job, seconds, reasons[0], ended, steps_lost(found), left, losses_equal=True))
+
+
+def nodes_of(cluster: Cluster, workspace: Workspace, run: Path) -> list[str]:
+    """Return the nodes of a run's job, in Slurm's order."""
+    nodes = str(workspace.status(run.name)["nodes"])
+    return cluster.run(["scontrol", "show", "hostnames", nodes], check=True).stdout.split()

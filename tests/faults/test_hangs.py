@@ -12,8 +12,9 @@ from typing import Literal
 import pytest
 
 from tests.e2e.workspace import QUICK, Workspace
-from tests.faults.jobs import SMALL_PPO, left_on, measured, workspace_on
+from tests.faults.jobs import SMALL_PPO, left_behind, measured, steps_lost, workspace_on
 from tests.faults.outcomes import Outcome
+from tests.faults.pauses import pause_in
 from tests.helpers import make_tiny_model
 from tests.sandbox.cluster import Cluster
 
@@ -99,8 +100,8 @@ def line_of(log: str) -> str:
     return found[0].removeprefix("hpc-rl: ")
 
 
-def check_ended(workspace: Workspace, cluster: Cluster, run: Path, message: str) -> str:
-    """Check that a job ended because of a hang, and return the line that names it."""
+def check_ended(workspace: Workspace, cluster: Cluster, run: Path, message: str) -> tuple[str, str]:
+    """Check that a job ended because of a hang. Return the line that names it, and what was left behind."""
     workspace.wait_until(lambda: (run / "attempt-1" / ".hang").exists(), "the hang to be found")
     workspace.wait_until(lambda: workspace.status(run.name)["state"] == "FAILED", "the job to end")
     status = workspace.status(run.name)
@@ -108,15 +109,13 @@ def check_ended(workspace: Workspace, cluster: Cluster, run: Path, message: str)
     assert re.match(f"hang: {message}", line), line
     assert status["exit_code"] == 1
     assert (run / "attempt-1" / ".hang").read_text().strip() in line
-    cluster.wait_idle()
-    assert left_on(cluster, cluster.nodes) == ""
-    return line
+    return line, left_behind(cluster, run)
 
 
 def test_a_rank_that_stops_is_found(workspace: Workspace, slurm_cluster: Cluster) -> None:
     run = submit(workspace, "sft", "short", "slurm.requeue=false")
     freeze(slurm_cluster, "node2", RANK)
-    line = check_ended(workspace, slurm_cluster, run, SFT[0].message)
+    line, _ = check_ended(workspace, slurm_cluster, run, SFT[0].message)
     assert re.search(r"no sign of life for \d+ s in \w+ of step \d+; the stacks of all processes are in", line)
     stacks = {path.name.rpartition("-")[0]: path.read_text() for path in (run / "attempt-1" / "stacks").iterdir()}
     assert set(stacks) == {"node0-rank-0", "node1-rank-1"}
@@ -144,10 +143,10 @@ def test_whatever_stops_is_found(
     freeze(slurm_cluster, what.node, what.pattern)
     workspace.wait_until(lambda: (run / "attempt-1" / ".hang").exists(), "the hang to be found")
     detected_s = time.monotonic() - began
-    line = check_ended(workspace, slurm_cluster, run, what.message)
+    line, left = check_ended(workspace, slurm_cluster, run, what.message)
     assert list((run / "attempt-1" / "stacks").glob("*.txt"))
     message = line.split("; the stacks")[0]
-    observed(Outcome(f"SIGSTOP of {what.name}", job, detected_s, message, "exit code 1", None))
+    observed(Outcome(f"SIGSTOP of {what.name}", job, detected_s, message, "exit code 1", None, left))
 
 
 @pytest.mark.faults
@@ -174,9 +173,27 @@ def test_a_run_that_hung_is_queued_again_and_resumes(
     assert (status["state"], status["attempt"]) == ("COMPLETED", 2), workspace.ok("logs", run.name)
     found = measured(run)
     assert dict(found) == pytest.approx(dict(measured(whole)), abs=1e-4)
-    lost = len(found) - len(dict(found))
-    message = (run / "attempt-1" / ".hang").read_text().strip()
-    observed(Outcome("a process hangs", job, detected_s, message, "resumed", lost, losses_equal=True))
+    message, left = (run / "attempt-1" / ".hang").read_text().strip(), left_behind(slurm_cluster, run)
+    observed(
+        Outcome("a process hangs", job, detected_s, message, "resumed", steps_lost(found), left, losses_equal=True)
+    )
+
+
+@pytest.mark.faults
+def test_a_rank_that_sleeps_is_found(
+    workspace: Workspace, slurm_cluster: Cluster, observed: Callable[[Outcome], None]
+) -> None:
+    """It is not stopped. Its stacks show that it waits in no collective, in which the other rank is."""
+    sleeps = pause_in(workspace, "hpc_rl.finetune.trainer:decisions", node="node2", mark="sleep")
+    run = submit(workspace, "sft", "sleeps", "slurm.requeue=false", *sleeps)
+    (run / "sleep").touch()
+    message = r"rank 1 on node node2: no sign of life for \d+ s in forward_backward of step \d+"
+    workspace.wait_until(lambda: (run / "attempt-1" / ".hang").exists(), "the hang to be found")
+    detected_s = time.time() - (run / "paused").stat().st_mtime
+    line, left = check_ended(workspace, slurm_cluster, run, message)
+    (stacks,) = (run / "attempt-1" / "stacks").glob("node1-rank-1-*.txt")
+    assert "sitecustomize.py" in stacks.read_text()
+    observed(Outcome("a rank sleeps", "sft", detected_s, line.split("; the stacks")[0], "exit code 1", None, left))
 
 
 @pytest.mark.faults
@@ -190,7 +207,6 @@ def test_the_walltime_of_a_run_that_hangs(
     named = (
         r"the walltime ends in \d+ s, and the run has not stopped: rank 1 on node node2 is stopped|rank 1 on node node2"
     )
-    line = check_ended(workspace, slurm_cluster, run, named)
-    observed(
-        Outcome("a process hangs at the walltime", "sft", None, line.split("; the stacks")[0], "exit code 1", None)
-    )
+    line, left = check_ended(workspace, slurm_cluster, run, named)
+    message = line.split("; the stacks")[0]
+    observed(Outcome("a process hangs at the walltime", "sft", None, message, "exit code 1", None, left))

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -89,7 +89,8 @@ def kill_often(
             assert len(names) in (2, 3), (seed, names)
         if observed is not None:
             fault = f"SIGKILL at {found['kills']} random moments in {found['runs']} runs"
-            observed(Outcome(fault, "sft" if kind == "sft" else "ppo", None, "", "resumed", None, losses_equal=True))
+            job: Literal["sft", "ppo"] = "sft" if kind == "sft" else "ppo"
+            observed(Outcome(fault, job, None, "", "resumed", None, "", losses_equal=True))
 
 
 def is_skipped(run: Path, file: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.test_ppo_on_slurm import PPO
 from tests.e2e.workspace import QUICK, Workspace
-from tests.faults.jobs import measured, workspace_on
+from tests.faults.jobs import left_behind, measured, steps_lost, workspace_on
 from tests.faults.outcomes import Outcome
 from tests.sandbox.cluster import Cluster
 
@@ -72,7 +72,6 @@ def first_message(workspace: Workspace, cluster: Cluster, run: str, words: str) 
     seconds = time.monotonic() - began
     assert cluster.wait_job(str(workspace.status(run)["job_id"])) in ("FAILED", "OUT_OF_MEMORY")
     assert workspace.status(run)["exit_code"] == 137, log_of(workspace, run)
-    cluster.wait_idle()
     found = [line for line in log_of(workspace, run).splitlines() if line.startswith("hpc-rl: ") and "died" in line]
     found += [line for line in log_of(workspace, run).splitlines() if words in line]
     assert words in found[0], found
@@ -102,7 +101,8 @@ def test_a_killed_process_of_ppo(
     kill(slurm_cluster, [node], pattern)
     words = message.format(logs=run / "attempt-1")
     seconds, line = first_message(workspace, slurm_cluster, run.name, words)
-    observed(Outcome(f"SIGKILL of a {what}", "ppo", seconds, line, "exit code 137", None))
+    left = left_behind(slurm_cluster, run)
+    observed(Outcome(f"SIGKILL of a {what}", "ppo", seconds, line, "exit code 137", None, left))
 
 
 def test_a_killed_engine_is_replaced(
@@ -116,12 +116,14 @@ def test_a_killed_engine_is_replaced(
     seconds = time.monotonic() - began
     line = next(line for line in log_of(workspace, run.name).splitlines() if words in line)
     assert "another engine starts in its place" in line
-    rewards = dict(rewards_until(workspace, run, len(measured(run)) + 10))
+    found = rewards_until(workspace, run, len(measured(run)) + 10)
+    rewards, left = dict(found), left_behind(slurm_cluster, run)
 
     whole = started(workspace, "ppo", "whole-engine", "--mem", "4G", *TWO_POOLS)
     assert rewards == pytest.approx(dict(rewards_until(workspace, whole, len(rewards))[: len(rewards)]), abs=1e-4)
     slurm_cluster.wait_idle()
-    observed(Outcome("SIGKILL of an engine", "ppo", seconds, line, "another engine", 0, losses_equal=True))
+    lost = steps_lost(found)
+    observed(Outcome("SIGKILL of an engine", "ppo", seconds, line, "another engine", lost, left, losses_equal=True))
 
 
 @pytest.mark.parametrize(
@@ -152,4 +154,5 @@ def test_a_rank_that_takes_more_memory_than_granted(
     seconds, line = first_message(workspace, slurm_cluster, run.name, message)
     explained = workspace.ok("explain", run.name)
     assert "Killed for lack of memory" in explained
-    observed(Outcome("a rank out of memory", "sft" if kind == "sft" else "ppo", seconds, line, "exit code 137", None))
+    left, job = left_behind(slurm_cluster, run), "sft" if kind == "sft" else "ppo"
+    observed(Outcome("a rank out of memory", job, seconds, line, "exit code 137", None, left))

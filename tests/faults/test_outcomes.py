@@ -11,6 +11,7 @@ FROZEN = Outcome(
     "rank 1 (log in /runs/a) | silent; its log is /runs/a/log",
     "resumed",
     2,
+    "nothing",
     losses_equal=True,
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -14,8 +15,19 @@ from hpc_rl.data.sft_dataset import Sample, chat_tokenizer
 from hpc_rl.data.sources import all_rows
 
 
-def reference_losses(config: SftConfig) -> tuple[list[float], float]:
-    """Training loss of every step, and the validation loss at the end."""
+@dataclass(frozen=True)
+class Reference:
+    """What a run should measure."""
+
+    losses: list[float]
+    """Training loss of every step."""
+    norms: list[float]
+    """Norm of the gradient of every step, before clipping."""
+    val_loss: float
+    """At the end."""
+
+
+def reference_run(config: SftConfig) -> Reference:
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     model = AutoModelForCausalLM.from_pretrained(config.model.path, attn_implementation="eager").train()
     train, val = (
@@ -36,11 +48,11 @@ def reference_losses(config: SftConfig) -> tuple[list[float], float]:
         for order in (epoch_order(len(train), config.trainer.seed, e, True) for e in range(config.trainer.total_epochs))
         for start in range(0, len(train), size)
     ]
-    warmup, losses = math.ceil(config.optim.warmup_ratio * len(batches)), []
+    warmup, losses, norms = math.ceil(config.optim.warmup_ratio * len(batches)), [], []
     for number, batch in enumerate(batches):
         loss = mean_loss(model, batch)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_grad)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_grad).item())
         rising = (number + 1) / (warmup + 1)
         falling = 0.5 * (1 + math.cos(math.pi * (number - warmup) / max(1, len(batches) - warmup)))
         for group in optimizer.param_groups:
@@ -49,7 +61,7 @@ def reference_losses(config: SftConfig) -> tuple[list[float], float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     with torch.no_grad():
-        return losses, mean_loss(model, val).item()
+        return Reference(losses, norms, mean_loss(model, val).item())
 
 
 def mean_loss(model: torch.nn.Module, samples: list[Sample]) -> torch.Tensor:

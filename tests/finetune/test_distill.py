@@ -35,6 +35,11 @@ CASES = {
     "top k": ["teacher.top_k=7", "algorithm.temperature=0.8"],
     "stored": [*STORED, "algorithm.divergence=js"],
 }
+WHOLE = ("forward", "stored")
+"""Cases of which whole runs are compared; of the others, two steps."""
+TWO_RANKS = [[], ["trainer.sharding=none", "trainer.packing=false"]]
+SHORT = ["trainer.total_training_steps=2", "trainer.test_freq=0"]
+SHORT_SPLIT = [*SHORT, "trainer.micro_tokens=300"]
 SPLITS = {
     "packed": [],
     "unpacked": ["trainer.packing=false", "model.enable_gradient_checkpointing=true"],
@@ -124,12 +129,26 @@ def test_loss_and_gradients_equal_those_of_a_plain_loop(folder: Path, tmp_path: 
 
 @pytest.fixture(scope="module")
 def uninterrupted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    runs = {name: tmp_path_factory.mktemp("runs") / name for name in ("forward", "stored")}
+    runs = {name: tmp_path_factory.mktemp("runs") / name for name in WHOLE}
     for name, run in runs.items():
         assert run_here([*KIND, *overrides(folder, name)], run) == 0
         losses = series(run, "train/divergence")
         assert losses[-1] < 0.9 * losses[0], "the student learns"
     return runs
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
+    """All runs of two ranks by their case, in the same two processes."""
+    place = tmp_path_factory.mktemp("two")
+    splits = [(name, more) for name in CASES for more in (TWO_RANKS if name in WHOLE else [SHORT_SPLIT])]
+    splits += [("stored", ["teacher.precompute_top_k=false", "trainer.sharding=gradients"])]
+    runs = [
+        ([*KIND, *overrides(folder, name)], place / str(number), more) for number, (name, more) in enumerate(splits)
+    ]
+    results = run_several(runs, ranks=2, timeout=1500)
+    assert [code for code, _, _ in results] == [0, 0], results
+    return {name: [run[1] for run, (own, _) in zip(runs, splits, strict=True) if own == name] for name in CASES}
 
 
 def same_as(expected: Path, found: Path) -> None:
@@ -140,16 +159,23 @@ def same_as(expected: Path, found: Path) -> None:
         assert series(found, name) == pytest.approx(series(expected, name), abs=1e-4), name
 
 
-@pytest.mark.parametrize("name", ["forward", "stored"])
-def test_two_ranks(folder: Path, tmp_path: Path, uninterrupted: dict[str, Path], name: str) -> None:
-    base = [*KIND, *overrides(folder, name)]
-    splits = {"full": [], "none, unpacked": ["trainer.sharding=none", "trainer.packing=false"]}
-    if name == "stored":
-        splits["live"] = ["teacher.precompute_top_k=false", "trainer.sharding=gradients"]
-    results = run_several([(base, tmp_path / split, more) for split, more in splits.items()], ranks=2)
-    assert [code for code, _, _ in results] == [0, 0], results
-    for split in splits:
-        same_as(uninterrupted[name], tmp_path / split)
+@pytest.mark.parametrize("name", WHOLE)
+def test_two_ranks(uninterrupted: dict[str, Path], two_ranks: dict[str, list[Path]], name: str) -> None:
+    assert len(two_ranks[name]) == (3 if name == "stored" else 2)
+    for run in two_ranks[name]:
+        same_as(uninterrupted[name], run)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in WHOLE])
+def test_two_ranks_of_every_other_loss(
+    folder: Path, tmp_path: Path, two_ranks: dict[str, list[Path]], name: str
+) -> None:
+    """The loss of the second step depends on the direction of the first gradient."""
+    assert run_here([*KIND, *overrides(folder, name)], tmp_path, *SHORT) == 0
+    for metric in ("train/loss", "train/grad_norm"):
+        expected = series(tmp_path, metric)
+        assert len(expected) == 2 and all(expected)
+        assert series(two_ranks[name][0], metric) == pytest.approx(expected, rel=1e-4, abs=1e-4), metric
 
 
 def test_stopped_on_two_ranks_and_resumed_on_one(

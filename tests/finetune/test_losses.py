@@ -1,4 +1,4 @@
-"""The same losses, however the work is split."""
+"""The same losses and gradients, however the work is split."""
 
 from __future__ import annotations
 
@@ -10,29 +10,43 @@ import pytest
 from hpc_rl.config.compose import compose
 from hpc_rl.config.sft import SftConfig
 from tests.finetune.jobs import run_here, run_several, series
-from tests.finetune.reference import reference_losses
+from tests.finetune.reference import Reference, reference_run
 
 TWO_RANKS = {
     "full": [],
     "gradients, unpacked": ["trainer.sharding=gradients", "trainer.packing=false"],
     "none, many micro-batches": ["trainer.sharding=none", "data.max_length=128", "trainer.micro_tokens=128"],
     "full, many micro-batches": ["data.max_length=128", "trainer.micro_tokens=128"],
+    "moments in host memory": ["trainer.offload=optimizer"],
+    "sequence parallel": ["trainer.sequence_parallel=2", "trainer.n_gpus_per_node=2"],
+    "sequence parallel, unpacked": [
+        *("trainer.sequence_parallel=2", "trainer.n_gpus_per_node=2", "trainer.packing=false"),
+        *("trainer.sharding=gradients", "model.enable_gradient_checkpointing=true"),
+    ],
+    "sequence parallel, samples over micro_tokens": [
+        *("trainer.sequence_parallel=2", "trainer.n_gpus_per_node=2", "trainer.sharding=none"),
+        *("data.max_length=128", "trainer.micro_tokens=64"),
+    ],
     "more ranks than samples": ["data.train_batch_size=1", "trainer.total_training_steps=2", "trainer.test_freq=0"],
 }
 
 TWO_NODES = {
     "hybrid": ["trainer.sharding=hybrid"],
+    "hybrid, sequence parallel": [
+        *("trainer.sharding=hybrid", "trainer.sequence_parallel=2", "trainer.n_gpus_per_node=2"),
+        *("data.max_length=128", "trainer.micro_tokens=64"),
+    ],
     "hybrid, many micro-batches": ["trainer.sharding=hybrid", "data.max_length=128", "trainer.micro_tokens=128"],
 }
 
 
 @pytest.fixture(scope="module")
-def reference(sft_config: list[str]) -> tuple[list[float], float]:
+def reference(sft_config: list[str]) -> Reference:
     config = compose("sft", sft_config)
     assert isinstance(config, SftConfig)
-    losses, val_loss = reference_losses(config)
-    assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
-    return losses, val_loss
+    found = reference_run(config)
+    assert len(found.losses) == 8 and found.losses[-1] < found.losses[0] - 0.5
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -64,27 +78,25 @@ def two_nodes(sft_config: list[str], tmp_path_factory: pytest.TempPathFactory) -
     ],
     ids=["packed", "unpacked", "many micro-batches"],
 )
-def test_one_rank(
-    sft_config: list[str], tmp_path: Path, reference: tuple[list[float], float], overrides: list[str]
-) -> None:
+def test_one_rank(sft_config: list[str], tmp_path: Path, reference: Reference, overrides: list[str]) -> None:
     assert run_here(sft_config, tmp_path, *overrides) == 0
     same_losses(tmp_path, reference)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
-def test_one_rank_compiled(sft_config: list[str], tmp_path: Path, reference: tuple[list[float], float]) -> None:
+def test_one_rank_compiled(sft_config: list[str], tmp_path: Path, reference: Reference) -> None:
     assert run_here(sft_config, tmp_path, "model.use_torch_compile=true") == 0
     same_losses(tmp_path, reference)
 
 
 @pytest.mark.parametrize("name", [name for name in TWO_RANKS if name != "more ranks than samples"])
-def test_two_ranks(name: str, two_ranks: dict[str, Path], reference: tuple[list[float], float]) -> None:
+def test_two_ranks(name: str, two_ranks: dict[str, Path], reference: Reference) -> None:
     same_losses(two_ranks[name], reference)
 
 
 @pytest.mark.parametrize("name", list(TWO_NODES))
-def test_two_nodes(name: str, two_nodes: dict[str, Path], reference: tuple[list[float], float]) -> None:
+def test_two_nodes(name: str, two_nodes: dict[str, Path], reference: Reference) -> None:
     same_losses(two_nodes[name], reference)
 
 
@@ -95,7 +107,8 @@ def test_a_rank_without_samples(sft_config: list[str], tmp_path: Path, two_ranks
         assert ours == pytest.approx(series(tmp_path, name), abs=1e-4)
 
 
-def same_losses(run_dir: Path, reference: tuple[list[float], float]) -> None:
-    assert series(run_dir, "train/loss") == pytest.approx(reference[0], abs=1e-4)
-    assert series(run_dir, "val/loss")[-1] == pytest.approx(reference[1], abs=1e-4)
+def same_losses(run_dir: Path, reference: Reference) -> None:
+    assert series(run_dir, "train/loss") == pytest.approx(reference.losses, abs=1e-4)
+    assert series(run_dir, "train/grad_norm") == pytest.approx(reference.norms, rel=1e-4, abs=1e-4)
+    assert series(run_dir, "val/loss")[-1] == pytest.approx(reference.val_loss, abs=1e-4)
     assert len(series(run_dir, "val/loss")) == 3

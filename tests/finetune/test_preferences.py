@@ -30,6 +30,7 @@ from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.perf import Clock
 from tests.finetune.jobs import ALONE, run_here, run_job, run_several, series
 from tests.helpers import make_tiny_model
+from tests.tracking.runs import plot_titles
 
 LABELS = ["algorithm.loss=kto", "data.label_key=label"]
 DPO = {
@@ -51,6 +52,15 @@ METRICS_OF_HEADS = [
     *("loss", "absolute_error"),
     *(f"{name}/{head}" for name in ("absolute_error", "score_mean", "label_mean") for head in ("length", "label")),
 ]
+WHOLE = ("sigmoid", "kto", "pairs", "heads")
+"""Losses of which whole runs are compared; of the others, two steps."""
+TWO_RANKS = [
+    [],
+    ["trainer.sharding=none", "trainer.packing=false"],
+    ["trainer.sequence_parallel=2", "trainer.n_gpus_per_node=2"],
+]
+SHORT = ["trainer.total_training_steps=2", "trainer.test_freq=0"]
+SHORT_SPLIT = [*SHORT, "trainer.micro_tokens=512"]
 SPLITS = {
     "packed": [],
     "unpacked": ["trainer.packing=false", "model.enable_gradient_checkpointing=true"],
@@ -198,13 +208,29 @@ def test_loss_and_gradients_equal_those_of_a_plain_loop(folder: Path, tmp_path: 
                 torch.testing.assert_close(gradients[key], one.grad, atol=1e-4, rtol=1e-4, msg=f"{split}: {key}")
 
 
+def run_of(folder: Path, name: str) -> list[str]:
+    kind = "rm" if name in RM else "dpo"
+    return ["--kind", kind, *overrides(folder, kind, name)]
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    runs = {name: tmp_path_factory.mktemp("runs") / name for name in ("sigmoid", "kto", "pairs", "heads")}
+    runs = {name: tmp_path_factory.mktemp("runs") / name for name in WHOLE}
     for name, run in runs.items():
-        kind = "rm" if name in RM else "dpo"
-        assert run_here(["--kind", kind, *overrides(folder, kind, name)], run) == 0
+        assert run_here(run_of(folder, name), run) == 0
     return runs
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
+    """All runs of two ranks by their loss, in the same two processes."""
+    place = tmp_path_factory.mktemp("two")
+    splits = [(name, more) for _, name in CASES for more in (TWO_RANKS if name in WHOLE else [SHORT_SPLIT])]
+    splits += [(name, ["ref.precompute_logprobs=false", "trainer.sharding=gradients"]) for name in ("sigmoid", "kto")]
+    runs = [(run_of(folder, name), place / str(number), more) for number, (name, more) in enumerate(splits)]
+    results = run_several(runs, ranks=2, timeout=1500)
+    assert [code for code, _, _ in results] == [0, 0], results
+    return {name: [run[1] for run, (own, _) in zip(runs, splits, strict=True) if own == name] for _, name in CASES}
 
 
 def same_as(expected: Path, found: Path) -> None:
@@ -221,17 +247,38 @@ def same_as(expected: Path, found: Path) -> None:
         assert series(found, name) == pytest.approx(series(expected, name), abs=1e-4), name
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "kto", "pairs", "heads"])
-def test_two_ranks(folder: Path, tmp_path: Path, uninterrupted: dict[str, Path], name: str) -> None:
-    kind = "rm" if name in RM else "dpo"
-    base = ["--kind", kind, *overrides(folder, kind, name)]
-    splits = {"full": [], "none, unpacked": ["trainer.sharding=none", "trainer.packing=false"]}
-    if kind == "dpo":
-        splits["live reference"] = ["ref.precompute_logprobs=false", "trainer.sharding=gradients"]
-    results = run_several([(base, tmp_path / split, more) for split, more in splits.items()], ranks=2)
-    assert [code for code, _, _ in results] == [0, 0], results
-    for split in splits:
-        same_as(uninterrupted[name], tmp_path / split)
+@pytest.mark.parametrize("name", WHOLE)
+def test_two_ranks(uninterrupted: dict[str, Path], two_ranks: dict[str, list[Path]], name: str) -> None:
+    assert len(two_ranks[name]) == (3 if name in RM else 4)
+    for run in two_ranks[name]:
+        same_as(uninterrupted[name], run)
+
+
+@pytest.mark.parametrize("name", [name for _, name in CASES if name not in WHOLE])
+def test_two_ranks_of_every_other_loss(
+    folder: Path, tmp_path: Path, two_ranks: dict[str, list[Path]], name: str
+) -> None:
+    """The loss of the second step depends on the direction of the first gradient."""
+    assert run_here(run_of(folder, name), tmp_path, *SHORT) == 0
+    for metric in ("train/loss", "train/grad_norm"):
+        expected = series(tmp_path, metric)
+        assert len(expected) == 2 and all(expected)
+        assert series(two_ranks[name][0], metric) == pytest.approx(expected, rel=1e-4, abs=1e-4), metric
+
+
+@pytest.mark.parametrize(
+    ("name", "titles"),
+    [
+        ("sigmoid", {"Accuracy", "Margin", "Rewards", "Log-probability"}),
+        ("kto", {"Accuracy", "Margin", "Rewards", "Log-probability"}),
+        ("pairs", {"Accuracy", "Margin", "Rewards", "Calibration error"}),
+        ("heads", {"Absolute error"}),
+    ],
+)
+def test_the_report_has_plots_of_the_kind(uninterrupted: dict[str, Path], name: str, titles: set[str]) -> None:
+    always = {"Loss", "Gradient norm", "Learning rate"}
+    speed = {"Throughput", "MFU", "Peak memory", "Time per step"}
+    assert plot_titles(uninterrupted[name]) - speed == titles | always
 
 
 def test_stopped_on_two_ranks_and_resumed_on_one(

@@ -46,7 +46,8 @@ def same_as(uninterrupted: Path, run_dir: Path) -> None:
 
 def test_stopped_on_two_ranks_and_resumed_on_one(sft_config: list[str], tmp_path: Path, uninterrupted: Path) -> None:
     (tmp_path / "stop").write_text("enough")
-    results = run_job(sft_config, tmp_path, ranks=2)
+    options = ("trainer.sequence_parallel=2", "trainer.n_gpus_per_node=2")
+    results = run_job(sft_config, tmp_path, *options, ranks=2)
     assert [code for code, _, _ in results] == [EXIT_STOPPED] * 2, results
     assert "stopped after step 1 of 8" in results[0][1]
     (tmp_path / "stop").unlink()
@@ -61,7 +62,7 @@ def test_stopped_on_one_rank_and_resumed_on_two(sft_config: list[str], tmp_path:
     assert run_here(sft_config, tmp_path) == EXIT_STOPPED
     assert run_here(sft_config, tmp_path) == EXIT_STOPPED
     (tmp_path / "stop").unlink()
-    options = ("trainer.sharding=none", "trainer.save_async=false", "trainer.export=true")
+    options = ("trainer.sharding=none", "trainer.save_async=false", "trainer.export=true", "trainer.offload=optimizer")
     results = run_job(sft_config, tmp_path, *options, ranks=2)
     assert [code for code, _, _ in results] == [0, 0], results
     assert "resuming after step 2" in results[0][1]

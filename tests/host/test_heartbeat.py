@@ -1,4 +1,5 @@
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -28,6 +29,10 @@ def beat_of(folder: Path) -> Beat:
     found = read_beat(folder / f"{os.getpid()}.beat")
     assert found is not None
     return found
+
+
+def test_a_pickle_names_the_heart_of_the_process() -> None:
+    assert pickle.loads(pickle.dumps(heartbeat.heart)) is heartbeat.heart
 
 
 def test_a_process_records_its_phase_and_step(heart: Heart, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -82,6 +83,17 @@ def test_a_process_that_works_is_not_found(place: Place) -> None:
             until(lambda: read_beats(place.beats) != before)  # noqa: B023
             assert not watch._look(9.0)
     assert not (place.attempt_dir / ".hang").exists()
+
+
+def test_the_time_in_which_the_watch_does_not_run_is_not_counted(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when Slurm has suspended the job for an hour."""
+    clock, counted = iter([0.0, 2.0, 3602.0, 3604.0]), list[float]()
+    watch = HangWatch(place, 10.0, job_end=None)
+    monkeypatch.setattr(hangs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(watch._closed, "wait", lambda _look_s: len(counted) == 3)
+    monkeypatch.setattr(watch, "_look", counted.append)
+    watch._watch()
+    assert counted == [2.0, 4.0, 2.0]
 
 
 def test_without_a_limit_nothing_is_watched(place: Place) -> None:

@@ -22,7 +22,9 @@ def sight(name: str = "rank 0", silent_s: float = 101, state: str = "S", phase: 
     [
         (beat(), TIMEOUT_S),
         (beat(is_first=True), LONG * TIMEOUT_S),
+        (beat(phase="load"), LONG * TIMEOUT_S),
         (beat(phase="save_checkpoint"), LONG * TIMEOUT_S),
+        (beat(phase="export"), LONG * TIMEOUT_S),
         (beat(phase="generate"), LONG * TIMEOUT_S),
         (beat(phase="start"), math.inf),
     ],

@@ -6,8 +6,10 @@ import pytest
 
 from hpc_rl.plan.advice import MEASURES, Advice, advise, fewest, more_nodes, with_settings, words
 from hpc_rl.plan.plan import fits, plan_of
+from hpc_rl.plan.shape import shape_of
 from hpc_rl.plan.text import remedies
 from tests.plan.configs import SHAPES, config
+from tests.simulated_gpu.shapes import sizes
 
 RECOMPUTE = "model.enable_gradient_checkpointing=true"
 LORA = {"model.lora.rank": 32, "model.dtype": "bfloat16"}
@@ -20,8 +22,9 @@ LORA = {"model.lora.rank": 32, "model.dtype": "bfloat16"}
         ("sft", ("data.max_length=4096",), 40e9, {"model.enable_gradient_checkpointing": True}),
         ("sft", ("trainer.sharding=none", RECOMPUTE), 80e9, {"trainer.sharding": "full"}),
         ("sft", ("trainer.micro_tokens=65536", RECOMPUTE), 40e9, {"trainer.micro_tokens": 16384}),
-        ("sft", (RECOMPUTE,), 20e9, LORA),
+        ("sft", (RECOMPUTE,), 15e9, LORA),
         ("ppo", ("trainer.n_gpus_per_node=4", RECOMPUTE), 80e9, {"rollout.gpu_memory_utilization": 0.3}),
+        ("sft", (RECOMPUTE, "trainer.micro_tokens=1024"), 20e9, {"trainer.offload": "optimizer"}),
         ("generate", (), 16e9, {"rollout.tensor_parallel_size": 2}),
     ],
 )
@@ -55,9 +58,13 @@ def test_no_advice_for_a_gpu_that_is_much_too_small() -> None:
 
 def test_more_nodes_with_the_settings_that_they_need() -> None:
     two = config("sft", "model.enable_gradient_checkpointing=true").updated("trainer.n_gpus_per_node", 2)
-    assert nodes_of(more_nodes(two, SHAPES, 40e9)) == {"trainer.nnodes": 3}
+    assert nodes_of(more_nodes(two, SHAPES, 40e9)) == {"trainer.nnodes": 2, "trainer.offload": "optimizer"}
     kept = config("sft").updated("trainer.n_gpus_per_node", 2)
-    assert nodes_of(more_nodes(kept, SHAPES, 40e9)) == {"trainer.nnodes": 3, "trainer.micro_tokens": 1024}
+    assert nodes_of(more_nodes(kept, SHAPES, 40e9)) == {
+        "trainer.nnodes": 2,
+        "trainer.micro_tokens": 2048,
+        "trainer.offload": "optimizer",
+    }
     assert more_nodes(two, SHAPES, 5e9) is None
 
 
@@ -106,8 +113,61 @@ def test_words_of_a_command() -> None:
 
 def test_measures_that_do_not_apply() -> None:
     job = config("generate")
-    applies = [measure.reason for measure in MEASURES if list(measure.settings(job))]
+    applies = [measure.reason for measure in MEASURES if list(measure.settings(job, SHAPES))]
     assert applies == ["split each engine's model over several GPUs"]
     done = config("sft", "trainer.sharding=full", "model.enable_gradient_checkpointing=true", "model.lora.rank=8")
-    assert [measure.reason for measure in MEASURES if list(measure.settings(done))] == ["use smaller micro-batches"]
-    assert list(MEASURES[2].settings(done)) == [{"trainer.micro_tokens": 2048}, {"trainer.micro_tokens": 1024}]
+    offloaded = done.updated("trainer.offload", "optimizer")
+    applies = [measure.reason for measure in MEASURES if list(measure.settings(offloaded, SHAPES))]
+    assert applies == ["use smaller micro-batches"]
+    (offload,) = (measure.settings for measure in MEASURES if "host memory" in measure.reason)
+    assert list(offload(done, SHAPES)) == [{"trainer.offload": "optimizer"}]
+    assert [one["trainer.offload"] for one in offload(config("ppo"), SHAPES)] == ["optimizer", "all"]
+    assert list(MEASURES[2].settings(done, SHAPES)) == [{"trainer.micro_tokens": 2048}, {"trainer.micro_tokens": 1024}]
+
+
+def test_rows_are_divided_for_long_samples_only() -> None:
+    """7B has 28 query heads, so that 8 GPUs cannot share its rows, but 2 or 4 can."""
+    dividing = next(measure.settings for measure in MEASURES if "row" in measure.reason)
+    for length, counts in {16383: [], 16384: [2], 32768: [2, 4], 131072: [2, 4]}.items():
+        job = config("sft", f"data.max_length={length}", f"trainer.micro_tokens={length}")
+        expected = [{"trainer.sequence_parallel": size, "trainer.micro_tokens": length // size} for size in counts]
+        assert list(dividing(job, SHAPES)) == expected
+    two = config("sft", "data.max_length=32768", "trainer.micro_tokens=16384", "trainer.sequence_parallel=2")
+    assert list(dividing(two, SHAPES)) == [{"trainer.sequence_parallel": 4, "trainer.micro_tokens": 8192}]
+    smaller = next(measure.settings for measure in MEASURES if "smaller" in measure.reason)
+    wide = two.updated("trainer.micro_tokens", 30000)
+    assert [one["trainer.micro_tokens"] for one in smaller(wide, SHAPES)] == [16384]
+    apart = config("ppo", "data.max_prompt_length=1", "data.max_response_length=32767", "trainer.micro_tokens=32768")
+    assert [one["trainer.sequence_parallel"] for one in dividing(apart, SHAPES)] == [2, 4]
+
+
+def test_advice_for_samples_of_128k_tokens() -> None:
+    """Without it, a sample of 131,072 tokens fits on none of the GPUs, whatever else is changed."""
+    length = 131_072
+    job = config("sft", f"data.max_length={length}", f"trainer.micro_tokens={length}", RECOMPUTE)
+    assert not fits(job, SHAPES, 80e9)
+    found = advise(job, SHAPES, 80e9, change_training=False)
+    assert found is not None
+    assert found.settings["trainer.sequence_parallel"] in (2, 4)
+    changed = with_settings(job, found.settings)
+    assert changed is not None
+    assert fits(changed, SHAPES, 80e9)
+
+
+RL = (RECOMPUTE, "data.max_prompt_length=1024", "data.max_response_length=3072", "rollout.n=8")
+
+
+def test_few_gpus() -> None:
+    """PPO of 7B on four GPUs with 80 GB, and GRPO of 1.5B on one with 24 GB."""
+    ppo = config("ppo", *RL, "algorithm.kl.where=reward", "trainer.micro_tokens=8192", "trainer.offload=all")
+    plan = plan_of(ppo.updated("trainer.n_gpus_per_node", 4), SHAPES, 80e9)
+    assert plan.verdict == "fits"
+    assert plan.offloaded == pytest.approx(4 * (12 * 7.6e9 + 12 * 7.1e9 + 2 * 7.6e9) / 4, rel=0.01)
+
+    small = {"/7b": shape_of({"model_type": "qwen2", **sizes("1.5B")}, "1.5B")}
+    kl = ("algorithm.kl.where=loss", "algorithm.kl.estimator=k3", "algorithm.advantage=grpo")
+    grpo = config("ppo", *RL, *kl).updated("trainer.n_gpus_per_node", 1)
+    assert not fits(grpo, small, 24e9)
+    found = advise(grpo, small, 24e9, change_training=False)
+    assert found is not None
+    assert found.settings == {"trainer.offload": "all"}

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from hpc_rl.config.training import Offload
 from hpc_rl.plan.gpu_memory import Held, largest
 from hpc_rl.plan.shape import Shape
 
@@ -22,11 +23,35 @@ CHUNK = 4 * V * T
 
 def test_states() -> None:
     assert SHAPE.total == TOTAL
-    assert MODEL.states == {"weights": 4 * TOTAL / 8, "moments": 8 * TOTAL / 8}
-    assert replace(MODEL, itemsize=2).resident == 6 * TOTAL / 8
-    assert replace(MODEL, trained=False, itemsize=2).states == {"weights": 2 * TOTAL / 8}
+    assert (MODEL.weights, MODEL.moments, MODEL.states) == (4 * TOTAL / 8, 8 * TOTAL / 8, 12 * TOTAL / 8)
+    assert replace(MODEL, itemsize=2).states == 6 * TOTAL / 8
+    frozen = replace(MODEL, trained=False, itemsize=2)
+    assert (frozen.weights, frozen.moments) == (2 * TOTAL / 8, 0)
     adapted = replace(MODEL, adapters=999, itemsize=2)
-    assert adapted.states == {"weights": 2 * TOTAL / 8, "adapters and their moments": 12 * 999 / 8}
+    assert (adapted.weights, adapted.moments) == ((2 * TOTAL + 4 * 999) / 8, 8 * 999 / 8)
+
+
+def test_what_waits_in_host_memory() -> None:
+    def of(offload: Offload) -> tuple[float, float, float]:
+        found = replace(MODEL, offload=offload)
+        return found.computing, found.waiting, found.on_host
+
+    part = TOTAL / 8
+    assert of("none") == (12 * part, 12 * part, 0)
+    assert of("optimizer") == (4 * part, 4 * part, 8 * part)
+    assert of("all") == (4 * part, 0, 12 * part)
+    frozen = replace(MODEL, trained=False, itemsize=2, offload="all")
+    assert (frozen.computing, frozen.waiting, frozen.on_host) == (2 * part, 0, 2 * part)
+
+
+def test_moments_come_back_in_parts_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = replace(MODEL, head="value", offload="optimizer", shards=1, itemsize=4)
+    few = replace(alone, shape=replace(SHAPE, vocabulary=10))
+    found = few.update(1)
+    assert found == {"gradients": 4 * few.total, "moments": 8 * few.total}
+    monkeypatch.setattr("hpc_rl.plan.gpu_memory.OFFLOAD_BYTES", 3 * few.total)
+    assert few.update(1) == {"gradients": 4 * few.total, "moments": 6 * few.total}
+    assert "moments" not in replace(few, offload="none").update(1)
 
 
 def test_a_critic_has_one_output_instead_of_the_head() -> None:
@@ -37,7 +62,7 @@ def test_a_critic_has_one_output_instead_of_the_head() -> None:
 
 def test_weights_in_four_bits_are_whole_on_each_rank() -> None:
     packed = L * (LAYER - 2 * H)
-    found = replace(MODEL, adapters=8, itemsize=2, four_bit=True).states["weights"]
+    found = replace(MODEL, adapters=8, itemsize=2, four_bit=True).weights - 4 * 8 / 8
     assert found == pytest.approx(packed * (4 + 1 / 8 + 1 / 512) / 8 + 2 * (TOTAL - packed) / 8)
 
 
@@ -128,3 +153,11 @@ def test_start_of_a_pass() -> None:
 
 def test_largest_moment_without_empty_parts() -> None:
     assert largest({"a": 3.0, "b": 0.0}, {"c": 2.0}) == {"a": 3.0}
+
+
+def test_ranks_that_share_rows_keep_the_result_of_attention_twice() -> None:
+    shared = replace(MODEL, split=2, recompute=False)
+    kept = replace(MODEL, recompute=False).update(T)["saved activations"]
+    assert shared.update(T)["saved activations"] == kept + L * 2 * T * Q
+    # Three ranks cannot share 2 key heads, so that each head is repeated three times.
+    assert replace(shared, split=3).update(T)["saved activations"] == kept + L * 2 * T * (Q + 2 * 2 * K)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from hpc_rl.plan.memory import Phase, adapter_parameters, cache_tokens, micro_tokens, models_of, phases
+from hpc_rl.plan.plan import plan_of
+from hpc_rl.plan.shape import shape_of
 from tests.plan.configs import SHAPES, config
 
 P = SHAPES["/7b"].total
@@ -25,6 +27,27 @@ def test_sft_has_one_model() -> None:
     assert list(found) == ["load", "update", "save"]
     assert all(phase.resident == {"model": 12 * P / 8} for phase in found.values())
     assert found["load"].peak == 12 * P / 8
+
+
+def test_models_that_wait_in_host_memory() -> None:
+    words = ("algorithm.kl.where=loss", "algorithm.kl.estimator=k3", "trainer.micro_tokens=1024")
+    found = planned(config("ppo", *words, "trainer.offload=all"))
+    nothing = {"actor": 0, "critic": 0, "ref": 0}
+    assert found["generation"].resident == nothing
+    assert found["reference"].resident == {**nothing, "ref": 2 * P / 8, "sleeping engine": 2e9}
+    assert found["update of the actor"].resident == {**nothing, "actor": 4 * P / 8, "sleeping engine": 2e9}
+    assert found["weight sync"].resident == {**nothing, "actor": 4 * P / 8}
+    assert found["load"].working == found["save"].working == {"all of the actor": 12 * P / 8}
+    some = planned(config("ppo", *words, "trainer.offload=optimizer"))
+    states = {"actor": 4 * P / 8, "critic": 4 * CRITIC / 8, "ref": 2 * P / 8}
+    assert some["generation"].resident == states
+    assert some["save"].working == {"all of the actor": 8 * P / 8}
+
+
+def test_moments_of_fine_tuning_wait_in_host_memory() -> None:
+    found = planned(config("sft", "trainer.offload=optimizer"))
+    assert found["load"].resident == found["save"].resident == {"model": 12 * P / 8}
+    assert found["update"].resident == {"model": 4 * P / 8}
 
 
 def test_dpo_loads_the_reference_first() -> None:
@@ -156,3 +179,41 @@ def test_tokens_of_a_micro_batch() -> None:
     assert micro_tokens(job, 8) == 16384
     fewer = job.updated("actor.mini_batch_size", 40)
     assert micro_tokens(fewer, 8) == 5 * 2000
+
+
+def test_ranks_that_share_rows_hold_a_slice_each() -> None:
+    split = ("trainer.n_gpus_per_node=8", "trainer.micro_tokens=16384", "trainer.sequence_parallel=4")
+    assert micro_tokens(config("sft", *split), 8) == 16384
+    # 8 ranks are 2 groups, of which each has 32 of 64 samples with 1,024 tokens.
+    assert micro_tokens(config("sft", *split, "data.train_batch_size=64"), 8) == 32 * 1024 / 4
+    assert micro_tokens(config("sft", *split, "data.max_length=65535"), 8) == 16384
+    assert micro_tokens(config("sft", *split, "trainer.packing=false", "data.max_length=4099"), 8) == 1025
+    job = config("ppo", *split, "data.max_prompt_length=1000", "data.max_response_length=1000")
+    assert micro_tokens(job.updated("actor.mini_batch_size", 40), 8) == 10000
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "rm"])
+def test_128k_tokens_of_7b_fit_on_8_gpus(kind: str) -> None:
+    """The 28 query heads of this model allow 4 ranks per row; a pair of DPO has two samples."""
+    length, samples = 131_072, 1 if kind == "sft" else 2
+    words = (
+        *(f"data.max_length={length}", f"trainer.micro_tokens={samples * length // 4}", "trainer.sequence_parallel=4"),
+        *("model.enable_gradient_checkpointing=true", "data.train_batch_size=16"),
+    )
+    found = plan_of(config(kind, *words), SHAPES, GPU)
+    assert found.verdict != "does not fit", found.fullest
+    assert found.fullest.name == "update"
+    alone = (*words, f"trainer.micro_tokens={samples * length}", "trainer.sequence_parallel=1")
+    assert plan_of(config(kind, *alone), SHAPES, GPU).verdict == "does not fit"
+
+
+def test_128k_tokens_of_8b_on_8_gpus_that_share_each_row() -> None:
+    llama = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
+    heads = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    shapes = {"/7b": shape_of({**llama, **heads}, "/7b")}
+    job = config(
+        "sft",
+        *("data.max_length=131072", "trainer.micro_tokens=16384", "trainer.sequence_parallel=8"),
+        "model.enable_gradient_checkpointing=true",
+    )
+    assert plan_of(job, shapes, GPU).verdict == "fits"

@@ -13,7 +13,7 @@ from tests.plan.configs import SHAPES, config
 
 P = SHAPES["/7b"].total
 PLAN = Plan(
-    (Phase("load", {"model": 10e9}, {}), Phase("update", {"model": 10e9}, {"logits": 3e9})), 20e9, None, 0, 0, 0
+    (Phase("load", {"model": 10e9}, {}), Phase("update", {"model": 10e9}, {"logits": 3e9})), 20e9, None, 0, 0, 0, 0
 )
 
 
@@ -85,6 +85,10 @@ def test_disk_and_host_memory() -> None:
     assert plan_of(config("sft", "trainer.export=false"), SHAPES, 80e9).export == 0
     ppo = plan_of(config("ppo"), SHAPES, 80e9)
     assert ppo.host == pytest.approx(16 * 5e9 + 12 * (P + SHAPES["/7b"].total_as_classifier))
+    assert (found.offloaded, ppo.offloaded) == (0, 0)
+    moments = plan_of(config("sft", "trainer.save_async=false", "trainer.offload=optimizer"), SHAPES, 80e9)
+    assert moments.offloaded == 8 * P
+    assert moments.host == pytest.approx(8 * 5e9 + 8 * P)
     assert plan_of(config("generate"), SHAPES, 80e9).checkpoints == 0
 
 

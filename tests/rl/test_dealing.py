@@ -125,3 +125,27 @@ def test_a_last_mini_batch_may_be_smaller() -> None:
 def test_a_sample_over_the_budget_is_refused() -> None:
     with pytest.raises(UserError, match=r"a sample of 61 tokens is over trainer\.micro_tokens 60"):
         dealt_to([(31, 30)], None, 1)
+
+
+@given(lengths, sizes, ranks, st.integers(1, 4))
+def test_ranks_that_share_rows_have_the_same_responses(
+    pairs: list[tuple[int, int]], size: int | None, groups: int, copies: int
+) -> None:
+    """Each sequence group has what one rank of as many ranks as there are groups has."""
+    context, sampled = np.array(pairs, np.int64).T
+    plain = dealt_to(pairs, size, groups)
+    deal = deal_step(context + sampled, sampled, size, groups * copies, MICRO_TOKENS, sequence_parallel=copies)
+    assert deal.sizes == [one for one in plain.sizes for _ in range(copies)]
+    assert [order.tolist() for order in deal.orders] == [o.tolist() for o in plain.orders for _ in range(copies)]
+    assert deal.responses == plain.responses == len(pairs)
+    column = np.arange(sum(sampled), dtype=np.float32)
+    parts = deal.split(column)
+    for mine, theirs in zip(deal.once(parts), plain.split(column), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    np.testing.assert_array_equal(deal.join(parts), column)
+    rows = np.arange(len(pairs), dtype=np.float32)
+    np.testing.assert_array_equal(deal.join_responses([rows[order] for order in deal.orders]), rows)
+    prompts, responses = ([np.full(n, i, np.int32) for i, n in enumerate(found)] for found in (context, sampled))
+    found = shards(deal, prompts, responses)
+    assert len(found) == groups * copies
+    assert all(found[rank] is found[rank - rank % copies] for rank in range(len(found)))

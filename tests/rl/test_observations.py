@@ -83,7 +83,7 @@ def experience_of(masks: Masks, seed: int, config: PpoConfig, removed: bool) -> 
 def group_of(experience: TensorDict, micro_tokens: int, ranks: int = 1) -> tuple[WorkerGroup, list[Shard]]:
     """A group without processes that has dealt the responses, and what each rank receives."""
     group = WorkerGroup.__new__(WorkerGroup)
-    group._workers, group._micro_tokens = [None] * ranks, micro_tokens
+    group._workers, group._row_tokens, group._sequence_parallel = [None] * ranks, micro_tokens, 1
     deal = group._deal(experience, None)
     group._held = (deal, columns.lengths(experience))
     return group, dealt_shards(experience, deal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
 from hpc_rl.runs.status import RunStatus
+from hpc_rl.slurm import commands
+from tests.runs.test_status import SilentSlurm
 
 
 class Job:
@@ -53,3 +56,22 @@ def test_a_job_that_writes_nothing_is_seen_to_end(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(control, "status_of", job.status_of)
     assert control.wait(job.run) == 0
     assert 1000 <= job.now < 1000 + control.STATE_POLL_S[1] + 1
+
+
+def test_a_silent_controller_does_not_end_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`submit --wait` and `logs -f` wait so."""
+    run = RunDir(tmp_path)
+    run.job.write_text('{"job_id": "7"}')
+    run.write_status("7", 1, "RUNNING", None)
+    slurm = SilentSlurm(monkeypatch)
+    monkeypatch.setattr(control, "time", slurm)
+
+    def answers_after_an_hour(argv: list[str], timeout: float, **settings: object) -> subprocess.CompletedProcess[str]:
+        if slurm.now < 3600:
+            return slurm.run(argv, timeout, **settings)
+        found = "7|COMPLETED|0:0|node1|None\n" if argv[0] == "sacct" else ""
+        return subprocess.CompletedProcess(argv, 0, found, "")
+
+    monkeypatch.setattr(commands.subprocess, "run", answers_after_an_hour)
+    assert control.wait(run) == 0
+    assert 3600 <= slurm.now < 3700

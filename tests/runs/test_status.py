@@ -67,6 +67,9 @@ class SilentSlurm:
     def monotonic(self) -> float:
         return self.now
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
     def run(self, argv: list[str], timeout: float, **_: object) -> subprocess.CompletedProcess[str]:
         self.asked.append(argv[0])
         if argv[0] == "sacct" and self._recorded:
@@ -97,10 +100,29 @@ def test_without_a_controller_the_last_recorded_state_is_shown_soon(
     assert "state  RUNNING (Slurm does not answer: s" in shown and "; this is the last recorded state, of 20" in shown
     assert [one.state for one in statuses_of([running])] == ["RUNNING"]
     slurm.asked.clear()
+    slurm.now = 0
     with pytest.raises(UserError, match=r"job 7 of run sft-1 is not cancelled: .*; try again .*: hpc-rl stop sft-1"):
         control.cancel(running)
-    assert "scancel" not in slurm.asked
+    assert "scancel" not in slurm.asked and slurm.now <= 9
     assert "will save as soon as it can" in control.stop(running) and running.stop.exists()
+
+
+@pytest.mark.parametrize("states", ["", "7|RUNNING|0:0|node1|None\n"])
+def test_cancelling_ends_soon_if_only_scancel_gets_no_answer(
+    running: RunDir, monkeypatch: pytest.MonkeyPatch, states: str
+) -> None:
+    slurm = SilentSlurm(monkeypatch, states)
+
+    def run(argv: list[str], timeout: float, **settings: object) -> subprocess.CompletedProcess[str]:
+        if argv[0] == "squeue":
+            slurm.now += 1
+            return subprocess.CompletedProcess(argv, 0, "7 |RUNNING |node1 |None |N/A |\n", "")
+        return slurm.run(argv, timeout, **settings)
+
+    monkeypatch.setattr(commands.subprocess, "run", run)
+    with pytest.raises(UserError, match="scancel took longer than 5 s, so job 7 may or may not be cancelled"):
+        control.cancel(running)
+    assert slurm.asked[-1] == "scancel" and slurm.now <= 10
 
 
 def test_a_job_that_has_recorded_nothing_is_unknown_without_a_controller(

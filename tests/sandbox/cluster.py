@@ -58,7 +58,9 @@ class Cluster:
         self.shared: Path = self.base / "shared"
         """A directory that all nodes see under the same path. Each node has its own /tmp."""
         self.nodes = self.spec.node_names
-        self.env = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH"))}
+        # torch sets TORCHINDUCTOR_CACHE_DIR in the process of the tests, and a login node does not have it.
+        foreign = ("SLURM", "SBATCH", "TORCHINDUCTOR")
+        self.env = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
         self.env |= {"SLURM_CONF": str(self.base / "etc/slurm.conf"), "PATH": machines.PATH}
         self._launchers: dict[str, subprocess.Popen[str]] = {}
 

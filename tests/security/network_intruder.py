@@ -404,9 +404,6 @@ def main(words: Sequence[str]) -> None:
     if words[0] == "occupy":
         return occupy()
     owner, host, ports, run_dir, mark, *names = words
-    with_ray = ports != "-" and (Path(run_dir) / "attempt-1" / ".ray-token").exists()
-    if with_ray:
-        pass
     become_intruder()
     found = open_ports(host) if ports == "-" else [int(port) for port in ports.split(",") if port]
     target = Target(int(owner), host, tuple(found), Path(run_dir), Path(mark))

@@ -163,7 +163,11 @@ class _Phases:
 def _computations(parts: dict[str, Any], held: Held, shard: Shard) -> Iterator[tuple[str, Callable[[], Any]]]:
     from hpc_rl.rl.workers.logprobs import held_logprobs
 
-    yield "logprobs", lambda: held_logprobs(parts["actor"].model, held, 1.0)
+    def logprobs() -> Any:
+        with parts["actor"].offload.computing():
+            return held_logprobs(parts["actor"].model, held, 1.0)
+
+    yield "logprobs", logprobs
     if "ref" in parts:
         yield "ref", lambda: parts["ref"].logprobs(held)
     if "critic" in parts:
@@ -193,6 +197,7 @@ def _trainer_state(job: Job, config: FinetuneConfig, world: World, model: Any, o
     from hpc_rl.finetune.trainer import TrainerState
     from hpc_rl.run_dir import RunDir
     from hpc_rl.training.checkpoints.checkpoint import Saver
+    from hpc_rl.training.offload import ModelOffload
     from hpc_rl.training.stopping import Stopping
 
     run = RunDir(Path("/nonexistent"))
@@ -210,6 +215,7 @@ def _trainer_state(job: Job, config: FinetuneConfig, world: World, model: Any, o
         tokenizer=None,  # type: ignore[arg-type]  # a step reads neither tokenizer nor tracker
         model=model,
         optimizer=optimizer,
+        offload=ModelOffload(config.trainer.offload, model, optimizer),
         flops=flops,
         train=samples,
         val=[],

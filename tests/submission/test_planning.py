@@ -16,6 +16,7 @@ from hpc_rl.submission import planning
 from hpc_rl.submission.launch import prepare
 from hpc_rl.submission.request import Request
 from hpc_rl.submission.request import plan as plan_request
+from hpc_rl.submission.resources import granted_bytes
 from tests.fake_slurm import fake_slurm
 from tests.plan.configs import QWEN_7B
 
@@ -59,7 +60,7 @@ def fit(job_request: Request) -> list[str]:
 def expected(job_request: Request) -> dict[str, Any]:
     found = planning.plan_of_job(plan_request(job_request))
     assert found is not None
-    return planning.expected(found)["plan"]  # type: ignore[no-any-return]
+    return planning.expected("sft", found)["plan"]  # type: ignore[no-any-return]
 
 
 def test_a_job_that_fits() -> None:
@@ -94,14 +95,57 @@ def test_what_a_run_expects_is_recorded() -> None:
     facts = expected(request("model.enable_gradient_checkpointing=true", "trainer.micro_tokens=8192"))
     assert (facts["phase"], facts["usable_gb"]) == ("update", 76.0)
     assert facts["peak_gb"] == facts["training_gb"] == pytest.approx(25.4, abs=0.1)
-    assert facts["less"] == ["model.lora.rank=32", "model.dtype=bfloat16"]
+    assert facts["less"] == ["trainer.offload=optimizer"]
     assert expected(request())["less"] == ["trainer.micro_tokens=2048"]
     engines = Request(
         "generate", ("model.path=7b", "data.files=train.jsonl", "trainer.device=cuda", "slurm.node.gpu_gb=80")
     )
     found = planning.plan_of_job(plan_request(engines))
     assert found is not None
-    assert planning.expected(found) == {}
+    alone = planning.expected("generate", found)["plan"]
+    assert (alone["phase"], alone["training_gb"], alone["less"]) == ("generation", 0, [])
+
+
+def test_what_a_run_like_it_is_compared_by() -> None:
+    facts = expected(request())
+    assert (facts["gpu"], facts["gpus"], facts["items"], facts["step_s"]) == ("80 GB", 8, 64, [])
+    assert facts["parameters"] == pytest.approx(7.6e9, rel=0.01)
+    named = expected(request("slurm.gpu_type=h100"))
+    assert named["gpu"] == "h100"
+    assert named["step_s"] == [pytest.approx(0.9, abs=0.1), pytest.approx(2.4, abs=0.2)]
+
+
+def host(*words: str, force: bool = False) -> list[str]:
+    job = plan_request(request("trainer.offload=optimizer", "trainer.save_async=false", *words))
+    found = planning.plan_of_job(job)
+    assert found is not None
+    return planning.check_host(found, granted_bytes(job.config), force)
+
+
+def test_host_memory_for_what_waits() -> None:
+    """7B: 61 GB of moments, and 40 GB that are assumed for 8 processes."""
+    assert host("slurm.mem=100G") == []
+    assert host("slurm.mem=90G") == [
+        "the job may not fit: trainer.offload=optimizer keeps 60.9 GB in the memory of each node, which needs about "
+        "101 GB with its processes and the copies for checkpoints, and the job requests 96.6 GB"
+    ]
+    with pytest.raises(
+        UserError, match=r"and the job requests 32\.2 GB: request more \(--mem\), or use more nodes; --fo"
+    ):
+        host("slurm.mem=30G")
+    assert host("slurm.mem=30G", force=True)[0].startswith("the job may not fit: trainer.offload=optimizer keeps")
+    assert host("slurm.mem=30G", "trainer.offload=none") == []
+    assert host() == []
+
+
+def test_memory_that_a_job_requests() -> None:
+    def of(*words: str) -> float | None:
+        return granted_bytes(plan_request(request(*words)).config)
+
+    assert of("slurm.mem=3G") == 3 * 2.0**30
+    assert of("slurm.mem=0", "slurm.node.mem_mb=1000") == 1000 * 2.0**20
+    assert of("slurm.mem=0") is None
+    assert of() is None
 
 
 @pytest.mark.parametrize(
@@ -133,7 +177,11 @@ def test_fewest_nodes_with_the_settings_that_they_need() -> None:
     assert chosen.settings == {"trainer.nnodes": 1, "model.enable_gradient_checkpointing": True}
     assert not chosen.fewest_nodes
     small, _ = planning.on_fewest_nodes(request("trainer.n_gpus_per_node=2", gpu_gb=40, fewest_nodes=True))
-    assert small.settings["trainer.nnodes"] == 3
+    assert small.settings == {
+        "trainer.nnodes": 2,
+        "trainer.micro_tokens": 2048,
+        "trainer.offload": "optimizer",
+    }
 
 
 @pytest.mark.parametrize(
@@ -157,7 +205,7 @@ def test_nodes_auto_on_the_command_line(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr("hpc_rl.submission.launch.notes_on", lambda *_: [])  # the model has no weights
     words = ("model.path=7b", "data.train_files=train.jsonl", "trainer.device=cuda", "slurm.node.gpu_gb=40")
     script = output("submit", "sft", "--nodes", "auto", "--gpus-per-node", "2", *words, "--dry-run")
-    assert "#SBATCH --nodes=3\n" in script
+    assert "#SBATCH --nodes=2\n" in script
     for command in ("plan", "sweep"):
         with pytest.raises(UserError, match="--nodes auto is an option of submit and render"):
             output(command, "sft", "--nodes", "auto", *words, "optim.lr=1e-5,3e-5")
@@ -224,12 +272,44 @@ def test_plan_prints_a_table() -> None:
     assert "\nnodes        fits on 3 or more nodes of this size\n" in out
     assert "\nhost memory  about 131 GB on each node\n" in out
     assert "\ndisk         274 GB for checkpoints, and 15.2 GB for the exported model\n" in out
-    assert "\nto make it fit  trainer.micro_tokens=2048 (use smaller micro-batches)\n" in out
+    assert "\ntime         the model of the GPUs is unknown: set slurm.gpu_type, such as h100 or a100\n" in out
+    assert "\n\nto make it fit  trainer.micro_tokens=2048 (use smaller micro-batches)\n" in out
+
+
+def test_plan_prints_the_time_of_a_step_and_of_the_run(folder: Path) -> None:
+    named = output(*PLAN, "slurm.gpu_type=h100", "data.train_files=train.jsonl")
+    *_, step, run = named.splitlines()
+    assert step.startswith(
+        "time         0.9 to 2.4 s for a step (at 15 to 40 % of 989 TFLOPS, all at their full length"
+    )
+    assert run == "             0.9 to 2.4 s for 1 step: 0.00025 to 0.00067 node hours"
+
+
+def test_plan_is_as_fast_as_an_earlier_run(folder: Path) -> None:
+    run = folder / "runs" / "sft-1"
+    run.mkdir(parents=True)
+    facts = {"kind": "sft", "plan": expected(request(gpu_gb=80))}
+    (run / "job.json").write_text(json.dumps(facts))
+    record = {"perf/tokens_per_s": 16000.0, "perf/time_per_step": 2.0, "perf/max_memory_gb": 50.5}
+    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **record}) + "\n" for step in (1, 2)))
+    words = (*PLAN, "--gpu-gb", "80", "data.train_batch_size=128", "trainer.total_training_steps=900")
+    out = output(*words)
+    assert "\n             run sft-1 of this size recorded 50.5 GB, and its plan was 47.3 GB\n" in out
+    *_, step, whole = out.splitlines()
+    assert step == "time         4 s for a step (as run sft-1: 2,000 tokens/s/GPU, 500 tokens each)"
+    assert whole == "             60 min for 900 steps: 1 node hour"
+    assert json.loads(output(*words, "--json"))["time"] == {
+        "step_s": [4.0, 4.0],
+        "steps": 900,
+        "run_s": [3600.0, 3600.0],
+        "node_hours": [1.0, 1.0],
+        "basis": "as run sft-1: 2,000 tokens/s/GPU, 500 tokens each",
+    }
 
 
 def test_plan_as_json() -> None:
     found = json.loads(output(*PLAN, "--gpu-gb", "80", "--json"))
-    assert (found["verdict"], found["gpu"], found["usable"]) == ("fits", 80e9, 76e9)
+    assert (found["verdict"], found["gpu"], found["usable"], found["time"]) == ("fits", 80e9, 76e9, None)
     update = found["phases"][1]
     assert [phase["name"] for phase in found["phases"]] == ["load", "update", "save"]
     assert update["peak"] == pytest.approx(sum({**update["resident"], **update["working"]}.values()), abs=9)
@@ -244,6 +324,10 @@ def test_plan_as_json() -> None:
         (("plan", "select", "--gpu-gb", "80"), "select runs no model of its own, so there is nothing to plan"),
         ((*PLAN, "--gpu-gb", "80", "model.path=/none"), "and the hub's cache does not have its config.json"),
         ((*PLAN, "--gpu-gb", "-1"), "slurm.node.gpu_gb: "),
+        (
+            (*PLAN, "--gpu-gb", "80", "trainer.sequence_parallel=8"),
+            "trainer.sequence_parallel=8 does not divide the 28 query heads of model.path 7b: use one of 1, 2, 4, 7",
+        ),
         ((*PLAN, "--gpu-gb", "80", "model.path=none"), "model.path none: there is no such folder"),
     ],
 )

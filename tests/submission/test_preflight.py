@@ -72,6 +72,7 @@ def test_any_command_may_be_the_driver() -> None:
 @pytest.mark.usefixtures("folder")
 def test_a_ppo_job_that_can_be_has_nothing_to_say() -> None:
     assert check_ppo() == []
+    assert check_ppo(trainer__sequence_parallel=2, trainer__n_gpus_per_node=2) == []
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,10 @@ def test_a_ppo_job_that_can_be_has_nothing_to_say() -> None:
             r"reward\.model \./no/model: there is no such folder",
         ),
         ({"reward__function": None, "reward__url": "localhost"}, r"reward\.url localhost: expected the form"),
+        (
+            {"trainer__sequence_parallel": 4, "trainer__n_gpus_per_node": 4},
+            r"trainer\.sequence_parallel=4 does not divide the 2 query heads of model\.path model: use one of 1, 2$",
+        ),
     ],
 )
 @pytest.mark.usefixtures("folder")

@@ -104,6 +104,11 @@ GOLDEN_SETTINGS: dict[str, dict[str, Any]] = {
     "ppo": {"model.path": "/models/qwen", "data.train_files": ["train.jsonl"], "reward.function": "gsm8k"},
     "generate": {"model.path": "/models/qwen", "data.files": ["prompts.jsonl"], "rollout.n": 16},
     "eval": {"model.path": "/models/qwen", "data.files": ["test.jsonl"], "reward.function": "gsm8k"},
+    "select": {
+        "select.responses": ["runs/generate-1/responses.jsonl"],
+        "select.method": "pairs",
+        "trainer": {"nnodes": 1, "n_gpus_per_node": 1, "device": "cpu"},  # it is the work of one CPU
+    },
     "torchrun": {},
     "ray": {
         "ray_kwargs.ray_init": {"num_cpus": 16},

@@ -10,6 +10,8 @@ from typing import Any
 
 from hpc_rl.host.usage import Gpu, UsageSample, append_line, sample_line, usage_file
 from hpc_rl.run_dir import RunDir
+from hpc_rl.tracking.charts import plots_of_run
+from hpc_rl.tracking.recorded import read_run
 
 BEGAN = 1_700_000_000.0
 HOSTILE = '<img src=x onerror="alert(1)"><script>alert(2)</script></title></style>{{ 1 + 1 }} \u202e\x00\ud800'
@@ -89,3 +91,8 @@ def write_usage(attempt: Path, rank: int, began: float, exit_code: int | None, *
         append_line(path, sample_line(UsageSample(began + 60 * minute, 12.0 + rank, 100.0 + minute, gpus)))
     if exit_code is not None:
         append_line(path, {"time": began + 3600, "exit_code": exit_code})
+
+
+def plot_titles(folder: Path) -> set[str]:
+    """Return the titles of the plots in the report of a run."""
+    return {figure.title for group in plots_of_run(read_run(RunDir(folder))) for figure in group.figures}

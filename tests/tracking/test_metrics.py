@@ -78,5 +78,6 @@ def test_short_text() -> None:
 def test_a_line_shows_what_there_is() -> None:
     record = {"step": 7, "total_steps": 120, "time": 0, "train/loss": None, "train/lr": 1e-5}
     assert step_line(record) == "step   7/120 | loss nan | lr 1.00e-05"
-    record |= {"train/grad_norm": 0.871, "perf/tokens_per_s": 12345.0, "perf/mfu": 0.412, "perf/eta_s": 62}
-    assert step_line(record).endswith("grad 0.871 | 12.3k tok/s | MFU 41.2% | ETA 1:02")
+    record |= {"train/grad_norm": 0.871, "perf/tokens_per_s": 12345.0, "perf/throughput": 6172.5}
+    record |= {"perf/mfu": 0.412, "perf/eta_s": 62}
+    assert step_line(record).endswith("grad 0.871 | 12.3k tok/s | 6172 tok/s each | MFU 41.2% | ETA 1:02")

@@ -71,6 +71,13 @@ class StoredReply:
         client.put(self.partition, self.order, {self.field: self.lengths}, {self.field: column_N})
 
 
+class Dropped(Reply):
+    """A column that another rank of the sequence group sends."""
+
+    def send(self, column_N: NDArray[np.float32]) -> None:
+        """Do nothing."""
+
+
 class TransferQueueCarrier(Carrier):
     """The driver's side.
 
@@ -109,16 +116,16 @@ class TransferQueueCarrier(Carrier):
             lengths[fields[name]] = column.offsets().diff().numpy()
             new[fields[name]] = column.values().numpy()
         if new:
-            responses = sum(map(len, deal.orders))
-            self._client.put(self._partition, np.arange(responses), lengths, new)
+            self._client.put(self._partition, np.arange(deal.responses), lengths, new)
         return [StoredColumns(self._server.connection, self._partition, fields, order) for order in deal.orders]
 
     def kept(self, deal: Deal, lengths_B: torch.Tensor) -> tuple[list[Reply], Kept] | None:
         """See Carrier."""
         field, lengths = self._new_field("kept"), lengths_B.numpy()
-        replies: list[Reply] = [
-            StoredReply(self._server.connection, self._partition, field, order, lengths[order]) for order in deal.orders
-        ]
+        replies: list[Reply] = []
+        for rank, order in enumerate(deal.orders):
+            stored = StoredReply(self._server.connection, self._partition, field, order, lengths[order])
+            replies.append(Dropped() if rank % deal.sequence_parallel else stored)
         return replies, Kept(field)
 
     def clear(self) -> None:

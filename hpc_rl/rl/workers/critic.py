@@ -14,7 +14,6 @@ from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import disable_dropout
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.models.scalar_model import ScalarModel, check_outputs, critic, refuse_other_vocabulary
-from hpc_rl.training.sharding import reshard
 
 
 class Critic(Learner[ScalarModel]):
@@ -32,8 +31,8 @@ class Critic(Learner[ScalarModel]):
     @torch.no_grad()
     def values(self, held: Held) -> NDArray[np.float32]:
         """Return the value of the state before each held response token, [N]. Every rank calls this."""
-        parts = [self.model(micro.batch) for micro in held.micro_batches()]
-        reshard(self.model)
+        with self.offload.computing():
+            parts = [self.model(micro.batch) for micro in held.micro_batches()]
         return torch.cat(parts).cpu().numpy()
 
     def loss(self, micro: MicroBatch, columns: Columns, parts: Parts) -> torch.Tensor:

@@ -57,7 +57,8 @@ class WorkerGroup:
         carrier: Carrier | None = None,
     ) -> None:
         self._carrier = carrier or RayCarrier()
-        self._micro_tokens = config.trainer.micro_tokens
+        self._row_tokens = config.trainer.row_tokens
+        self._sequence_parallel = config.trainer.sequence_parallel
         size = len(pool.slots)
         on_node = {slot.rank: len(node) for node in pool.nodes for slot in node}
         remote = ray.remote(Worker)
@@ -146,7 +147,8 @@ class WorkerGroup:
         """
         deal, _ = self._dealt
         parcels = self._carrier.columns(deal, token_columns)
-        return self._each("update", ([role, parcel, step, total, epochs] for parcel in parcels), _add_sums)
+        arguments = ([role, parcel, step, total, epochs] for parcel in parcels)
+        return self._each("update", arguments, lambda parts: _add_sums(deal.once(parts)))
 
     def engines(self) -> EngineActors:
         """Return the workers as engines, if there is one in each of their processes."""
@@ -222,7 +224,8 @@ class WorkerGroup:
         self, experience: TensorDict, mini_batch_size: int | None, order: NDArray[np.int64] | None = None
     ) -> Deal:
         lengths, sampled = columns.all_lengths(experience).numpy(), columns.lengths(experience).numpy()
-        return deal_step(lengths, sampled, mini_batch_size, self.size, self._micro_tokens, order)
+        split = self._sequence_parallel
+        return deal_step(lengths, sampled, mini_batch_size, self.size, self._row_tokens, order, split)
 
     def _all(self, method: str, *arguments: Any, combine: Callable[[list[Any]], T]) -> Pending[T]:
         return self._each(method, (arguments for _ in self._workers), combine)
@@ -240,7 +243,7 @@ def _joining(deal: Deal, lengths_B: torch.Tensor) -> Callable[[list[Any]], torch
     return lambda parts: columns.jagged(torch.from_numpy(deal.join(parts)), lengths_B)
 
 
-def _add_sums(parts: list[Sums]) -> Sums:
+def _add_sums(parts: Sequence[Sums]) -> Sums:
     alike = ("updates", "grad_norm", "lr")
     return {name: value if name in alike else sum(part[name] for part in parts) for name, value in parts[0].items()}
 

@@ -17,6 +17,7 @@ from hpc_rl.training.checkpoints import model_state
 from hpc_rl.training.checkpoints.background import BackgroundWriter
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import PackedModel
+from hpc_rl.training.offload import ModelOffload
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Learner(ABC, Generic[Model]):
         self.optim = optim
         self.model = model
         self.optimizer = build_optimizer(self.model, optim)
+        self.offload = ModelOffload(config.trainer.offload, model, self.optimizer)
         self._writer = BackgroundWriter(world)
 
     @abstractmethod
@@ -65,8 +67,8 @@ class Learner(ABC, Generic[Model]):
         set_lr(self.optimizer, lr)
         sums: Sums = {"updates": 0.0, "grad_norm": 0.0, "lr": lr}
         parts: Parts = {}
-        for _ in range(epochs):
-            for mini_batch in held.mini_batches:
+        with self.offload.computing(changed=True):
+            for mini_batch in held.mini_batches * epochs:
                 loss, norm = self._step(mini_batch, columns, parts, step + 1)
                 sums["updates"] += 1
                 sums["grad_norm"] += norm
@@ -76,10 +78,11 @@ class Learner(ABC, Generic[Model]):
     def save(self, path: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Begin to write model and optimizer to a folder; `saved` waits. Every rank calls this."""
         background = self.config.trainer.save_async
-        found = model_state.snapshot(self.model, self.optimizer, tokenizer, self.world, copy=background)
-        self._writer.start(f"checkpoint {path}", lambda own: model_state.write(path, found, own))
-        if not background:
-            self._writer.wait()
+        with self.offload.whole():
+            found = model_state.snapshot(self.model, self.optimizer, tokenizer, self.world, copy=background)
+            self._writer.start(f"checkpoint {path}", lambda own: model_state.write(path, found, own))
+            if not background:
+                self._writer.wait()
 
     def saved(self) -> None:
         """Wait until the latest `save` is complete. Raises RunError if it failed, or took too long."""
@@ -87,7 +90,8 @@ class Learner(ABC, Generic[Model]):
 
     def load(self, path: Path) -> None:
         """Read model and optimizer from a folder. Every rank calls this."""
-        model_state.read(path, self.model, self.optimizer, self.world)
+        with self.offload.whole(changed=True):
+            model_state.read(path, self.model, self.optimizer, self.world)
 
     def _step(self, mini_batch: list[MicroBatch], columns: Columns, parts: Parts, number: int) -> tuple[float, float]:
         """Take one optimizer step; return this rank's loss and the norm of the gradient."""
@@ -104,7 +108,7 @@ class Learner(ABC, Generic[Model]):
             total = sum(torch.stack(losses).tolist())
             norm = clip_gradients(self.model.parameters(), self.optim.clip_grad)
             guards.refuse_not_finite(number, dict(enumerate(self.world.gather_rows([total])[:, 0].tolist())), norm)
-            self.optimizer.step()
+            self.offload.step()
             self.optimizer.zero_grad(set_to_none=True)
         return total, norm
 

@@ -11,6 +11,7 @@ from hpc_rl.rl.workers.logprobs import held_logprobs
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import causal_lm
 from hpc_rl.training.models.loading import load_sharded
+from hpc_rl.training.offload import ModelOffload
 
 
 class Reference:
@@ -20,8 +21,10 @@ class Reference:
         # A GPU computes in bfloat16, and no optimizer needs more digits of these weights.
         settings = config.model if world.device.type == "cpu" else config.model.updated("dtype", "bfloat16")
         self._model = load_sharded(causal_lm(settings, trained=False), world, config.trainer)
+        self._offload = ModelOffload(config.trainer.offload, self._model)
         self._temperature = config.rollout.temperature
 
     def logprobs(self, held: Held) -> NDArray[np.float32]:
         """Return the log-probabilities of all held response tokens, [N]. Every rank calls this."""
-        return held_logprobs(self._model, held, self._temperature)
+        with self._offload.computing():
+            return held_logprobs(self._model, held, self._temperature)

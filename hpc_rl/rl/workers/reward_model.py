@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,11 +10,10 @@ from numpy.typing import NDArray
 
 from hpc_rl.rl.dealing import Shard
 from hpc_rl.rl.workers.held import hold
-from hpc_rl.training import sharding
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.loading import load_sharded
-from hpc_rl.training.models.packed_batch import PackedBatch
 from hpc_rl.training.models.scalar_model import check_outputs, refuse_other_vocabulary, reward_model
+from hpc_rl.training.offload import ModelOffload
 
 if TYPE_CHECKING:
     from hpc_rl.rl.cluster import DriverConfig
@@ -33,21 +31,17 @@ class RewardModel:
         world.together(lambda: check_outputs("reward.model", path, outputs))
         dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
         self._model = load_sharded(reward_model(path, config.model, dtype, outputs), world, config.trainer)
+        self._offload = ModelOffload(config.trainer.offload, self._model)
         self._weights_K = np.array(config.reward.weights or [1.0], np.float32)
         self._world = world
 
     @torch.no_grad()
     def scores(self, shard: Shard) -> NDArray[np.float32]:
         """Return the score of each sample of the shard, [B]. Every rank calls this."""
-        parts = [
-            self._model(_last_rows(micro.batch))[: len(micro.lengths_B)]
-            for micro in hold(shard, self._world.device).micro_batches()
-        ]
-        sharding.reshard(self._model)
+        with self._offload.computing():
+            parts = [
+                self._model(micro.batch.last_tokens())[: len(micro.lengths_B)]
+                for micro in hold(shard, self._world.device).micro_batches()
+            ]
         scores_BK: NDArray[np.float32] = torch.cat(parts).cpu().numpy()
         return scores_BK @ self._weights_K
-
-
-def _last_rows(batch: PackedBatch) -> PackedBatch:
-    """Return the same batch, with each sample's last token as the only rows that the model returns."""
-    return dataclasses.replace(batch, rows_N=batch.cu_seqlens[1:].long() - 1)

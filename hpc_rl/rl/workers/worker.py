@@ -110,7 +110,7 @@ class Worker:
     @guards.explain_out_of_memory("the policy's log-probabilities")
     def logprobs(self, reply: Reply, shard: Shard | None = None) -> NDArray[np.float32] | None:
         """Send the policy's log-probabilities of all response tokens of a shard. Default: of those held."""
-        with self._spans("old_log_prob"):
+        with self._spans("old_log_prob"), self.actor.offload.computing():
             found = held_logprobs(self.actor.model, self._responses(shard), self.config.rollout.temperature)
         return reply.send(found)
 
@@ -119,7 +119,7 @@ class Worker:
         """Send the reference's log-probabilities: see `logprobs`. With adapters, the reference is the policy without
         them."""
         if self._training.model.lora.is_used:
-            with self._spans("ref"), without_adapters(self.actor.model):
+            with self._spans("ref"), self.actor.offload.computing(), without_adapters(self.actor.model):
                 found = held_logprobs(self.actor.model, self._responses(shard), self.config.rollout.temperature)
             return reply.send(found)
         reference: Reference = self._part("ref")
@@ -166,7 +166,8 @@ class Worker:
         """Give the engine in this process the policy's weights. Every rank calls this."""
         engine = self.engine
         if self.is_sharded:
-            engine.load_weights(self._weights())
+            with self.actor.offload.computing():
+                engine.load_weights(self._weights())
 
     def connect_engines(self, engines: EngineActors, transfer: str) -> None:
         """Prepare `send_weights`. Every rank calls this, after the engines have started."""
@@ -176,7 +177,8 @@ class Worker:
     def send_weights(self) -> None:
         """Send the policy's weights to engines in other processes. Every rank calls this."""
         sender: WeightSender = self._part("sender")
-        sender.send_weights()
+        with self.actor.offload.computing():
+            sender.send_weights()
 
     def sleep_engine(self) -> None:
         """Free the device memory of the engine in this process."""

@@ -33,6 +33,7 @@ from hpc_rl.host.environment import refuse_expandable_segments
 from hpc_rl.host.locks import REMEDY, local_by_mount
 from hpc_rl.host.ray_version import check_ray, installed_ray
 from hpc_rl.images.run_options import image_preflight
+from hpc_rl.plan.memory import models_of
 from hpc_rl.rewards.check import check_function, check_url
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.after import is_coming
@@ -49,6 +50,7 @@ from hpc_rl.submission.preflight.model import (
     check_outputs,
     check_same_special_tokens,
     check_same_vocabulary,
+    check_sequence_parallel,
 )
 from hpc_rl.submission.preflight.partition import ask_of, check_partition
 from hpc_rl.submission.preflight.program import (
@@ -62,7 +64,6 @@ from hpc_rl.submission.preflight.program import (
 BASH_TIMEOUT_S = 20
 LONGEST_FILE = "attempt-1000/" + "x" * 64
 """At least as long as any path in a run directory. If this one is below the file system's limit, all of them are."""
-
 
 _SECRET = re.compile(r"(HF|HUGGING_FACE_HUB|GITHUB|RAY_AUTH)_TOKEN|\w*(API_KEY|ACCESS_KEY|PASSWORD|_SECRET)")
 """Names of variables whose values are secret."""
@@ -178,6 +179,8 @@ def model(job: Job) -> Iterator[Question]:
         yield Question(check_outputs, ("model.path", config.model.path, config.outputs, cache))
     else:
         yield Question(check_is_language_model, ("model.path", config.model.path, cache))
+    if not isinstance(config, GenerateConfig) and (size := config.trainer.sequence_parallel) > 1:
+        yield from (Question(check_sequence_parallel, (*one, size, cache)) for one in models_of(config).items())
     if isinstance(config.model, ModelConfig) and config.model.lora.is_used:
         max_rank = None
         if isinstance(config, PpoConfig) and not config.rollout.merge_lora:
@@ -201,6 +204,7 @@ def model(job: Job) -> Iterator[Question]:
         yield Question(check_model_path, ("ref.path", config.ref.path, job.coming, cache))
         yield Question(check_is_language_model, ("ref.path", config.ref.path, cache))
         yield Question(check_same_vocabulary, ("ref.path", config.ref.path, config.model, cache))
+        yield Question(check_same_special_tokens, ("ref.path", config.ref.path, config.model, cache))
 
 
 def data(job: Job) -> Iterator[Question]:

@@ -13,7 +13,13 @@ from hpc_rl.data.template import check_template, read_template, stored_template
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.host.large_files import check_model_folder
-from hpc_rl.host.model_kind import architectures_of, is_classifier, is_language_model, refuse_other_outputs
+from hpc_rl.host.model_kind import (
+    architectures_of,
+    is_classifier,
+    is_language_model,
+    refuse_other_outputs,
+    refuse_unsplittable,
+)
 from hpc_rl.host.peft_folder import block_layers, matching, read_peft_folder, refuse_other_base
 from hpc_rl.host.safetensors_header import shapes
 from hpc_rl.host.vocabulary import ROLES, other_special_tokens, role_difference, vocabulary_difference
@@ -86,6 +92,13 @@ def check_outputs(key: str, path: str, needed: int, cache: HubCache) -> None:
     folder = _model_folder(path, cache)
     if folder is not None:
         refuse_other_outputs(key, path, sorted(folder.glob("*.safetensors")), needed)
+
+
+def check_sequence_parallel(key: str, path: str, size: int, cache: HubCache) -> None:
+    """Raise UserError if ranks cannot share the rows of a model, as far as its config.json on this machine shows it."""
+    folder = _model_folder(path, cache)
+    if folder is not None:
+        refuse_unsplittable(key, path, read_json(folder / "config.json"), size)
 
 
 def check_adapters(model: ModelConfig, max_rank: int | None, coming: frozenset[Path], cache: HubCache) -> None:

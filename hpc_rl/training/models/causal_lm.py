@@ -16,6 +16,7 @@ from hpc_rl.training.models import lora, packed_attention
 from hpc_rl.training.models.four_bit import four_bit_weights
 from hpc_rl.training.models.packed_batch import PackedBatch
 from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
+from hpc_rl.training.sequence_parallel import ALONE, SequenceGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,18 +42,24 @@ class PackedModel(nn.Module):
     """The division of its parameters among ranks, which sharding.shard sets."""
     adapters: lora.Adapters | None = None
     """The adapters that are trained instead of the whole model."""
+    sequence: SequenceGroup = ALONE
+    """The ranks that compute a row together, which loading.load_sharded sets."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
-        """Return the hidden states of the last layer, [T, H]."""
+        """Return the hidden states of the last layer, [T, H].
+
+        Args:
+            batch: a row, or this rank's slice of it; see SequenceGroup.own.
+        """
         hidden_TH: torch.Tensor = self.hf.base_model(
             input_ids=batch.input_ids_T[None],
             position_ids=batch.position_ids_T[None],
             use_cache=False,
-            **packed_attention.attention_kwargs(batch),
+            **packed_attention.attention_kwargs(batch, self.sequence),
         ).last_hidden_state[0]
         return hidden_TH
 
@@ -92,7 +99,8 @@ class CausalLM(PackedModel):
     """Backbone and LM head in one module, so that FSDP has gathered the head's weight when the loss needs it."""
 
     def forward(self, batch: PackedBatch, head: Callable[[torch.Tensor, torch.Tensor], T]) -> T:
-        """Run the backbone on a packed row, then return `head(hidden_NH, weight_VH)` of the positions with a target."""
+        """Run the backbone on a packed row, or on this rank's slice of it, then return `head(hidden_NH, weight_VH)` of
+        the positions with a target."""
         return head(self.hidden(batch)[batch.rows_N], self.hf.get_output_embeddings().weight)
 
 

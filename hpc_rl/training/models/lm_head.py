@@ -7,7 +7,7 @@ their logits again in the backward pass, because their upstream gradient is unkn
 torch.nn.functional.linear_cross_entropy (torch 2.13) is not used: with a vocabulary of 151,936 it took six times as
 long as plain logits on a CPU, and earlier versions do not have it.
 
-Shape suffixes: N positions, H hidden size, V vocabulary, C positions of one chunk.
+Shape suffixes: N positions, H hidden size, V vocabulary, C positions of one chunk, W a part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch
 
 CHUNK_BYTES = {"cpu": 64 << 20, "gpu": 1 << 30}
 """Bytes of float32 logits in one chunk: enough rows for fast matrix products, and small compared to a model."""
+CPU_ROWS = 8192
+"""Rows of a bfloat16 weight that a CPU converts to float32 at a time."""
 
 
 def cross_entropy_sum(
@@ -98,6 +100,11 @@ def float32_logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, logits_CV: 
     elif _multiplies_into_float32(hidden_CH):
         # Rounding a logit of 25 to bfloat16 would change the log-probability by up to 0.06.
         torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32, out=logits_CV)
+    elif hidden_CH.device.type == "cpu":
+        # The product of two bfloat16 numbers is exact in float32. Only a part of the weight is copied at a time.
+        wide_CH = hidden_CH.float()
+        for weight_WH, logits_CW in zip(weight_VH.split(CPU_ROWS), logits_CV.split(CPU_ROWS, dim=1), strict=True):
+            torch.mm(wide_CH, weight_WH.float().t(), out=logits_CW)
     else:
         logits_CV.copy_(hidden_CH @ weight_VH.t())
     return logits_CV

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.model_kind import refuse_unsplittable
 from hpc_rl.training import sharding
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models import lora
@@ -26,6 +27,7 @@ from hpc_rl.training.models.causal_lm import PackedModel
 from hpc_rl.training.models.four_bit import four_bit_weights
 from hpc_rl.training.models.pretrained import Pretrained
 from hpc_rl.training.models.safetensors_files import BUFFER_BYTES, Stored, contents
+from hpc_rl.training.sequence_parallel import join
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,6 +41,8 @@ class LoadingOptions(sharding.ShardingOptions, Protocol):
 
     @property
     def seed(self) -> int: ...
+    @property
+    def sequence_parallel(self) -> int: ...
 
 
 def load_sharded(pretrained: Pretrained[Model], world: World, trainer: LoadingOptions) -> Model:
@@ -47,8 +51,10 @@ def load_sharded(pretrained: Pretrained[Model], world: World, trainer: LoadingOp
     Raises:
         AgreedError: no model can be loaded, or it cannot be used; every rank raises this.
     """
+    sequence = join(world, trainer.sequence_parallel)
     whole = not sharding.is_sharded(world)
     model = world.together(pretrained.load) if whole else _load_parts(pretrained, world, trainer)
+    model.sequence = sequence
     world.together(lambda: set_adapters(model, trainer.seed))
     return model
 
@@ -69,6 +75,9 @@ def set_adapters(model: PackedModel, seed: int) -> None:
 
 def _load_parts(pretrained: Pretrained[Model], world: World, trainer: LoadingOptions) -> Model:
     hf = world.together(pretrained.empty)
+    if trainer.sequence_parallel > 1:
+        settings, size = hf.config.to_dict(), trainer.sequence_parallel
+        world.together(lambda: refuse_unsplittable(pretrained.key, pretrained.path, settings, size))
     stored = world.together(lambda: stored_weights(pretrained, hf))
     # Some ranks may not find a file, for example without a connection to the hub. All have to load in the same way.
     if world.any(stored is None) or stored is None:

@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hpc_rl.errors import UserError
 from hpc_rl.training.models.packed_batch import PackedBatch
+from hpc_rl.training.sequence_parallel import ALONE, SequenceGroup
 
 ATTENTION = "hpc_rl_packed"
 
@@ -34,11 +35,13 @@ class SampleBounds:
     Args:
         lengths: tokens of each sample.
         cu_seqlens: the start of each sample, and the end of the row: int32, [samples + 1].
+        sequence: the ranks that compute the row together.
     """
 
-    def __init__(self, lengths: tuple[int, ...], cu_seqlens: torch.Tensor) -> None:
+    def __init__(self, lengths: tuple[int, ...], cu_seqlens: torch.Tensor, sequence: SequenceGroup = ALONE) -> None:
         self.lengths = lengths
         self.cu_seqlens = cu_seqlens
+        self.sequence = sequence
 
 
 class Attend(Protocol):
@@ -62,9 +65,14 @@ def register() -> None:
     AttentionInterface.register(ATTENTION, packed_attention)
 
 
-def attention_kwargs(batch: PackedBatch) -> dict[str, Any]:
-    """Return what the model's forward needs besides input_ids and position_ids."""
-    return {"packed_bounds": SampleBounds(batch.lengths, batch.cu_seqlens)}
+def attention_kwargs(batch: PackedBatch, sequence: SequenceGroup = ALONE) -> dict[str, Any]:
+    """Return what the model's forward needs besides input_ids and position_ids.
+
+    Args:
+        batch: a whole row, or this rank's slice if several ranks compute the row together.
+        sequence: these ranks.
+    """
+    return {"packed_bounds": SampleBounds(batch.lengths, batch.cu_seqlens, sequence)}
 
 
 @torch.compiler.disable  # its loop over samples would be traced again for each number of samples
@@ -85,7 +93,7 @@ def packed_attention(
     """Compute attention with the signature that transformers calls.
 
     Args:
-        query: [1, query heads, T, head size].
+        query: [1, query heads, T, head size]; T are the tokens of this rank's slice if several compute the row.
         key, value: [1, key heads, T, head size]; query heads are a multiple of key heads.
         packed_bounds: the samples of the row; may be missing only if `attend` is given.
         attend: computes the result instead, from the same tensors.
@@ -106,9 +114,14 @@ def packed_attention(
         return attend(module, query, key, value, scaling, sliding_window), None
     if packed_bounds is None:
         raise UserError(f"{kind} do not pass the samples' lengths to attention, which packing needs: use another model")
+    sequence = packed_bounds.sequence
+    if sequence.size > 1:
+        query, key, value = sequence.to_heads(query, key, value)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _varlen() is not None:
-        return _flash(query, key, value, packed_bounds, scaling, sliding_window), None
-    return _per_sample(query, key, value, packed_bounds.lengths, scaling, dropout, sliding_window), None
+        attended = _flash(query, key, value, packed_bounds, scaling, sliding_window)
+    else:
+        attended = _per_sample(query, key, value, packed_bounds.lengths, scaling, dropout, sliding_window)
+    return attended if sequence.size == 1 else sequence.to_tokens(attended), None
 
 
 @functools.cache

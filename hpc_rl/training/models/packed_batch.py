@@ -7,10 +7,11 @@ H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class PackedBatch:
     """Tokens of each sample."""
     cu_seqlens: torch.Tensor
     """The start of each sample, and the end of the row: int32, [samples + 1]."""
+    rows: NDArray[np.int64]
+    """The numbers in `rows_N`, in ascending order and in host memory, for decisions that no GPU has to wait for."""
     rows_N: torch.Tensor
     """Positions in the row whose next token is a target, int64."""
     targets_N: torch.Tensor
@@ -35,7 +38,12 @@ class PackedBatch:
         if device.type == "cpu":
             return self
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
-        return PackedBatch(lengths=self.lengths, **moved)
+        return PackedBatch(lengths=self.lengths, rows=self.rows, **moved)
+
+    def last_tokens(self) -> PackedBatch:
+        """Return the same row, with each sample's last token as the only positions at which a model returns results."""
+        last = np.cumsum(self.lengths, dtype=np.int64) - 1
+        return replace(self, rows=last, rows_N=self.cu_seqlens[1:].long() - 1)
 
 
 _TENSORS = ("input_ids_T", "position_ids_T", "cu_seqlens", "rows_N", "targets_N")
@@ -56,6 +64,7 @@ def pack_samples(tokens: Sequence[np.ndarray], target_masks: Sequence[np.ndarray
         position_ids_T=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])),
         lengths=tuple(lengths),
         cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)),
+        rows=targets - 1,
         rows_N=torch.from_numpy(targets - 1),
         targets_N=torch.from_numpy(ids_T[targets]),
     )

@@ -53,8 +53,12 @@ class ScalarModel(PackedModel):
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Return the head's output at `batch.rows_N`: [N], float32."""
-        values_N1: torch.Tensor = self.head(self.hidden(batch)[batch.rows_N].float())
-        return values_N1[:, 0].clone()  # FSDP warns of views
+        return self.outputs(batch)[:, 0].clone()  # FSDP warns of views
+
+    def outputs(self, batch: PackedBatch) -> torch.Tensor:
+        """Return the head's K outputs at the positions of a whole row, `batch.rows_N`: [N, K], float32."""
+        own = self.sequence.own(batch)
+        return self.sequence.whole(self.head(self.hidden(own)[own.rows_N].float()), batch)
 
 
 class ScoreModel(ScalarModel):
@@ -62,8 +66,7 @@ class ScoreModel(ScalarModel):
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Return the head's K outputs at `batch.rows_N`: [N, K], float32."""
-        scores_NK: torch.Tensor = self.head(self.hidden(batch)[batch.rows_N].float())
-        return scores_NK
+        return self.outputs(batch)
 
 
 Kind = TypeVar("Kind", bound=ScalarModel)

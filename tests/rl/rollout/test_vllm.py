@@ -1,5 +1,5 @@
-"""Real vLLM on the CPU, in Ray actors: an engine with tied embeddings, one with an untied head and two workers, and one
-that receives adapters only."""
+"""Real vLLM on the CPU, in Ray actors: an engine with tied embeddings, which loads an exported model; one with an
+untied head and two workers; and one that receives adapters only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib.util
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,12 @@ from hpc_rl.rl.rollout.vllm_worker import track_loading
 from hpc_rl.rl.weights.base import EngineActors, WeightReceiver, WeightSource
 from hpc_rl.rl.weights.host import HostSender
 from hpc_rl.rl.weights.transfers import open_sender
+from hpc_rl.training.checkpoints.export import export
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.lm_head import token_logprobs
 from hpc_rl.training.models.lora import add_adapters, is_adapter
-from tests.helpers import make_tiny_model
+from tests.finetune.jobs import run_here
+from tests.helpers import make_tiny_model, write_chats
 
 TIMEOUT_S = 600
 MAX_LENGTH = 400
@@ -82,6 +84,15 @@ class EngineActor:
 
     def generate(self, *arguments: Any) -> list[Completion]:
         return complete(self.engine, *arguments)
+
+    def generate_with(self, folder: str, *arguments: Any) -> list[Completion]:
+        """Generate with the adapters in a folder."""
+        from vllm.lora.request import LoRARequest
+
+        assert self.engine._adapters is not None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.engine._adapters, "current", LoRARequest("exported", 2, folder))
+            return complete(self.engine, *arguments)
 
     def one_after_the_other(self, requests: Sequence[Request]) -> list[Completion]:
         """Add a request at each step of the engine."""
@@ -132,6 +143,8 @@ class Setting:
     hf: Any
     path: str
     temperature: float
+    loaded: list[Completion] = field(default_factory=list)
+    """Greedy responses with the weights in the files of the model, before any sync."""
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         return ray.get(getattr(self.actor, method).remote(*arguments, **named), timeout=TIMEOUT_S)
@@ -184,6 +197,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Set
             ("adapters", True, 1, 1.0, new_config("", RANK, ALPHA, 0.0, [], None)),
         ):
             path = make_tiny_model(folder / str(tie), hidden=64, num_attention_heads=2, num_key_value_heads=2, tie=tie)
+            if name == "tied":
+                path = train_adapters(folder, path)
             actor = ray.remote(num_cpus=1, runtime_env={"env_vars": variables})(EngineActor).remote()
             # Two long prompts are more tokens than an engine takes in one step.
             starting.append(
@@ -197,10 +212,24 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Set
             found[name] = Setting(actor, hf, str(path), temperature)
         try:
             ray.get(starting, timeout=TIMEOUT_S)
+            for each in found.values():
+                each.loaded = each.call("generate", prompts(), [1, 2, 3], each.sampling(temperature=0.0))
             yield found
             ray.get([setting.actor.close.remote() for setting in found.values()], timeout=TIMEOUT_S)
         finally:
             ray.shutdown()
+
+
+def train_adapters(folder: Path, model: Path) -> Path:
+    """Fine-tune adapters, export them to `folder`/alone, and return the folder of the model with them merged."""
+    words = [
+        *(f"model.path={model}", f"data.train_files={write_chats(folder / 'train.jsonl', 16)}"),
+        *(f"model.lora={{rank: {RANK}, alpha: {ALPHA}}}", "optim.lr=5e-2", "trainer.total_training_steps=3"),
+        *("data.train_batch_size=4", "data.max_length=256", "trainer.device=cpu", "trainer.export=true"),
+    ]
+    assert run_here(words, folder / "run") == 0
+    export(folder / "run", folder / "alone", merge=False)
+    return folder / "run" / "model"
 
 
 @pytest.fixture(params=["tied", "untied, parallel"])
@@ -226,6 +255,34 @@ def test_logprobs_equal_the_models(setting: Setting) -> None:
     if setting.temperature == 1:
         cut = setting.call("generate", prompts(), [1, 2, 3], setting.sampling(top_p=0.5, top_k=20))
         setting.check(prompts(), cut, 1.0)
+
+
+@needs_vllm
+def test_exported_folders_load_as_in_transformers(settings: dict[str, Setting]) -> None:
+    """The merged model, and the adapters of `hpc-rl export --no-merge` beside the model that they belong to."""
+    from transformers import AutoModelForCausalLM
+
+    merged, base = settings["tied"], settings["adapters"]
+    greedy = base.sampling(temperature=0.0)
+    folder = str(Path(merged.path).parents[1] / "alone")
+    found = {
+        "merged": merged.loaded,
+        "alone": base.call("generate_with", folder, prompts(), [1, 2, 3], greedy),
+        "base": base.loaded,
+    }
+    trained, untrained = (AutoModelForCausalLM.from_pretrained(each.path) for each in (merged, base))
+    for name, model in (("merged", trained), ("alone", trained), ("base", untrained)):
+        for prompt, completion in zip(prompts(), found[name], strict=True):
+            assert completion.token_ids.tolist() == greedy_choices(model, prompt, completion.token_ids), name
+    assert greedy_choices(untrained, prompts()[2], found["alone"][2].token_ids) != found["alone"][2].token_ids.tolist()
+
+
+def greedy_choices(model: Any, prompt: Any, tokens: Any) -> list[int]:
+    """Return the most probable token at each position of a response."""
+    ids = torch.from_numpy(np.concatenate([prompt, tokens])).long()
+    with torch.no_grad():
+        chosen: list[int] = model(ids[None]).logits[0, len(prompt) - 1 : -1].argmax(dim=1).tolist()
+    return chosen
 
 
 @needs_vllm

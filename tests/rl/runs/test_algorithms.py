@@ -12,6 +12,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.timeline import read_timeline
 from tests.helpers import make_tiny_model
 from tests.rl.runs.jobs import Runs, metrics, series
+from tests.tracking.runs import plot_titles
 
 ALWAYS = {
     *("actor/pg_loss", "actor/ppo_kl", "actor/pg_clipfrac", "actor/entropy", "actor/grad_norm", "actor/lr"),
@@ -188,6 +189,7 @@ def test_on_policy_distillation_needs_no_reward(run: Runs, tmp_path: Path, teach
     assert run(tmp_path, *options, *one, *steps) == 0
     found = series(tmp_path, "actor/teacher_kl")
     assert len(found) == len(series(tmp_path, "timing_s/teacher")) == 20
+    assert "KL to the teacher" in plot_titles(tmp_path)
     assert found[0] > 0 and sum(found[-5:]) < 0.96 * sum(found[:5])
     expected = [-divergence for divergence in found]
     assert series(tmp_path, "critic/advantages/mean") == pytest.approx(expected, abs=1e-5)

@@ -31,6 +31,7 @@ from hpc_rl.run_dir import RunDir
 from tests.helpers import make_tiny_model
 from tests.rl.runs.jobs import Hosts, metrics, stop_after
 from tests.rl.runs.test_rewards import make_reward_model
+from tests.tracking.runs import plot_titles
 
 PROMPTS, N = 7, 2
 DIVIDED = ("trainer.n_gpus_per_node=3", "pools={spec: {gen: [1], judges: [2]}, roles: {reward: judges}}")
@@ -110,6 +111,7 @@ def test_scores_are_those_of_transformers(generation: Generations, shared: Path,
             expected = model.score(model.base_model(torch.tensor([ids])).last_hidden_state[0, -1])
         assert row["score"] == pytest.approx(float(expected), abs=1e-4)
     means = [step["generate/score"] for step in metrics(shared)]
+    assert plot_titles(shared) >= {"Score", "Response length"}
     assert len(means) == 4 and means[0] == pytest.approx(sum(row["score"] for row in rows[:4]) / 4, abs=1e-4)
 
 

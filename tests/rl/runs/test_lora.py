@@ -24,6 +24,7 @@ LORA = (
     *("actor.optim.lr=2e-2", "critic.optim.lr=1e-2", "algorithm.kl={where: reward, coef: 0.1}"),
     *("trainer.total_training_steps=3", "trainer.val_before_train=true", "trainer.export=true"),
 )
+NO_REWARD = ("reward.function=null", "reward.kwargs={}")
 ENGINE_POOL = ("trainer.n_gpus_per_node=3", "pools={spec: {train: [2], engines: [1]}, roles: {rollout: engines}}")
 
 
@@ -67,6 +68,27 @@ def test_every_split_gives_the_same_numbers(
     for name, weight in exported.state_dict().items():
         torch.testing.assert_close(weight, expected.state_dict()[name], atol=1e-4, rtol=1e-3)
         assert torch.equal(weight, base[name]) == ("_proj" not in name or name.endswith("bias")), name
+
+
+@pytest.mark.parametrize(
+    ("options", "measured"),
+    [
+        (("algorithm.advantage=grpo", "algorithm.kl={where: loss, estimator: k3, coef: 0.1}"), "actor/kl_loss"),
+        (("algorithm.advantage=remax",), "actor/reward_kl_penalty"),
+        (("algorithm.advantage=opd", "algorithm.kl.where=none", *NO_REWARD), "actor/teacher_kl"),
+    ],
+    ids=["grpo", "remax", "opd"],
+)
+def test_algorithms_without_a_critic(
+    run: Runs, tmp_path: Path, options: tuple[str, ...], measured: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Adapters reach the engine, and the reference is the policy without them."""
+    teacher = f"teacher.path={make_tiny_model(tmp_path / 'teacher', hidden=48)}"
+    own = [*options, *([teacher] if measured == "actor/teacher_kl" else [])]
+    assert run(tmp_path / "run", *LORA, *own, "trainer.total_training_steps=2", "trainer.export=false") == 0
+    assert "the engine's log-probabilities moved together with the policy's (slope 1.000" in capsys.readouterr().out
+    assert all(norm > 0 for norm in series(tmp_path / "run", "actor/grad_norm"))
+    assert abs(series(tmp_path / "run", measured)[-1]) > 1e-4
 
 
 def test_resuming_is_exact_and_needs_no_second_check(

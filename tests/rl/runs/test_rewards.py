@@ -14,6 +14,7 @@ import torch
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl import trainer
 from hpc_rl.rl.draws import greedy_sampling
+from tests.finetune.jobs import run_here
 from tests.helpers import make_tiny_model, make_tokenizer
 from tests.http_server import serving
 from tests.rl.runs.jobs import Runs, metrics, same_metrics
@@ -171,6 +172,19 @@ def make_reward_model(folder: Path, vocab: int = 320, outputs: int = 1) -> Path:
     return folder
 
 
+def train_reward_model(folder: Path, model: Path, *overrides: str) -> Path:
+    """Train one as `submit rm` does, and return the folder that it exports."""
+    rows = [{"prompt": f"{n} + 1?", "response": f"{n + 1}, " * (n % 4), "long": n % 4, "odd": n % 2} for n in range(16)]
+    (folder / "rated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        *("--kind", "rm", f"model.path={model}", f"data.train_files={folder / 'rated.jsonl'}", "optim.lr=2e-2"),
+        *("data.label_keys=[long,odd]", "data.train_batch_size=4", "data.max_length=256", "trainer.device=cpu"),
+        *("trainer.total_training_steps=4", "trainer.export=true", *overrides),
+    ]
+    assert run_here(words, folder / "rm") == 0
+    return folder / "rm" / "model"
+
+
 def test_a_reward_model_on_the_same_pool_and_on_its_own(plain: Runs, tmp_path: Path) -> None:
     model = f"reward.model={make_reward_model(tmp_path / 'reward')}"
     assert plain(tmp_path / "shared", model) == 0
@@ -183,10 +197,10 @@ def test_a_reward_model_on_the_same_pool_and_on_its_own(plain: Runs, tmp_path: P
 
 
 def test_a_reward_model_scores_as_transformers_does(plain: Runs, tmp_path: Path) -> None:
-    """Greedy responses, scored again one by one. The score is the weighted sum of two outputs."""
+    """Greedy responses, scored again one by one by the result of `submit rm`: the weighted sum of its two outputs."""
     from transformers import AutoModelForSequenceClassification
 
-    folder = make_reward_model(tmp_path / "reward", outputs=2)
+    folder = train_reward_model(tmp_path, make_tiny_model(tmp_path / "model"))
     with plain.state(tmp_path / "run", f"reward.model={folder}", "reward.weights=[2,-0.5]") as state:
         prompts = state.val
         greedy = greedy_sampling(state.config)
@@ -200,7 +214,7 @@ def test_a_reward_model_scores_as_transformers_does(plain: Runs, tmp_path: Path)
         with torch.no_grad():
             first, second = model.score(model.base_model(ids).last_hidden_state[0, -1]).tolist()
         expected = 2 * first - 0.5 * second
-        assert score == pytest.approx(float(expected), abs=1e-4)
+        assert score == pytest.approx(float(expected), abs=1e-4) and abs(score) > 1e-3
 
 
 def test_another_vocabulary_is_refused(plain: Runs, tmp_path: Path) -> None:

@@ -64,8 +64,9 @@ def client(server: Server) -> Iterator[Client]:
             *("pools.roles.actor=one", "pools.roles.rollout=one", "pools.roles.critic=two", "pools.roles.ref=two"),
         ),
         ("algorithm.advantage=grpo", *KL, TWO_RANKS, "model.lora.rank=4", "model.lora.alpha=8"),
+        ("algorithm.advantage=gae", *KL, "trainer.n_gpus_per_node=4", "trainer.sequence_parallel=2"),
     ],
-    ids=["grpo", "shuffle", "gae", "pools", "lora"],
+    ids=["grpo", "shuffle", "gae", "pools", "lora", "sequence parallel"],
 )
 def test_every_metric_is_equal_bit_for_bit(run: Runs, tmp_path: Path, options: tuple[str, ...]) -> None:
     assert run(tmp_path / "ray", *options) == 0

@@ -105,7 +105,7 @@ def test_bfloat16_sums_in_float32() -> None:
     exact[:2] = [tensor.requires_grad_() for tensor in exact[:2]]
     expected, _ = plain(Terms("forward"), None, *exact)
     assert ours.dtype == torch.float32
-    torch.testing.assert_close(ours, expected, rtol=1e-2, atol=0)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=0)
     found = torch.autograd.grad(ours, (hidden, weight))
     for got, wanted in zip(found, torch.autograd.grad(expected, exact[:2]), strict=True):
         assert got.dtype == torch.bfloat16

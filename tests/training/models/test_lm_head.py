@@ -11,6 +11,7 @@ from hpc_rl.training.models.lm_head import cross_entropy_sum, token_logprobs
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(lm_head.CHUNK_BYTES, "cpu", 4 * 101 * 8)  # 8 positions
+    monkeypatch.setattr(lm_head, "CPU_ROWS", 40)
 
 
 def inputs(positions: int = 37, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -40,11 +41,10 @@ def test_cross_entropy_equals_plain_logits(scale: float, upstream: float) -> Non
 def test_cross_entropy_in_bfloat16_sums_in_float32() -> None:
     hidden, weight, targets = inputs(positions=400, dtype=torch.bfloat16)
     ours = cross_entropy_sum(hidden, weight, targets)
-    plain = functional.cross_entropy((hidden @ weight.t()).float(), targets, reduction="sum")
-    assert ours.dtype == torch.float32
-    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=0)
     exact_hidden, exact_weight = hidden.detach().float().requires_grad_(), weight.detach().float().requires_grad_()
     exact = functional.cross_entropy(exact_hidden @ exact_weight.t(), targets, reduction="sum")
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, exact, rtol=1e-6, atol=0)
     for got, wanted in zip(grads(ours, hidden, weight), grads(exact, exact_hidden, exact_weight), strict=True):
         assert got.dtype == torch.bfloat16
         assert (got.float() - wanted).norm() < 0.01 * wanted.norm()
@@ -80,6 +80,15 @@ def test_logprobs_and_entropy_with_any_upstream_gradient(temperature: float) -> 
     plain = (mix * distribution.log_prob(targets).exp()).sum() + (mix.flip(0) * distribution.entropy()).sum()
     for got, wanted in zip(grads(ours, hidden, weight), grads(plain, hidden, weight), strict=True):
         torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logits_of_bfloat16_are_not_rounded(temperature: float) -> None:
+    hidden, weight, targets = (tensor.detach() for tensor in inputs(dtype=torch.bfloat16))
+    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature)
+    distribution = torch.distributions.Categorical(logits=hidden.float() @ weight.float().t() / temperature)
+    torch.testing.assert_close(logprobs, distribution.log_prob(targets), atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(entropy, distribution.entropy(), atol=1e-5, rtol=1e-6)
 
 
 def test_logits_far_apart_stay_finite() -> None:

@@ -1,0 +1,96 @@
+"""The speed of earlier runs, from which the time of a new job is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import nlargest
+from pathlib import Path
+from statistics import median
+
+from hpc_rl.host.files import read_json
+from hpc_rl.run_dir import RunDir
+from hpc_rl.runs.status import ROOT, runs_below
+from hpc_rl.tracking.metrics import Record, read_metrics
+from hpc_rl.tracking.planned import Expected, read_expected
+
+MOST_RUNS = 100
+"""Newest runs that are looked at."""
+SAME_SIZE = 0.1
+"""Largest difference of two numbers of parameters, as a part of the larger one, that counts as the same size."""
+_FIRST_STEPS = 1
+"""Steps that are left out: kernels are compiled and connections are made then."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run recorded, as medians over its steps."""
+
+    run: str
+    throughput: float
+    """Tokens per second and GPU, in whole steps."""
+    tokens: float
+    """Tokens of a sample, or of a response with its prompt."""
+    peak_gb: float
+    """Most memory of the training processes on a GPU, in 10^9 bytes."""
+    planned_gb: float
+    """The same, as its plan expected it."""
+
+    def step_seconds(self, items: int, longest: int, gpus: int) -> float:
+        """Return the time of a step with samples as long as in this run.
+
+        Args:
+            longest: the largest number of tokens that a sample may have.
+        """
+        return items * min(self.tokens, longest) / (self.throughput * gpus)
+
+
+def newest_like(kind: str, gpu: str, parameters: int, root: Path = ROOT) -> Measured | None:
+    """Return what the newest run of a kind recorded, on the same kind of GPUs and with a model of the same size.
+
+    Returns:
+        None if there is no such run that has recorded two steps.
+    """
+    for run in _newest(root):
+        expected = read_expected(run)
+        if expected is None or read_json(run.job).get("kind") != kind or not _is_like(expected, gpu, parameters):
+            continue
+        if (found := _measured(run, expected)) is not None:
+            return found
+    return None
+
+
+def _newest(root: Path) -> Iterator[RunDir]:
+    """Yield the runs that were submitted last, the newest first."""
+    times: dict[Path, float] = {}
+    for path in runs_below(root):
+        try:
+            times[path] = RunDir(path).job.stat().st_mtime
+        except OSError:
+            continue  # not submitted, or somebody else's
+    for path in nlargest(MOST_RUNS, times, key=lambda path: times[path]):
+        yield RunDir(path.absolute())
+
+
+def _is_like(expected: Expected, gpu: str, parameters: int) -> bool:
+    difference = abs(expected.parameters - parameters)
+    return expected.gpu == gpu and difference <= SAME_SIZE * max(expected.parameters, parameters)
+
+
+def _measured(run: RunDir, expected: Expected) -> Measured | None:
+    records = [record for record in read_metrics(run.metrics) if record.get("perf/tokens_per_s")][_FIRST_STEPS:]
+    if not records or not expected.items or not expected.gpus:
+        return None
+    peaks = [record["perf/max_memory_gb"] for record in records if record.get("perf/max_memory_gb") is not None]
+    return Measured(
+        run=run.name,
+        throughput=median(record["perf/tokens_per_s"] for record in records) / expected.gpus,
+        tokens=median(record["perf/tokens_per_s"] / _items_per_s(record, expected.items) for record in records),
+        peak_gb=max(peaks, default=0.0),
+        planned_gb=expected.training_gb,
+    )
+
+
+def _items_per_s(record: Record, items: int) -> float:
+    """Return the samples or responses per second. Blocks of generation have different sizes."""
+    return float(record.get("perf/responses_per_s") or items / record["perf/time_per_step"])

@@ -1,0 +1,224 @@
+"""Tensors that leave the device while nothing uses them, and wait in host memory (trainer.offload).
+
+    parked = Parked(tensors)              # on the device
+    parked.leave()                        # in host memory; the device memory is free
+    with parked.back():                   # on the device, until the end of the block
+        optimizer.step()
+
+A tensor keeps its identity: its storage on the device shrinks to nothing and grows again, so that FSDP, optimizer and
+checkpoints need not be told. The copy to the host overlaps with what the device computes next, until other tensors come
+back: its memory is free only after it. The copy back is awaited by the device, and not by the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hpc_rl.config.training import OFFLOAD_BYTES, Offload
+from hpc_rl.training.models.causal_lm import PackedModel
+from hpc_rl.training.sharding import reshard
+
+_departures: list[Any] = []
+"""Events at the end of copies to the host: the device memory of what has left is free after them."""
+
+
+class Parked:
+    """Some tensors that move together. Those that share a storage have to be given once.
+
+    Args:
+        tensors: on one device. Of a DTensor, this rank's part moves.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = [_local(tensor) for tensor in tensors]
+        self._sizes = [tensor.untyped_storage().nbytes() for tensor in self._tensors]
+        """Bytes of their storages, which FSDP makes equally long on all ranks."""
+        self._copies: list[torch.Tensor] = []
+        """In host memory, from the first move on; page-locked for an accelerator."""
+        self._away = False
+        device = self._tensors[0].device if self._tensors else torch.device("cpu")
+        self._accelerator = None if device.type == "cpu" else torch.get_device_module(device.type)
+        self._stream = None if self._accelerator is None else self._accelerator.Stream()
+        self._arrived: Any = None
+        """Event at the end of the latest copies to the device, until the device has been told to wait for it."""
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the tensors are in host memory only."""
+        return self._away
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the tensors take of the device, and then of the host."""
+        return sum(self._sizes)
+
+    def leave(self, changed: bool = True) -> None:
+        """Move the tensors to host memory.
+
+        Args:
+            changed: whether they may have changed since they came back. Otherwise the copies are still right.
+        """
+        if self._away or not self._tensors:
+            return
+        with self._beside():
+            if not self._copies:
+                pinned = self._accelerator is not None
+                self._copies = [torch.empty_like(t, device="cpu", pin_memory=pinned) for t in self._tensors]
+                changed = True
+            for tensor, copy in zip(self._tensors, self._copies, strict=True):
+                if changed:
+                    copy.copy_(tensor, non_blocking=True)
+                if self._stream is not None:
+                    tensor.record_stream(self._stream)  # nobody else gets the memory before it has been read
+        for tensor in self._tensors:
+            tensor.untyped_storage().resize_(0)
+        if self._stream is not None:
+            _departures.append(self._stream.record_event())
+        self._away = True
+
+    def come_back(self) -> None:
+        """Begin to move the tensors to the device. `arrive` makes the device wait for them."""
+        if not self._away:
+            return
+        while _departures:  # otherwise, those that leave and those that come would be on the device together
+            _departures.pop().synchronize()
+        for tensor, size in zip(self._tensors, self._sizes, strict=True):
+            tensor.untyped_storage().resize_(size)
+        with self._beside():
+            for tensor, copy in zip(self._tensors, self._copies, strict=True):
+                tensor.copy_(copy, non_blocking=True)
+        self._arrived = None if self._stream is None else self._stream.record_event()
+        self._away = False
+
+    def arrive(self) -> None:
+        """Have what the device is told from now on find the tensors there."""
+        self.come_back()
+        if self._arrived is not None and self._accelerator is not None:
+            self._accelerator.current_stream().wait_event(self._arrived)
+            self._arrived = None
+
+    @contextmanager
+    def back(self, changed: bool = True) -> Iterator[None]:
+        """Have the tensors on the device within the block. If they were away before, they leave at its end.
+
+        Args:
+            changed: whether the block may change them.
+        """
+        was_away = self._away
+        self.arrive()
+        try:
+            yield
+        finally:
+            if was_away:
+                self.leave(changed)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Copy beside the device's usual work, after what it has been told so far."""
+        if self._accelerator is None:
+            yield
+            return
+        self._stream.wait_stream(self._accelerator.current_stream())  # type: ignore[union-attr]
+        with self._accelerator.stream(self._stream), torch.no_grad():
+            yield
+
+
+class ModelOffload:
+    """What trainer.offload moves of a model, and when. What moves is in host memory between the blocks.
+
+    Args:
+        level: trainer.offload.
+        optimizer: AdamW of a model that is trained.
+    """
+
+    def __init__(self, level: Offload, model: PackedModel, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        # The weights of a model that is not divided may belong to an engine too.
+        moves_weights = level == "all" and isinstance(model, FSDPModule)
+        self._weights = Parked(model.parameters() if moves_weights else ())
+        parts = [] if level == "none" or optimizer is None else parts_of(optimizer)
+        self._moments = [(part, Parked(moments_of(optimizer, part))) for part in parts]
+        """Some parameters, and their moments."""
+        if moves_weights:
+            reshard(model)
+        self._weights.leave()
+        for _, moments in self._moments:
+            moments.leave()
+
+    @contextmanager
+    def computing(self, changed: bool = False) -> Iterator[None]:
+        """Have the weights on the device.
+
+        Args:
+            changed: whether the block changes them.
+        """
+        with self._weights.back(changed):
+            try:
+                yield
+            finally:
+                reshard(self._model)
+
+    def step(self) -> None:
+        """Take a step of the optimizer. Moments that are in host memory come part by part: while one part leaves, the
+        next one comes, so that the device holds two."""
+        assert self._optimizer is not None
+        if not self._moments:
+            self._optimizer.step()
+            return
+        groups = self._optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        try:
+            for index, (part, moments) in enumerate(self._moments):
+                moments.arrive()
+                for group, parameters in zip(groups, whole, strict=True):
+                    group["params"] = [parameter for parameter in parameters if parameter in part]
+                self._optimizer.step()
+                for _, following in self._moments[index + 1 : index + 2]:
+                    following.come_back()
+                moments.leave()
+        finally:
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = parameters
+
+    @contextmanager
+    def whole(self, changed: bool = False) -> Iterator[None]:
+        """Have weights and moments on the device, for a checkpoint."""
+        with self.computing(changed), ExitStack() as stack:
+            for _, moments in self._moments:
+                stack.enter_context(moments.back(changed))
+            yield
+
+
+def parts_of(optimizer: torch.optim.Optimizer, most_bytes: int = OFFLOAD_BYTES) -> list[set[nn.Parameter]]:
+    """Return the parameters of an optimizer in parts, each with moments of at most so many bytes on this rank, or with
+    one parameter."""
+    parts: list[set[nn.Parameter]] = []
+    left = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            size = sum(_local(tensor).nbytes for tensor in moments_of(optimizer, [parameter]))
+            if not parts or size > left:
+                parts.append(set())
+                left = most_bytes
+            parts[-1].add(parameter)
+            left -= size
+    return parts
+
+
+def moments_of(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """Return AdamW's two moments of each of these parameters."""
+    return [optimizer.state[parameter][name] for parameter in parameters for name in ("exp_avg", "exp_avg_sq")]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a rank's own part of a tensor, outside of autograd."""
+    own: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own.detach()  # type: ignore[no-any-return]
