@@ -103,9 +103,14 @@ class Objective(ABC):
     def form(self) -> Form[Any]:
         """What an item of the tokenized data consists of."""
 
+    @property
+    def untemplated_data(self) -> Any:
+        """The options of data without the file of the chat template, which may change: the tokenizer has its text."""
+        return self.config.data.updated("chat_template", None)
+
     @abstractmethod
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Tokenize:
-        """Return the function that tokenizes rows.
+        """Return the function that tokenizes rows, with the tokenizer's chat template.
 
         Raises:
             UserError: the tokenizer cannot be used.

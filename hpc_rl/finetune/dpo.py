@@ -45,7 +45,7 @@ class _Referenced(Objective):
 
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Tokenize:
         """See `Objective.tokenizer`."""
-        return preference_tokenizer(self.config.data, tokenizer)
+        return preference_tokenizer(self.untemplated_data, tokenizer)
 
     def model(self) -> Pretrained[CausalLM]:
         """Return the policy, without dropout: it is compared with a reference that has none."""
