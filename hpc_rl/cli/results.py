@@ -145,7 +145,9 @@ def clean(
     whole: Annotated[bool, typer.Option("--whole", help="Remove whole run directories.")] = False,
     tokenized: Annotated[
         bool,
-        typer.Option("--tokenized", help="Remove tokenized data that no run uses. The default is ./runs/.tokenized."),
+        typer.Option(
+            "--tokenized", help="Remove tokenized data that no run uses. The default is ./runs/.tokenized-UID."
+        ),
     ] = False,
     older_than: Annotated[
         float | None,
@@ -204,6 +206,8 @@ def _clean_tokenized(folders: Sequence[Path], older_than: float, yes: bool) -> N
     found = [one for one in found if one.age_s >= older_than * cleaning.DAY_S]
     if not found:
         note("nothing to remove")
+        if yes:
+            cleaning.remove_tokenized([], folders)
         return
     for one in found:
         print(f"{size_text(one.size):>9}  {short_path(one.path)}  {', '.join(one.files)}")
@@ -211,10 +215,11 @@ def _clean_tokenized(folders: Sequence[Path], older_than: float, yes: bool) -> N
     if not yes:
         note(f"this would free {size_text(total)}, without what runs use; add --yes to remove the folders")
         return
-    used = cleaning.remove_tokenized(found)
+    used = cleaning.remove_tokenized(found, folders)
     print(f"removed {size_text(total - sum(one.size for one in used))}")
     if used:
-        note(f"in use, or without file locks that could show it: {', '.join(short_path(one.path) for one in used)}")
+        names = ", ".join(short_path(one.path) for one in used)
+        note(f"in use, of another user, or without file locks that could show it: {names}")
 
 
 def _table(found: Sequence[Usage]) -> str:
