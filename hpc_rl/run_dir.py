@@ -32,8 +32,8 @@ SWEEP_MARK = "sweep.json"
 """A folder with this file contains the run directories of a sweep, which are named after it and numbered."""
 PIPELINE_MARK = "pipeline.json"
 """A folder with this file contains the run directories of a pipeline, which are named after it, a round and a stage."""
-TOKENIZED = ".tokenized"
-"""Folder of tokenized data, beside the runs."""
+TOKENIZED = f".tokenized-{os.getuid()}"
+"""Folder of this user's tokenized data, beside the runs, which may be in a folder that several users share."""
 _UNFINISHED = ("RUNNING", "REQUEUED")
 """States in status.json of a job that has not ended."""
 
@@ -125,7 +125,7 @@ class RunDir:
 
     @property
     def tokenized(self) -> Path:
-        """.tokenized/: tokenized data of all runs in a folder, beside the run, or beside its sweep or pipeline."""
+        """.tokenized-UID/: tokenized data of all runs in a folder, beside the run, or beside its sweep or pipeline."""
         above = self.path.absolute().parent
         is_set = any((above / mark).is_file() for mark in (SWEEP_MARK, PIPELINE_MARK))
         return (above.parent if is_set else above) / TOKENIZED

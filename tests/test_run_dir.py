@@ -1,5 +1,6 @@
 """The run directory: the order of attempts, and status.json, which the job script and Python both write."""
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -19,10 +20,10 @@ def test_attempts_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mark", ["sweep.json", "pipeline.json"])
 def test_tokenized_data_is_beside_the_runs_and_their_sets(tmp_path: Path, mark: str) -> None:
-    assert RunDir(tmp_path / "runs" / "a").tokenized == tmp_path / "runs" / ".tokenized"
+    assert RunDir(tmp_path / "runs" / "a").tokenized == tmp_path / "runs" / f".tokenized-{os.getuid()}"
     (tmp_path / "runs" / "set").mkdir(parents=True)
     (tmp_path / "runs" / "set" / mark).touch()
-    assert RunDir(tmp_path / "runs" / "set" / "set_1").tokenized == tmp_path / "runs" / ".tokenized"
+    assert RunDir(tmp_path / "runs" / "set" / "set_1").tokenized == tmp_path / "runs" / f".tokenized-{os.getuid()}"
 
 
 @pytest.mark.parametrize(("state", "code"), [("RUNNING", None), ("COMPLETED", 0), ("STOPPED", 75)])

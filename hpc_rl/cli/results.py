@@ -145,7 +145,9 @@ def clean(
     whole: Annotated[bool, typer.Option("--whole", help="Remove whole run directories.")] = False,
     tokenized: Annotated[
         bool,
-        typer.Option("--tokenized", help="Remove tokenized data that no run uses. The default is ./runs/.tokenized."),
+        typer.Option(
+            "--tokenized", help="Remove tokenized data that no run uses. The default is ./runs/.tokenized-UID."
+        ),
     ] = False,
     older_than: Annotated[
         float | None,
@@ -207,6 +209,8 @@ def _clean_tokenized(folders: Sequence[Path], older_than: float, yes: bool) -> N
     found = [one for one in found if one.age_s >= older_than * cleaning.DAY_S]
     if not found:
         note("nothing to remove")
+        if yes:
+            cleaning.remove_tokenized([], folders)
         return
     for one in found:
         print(f"{size_text(one.size):>9}  {short_path(one.path)}  {', '.join(one.files)}")
@@ -214,12 +218,12 @@ def _clean_tokenized(folders: Sequence[Path], older_than: float, yes: bool) -> N
     if not yes:
         note(f"this would free at most {size_text(total)}; data that a run uses stays. Add --yes to remove the folders")
         return
-    used = cleaning.remove_tokenized(found)
+    used = cleaning.remove_tokenized(found, folders)
     print(f"removed {size_text(total - sum(one.size for one in used))}")
     if used:
         note(
-            f"not removed: {', '.join(short_path(one.path) for one in used)}; a run uses this data, or the file system "
-            "has no locks that show whether one does: delete it when no run uses it"
+            f"not removed: {', '.join(short_path(one.path) for one in used)}; a run uses this data, it belongs to another user, or the file "
+            "system has no locks that show whether one does: delete it when no run uses it"
         )
 
 

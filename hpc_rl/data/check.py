@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -172,11 +172,15 @@ def _describe_preference(
         }
         yield f"row {number} is dropped: {next(reason for reason, count in reasons.items() if count)}"
         return
-    names = ("chosen", "rejected") if len(found.samples) == 2 else (f"response with label {found.value:g}",)
+    names = ("chosen", "rejected") if len(found.samples) == 2 else (f"response with {_labels(found.values)}",)
     for name, sample in zip(names, found.samples, strict=True):
         targets = int(sample.loss_mask.sum())
         yield f"row {number}, {name} ({len(sample.input_ids):,} tokens, {targets:,} of them the response):"
         yield from _layout(_token_parts(sample, tokenizer))
+
+
+def _labels(values: Sequence[float]) -> str:
+    return f"label{'s' if len(values) > 1 else ''} {', '.join(f'{value:g}' for value in values)}"
 
 
 def _token_parts(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[Part]:

@@ -3,65 +3,100 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_rl import __version__
 from hpc_rl.config.finetune import FinetuneDataConfig
-from hpc_rl.data.chat import chat_template
 from hpc_rl.data.formats import is_file
-from hpc_rl.data.sources import sources
+from hpc_rl.data.sources import local_states, sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT = 1
-"""Increase it if a change of this project gives a row other tokens, or changes the files."""
+"""Increase it if a change of this project, outside of the modules below, changes the files or what is in them."""
+_CODE = ("chat", "formats", "pairs", "preference_rows", "rows", "sft_dataset", "sources", "template", "tokenized")
+"""Modules of this package that make tokens of rows, which count by their text."""
 _NOT_IN_TOKENS = {"train_files", "val_files", "chat_template", "train_batch_size", "shuffle"}
 """Options of data that no token depends on; the template counts by its text."""
 _DATE = "strftime_now"
 """Function with which a template writes the date."""
+_CALLS = ("truncation", "padding")
+"""Settings of a tokenizer's backend that each call sets."""
+_REMOTE_CODE = "transformers_modules"
+"""Package of the classes that come with a model."""
 
 
 def key_of(files: Sequence[str], split: str, data: FinetuneDataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a text for everything but the contents of the files: their paths, tokenizer, template and settings.
 
     Args:
-        tokenizer: one with a fast version.
-
-    Raises:
-        UserError: there is no chat template.
+        tokenizer: one with a fast version, and with the template that is used.
     """
-    template = chat_template(tokenizer, data)
     settings = data.model_dump(mode="json", exclude=_NOT_IN_TOKENS)
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
     return _digest(
         FORMAT,
-        __version__,
+        [_text(Path(__file__).with_name(f"{module}.py")) for module in _CODE],
         [version(package) for package in ("transformers", "tokenizers", "jinja2")],
-        [str(Path(name).expanduser().resolve()) if is_file(name) else name for name in files],
+        [_place(name) for name in files],
         split,
         type(data).__name__,
         settings,
-        template,
-        f"{datetime.now():%Y-%m-%d}" if _DATE in template else "",
+        tokenizer.get_chat_template(),
         type(tokenizer).__name__,
+        list(_remote_code(type(tokenizer))),
+        {name: value for name, value in tokenizer.init_kwargs.items() if _is_setting(name, value)},
         tokenizer.special_tokens_map,
         tokenizer.all_special_tokens,
-        tokenizer.backend_tokenizer.to_str(),
+        {name: value for name, value in backend.items() if name not in _CALLS},
     )
 
 
-def contents_of(files: Sequence[str], split: str) -> str:
-    """Return a text for the contents of the files.
+def contents_of(files: Sequence[str], split: str, template: str = "") -> str:
+    """Return a text for the contents of the files, and for the date if the template writes it.
 
     Raises:
-        UserError: one of them is missing or cannot be read.
+        UserError: one of the files is missing or cannot be read.
     """
-    return _digest(sources(files, split))
+    return _digest(sources(files, split), f"{datetime.now():%Y-%m-%d}" if _DATE in template else "")
+
+
+def state_of(files: Sequence[str]) -> str:
+    """Return a text that changes if this machine sees a change of the local files. It loads no data set.
+
+    Raises:
+        UserError: one of the files is missing or cannot be read.
+    """
+    return _digest(local_states(files))
+
+
+def _place(name: str) -> str:
+    """Return the whole path of a file or folder; other names are those of data sets on the hub."""
+    path = Path(name)
+    return str(path.expanduser().resolve()) if is_file(name) or path.exists() else name
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    """Return whether an argument of a tokenizer's class is a setting: a plain value, and no place of a file."""
+    is_plain = isinstance(value, (bool, int, float, str, type(None)))
+    return is_plain and not name.endswith(("name_or_path", "_file", "_hash", "chat_template"))
+
+
+def _remote_code(kind: type) -> Iterator[str]:
+    """Yield the source files of a class that comes with its model."""
+    for one in kind.__mro__:
+        if one.__module__.partition(".")[0] == _REMOTE_CODE:
+            yield from map(_text, sorted(Path(inspect.getfile(one)).parent.glob("*.py")))
+
+
+def _text(path: Path) -> str:
+    return path.read_bytes().decode(errors="replace")
 
 
 def _digest(*parts: Any) -> str:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar, overload
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpc_rl.data.sft_dataset import Sample
+from hpc_rl.host.heartbeat import heart
 
 T = TypeVar("T", covariant=True)
 
-Sizes = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Tokens and target tokens of each sample of each item: [items, samples of an item]."""
+_ITEMS_PER_BEAT = 256
 
 
 class Item(Protocol):
@@ -23,6 +23,19 @@ class Item(Protocol):
 
     @property
     def samples(self) -> tuple[Sample, ...]: ...
+
+
+class Sizes(NamedTuple):
+    """The numbers of tokens of items, by which a batch is divided before any item is read."""
+
+    lengths: NDArray[np.int64]
+    """Tokens of each sample of each item, [items, samples of an item]."""
+    targets: NDArray[np.int64]
+    """Target tokens of the same."""
+
+    def at(self, indices: NDArray[np.int64] | slice) -> Sizes:
+        """Return those of some items."""
+        return Sizes(self.lengths[indices], self.targets[indices])
 
 
 class Rows(Sequence[T]):
@@ -35,6 +48,12 @@ class Rows(Sequence[T]):
     def sizes(self) -> Sizes:
         """Return the numbers of tokens of all items."""
         return _counted(self)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[T]:
+        for index in range(len(self)):
+            if index % _ITEMS_PER_BEAT == 0:
+                heart.beat()  # whoever reads all items needs no further signs of life
+            yield self.row(index)
 
     @overload
     def __getitem__(self, index: int) -> T: ...
@@ -67,38 +86,23 @@ class Joined(Rows[T]):
         part = int(np.searchsorted(self._ends, index, side="right"))
         return self._parts[part][index - int(self._ends[part]) + len(self._parts[part])]
 
-    def sizes(self) -> Sizes:
-        """See `Rows.sizes`."""
-        found = [sizes_of(part) for part in self._parts]  # type: ignore[arg-type]
-        return np.concatenate([one[0] for one in found]), np.concatenate([one[1] for one in found])
-
-
-class Span(Rows[T]):
-    """Consecutive items of a sequence."""
-
-    def __init__(self, items: Rows[T], start: int, end: int) -> None:
-        self._items, self._start, self._end = items, start, end
-
-    def __len__(self) -> int:
-        return self._end - self._start
-
-    def row(self, index: int) -> T:
-        """See `Rows.row`."""
-        return self._items.row(self._start + index)
-
-    def sizes(self) -> Sizes:
-        """See `Rows.sizes`."""
-        lengths, targets = self._items.sizes()
-        return lengths[self._start : self._end], targets[self._start : self._end]
-
 
 def sizes_of(items: Sequence[Item]) -> Sizes:
     """Return the numbers of tokens of items, which have equal numbers of samples."""
     return items.sizes() if isinstance(items, Rows) else _counted(items)
 
 
+def joined_sizes(*parts: Sizes) -> Sizes:
+    """Return the numbers of tokens of `Joined` items."""
+    found = [part for part in parts if len(part.lengths)]  # without items, the number of samples is not known
+    lengths, targets = zip(*(found or parts[:1]), strict=True)
+    return Sizes(np.concatenate(lengths), np.concatenate(targets))
+
+
 def _counted(items: Sequence[Item]) -> Sizes:
-    width = len(items[0].samples) if items else 1
-    pairs = [(len(one.input_ids), int(one.loss_mask.sum())) for item in items for one in item.samples]
-    lengths, targets = np.array(pairs, np.int64).reshape(len(items), width, 2).transpose(2, 0, 1)
-    return lengths, targets
+    width = len(items[0].samples) if len(items) else 1
+    lengths, targets = np.empty((len(items), width), np.int64), np.empty((len(items), width), np.int64)
+    for index, item in enumerate(items):
+        lengths[index] = [len(one.input_ids) for one in item.samples]
+        targets[index] = [one.loss_mask.sum() for one in item.samples]
+    return Sizes(lengths, targets)

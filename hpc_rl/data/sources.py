@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, repeat
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpc_rl.data.formats import CannotCheck, Row, Wanted, data_file, is_file, read_some, runs
 from hpc_rl.data.hub import load_split
@@ -49,24 +50,43 @@ def blocks(files: Sequence[str], split: str, part: int = 0, parts: int = 1) -> I
     return chunks(_some_rows(files, split, lambda row: row // BLOCK_ROWS % parts == part), BLOCK_ROWS)
 
 
-def sources(files: Sequence[str], split: str) -> list[list[str | int]]:
+def sources(files: Sequence[str], split: str) -> list[Any]:
     """Return what identifies the contents of each file or data set, as JSON can write it.
 
-    It is the size of a file and the time of its last change, and the fingerprint of a data set.
+    It is the state of a file, the fingerprint of a data set, and both for a folder: the fingerprint may only stand for
+    the names of its files.
 
     Raises:
         UserError: one of them is missing or cannot be read.
     """
-    return [_file_state(name) if is_file(name) else [load_split(name, split)._fingerprint] for name in files]
+    prints = ["" if is_file(name) else load_split(name, split)._fingerprint for name in files]
+    return [prints, local_states(files)]
 
 
-def _file_state(name: str) -> list[str | int]:
-    path = data_file(name)
+def local_states(files: Sequence[str]) -> list[Any]:
+    """Return the state of each file and of all files of each folder, as JSON can write it; nothing for other data sets.
+
+    Raises:
+        UserError: one of them is missing or cannot be read.
+    """
+    return [_file_state(data_file(name)) if is_file(name) else _folder_state(Path(name)) for name in files]
+
+
+def _folder_state(folder: Path) -> list[Any]:
+    """Return the names and states of all files below a folder, if it exists, without hidden ones."""
+    names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    shown = sorted(str(name) for name in names if not any(part.startswith(".") for part in name.parts))
+    return [[name, _file_state(folder / name)] for name in shown]
+
+
+def _file_state(path: Path) -> list[int]:
+    """Return size, times and inode. No program can set the second time: a copy, or another file in its place, has
+    another one, even if all the rest is the same."""
     try:
         found = path.stat()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return [found.st_size, found.st_mtime_ns]
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
 def _some_rows(files: Sequence[str], split: str, wanted: Wanted) -> Iterator[tuple[Row, str]]:

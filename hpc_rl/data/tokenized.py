@@ -131,16 +131,16 @@ class Tokenized(Rows[T]):
         start = 0
         for number, end in enumerate(self._ends.tolist()):
             if end > start:
+                heart.beat()
                 block = self._block(number)
                 lengths[start:end], targets[start:end] = block.lengths(), block.targets()
             start = end
-        return lengths, targets
+        return Sizes(lengths, targets)
 
     def _block(self, number: int) -> _Block:
         if self._last is None or self._last[0] != number:
             file = self._files[number % len(self._files)]
             self._last = number, _Block(file.get_batch(number // len(self._files)), self._form)
-            heart.beat()  # whoever reads all items needs no further signs of life
         return self._last[1]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from hpc_rl.config.finetune import FinetuneTrainerConfig
-from hpc_rl.data.lazy import Item, sizes_of
+from hpc_rl.data.lazy import Sizes
 from hpc_rl.data.tokenized import Form, Tokenize, Tokenized
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.batching import Bin, plan_batch
@@ -53,13 +53,13 @@ class Work:
     """Target tokens of these samples."""
 
     @classmethod
-    def of(cls, items: Sequence[Item], trained: int | None = None) -> Work:
-        """Count the tokens of items.
+    def of(cls, sizes: Sizes, trained: int | None = None) -> Work:
+        """Count the tokens of items of these sizes.
 
         Args:
             trained: how many samples of each item are trained on, the first ones. None: all.
         """
-        lengths, targets = sizes_of(items)
+        lengths, targets = sizes
         return cls(
             lengths=lengths.sum(axis=1).tolist(),
             sample_lengths=lengths[:, :trained].flatten().tolist(),
@@ -103,9 +103,14 @@ class Objective(ABC):
     def form(self) -> Form[Any]:
         """What an item of the tokenized data consists of."""
 
+    @property
+    def untemplated_data(self) -> Any:
+        """The options of data without the file of the chat template, which may change: the tokenizer has its text."""
+        return self.config.data.updated("chat_template", None)
+
     @abstractmethod
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Tokenize:
-        """Return the function that tokenizes rows.
+        """Return the function that tokenizes rows, with the tokenizer's chat template.
 
         Raises:
             UserError: the tokenizer cannot be used.
@@ -132,19 +137,22 @@ class Objective(ABC):
         """Return `scale` times the sum of a micro-batch's losses."""
 
     def prepare(
-        self, train: Sequence[Any], val: Sequence[Any], run: RunDir, world: World, stopping: Stopping
+        self, train: Sequence[Any], val: Sequence[Any], sizes: Sizes, run: RunDir, world: World, stopping: Stopping
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return the items with what has to be computed before training. Every rank calls this, before the model is
         loaded.
+
+        Args:
+            sizes: of the items of `train`, and after them of `val`.
 
         Raises:
             Stopped: the run stops during this computation; every rank raises it.
         """
         return train, val
 
-    def work(self, items: Sequence[Any]) -> Work:
+    def work(self, sizes: Sizes) -> Work:
         """Count the tokens of a global batch."""
-        return Work.of(items)
+        return Work.of(sizes)
 
     def begin(self, model: PackedModel, batches: Iterable[Any], world: World) -> None:  # noqa: B027 - may be left out
         """Compute what the losses of a global batch have in common, from this rank's micro-batches. Every rank calls

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_rl.data.identity import contents_of, key_of
+from hpc_rl.data.identity import contents_of, key_of, state_of
 from hpc_rl.errors import AgreedError
 from hpc_rl.finetune.tokenized_cache import open_tokenized
 from hpc_rl.finetune.tokenized_entry import Request
@@ -37,10 +37,11 @@ def load_items(
     """
     config = objective.config
     tokenize = world.together(lambda: objective.tokenizer(tokenizer))
-    contents = world.together(lambda: contents_of(files, split))
-    key = key_of(files, split, config.data, tokenizer) if world.is_main else None
-    key, contents = world.broadcast([key, contents])  # a rank may see an older file than the others
-    request = Request(files, split, tokenize, objective.form, key, contents)
+    state = world.together(lambda: state_of(files))
+    contents = world.together(lambda: contents_of(files, split, tokenizer.get_chat_template()))
+    key = world.together(lambda: key_of(files, split, config.data, tokenizer) if world.is_main else None)
+    key, contents = world.broadcast([key, contents])  # copies of the files on other nodes have other times
+    request = Request(files, split, tokenize, objective.form, key, contents, state)
     root = Path(config.cache.data_dir).absolute() if config.cache.data_dir else run.tokenized
     rows, counts = open_tokenized(request, root, trusted_group(run.path, config.slurm.group), world, stopping)
     if not len(rows):

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from hpc_rl.config.distill import DistillConfig
-from hpc_rl.data.lazy import Joined, Span
-from hpc_rl.data.tokenized import Tokenized
+from hpc_rl.data.lazy import Sizes
 from hpc_rl.errors import AgreedError
 from hpc_rl.finetune.base import Found
 from hpc_rl.finetune.sft import Sft
-from hpc_rl.finetune.teacher import Lesson, Lessons, Teacher, pack_lessons, top_k_dtype, with_top_k
+from hpc_rl.finetune.teacher import LESSONS, Lesson, Teacher, pack_lessons, top_k_dtype, with_top_k
 from hpc_rl.finetune.teacher_ranks import RemoteTeacher, Teams, serve, split
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.distributed import World
@@ -45,6 +44,7 @@ class Distill(Sft):
     """Learn the teacher's distribution of each of the assistant's tokens of chats."""
 
     config: DistillConfig  # type: ignore[assignment]
+    form = LESSONS  # type: ignore[assignment]
     _teacher: Teacher | RemoteTeacher | None = None
     """Held if it is evaluated in each step."""
     _teams: Teams | None = None
@@ -74,20 +74,21 @@ class Distill(Sft):
         if isinstance(self._teacher, RemoteTeacher):
             self._teacher.leave(exit_code)
 
-    def items(self, rows: Tokenized[Any]) -> Sequence[Any]:
-        """See `Objective.items`."""
-        return Lessons(rows)
-
     def prepare(
-        self, train: Sequence[Lesson], val: Sequence[Lesson], run: RunDir, world: World, stopping: Stopping
+        self,
+        train: Sequence[Lesson],
+        val: Sequence[Lesson],
+        sizes: Sizes,
+        run: RunDir,
+        world: World,
+        stopping: Stopping,
     ) -> tuple[Sequence[Lesson], Sequence[Lesson]]:
         """Load the teacher, or add its most probable tokens to the lessons."""
         if not self.config.teacher.precompute_top_k:
             if self._teams is None:
                 self._teacher = Teacher(self.config, self._tokens, world)
             return train, val
-        lessons = with_top_k(self.config, self._tokens, Joined(train, val), run, world, stopping)
-        return Span(lessons, 0, len(train)), Span(lessons, len(train), len(lessons))
+        return with_top_k(self.config, self._tokens, train, val, sizes, run, world, stopping)
 
     def load(self, world: World) -> Any:
         """See `Objective.load`. A teacher on other ranks is loaded at the same time."""

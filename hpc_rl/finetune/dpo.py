@@ -13,6 +13,7 @@ from hpc_rl.algorithms import preferences
 from hpc_rl.algorithms.preferences import PAIR_LOSSES, Pairs, Strength
 from hpc_rl.config.preferences import NEEDS_NO_REFERENCE, DpoConfig
 from hpc_rl.data import tokenized
+from hpc_rl.data.lazy import Sizes
 from hpc_rl.data.mismatched import Mismatched
 from hpc_rl.data.pairs import Preference, preference_tokenizer
 from hpc_rl.data.tokenized import Form, Tokenize, Tokenized
@@ -44,7 +45,7 @@ class _Referenced(Objective):
 
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Tokenize:
         """See `Objective.tokenizer`."""
-        return preference_tokenizer(self.config.data, tokenizer)
+        return preference_tokenizer(self.untemplated_data, tokenizer)
 
     def model(self) -> Pretrained[CausalLM]:
         """Return the policy, without dropout: it is compared with a reference that has none."""
@@ -56,7 +57,13 @@ class _Referenced(Objective):
         return super().load(world) if policy is None else policy
 
     def prepare(
-        self, train: Sequence[Preference], val: Sequence[Preference], run: RunDir, world: World, stopping: Stopping
+        self,
+        train: Sequence[Preference],
+        val: Sequence[Preference],
+        sizes: Sizes,
+        run: RunDir,
+        world: World,
+        stopping: Stopping,
     ) -> tuple[Sequence[Preference], Sequence[Preference]]:
         """Load the reference; add its log-probabilities to the preferences, unless they are computed in each step."""
         if self.config.algorithm.loss in NEEDS_NO_REFERENCE:
@@ -65,7 +72,7 @@ class _Referenced(Objective):
             self._reference = Reference(self._reference_model(world))
             return train, val
         load = partial(self._reference_model, world)
-        return with_ref_logprobs(self.config, train, val, load, run, world, stopping)
+        return with_ref_logprobs(self.config, train, val, sizes, load, run, world, stopping)
 
     def _reference_model(self, world: World) -> CausalLM:
         """Load the reference: the policy, of which it is the part without adapters, or a frozen model."""
@@ -138,9 +145,9 @@ class Kto(_Referenced):
         """Build a micro-batch."""
         return KtoBatch(pack_preferences(items, width=1), pack_preferences(items, width=1, first=1))
 
-    def work(self, items: Sequence[Preference]) -> Work:
+    def work(self, sizes: Sizes) -> Work:
         """Count the tokens of a global batch. The mismatched samples are packed with it, and not trained on."""
-        return Work.of(items, trained=1)
+        return Work.of(sizes, trained=1)
 
     @torch.no_grad()
     def begin(self, model: CausalLM, batches: Iterable[KtoBatch], world: World) -> None:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from hpc_rl.config.preferences import DpoConfig
-from hpc_rl.data.lazy import Joined, Rows, Sizes, Span, sizes_of
+from hpc_rl.data.lazy import Joined, Rows, Sizes
 from hpc_rl.data.pairs import Preference
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.errors import RunError
@@ -72,6 +72,7 @@ def with_ref_logprobs(
     config: DpoConfig,
     train: Sequence[Preference],
     val: Sequence[Preference],
+    sizes: Sizes,
     load: Callable[[], CausalLM],
     run: RunDir,
     world: World,
@@ -83,6 +84,7 @@ def with_ref_logprobs(
     run that resumes computes only those that are missing.
 
     Args:
+        sizes: of the items of `train`, and after them of `val`.
         load: returns the model whose log-probabilities without adapters these are; called only if some are missing.
 
     Raises:
@@ -96,13 +98,12 @@ def with_ref_logprobs(
         began = time.monotonic()
         with guards.explain_out_of_memory("the reference's log-probabilities"):
             write = partial(_write, run.ref_logprobs, key)
-            found = _completed(found, config, preferences, load, write, world, stopping)
+            found = _completed(found, config, preferences, sizes, load, write, world, stopping)
         free_memory(world)
         if world.is_main:
             seconds = time.monotonic() - began
             print(f"reference: log-probabilities in {run.ref_logprobs}, computed in {seconds:.0f} s", flush=True)
-    done = _Referenced(preferences, found)
-    return Span(done, 0, len(train)), Span(done, len(train), len(done))
+    return _Referenced(train, found[: len(train)]), _Referenced(val, found[len(train) :])
 
 
 class _Referenced(Rows[Preference]):
@@ -118,15 +119,12 @@ class _Referenced(Rows[Preference]):
         """See `Rows.row`."""
         return replace(self._preferences[index], ref_logprobs=tuple(self._found[index].tolist()))
 
-    def sizes(self) -> Sizes:
-        """See `Rows.sizes`."""
-        return sizes_of(self._preferences)
-
 
 def _completed(
     found: NDArray[np.float32],
     config: DpoConfig,
     preferences: Sequence[Preference],
+    sizes: Sizes,
     load: Callable[[], CausalLM],
     write: Callable[[NDArray[np.float32]], None],
     world: World,
@@ -140,7 +138,7 @@ def _completed(
     """
     written_at = began = time.monotonic()
     longest_s = 0.0
-    for rows in _rounds(config, preferences, len(found), Reference(load()), world):
+    for rows in _rounds(config, preferences, sizes, len(found), Reference(load()), world):
         found = np.concatenate([found, rows])
         now = time.monotonic()
         longest_s, began = max(longest_s, now - began), now
@@ -159,15 +157,19 @@ def _completed(
 
 
 def _rounds(
-    config: DpoConfig, preferences: Sequence[Preference], first: int, reference: Reference, world: World
+    config: DpoConfig,
+    preferences: Sequence[Preference],
+    sizes: Sizes,
+    first: int,
+    reference: Reference,
+    world: World,
 ) -> Iterator[NDArray[np.float32]]:
     """Yield the log-probabilities of the next preferences, from the first one without them, until there are all."""
-    width = len(preferences[0].samples)
     for start in range(first, len(preferences), _ROUND * world.size):
-        part = preferences[start : start + _ROUND * world.size]
-        own = np.zeros((len(part), width), np.float32)
+        part = sizes.at(slice(start, start + _ROUND * world.size))
+        own = np.zeros(part.lengths.shape, np.float32)
         for micro in Work.of(part).micro_batches(world, config.trainer):
-            batch = pack_preferences([part[index] for index in micro], width).to(world.device)
+            batch = pack_preferences([preferences[start + index] for index in micro], own.shape[1]).to(world.device)
             own[micro] = reference.logprobs(batch).cpu().numpy()
             heart.beat()
         rows = world.gather_varied(torch.from_numpy(own.ravel()))

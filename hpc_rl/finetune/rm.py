@@ -38,7 +38,7 @@ class _Scoring(Objective):
 
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Tokenize:
         """See `Objective.tokenizer`."""
-        return preference_tokenizer(self.config.data, tokenizer)
+        return preference_tokenizer(self.untemplated_data, tokenizer)
 
     def model(self) -> Pretrained[ScoreModel]:
         """Return the classifier: a causal language model with a new head, or an earlier reward model."""

@@ -27,7 +27,7 @@ class Sft(Objective):
 
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Tokenize:
         """See `Objective.tokenizer`."""
-        return chat_tokenizer(self.config.data, tokenizer)
+        return chat_tokenizer(self.untemplated_data, tokenizer)
 
     def model(self) -> Pretrained[CausalLM]:
         """Return the policy."""

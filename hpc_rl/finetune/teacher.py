@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from hpc_rl.config.distill import DistillConfig
-from hpc_rl.data.lazy import Rows, Sizes, sizes_of
+from hpc_rl.data.lazy import Joined, Rows, Sizes
 from hpc_rl.data.sft_dataset import Sample
+from hpc_rl.data.tokenized import Form
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.finetune.base import Work
 from hpc_rl.finetune.reference import free_memory, results_key
@@ -56,34 +57,19 @@ class Lesson:
         return (self.sample,)
 
 
-class Lessons(Rows[Lesson]):
-    """Samples as lessons without stored tokens."""
-
-    def __init__(self, samples: Rows[Sample]) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def row(self, index: int) -> Lesson:
-        """See `Rows.row`."""
-        return Lesson(self._samples.row(index))
-
-    def sizes(self) -> Sizes:
-        """See `Rows.sizes`."""
-        return self._samples.sizes()
+LESSONS: Form[Lesson] = Form(1, 0, lambda samples, _: Lesson(samples[0]))
 
 
 class TaughtLessons(Rows[Lesson]):
     """Lessons with stored tokens.
 
     Args:
-        ends: number of targets up to and including each lesson.
+        bounds: number of stored targets before each lesson, and before the first one that follows.
         parts: the stored tokens of all targets; a part has those of whole lessons.
     """
 
-    def __init__(self, lessons: Sequence[Lesson], ends: NDArray[np.int64], parts: Sequence[TopK]) -> None:
-        self._lessons, self._ends, self._parts = lessons, ends, parts
+    def __init__(self, lessons: Sequence[Lesson], bounds: NDArray[np.int64], parts: Sequence[TopK]) -> None:
+        self._lessons, self._bounds, self._parts = lessons, bounds, parts
         self._part_ends = np.cumsum([len(part) for part in parts])
 
     def __len__(self) -> int:
@@ -91,15 +77,10 @@ class TaughtLessons(Rows[Lesson]):
 
     def row(self, index: int) -> Lesson:
         """See `Rows.row`."""
-        end = int(self._ends[index])
-        start = int(self._ends[index - 1]) if index else 0
+        start, end = self._bounds[index : index + 2].tolist()
         number = int(np.searchsorted(self._part_ends, start, side="right"))
         before = int(self._part_ends[number]) - len(self._parts[number])
         return replace(self._lessons[index], top_k=self._parts[number][start - before : end - before])
-
-    def sizes(self) -> Sizes:
-        """See `Rows.sizes`."""
-        return sizes_of(self._lessons)
 
 
 class Teacher:
@@ -145,8 +126,15 @@ def top_k_dtype(top_k: int) -> np.dtype[Any]:
 
 
 def with_top_k(
-    config: DistillConfig, tokens: int, lessons: Sequence[Lesson], run: RunDir, world: World, stopping: Stopping
-) -> TaughtLessons:
+    config: DistillConfig,
+    tokens: int,
+    train: Sequence[Lesson],
+    val: Sequence[Lesson],
+    sizes: Sizes,
+    run: RunDir,
+    world: World,
+    stopping: Stopping,
+) -> tuple[TaughtLessons, TaughtLessons]:
     """Return the lessons with the teacher's most probable tokens.
 
     All ranks compute them together. Rank 0 stores them in the run directory, also while they are computed, so that a
@@ -154,32 +142,34 @@ def with_top_k(
 
     Args:
         tokens: number of the teacher's outputs to use.
+        sizes: of the lessons of `train`, and after them of `val`.
 
     Raises:
         Stopped: the run stops before all are known.
     """
-    ends = np.cumsum(sizes_of(lessons)[1][:, 0])
+    lessons = Joined(train, val)
+    bounds = np.concatenate([[0], np.cumsum(sizes.targets[:, 0])])
     folder = run.teacher_top_k / str(world.broadcast(_key(config, lessons) if world.is_main else None))
     dtype = top_k_dtype(config.teacher.top_k or 0)
     known = int(world.broadcast(sum(map(len, _stored(folder, dtype))) if world.is_main else None))
-    if known < ends[-1]:
+    if known < bounds[-1]:
         began = time.monotonic()
         with guards.explain_out_of_memory("the teacher's most probable tokens"):
-            _complete(config, tokens, lessons, ends, known, folder, world, stopping)
+            _complete(config, tokens, lessons, sizes, known, folder, world, stopping)
         free_memory(world)
         if world.is_main:
             print(
                 f"teacher: top {config.teacher.top_k} tokens in {folder}, {time.monotonic() - began:.0f} s", flush=True
             )
-    parts = world.together(lambda: _all_stored(folder, dtype, int(ends[-1])))
-    return TaughtLessons(lessons, ends, parts)
+    parts = world.together(lambda: _all_stored(folder, dtype, int(bounds[-1])))
+    return TaughtLessons(train, bounds[: len(train) + 1], parts), TaughtLessons(val, bounds[len(train) :], parts)
 
 
 def _complete(
     config: DistillConfig,
     tokens: int,
     lessons: Sequence[Lesson],
-    ends: NDArray[np.int64],
+    sizes: Sizes,
     known: int,
     folder: Path,
     world: World,
@@ -188,14 +178,13 @@ def _complete(
     """Compute and store what is missing. Every rank calls this.
 
     Args:
-        ends: number of targets up to and including each lesson.
         known: number of targets, of the first lessons, that are stored.
     """
-    first = int(np.searchsorted(ends, known, side="right"))
+    first = int(np.searchsorted(np.cumsum(sizes.targets[:, 0]), known, side="right"))
     waiting: list[TopK] = []
     written_at = began = time.monotonic()
     longest_s = 0.0
-    for done, rows in _rounds(config, tokens, lessons, first, world):
+    for done, rows in _rounds(config, tokens, lessons, sizes, first, world):
         waiting.append(rows)
         now = time.monotonic()
         longest_s, began = max(longest_s, now - began), now
@@ -216,21 +205,22 @@ def _complete(
 
 
 def _rounds(
-    config: DistillConfig, tokens: int, lessons: Sequence[Lesson], first: int, world: World
+    config: DistillConfig, tokens: int, lessons: Sequence[Lesson], sizes: Sizes, first: int, world: World
 ) -> Iterator[tuple[int, TopK]]:
     """Yield (number of lessons that are done, the results of the next ones) until all are done."""
     teacher = Teacher(config, tokens, world)
     for start in range(first, len(lessons), _ROUND * world.size):
-        part = lessons[start : start + _ROUND * world.size]
+        part = sizes.at(slice(start, start + _ROUND * world.size))
         plan = plan_batch(Work.of(part).lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)
-        own = np.concatenate([_top_k(config, teacher, [part[i] for i in micro], world) for micro in plan[world.rank]])
+        micro_batches = ([lessons[start + index] for index in micro] for micro in plan[world.rank])
+        own = np.concatenate([_top_k(config, teacher, micro, world) for micro in micro_batches])
         by_rank = world.gather_varied(torch.from_numpy(own.view(np.uint8)))
         of_lesson: dict[int, TopK] = {}
         for rank, found in enumerate(by_rank):
             order = [index for micro in plan[rank] for index in micro]
-            cuts = np.cumsum([int(part[index].sample.loss_mask.sum()) for index in order])[:-1]
+            cuts = np.cumsum(part.targets[order, 0])[:-1]
             of_lesson |= zip(order, np.split(found.numpy().view(own.dtype), cuts), strict=False)
-        yield start + len(part), np.concatenate([of_lesson[index] for index in range(len(part))])
+        yield start + len(of_lesson), np.concatenate([of_lesson[index] for index in range(len(of_lesson))])
 
 
 def _top_k(config: DistillConfig, teacher: Teacher, lessons: Sequence[Lesson], world: World) -> TopK:

@@ -49,6 +49,8 @@ class Team:
     leader: int
     ranks: tuple[int, ...]
     rank: int
+    teams: int = 1
+    """Number of teams."""
 
     @property
     def leads(self) -> bool:
@@ -120,7 +122,7 @@ def _team(world: World, is_one: bool) -> Team:
     """Return this rank's team: all ranks, or those of its node."""
     hosts = [""] * world.size if is_one else world.gather(socket.gethostname())
     ranks = tuple(rank for rank, host in enumerate(hosts) if host == hosts[world.rank])
-    return Team(ranks[0], ranks, world.rank)
+    return Team(ranks[0], ranks, world.rank, len(set(hosts)))
 
 
 @contextlib.contextmanager
@@ -145,9 +147,14 @@ def _temporary(world: World, team: Team) -> Iterator[Path]:
 
 
 class Seat:
-    """What the leader of a team does about an entry. It holds what this needs until `close`."""
+    """What the leader of a team does about an entry. It holds what this needs until `close`.
 
-    def __init__(self, root: Path, request: Request) -> None:
+    Args:
+        may_wait: whether it waits for another run that writes the entry.
+    """
+
+    def __init__(self, root: Path, request: Request, may_wait: bool) -> None:
+        self._may_wait = may_wait
         self.entry = root / request.name
         self.building: entries.Building | None = None
         self._root, self._request = root, request
@@ -172,13 +179,14 @@ class Seat:
                 self._lock = entries.begin_building(self._root, self._request.name)
                 if self._lock is not None:
                     self._stack.callback(entries.end_building, self._lock)
-            if self._lock is None and not self._has_stalled():
+            if self._lock is None and self._may_wait and not self._has_stalled():
                 time.sleep(_POLL_S)
                 return "wait", ""
             if self._is_complete():  # another run has just written it
                 return "use", str(self.entry)
             entries.set_aside(self.entry)
-            entries.sweep(self._root)
+            with contextlib.suppress(OSError):
+                entries.sweep(self._root)
             self.building = entries.Building(self._root, self._request.name)
         except OSError as error:
             return "fail", explained(error, self._root)
@@ -213,7 +221,7 @@ class Seat:
         except OSError as error:
             return explained(error, self._root)
         self._hold(held)
-        if entries.locks_reach(self._root):
+        with contextlib.suppress(OSError):  # the entry is complete: what cannot be removed stays
             for path in self.earlier():
                 entries.remove(path)
         return None
@@ -257,7 +265,8 @@ def _obtained(
     request: Request, root: Path, team: Team, world: World, stopping: Stopping
 ) -> tuple[Tokenized[Any], Counts]:
     """Return the data from an entry, which is written if there is none. See `open_tokenized`."""
-    seat = Seat(root, request) if team.leads else None
+    # Each of two runs with several teams could write one entry and wait for the other. The first entry stays.
+    seat = Seat(root, request, may_wait=team.teams == 1) if team.leads else None
     with contextlib.ExitStack() as stack:
         if seat is not None:
             stack.callback(seat.close)

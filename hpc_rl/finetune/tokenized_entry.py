@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import pyarrow as pa
 
-from hpc_rl.data.identity import contents_of
+from hpc_rl.data.identity import state_of
 from hpc_rl.data.sft_dataset import Counts
 from hpc_rl.data.sources import blocks
 from hpc_rl.data.tokenized import Form, Tokenize, Tokenized, Writer
@@ -37,7 +37,9 @@ class Request:
     key: str
     """Stands for files, tokenizer, template and settings."""
     contents: str
-    """Stands for the contents of the files."""
+    """Stands for the contents of the files, as rank 0 sees them."""
+    state: str
+    """Stands for the files as this rank sees them."""
 
     @property
     def name(self) -> str:
@@ -158,7 +160,7 @@ def wrong_contents(entry: Path, rank: int, ranks: int) -> str | None:
 
 def refuse_changed(request: Request) -> None:
     """Raise UserError if a file has changed since the request was made."""
-    if contents_of(request.files, request.split) != request.contents:
+    if state_of(request.files) != request.state:
         raise UserError(
             f"{', '.join(request.files)}: changed while it was read; start the run again when the data is complete"
         )

@@ -13,7 +13,7 @@ import torch
 
 from hpc_rl.config.finetune import FinetuneConfig
 from hpc_rl.data.chat import chat_template
-from hpc_rl.data.lazy import Item
+from hpc_rl.data.lazy import Item, Sizes, joined_sizes, sizes_of
 from hpc_rl.data.order import Position, batches, steps_per_epoch
 from hpc_rl.errors import EXIT_STOPPED, AgreedRunError
 from hpc_rl.finetune.base import Objective, Work
@@ -59,6 +59,8 @@ class TrainerState:
     flops: Flops
     train: Sequence[Item]
     val: Sequence[Item]
+    train_sizes: Sizes
+    val_sizes: Sizes
     batches: Iterator[tuple[np.ndarray, Position]]
     total_steps: int
     tracker: Tracker
@@ -161,7 +163,8 @@ def load(config: FinetuneConfig, run: RunDir, world: World, objective: Objective
     sources = (run, world, stopping)
     items = load_items(objective, data.train_files, tokenizer, "train", *sources)
     val = load_items(objective, data.val_files, tokenizer, "test", *sources) if data.val_files else []
-    items, val = objective.prepare(items, val, run, world, stopping)
+    train_sizes, val_sizes = sizes_of(items), sizes_of(val)
+    items, val = objective.prepare(items, val, joined_sizes(train_sizes, val_sizes), run, world, stopping)
     with guards.explain_out_of_memory("loading the model"):
         model = objective.load(world)
         flops = count_flops(model)
@@ -189,6 +192,8 @@ def load(config: FinetuneConfig, run: RunDir, world: World, objective: Objective
         flops=flops,
         train=items,
         val=val,
+        train_sizes=train_sizes,
+        val_sizes=val_sizes,
         batches=batches(len(items), data.train_batch_size, seed=seed, shuffle=data.shuffle, start=position),
         total_steps=total_steps,
         tracker=world.together(lambda: open_tracker(config, run, progress.wandb_id, world.is_main)),
@@ -212,10 +217,10 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
     heart.at_step(number)
     with clock("data"):
         indices, position = next(state.batches)
-        items = [state.train[index] for index in indices]
-        work = state.objective.work(items)
+        work = state.objective.work(state.train_sizes.at(indices))
         plan = work.micro_batches(world, config.trainer)
-        micro_batches = [state.objective.collate([items[index] for index in micro]).to(world.device) for micro in plan]
+        items = ([state.train[indices[index]] for index in micro] for micro in plan)  # no rank reads those of others
+        micro_batches = [state.objective.collate(micro).to(world.device) for micro in items]
     with guards.explain_out_of_memory(f"step {number}"), clock("forward_backward"):
         started, random = time.monotonic(), random_state(world)
         state.objective.begin(state.model, micro_batches, world)
@@ -342,7 +347,7 @@ def validate(state: TrainerState) -> dict[str, float]:
     """Return the loss and the metrics of the validation data, as if it was one batch."""
     config, world, objective = state.config, state.world, state.objective
     state.model.eval()
-    work = objective.work(state.val)
+    work = objective.work(state.val_sizes)
     plan = work.micro_batches(world, config.trainer)
     sums = torch.zeros((), device=world.device)
 

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from hpc_rl.host.disk import explained
+from hpc_rl.host.disk import explained, mount_of
 from hpc_rl.host.locks import local_by_mount
 from hpc_rl.host.ownership import weakness
 from hpc_rl.host.scratch import remove_tree
@@ -32,6 +32,8 @@ DESCRIPTION = "data.json"
 """Name of the file in an entry that describes it: a JSON object, in which `files` are its sources."""
 PARTIAL, REMOVED, BUILDING = ".partial", ".removed", ".building"
 """Endings of hidden names: an entry that is not complete, one that is being removed, a lock of those who write one."""
+_LOCAL_BY_DEFAULT = ("beegfs",)
+"""File systems whose locks reach other nodes only with a setting that no mount shows."""
 _UNMARKED_S = 3600
 """Age after which a temporary folder without a lock is abandoned; it gets one within milliseconds."""
 
@@ -140,8 +142,14 @@ def sign_of_building(root: Path, name: str) -> object:
 
 
 def remove(folder: Path) -> bool:
-    """Remove an entry, or what is left of one, unless a process uses it; return whether it is gone."""
-    lock = _locked(folder / LOCK, fcntl.LOCK_EX, needs_lock=True)
+    """Remove an entry, or what is left of one, unless a process uses it or locks do not show it; return whether it is
+    gone."""
+    if not locks_reach(folder.parent):
+        return not folder.exists()
+    try:
+        lock = _locked(folder / LOCK, fcntl.LOCK_EX, needs_lock=True)
+    except PermissionError:  # another user's
+        return False
     if lock is None and not _is_abandoned(folder):
         return not folder.exists()
     doomed = folder.with_name(f".{folder.name.strip('.')}.{secrets.token_hex(4)}{REMOVED}")
@@ -163,15 +171,15 @@ def set_aside(entry: Path) -> None:
 
 def sweep(root: Path) -> None:
     """Remove what killed processes left, if locks show that nobody uses it."""
-    if locks_reach(root):
-        for ending in (PARTIAL, REMOVED):
-            for folder in root.glob(f".*{ending}"):
-                remove(folder)
+    for ending in (PARTIAL, REMOVED):
+        for folder in root.glob(f".*.{'[0-9a-f]' * 8}{ending}"):
+            remove(folder)
 
 
 def locks_reach(root: Path) -> bool:
     """Return whether locks in a folder are seen by all nodes, as far as this machine's mount shows."""
-    return local_by_mount(root, Path("/proc/self/mounts").read_text()) is None
+    mounts = Path("/proc/self/mounts").read_text()
+    return mount_of(root, mounts)[1] not in _LOCAL_BY_DEFAULT and local_by_mount(root, mounts) is None
 
 
 def _is_abandoned(folder: Path) -> bool:

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.container import ContainerConfig
+from hpc_rl.config.finetune import FinetuneConfig
 from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.slurm import walltime_s
 from hpc_rl.errors import UserError
 from hpc_rl.host import jit_caches
 from hpc_rl.images.runtimes import find_program, missing, runtime_of
+from hpc_rl.run_dir import RunDir
 
 PASSED = (
     *("SLURM_*", "HPC_RL_*", "HF_*", "TRANSFORMERS_*", "WANDB_*", "RAY_*", "VLLM_*", "TORCH_*", "TORCHINDUCTOR_*"),
@@ -102,9 +104,24 @@ def job_binds(config: JobConfig, run_dir: Path, working_dir: Path, program: Sequ
         if place != "/" and not any(Path(place).is_relative_to(other) for other in kept):
             kept.append(place)
     for place in kept:
-        if set(place) & set(":,"):
-            raise UserError(f"{place} cannot be bound into an image: its path contains a colon or a comma")
+        _refuse_unbindable(place)
     return [*kept, *config.container.binds]
+
+
+def tokenized_folder(config: JobConfig, run_dir: RunDir, working_dir: Path) -> str | None:
+    """Return the folder of tokenized data, which container.sh creates and binds, since it may not exist before the job;
+    None if the working folder, which is bound, contains it.
+
+    Raises:
+        UserError: see `job_binds`.
+    """
+    if not isinstance(config, FinetuneConfig):
+        return None
+    place = os.path.normpath(working_dir / (config.cache.data_dir or run_dir.tokenized))
+    if Path(place).is_relative_to(working_dir):
+        return None
+    _refuse_unbindable(place)
+    return place
 
 
 def unpacks(config: JobConfig) -> bool:
@@ -116,6 +133,11 @@ def unpacks(config: JobConfig) -> bool:
         return container.unpack == "always"
     seconds = None if time is None else walltime_s(time)
     return seconds is None or seconds > LONG_S
+
+
+def _refuse_unbindable(place: str) -> None:
+    if set(place) & set(":,"):
+        raise UserError(f"{place} cannot be bound into an image: its path contains a colon or a comma")
 
 
 def _texts(tree: Any) -> Iterator[str]:

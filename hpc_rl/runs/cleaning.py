@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -103,18 +104,20 @@ def tokenized_data(root: Path, now: float | None = None) -> list[TokenizedData]:
     if not root.is_dir():
         raise UserError(f"{root}: no such folder of tokenized data; if your jobs set cache.data_dir, name that folder")
     found = []
-    for path in root.glob(f"[!.]*/{entries.LOCK}"):
-        used = path.stat().st_mtime
-        files = tuple(map(str, read_json(path.with_name(entries.DESCRIPTION)).get("files", [])))
-        size = _measure(path.parent)[1]
-        found.append(TokenizedData(path.parent, files, size, (time.time() if now is None else now) - used))
+    for path in root.glob("[!.]*"):
+        with contextlib.suppress(OSError):  # it is gone, is no folder, or belongs to another user
+            files = read_json(path / entries.DESCRIPTION).get("files")
+            used = (path / entries.LOCK).stat().st_mtime
+            if isinstance(files, list):
+                age_s = (time.time() if now is None else now) - used
+                found.append(TokenizedData(path, tuple(map(str, files)), _measure(path)[1], age_s))
     return sorted(found, key=lambda one: (-one.size, one.path))
 
 
-def remove_tokenized(found: Sequence[TokenizedData]) -> list[TokenizedData]:
-    """Remove tokenized data that no run uses, and what killed runs left beside it. Return what is in use."""
+def remove_tokenized(found: Sequence[TokenizedData], folders: Iterable[Path]) -> list[TokenizedData]:
+    """Remove tokenized data that no run uses, and what killed runs left in its folders. Return what stays."""
     used = [one for one in found if not entries.remove(one.path)]
-    for root in {one.path.parent for one in found}:
+    for root in folders:
         entries.sweep(root)
     return used
 

@@ -48,6 +48,7 @@ def render_container(job: Job) -> str:
         "runtime": runtime_of(settings),
         "options": runtime_of(settings).options(config, job.working_dir, binds),
         "caches": run_options.CACHES,
+        "tokenized": run_options.tokenized_folder(config, job.run_dir, job.working_dir),
         "passed": run_options.passed_names(config),
         "unpacks": run_options.unpacks(config),
         "always_unpacks": settings.unpack == "always",

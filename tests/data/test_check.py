@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from hpc_rl.config.preferences import RewardDataConfig
 from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.config.training import ModelConfig
@@ -40,7 +41,7 @@ def folder(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast, t
     return tmp_path
 
 
-def lines(folder: Path, data: DataConfig | PromptDataConfig, number: int = 2) -> list[str]:
+def lines(folder: Path, data: DataConfig | PromptDataConfig | RewardDataConfig, number: int = 2) -> list[str]:
     model = folder / "model"
     return list(check_data(str(folder / "rows.jsonl"), number, data, ModelConfig(path=str(model)), model))
 
@@ -168,3 +169,13 @@ def test_the_command_on_a_light_installation(folder: Path) -> None:
         done = command(*arguments)
         assert done.returncode == 2 and message in done.stderr
         assert all(line.startswith("hpc-rl: ") for line in done.stderr.splitlines())
+
+
+def test_the_tokens_of_a_labelled_response(folder: Path) -> None:
+    row = {"prompt": "What?", "response": "12", "a": 0.5, "b": 1}
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    options = {"train_files": ["a"], "label_keys": ["a", "b"]}
+    printed = lines(folder, RewardDataConfig(**options), 1)
+    assert printed[1].startswith("row 1, response with labels 0.5, 1 (") and parts(printed, "loss") == ["12<|im_end|>"]
+    printed = lines(folder, RewardDataConfig(train_files=["a"], label_key="a"), 1)
+    assert printed[1].startswith("row 1, response with label 0.5 (")

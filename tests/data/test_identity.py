@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from hpc_rl.config.preferences import PreferenceDataConfig, RewardDataConfig
@@ -32,9 +34,7 @@ def test_the_key_depends_on_what_the_tokens_depend_on(
     assert first == key() == key(train_batch_size=8, shuffle=False, val_files=["b"], train_files=["c"])
     (tmp_path / "link.jsonl").symlink_to(file)
     assert first == key(files=(str(tmp_path / "link.jsonl"),))
-    (tmp_path / "same.jinja").write_text(CHATML)
-    assert first == key(chat_template=str(tmp_path / "same.jinja"))
-    (tmp_path / "other.jinja").write_text(MARKED)
+    assert first == key(chat_template="a.jinja")  # the tokenizer has its text
     others = [
         key("test"),
         key(files=(file, file)),
@@ -42,11 +42,21 @@ def test_the_key_depends_on_what_the_tokens_depend_on(
         key(truncation="drop"),
         key(messages_key="chat"),
         key(prompt_key="a", response_key="b"),
-        key(chat_template=str(tmp_path / "other.jinja")),
     ]
     monkeypatch.setattr(identity, "FORMAT", identity.FORMAT + 1)
     others.append(key())
     monkeypatch.undo()
+    assert key() == first
+    monkeypatch.setattr(identity, "_text", lambda path: f"{path.name} has changed")
+    others.append(key())
+    monkeypatch.undo()
+    tokenizer.chat_template = MARKED
+    others.append(key())
+    tokenizer.chat_template = CHATML
+    tokenizer.init_kwargs["split_special_tokens"] = True
+    others.append(key())
+    del tokenizer.init_kwargs["split_special_tokens"]
+    assert key() == first
     tokenizer.add_tokens(["twelve"])
     others.append(key())
     tokenizer.add_special_tokens({"pad_token": "<|im_end|>"})
@@ -67,13 +77,49 @@ def test_a_template_with_the_date_is_of_a_day(
         def now(cls, tz: Any = None) -> Later:
             return cls(2100, 1, 2)
 
-    plain = key_of([file], "train", data, tokenizer)
-    tokenizer.chat_template = "{{ strftime_now('%d') }}" + CHATML
-    dated = key_of([file], "train", data, tokenizer)
+    template = "{{ strftime_now('%d') }}" + CHATML
+    plain, dated = contents_of([file], "train", CHATML), contents_of([file], "train", template)
+    tokenizer.chat_template = template
+    key = key_of([file], "train", data, tokenizer)
     monkeypatch.setattr(identity, "datetime", Later)
-    assert key_of([file], "train", data, tokenizer) != dated
-    tokenizer.chat_template = CHATML
-    assert key_of([file], "train", data, tokenizer) == plain
+    assert contents_of([file], "train", CHATML) == plain and contents_of([file], "train", template) != dated
+    assert key_of([file], "train", data, tokenizer) == key, "the entry of the day before is found, and replaced"
+
+
+def test_the_key_stays_after_a_call(tokenizer: PreTrainedTokenizerFast, data: DataConfig, file: str) -> None:
+    tokenizer.backend_tokenizer.enable_truncation(16)
+    tokenizer.backend_tokenizer.enable_padding()
+    before = key_of([file], "train", data, tokenizer)
+    tokenizer("some text")
+    assert tokenizer.backend_tokenizer.truncation is None
+    assert key_of([file], "train", data, tokenizer) == before
+
+
+def test_folders_with_the_same_name_are_different(
+    tokenizer: PreTrainedTokenizerFast, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = set()
+    for project in ("a", "b"):
+        (tmp_path / project / "data").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / project)
+        keys |= {key_of(["data"], "train", data, tokenizer), key_of(["hub/data"], "train", data, tokenizer)}
+    assert len(keys) == 3
+
+
+def test_the_code_of_a_tokenizer_counts(
+    trained: Tokenizer, data: DataConfig, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "modules" / "transformers_modules"
+    package.mkdir(parents=True)
+    monkeypatch.syspath_prepend(package.parent)
+    source = package / "own.py"
+    source.write_text("import transformers\nclass Own(transformers.PreTrainedTokenizerFast):\n    pass\n")
+    own = importlib.import_module("transformers_modules.own").Own(tokenizer_object=trained)
+    own.chat_template = CHATML
+    before = key_of([file], "train", data, own)
+    assert before == key_of([file], "train", data, own)
+    source.write_text(f"{source.read_text()}# other\n")
+    assert key_of([file], "train", data, own) != before
 
 
 def test_the_contents_are_another_part(file: str) -> None:

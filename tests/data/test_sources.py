@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +93,15 @@ def test_runs_of_rows() -> None:
     ]
 
 
-def test_a_file_is_identified_by_size_and_time(tmp_path: Path) -> None:
+def test_a_file_is_identified_by_size_times_and_inode(tmp_path: Path) -> None:
     file = Path(lines(tmp_path / "a.jsonl"))
+    before, found = sources.sources([str(file)], "train"), file.stat()
+    assert before == [[""], [[found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]]]
+    shutil.copy2(file, tmp_path / "b.jsonl")
+    (tmp_path / "b.jsonl").replace(file)
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (found.st_size, found.st_mtime_ns)
+    assert sources.sources([str(file)], "train") != before
     before = sources.sources([str(file)], "train")
-    assert before == [[file.stat().st_size, file.stat().st_mtime_ns]]
     os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
     assert sources.sources([str(file)], "train") != before
     with pytest.raises(UserError, match="no such data file"):
@@ -108,9 +114,25 @@ def test_a_file_is_identified_by_size_and_time(tmp_path: Path) -> None:
 def test_a_data_set_is_identified_by_its_fingerprint(tmp_path: Path) -> None:
     name = folder(tmp_path / "folder")
     before = sources.sources([name], "train")
-    assert before == sources.sources([name], "train") and isinstance(before[0][0], str)
+    assert before == sources.sources([name], "train") and before[0][0] and before[1][0][0][0] == "train.jsonl"
     (tmp_path / "folder" / "train.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
     assert sources.sources([name], "train") != before
+
+
+def test_a_folder_whose_files_are_named_by_patterns(tmp_path: Path) -> None:
+    """Its fingerprint stands for the patterns only."""
+    data = tmp_path / "set" / "data"
+    data.mkdir(parents=True)
+    settings = "configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/train-*\n"
+    (tmp_path / "set" / "README.md").write_text(f"---\n{settings}---\n")
+    columns(data / "train-0.parquet")
+    name = str(tmp_path / "set")
+    before = sources.sources([name], "train"), sources.local_states([name])
+    (tmp_path / "set" / ".hidden").touch()
+    assert before == (sources.sources([name], "train"), sources.local_states([name]))
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS[::-1]), data / "train-0.parquet", row_group_size=700)
+    assert sources.sources([name], "train") != before[0] and sources.local_states([name]) != before[1]
+    assert sources.local_states(["openai/gsm8k:main"]) == [[]]
 
 
 def test_every_file_needs_a_row(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow
 import pytest
 
-from hpc_rl.data.lazy import Joined, Span, sizes_of
+from hpc_rl.data.lazy import Joined, joined_sizes, sizes_of
 from hpc_rl.data.pairs import Preference
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.data.tokenized import CHATS, Form, Tokenized, Writer, preferences
@@ -97,16 +97,26 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
         Tokenized([tmp_path / "0"], kept, CHATS)
 
 
-def test_sequences_are_joined_and_cut() -> None:
+def test_sequences_are_joined() -> None:
     first, second = [sample(2, 1), sample(3, 1)], [sample(4, 4)]
     joined = Joined(first, [], second)
     assert len(joined) == 3 and list(joined) == [*first, *second] and joined[2] is second[0]
-    assert joined.sizes()[0].tolist() == [[2], [3], [4]] and joined.sizes()[1].tolist() == [[1], [1], [4]]
-    span = Span(joined, 1, 3)
-    assert len(span) == 2 and list(span) == [first[1], second[0]] and span[-1] is second[0]
-    assert span.sizes()[0].tolist() == [[3], [4]] and span.sizes()[1].tolist() == [[1], [4]]
-    assert len(Span(joined, 3, 3)) == 0 and list(Span(joined, 3, 3)) == []
     assert len(Joined([], [])) == 0
+    sizes = joined_sizes(*map(sizes_of, (first, [], second)))
+    assert sizes.lengths.tolist() == [[2], [3], [4]] and sizes.targets.tolist() == [[1], [1], [4]]
+    assert sizes.at(np.array([2, 0])).lengths.tolist() == [[4], [2]]
+    pairs = sizes_of([Preference((sample(3, 1), sample(4, 2)), (0.0,))])
+    assert joined_sizes(pairs, sizes_of([])).lengths.tolist() == [[3, 4]]
+
+
+def test_only_reading_all_items_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [write(tmp_path / "0", [[sample(2, 1)] * 200] * 3, CHATS)]
+    rows = Tokenized([tmp_path / "0"], kept, CHATS)
+    beats: list[None] = []
+    monkeypatch.setattr("hpc_rl.data.lazy.heart.beat", lambda: beats.append(None))
+    assert [rows[index].input_ids.size for index in (0, 500, 1, 501)] == [2] * 4 and not beats
+    assert len(list(rows)) == 600 and len(beats) == 3
+    assert rows.sizes().lengths.sum() == 1200 and len(beats) == 6
 
 
 def test_sizes_of_items_in_memory() -> None:

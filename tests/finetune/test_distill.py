@@ -305,11 +305,12 @@ def test_stored_tokens_belong_to_their_lessons() -> None:
     stored = np.zeros(6, teacher.top_k_dtype(1))
     stored["ids"][:, 0] = np.arange(6)
     lessons = [teacher.Lesson(sample) for sample in samples]
-    taught = teacher.TaughtLessons(lessons, np.array([2, 3, 6]), [stored[:3], stored[3:]])
+    taught = teacher.TaughtLessons(lessons, np.array([0, 2, 3, 6]), [stored[:3], stored[3:]])
     assert len(taught) == 3 and [lesson.sample for lesson in taught] == samples
     assert [lesson.top_k["ids"][:, 0].tolist() for lesson in taught if lesson.top_k is not None] == [
         [0, 1],
         [2],
         [3, 4, 5],
     ]
-    assert taught.sizes()[1].tolist() == [[2], [1], [3]]
+    last = teacher.TaughtLessons(lessons[2:], np.array([3, 6]), [stored[:3], stored[3:]])[0]
+    assert last.top_k is not None and last.top_k["ids"][:, 0].tolist() == [3, 4, 5]

@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from hpc_rl.config.sft import DataConfig, SftConfig
 from hpc_rl.config.training import ModelConfig
+from hpc_rl.data.lazy import sizes_of
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.finetune.base import Work
 from hpc_rl.finetune.sft import Sft
@@ -59,7 +60,7 @@ def test_the_supervised_loss_is_the_cross_entropy_of_the_targets(objective: Sft,
 
 
 def test_the_metrics_of_a_step_count_all_ranks() -> None:
-    work = Work.of(SAMPLES)
+    work = Work.of(sizes_of(SAMPLES))
     assert (work.lengths, work.targets, work.tokens) == ([4, 2], 3, 6)
     clock = Clock()
     clock.seconds = {"timing_s/data": 0.5, "timing_s/forward_backward": 1.5}
@@ -73,7 +74,7 @@ def test_the_utilisation_compares_with_the_peak_of_all_ranks(monkeypatch: pytest
     clock = Clock()
     clock.seconds = {"timing_s/step": 2.0}
     # 6 tokens * 3 + 3 targets * 5 + (16 + 4) squared tokens * 7 = 173 operations
-    metrics = perf_metrics(Work.of(SAMPLES), clock, Flops(3, 5, 7), World(0, 4, torch.device("cpu")))
+    metrics = perf_metrics(Work.of(sizes_of(SAMPLES)), clock, Flops(3, 5, 7), World(0, 4, torch.device("cpu")))
     assert metrics["perf/mfu"] == pytest.approx(173 / 2 / 4 / 10)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import json
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hpc_rl.config.compose import compose
 from hpc_rl.config.finetune import FinetuneConfig
+from hpc_rl.data.lazy import Rows, sizes_of
+from hpc_rl.data.order import batches
 from hpc_rl.data.pairs import Preference
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.errors import EXIT_STOPPED, UserError
@@ -26,6 +29,7 @@ from hpc_rl.finetune.objectives import objective_of
 from hpc_rl.finetune.rm import BINS, BradleyTerry
 from hpc_rl.finetune.trainer import load, step, validate
 from hpc_rl.run_dir import RunDir
+from hpc_rl.training.distributed import World
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.perf import Clock
 from tests.finetune.jobs import ALONE, run_here, run_job, run_several, series
@@ -450,7 +454,7 @@ def test_samples_that_are_not_trained_on_are_not_counted(folder: Path) -> None:
     objective = objective_of(config_of("dpo", overrides(folder, "dpo", "kto")))
     mask = np.array([False, True, True])
     sample, other = Sample(np.arange(3, dtype=np.int32), mask), Sample(np.arange(2, dtype=np.int32), mask[:2])
-    work = objective.work([Preference((sample, other), (1.0,))] * 2)
+    work = objective.work(sizes_of([Preference((sample, other), (1.0,))] * 2))
     assert (work.lengths, work.sample_lengths, work.targets, work.tokens) == ([5, 5], [3, 3], 4, 6)
 
 
@@ -460,6 +464,43 @@ def test_the_baseline_of_kto_gives_signs_of_life(folder: Path, tmp_path: Path, m
     monkeypatch.setattr("hpc_rl.finetune.dpo.heart", SimpleNamespace(beat=lambda: beats.append(1)))
     state.objective.begin(state.model, [state.objective.collate(state.train[:2])] * 3, ALONE)
     assert len(beats) == 3
+
+
+class Recorded(Rows[Any]):
+    """Items, with the indices that are read."""
+
+    def __init__(self, items: Sequence[Any], read: list[int]) -> None:
+        self._items, self._read = items, read
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def row(self, index: int) -> Any:
+        self._read.append(index)
+        return self._items[index]
+
+
+def test_a_rank_reads_only_its_own_items(folder: Path, tmp_path: Path) -> None:
+    class Reached(Exception):
+        pass
+
+    def begin(*_: Any) -> None:
+        raise Reached
+
+    for name in ("pairs", "kto"):
+        kind = "dpo" if name == "kto" else "rm"
+        state = load(config_of(kind, overrides(folder, kind, name)), RunDir(tmp_path / name), ALONE)
+        state.objective.begin = begin  # type: ignore[method-assign]
+        train, read = state.train, list[list[int]]()
+        order = next(batches(len(train), 8, seed=state.config.trainer.seed, shuffle=True))[0].tolist()
+        for rank in (0, 1):
+            read.append([])
+            state.train = Recorded(train, read[-1])
+            state.world = World(rank, 2, ALONE.device)
+            state.batches = batches(len(train), 8, seed=state.config.trainer.seed, shuffle=True)
+            with pytest.raises(Reached):
+                step(state, Clock())
+        assert read[0] and read[1] and sorted(read[0] + read[1]) == sorted(order)
 
 
 def test_validation_holds_one_micro_batch_at_a_time(folder: Path, tmp_path: Path) -> None:

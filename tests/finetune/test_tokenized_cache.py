@@ -10,21 +10,24 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hpc_rl.data.formats import Row
-from hpc_rl.data.identity import contents_of
+from hpc_rl.data.identity import contents_of, state_of
 from hpc_rl.data.sft_dataset import Counts, Sample
 from hpc_rl.data.tokenized import CHATS, Writer
 from hpc_rl.errors import AgreedError, AgreedRunError, UserError
-from hpc_rl.finetune import tokenized_cache, tokenized_entry
+from hpc_rl.finetune import dataset, tokenized_cache, tokenized_entry
 from hpc_rl.finetune.tokenized_cache import Team, open_tokenized
 from hpc_rl.finetune.tokenized_entry import Request
 from hpc_rl.host import entries
+from hpc_rl.run_dir import RunDir
 from hpc_rl.training import distributed
 from hpc_rl.training.distributed import World
 from hpc_rl.training.stopping import IN_VAIN, Stopped
@@ -97,12 +100,16 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "temporary"
 
 
+def request(file: Path, work: Any = tokenize) -> Request:
+    names = [str(file)]
+    return Request(names, "train", work, CHATS, "key", contents_of(names, "train"), state_of(names))
+
+
 def load(
     file: Path, root: Path, work: Any = tokenize, stopping: Any = None, world: World = ALONE
 ) -> tuple[list[int], Counts]:
     """The rows that were kept, by their numbers."""
-    request = Request([str(file)], "train", work, CHATS, "key", contents_of([str(file)], "train"))
-    rows, counts = open_tokenized(request, root, None, world, stopping or Stopping())
+    rows, counts = open_tokenized(request(file, work), root, None, world, stopping or Stopping())
     assert all(len(row.input_ids) == row.input_ids[0] % 5 + 1 for row in rows)
     return [int(row.input_ids[0]) for row in rows], counts
 
@@ -127,8 +134,7 @@ def test_data_is_tokenized_once(file: Path, root: Path, capsys: pytest.CaptureFi
 
 
 def test_the_data_stays_while_it_is_used_and_the_last_use_is_noted(file: Path, root: Path) -> None:
-    request = Request([str(file)], "train", tokenize, CHATS, "key", contents_of([str(file)], "train"))
-    rows, _ = open_tokenized(request, root, None, ALONE, Stopping())  # type: ignore[arg-type]
+    rows, _ = open_tokenized(request(file), root, None, ALONE, Stopping())  # type: ignore[arg-type]
     entry = entry_of(root)
     assert not entries.remove(entry)
     os.utime(entry / "lock", (0, 0))
@@ -238,6 +244,15 @@ def test_a_run_that_does_not_advance_is_not_waited_for(
     assert list(root.iterdir()) == [entry_of(root)]
 
 
+def test_one_of_several_teams_does_not_wait(
+    file: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenized_cache, "_team", lambda *_, **__: Team(0, (0,), 0, teams=2))
+    monkeypatch.setattr(tokenized_cache, "_POLL_S", 1e6)
+    with waiting(file, root, tmp_path / "first"):
+        assert load(file, root) == (KEPT, COUNTED)
+
+
 def test_a_run_can_be_stopped_while_it_waits(
     file: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +320,36 @@ def test_an_entry_of_earlier_contents_is_replaced(
     file.write_text('{"n": 33}\n')
     assert load(file, root)[0] == [33]
     assert len(list(root.iterdir())) == 3, "locks do not show whether they are in use"
+
+
+def test_what_cannot_be_removed_stays(file: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    load(file, root)
+    monkeypatch.setattr(entries, "remove", refuse)
+    (root / ".other.partial").mkdir()
+    file.write_text('{"n": 2}\n')
+    assert load(file, root)[0] == [2]
+    assert len(list(root.glob("[!.]*"))) == 2
+
+
+def test_copies_of_the_data_on_other_nodes_have_other_times(file: Path, root: Path) -> None:
+    asked = replace(request(file), contents="what rank 0 has found")
+    assert len(open_tokenized(asked, root, None, ALONE, Stopping())[0]) == len(KEPT)  # type: ignore[arg-type]
+
+
+def test_a_key_that_cannot_be_computed_is_an_error_of_all_ranks(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise UserError("no key")
+
+    objective: Any = SimpleNamespace(config=SimpleNamespace(data=None), tokenizer=lambda _: tokenize)
+    tokenizer: Any = SimpleNamespace(get_chat_template=lambda: "")
+    monkeypatch.setattr(dataset, "key_of", fail)
+    with pytest.raises(AgreedError, match="no key"):
+        dataset.load_items(objective, [str(file)], tokenizer, "train", RunDir(tmp_path), ALONE, Stopping())  # type: ignore[arg-type]
 
 
 def test_data_that_changes_while_it_is_read_is_refused(file: Path, root: Path) -> None:

@@ -100,16 +100,18 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) 
         assert partial.exists()
     assert partial.exists()
     (tmp_path / ".other").mkdir()
-    new = tmp_path / f".new{entries.PARTIAL}"
+    (tmp_path / f".others{entries.PARTIAL}").mkdir()  # another program's
+    os.utime(tmp_path / f".others{entries.PARTIAL}", (0, 0))
+    new = tmp_path / f".new.0123abcd{entries.PARTIAL}"
     new.mkdir()  # its process has not locked it yet
     entries.sweep(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [new.name, ".other"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [new.name, ".other", ".others.partial"]
     os.utime(new, (0, time.time() - 3500))
     entries.sweep(tmp_path)
     assert new.exists()
     os.utime(new, (0, time.time() - 3700))
     entries.sweep(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [".other"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other", ".others.partial"]
 
 
 def test_nothing_is_swept_where_locks_do_not_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +120,16 @@ def test_nothing_is_swept_where_locks_do_not_reach(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(entries, "local_by_mount", lambda *_: "/lus (lustre, mounted with localflock)")
     entries.sweep(tmp_path)
     assert partial.exists()
+    entry = make(tmp_path)
+    assert not entries.remove(entry) and entry.exists()
+    entries.set_aside(entry)
+    assert not entry.exists() and len(list(tmp_path.glob(f".one.*{entries.REMOVED}/file"))) == 1
+
+
+def test_locks_of_beegfs_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert entries.locks_reach(tmp_path)
+    monkeypatch.setattr(entries, "mount_of", lambda *_: (Path("/bee"), "beegfs"))
+    assert not entries.locks_reach(tmp_path)
 
 
 def test_one_process_builds_at_a_time(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ import pytest
 
 from hpc_rl.config.compose import compose
 from hpc_rl.errors import UserError
-from hpc_rl.images.run_options import PASSED, job_binds, passed_names, unpacks
+from hpc_rl.images.run_options import PASSED, job_binds, passed_names, tokenized_folder, unpacks
 from hpc_rl.images.runtimes import RUNTIMES, ContainerRuntime, runtime_of
-from hpc_rl.run_dir import RunDir
+from hpc_rl.run_dir import TOKENIZED, RunDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.preflight import checks
 from hpc_rl.submission.script import render, render_container
@@ -228,6 +228,35 @@ def test_the_command_runs_with_a_tmp_of_its_own_and_named_variables_only(tmp_pat
     assert {name: found[name] for name in wanted} == wanted
     assert found["SLURM_JOB_NODELIST"] == "node[1-2],gpu1"
     assert not {"SECRET", "EMPTY_", "TMPDIR", "HOME"} & found.keys()
+
+
+def test_the_folder_of_tokenized_data_is_created_and_bound(tmp_path: Path) -> None:
+    folder = tmp_path / "not yet" / "there"
+    flags = {"kind": "sft", "model.path": "m", "data.train_files": ["a.jsonl"], "cache.data_dir": str(folder)}
+    (tmp_path / "work").mkdir()
+    inside = Inside(tmp_path / "work", **flags)
+    assert inside.run().returncode == 0
+    argv = inside.fake.calls("exec")[0]["argv"]
+    assert argv[argv.index(str(folder)) - 1] == "--bind" and folder.stat().st_mode & 0o777 == 0o700
+    folder.rmdir()
+    folder.parent.rmdir()
+    folder.parent.touch()
+    assert inside.run().returncode == 0
+    assert str(folder) not in inside.fake.calls("exec")[1]["argv"]
+
+
+def test_the_folder_beside_the_run_is_bound_if_it_is_outside_of_the_working_folder(tmp_path: Path) -> None:
+    def folder(kind: str, run: Path, **more: Any) -> str | None:
+        job = image_job(run, Path("/work"), kind, **more)
+        return tokenized_folder(job.config, job.run_dir, job.working_dir)
+
+    needed = {"model.path": "m", "data.train_files": ["a.jsonl"]}
+    assert folder("sft", Path("/runs/one"), **needed) == f"/runs/{TOKENIZED}"
+    assert folder("sft", Path("/work/runs/one"), **needed) is None
+    assert folder("sft", Path("/runs/one"), **needed, **{"cache.data_dir": "here"}) is None
+    assert folder("torchrun", Path("/runs/one")) is None
+    with pytest.raises(UserError, match="/a,b cannot be bound into an image"):
+        folder("sft", Path("/runs/one"), **needed, **{"cache.data_dir": "/a,b"})
 
 
 @pytest.mark.parametrize("code", [1, 75, 137, 255])

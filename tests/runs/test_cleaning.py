@@ -10,7 +10,7 @@ from hpc_rl.cli import app
 from hpc_rl.cli.text import size_text
 from hpc_rl.errors import UserError
 from hpc_rl.host import entries
-from hpc_rl.run_dir import RunDir
+from hpc_rl.run_dir import TOKENIZED, RunDir
 from hpc_rl.runs.cleaning import (
     DAY_S,
     Usage,
@@ -122,7 +122,7 @@ def make_entry(root: Path, name: str, size: int, age_s: float = 0.0) -> Path:
 
 def test_tokenized_data_that_no_run_uses_is_removed(tmp_path: Path) -> None:
     small, large, used = (make_entry(tmp_path, name, size) for name, size in (("s", 10), ("l", 1000), ("u", 100)))
-    make_entry(tmp_path, "incomplete", 10).rename(tmp_path / ".incomplete.partial")
+    make_entry(tmp_path, "incomplete", 10).rename(tmp_path / ".incomplete.0123abcd.partial")
     now = (small / entries.LOCK).stat().st_mtime + 5
     found = tokenized_data(tmp_path, now)
     assert [one.path for one in found] == [large, used, small]
@@ -131,11 +131,30 @@ def test_tokenized_data_that_no_run_uses_is_removed(tmp_path: Path) -> None:
     assert found[2].age_s == pytest.approx(5)
     held = entries.hold(used)
     assert held is not None
-    assert remove_tokenized(found) == [found[1]]
+    assert remove_tokenized(found, [tmp_path]) == [found[1]]
     assert list(tmp_path.iterdir()) == [used]
     held.close()
     with pytest.raises(UserError, match="no such folder of tokenized data"):
         tokenized_data(tmp_path / "none")
+
+
+def test_only_folders_with_a_description_count(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "lock").touch()
+    (tmp_path / "other" / "data.json").write_text("{}")
+    (tmp_path / "file").touch()
+    entry = make_entry(tmp_path, "one", 10)
+    assert [one.path for one in tokenized_data(tmp_path)] == [entry]
+
+
+def test_data_of_another_user_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    make_entry(tmp_path, "one", 10)
+    found = tokenized_data(tmp_path)
+    monkeypatch.setattr(entries, "_locked", refuse)
+    assert remove_tokenized(found, [tmp_path]) == found and found[0].path.exists()
 
 
 def test_the_command_removes_tokenized_data(
@@ -146,13 +165,13 @@ def test_the_command_removes_tokenized_data(
         return capsys.readouterr().out
 
     monkeypatch.chdir(tmp_path)
-    root = tmp_path / "runs" / ".tokenized"
+    root = tmp_path / "runs" / TOKENIZED
     root.mkdir(parents=True)
     new, old = make_entry(root, "new", 2000), make_entry(root, "old", 1000, age_s=3 * DAY_S)
     lines = clean().splitlines()
     assert [line.split() for line in lines] == [
-        ["2.03", "kB", "runs/.tokenized/new", "a.jsonl,", "b.jsonl"],
-        ["1.03", "kB", "runs/.tokenized/old", "a.jsonl,", "b.jsonl"],
+        ["2.03", "kB", f"runs/{TOKENIZED}/new", "a.jsonl,", "b.jsonl"],
+        ["1.03", "kB", f"runs/{TOKENIZED}/old", "a.jsonl,", "b.jsonl"],
     ]
     assert clean("--older-than", "2", "--yes").splitlines()[1:] == ["removed 1.03 kB"]
     assert list(root.iterdir()) == [new]
@@ -161,5 +180,8 @@ def test_the_command_removes_tokenized_data(
     assert clean(str(root), "--yes").splitlines()[1:] == ["removed 0 B"]
     assert new.exists() and not old.exists()
     held.close()
+    new.rename(root / f".new.0123abcd{entries.PARTIAL}")
+    assert clean() == "" and len(list(root.iterdir())) == 1
+    assert clean("--yes") == "" and not any(root.iterdir()), "what a killed run has left is removed too"
     with pytest.raises(UserError, match="exclude each other"):
         clean("--whole")
