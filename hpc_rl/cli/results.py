@@ -221,9 +221,10 @@ def _clean_tokenized(folders: Sequence[Path], older_than: float, yes: bool) -> N
     used = cleaning.remove_tokenized(found, folders)
     print(f"removed {size_text(total - sum(one.size for one in used))}")
     if used:
+        names = ", ".join(short_path(one.path) for one in used)
         note(
-            f"not removed: {', '.join(short_path(one.path) for one in used)}; a run uses this data, it belongs to another user, or the file "
-            "system has no locks that show whether one does: delete it when no run uses it"
+            f"not removed: {names}; a run uses this data, it belongs to another user, or the file system has no locks "
+            "that show whether a run uses it: delete it when no run does"
         )
 
 
