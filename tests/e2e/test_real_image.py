@@ -185,8 +185,12 @@ def test_local_nodes_run_in_an_unpacked_copy(
     built_image: Path, apptainer_environ: dict[str, str], hpc_rl: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "driver.py").write_text(
-        "import os, hpc_rl\n"
+        "import os, pathlib, time, hpc_rl\n"
         "print('rank', os.environ['RANK'], os.environ['APPTAINER_CONTAINER'], hpc_rl.__file__, flush=True)\n"
+        "pathlib.Path('here-' + os.environ['RANK']).touch()\n"
+        "deadline = time.monotonic() + 300\n"  # the first end of a rank would end the other before it has printed
+        "while len(list(pathlib.Path().glob('here-*'))) < 2 and time.monotonic() < deadline:\n"
+        "    time.sleep(0.1)\n"
         "raise SystemExit(7)\n"
     )
     packages = next(path for path in sys.path if path.endswith("-packages"))
