@@ -247,12 +247,12 @@ def test_the_folder_of_tokenized_data_is_created_and_bound(tmp_path: Path) -> No
 
 def test_the_folder_beside_the_run_is_bound_if_it_is_outside_of_the_working_folder(tmp_path: Path) -> None:
     def folder(kind: str, run: Path, **more: Any) -> str | None:
-        job = image_job(run, Path("/work"), kind, **more)
+        job = image_job(run, Path("/project"), kind, **more)
         return tokenized_folder(job.config, job.run_dir, job.working_dir)
 
     needed = {"model.path": "m", "data.train_files": ["a.jsonl"]}
     assert folder("sft", Path("/runs/one"), **needed) == f"/runs/{TOKENIZED}"
-    assert folder("sft", Path("/work/runs/one"), **needed) is None
+    assert folder("sft", Path("/project/runs/one"), **needed) is None
     assert folder("sft", Path("/runs/one"), **needed, **{"cache.data_dir": "here"}) is None
     assert folder("torchrun", Path("/runs/one")) is None
     with pytest.raises(UserError, match="/a,b cannot be bound into an image"):
