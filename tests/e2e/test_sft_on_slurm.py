@@ -213,6 +213,9 @@ def test_a_run_directory_that_nodes_do_not_share_names_the_node(workspace: Works
         ["sbatch", "--parsable", str(workspace.folder / "alone.sbatch")], check=True
     ).stdout.strip()
     assert slurm_cluster.wait_job(job_id) == "FAILED"
+    slurm_cluster.wait_idle()
+    for node in ("node1", "node2"):
+        slurm_cluster.exec_on(node, ["rm", "-r", alone], check=True)
     log = (workspace.folder / f"alone-{job_id}.log").read_text()
     assert "node node2 does not see" in log and "which node node1 made" in log, log
 
