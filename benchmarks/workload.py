@@ -21,7 +21,7 @@ from hpc_rl.config.finetune import FinetuneConfig, FinetuneTrainerConfig
 from hpc_rl.config.preferences import RmConfig
 from hpc_rl.config.sft import DataConfig, SftConfig
 from hpc_rl.config.training import ModelConfig
-from hpc_rl.data.lazy import Item
+from hpc_rl.data.lazy import Item, sizes_of
 from hpc_rl.data.order import Position, batches
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.finetune.objectives import objective_of
@@ -137,6 +137,8 @@ def trainer_state(
         flops=flops,
         train=list(data),
         val=[],
+        train_sizes=sizes_of(data),
+        val_sizes=sizes_of([]),
         batches=batches(len(data), batch_size, seed=0, shuffle=True),
         total_steps=10**6,
         tracker=Tracker(

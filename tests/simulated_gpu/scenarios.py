@@ -190,6 +190,7 @@ def shard_of(job: Job) -> Shard:
 def _trainer_state(job: Job, config: FinetuneConfig, world: World, model: Any, optimizer: Any, flops: Any) -> Any:
     from pathlib import Path
 
+    from hpc_rl.data.lazy import sizes_of
     from hpc_rl.data.order import Position
     from hpc_rl.data.pairs import Preference
     from hpc_rl.data.sft_dataset import Sample
@@ -219,6 +220,8 @@ def _trainer_state(job: Job, config: FinetuneConfig, world: World, model: Any, o
         flops=flops,
         train=samples,
         val=[],
+        train_sizes=sizes_of(samples),
+        val_sizes=sizes_of(samples[:0]),
         batches=iter([(np.arange(count), Position(0, count))]),
         total_steps=10,
         tracker=None,  # type: ignore[arg-type]
