@@ -42,6 +42,9 @@ class EngineSpec:
     """Whether log-probabilities at a temperature other than 1 are those after top_k and top_p."""
     truncates: bool = True
     """Whether log-probabilities can be those after top_k and top_p, which a correction (algorithm.tis_*) needs."""
+    reads_files: bool = True
+    """Whether new weights have the names that they have in a model's files. Otherwise they have the names of
+    transformers' parameters, which may hold several tensors of a file, such as all experts of a layer."""
     exact_on: tuple[str, ...] = ()
     """Devices on which the engine's float32 log-probabilities equal the trainer's up to rounding."""
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -78,6 +81,7 @@ ENGINES: dict[str, EngineSpec] = {
         transfers=("host",),
         default_on=("cpu", "npu", "xpu"),
         in_process=True,
+        reads_files=False,
         exact_on=("cpu",),
     ),
     "vllm": EngineSpec(
