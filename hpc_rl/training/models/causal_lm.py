@@ -19,12 +19,11 @@ from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
 from hpc_rl.training.sequence_parallel import ALONE, SequenceGroup
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
 _HEAD_EXTRAS = {
-    "final_logit_softcapping": None,
     "logit_scale": 1.0,
     "logits_scaling": 1.0,
     "lm_head_multiplier": 1.0,
@@ -103,6 +102,11 @@ class CausalLM(PackedModel):
         the positions with a target."""
         return head(self.hidden(batch)[batch.rows_N], self.hf.get_output_embeddings().weight)
 
+    @property
+    def softcap(self) -> float | None:
+        """The cap of the logits, which functions of the LM head need; None without one."""
+        return softcap_of(self.hf)
+
 
 def causal_lm(
     config: ModelConfig, trained: bool = True, key: str = "model.path", dropout: bool = True
@@ -158,6 +162,11 @@ def load_tokenizer(config: ModelSource) -> PreTrainedTokenizerBase:
 
     path = config.tokenizer_path or config.path
     return from_pretrained(AutoTokenizer, path, "tokenizer", trust_remote_code=config.trust_remote_code)
+
+
+def softcap_of(hf: PreTrainedModel) -> float | None:
+    """Return the cap of a model's logits (Gemma 2); None without one."""
+    return getattr(hf.config.get_text_config(), "final_logit_softcapping", None)
 
 
 def refuse_unsupported(hf: PreTrainedModel) -> None:
@@ -216,16 +225,24 @@ class Flops:
 
 
 def count_flops(model: PackedModel) -> Flops:
-    """Count the operations of a model; an upper bound for a mixture of experts."""
+    """Count the operations of a model. Of experts, those that compute a token count; with transformers 4, all."""
     config = model.hf.config.get_text_config()
     output = model.hf.get_output_embeddings()  # a classifier has none
     embeddings = {id(layer.weight) for layer in (model.hf.get_input_embeddings(), output) if layer is not None}
     body = sum(_flops_of(p) for p in model.parameters() if id(p) not in embeddings)
+    body -= sum(_idle_flops(p, config) for name, p in model.hf.named_parameters() if ".experts." in name)
     body += sum(_FROZEN_FLOPS * weight.shape.numel() for weight in four_bit_weights(model.hf).values())
     head = 0.0 if output is None else _flops_of(output.weight)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_size
     return Flops(per_token=body, per_target=head, per_squared_token=float(attention))
+
+
+def _idle_flops(weight: torch.Tensor, config: PretrainedConfig) -> float:
+    """Return the operations of those of a layer's experts that do not compute a token; transformers 5 has the experts
+    in one tensor, [experts, ...]."""
+    is_merged = weight.ndim == 3
+    return _flops_of(weight) * (1 - config.num_experts_per_tok / len(weight)) if is_merged else 0.0
 
 
 def _flops_of(parameter: torch.Tensor) -> float:
