@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,6 +17,7 @@ from hpc_rl.training.models import lora, packed_attention
 from hpc_rl.training.models.four_bit import four_bit_weights
 from hpc_rl.training.models.packed_batch import PackedBatch
 from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
+from hpc_rl.training.models.routers import Routers, find_routers
 from hpc_rl.training.sequence_parallel import ALONE, SequenceGroup
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ class PackedModel(nn.Module):
     """The adapters that are trained instead of the whole model."""
     sequence: SequenceGroup = ALONE
     """The ranks that compute a row together, which loading.load_sharded sets."""
+    routers: Routers | None = None
+    """The routers of a mixture of experts that is trained."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
@@ -54,12 +58,13 @@ class PackedModel(nn.Module):
         Args:
             batch: a row, or this rank's slice of it; see SequenceGroup.own.
         """
-        hidden_TH: torch.Tensor = self.hf.base_model(
-            input_ids=batch.input_ids_T[None],
-            position_ids=batch.position_ids_T[None],
-            use_cache=False,
-            **packed_attention.attention_kwargs(batch, self.sequence),
-        ).last_hidden_state[0]
+        with nullcontext() if self.routers is None else self.routers.counting(batch.tokens):
+            hidden_TH: torch.Tensor = self.hf.base_model(
+                input_ids=batch.input_ids_T[None],
+                position_ids=batch.position_ids_T[None],
+                use_cache=False,
+                **packed_attention.attention_kwargs(batch, self.sequence),
+            ).last_hidden_state[0]
         return hidden_TH
 
     def layers(self) -> list[nn.Module]:
@@ -85,6 +90,7 @@ class PackedModel(nn.Module):
             if (head := self.head_name()) is not None:
                 self.hf.get_submodule(head).requires_grad_(True)
         self.hf.train()
+        self.routers = find_routers(self.hf)
         if config.enable_gradient_checkpointing:
             # transformers 5 introduced the new name, and transformers 6 removes the old one.
             enable = getattr(self.hf, "activation_checkpointing_enable", None) or self.hf.gradient_checkpointing_enable
