@@ -42,7 +42,7 @@ class EngineSpec:
     """Whether log-probabilities at a temperature other than 1 are those after top_k and top_p."""
     truncates: bool = True
     """Whether log-probabilities can be those after top_k and top_p, which a correction (algorithm.tis_*) needs."""
-    reads_files: bool = True
+    reads_files: bool = False
     """Whether new weights have the names that they have in a model's files. Otherwise they have the names of
     transformers' parameters, which may hold several tensors of a file, such as all experts of a layer."""
     exact_on: tuple[str, ...] = ()
@@ -81,7 +81,6 @@ ENGINES: dict[str, EngineSpec] = {
         transfers=("host",),
         default_on=("cpu", "npu", "xpu"),
         in_process=True,
-        reads_files=False,
         exact_on=("cpu",),
     ),
     "vllm": EngineSpec(
@@ -91,6 +90,7 @@ ENGINES: dict[str, EngineSpec] = {
         package="vllm",
         default_on=("cuda",),
         tensor_parallel=True,
+        reads_files=True,
         max_lora_rank=512,
         truncates_scaled=True,
         environment={"cuda": _VLLM, "cpu": _VLLM | _VLLM_CPU},
@@ -100,6 +100,7 @@ ENGINES: dict[str, EngineSpec] = {
         dtypes={"cuda": "bfloat16", "cpu": "float32"},
         transfers=("host",),
         package="sglang",
+        reads_files=True,
         truncates=False,
         environment={"cpu": _SGLANG_CPU},
     ),

@@ -172,7 +172,8 @@ def load_tokenizer(config: ModelSource) -> PreTrainedTokenizerBase:
 
 def softcap_of(hf: PreTrainedModel) -> float | None:
     """Return the cap of a model's logits (Gemma 2); None without one."""
-    return getattr(hf.config.get_text_config(), "final_logit_softcapping", None)
+    cap: float | None = getattr(hf.config.get_text_config(), "final_logit_softcapping", None)
+    return cap
 
 
 def refuse_unsupported(hf: PreTrainedModel) -> None:
