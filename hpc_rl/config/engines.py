@@ -42,6 +42,9 @@ class EngineSpec:
     """Whether log-probabilities at a temperature other than 1 are those after top_k and top_p."""
     truncates: bool = True
     """Whether log-probabilities can be those after top_k and top_p, which a correction (algorithm.tis_*) needs."""
+    reads_files: bool = False
+    """Whether new weights have the names that they have in a model's files. Otherwise they have the names of
+    transformers' parameters, which may hold several tensors of a file, such as all experts of a layer."""
     exact_on: tuple[str, ...] = ()
     """Devices on which the engine's float32 log-probabilities equal the trainer's up to rounding."""
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -87,6 +90,7 @@ ENGINES: dict[str, EngineSpec] = {
         package="vllm",
         default_on=("cuda",),
         tensor_parallel=True,
+        reads_files=True,
         max_lora_rank=512,
         truncates_scaled=True,
         environment={"cuda": _VLLM, "cpu": _VLLM | _VLLM_CPU},
@@ -96,6 +100,7 @@ ENGINES: dict[str, EngineSpec] = {
         dtypes={"cuda": "bfloat16", "cpu": "float32"},
         transfers=("host",),
         package="sglang",
+        reads_files=True,
         truncates=False,
         environment={"cpu": _SGLANG_CPU},
     ),

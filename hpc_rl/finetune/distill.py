@@ -21,7 +21,7 @@ from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import CausalLM, PackedModel
 from hpc_rl.training.models.distill_head import SUMS, Teaching, Terms, distillation_sum, stored
 from hpc_rl.training.models.packed_batch import PackedBatch
-from hpc_rl.training.models.teacher import common_outputs
+from hpc_rl.training.models.teacher import common_outputs, refuse_capped_logits
 from hpc_rl.training.stopping import Stopping
 
 
@@ -127,8 +127,10 @@ class Distill(Sft):
         """Return the number of tokens that both models have.
 
         Raises:
-            AgreedError: the two do not fit together, or there are fewer than teacher.top_k needs.
+            AgreedError: the two do not fit together, one of them caps its logits, or there are fewer than teacher.top_k
+                needs.
         """
+        world.together(lambda: refuse_capped_logits(self.config.teacher.path, self.config.model))
         tokens = world.together(lambda: common_outputs(self.config.teacher.path, self.config.model))
         if self.config.teacher.top_k is not None and self.config.teacher.top_k >= tokens:
             raise AgreedError(

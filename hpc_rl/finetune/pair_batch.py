@@ -69,9 +69,8 @@ def pack_preferences(preferences: Sequence[Preference], width: int, first: int =
 def response_logprobs(model: CausalLM, batch: PairBatch) -> torch.Tensor:
     """Return the log-probability of each sample's targets: [P, W], differentiable."""
     own = model.sequence.own(batch.packed)
-    own_N, _ = model(
-        own, lambda hidden_NH, weight_VH: token_logprobs(hidden_NH, weight_VH, own.targets_N, entropy=False)
-    )
+    options = (1.0, False, model.softcap)  # temperature, and no entropy
+    own_N, _ = model(own, lambda hidden_NH, weight_VH: token_logprobs(hidden_NH, weight_VH, own.targets_N, *options))
     logprobs_N = model.sequence.whole(own_N, batch.packed)
     sums_S = logprobs_N.new_zeros(len(batch.packed.lengths)).index_add(0, batch.sample_N, logprobs_N)
     return batch.by_preference(sums_S)

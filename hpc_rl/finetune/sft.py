@@ -42,7 +42,8 @@ class Sft(Objective):
     def loss(self, model: CausalLM, batch: PackedBatch, scale: float) -> Found:
         """Return `scale` times the summed cross-entropy of a micro-batch's targets, in nats."""
         own = model.sequence.own(batch)
-        total = model(own, lambda hidden_NH, weight_VH: cross_entropy_sum(hidden_NH, weight_VH, own.targets_N, scale))
+        cap = model.softcap
+        total = model(own, lambda hidden_NH, head_VH: cross_entropy_sum(hidden_NH, head_VH, own.targets_N, scale, cap))
         total = model.sequence.total(total)
         return Found(total, total.new_zeros(0))
 

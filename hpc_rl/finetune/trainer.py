@@ -243,6 +243,7 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
         # All ranks of a sequence group have computed the same, which counts once.
         sums_K = [sum(found[:: config.trainer.sequence_parallel]) for found in by_rank]
         guards.refuse_not_finite(number, {world.in_job(rank): loss for rank, loss in enumerate(losses)}, norm)
+        routers = {} if state.model.routers is None else state.model.routers.take_metrics(world)
     with guards.explain_out_of_memory(f"step {number}"), clock("optimizer"):
         lr = config.optim.lr * lr_factor(config.optim, state.step, state.total_steps)
         set_lr(state.optimizer, lr)
@@ -255,6 +256,7 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
     return {
         "train/loss": sum(losses[:: config.trainer.sequence_parallel]),
         **{f"train/{name}": value for name, value in state.objective.metrics(sums_K).items()},
+        **{f"train/router/{name}": value for name, value in routers.items()},
         "train/grad_norm": norm,
         "train/lr": lr,
         "train/target_tokens": work.targets,

@@ -19,6 +19,8 @@ from hpc_rl.plan.shape import Shape
 COMPUTE = 2
 """Bytes of a number in bfloat16, in which GPUs compute."""
 FLOAT32 = 4
+SCORE_BYTES = 256 << 20
+"""Bytes of float32 scores of one block of queries (hpc_rl.training.models.exact_attention)."""
 CHUNK_BYTES = 1 << 30
 """Bytes of float32 logits in one chunk (hpc_rl.training.models.lm_head)."""
 
@@ -98,7 +100,8 @@ class Held:
         """Return the peak of a pass without gradients over so many tokens."""
         shape, gathered = self.shape, self._gathered()
         per_H = COMPUTE * tokens * shape.hidden
-        inside = gathered | {"activations": 3 * COMPUTE * tokens * shape.working_inner + 4 * per_H}
+        own = COMPUTE * tokens * (3 * shape.working_inner + 4 * shape.routed)
+        inside = gathered | {"activations": own + 4 * per_H, "scores of attention": self._scores(tokens)}
         if self.head == "value":
             return largest(self._at_start(), inside)
         logits = self._chunk(tokens)
@@ -147,6 +150,7 @@ class Held:
             return COMPUTE * tokens * shape.hidden
         # The gradient of a norm's weight needs the norm's result, which adapters do not.
         numbers = (6 if self.adapters else 8) * shape.hidden + 4 * shape.working_inner + self._attention()
+        numbers += 2 * shape.routed  # the inputs of the experts, and their results, of which routers need the gradient
         return COMPUTE * tokens * numbers + FLOAT32 * tokens * shape.heads
 
     def _attention(self) -> int:
@@ -179,7 +183,7 @@ class Held:
             return found
         trains_head = not self.adapters
         return found | {
-            "logits": (1.5 if self.head == "loss" else 3.0) * self._chunk(tokens),
+            "logits": ((1.5 if self.head == "loss" else 3.0) + shape.has_cap) * self._chunk(tokens),
             "gradients of the head": FLOAT32 * shape.embedding if trains_head else 0,
         }
 
@@ -189,13 +193,21 @@ class Held:
         own = 8 if self.recompute else 4
         inside = own * shape.working_inner + (10 if self.recompute else 5) * shape.hidden
         inside += self._attention() if self.recompute else 0
+        inside += (6 if self.recompute else 4) * shape.routed
         trains_head = self.head != "value" and not self.adapters
         return self._gathered() | {
             "gradients": self._gradients() + self._travelling(),
             "gradients of the head": COMPUTE * shape.embedding if trains_head else 0,
             "saved activations": shape.layers * self._saved(tokens),
             "activations": COMPUTE * tokens * inside,
+            "scores of attention": self._scores(tokens),
         }
+
+    def _scores(self, tokens: int) -> float:
+        """Return what attention with visible scores needs for a block of queries: assumed, the scores six times."""
+        if not self.shape.has_scores:
+            return 0.0
+        return 6.0 * min(SCORE_BYTES, FLOAT32 * self.shape.heads * tokens * tokens)
 
     def _at_end(self) -> Parts:
         """Return what exists when the gradients of embedding and head travel, after the backward pass."""

@@ -273,7 +273,8 @@ def _sync(config: PpoConfig, actor: Held, awake: Parts) -> Parts:
     if config.model.lora.is_used and not config.rollout.merge_lora:
         whole = 0.0
     else:
-        experts = shape.experts.count * shape.experts.inner if shape.experts else 0
+        # transformers has gate and up of all experts in one tensor, of which engines get a copy in parts.
+        experts = 4 * shape.experts.count * shape.experts.inner if shape.experts else 0
         whole = float(COMPUTE * shape.hidden * max(shape.vocabulary, shape.inner, experts))
     own = 0.0 if engine_spec(config).in_process else ENGINE_BYTES
     found: Parts = {"a whole weight": whole, "buckets": 2e6 * config.rollout.sync_bucket_mb}

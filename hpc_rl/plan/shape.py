@@ -24,6 +24,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": "head"},
     "qwen3_moe": {"qk_norm": "head"},
     "gemma": {"tied": True},
+    "gemma2": {"tied": True, "norms": 4, "scored": True, "capped": True},
+    "gpt_oss": {"expert_size": "intermediate_size", "biases": True, "scored": True},
 }
 """model_type of a config.json -> what differs from Llama. Other types are counted like Llama, with a note."""
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -49,6 +51,8 @@ class Experts:
     """I of the expert that computes every token; 0 without one."""
     shared_gate: bool = False
     """Whether a gate of H weights belongs to the shared expert."""
+    has_biases: bool = False
+    """Whether the experts and the router have biases."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,13 @@ class Shape:
     dense_layers: int = 0
     """Layers of a mixture of experts that have a usual MLP."""
     vectors: int = 0
-    """Parameters of the norms and biases of a layer."""
+    """Parameters of the norms, biases and sinks of a layer."""
     has_window: bool = False
     """Whether some layers attend to a window of tokens only, so that engines cache less for them."""
+    has_scores: bool = False
+    """Whether attention has soft-capped scores or sinks, so that training holds the scores of a block of queries."""
+    has_cap: bool = False
+    """Whether the logits are soft-capped, so that the loss holds the slope of this function."""
     whole_rows: bool = False
     """Whether the frequencies of the rotary embedding depend on the samples of a row, so that ranks cannot share it."""
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -90,17 +98,17 @@ class Shape:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Rows and columns of each weight of a dense layer, by Llama's names."""
-        hidden, inner = self.hidden, self.inner
-        return {
+        """Rows and columns of each linear layer, by Llama's names. Routed experts are none: transformers has all
+        experts of a layer in one tensor, which adapters and quantisation leave as it is."""
+        hidden, inner = self.hidden, self.inner if self.experts is None else self.experts.shared
+        attention = {
             "q_proj": (self.queries, hidden),
             "k_proj": (self.keys, hidden),
             "v_proj": (self.keys, hidden),
             "o_proj": (hidden, self.queries),
-            "gate_proj": (inner, hidden),
-            "up_proj": (inner, hidden),
-            "down_proj": (hidden, inner),
         }
+        mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+        return attention | mlp if inner else attention
 
     @property
     def attention(self) -> int:
@@ -149,6 +157,11 @@ class Shape:
             return self.inner
         return self.experts.active * self.experts.inner + self.experts.shared
 
+    @property
+    def routed(self) -> int:
+        """The width of a token's copies, one for each expert that computes it; 0 without experts."""
+        return 0 if self.experts is None else self.experts.active * self.hidden
+
     def may_be_split(self, ranks: int) -> bool:
         """Return whether so many ranks can share a row (trainer.sequence_parallel)."""
         return self.heads % ranks == 0 and (ranks == 1 or not self.whole_rows)
@@ -163,6 +176,8 @@ class Shape:
         mixture = self.experts
         count = mixture.count if experts is None else experts
         weights = 3 * self.hidden * (count * mixture.inner + mixture.shared)
+        if mixture.has_biases:
+            weights += count * (2 * mixture.inner + self.hidden) + mixture.count
         return weights + self.hidden * (mixture.count + (1 if mixture.shared_gate else 0))
 
 
@@ -208,6 +223,8 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         dense_layers=_dense_layers(found, layers) if experts is not None else 0,
         vectors=_vectors(found, special, hidden, heads * head_size, key_heads * head_size, head_size),
         has_window=_has_window(found),
+        has_scores=bool(special.get("scored")),
+        has_cap=bool(found.get("final_logit_softcapping", special.get("capped"))),
         whole_rows=depends_on_rows(found),
         notes=() if family in FAMILIES else (f"{name} is of type {family or 'unknown'}, which is counted like Llama",),
     )
@@ -224,6 +241,7 @@ def _experts(found: Mapping[str, Any], special: Mapping[str, Any]) -> Experts | 
         inner=_size(found, special.get("expert_size", "moe_intermediate_size"), found["intermediate_size"]),
         shared=_size(found, "shared_expert_intermediate_size", 0),
         shared_gate=bool(special.get("shared_gate")),
+        has_biases=bool(special.get("biases")),
     )
 
 
@@ -237,12 +255,15 @@ def _dense_layers(found: Mapping[str, Any], layers: int) -> int:
 def _vectors(
     found: Mapping[str, Any], special: Mapping[str, Any], hidden: int, queries: int, keys: int, head_size: int
 ) -> int:
-    """Return the parameters of the norms and biases of a layer."""
-    total = 2 * hidden
-    if special.get("qkv_bias") or found.get("attention_bias"):
+    """Return the parameters of the norms, biases and sinks of a layer."""
+    total = int(special.get("norms", 2)) * hidden
+    has_bias = found.get("attention_bias", special.get("biases"))
+    if special.get("qkv_bias") or has_bias:
         total += queries + 2 * keys
-    if found.get("attention_bias") and not special.get("qkv_bias"):
+    if has_bias and not special.get("qkv_bias"):
         total += hidden
+    if special.get("biases"):
+        total += queries // head_size  # sinks
     if found.get("mlp_bias"):
         total += 2 * found["intermediate_size"] + hidden
     return total + {"head": 2 * head_size, "whole": queries + keys}.get(special.get("qk_norm", ""), 0)

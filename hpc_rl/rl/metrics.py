@@ -19,7 +19,7 @@ from hpc_rl.rl import experience as columns
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.transcripts import Conversed
-from hpc_rl.rl.workers.learner import Sums
+from hpc_rl.rl.workers.learner import ROUTER, Sums
 from hpc_rl.tracking.timeline import Timeline, new_timeline
 from hpc_rl.training.perf import Clock, Span
 
@@ -111,7 +111,7 @@ def actor_metrics(sums: Sums) -> dict[str, float]:
     }
     if "kl_loss" in sums:
         metrics["actor/kl_loss"] = sums["kl_loss"] / tokens
-    return metrics
+    return metrics | _router_metrics("actor", sums)
 
 
 def critic_metrics(sums: Sums) -> dict[str, float]:
@@ -121,7 +121,13 @@ def critic_metrics(sums: Sums) -> dict[str, float]:
         "critic/vf_clipfrac": sums["clipped"] / sums["tokens"],
         "critic/grad_norm": sums["grad_norm"] / sums["updates"],
         "critic/lr": sums["lr"],
+        **_router_metrics("critic", sums),
     }
+
+
+def _router_metrics(role: str, sums: Sums) -> dict[str, float]:
+    """Average the metrics of a mixture of experts over passes."""
+    return {f"{role}/{name}": total / sums["updates"] for name, total in sums.items() if name.startswith(ROUTER)}
 
 
 def perf_metrics(experience: TensorDict, seconds: dict[str, float], state: PpoState) -> dict[str, float]:

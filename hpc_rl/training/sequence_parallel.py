@@ -59,6 +59,7 @@ class SequenceGroup:
             rows=batch.rows[targets_N] - slice_S.start,
             rows_N=batch.rows_N[targets_N] - slice_S.start,
             targets_N=batch.targets_N[targets_N],
+            tokens=max(0, min(batch.tokens, slice_S.stop) - slice_S.start),
         )
 
     def whole(self, own_N: torch.Tensor, batch: PackedBatch) -> torch.Tensor:

@@ -32,6 +32,8 @@ FAMILIES = [
     ("Mixtral", {"num_local_experts": 4}),
     ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 128, "decoder_sparse_step": 2}),
     ("Qwen3Moe", {**EXPERTS, "mlp_only_layers": [1], "head_dim": 64}),
+    ("Gemma2", {"head_dim": 64}),
+    ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64}),
 ]
 
 
@@ -65,7 +67,18 @@ def test_active_parameters_of_a_mixture() -> None:
     shape = shape_of(config_of("Qwen3Moe", **EXPERTS).to_dict(), "m")
     idle = 3 * 4 * 3 * 256 * 96
     assert shape.active == shape.total - idle - 1000 * 256 - 256
-    assert shape.working_inner == 2 * 96
+    assert (shape.working_inner, shape.routed) == (2 * 96, 2 * 256)
+    assert sum(rows * columns for rows, columns in shape.linears.values()) == 2 * 256 * (256 + 64)
+
+
+def test_active_parameters_of_experts_with_biases() -> None:
+    config = config_of("GptOss", num_local_experts=4, num_experts_per_tok=1, head_dim=64)
+    shape = shape_of(config.to_dict(), "m")
+    idle = 3 * 3 * (3 * 256 * 384 + 2 * 384 + 256)
+    assert shape.active == shape.total - idle - 1000 * 256 - 256
+    assert shape_of(config_of("Gemma2").to_diff_dict(), "m").has_cap
+    assert not shape_of(config_of("Gemma2", final_logit_softcapping=None).to_dict(), "m").has_cap
+    assert shape.has_scores and not shape_of(config_of("Qwen3Moe", **EXPERTS).to_dict(), "m").has_scores
 
 
 def test_sizes_of_attention() -> None:

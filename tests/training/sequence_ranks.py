@@ -24,6 +24,7 @@ from hpc_rl.training.models.pretrained import Pretrained
 from hpc_rl.training.models.scalar_model import critic, trained_reward_model
 
 TOLERANCE = 1e-5
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 
 
 def rows(seed: int = 0) -> list[PackedBatch]:
@@ -103,6 +104,12 @@ def differences(case: dict[str, Any], world: World) -> Iterator[tuple[str, float
     model = load_sharded(source, world, trainer)
     plain = pretrained({**case, "compile": False}).load()
     set_adapters(plain, trainer.seed)
+    for name, weight in weights_of(model.hf).items():
+        if name.endswith("sinks"):  # which start at random, close to 0
+            whole = torch.linspace(-1, 2, weight.numel())
+            weights_of(plain.hf)[name].copy_(whole)
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            local.copy_(whole if local.shape == weight.shape else _own_rows(weight, whole))
     for one in (model, plain):  # the heads of classifiers start at 0
         if role in ("critic", "rm"):
             head = weights_of(one.hf)["score.weight"]
@@ -119,6 +126,10 @@ def differences(case: dict[str, Any], world: World) -> Iterator[tuple[str, float
     ours = train(model, role, mine, world, case)
     theirs = train(plain, role, every, world, case)
     yield "losses", max(abs(a - b) / (1 + abs(b)) for a, b in zip(ours, theirs[group::groups], strict=True))
+    if model.routers is not None:
+        found, expected = model.routers.take_metrics(world), plain.routers.take_metrics(ALONE)
+        assert found.keys() == expected.keys() == {"largest_load", "entropy", "aux_loss"}
+        yield "routers", max(abs(found[name] - expected[name]) for name in found)
     gradients = [(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
     assert all((a is None) == (b is None) for a, b in gradients)
     for a, b in gradients:

@@ -32,6 +32,9 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "actor, adapters": {"role": "actor", "lora": True},
     "actor, adapters, recomputed": {"role": "actor", "lora": True, "recompute": True},
     "critic": {"role": "critic"},
+    "sft, experts": {"role": "sft", "kind": "experts", "recompute": True},
+    "sft, experts, rows of each rank": {"role": "sft", "kind": "experts", "size": 1},
+    "actor, sinks": {"role": "actor", "kind": "sinks"},
 }
 FOUR_RANKS: dict[str, dict[str, Any]] = {
     "sft, two groups": {"role": "sft", "size": 2},
@@ -156,6 +159,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "two key heads": {},
         "one key head": {"num_key_value_heads": 1, "tie": True},
         "windows": {"kind": "mistral", "sliding_window": 6},
+        "experts": {"kind": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        "sinks": {"kind": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
     }
     return {
         name: str(make_tiny_model(folder / str(number), num_attention_heads=4, **more))

@@ -18,6 +18,7 @@ from hpc_rl.rl.rollout.engine import Completion, Request, Span
 from hpc_rl.rl.rollout.kv_cache import Decode, KVCache, Prefill, PrefillDone
 from hpc_rl.rl.rollout.sampling import TokenSampler, groups_of
 from hpc_rl.rl.rollout.slots import Slots
+from hpc_rl.training.models.causal_lm import softcap_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,7 +69,8 @@ class Batch:
         self.device = device = self.weight_VH.device
         self.last_layer = hf.config.get_text_config().num_hidden_layers - 1
         self.slots = Slots(device)
-        self.sampler = TokenSampler(self.weight_VH, 0)
+        self.softcap = softcap_of(hf)
+        self.sampler = TokenSampler(self.weight_VH, 0, self.softcap)
         self.groups = groups_of([], device)
 
         self.rows = 0
@@ -107,7 +109,7 @@ class Batch:
         """
         if rows > self.rows:
             self.rows = min(max(rows, 2 * self.rows), len(self.token_B))
-            self.sampler = TokenSampler(self.weight_VH, self.rows)
+            self.sampler = TokenSampler(self.weight_VH, self.rows, self.softcap)
         columns = max(columns, self.cache.columns)
         if self.rows > self.cache.rows or columns > self.cache.columns:
             self.cache.grow(max(self.rows, self.cache.rows), columns)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from hpc_rl.training.models.exact_attention import Scoring
 from hpc_rl.training.models.packed_attention import SampleBounds, packed_attention
 
 
@@ -96,8 +97,7 @@ class Prefill:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
+        scoring: Scoring,
     ) -> torch.Tensor:
         index = module.layer_idx
         for states, new in zip(self.cache.layer(index, key, value), (key, value), strict=True):
@@ -111,8 +111,10 @@ class Prefill:
             value,
             None,
             packed_bounds=self.bounds,
-            scaling=scaling,
-            sliding_window=window,
+            scaling=scoring.scaling,
+            sliding_window=scoring.window,
+            softcap=scoring.softcap,
+            s_aux=scoring.sinks_H,
         )
         return output
 
@@ -140,11 +142,10 @@ class Decode:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
+        scoring: Scoring,
     ) -> torch.Tensor:
         heads = key.shape[1]
-        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        scale = query.shape[3] ** -0.5 if scoring.scaling is None else scoring.scaling
         targets = self._targets_of(heads)
         rows = []
         for states, new in zip(self.cache.layer(module.layer_idx, key, value), (key, value), strict=True):
@@ -154,8 +155,10 @@ class Decode:
         keys, values = rows
         # Query heads that share a key head are adjacent, and form the rows of one small matrix product.
         query_BGD = query[0].transpose(0, 1).reshape(self.batch * heads, -1, query.shape[3])
-        mask = self._mask_of(heads, window, query.dtype)
-        if query.dtype == torch.float32:
+        mask = self._mask_of(heads, scoring.window, query.dtype)
+        if scoring.needs_scores:
+            output = _scored(query_BGD, keys.flatten(0, 1), values.flatten(0, 1), mask, scale, scoring)
+        elif query.dtype == torch.float32:
             scores = torch.baddbmm(mask, query_BGD, keys.flatten(0, 1).transpose(1, 2), alpha=scale)
             output = torch.bmm(scores.softmax(-1), values.flatten(0, 1))
         else:  # does not round scores to 16 bits before the softmax
@@ -184,3 +187,26 @@ class Decode:
             mask_BL = torch.zeros_like(hidden_BL, dtype=dtype).masked_fill_(hidden_BL, -torch.inf)
             self._masks[heads, window] = mask_BL.repeat_interleave(heads, dim=0)[:, None]
         return self._masks[heads, window]
+
+
+def _scored(
+    query_BGD: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Attend with soft-capped scores or sinks.
+
+    Args:
+        query_BGD: as in Decode, with B rows times key heads: [B * heads, G, D].
+        keys, values: [B * heads, L, D].
+        mask: [B * heads, 1, L].
+    """
+    scores = torch.bmm(query_BGD, keys.transpose(1, 2)).float() * scale
+    sinks = None
+    if scoring.sinks_H is not None:
+        groups = query_BGD.shape[1]
+        sinks = scoring.sinks_H.view(-1, groups, 1).repeat(len(query_BGD) * groups // len(scoring.sinks_H), 1, 1)
+    return torch.bmm(scoring.weights(scores, mask < 0, sinks).to(values.dtype), values)

@@ -52,8 +52,9 @@ def groups_of(samplings: Sequence[Sampling], device: torch.device) -> list[Group
 class TokenSampler:
     """Apply the LM head and draw tokens, in buffers that all steps share."""
 
-    def __init__(self, weight_VH: torch.Tensor, rows: int) -> None:
+    def __init__(self, weight_VH: torch.Tensor, rows: int, softcap: float | None = None) -> None:
         self.weight_VH = weight_VH
+        self.softcap = softcap
         self._logits = weight_VH.new_empty(rows, weight_VH.shape[0], dtype=torch.float32)
         self._scratch = torch.empty_like(self._logits)
 
@@ -66,6 +67,8 @@ class TokenSampler:
             torch.mm(hidden_BH, self.weight_VH.t(), out=logits_BV)
         else:
             logits_BV.copy_(hidden_BH @ self.weight_VH.t())
+        if self.softcap is not None:
+            logits_BV.div_(self.softcap).tanh_().mul_(self.softcap)
         if len(groups) == 1:
             return sample(logits_BV, uniform_B, groups[0].sampling, self._scratch[: hidden_BH.shape[0]])
         token_B = torch.empty_like(uniform_B, dtype=torch.int64)

@@ -21,6 +21,7 @@ from hpc_rl.rl.fates import Actor
 from hpc_rl.rl.weights.buckets import Bucket, TensorEntry, unpack
 from hpc_rl.training.models.four_bit import four_bit_weights
 from hpc_rl.training.models.lora import adapted_layers, is_adapter, merged, rounded
+from hpc_rl.training.models.stored_form import StoredForm
 
 
 class WeightSource:
@@ -29,23 +30,28 @@ class WeightSource:
 
     Args:
         adapters_only: the source has the adapters, and nothing else.
+        stored: gives the weights the names that they have in files; None for the names of the module's parameters.
     """
 
-    def __init__(self, hf: nn.Module, dtype: torch.dtype, adapters_only: bool = False) -> None:
+    def __init__(
+        self, hf: nn.Module, dtype: torch.dtype, adapters_only: bool = False, stored: StoredForm | None = None
+    ) -> None:
         self.parameters = {name: weight for name, weight in hf.named_parameters() if is_adapter(name) == adapters_only}
         layers = {} if adapters_only else adapted_layers(hf)
         self.adapted = {f"{name}.weight": layer for name, layer in layers.items()}
         self.four_bit = {} if adapters_only else four_bit_weights(hf)
         self.dtype = dtype
+        self.stored = stored if stored is not None and stored.differs and not adapters_only else None
 
     def metadata(self) -> list[TensorEntry]:
         """Return what iteration yields, without any communication."""
         every = {**self.parameters, **self.four_bit}
-        return [TensorEntry(name, self.dtype, tuple(weight.shape)) for name, weight in every.items()]
+        shapes = ((name, torch.empty(weight.shape, device="meta")) for name, weight in every.items())
+        return [TensorEntry(name, self.dtype, tuple(part.shape)) for name, part in self._parts(shapes)]
 
     def is_in_place(self) -> bool:
         """Whether iteration yields the parameters themselves, in host memory."""
-        return not (self.adapted or self.four_bit) and all(
+        return not (self.adapted or self.four_bit or self.stored) and all(
             not isinstance(parameter, DTensor)
             and (parameter.device.type, parameter.dtype) == ("cpu", self.dtype)
             and parameter.is_contiguous()
@@ -54,6 +60,18 @@ class WeightSource:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield full tensors, one at a time. If parameters are sharded, all ranks have to iterate together."""
+        yield from self._parts(self._whole())
+
+    def _parts(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what engines load, from the module's weights."""
+        for name, weight in weights:
+            if self.stored is None:
+                yield name, weight
+            else:
+                yield from self.stored.parts(name, weight)
+
+    def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the module's weights."""
         for name, parameter in self.parameters.items():
             if name in self.adapted:
                 yield name, self._merged(name, _full(parameter))

@@ -24,7 +24,7 @@ from hpc_rl.rl.dealing import Deal, deal_step
 from hpc_rl.rl.fates import Actor
 from hpc_rl.rl.pools import Pool
 from hpc_rl.rl.weights.base import EngineActors
-from hpc_rl.rl.workers.learner import Sums
+from hpc_rl.rl.workers.learner import ROUTER, Sums
 from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.models.causal_lm import Flops
@@ -245,7 +245,10 @@ def _joining(deal: Deal, lengths_B: torch.Tensor) -> Callable[[list[Any]], torch
 
 def _add_sums(parts: Sequence[Sums]) -> Sums:
     alike = ("updates", "grad_norm", "lr")
-    return {name: value if name in alike else sum(part[name] for part in parts) for name, value in parts[0].items()}
+    return {
+        name: value if name in alike or name.startswith(ROUTER) else sum(part[name] for part in parts)
+        for name, value in parts[0].items()
+    }
 
 
 def add_passes(passes: Sequence[Sums]) -> Sums:

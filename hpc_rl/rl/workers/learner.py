@@ -28,6 +28,8 @@ Columns = dict[str, torch.Tensor]
 """Flat token columns of a shard by their names in rl/experience.py, float32 [N]."""
 Sums = dict[str, float]
 """Sums over a rank's tokens and updates; the driver adds them up over ranks and divides."""
+ROUTER = "router/"
+"""Beginning of the names of sums that a mixture of experts has, which are equal on all ranks."""
 Parts = dict[str, list[torch.Tensor]]
 """The summands of each sum, scalars on the device: reading each one at once would make the GPU wait for the host."""
 
@@ -73,7 +75,14 @@ class Learner(ABC, Generic[Model]):
                 sums["updates"] += 1
                 sums["grad_norm"] += norm
                 sums["loss"] = sums.get("loss", 0.0) + loss
-        return sums | _add_up(parts)
+        return sums | _add_up(parts) | self._router_sums(sums["updates"])
+
+    def _router_sums(self, updates: float) -> Sums:
+        """Return the metrics of a mixture of experts over all of these updates, times their number."""
+        if self.model.routers is None:
+            return {}
+        found = self.model.routers.take_metrics(self.world)
+        return {f"{ROUTER}{name}": updates * value for name, value in found.items()}
 
     def save(self, path: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Begin to write model and optimizer to a folder; `saved` waits. Every rank calls this."""

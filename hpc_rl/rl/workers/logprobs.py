@@ -17,9 +17,8 @@ def token_logprobs_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probabilities [N] and entropies [N] of a micro-batch's response tokens, both differentiable."""
     own = model.sequence.own(batch)
-    own_N = model(
-        own, lambda hidden_NH, weight_VH: token_logprobs(hidden_NH, weight_VH, own.targets_N, temperature, entropy)
-    )
+    options = (temperature, entropy, model.softcap)
+    own_N = model(own, lambda hidden_NH, weight_VH: token_logprobs(hidden_NH, weight_VH, own.targets_N, *options))
     logprobs_N, entropy_N = (model.sequence.whole(found_N, batch) for found_N in own_N)
     return logprobs_N, entropy_N
 

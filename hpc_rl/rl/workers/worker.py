@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch.distributed.fsdp import FSDPModule
 
 from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.config.rollout import engine_dtype
+from hpc_rl.config.rollout import engine_dtype, engine_spec
 from hpc_rl.data.chat import chat_template
 from hpc_rl.host.heartbeat import beats_in_calls, heart
 from hpc_rl.rl import process
@@ -40,6 +40,7 @@ from hpc_rl.training.checkpoints.export import write_weights
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import Flops, load_tokenizer
 from hpc_rl.training.models.lora import without_adapters
+from hpc_rl.training.models.stored_form import StoredForm
 from hpc_rl.training.perf import Span, Spans, max_memory_gb, peak_flops
 from hpc_rl.training.profiling import Trace, trace_path
 
@@ -278,9 +279,11 @@ class Worker:
 
     def _weights(self) -> WeightSource:
         """Return the policy's weights, or only its adapters, in the engines' type."""
+        hf = self.actor.model.hf
         dtype = engine_dtype(self.config.rollout, self.config.trainer.computes_on)
         adapters_only = not self.config.rollout.merge_lora
-        return WeightSource(self.actor.model.hf, getattr(torch, dtype), adapters_only)
+        stored = StoredForm(hf) if engine_spec(self.config).reads_files else None
+        return WeightSource(hf, getattr(torch, dtype), adapters_only, stored)
 
     def _load_engine(self) -> RolloutEngine:
         """Load an engine on the policy's own module, or on a copy if the policy is sharded."""

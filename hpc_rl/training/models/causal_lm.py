@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,15 +17,15 @@ from hpc_rl.training.models import lora, packed_attention
 from hpc_rl.training.models.four_bit import four_bit_weights
 from hpc_rl.training.models.packed_batch import PackedBatch
 from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
+from hpc_rl.training.models.routers import Routers, find_routers
 from hpc_rl.training.sequence_parallel import ALONE, SequenceGroup
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
 _HEAD_EXTRAS = {
-    "final_logit_softcapping": None,
     "logit_scale": 1.0,
     "logits_scaling": 1.0,
     "lm_head_multiplier": 1.0,
@@ -44,6 +45,8 @@ class PackedModel(nn.Module):
     """The adapters that are trained instead of the whole model."""
     sequence: SequenceGroup = ALONE
     """The ranks that compute a row together, which loading.load_sharded sets."""
+    routers: Routers | None = None
+    """The routers of a mixture of experts that is trained."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
@@ -55,12 +58,13 @@ class PackedModel(nn.Module):
         Args:
             batch: a row, or this rank's slice of it; see SequenceGroup.own.
         """
-        hidden_TH: torch.Tensor = self.hf.base_model(
-            input_ids=batch.input_ids_T[None],
-            position_ids=batch.position_ids_T[None],
-            use_cache=False,
-            **packed_attention.attention_kwargs(batch, self.sequence),
-        ).last_hidden_state[0]
+        with nullcontext() if self.routers is None else self.routers.counting(batch.tokens):
+            hidden_TH: torch.Tensor = self.hf.base_model(
+                input_ids=batch.input_ids_T[None],
+                position_ids=batch.position_ids_T[None],
+                use_cache=False,
+                **packed_attention.attention_kwargs(batch, self.sequence),
+            ).last_hidden_state[0]
         return hidden_TH
 
     def layers(self) -> list[nn.Module]:
@@ -86,6 +90,7 @@ class PackedModel(nn.Module):
             if (head := self.head_name()) is not None:
                 self.hf.get_submodule(head).requires_grad_(True)
         self.hf.train()
+        self.routers = find_routers(self.hf)
         if config.enable_gradient_checkpointing:
             # transformers 5 introduced the new name, and transformers 6 removes the old one.
             enable = getattr(self.hf, "activation_checkpointing_enable", None) or self.hf.gradient_checkpointing_enable
@@ -102,6 +107,11 @@ class CausalLM(PackedModel):
         """Run the backbone on a packed row, or on this rank's slice of it, then return `head(hidden_NH, weight_VH)` of
         the positions with a target."""
         return head(self.hidden(batch)[batch.rows_N], self.hf.get_output_embeddings().weight)
+
+    @property
+    def softcap(self) -> float | None:
+        """The cap of the logits, which functions of the LM head need; None without one."""
+        return softcap_of(self.hf)
 
 
 def causal_lm(
@@ -160,6 +170,12 @@ def load_tokenizer(config: ModelSource) -> PreTrainedTokenizerBase:
     return from_pretrained(AutoTokenizer, path, "tokenizer", trust_remote_code=config.trust_remote_code)
 
 
+def softcap_of(hf: PreTrainedModel) -> float | None:
+    """Return the cap of a model's logits (Gemma 2); None without one."""
+    cap: float | None = getattr(hf.config.get_text_config(), "final_logit_softcapping", None)
+    return cap
+
+
 def refuse_unsupported(hf: PreTrainedModel) -> None:
     """Raise UserError for a model whose results would be wrong without an error."""
     if is_classifier(hf.config.architectures):
@@ -216,16 +232,24 @@ class Flops:
 
 
 def count_flops(model: PackedModel) -> Flops:
-    """Count the operations of a model; an upper bound for a mixture of experts."""
+    """Count the operations of a model. Of experts, those that compute a token count; with transformers 4, all."""
     config = model.hf.config.get_text_config()
     output = model.hf.get_output_embeddings()  # a classifier has none
     embeddings = {id(layer.weight) for layer in (model.hf.get_input_embeddings(), output) if layer is not None}
     body = sum(_flops_of(p) for p in model.parameters() if id(p) not in embeddings)
+    body -= sum(_idle_flops(p, config) for name, p in model.hf.named_parameters() if ".experts." in name)
     body += sum(_FROZEN_FLOPS * weight.shape.numel() for weight in four_bit_weights(model.hf).values())
     head = 0.0 if output is None else _flops_of(output.weight)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_size
     return Flops(per_token=body, per_target=head, per_squared_token=float(attention))
+
+
+def _idle_flops(weight: torch.Tensor, config: PretrainedConfig) -> float:
+    """Return the operations of those of a layer's experts that do not compute a token; transformers 5 has the experts
+    in one tensor, [experts, ...]."""
+    is_merged = weight.ndim == 3
+    return _flops_of(weight) * (1 - config.num_experts_per_tok / len(weight)) if is_merged else 0.0
 
 
 def _flops_of(parameter: torch.Tensor) -> float:

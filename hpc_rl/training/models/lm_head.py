@@ -24,7 +24,11 @@ CPU_ROWS = 8192
 
 
 def cross_entropy_sum(
-    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, scale: float = 1.0
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_N: torch.Tensor,
+    scale: float = 1.0,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Return `scale` times the sum of -log p(target) over all positions, a float32 scalar.
 
@@ -33,8 +37,9 @@ def cross_entropy_sum(
     Args:
         hidden_NH: float32 or bfloat16; sums, exponentials and the weight's gradient are float32 in both cases.
         targets_N: int64.
+        softcap: cap c of the logits x, which become c tanh(x / c); None for no cap.
     """
-    result: torch.Tensor = _CrossEntropySum.apply(*differentiated(hidden_NH, weight_VH), targets_N, scale)
+    result: torch.Tensor = _CrossEntropySum.apply(*differentiated(hidden_NH, weight_VH), targets_N, scale, softcap)
     return result
 
 
@@ -50,16 +55,18 @@ def token_logprobs(
     targets_N: torch.Tensor,
     temperature: float = 1.0,
     entropy: bool = True,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log p(target) and the entropy of p at each position, with p = softmax(hidden @ weight.T / temperature).
 
     Args:
         entropy: if false, the entropies are 0 and a pass over the probabilities is saved; for use without gradients.
+        softcap: cap of the logits, before the temperature; see cross_entropy_sum.
 
     Returns:
         log-probabilities [N] and entropies [N] in nats, both float32 and differentiable.
     """
-    logprobs_N, entropy_N = _TokenLogprobs.apply(hidden_NH, weight_VH, targets_N, temperature, entropy)
+    logprobs_N, entropy_N = _TokenLogprobs.apply(hidden_NH, weight_VH, targets_N, temperature, entropy, softcap)
     return logprobs_N, entropy_N
 
 
@@ -78,8 +85,12 @@ def chunks(positions: int, weight_VH: torch.Tensor, matrices: int = 1) -> Iterat
 class _LogProbs:
     """The log-softmax of chunks of logits, float32, in a buffer that all chunks share."""
 
-    def __init__(self, weight_VH: torch.Tensor) -> None:
+    def __init__(self, weight_VH: torch.Tensor, softcap: float | None, gradients: bool) -> None:
         self.weight_VH = weight_VH
+        self.softcap = softcap
+        self.keeps_slope = gradients and softcap is not None
+        self.slope_CV: torch.Tensor | None = None
+        """Derivative of the capped logits of the chunk with respect to the others, 1 - tanh(x / c)^2."""
         self.buffer: torch.Tensor | None = None
 
     def __call__(self, hidden_CH: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -88,9 +99,17 @@ class _LogProbs:
         if self.buffer is None:
             self.buffer = hidden_CH.new_empty(rows, vocabulary, dtype=torch.float32)
         logits = float32_logits(hidden_CH, self.weight_VH, self.buffer[:rows])
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_()
+            self.slope_CV = 1 - logits.square() if self.keeps_slope else None
+            logits.mul_(self.softcap)
         if temperature != 1.0:
             logits.div_(temperature)
         return torch.log_softmax(logits, dim=-1, out=logits)
+
+    def without_cap(self, grad_CV: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the chunk's logits before they are capped, from that of the capped ones."""
+        return grad_CV if self.slope_CV is None else grad_CV.mul_(self.slope_CV)
 
 
 def float32_logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, logits_CV: torch.Tensor) -> torch.Tensor:
@@ -180,11 +199,16 @@ def saved_gradients(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | No
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, scale: float
+        ctx: Any,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        targets_N: torch.Tensor,
+        scale: float,
+        softcap: float | None,
     ) -> torch.Tensor:
         gradients = HeadGradients(ctx, hidden_NH, weight_VH, scale)
         total = hidden_NH.new_zeros((), dtype=torch.float32)
-        log_softmax = _LogProbs(weight_VH)
+        log_softmax = _LogProbs(weight_VH, softcap, gradients.needed)
         for rows in chunks(hidden_NH.shape[0], weight_VH):
             targets_C1 = targets_N[rows, None]
             logprobs_CV = log_softmax(hidden_NH[rows])
@@ -194,13 +218,13 @@ class _CrossEntropySum(torch.autograd.Function):
             # d(-log p[target]) / d logits = p - onehot(target)
             grad_CV = logprobs_CV.exp_()
             grad_CV.scatter_add_(1, targets_C1, grad_CV.new_full((1, 1), -1.0).expand_as(targets_C1))
-            gradients.add(rows, grad_CV.to(hidden_NH.dtype))
+            gradients.add(rows, log_softmax.without_cap(grad_CV).to(hidden_NH.dtype))
         gradients.save(ctx)
         return total * scale
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        return *saved_gradients(ctx, grads[0]), None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+        return *saved_gradients(ctx, grads[0]), None, None, None
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -212,25 +236,26 @@ class _TokenLogprobs(torch.autograd.Function):
         targets_N: torch.Tensor,
         temperature: float,
         entropy: bool,
+        softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs_N = hidden_NH.new_empty(hidden_NH.shape[0], dtype=torch.float32)
         entropy_N = torch.zeros_like(logprobs_N)
-        log_softmax = _LogProbs(weight_VH)
+        log_softmax = _LogProbs(weight_VH, softcap, gradients=False)
         for rows in chunks(hidden_NH.shape[0], weight_VH):
             logprobs_CV = log_softmax(hidden_NH[rows], temperature)
             logprobs_N[rows] = logprobs_CV.gather(1, targets_N[rows, None])[:, 0]
             if entropy:
                 entropy_N[rows] = -(logprobs_CV.exp() * logprobs_CV).sum(dim=1)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.softcap = temperature, softcap
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_NH, weight_VH, targets_N, entropy_N = ctx.saved_tensors
         grad_logprobs_N, grad_entropy_N = grads
         gradients = HeadGradients(ctx, hidden_NH, weight_VH)
-        log_softmax = _LogProbs(weight_VH)
+        log_softmax = _LogProbs(weight_VH, ctx.softcap, gradients=True)
         for rows in chunks(hidden_NH.shape[0], weight_VH):
             targets_C1 = targets_N[rows, None]
             logprobs_CV = log_softmax(hidden_NH[rows], ctx.temperature)
@@ -239,5 +264,6 @@ class _TokenLogprobs(torch.autograd.Function):
             p_CV = logprobs_CV.exp()
             grad_CV = logprobs_CV.add_(entropy_N[rows, None]).mul_(up_entropy_C1).add_(up_C1).mul_(p_CV).neg_()
             grad_CV.scatter_add_(1, targets_C1, up_C1)
-            gradients.add(rows, grad_CV.div_(ctx.temperature).to(hidden_NH.dtype))
-        return *gradients.result(), None, None, None
+            grad_CV = log_softmax.without_cap(grad_CV.div_(ctx.temperature))
+            gradients.add(rows, grad_CV.to(hidden_NH.dtype))
+        return *gradients.result(), None, None, None, None

@@ -12,12 +12,15 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from hpc_rl.errors import UserError
+from hpc_rl.training.models import exact_attention
+from hpc_rl.training.models.exact_attention import Scoring
 from hpc_rl.training.models.packed_batch import PackedBatch
 from hpc_rl.training.sequence_parallel import ALONE, SequenceGroup
 
@@ -53,8 +56,7 @@ class Attend(Protocol):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
+        scoring: Scoring,
     ) -> torch.Tensor: ...
 
 
@@ -88,6 +90,8 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention with the signature that transformers calls.
@@ -98,26 +102,31 @@ def packed_attention(
         packed_bounds: the samples of the row; may be missing only if `attend` is given.
         attend: computes the result instead, from the same tensors.
         sliding_window: the number of tokens that a token attends to, counting back from itself; None for all.
+        softcap: cap of the scores; None for no cap.
+        s_aux: the scores of sinks, [query heads]; None for no sinks.
 
     Returns:
         [1, T, query heads, head size], and no attention weights.
 
     Raises:
-        UserError: the model needs soft-capped scores or attention sinks, which this function does not compute, or it
-            does not pass its forward's arguments on to attention.
+        UserError: the model needs a bias of positions, which this function does not compute, or it does not pass its
+            forward's arguments on to attention.
     """
     kind = f"models of type {getattr(getattr(module, 'config', None), 'model_type', type(module).__name__)}"
-    for name in ("softcap", "s_aux", "position_bias"):
-        if others.get(name) is not None:
-            raise UserError(f"{kind} need {name} in attention, which packed training does not support")
+    if others.get("position_bias") is not None:
+        raise UserError(f"{kind} need position_bias in attention, which packed training does not support")
+    scoring = Scoring(scaling, sliding_window, softcap, s_aux)
     if attend is not None:
-        return attend(module, query, key, value, scaling, sliding_window), None
+        return attend(module, query, key, value, scoring), None
     if packed_bounds is None:
         raise UserError(f"{kind} do not pass the samples' lengths to attention, which packing needs: use another model")
     sequence = packed_bounds.sequence
     if sequence.size > 1:
         query, key, value = sequence.to_heads(query, key, value)
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _varlen() is not None:
+        scoring = replace(scoring, sinks_H=None if s_aux is None else s_aux.chunk(sequence.size)[sequence.index])
+    if scoring.needs_scores:
+        attended = exact_attention.attend(query, key, value, packed_bounds.lengths, scoring, dropout)
+    elif query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _varlen() is not None:
         attended = _flash(query, key, value, packed_bounds, scaling, sliding_window)
     else:
         attended = _per_sample(query, key, value, packed_bounds.lengths, scaling, dropout, sliding_window)

@@ -32,13 +32,15 @@ class PackedBatch:
     """Positions in the row whose next token is a target, int64."""
     targets_N: torch.Tensor
     """The token to predict at each of these positions, int64."""
+    tokens: int
+    """Number of tokens that belong to samples, at the beginning; the others only fill up the row."""
 
     def to(self, device: torch.device) -> PackedBatch:
         """Return a copy on the device."""
         if device.type == "cpu":
             return self
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
-        return PackedBatch(lengths=self.lengths, rows=self.rows, **moved)
+        return PackedBatch(lengths=self.lengths, rows=self.rows, tokens=self.tokens, **moved)
 
     def last_tokens(self) -> PackedBatch:
         """Return the same row, with each sample's last token as the only positions at which a model returns results."""
@@ -67,9 +69,10 @@ def pack_samples(tokens: Sequence[np.ndarray], target_masks: Sequence[np.ndarray
         rows=targets - 1,
         rows_N=torch.from_numpy(targets - 1),
         targets_N=torch.from_numpy(ids_T[targets]),
+        tokens=len(ids_T),
     )
 
 
 def filler() -> PackedBatch:
     """Return the row of a rank without samples: one token and no target, so no loss and no gradient."""
-    return pack_samples([np.zeros(1, np.int64)], [np.zeros(1, bool)])
+    return replace(pack_samples([np.zeros(1, np.int64)], [np.zeros(1, bool)]), tokens=0)

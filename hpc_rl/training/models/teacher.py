@@ -12,7 +12,7 @@ from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
 from hpc_rl.training.models.scalar_model import refuse_other_vocabulary
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 KEY = "teacher.path"
 
@@ -52,11 +52,28 @@ def refuse_other_tokenizer(path: str, student: ModelConfig) -> None:
         raise UserError(other_special_tokens(KEY, path, student.path, found))
 
 
+def refuse_capped_logits(path: str, student: ModelConfig) -> None:
+    """Raise UserError if teacher or student cap their logits, which the chunked divergence does not do."""
+    for key, each in ((KEY, path), ("model.path", student.path)):
+        cap = getattr(_settings(key, each, student), "final_logit_softcapping", None)
+        if cap is not None:
+            raise UserError(
+                f"{key} {each} caps its logits (final_logit_softcapping={cap}), which `submit distill` does not "
+                "support: use another model, or on-policy distillation (submit ppo algorithm=opd)"
+            )
+
+
 def _outputs(key: str, path: str, student: ModelConfig) -> int:
+    return int(_settings(key, path, student).vocab_size)
+
+
+def _settings(key: str, path: str, student: ModelConfig) -> PretrainedConfig:
+    """Return the configuration of a language model."""
     from transformers import AutoConfig
 
     config = from_pretrained(AutoConfig, path, "model", key, trust_remote_code=student.trust_remote_code)
-    return int(config.get_text_config().vocab_size)
+    found: PretrainedConfig = config.get_text_config()
+    return found
 
 
 def _roles(tokenizer: PreTrainedTokenizerBase) -> dict[str, str | None]:

@@ -50,7 +50,9 @@ def forward_logprobs(
     targets = [np.arange(len(s)) >= len(p) for s, p in zip(samples, given, strict=True)]
     batch = pack_samples(samples, targets)
     with torch.no_grad():
-        logprobs_N, _ = model(batch, lambda h, w: token_logprobs(h, w, batch.targets_N, temperature))
+        logprobs_N, _ = model(
+            batch, lambda h, w: token_logprobs(h, w, batch.targets_N, temperature, softcap=model.softcap)
+        )
     return logprobs_N.numpy()
 
 

@@ -38,6 +38,33 @@ def test_cross_entropy_equals_plain_logits(scale: float, upstream: float) -> Non
         torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("softcap", [2.0, 30.0])
+def test_cross_entropy_of_capped_logits(softcap: float) -> None:
+    hidden, weight, targets = inputs()
+    ours = cross_entropy_sum(hidden, weight, targets, 0.3, softcap)
+    capped = softcap * torch.tanh(hidden @ weight.t() / softcap)
+    plain = 0.3 * functional.cross_entropy(capped, targets, reduction="sum")
+    torch.testing.assert_close(ours, plain)
+    for got, wanted in zip(grads(ours, hidden, weight), grads(plain, hidden, weight), strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_of_capped_logits(temperature: float) -> None:
+    """The cap comes before the temperature."""
+    hidden, weight, targets = inputs()
+    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, softcap=2.0)
+    capped = 2.0 * torch.tanh(hidden @ weight.t() / 2.0)
+    distribution = torch.distributions.Categorical(logits=capped / temperature)
+    torch.testing.assert_close(logprobs, distribution.log_prob(targets))
+    torch.testing.assert_close(entropy, distribution.entropy(), atol=1e-5, rtol=1e-5)
+    mix = torch.linspace(-1, 1, len(targets))
+    ours = (mix * logprobs).sum() + (mix.flip(0) * entropy).sum()
+    plain = (mix * distribution.log_prob(targets)).sum() + (mix.flip(0) * distribution.entropy()).sum()
+    for got, wanted in zip(grads(ours, hidden, weight), grads(plain, hidden, weight), strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
+
+
 def test_cross_entropy_in_bfloat16_sums_in_float32() -> None:
     hidden, weight, targets = inputs(positions=400, dtype=torch.bfloat16)
     ours = cross_entropy_sum(hidden, weight, targets)

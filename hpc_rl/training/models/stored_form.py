@@ -1,0 +1,52 @@
+"""The form that weights have in a model's files, by which rollout engines load them.
+
+When transformers 5 reads the files, it merges the experts of a layer into one tensor, and renames some weights. Engines
+expect the names of the files: `mlp.experts.3.gate_proj.weight` of Qwen3-MoE, `block_sparse_moe.experts.3.w1.weight` of
+Mixtral. transformers 4 has the experts as the files have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from hpc_rl.training.models.loading import changes_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class StoredForm:
+    """How the weights of a module are called and divided in files.
+
+    Args:
+        hf: a module of transformers; its weights are not read.
+    """
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        self._hf = hf if changes_weights(hf) else None
+
+    @property
+    def differs(self) -> bool:
+        """Whether some weights have other names in files, or are merged in the module."""
+        return self._hf is not None
+
+    def parts(self, name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and value of each tensor of a file that is in a weight of the module.
+
+        Args:
+            name: of the weight in the module.
+            weight: its value, or a tensor on the meta device, for names and shapes.
+        """
+        if self._hf is None:
+            yield name, weight
+            return
+        try:
+            from transformers.core_model_loading import revert_weight_conversion
+        except ImportError:  # transformers 4, which only renames
+            yield name, weight
+            return
+        for stored, part in revert_weight_conversion(self._hf, {name: weight}).items():
+            yield stored, part.contiguous()

@@ -1,0 +1,65 @@
+"""What engines receive of a mixture of experts is what its files contain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hpc_rl.config.training import ModelConfig
+from hpc_rl.rl.weights.base import WeightSource
+from hpc_rl.training.models.causal_lm import causal_lm, load_model
+from hpc_rl.training.models.lora import is_adapter
+from hpc_rl.training.models.stored_form import StoredForm
+from tests.helpers import make_tiny_model
+
+KINDS: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "qwen3_moe",
+        {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        "model.layers.1.mlp.experts.2.up_proj.weight",
+    ),
+    ("mixtral", {"num_local_experts": 3}, "model.layers.1.block_sparse_moe.experts.2.w3.weight"),
+    ("gpt_oss", {"num_local_experts": 3, "num_experts_per_tok": 2}, "model.layers.1.mlp.experts.gate_up_proj"),
+    ("qwen2", {}, "model.layers.1.mlp.up_proj.weight"),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "name"), KINDS)
+def test_source_has_the_tensors_of_the_files(tmp_path: Path, kind: str, settings: dict[str, Any], name: str) -> None:
+    """The names in files are those that vLLM's loaders expect."""
+    folder = make_tiny_model(tmp_path, kind=kind, **settings)
+    expected = load_file(folder / "model.safetensors")
+    hf = load_model(ModelConfig(path=str(folder))).hf
+    source = WeightSource(hf, torch.float32, stored=StoredForm(hf))
+    found = list(source)
+    assert name in expected
+    assert dict(found).keys() == expected.keys()
+    assert all(torch.equal(weight, expected[key]) and weight.is_contiguous() for key, weight in found)
+    listed = [(entry.name, entry.shape) for entry in source.metadata()]
+    assert listed == [(key, tuple(weight.shape)) for key, weight in found]
+    assert source.is_in_place() is (kind in ("gpt_oss", "qwen2"))
+
+
+def test_names_of_a_module_without_memory(tmp_path: Path) -> None:
+    """As a rank of several builds it."""
+    kind, settings, _ = KINDS[1]
+    folder = make_tiny_model(tmp_path, kind=kind, **settings)
+    hf = causal_lm(ModelConfig(path=str(folder))).empty()
+    source = WeightSource(hf, torch.bfloat16, stored=StoredForm(hf))
+    assert {entry.name for entry in source.metadata()} == load_file(folder / "model.safetensors").keys()
+
+
+def test_adapters_keep_their_names(tmp_path: Path) -> None:
+    kind, settings, name = KINDS[0]
+    folder = str(make_tiny_model(tmp_path, kind=kind, **settings))
+    config = ModelConfig.model_validate({"path": folder, "lora": {"rank": 2}})
+    hf = load_model(config).hf
+    alone = WeightSource(hf, torch.float32, adapters_only=True, stored=StoredForm(hf))
+    names = {key for key, _ in alone}
+    assert names and all(is_adapter(key) and "self_attn" in key for key in names)
+    merged = dict(WeightSource(hf, torch.float32, stored=StoredForm(hf)))
+    assert name in merged and not any(is_adapter(key) for key in merged)
