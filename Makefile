@@ -11,6 +11,7 @@
 # make test-sglang-api   SGLang's HTTP API in its newest wheel, which is downloaded (40 MB; no GPU)
 # make test-peft   exported adapters loaded by peft, which is downloaded for the test
 # make bench   the measurements of docs/benchmarks.md
+# make bench-scale   the measurements of docs/scale.md, with stand-ins for many nodes
 # make test-gpu   every part of training once on the GPUs of this machine, in an environment of its own
 # make docs    the documentation as a site, in build/docs; fails on any broken link
 
@@ -22,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export WANDB_MODE ?= offline
 
-.PHONY: demo demo-pipeline demo-tools test test-long test-large test-faults test-pipelines test-lowest test-slurm-new test-vllm-api test-sglang-api test-peft test-qlora test-gpu lint bench docs clean
+.PHONY: demo demo-pipeline demo-tools test test-long test-large test-faults test-pipelines test-lowest test-slurm-new test-vllm-api test-sglang-api test-peft test-qlora test-gpu lint bench bench-scale docs clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo
@@ -124,6 +125,14 @@ bench: .venv/test
 	$(BIN)/python -m benchmarks.async_rl
 	$(BIN)/python -m benchmarks.early_columns
 	$(BIN)/python -m benchmarks.lora
+
+bench-scale: .venv/test
+	.ci/install-slurm
+	$(BIN)/python -m benchmarks.scale_meeting
+	$(BIN)/python -m benchmarks.driver
+	$(BIN)/python -m benchmarks.scale_runs
+	$(BIN)/python -m benchmarks.scale_report
+	$(BIN)/python -m benchmarks.ray_up --nodes 8 --repeats 1 --name scale_ray_up
 
 # The API reference is read from the source, so this environment needs no torch.
 docs: .venv-docs

@@ -105,6 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--name", default="ray_up", help="of the file with the results (default: %(default)s)")
     options = parser.parse_args()
     os.environ["RAY_AUTH_MODE"] = "disabled"
     rows, results = [], {}
@@ -121,7 +122,7 @@ def main() -> None:
             for name, values in measured.items():
                 ratio = "" if name == "hpc-rl" else f"{median_ratio(measured['hpc-rl'], values):.2f}"
                 rows.append([f"{nodes} nodes, {name}", f"{median(values):.1f}", ratio])
-    publish("ray_up", table(["", "seconds", "hpc-rl against it"], rows), results, ["ray"])
+    publish(options.name, table(["", "seconds", "hpc-rl against it"], rows), results, ["ray"])
 
 
 if __name__ == "__main__":

@@ -202,8 +202,12 @@ class RunDir:
 
     def attempts(self) -> list[Path]:
         """Return the folders attempt-1, attempt-2 and so on, one for each start of the job, oldest first."""
-        found = [(int(m[1]), p) for p in self.path.glob("attempt-*") if (m := re.fullmatch(r"attempt-(\d+)", p.name))]
-        return [path for _, path in sorted(found)]
+        try:
+            names = os.listdir(self.path)  # noqa: PTH208
+        except OSError:
+            return []
+        found = sorted((int(match[1]), name) for name in names if (match := re.fullmatch(r"attempt-(\d+)", name)))
+        return [self.path / name for _, name in found]
 
     def edited_since(self) -> Path | None:
         """Return the folder of the newest attempt with settings if config.yaml was changed after it, or None."""

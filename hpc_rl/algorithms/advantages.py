@@ -118,10 +118,10 @@ def to_tokens(advantages_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor
     return advantages_B[:, None] * mask_BT
 
 
-def token_rewards(scores_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Place each response's score at its last token: [B, T], 0 elsewhere."""
-    last_BT = mask_BT & ~torch.nn.functional.pad(mask_BT[:, 1:], (0, 1))
-    return scores_B[:, None] * last_BT
+def token_rewards(scores_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """Place each response's score at its last token: [N], the tokens of all responses concatenated; 0 elsewhere."""
+    ends_B = lengths_B.cumsum(0)
+    return scores_B.new_zeros(int(ends_B[-1])).index_copy_(0, ends_B - 1, scores_B)
 
 
 def informative_groups(scores_B: torch.Tensor, groups_B: torch.Tensor) -> torch.Tensor:

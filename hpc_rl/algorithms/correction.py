@@ -29,7 +29,7 @@ def importance_ratios(
         sums_B = torch.zeros(len(lengths_B), dtype=torch.float64).index_add_(0, response_N, log_ratio_N.double())
         means_B = sums_B / lengths_B if level == "geometric" else sums_B
         log_ratio_N = means_B[response_N].to(log_ratio_N.dtype)
-    return log_ratio_N.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    return log_ratio_N.clamp_(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp_()
 
 
 def correction_weights(ratios_N: torch.Tensor, cap: float | None, bounds: tuple[float, float] | None) -> torch.Tensor:
@@ -55,7 +55,7 @@ class ProbabilityDifference(NamedTuple):
 
 def probability_difference(logprobs_N: torch.Tensor, rollout_logprobs_N: torch.Tensor) -> ProbabilityDifference:
     """Compare the probabilities of the sampled tokens; N is at least 1."""
-    difference_N = (logprobs_N.detach().exp() - rollout_logprobs_N.detach().exp()).abs()
+    difference_N = logprobs_N.detach().exp().sub_(rollout_logprobs_N.detach().exp()).abs_()
     return ProbabilityDifference(
         float(difference_N.mean()), float(difference_N.max()), float(difference_N.std(correction=0))
     )

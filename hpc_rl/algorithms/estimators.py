@@ -16,7 +16,6 @@ from hpc_rl.algorithms.advantages import (
     reinforce_pp_baseline,
     remax,
     rloo,
-    to_tokens,
     whiten,
 )
 from hpc_rl.algorithms.outcome import Estimate, Outcome
@@ -44,9 +43,9 @@ def _opd(outcome: Outcome) -> Estimate:
 
 ESTIMATORS: dict[str, Callable[[Outcome], Estimate]] = {
     "gae": _gae,
-    "grpo": lambda o: Estimate(to_tokens(grpo(o.scores_B, o.groups_B, o.scale), o.mask_BT)),
-    "dr_grpo": lambda o: Estimate(to_tokens(dr_grpo(o.scores_B, o.groups_B), o.mask_BT)),
-    "rloo": lambda o: Estimate(to_tokens(rloo(o.scores_B, o.groups_B), o.mask_BT)),
+    "grpo": lambda o: Estimate(grpo(o.scores_B, o.groups_B, o.scale)[:, None]),
+    "dr_grpo": lambda o: Estimate(dr_grpo(o.scores_B, o.groups_B)[:, None]),
+    "rloo": lambda o: Estimate(rloo(o.scores_B, o.groups_B)[:, None]),
     "reinforce_pp": lambda o: Estimate(reinforce_pp(o.rewards_BT, o.mask_BT, o.gamma)),
     "reinforce_pp_baseline": lambda o: Estimate(reinforce_pp_baseline(o.scores_B, o.groups_B, o.mask_BT)),
     "remax": _remax,

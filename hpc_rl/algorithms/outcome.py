@@ -39,5 +39,6 @@ class Estimate:
     """The advantages of a step."""
 
     advantages_BT: torch.Tensor
+    """Values at padding are not used. [B, 1] if all tokens of a response have the same advantage."""
     returns_BT: torch.Tensor | None = None
     """The critic's targets; None without a critic."""

@@ -46,7 +46,7 @@ class Follower:
         return self._decoder.decode(new)
 
 
-def open_regular(path: Path) -> IO[bytes]:
+def open_regular(path: Path | str) -> IO[bytes]:
     """Open a file for reading without waiting, as opening a FIFO would.
 
     Raises:
@@ -116,7 +116,7 @@ def tail(path: Path, lines: int = 20) -> str:
     return "\n".join("    " + line for line in found[-lines:])
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path | str) -> dict[str, Any]:
     """Return the JSON object in a file, or an empty one if the file is missing, unreadable or incomplete."""
     try:
         with open_regular(path) as file:

@@ -14,7 +14,8 @@ from pathlib import Path
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import write_atomically
 
-POLL_S = 0.05
+POLL_S, LONGEST_POLL_S = 0.05, 0.5
+"""Interval between two looks for a file, which grows: the looks of a thousand nodes are a load for a file system."""
 PROGRESS_S = 30
 """Interval between the lines of Progress."""
 SHARED_TIMEOUT_S = 20
@@ -112,10 +113,12 @@ class Meeting:
 
     def failures(self) -> dict[int, int]:
         """Return rank -> exit code of the nodes that have failed and printed why."""
-        files = {rank: self.attempt_dir / f".node{rank}.failed" for rank in range(len(self.nodes))}
-        with contextlib.suppress(FileNotFoundError):
-            list(self.attempt_dir.iterdir())  # refreshes the view of an NFS client
-        return {rank: int(file.read_text()) for rank, file in files.items() if file.exists()}
+        try:
+            there = {path.name for path in self.attempt_dir.iterdir()}  # also refreshes the view of an NFS client
+        except FileNotFoundError:
+            return {}
+        files = {rank: name for rank in range(len(self.nodes)) if (name := f".node{rank}.failed") in there}
+        return {rank: int((self.attempt_dir / name).read_text()) for rank, name in files.items()}
 
     def _write(self, name: str, text: str) -> None:
         try:
@@ -144,11 +147,12 @@ def named(nodes: Sequence[str]) -> str:
 
 
 def _wait(condition: Callable[[], bool], timeout_s: float, refresh: Path) -> bool:
-    deadline = time.monotonic() + timeout_s
+    deadline, pause_s = time.monotonic() + timeout_s, POLL_S
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, LONGEST_POLL_S)
         with contextlib.suppress(FileNotFoundError):
             list(refresh.iterdir())  # refreshes the view of an NFS client
     return True

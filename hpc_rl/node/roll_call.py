@@ -7,15 +7,21 @@ The kernel closes a connection when its process ends for any reason, and if the 
 from __future__ import annotations
 
 import hmac
+import resource
+import selectors
 import socket
 import time
 from dataclasses import dataclass
+
+from hpc_rl.errors import UserError
 
 IDLE_S, INTERVAL_S, PROBES = 5, 5, 4
 SILENCE_S = IDLE_S + INTERVAL_S * PROBES
 HELLO_S = 5
 """Time within which a caller must identify itself. If too many have not, the oldest are disconnected."""
 _MAX_UNKNOWN = 64
+OTHER_FILES = 256
+"""Files that the process of node 0 may have open besides the connections of the roll call."""
 _MAX_UNKNOWN_BYTES, _MAX_BYTES = 1000, 1 << 18
 """Most that a caller may send at once before it has identified itself, and a node."""
 
@@ -37,12 +43,16 @@ class RollCall:
 
         Raises:
             OSError: the port is taken.
+            UserError: a process may not have enough open files for so many connections.
         """
+        allow_connections(nodes)
         self._listener = socket.create_server((address, port), backlog=nodes + _MAX_UNKNOWN)
         self._listener.setblocking(False)
         self._expected = {signature(secret, rank): rank for rank in range(1, nodes)}
         self._unknown: list[_Connection] = []
         self._present: dict[int, _Connection] = {}
+        self._events = selectors.DefaultSelector()
+        """Of the nodes that are present: with a thousand of them, few have sent something since the last look."""
         self.closed: dict[int, Loss] = {}
         """Rank -> how its connection ended, in the order in which node 0 saw it."""
 
@@ -66,6 +76,7 @@ class RollCall:
             if lines and lines[0] in self._expected:
                 rank = self._expected.pop(lines[0])
                 self._present[rank] = caller
+                caller.report_to(self._events, rank)
                 received += [(rank, line) for line in lines[1:]]
             elif lines or caller.closed is not None or caller.age_s > HELLO_S:
                 caller.close()
@@ -74,8 +85,9 @@ class RollCall:
         for caller in strangers[:-_MAX_UNKNOWN]:
             caller.close()
         self._unknown = strangers[-_MAX_UNKNOWN:]
+        for rank in [key.data for key, _ in self._events.select(0)]:
+            received += [(rank, line) for line in self._present[rank].lines()]
         for rank, caller in list(self._present.items()):
-            received += [(rank, line) for line in caller.lines()]
             if caller.closed is not None:
                 self.closed[rank] = caller.closed
                 caller.close()
@@ -90,6 +102,7 @@ class RollCall:
     def close(self) -> None:
         for caller in [*self._unknown, *self._present.values()]:
             caller.close()
+        self._events.close()
         self._listener.close()
 
     def _accept(self) -> None:
@@ -130,6 +143,24 @@ class Caller:
         self._connection.close()
 
 
+def allow_connections(nodes: int) -> None:
+    """Raise this process's limit on open files, so that it can have a connection to each of so many nodes.
+
+    Raises:
+        UserError: that is not allowed.
+    """
+    wanted = nodes + _MAX_UNKNOWN + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise UserError(
+            f"a job on {nodes:,} nodes needs {wanted:,} open files on its first node, but a process may have at most "
+            f"{hard:,} (ulimit -Hn): use fewer nodes, or ask your site's support for a higher limit"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def signature(secret: bytes, rank: int) -> str:
     """Return a proof that a caller can read the job's secret, without revealing it."""
     return hmac.digest(secret, f"hpc-rl node {rank}".encode(), "sha256").hex()
@@ -151,7 +182,13 @@ class _Connection:
         self._socket = peer
         self._began = time.monotonic()
         self._text = b""
+        self._events: selectors.BaseSelector | None = None
         self.closed: Loss | None = None
+
+    def report_to(self, events: selectors.BaseSelector, data: object) -> None:
+        """Let a selector return `data` if there is something to read, or the connection has ended; until `close`."""
+        events.register(self._socket, selectors.EVENT_READ, data)
+        self._events = events
 
     @property
     def age_s(self) -> float:
@@ -189,6 +226,9 @@ class _Connection:
         return [line.decode(errors="replace") for line in complete]
 
     def close(self) -> None:
+        if self._events is not None:
+            self._events.unregister(self._socket)
+            self._events = None
         self._socket.close()
 
 

@@ -96,7 +96,8 @@ class SynchronousBatches:
             else:
                 draws.wait_for_score()
             draws.judge()
-            self._computed.begin(*responses_of(draws.settled(), self._n))
+            if (awaited := self._computed.awaits) is not None:
+                self._computed.begin(*responses_of(draws.settled(awaited), self._n))
         self._queue.pause()
         batch, self.position = found
         return batch

@@ -49,6 +49,12 @@ class ComputedColumns:
         self._begun: list[dict[str, Pending[torch.Tensor]]] = []
         """The early columns of the first mini-batches."""
 
+    @property
+    def awaits(self) -> int | None:
+        """Number of the step's first responses with which `begin` starts something; None if it starts nothing more."""
+        left = self._mini_batches[len(self._begun) :] if self._early else []
+        return left[0].stop if left else None
+
     def begin(self, prompts: Sequence[Prompt], groups: Sequence[int], completions: Sequence[Completion]) -> None:
         """Start to compute the early columns of the mini-batches that are complete.
 

@@ -36,6 +36,31 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """One rank's responses in its order, which share the memory of the step's columns. The rank puts them together, so
+    that the driver copies nothing."""
+
+    mini_batches: list[list[int]]
+    """See Shard."""
+    prompt_ids: Sequence[NDArray[np.int32]]
+    response_ids: Sequence[NDArray[np.int32]]
+    response_masks: Sequence[NDArray[np.bool_]] | None = None
+
+    def open(self) -> Shard:
+        """Put them together."""
+        empty, no_masks = np.zeros(0, np.int32), np.zeros(0, np.bool_)
+        pairs = zip(self.prompt_ids, self.response_ids, strict=True)
+        masks = self.response_masks
+        return Shard(
+            tokens=np.concatenate([empty, *(ids for pair in pairs for ids in pair)]),
+            prompt_lengths=np.array([len(ids) for ids in self.prompt_ids], np.int64),
+            response_lengths=np.array([len(ids) for ids in self.response_ids], np.int64),
+            mini_batches=self.mini_batches,
+            response_mask=None if masks is None else np.concatenate([no_masks, *masks]),
+        )
+
+
+@dataclass(frozen=True)
 class Deal:
     """A step's responses on the ranks."""
 
@@ -43,8 +68,8 @@ class Deal:
     """`micro_batches[rank][mini_batch][micro_batch]` is a list of responses."""
     orders: list[NDArray[np.int64]]
     """The responses of each rank, in the order in which it holds them."""
-    token_rows: list[NDArray[np.int64]]
-    """The positions of each rank's tokens in a flat column of the whole step."""
+    token_slices: list[list[slice]]
+    """Where each response of each rank is in a flat column of the whole step, in the order of `orders`."""
     sequence_parallel: int = 1
     """Number of neighbouring ranks that have the same responses, and compute each row together."""
 
@@ -62,15 +87,18 @@ class Deal:
         """Return one of the equal items that the ranks of each sequence group have."""
         return by_rank[:: self.sequence_parallel]
 
-    def split(self, column_N: NDArray[np.float32]) -> list[NDArray[np.float32]]:
-        """Return each rank's part of a flat token column."""
-        return [column_N[rows] for rows in self.token_rows]
+    def split(self, column_N: NDArray[np.float32]) -> list[list[NDArray[np.float32]]]:
+        """Return each rank's part of a flat token column: that of each of its responses, without a copy."""
+        return [[column_N[place] for place in own] for own in self.token_slices]
 
     def join(self, parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
-        """Return the flat token column that `split` would split into `parts`."""
+        """Return the flat token column of which `split` returns these parts, each concatenated."""
         joined = np.empty(sum(map(len, self.once(parts))), np.float32)
-        for rows, part in zip(self.once(self.token_rows), self.once(parts), strict=True):
-            joined[rows] = part
+        for own, part in zip(self.once(self.token_slices), self.once(parts), strict=True):
+            end = 0
+            for place in own:
+                start, end = end, end + place.stop - place.start
+                joined[place] = part[start:end]
         return joined
 
     def join_responses(self, parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
@@ -116,26 +144,26 @@ def deal_step(
         responses = ordered[part].tolist()
         for group, micros in enumerate(plan_batch(lengths[responses].tolist(), len(dealt), row_tokens)):
             dealt[group].append([[responses[sample] for sample in micro] for micro in micros])
-    starts = np.concatenate([[0], np.cumsum(sampled)])
+    bounds = [0, *np.cumsum(sampled).tolist()]
     orders = [np.array([i for mini in minis for micro in mini for i in micro], np.int64) for minis in dealt]
-    rows = [_ranges(starts[order], sampled[order]) for order in orders]
+    slices = [[slice(bounds[i], bounds[i + 1]) for i in order.tolist()] for order in orders]
     copies = sequence_parallel
-    return Deal(_repeated(dealt, copies), _repeated(orders, copies), _repeated(rows, copies), copies)
+    return Deal(_repeated(dealt, copies), _repeated(orders, copies), _repeated(slices, copies), copies)
 
 
-def shards(
+def dealt_rows(
     deal: Deal,
     prompt_ids: Sequence[NDArray[np.int32]],
     response_ids: Sequence[NDArray[np.int32]],
     response_masks: Sequence[NDArray[np.bool_]] | None = None,
-) -> list[Shard]:
+) -> list[Rows]:
     """Return what each rank receives, once per step.
 
     Args:
         response_masks: see Shard.response_mask, for each response.
     """
     found = [
-        gathered(
+        Rows(
             sizes,
             [prompt_ids[i] for i in order],
             [response_ids[i] for i in order],
@@ -146,31 +174,6 @@ def shards(
     return _repeated(found, deal.sequence_parallel)
 
 
-def gathered(
-    mini_batches: list[list[int]],
-    prompt_ids: Sequence[NDArray[np.int32]],
-    response_ids: Sequence[NDArray[np.int32]],
-    response_masks: Sequence[NDArray[np.bool_]] | None = None,
-) -> Shard:
-    """Return one rank's responses, given in its order; see Shard."""
-    empty, no_masks = np.zeros(0, np.int32), np.zeros(0, np.bool_)
-    return Shard(
-        tokens=np.concatenate([empty, *(ids for pair in zip(prompt_ids, response_ids, strict=True) for ids in pair)]),
-        prompt_lengths=np.array([len(ids) for ids in prompt_ids], np.int64),
-        response_lengths=np.array([len(ids) for ids in response_ids], np.int64),
-        mini_batches=mini_batches,
-        response_mask=None if response_masks is None else np.concatenate([no_masks, *response_masks]),
-    )
-
-
 def _repeated(by_group: list[T], copies: int) -> list[T]:
     """Return what each rank has, from what each sequence group has."""
     return [one for one in by_group for _ in range(copies)]
-
-
-def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return start, start + 1, ..., start + length - 1 of each pair, concatenated."""
-    if not len(lengths):
-        return np.zeros(0, np.int64)
-    ends = np.cumsum(lengths)
-    return np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)

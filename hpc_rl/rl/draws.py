@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from hpc_rl.algorithms.advantages import informative_groups
@@ -91,17 +92,21 @@ class Draws:
         self._step = 0
         self.groups: list[Group] = []
         """In the order of the data."""
+        self._unscored: list[Group] = []
+        """Those whose responses are not complete, or not being scored yet."""
+        self._settled = 0
+        """How many of the first groups are settled; see `settled`."""
         self.rejected = 0
         """Groups that were in the way to the latest batch, and rejected."""
 
     def lacks(self, batches: int = 1) -> int:
         """Return how many prompts so many batches need beyond those that were drawn and not rejected."""
-        return max(0, batches * self._size - sum(group.is_informative is not False for group in self.groups))
+        return max(0, batches * self._size - self._kept(self.groups))
 
     @property
     def is_generating(self) -> bool:
         """Whether a response is not complete."""
-        return any(not group.asked.is_complete for group in self.groups)
+        return any(not group.asked.is_complete for group in self._unscored)
 
     def ask(self, step: int, batches: int = 1) -> None:
         """Draw the prompts that the next batches lack, and request responses to them.
@@ -115,7 +120,8 @@ class Draws:
         """
         self._step = step
         most = self._desk.config.algorithm.max_gen_batches * self._size if self._filters else self._size
-        self._refuse_too_many(self.groups[:most], most)
+        if self._filters:
+            self._refuse_too_many(self.groups[:most], most)
         lacks = self.lacks(batches)
         kept = batches * self._size - lacks
         for index in range(min(lacks, batches * most - len(self.groups))):
@@ -127,18 +133,20 @@ class Draws:
         Raises:
             NoScoresError: the reward failed for all responses, and these are enough for a batch.
         """
-        groups = self.groups if self._desk.scoring.at_once else self._of_next_batch()
+        at_once = self._desk.scoring.at_once
+        groups = self._unscored if at_once else self._of_next_batch()
         complete = [group for group in groups if group.asked.is_complete]
-        if self._desk.scoring.at_once or len(complete) == len(groups):
+        if at_once or len(complete) == len(groups):
             self._score([group for group in complete if group.scored is None])
         if not self._filters:
             return
-        for group in self.groups:
-            if group.is_informative is None and group.scored is not None and group.scored.is_ready():
-                values = torch.from_numpy(group.scored.wait().values)
-                group.is_informative = bool(informative_groups(values, torch.zeros(len(values), dtype=torch.int64))[0])
-        judged = [group.scored.wait() for group in self.groups if group.scored and group.is_informative is not None]
-        if len(judged) >= self._size:
+        unjudged = [group for group in self.groups if group.is_informative is None]
+        ready = [(group, group.scored.wait()) for group in unjudged if group.scored and group.scored.is_ready()]
+        for group, scores in ready:
+            values = torch.from_numpy(scores.values)
+            group.is_informative = bool(informative_groups(values, torch.zeros(len(values), dtype=torch.int64))[0])
+        if ready and len(self.groups) - (len(unjudged) - len(ready)) >= self._size:
+            judged = [group.scored.wait() for group in self.groups if group.scored and group.is_informative is not None]
             refuse_no_scores(joined_scores(judged), self._step + 1)
 
     def wait_for_score(self) -> None:
@@ -156,24 +164,26 @@ class Draws:
             the errors of all responses that were scored for it.
         """
         taken = self._of_next_batch()
+        if not all(map(self._is_judged, taken)):
+            return None
         kept = [group for group in taken if group.is_informative is not False]
-        if len(kept) < self._size or not all(map(self._is_judged, taken)):
+        if len(kept) < self._size:
             return None
         del self.groups[: len(taken)]
+        self._settled = 0
         rejected = [group.scored.wait() for group in taken if group.scored and group.is_informative is False]
         self.rejected = len(rejected)
         return self._batch(kept, rejected), taken[-1].position
 
-    def settled(self) -> list[Group]:
+    def settled(self, responses: int) -> list[Group]:
         """Return the first groups of the next batch, up to one that is not complete, or that dynamic sampling has not
-        judged."""
-        found = []
-        for group in self._of_next_batch():
-            if not group.asked.is_complete or (self._filters and group.is_informative is None):
-                break
-            if group.is_informative is not False:
-                found.append(group)
-        return found
+        judged; none if they have fewer responses than this."""
+        groups = self._of_next_batch()
+        while self._settled < len(groups) and self._is_settled(groups[self._settled]):
+            self._settled += 1
+        if self._settled * self._desk.config.rollout.n < responses:
+            return []
+        return [group for group in groups[: self._settled] if group.is_informative is not False]
 
     def _draw(self, ahead: int) -> None:
         """Draw a prompt, and request responses to it.
@@ -185,14 +195,19 @@ class Draws:
         index, position = next(self._desk.order)
         prompt = self._desk.train[index]
         seeds = seeds_at(config, position) if config.rollout.staleness else seeds_of(config, self._step, number)
-        draws = [(seed, sampling(config)) for seed in seeds]
+        how = sampling(config)
+        draws = [(seed, how) for seed in seeds]
         if config.algorithm.advantage == "remax":
             draws.append((0, greedy_sampling(config)))
         asked = self._desk.queue.ask(prompt, draws, self._step + ahead)
-        self.groups.append(Group(prompt, position, asked))
+        group = Group(prompt, position, asked)
+        self.groups.append(group)
+        self._unscored.append(group)
 
     def _of_next_batch(self) -> list[Group]:
         """Return the first groups up to the last one that the next batch needs, as far as they were drawn."""
+        if not self._filters:
+            return self.groups[: self._size]
         kept = 0
         for index, group in enumerate(self.groups):
             kept += group.is_informative is not False
@@ -202,6 +217,13 @@ class Draws:
 
     def _is_judged(self, group: Group) -> bool:
         return (group.is_informative if self._filters else group.scored) is not None
+
+    def _is_settled(self, group: Group) -> bool:
+        return group.asked.is_complete and not (self._filters and group.is_informative is None)
+
+    def _kept(self, groups: Sequence[Group]) -> int:
+        """Return how many groups are not rejected. Only dynamic sampling rejects any."""
+        return sum(group.is_informative is not False for group in groups) if self._filters else len(groups)
 
     def _batch(self, kept: Sequence[Group], rejected: Sequence[Scores]) -> Batch:
         n = self._desk.config.rollout.n
@@ -224,10 +246,11 @@ class Draws:
         for group, completions in found:
             start, end = end, end + len(completions)
             group.scored = scored.then(partial(part_of, start=start, end=end))
+        self._unscored = [group for group in self._unscored if group.scored is None]
 
     def _refuse_too_many(self, first: Sequence[Group], most: int) -> None:
         """Raise RunError if these groups, as many as a batch may draw, are judged and do not suffice for it."""
-        found = sum(group.is_informative is not False for group in first)
+        found = self._kept(first)
         if len(first) < most or found >= self._size or not all(map(self._is_judged, first)):
             return
         raise RunError(
@@ -281,9 +304,14 @@ def seeds_of(config: PpoConfig, step: int, number: int) -> list[int]:
     """Return the seed of each response to a prompt, which is the prompt of this number in its step."""
     n, size = config.rollout.n, config.data.train_batch_size
     attempt, place = divmod(number, size)
-    drawn = np.random.default_rng([config.trainer.seed, step, attempt]).integers(2**62, size=size * n)
-    seeds: list[int] = drawn[place * n : (place + 1) * n].tolist()
+    seeds: list[int] = _seeds(config.trainer.seed, step, attempt, size * n)[place * n : (place + 1) * n].tolist()
     return seeds
+
+
+@lru_cache(maxsize=1)
+def _seeds(*key: int) -> NDArray[np.int64]:
+    """Return random numbers; the last of the arguments is how many."""
+    return np.random.default_rng([*key[:-1]]).integers(2**62, size=key[-1])
 
 
 def seeds_at(config: PpoConfig, position: Position) -> list[int]:

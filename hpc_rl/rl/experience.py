@@ -30,6 +30,8 @@ The loop adds columns as it computes them. Columns that an algorithm does not ne
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,14 +103,15 @@ def add_rewards(experience: TensorDict, algorithm: AlgorithmConfig, kl_coef: flo
     Returns:
         the mean divergence from the reference per response, in nats; None if it is not part of the reward.
     """
-    rewards_BT = token_rewards(experience["scores"], mask(experience))
-    if algorithm.kl.where != "reward":
-        experience["rewards"] = unpadded(rewards_BT, experience)
-        return None
-    estimator = KL_ESTIMATORS[algorithm.kl.estimator]
-    kl_BT = estimator(padded(experience, "old_logprobs"), padded(experience, "ref_logprobs"))
-    experience["rewards"] = unpadded(rewards_BT - kl_coef * kl_BT, experience)
-    return float(kl_BT.sum(dim=1).mean())
+    lengths_B = lengths(experience)
+    rewards_N, kl_mean = token_rewards(experience["scores"], lengths_B), None
+    if algorithm.kl.where == "reward":
+        estimator = KL_ESTIMATORS[algorithm.kl.estimator]
+        kl_N = estimator(flat(experience, "old_logprobs"), flat(experience, "ref_logprobs"))
+        rewards_N.sub_(kl_N, alpha=kl_coef)
+        kl_mean = float(kl_N.sum()) / len(lengths_B)
+    experience["rewards"] = jagged(rewards_N, lengths_B)
+    return kl_mean
 
 
 def add_advantages(
@@ -126,15 +129,15 @@ def add_advantages(
         greedy_scores_B: score of the greedy response to each response's prompt; ReMax needs it.
         teacher_coeff: factor of the teacher's part, if there is a teacher.
     """
-    rows = experience["scored"]
-    rewards_BT, teacher_BT = padded(experience, "rewards"), None
+    rows = _where(experience["scored"])
+    rewards_BT, mask_BT, teacher_BT = padded(experience, "rewards"), mask(experience)[rows], None
     if "teacher_logprobs" in experience:
         columns = [padded(experience, name)[rows] for name in ("teacher_logprobs", "old_logprobs")]
-        teacher_BT = opd(*columns, mask(experience)[rows], teacher_coeff)
+        teacher_BT = opd(*columns, mask_BT, teacher_coeff)
     estimate = ESTIMATORS[algorithm.advantage](
         Outcome(
             rewards_BT=rewards_BT[rows],
-            mask_BT=mask(experience)[rows],
+            mask_BT=mask_BT,
             groups_B=experience["group"][rows],
             gamma=algorithm.gamma,
             lam=algorithm.lam,
@@ -149,9 +152,10 @@ def add_advantages(
         advantages_BT = advantages_BT + teacher_BT
     for name, found_BT in (("advantages", advantages_BT), ("returns", estimate.returns_BT)):
         if found_BT is not None:
-            all_BT = torch.zeros_like(rewards_BT)
-            all_BT[rows] = found_BT
-            experience[name] = unpadded(all_BT, experience)
+            if isinstance(rows, torch.Tensor):
+                found_BT = found_BT.new_zeros(len(rows), found_BT.shape[1]).index_put_((rows,), found_BT)
+            is_constant = found_BT.shape[1] == 1
+            experience[name] = repeat(found_BT[:, 0], experience) if is_constant else unpadded(found_BT, experience)
 
 
 def loss_weights(
@@ -195,6 +199,12 @@ def jagged_rows(rows: Sequence[NDArray[np.generic]]) -> torch.Tensor:
     """Return a jagged column from one array per response."""
     lengths = torch.tensor([len(row) for row in rows])
     return jagged(torch.from_numpy(np.concatenate(rows)), lengths)
+
+
+def rows_of(column: torch.Tensor) -> list[NDArray[Any]]:
+    """Return the rows of a jagged column, which share its memory."""
+    values_N = column.values().numpy()
+    return [values_N[start:end] for start, end in pairwise(column.offsets().tolist())]
 
 
 def jagged(values_N: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
@@ -243,10 +253,29 @@ def mask(experience: TensorDict) -> torch.Tensor:
 
 def unpadded(values_BT: torch.Tensor, experience: TensorDict) -> torch.Tensor:
     """Return the token column that `padded` turns into `values_BT`."""
-    return jagged(values_BT[mask(experience)], lengths(experience))
+    # Indexing with a mask would need 16 bytes for each token, and several times as long.
+    lengths_B = lengths(experience)
+    rows = [row_T[:length] for row_T, length in zip(values_BT.unbind(), lengths_B.tolist(), strict=True)]
+    return jagged(torch.cat(rows), lengths_B)
 
 
 def repeat(values_B: torch.Tensor, experience: TensorDict) -> torch.Tensor:
     """Return a token column in which each token has its response's value."""
     lengths_B = lengths(experience)
-    return jagged(values_B.repeat_interleave(lengths_B), lengths_B)
+    return jagged(torch.from_numpy(np.repeat(values_B.numpy(), lengths_B.numpy())), lengths_B)
+
+
+def sums(experience: TensorDict, column: str) -> torch.Tensor:
+    """Return the sum of a token column over each response: [B]."""
+    starts_B = experience[column].offsets()[:-1].numpy()
+    return torch.from_numpy(np.add.reduceat(flat(experience, column).numpy(), starts_B))
+
+
+def of_responses(values_N: torch.Tensor, chosen_B: torch.Tensor, experience: TensorDict) -> torch.Tensor:
+    """Return the tokens of the responses that are chosen (bool [B]). All tokens are returned without a copy."""
+    return values_N if bool(chosen_B.all()) else values_N[repeat(chosen_B, experience).values()]
+
+
+def _where(chosen_B: torch.Tensor) -> torch.Tensor | slice:
+    """Return an index of the rows that are chosen (bool [B]). All rows are indexed without a copy."""
+    return slice(None) if bool(chosen_B.all()) else chosen_B

@@ -39,10 +39,9 @@ def experience_metrics(experience: TensorDict, config: PpoConfig) -> dict[str, f
     """Measure the responses and their rewards. Those without a score are left out of the latter, and of advantages,
     returns and values."""
     scored_B = experience["scored"]
-    scored_N = columns.repeat(scored_B, experience).values()
     scores_B = experience["scores"][scored_B]
-    rewards_B = columns.padded(experience, "rewards").sum(dim=1)[scored_B]
-    advantages_N = columns.flat(experience, "advantages")[scored_N]
+    rewards_B = columns.sums(experience, "rewards")[scored_B]
+    advantages_N = columns.of_responses(columns.flat(experience, "advantages"), scored_B, experience)
     metrics = {
         "critic/score/mean": scores_B.mean(),
         "critic/score/max": scores_B.max(),
@@ -58,9 +57,11 @@ def experience_metrics(experience: TensorDict, config: PpoConfig) -> dict[str, f
     }
     if "teacher_logprobs" in experience:
         policy_N, teacher_N = (columns.flat(experience, name) for name in ("old_logprobs", "teacher_logprobs"))
-        metrics["actor/teacher_kl"] = (policy_N - teacher_N)[scored_N].mean()
+        metrics["actor/teacher_kl"] = columns.of_responses(policy_N - teacher_N, scored_B, experience).mean()
     if "returns" in experience:
-        values_N, returns_N = (columns.flat(experience, name)[scored_N] for name in ("values", "returns"))
+        values_N, returns_N = (
+            columns.of_responses(columns.flat(experience, name), scored_B, experience) for name in ("values", "returns")
+        )
         metrics["critic/returns/mean"] = returns_N.mean()
         metrics["critic/values/mean"] = values_N.mean()
         metrics["critic/vf_explained_var"] = torch.tensor(explained_variance(values_N, returns_N))
@@ -187,10 +188,10 @@ def timeline(state: PpoState, clock: Clock) -> Timeline:
 def has_signal(experience: TensorDict, algorithm: AlgorithmConfig) -> bool:
     """Return whether any token of the loss has an advantage other than 0. If none does, the step's rewards do not
     change the policy."""
-    teaches_N = columns.repeat(columns.teaching(experience, algorithm), experience).values()
-    if algorithm.corrects:
-        teaches_N = teaches_N & (columns.importance_weights(experience, algorithm).values() > 0)
-    return bool((columns.flat(experience, "advantages")[teaches_N] != 0).any())
+    differs_N = columns.flat(experience, "advantages") != 0
+    if algorithm.tis_bounds is not None:  # without bounds, no weight is 0
+        differs_N &= columns.importance_weights(experience, algorithm).values() > 0
+    return bool(columns.of_responses(differs_N, columns.teaching(experience, algorithm), experience).any())
 
 
 def no_signal_warning(steps: int, metrics: dict[str, float]) -> str | None:

@@ -30,6 +30,8 @@ UNKNOWN = "UNKNOWN"
 SCRIPT_KILLED = "the job's script was killed before it could record how the job ended"
 STOPPED = "STOPPED"
 """A state of hpc-rl: the run saved and exited early. In Slurm its job has the state FAILED with exit code 75."""
+_MARKS = ("job.sbatch", "job.json", "status.json", "config.yaml")
+"""A folder with one of these files is a run."""
 Ask = Callable[[str], JobState | None]
 """Returns what Slurm reports about a job; None if it has no record. May raise commands.NoAnswer."""
 
@@ -101,7 +103,7 @@ def find_run(target: str) -> RunDir:
 
 
 def is_run(path: Path) -> bool:
-    return any((path / mark).is_file() for mark in ("job.sbatch", "job.json", "status.json", "config.yaml"))
+    return any((path / mark).is_file() for mark in _MARKS)
 
 
 def is_sweep(path: Path) -> bool:
@@ -130,8 +132,11 @@ def is_local(job_id: str) -> bool:
 
 def in_slurm(run: RunDir) -> bool:
     """Return whether Slurm queued the run's newest job; False for --local and --in-allocation."""
-    job = read_json(run.job)
-    return "pid" not in job or job.get("job_id") != current_job(run)
+    return _in_slurm(read_json(run.job), current_job(run))
+
+
+def _in_slurm(job: Mapping[str, Any], job_id: str | None) -> bool:
+    return "pid" not in job or job.get("job_id") != job_id
 
 
 def status_of(run: RunDir, within_s: float = commands.LOOK_S) -> RunStatus:
@@ -140,12 +145,14 @@ def status_of(run: RunDir, within_s: float = commands.LOOK_S) -> RunStatus:
     Args:
         within_s: seconds to wait for Slurm. After that, the state is the last one that the job recorded.
     """
-    return _status(run, lambda job_id: commands.job_state(job_id, within_s), disk_problem(run.path) or "")
+    job = current_job(run), read_json(run.job)
+    return _status(run, *job, lambda job_id: commands.job_state(job_id, within_s), disk_problem(run.path) or "")
 
 
 def statuses_of(found: Sequence[RunDir], within_s: float = commands.LOOK_S) -> list[RunStatus]:
     """Read the states of many runs with a constant number of queries to Slurm. See `status_of`."""
-    ids = {job_id for run in found if (job_id := current_job(run)) and in_slurm(run)}
+    jobs = [(current_job(run), read_json(run.job)) for run in found]
+    ids = {job_id for job_id, job in jobs if job_id and _in_slurm(job, job_id)}
     devices = [_device(run.path) for run in found]
     one_on = dict(zip(devices, found, strict=True))
     disks = {device: disk_problem(run.path) or "" for device, run in one_on.items()}
@@ -160,14 +167,13 @@ def statuses_of(found: Sequence[RunDir], within_s: float = commands.LOOK_S) -> l
         ask: Ask = no_answer
     else:
         ask = states.get
-    return [_status(run, ask, disks[device]) for run, device in zip(found, devices, strict=True)]
+    return [_status(run, *job, ask, disks[device]) for run, job, device in zip(found, jobs, devices, strict=True)]
 
 
-def _status(run: RunDir, ask: Ask, disk: str) -> RunStatus:
-    job_id = current_job(run)
+def _status(run: RunDir, job_id: str | None, job: Mapping[str, Any], ask: Ask, disk: str) -> RunStatus:
     latest = _last_metrics(run.metrics)
     attempts = run.attempts()
-    fields = _job_fields(run, job_id, ask)
+    fields = _job_fields(run, job_id, job, ask)
     return RunStatus(
         run=run.name,
         run_dir=str(run.path),
@@ -186,7 +192,9 @@ def _status(run: RunDir, ask: Ask, disk: str) -> RunStatus:
 
 def _device(path: Path) -> int:
     """Return the number of a path's file system. The path need not exist."""
-    return next(folder for folder in (path, *path.parents) if folder.exists()).stat().st_dev
+    with suppress(OSError):
+        return path.stat().st_dev
+    return next(folder for folder in path.parents if folder.exists()).stat().st_dev
 
 
 def job_log(run: RunDir, job_id: str) -> Path:
@@ -218,15 +226,14 @@ def process_start_time(pid: int) -> int | None:
     return None if fields[0] == "Z" else int(fields[19])
 
 
-def _job_fields(run: RunDir, job_id: str | None, ask: Ask) -> dict[str, Any]:
+def _job_fields(run: RunDir, job_id: str | None, job: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
     if job_id is None:
         return {"state": NOT_SUBMITTED}
     own = read_json(run.status)
     own = own if own.get("job_id") == job_id else {}
     own_fields = {"state": own.get("state", UNKNOWN), "exit_code": own.get("exit_code")}
     unfinished = own_fields["state"] in ("RUNNING", "REQUEUED", UNKNOWN)
-    if not in_slurm(run):
-        job = read_json(run.job)
+    if not _in_slurm(job, job_id):
         here = job.get("host") == os.uname().nodename
         if here and unfinished and not process_alive(int(job.get("pid", 0)), int(job.get("start_time", 0))):
             return {"state": "FAILED", "reason": "its process no longer exists", "exit_code": 1}
@@ -289,17 +296,30 @@ def _names_several(target: str, path: Path) -> UserError:
 
 
 def runs_below(root: Path) -> Iterator[Path]:
-    """Yield every folder below a directory that may be a run, including those of its sweeps and pipelines."""
-    for path in _folders(root) if root.is_dir() else ():
-        if is_sweep(path) or is_pipeline(path):
+    """Return every folder below a directory that may be a run, including those of its sweeps and pipelines."""
+    return map(Path, _paths_below(root))
+
+
+def run_paths(root: Path) -> list[str]:
+    """Return the paths of all runs below a directory, as text: that is faster if there are thousands of them."""
+    return [path for path in _paths_below(root) if _has_any(path, _MARKS)]
+
+
+def _paths_below(root: Path) -> Iterator[str]:
+    for path in _folders(str(root)) if root.is_dir() else ():
+        if _has_any(path, (SWEEP_MARK, PIPELINE_MARK)):
             yield from _folders(path)
-        elif not path.name.startswith("."):
+        elif not path.rpartition("/")[2].startswith("."):
             yield path
 
 
-def _folders(path: Path) -> Iterator[Path]:
+def _has_any(path: str, names: Sequence[str]) -> bool:
+    return any(os.path.isfile(f"{path}/{name}") for name in names)  # noqa: PTH113
+
+
+def _folders(path: str) -> Iterator[str]:
     with os.scandir(path) as entries:
-        yield from (path / entry.name for entry in entries if entry.is_dir())
+        yield from (entry.path for entry in entries if entry.is_dir())
 
 
 def _age_s(path: Path) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -14,7 +15,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.run_sets import RunSet, find_run_set, run_set_in
-from hpc_rl.runs.status import ROOT, RunStatus, is_run, runs_below, statuses_of
+from hpc_rl.runs.status import ROOT, RunStatus, is_run, run_paths, statuses_of
 from hpc_rl.tracking.history import read_history
 
 _SHOWN = ("val/score", "critic/score/mean", "generate/score", "val/loss", "train/loss")
@@ -113,7 +114,7 @@ def _directory(target: str) -> Path:
 
 def all_runs(root: Path) -> list[RunRow]:
     """Return every run below a directory, including those of its sweeps; the newest is last."""
-    return _by_submission(_rows(_found(root)))
+    return _by_submission(_rows([RunDir(Path(path)) for path in run_paths(root.absolute())]))
 
 
 def recent_runs(root: Path) -> tuple[list[RunRow], int]:
@@ -122,10 +123,10 @@ def recent_runs(root: Path) -> tuple[list[RunRow], int]:
     Returns:
         the rows, of which the newest is last, and the number of ended runs that are left out.
     """
-    found = _found(root)
-    ended = {run.path: time for run in found if (time := _ended_at(run)) is not None}
+    found = run_paths(root.absolute())
+    ended = {path: time for path in found if (time := _ended_at(path)) is not None}
     shown = set(nlargest(MOST_ENDED, ended, key=lambda path: ended[path]))
-    rows = _rows([run for run in found if run.path in shown or run.path not in ended])
+    rows = _rows([RunDir(Path(path)) for path in found if path in shown or path not in ended])
     return _by_submission(rows), len(ended) - len(shown)
 
 
@@ -181,26 +182,23 @@ def _order(value: Any) -> tuple[int, float, str]:
         return (1, 0.0, str(value).casefold())
 
 
-def _found(root: Path) -> list[RunDir]:
-    return [RunDir(path) for path in runs_below(root.absolute()) if is_run(path)]
-
-
 def _by_submission(rows: Sequence[RunRow]) -> list[RunRow]:
     return sorted(rows, key=lambda row: (row.submitted, row.status.run))
 
 
-def _ended_at(run: RunDir) -> float | None:
+def _ended_at(path: str) -> float | None:
     """Return when the newest job of a run recorded its end, in Unix seconds; None if it has not, as far as is known."""
-    if read_json(run.status).get("state") not in _RECORDED_ENDS:
+    status = f"{path}/status.json"
+    if read_json(status).get("state") not in _RECORDED_ENDS:
         return None
-    ended = _written_at(run.status)
-    return ended if _written_at(run.job) <= ended else None
+    ended = _written_at(status)
+    return ended if _written_at(f"{path}/job.json") <= ended else None
 
 
-def _written_at(path: Path) -> float:
+def _written_at(path: str) -> float:
     """Return when a file was written, in Unix seconds; 0 if there is none."""
     try:
-        return path.stat().st_mtime
+        return os.stat(path).st_mtime  # noqa: PTH116
     except OSError:
         return 0.0
 

@@ -171,7 +171,7 @@ def test_from_responses_to_tokens() -> None:
     mask = torch.tensor([[True, True, False], [True, True, True], [True, False, False]])
     scores = torch.tensor([2.0, -1.0, 0.5])
     assert advantages.to_tokens(scores, mask).tolist() == [[2.0, 2.0, 0.0], [-1.0, -1.0, -1.0], [0.5, 0.0, 0.0]]
-    assert advantages.token_rewards(scores, mask).tolist() == [[0.0, 2.0, 0.0], [0.0, 0.0, -1.0], [0.5, 0.0, 0.0]]
+    assert advantages.token_rewards(scores, mask.sum(dim=1)).tolist() == [0.0, 2.0, 0.0, 0.0, -1.0, 0.5]
 
 
 def test_overlong_penalty_by_hand() -> None:

@@ -32,6 +32,26 @@ def test_waiting_ends_with_who_is_missing(tmp_path: Path) -> None:
         meeting.await_address(timeout_s=0.1)
 
 
+def test_a_long_wait_looks_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(meeting_module.time, "sleep", slept.append)
+    monkeypatch.setattr(meeting_module.time, "monotonic", lambda: sum(slept))
+    with pytest.raises(UserError, match="node b waited 60 s"):
+        Meeting(tmp_path, NODES, 1).await_address(timeout_s=60)
+    assert slept[:3] == pytest.approx([0.05, 0.075, 0.1125]) and set(slept[10:]) == {0.5}
+
+
+def test_failures_are_those_of_the_nodes(tmp_path: Path) -> None:
+    head, other = Meeting(tmp_path / "attempt-1", NODES, 0), Meeting(tmp_path / "attempt-1", NODES, 2)
+    assert head.failures() == {}
+    head.attempt_dir.mkdir()
+    other.arrive()
+    assert head.failures() == {}
+    other.fail(3)
+    (head.attempt_dir / ".node7.failed").write_text("1")
+    assert head.failures() == {2: 3}
+
+
 def test_a_long_wait_shows_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,3 +1,4 @@
+import resource
 import signal
 import socket
 import subprocess
@@ -7,8 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from hpc_rl.errors import UserError
 from hpc_rl.node.network import free_port
-from hpc_rl.node.roll_call import Caller, RollCall, signature
+from hpc_rl.node.roll_call import Caller, RollCall, allow_connections, signature
 
 SECRET = b"of this job"
 
@@ -68,6 +70,19 @@ def test_a_head_that_ends_is_told(roll: tuple[RollCall, int]) -> None:
     while caller.closed is None:
         assert caller.poll() == [] and time.monotonic() < deadline
     assert caller.closed.machine_answers
+
+
+def test_node_0_may_open_a_file_for_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    allow_connections(704)
+    assert raised == []
+    for nodes in (705, 3776):
+        allow_connections(nodes)
+    assert raised == [(1025, 4096), (4096, 4096)]
+    with pytest.raises(UserError, match=r"3,777 nodes needs 4,097 open files .* at most 4,096 \(ulimit -Hn\)"):
+        allow_connections(3777)
 
 
 def sent_away(stranger: socket.socket, roll: RollCall) -> bool:

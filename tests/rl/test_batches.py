@@ -184,6 +184,8 @@ def test_columns_are_computed_for_the_first_responses_of_the_batch(options: tupl
     seen: list[tuple[list[Prompt], list[int], list[Completion]]] = []
 
     class Computed(ComputedColumns):
+        awaits = 0
+
         def begin(self, *responses: Any) -> None:
             seen.append(responses)  # type: ignore[arg-type]
 

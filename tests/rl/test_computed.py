@@ -58,6 +58,7 @@ def test_each_mini_batch_starts_once_as_soon_as_it_is_complete() -> None:
         for count, begun in ((0, 0), (2, 0), (3, 1), (5, 1), (6, 2), (7, 3), (7, 3)):
             begin(columns, count)
             parts = [[0, 1, 2], [3, 4, 5], [6]][:begun]
+            assert columns.awaits == (3, 6, 7, None)[begun]
             assert workers.did == [(method, part) for part in parts for method in ("logprobs", "values")], step
         assert not others.did
         found = {name: pending.wait() for name, pending in columns.take().items()}
@@ -72,6 +73,7 @@ def test_each_mini_batch_starts_once_as_soon_as_it_is_complete() -> None:
 def test_nothing_starts_early_without_early_columns() -> None:
     workers = Workers()
     columns = ComputedColumns({"values": Computation(workers, "values")}, 7, None)  # type: ignore[arg-type]
+    assert columns.awaits is None
     begin(columns, 7)
     assert workers.did == []
     assert columns.take()["values"].wait() == "values" and workers.did == [("values", "held")]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from hpc_rl.errors import UserError
-from hpc_rl.rl.dealing import Deal, deal_step, mini_batches, shards, shuffled
+from hpc_rl.rl.dealing import Deal, Shard, deal_step, dealt_rows, mini_batches, shuffled
 
 MICRO_TOKENS = 60
 lengths = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30)), min_size=1, max_size=40)
@@ -23,6 +24,15 @@ def dealt_to(
     """Pairs of the tokens that are only context, and those that the policy sampled."""
     context, sampled = np.array(pairs, np.int64).T
     return deal_step(context + sampled, sampled, size, ranks, MICRO_TOKENS, order)
+
+
+def split(deal: Deal, column: NDArray[np.float32]) -> list[NDArray[np.float32]]:
+    """Each rank's part as the rank opens it."""
+    return [np.concatenate([column[:0], *parts]) for parts in deal.split(column)]
+
+
+def opened(deal: Deal, *rows: list[NDArray[Any]]) -> list[Shard]:
+    return [own.open() for own in dealt_rows(deal, *rows)]
 
 
 @given(lengths, sizes, ranks)
@@ -66,7 +76,7 @@ def test_columns_are_split_and_joined(pairs: list[tuple[int, int]], size: int | 
     deal = dealt_to(pairs, size, ranks)
     responses = [length for _, length in pairs]
     column = np.arange(sum(responses), dtype=np.float32)
-    parts = deal.split(column)
+    parts = split(deal, column)
     np.testing.assert_array_equal(deal.join(parts), column)
     of_response = np.split(column, np.cumsum(responses)[:-1])
     for part, order in zip(parts, deal.orders, strict=True):
@@ -83,7 +93,7 @@ def test_shards_hold_prompt_and_response_of_their_samples(
     prompts = [np.full(p, 1000 + i, np.int32) for i, (p, _) in enumerate(pairs)]
     responses = [np.full(r, 2000 + i, np.int32) for i, (_, r) in enumerate(pairs)]
     masks = [np.arange(r) % 3 != i % 2 for i, (_, r) in enumerate(pairs)]
-    for shard, order in zip(shards(deal, prompts, responses, masks), deal.orders, strict=True):
+    for shard, order in zip(opened(deal, prompts, responses, masks), deal.orders, strict=True):
         assert shard.response_mask is not None
         assert shard.response_mask.tolist() == [token for i in order for token in masks[i].tolist()]
         assert shard.response_mask.dtype == np.bool_
@@ -95,7 +105,7 @@ def test_shards_hold_prompt_and_response_of_their_samples(
             assert shard.tokens[at : at + p + r].tolist() == [1000 + i] * p + [2000 + i] * r
             at += p + r
         assert at == len(shard.tokens)
-    assert all(shard.response_mask is None for shard in shards(deal, prompts, responses))
+    assert all(shard.response_mask is None for shard in opened(deal, prompts, responses))
 
 
 @given(lengths, sizes, ranks, st.integers(0, 9))
@@ -108,7 +118,7 @@ def test_shuffled_mini_batches_are_the_same_for_any_number_of_ranks(
         dealt = [i for plan in deal.micro_batches for micro in plan[number] for i in micro]
         assert sorted(dealt) == sorted(order[part].tolist())
     column = np.arange(sum(length for _, length in pairs), dtype=np.float32)
-    np.testing.assert_array_equal(deal.join(deal.split(column)), column)
+    np.testing.assert_array_equal(deal.join(split(deal, column)), column)
 
 
 def test_the_order_depends_on_seed_step_and_epoch() -> None:
@@ -139,13 +149,13 @@ def test_ranks_that_share_rows_have_the_same_responses(
     assert [order.tolist() for order in deal.orders] == [o.tolist() for o in plain.orders for _ in range(copies)]
     assert deal.responses == plain.responses == len(pairs)
     column = np.arange(sum(sampled), dtype=np.float32)
-    parts = deal.split(column)
+    parts = split(deal, column)
     for mine, theirs in zip(deal.once(parts), plain.split(column), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     np.testing.assert_array_equal(deal.join(parts), column)
     rows = np.arange(len(pairs), dtype=np.float32)
     np.testing.assert_array_equal(deal.join_responses([rows[order] for order in deal.orders]), rows)
     prompts, responses = ([np.full(n, i, np.int32) for i, n in enumerate(found)] for found in (context, sampled))
-    found = shards(deal, prompts, responses)
+    found = opened(deal, prompts, responses)
     assert len(found) == groups * copies
     assert all(found[rank] is found[rank - rank % copies] for rank in range(len(found)))

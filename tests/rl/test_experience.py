@@ -63,6 +63,16 @@ def test_a_number_per_response_at_each_of_its_tokens(lengths: list[int]) -> None
     assert column.values().tolist() == [i for i, length in enumerate(lengths) for _ in range(length)]
 
 
+def test_sums_and_tokens_of_some_responses() -> None:
+    experience = experience_of([2, 1, 3])
+    assert columns.sums(experience, "rollout_logprobs").tolist() == [-1, -2, -12]
+    values_N = columns.flat(experience, "rollout_logprobs")
+    chosen_B = torch.tensor([True, False, True])
+    assert columns.of_responses(values_N, chosen_B, experience).tolist() == [0, -1, -3, -4, -5]
+    assert columns.of_responses(values_N, torch.ones(3, dtype=torch.bool), experience) is values_N
+    assert [row.tolist() for row in columns.rows_of(experience["response_ids"])] == [[0, 1], [2], [3, 4, 5]]
+
+
 def test_what_a_new_experience_has() -> None:
     experience = experience_of([3, 6], prompts=[4, 1])
     assert set(experience.keys()) == {"prompt_ids", "response_ids", "rollout_logprobs", "group", "finished"}

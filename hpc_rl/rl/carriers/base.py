@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 from hpc_rl.rl import experience as columns
 from hpc_rl.rl.calls import ActorCall
-from hpc_rl.rl.dealing import Deal, Shard, shards
+from hpc_rl.rl.dealing import Deal, Rows, Shard, dealt_rows
 
 T_co = TypeVar("T_co", covariant=True)
 FlatColumns = dict[str, NDArray[np.float32]]
@@ -100,13 +100,18 @@ class Carrier(ABC):
         """End the processes of the carrier. A second call does nothing."""
 
 
-def dealt_shards(experience: TensorDict, deal: Deal) -> list[Shard]:
+def rows_by_rank(experience: TensorDict, deal: Deal) -> list[Rows]:
     """Return each rank's responses of a step."""
-    return shards(deal, *([row.numpy() for row in experience[name].unbind()] for name in row_names(experience)))
+    return dealt_rows(deal, *(columns.rows_of(experience[name]) for name in row_names(experience)))
+
+
+def dealt_shards(experience: TensorDict, deal: Deal) -> list[Shard]:
+    """Return them put together."""
+    return [rows.open() for rows in rows_by_rank(experience, deal)]
 
 
 def row_names(experience: TensorDict) -> list[str]:
-    """Return the columns with whole responses that a step has, in the order of the arguments of `shards`."""
+    """Return the columns with whole responses that a step has, in the order of the arguments of `dealt_rows`."""
     return [name for name in ("prompt_ids", "response_ids", "response_mask") if name in experience]
 
 

@@ -5,26 +5,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from hpc_rl.rl.carriers.base import Carrier, FlatColumns, Kept, Parcel, Reply, dealt_shards
+from hpc_rl.rl.carriers.base import Carrier, FlatColumns, Kept, Parcel, Reply, rows_by_rank
 from hpc_rl.rl.dealing import Deal, Shard
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Enclosed(Generic[T]):
-    """A parcel with its content."""
+class EnclosedColumns:
+    """One rank's part of token columns."""
 
-    content: T
+    parts: dict[str, list[NDArray[np.float32]]]
+    """That of each of its responses, which Ray reads where the driver has them."""
 
-    def open(self) -> T:
-        """Return the content."""
-        return self.content
+    def open(self) -> FlatColumns:
+        """Put the parts together."""
+        empty = np.zeros(0, np.float32)
+        return {name: np.concatenate([empty, *own]) for name, own in self.parts.items()}
 
 
 class RayCarrier(Carrier):
@@ -32,7 +33,7 @@ class RayCarrier(Carrier):
 
     def shards(self, experience: TensorDict, deal: Deal) -> list[Parcel[Shard]]:
         """Return parcels with the responses."""
-        return [Enclosed(shard) for shard in dealt_shards(experience, deal)]
+        return [*rows_by_rank(experience, deal)]
 
     def columns(self, deal: Deal, token_columns: Mapping[str, torch.Tensor | Kept]) -> list[Parcel[FlatColumns]]:
         """Return parcels with the columns."""
@@ -40,7 +41,8 @@ class RayCarrier(Carrier):
         for name, column in token_columns.items():
             assert isinstance(column, torch.Tensor)  # this carrier keeps none
             parts[name] = deal.split(column.values().numpy())
-        return [Enclosed({name: part[rank] for name, part in parts.items()}) for rank in range(len(deal.orders))]
+        ranks = range(len(deal.orders))
+        return [EnclosedColumns({name: part[rank] for name, part in parts.items()}) for rank in ranks]
 
     def kept(self, deal: Deal, lengths_B: torch.Tensor) -> tuple[list[Reply], Kept] | None:
         """Return None: this carrier keeps no column."""

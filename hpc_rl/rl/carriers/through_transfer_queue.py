@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from hpc_rl.rl.calls import ActorCall
 from hpc_rl.rl.carriers.base import Carrier, FlatColumns, Kept, Parcel, Reply, row_lengths, row_names
 from hpc_rl.rl.carriers.queue_client import Client, Connection, Server, client_of
-from hpc_rl.rl.dealing import Deal, Shard, gathered
+from hpc_rl.rl.dealing import Deal, Rows, Shard
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StoredShard:
     def open(self) -> Shard:
         """Fetch the rows and put them together."""
         rows = client_of(self.connection).get(self.partition, self.order, self.names)
-        return gathered(self.mini_batches, *(rows[name] for name in self.names))
+        return Rows(self.mini_batches, *(rows[name] for name in self.names)).open()
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,9 @@ def trained(
     deal, _ = group._dealt
     parts: Parts = {}
     for rank, shard in enumerate(shards):
-        mine = {name: torch.from_numpy(deal.split(one.values().numpy())[rank]) for name, one in token_columns.items()}
+        own_parts = {name: deal.split(one.values().numpy())[rank] for name, one in token_columns.items()}
+        none = np.zeros(0, np.float32)
+        mine = {name: torch.from_numpy(np.concatenate([none, *own])) for name, own in own_parts.items()}
         for micro in hold(shard, ALONE.device).micro_batches():
             here = {name: column[micro.tokens] for name, column in mine.items()}
             learner.loss(micro, here, parts).backward()
