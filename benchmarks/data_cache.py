@@ -132,7 +132,7 @@ def as_rank(folder: Path) -> None:
 def open_and_read(objective: Sft, tokenizer: Any, run: RunDir, world: World, stopping: Any) -> None:
     """Open the data, and read a batch of it."""
     files = objective.config.data.train_files
-    items = load_items(objective, files, tokenizer, "train", run, world, stopping)
+    items = load_items(objective, list(files), tokenizer, "train", run, world, stopping)
     order = np.random.default_rng(0).permutation(len(items))
     KEPT.append((items, sum(len(items[index].input_ids) for index in order[:64])))
 

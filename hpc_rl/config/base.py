@@ -99,13 +99,14 @@ def possible_path(value: str) -> str:
     return path
 
 
-def _not_empty(value: str) -> str:
+def not_empty(value: str) -> str:
+    """Return the path. Raises ValueError if it is empty."""
     if not value.strip():
         raise ValueError("the path is empty")
     return value
 
 
-Path = Annotated[str, AfterValidator(_not_empty), AfterValidator(possible_path)]
+Path = Annotated[str, AfterValidator(not_empty), AfterValidator(possible_path)]
 Files = Annotated[list[Path], BeforeValidator(_one_or_many)]
 SomeFiles = Annotated[Files, AfterValidator(_at_least_one)]
 

@@ -22,7 +22,7 @@ from hpc_rl.config.job import JobConfig
 from hpc_rl.config.keys import MISSING, documented_keys, find_annotation, leaf_types, nearest
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.origins import line_in, origin_of
-from hpc_rl.config.tree import flat, merged, put, read_tree
+from hpc_rl.config.tree import VALUES, flat, merged, put, read_tree
 from hpc_rl.errors import UserError
 from hpc_rl.host.shipped import shipped
 
@@ -272,10 +272,13 @@ def _hydra_tree(job: str, overrides: Sequence[str]) -> dict[str, Any]:
     return tree  # type: ignore[return-value]
 
 
-def _split_overrides(job: str, overrides: Sequence[str]) -> tuple[dict[str, str | None], list[str]]:
-    """Split overrides into values whose type is text, and those that Hydra reads."""
+def _split_overrides(job: str, overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Split overrides into values that replace what a file sets, and those that Hydra merges.
+
+    The first are all whose type is text, and lists in the place of tables, with which Hydra cannot merge them.
+    """
     schema = KINDS[job].schema
-    texts: dict[str, str | None] = {}
+    texts: dict[str, Any] = {}
     rest: list[str] = []
     for override in overrides:
         key, equals, raw = override.partition("=")
@@ -291,6 +294,8 @@ def _split_overrides(job: str, overrides: Sequence[str]) -> tuple[dict[str, str 
             raise UserError(f"{override}: choose a site profile with --site {raw or 'NAME'}")
         if _is_text(schema, key) and not raw.startswith("["):
             texts[key] = None if raw == "null" else _unquoted(raw)
+        elif key in VALUES and raw.startswith("["):
+            texts[key] = _parsed(override)
         else:
             # A later override replaces earlier ones of the same key, and of all keys of a section.
             texts = {name: value for name, value in texts.items() if not f"{name}.".startswith(f"{key}.")}

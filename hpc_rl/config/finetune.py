@@ -6,15 +6,16 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from hpc_rl.config.base import Files, Path, Section, SomeFiles
+from hpc_rl.config.base import Files, Path, Section
 from hpc_rl.config.job import JobConfig
+from hpc_rl.config.mixtures import TrainFiles
 from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig, quantize_problems, row_limit
 
 
 class FinetuneDataConfig(Section):
-    train_files: SomeFiles
+    train_files: TrainFiles
     """Training data: one or more data files (jsonl, json, csv, tsv or parquet), or the name of one data set on the hub
-    (its train split)."""
+    (its train split). A table {FILE: WEIGHT, FILE: WEIGHT} sets the share of each file in an epoch."""
     val_files: Files = []
     """Validation data, in the same forms (of a data set on the hub, its test split). Empty: no validation."""
     chat_template: Path | None = None
@@ -25,6 +26,11 @@ class FinetuneDataConfig(Section):
     """Samples per optimizer step, over all ranks."""
     shuffle: bool = True
     """Use a new random order in each epoch. The order does not depend on the number of ranks."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that are read; empty: all."""
+        return []
 
     @property
     def longest(self) -> int:

@@ -142,11 +142,13 @@ def expand(pipeline: PipelineConfig, given: Mapping[str, Any], rounds: int, fold
 
 
 def _resolved(options: dict[str, Any], names: Mapping[str, Any], stage: str) -> dict[str, Any]:
-    """Replace every `@NAME` in the values of the options."""
+    """Replace every `@NAME` in the values of the options, and in the names of files with weights."""
 
     def resolve(value: Any) -> Any:
         if isinstance(value, list):
             return [resolve(one) for one in value]
+        if isinstance(value, dict):
+            return {one_file(name): weight for name, weight in value.items()}
         reference = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
         if reference is None:
             return value
@@ -156,5 +158,11 @@ def _resolved(options: dict[str, Any], names: Mapping[str, Any], stage: str) -> 
                 f"{', '.join(f'@{name}' for name in names)}"
             )
         return names[reference[1]]
+
+    def one_file(name: Any) -> Any:
+        found = resolve(name)
+        if isinstance(found, list | dict):
+            raise UserError(f"stage {stage}: {name} stands for several files, and a weight needs one file: name it")
+        return found
 
     return {key: resolve(value) for key, value in options.items()}

@@ -40,6 +40,12 @@ class PreferenceDataConfig(FinetuneDataConfig):
         return [] if self.label_key is None else [self.label_key]
 
     @property
+    def columns(self) -> list[str]:
+        """The columns that are read."""
+        responses = [self.response_key, *self.labels] if self.labels else [self.chosen_key, self.rejected_key]
+        return [self.prompt_key, *responses]
+
+    @property
     def longest(self) -> int:
         """The largest number of tokens that cannot be split among micro-batches."""
         return 2 * self.max_length
@@ -128,6 +134,11 @@ class RewardDataConfig(PreferenceDataConfig):
     def labels(self) -> list[str]:
         """The columns with the labels of a response; empty if the rows are pairs."""
         return self.label_keys or super().labels
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that are read."""
+        return [*super().columns, *([self.margin_key] if self.margin_key is not None else [])]
 
     @property
     def longest(self) -> int:

@@ -6,13 +6,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from hpc_rl.config.base import Files, Path, Section, SomeFiles, Table
+from hpc_rl.config.base import Files, Path, Section, Table
+from hpc_rl.config.mixtures import TrainFiles
 
 
 class PromptFiles(Section):
-    train_files: SomeFiles
+    train_files: TrainFiles
     """Training prompts: one or more data files (jsonl, json, csv, tsv or parquet), or the name of one data set on the
-    hub (its train split)."""
+    hub (its train split). A table {FILE: WEIGHT, FILE: WEIGHT} sets the share of each file in an epoch."""
     val_files: Files = []
     """Validation prompts, in the same forms (of a data set on the hub, its test split). Empty: no validation."""
 

@@ -18,6 +18,13 @@ class DataConfig(FinetuneDataConfig):
     truncation: Literal["truncate", "drop"] = "truncate"
     """Treatment of samples longer than max_length: cut off their end, or leave them out. The log counts them."""
 
+    @property
+    def columns(self) -> list[str]:
+        """The columns that are read."""
+        if self.prompt_key is not None and self.response_key is not None:
+            return [self.prompt_key, self.response_key]
+        return [self.messages_key]
+
     def problems(self) -> Iterator[str]:
         if (self.prompt_key is None) != (self.response_key is None):
             yield "prompt_key and response_key belong together: set both, or neither (then messages_key is used)"

@@ -11,6 +11,9 @@ import yaml
 
 from hpc_rl.errors import UserError
 
+VALUES = frozenset({"data.train_files"})
+"""Keys whose tables are values, because the keys of these tables are no options: names of files contain dots."""
+
 
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader, which also reads 1e-5 as a number."""
@@ -47,13 +50,14 @@ def read_options(path: Path) -> dict[str, Any]:
 
 
 def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return dotted key -> value for nested tables; lists and empty tables are values."""
+    """Return dotted key -> value for nested tables; lists, empty tables and those of `VALUES` are values."""
     found: dict[str, Any] = {}
-    for key, value in tables.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
+    for name, value in tables.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and key not in VALUES:
+            found |= flat(value, f"{key}.")
         else:
-            found[f"{prefix}{key}"] = value
+            found[key] = value
     return found
 
 

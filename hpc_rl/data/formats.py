@@ -1,8 +1,8 @@
 """Data files as rows: jsonl, JSON arrays, csv, tsv and parquet.
 
 To add a format, write a function from a path to rows and add it to `FORMATS`. It spends as little as possible on rows
-that the caller does not need: lines are not parsed, and rows of a table are not converted. pyarrow is imported only to
-read parquet, so that a login node without it can check the other formats.
+and columns that the caller does not need: lines are not parsed, and rows of a table are not converted. pyarrow is
+imported only to read parquet, so that a login node without it can check the other formats.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, groupby, repeat
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from hpc_rl.host.large_files import check_parquet, refuse_pointer
 Row = dict[str, Any]
 Wanted = Callable[[int], bool]
 """Number of a row in its file, from 0 -> whether the caller needs it."""
+Reader = Callable[[Path, Wanted, Sequence[str]], Iterator[Row | None]]
+"""Reads a file: (path, wanted rows, wanted columns). Rows may have other columns too. See `read_some`."""
 
 _FOLDER_FORMATS = (".arrow", ".gz", ".txt", ".xml", ".zip", ".zst")
 """What the `datasets` library reads from a folder besides the formats of this module."""
@@ -49,8 +51,11 @@ def read_rows(file: str | Path) -> Iterator[Row]:
     return (row for row in read_some(file, lambda _: True) if row is not None)
 
 
-def read_some(file: str | Path, wanted: Wanted) -> Iterator[Row | None]:
+def read_some(file: str | Path, wanted: Wanted, columns: Sequence[str] = ()) -> Iterator[Row | None]:
     """Read some rows of a file like `read_rows`, with None in the place of each other row.
+
+    Args:
+        columns: those that the caller needs. If the file has all of them, others may be left out. Empty: all.
 
     Raises:
         UserError, CannotCheck: see `read_rows`. Rows that are not wanted may be invalid.
@@ -58,7 +63,7 @@ def read_some(file: str | Path, wanted: Wanted) -> Iterator[Row | None]:
     path = data_file(file)
     try:
         refuse_pointer(path)
-        yield from FORMATS[path.suffix.lower()](path, wanted)
+        yield from FORMATS[path.suffix.lower()](path, wanted, columns)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
 
@@ -97,7 +102,7 @@ def check_data_folder(folder: Path) -> None:
         raise UserError(f"{folder}: no data file in this folder (found {files[0].name}); formats: {', '.join(FORMATS)}")
 
 
-def _json_rows(path: Path, wanted: Wanted) -> Iterator[Row | None]:
+def _json_rows(path: Path, wanted: Wanted, _: Sequence[str]) -> Iterator[Row | None]:
     """Read one object per line, or an array of objects."""
     with path.open("rb") as lines:
         first = next((line for line in lines if line.strip()), b"")
@@ -184,7 +189,7 @@ def _json_problem(error: ValueError | RecursionError) -> str:
     return "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
 
 
-def _csv_rows(path: Path, wanted: Wanted, delimiter: str = ",") -> Iterator[Row | None]:
+def _csv_rows(path: Path, wanted: Wanted, _: Sequence[str], delimiter: str = ",") -> Iterator[Row | None]:
     """Read a table with a header row; every value is text."""
     csv.field_size_limit(sys.maxsize)  # the default ends at 131,072 characters, which a long document exceeds
     with path.open(newline="", encoding="utf-8-sig") as lines:
@@ -216,11 +221,11 @@ def _check_header(header: list[str], path: Path) -> None:
         raise UserError(f"{path}: the header has the column {twice!r} more than once")
 
 
-def _tsv_rows(path: Path, wanted: Wanted) -> Iterator[Row | None]:
-    return _csv_rows(path, wanted, delimiter="\t")
+def _tsv_rows(path: Path, wanted: Wanted, columns: Sequence[str]) -> Iterator[Row | None]:
+    return _csv_rows(path, wanted, columns, delimiter="\t")
 
 
-def _parquet_rows(path: Path, wanted: Wanted) -> Iterator[Row | None]:
+def _parquet_rows(path: Path, wanted: Wanted, columns: Sequence[str]) -> Iterator[Row | None]:
     check_parquet(path)
     try:
         import pyarrow
@@ -230,13 +235,21 @@ def _parquet_rows(path: Path, wanted: Wanted) -> Iterator[Row | None]:
     try:
         with parquet.ParquetFile(path) as file:
             first = 0
-            for batch in file.iter_batches(batch_size=1024):
+            for batch in file.iter_batches(batch_size=1024, columns=needed(columns, file.schema_arrow.names)):
                 for is_wanted, start, length in runs(first, first + batch.num_rows, wanted):
                     rows = batch.slice(start - first, length).to_pylist() if is_wanted else repeat(None, length)
                     yield from rows
                 first += batch.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not readable as parquet ({str(error).splitlines()[0]})") from error
+
+
+def needed(columns: Sequence[str], known: Sequence[str]) -> list[str] | None:
+    """Return the columns to read of those that a table has; None: all of them.
+
+    All are read if one that the caller needs is missing: the message about it lists those that there are.
+    """
+    return list(columns) if columns and set(columns) <= set(known) else None
 
 
 def runs(start: int, end: int, wanted: Wanted) -> Iterator[tuple[bool, int, int]]:
@@ -246,7 +259,7 @@ def runs(start: int, end: int, wanted: Wanted) -> Iterator[tuple[bool, int, int]
         yield is_wanted, numbers[0], len(numbers)
 
 
-FORMATS: dict[str, Callable[[Path, Wanted], Iterator[Row | None]]] = {
+FORMATS: dict[str, Reader] = {
     ".jsonl": _json_rows,
     ".json": _json_rows,
     ".csv": _csv_rows,

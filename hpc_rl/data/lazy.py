@@ -86,6 +86,10 @@ class Joined(Rows[T]):
         part = int(np.searchsorted(self._ends, index, side="right"))
         return self._parts[part][index - int(self._ends[part]) + len(self._parts[part])]
 
+    def sizes(self) -> Sizes:
+        """See `Rows.sizes`."""
+        return joined_sizes(*map(sizes_of, self._parts)) if self._parts else super().sizes()  # type: ignore[arg-type]
+
 
 def sizes_of(items: Sequence[Item]) -> Sizes:
     """Return the numbers of tokens of items, which have equal numbers of samples."""

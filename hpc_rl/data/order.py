@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hpc_rl.data.mixture import Mixture
+
 
 @dataclass(frozen=True)
 class Position:
@@ -18,8 +20,10 @@ class Position:
     """Samples of this epoch that have been used."""
 
 
-def epoch_order(n: int, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:
-    """Return the order of samples 0..n-1 in one epoch, shape [n]."""
+def epoch_order(n: int, seed: int, epoch: int, shuffle: bool, mixture: Mixture | None = None) -> NDArray[np.int64]:
+    """Return the order of samples 0..n-1 in one epoch, shape [n]. In a mixture, some are repeated or left out."""
+    if mixture is not None:
+        return mixture.order(seed, epoch, shuffle)
     return np.random.default_rng([seed, epoch]).permutation(n) if shuffle else np.arange(n, dtype=np.int64)
 
 
@@ -29,12 +33,19 @@ def steps_per_epoch(n: int, batch_size: int) -> int:
 
 
 def batches(
-    n: int, batch_size: int, *, seed: int, shuffle: bool, start: Position = Position()
+    n: int,
+    batch_size: int,
+    *,
+    seed: int,
+    shuffle: bool,
+    start: Position = Position(),
+    mixture: Mixture | None = None,
 ) -> Iterator[tuple[NDArray[np.int64], Position]]:
     """Yield batches without end, epoch after epoch, each with the position after it.
 
     The last batch of an epoch holds the remaining samples, fewer than batch_size if n is not a multiple of it: every
-    sample is used once per epoch, and a loss normalised by target tokens needs no special case for a small batch.
+    sample is used once per epoch, or as often as the mixture prescribes, and a loss normalised by target tokens needs
+    no special case for a small batch.
 
     Yields:
         sample indices, shape [at most batch_size], and the position to save after they have been used.
@@ -43,7 +54,7 @@ def batches(
         raise ValueError("no samples to draw from")
     epoch, index = start.epoch, start.index
     while True:
-        order = epoch_order(n, seed, epoch, shuffle)
+        order = epoch_order(n, seed, epoch, shuffle, mixture)
         while index < n:
             batch = order[index : index + batch_size]
             index += len(batch)

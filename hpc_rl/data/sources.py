@@ -8,7 +8,7 @@ from itertools import islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpc_rl.data.formats import CannotCheck, Row, Wanted, data_file, is_file, read_some, runs
+from hpc_rl.data.formats import CannotCheck, Row, Wanted, data_file, is_file, needed, read_some, runs
 from hpc_rl.data.hub import load_split
 from hpc_rl.errors import UserError
 from hpc_rl.host.installation import install_command
@@ -36,18 +36,21 @@ def all_rows(files: Sequence[str], split: str) -> Iterator[tuple[Row, str]]:
     return _some_rows(files, split, lambda _: True)
 
 
-def blocks(files: Sequence[str], split: str, part: int = 0, parts: int = 1) -> Iterator[list[tuple[Row, str]]]:
+def blocks(
+    files: Sequence[str], split: str, part: int = 0, parts: int = 1, columns: Sequence[str] = ()
+) -> Iterator[list[tuple[Row, str]]]:
     """Yield the blocks of rows of one part, in their order: those with the numbers part, part + parts, and so on.
 
-    Rows of other parts are not parsed, where the format of a file allows it.
+    Rows of other parts and other columns are not parsed, where the format of a file allows it.
 
     Args:
         files, split: see `all_rows`.
+        columns: see `read_some` in formats.py.
 
     Raises:
         UserError: a file is missing, unreadable or empty.
     """
-    return chunks(_some_rows(files, split, lambda row: row // BLOCK_ROWS % parts == part), BLOCK_ROWS)
+    return chunks(_some_rows(files, split, lambda row: row // BLOCK_ROWS % parts == part, columns), BLOCK_ROWS)
 
 
 def sources(files: Sequence[str], split: str) -> list[Any]:
@@ -89,13 +92,16 @@ def _file_state(path: Path) -> list[int]:
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
-def _some_rows(files: Sequence[str], split: str, wanted: Wanted) -> Iterator[tuple[Row, str]]:
+def _some_rows(
+    files: Sequence[str], split: str, wanted: Wanted, columns: Sequence[str] = ()
+) -> Iterator[tuple[Row, str]]:
     """Yield the rows that are wanted, by their numbers from 0 over all files."""
     before = 0
     for file in files:
         number = 0
         try:
-            for number, row in enumerate(_rows_of(file, split, lambda index, n=before: wanted(n + index)), start=1):
+            rows = _rows_of(file, split, lambda index, n=before: wanted(n + index), columns)
+            for number, row in enumerate(rows, start=1):
                 if row is not None:
                     yield row, f"{file}, row {number}"
         except CannotCheck as error:
@@ -105,18 +111,20 @@ def _some_rows(files: Sequence[str], split: str, wanted: Wanted) -> Iterator[tup
         before += number
 
 
-def _rows_of(file: str, split: str, wanted: Wanted) -> Iterator[Row | None]:
-    return read_some(file, wanted) if is_file(file) else _split_rows(load_split(file, split), wanted)
+def _rows_of(file: str, split: str, wanted: Wanted, columns: Sequence[str]) -> Iterator[Row | None]:
+    return read_some(file, wanted, columns) if is_file(file) else _split_rows(load_split(file, split), wanted, columns)
 
 
-def _split_rows(dataset: Dataset, wanted: Wanted) -> Iterator[Row | None]:
+def _split_rows(dataset: Dataset, wanted: Wanted, columns: Sequence[str]) -> Iterator[Row | None]:
+    if (read := needed(columns, dataset.column_names)) is not None:
+        dataset = dataset.select_columns(read)
     for first in range(0, len(dataset), _ROWS_PER_READ):
         for is_wanted, start, length in runs(first, min(first + _ROWS_PER_READ, len(dataset)), wanted):
             if not is_wanted:
                 yield from repeat(None, length)
                 continue
-            columns = dataset[start : start + length]
-            yield from (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+            found = dataset[start : start + length]
+            yield from (dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True))
 
 
 def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:

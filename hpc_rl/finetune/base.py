@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from hpc_rl.config.finetune import FinetuneTrainerConfig
-from hpc_rl.data.lazy import Sizes
-from hpc_rl.data.tokenized import Form, Tokenize, Tokenized
+from hpc_rl.data.lazy import Rows, Sizes
+from hpc_rl.data.tokenized import Form, Tokenize
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.batching import Bin, plan_batch
 from hpc_rl.training.distributed import World
@@ -116,7 +116,7 @@ class Objective(ABC):
             UserError: the tokenizer cannot be used.
         """
 
-    def items(self, rows: Tokenized[Any]) -> Sequence[Any]:
+    def items(self, rows: Rows[Any]) -> Sequence[Any]:
         """Return the items that are trained on, in the order of the data."""
         return rows
 

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_rl.data.identity import contents_of, key_of, state_of
+from hpc_rl.data.lazy import Joined, Rows
+from hpc_rl.data.mixture import Mixture
+from hpc_rl.data.shares import describe, shares
 from hpc_rl.errors import AgreedError
 from hpc_rl.finetune.tokenized_cache import open_tokenized
 from hpc_rl.finetune.tokenized_entry import Request
@@ -18,6 +21,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hpc_rl.finetune.base import Objective
+
+
+def load_training(
+    objective: Objective, tokenizer: PreTrainedTokenizerBase, run: RunDir, world: World, stopping: Stopping
+) -> tuple[Sequence[Any], Mixture | None]:
+    """Return all items of the training data, in its order, and in which proportions its files are used, if these have
+    weights. See `load_items`."""
+    files = objective.config.data.train_files
+    if not isinstance(files, dict):
+        return load_items(objective, files, tokenizer, "train", run, world, stopping), None
+    parts = [_rows(objective, [file], tokenizer, "train", run, world, stopping) for file in files]
+    sizes = list(map(len, parts))
+    counts = world.together(lambda: shares([*files], sizes, [*files.values()]))
+    if world.is_main:
+        print(f"an epoch has {describe([*files], sizes, counts)}", flush=True)
+    return objective.items(Joined(*parts)), Mixture(tuple(sizes), tuple(counts))
 
 
 def load_items(
@@ -35,13 +54,27 @@ def load_items(
         AgreedError: a file is not valid, or nothing has a target token.
         Stopped: the run stops before the data is tokenized.
     """
+    rows = _rows(objective, files, tokenizer, split, run, world, stopping)
+    return objective.items(rows)
+
+
+def _rows(
+    objective: Objective,
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    split: str,
+    run: RunDir,
+    world: World,
+    stopping: Stopping,
+) -> Rows[Any]:
+    """Return the tokenized rows of some files; see `load_items`."""
     config = objective.config
     tokenize = world.together(lambda: objective.tokenizer(tokenizer))
     state = world.together(lambda: state_of(files))
     contents = world.together(lambda: contents_of(files, split, tokenizer.get_chat_template()))
     key = world.together(lambda: key_of(files, split, config.data, tokenizer) if world.is_main else None)
     key, contents = world.broadcast([key, contents])  # copies of the files on other nodes have other times
-    request = Request(files, split, tokenize, objective.form, key, contents, state)
+    request = Request(files, split, tokenize, objective.form, key, contents, state, config.data.columns)
     root = Path(config.cache.data_dir).absolute() if config.cache.data_dir else run.tokenized
     rows, counts = open_tokenized(request, root, trusted_group(run.path, config.slurm.group), world, stopping)
     if not len(rows):
@@ -49,5 +82,6 @@ def load_items(
             f"{', '.join(files)}: no row has a target token within data.max_length ({counts}): raise data.max_length"
         )
     if world.is_main:
-        print(f"{'training' if split == 'train' else 'validation'} data: {counts}", flush=True)
-    return objective.items(rows)
+        named = f", {files[0]}" if isinstance(config.data.train_files, dict) and split == "train" else ""
+        print(f"{'training' if split == 'train' else 'validation'} data{named}: {counts}", flush=True)
+    return rows

@@ -13,10 +13,10 @@ from hpc_rl.algorithms import preferences
 from hpc_rl.algorithms.preferences import PAIR_LOSSES, Pairs, Strength
 from hpc_rl.config.preferences import NEEDS_NO_REFERENCE, DpoConfig
 from hpc_rl.data import tokenized
-from hpc_rl.data.lazy import Sizes
+from hpc_rl.data.lazy import Rows, Sizes
 from hpc_rl.data.mismatched import Mismatched
 from hpc_rl.data.pairs import Preference, preference_tokenizer
-from hpc_rl.data.tokenized import Form, Tokenize, Tokenized
+from hpc_rl.data.tokenized import Form, Tokenize
 from hpc_rl.finetune.base import Found, Objective, Work
 from hpc_rl.finetune.pair_batch import PairBatch, pack_preferences, response_logprobs
 from hpc_rl.finetune.reference import Reference, load_reference, with_ref_logprobs
@@ -137,7 +137,7 @@ class Kto(_Referenced):
         super().__init__(config)
         self._baseline = torch.zeros(())
 
-    def items(self, rows: Tokenized[Preference]) -> Sequence[Preference]:
+    def items(self, rows: Rows[Preference]) -> Sequence[Preference]:
         """Return the labelled responses, each with a mismatched one."""
         return Mismatched(rows, self.config.data.max_length)
 

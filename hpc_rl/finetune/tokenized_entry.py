@@ -40,6 +40,8 @@ class Request:
     """Stands for the contents of the files, as rank 0 sees them."""
     state: str
     """Stands for the files as this rank sees them."""
+    columns: Sequence[str] = ()
+    """Columns of the files that are needed; empty: all."""
 
     @property
     def name(self) -> str:
@@ -60,7 +62,7 @@ class Part:
         self._path = folder / f"part-{part:02d}-of-{parts:02d}.arrow"
         self._request = request
         self._counts = Counts()
-        self._blocks = blocks(request.files, request.split, part, parts)
+        self._blocks = blocks(request.files, request.split, part, parts, request.columns)
         self._file: IO[bytes] | None = None
         self._stream: checksums.SummedStream | None = None
         self._writer: Writer | None = None

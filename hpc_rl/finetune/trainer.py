@@ -17,7 +17,7 @@ from hpc_rl.data.lazy import Item, Sizes, joined_sizes, sizes_of
 from hpc_rl.data.order import Position, batches, steps_per_epoch
 from hpc_rl.errors import EXIT_STOPPED, AgreedRunError
 from hpc_rl.finetune.base import Objective, Work
-from hpc_rl.finetune.dataset import load_items
+from hpc_rl.finetune.dataset import load_items, load_training
 from hpc_rl.finetune.objectives import objective_of
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.run_dir import RunDir
@@ -161,7 +161,7 @@ def load(config: FinetuneConfig, run: RunDir, world: World, objective: Objective
     records = read_metrics(run.metrics) if world.is_main else []
     stopping = open_stopping(run, config.slurm.warning_s, records)
     sources = (run, world, stopping)
-    items = load_items(objective, data.train_files, tokenizer, "train", *sources)
+    items, mixture = load_training(objective, tokenizer, *sources)
     val = load_items(objective, data.val_files, tokenizer, "test", *sources) if data.val_files else []
     train_sizes, val_sizes = sizes_of(items), sizes_of(val)
     items, val = objective.prepare(items, val, joined_sizes(train_sizes, val_sizes), run, world, stopping)
@@ -194,7 +194,9 @@ def load(config: FinetuneConfig, run: RunDir, world: World, objective: Objective
         val=val,
         train_sizes=train_sizes,
         val_sizes=val_sizes,
-        batches=batches(len(items), data.train_batch_size, seed=seed, shuffle=data.shuffle, start=position),
+        batches=batches(
+            len(items), data.train_batch_size, seed=seed, shuffle=data.shuffle, start=position, mixture=mixture
+        ),
         total_steps=total_steps,
         tracker=world.together(lambda: open_tracker(config, run, progress.wandb_id, world.is_main)),
         saver=checkpoint.Saver(run.checkpoints, world, config.trainer.max_ckpt_to_keep, not config.trainer.save_async),

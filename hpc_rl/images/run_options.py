@@ -141,11 +141,14 @@ def _refuse_unbindable(place: str) -> None:
 
 
 def _texts(tree: Any) -> Iterator[str]:
-    """Yield every text in a tree of values."""
+    """Yield every text in a tree of values, and the names in it that cannot be those of options: files with weights."""
     if isinstance(tree, str):
         yield tree
-    elif isinstance(tree, dict | list | tuple):
-        for value in tree.values() if isinstance(tree, dict) else tree:
+    elif isinstance(tree, dict):
+        yield from (name for name in tree if not name.isidentifier())
+        yield from _texts(list(tree.values()))
+    elif isinstance(tree, list | tuple):
+        for value in tree:
             yield from _texts(value)
 
 

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.data.mixture import Mixture
 from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.host.heartbeat import heart
@@ -35,6 +36,7 @@ class AsynchronousBatches:
         step: number of steps that have been trained.
         total: steps of the run.
         staleness: returns how many steps engines may be ahead now.
+        mixture: the shares of the data files, if they have weights.
     """
 
     def __init__(
@@ -48,13 +50,14 @@ class AsynchronousBatches:
         step: int,
         total: int,
         staleness: Callable[[], int],
+        mixture: Mixture | None = None,
     ) -> None:
         self._staleness = staleness
         self._total = total
         self._requests = engines
         self._queue = queue
         self._scoring = scoring
-        self._draws = Draws(Desk(config, train, queue, scoring, prompt_order(config, len(train), start)))
+        self._draws = Draws(Desk(config, train, queue, scoring, prompt_order(config, len(train), start, mixture)))
         self.position = start
         self._trained = self._taken = step
         # The thread passes the turnstile before it takes the engines, so that it cannot take them again and again while

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.data.mixture import Mixture
 from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rl.computed import ComputedColumns
@@ -64,6 +65,7 @@ class SynchronousBatches:
     Args:
         start: position in the data at which to start.
         computed: computes columns of the mini-batches that are complete.
+        mixture: the shares of the data files, if they have weights.
     """
 
     def __init__(
@@ -74,12 +76,13 @@ class SynchronousBatches:
         scoring: Scoring,
         start: Position,
         computed: ComputedColumns,
+        mixture: Mixture | None = None,
     ) -> None:
         self._queue = queue
         self._n = config.rollout.n
         self._computed = computed
         self._may_take_long = config.agent.is_used
-        self._draws = Draws(Desk(config, train, queue, scoring, prompt_order(config, len(train), start)))
+        self._draws = Draws(Desk(config, train, queue, scoring, prompt_order(config, len(train), start, mixture)))
         self.position = start
 
     def draw(self, step: int, stops: Callable[[], bool]) -> Batch | None:

@@ -19,6 +19,7 @@ from tensordict import TensorDict
 
 from hpc_rl.algorithms.advantages import informative_groups
 from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.data.mixture import Mixture
 from hpc_rl.data.order import Position, epoch_order
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError
@@ -285,7 +286,9 @@ def joined_scores(parts: Sequence[Scores], rejected: Sequence[Scores] = ()) -> S
     return Scores(np.concatenate([part.values for part in parts]), errors, components if any(components) else ())
 
 
-def prompt_order(config: PpoConfig, prompts: int, start: Position) -> Iterator[tuple[int, Position]]:
+def prompt_order(
+    config: PpoConfig, prompts: int, start: Position, mixture: Mixture | None = None
+) -> Iterator[tuple[int, Position]]:
     """Yield the indices of prompts without end, each with the position after it.
 
     Prompts at the end of an epoch that do not fill a batch are skipped; the next epoch has another order.
@@ -293,7 +296,7 @@ def prompt_order(config: PpoConfig, prompts: int, start: Position) -> Iterator[t
     used = prompts - prompts % config.data.train_batch_size
     epoch, index = start.epoch, start.index
     while True:
-        order = epoch_order(prompts, config.trainer.seed, epoch, config.data.shuffle)
+        order = epoch_order(prompts, config.trainer.seed, epoch, config.data.shuffle, mixture)
         while index < used:
             index += 1
             yield int(order[index - 1]), Position(epoch, index) if index < prompts else Position(epoch + 1, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,10 @@ from hpc_rl.config.pools import Role, pool_of, pool_spec
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.rollout import engine_dtype, engine_spec
 from hpc_rl.data.chat import chat_template
+from hpc_rl.data.mixture import Mixture
 from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt, load_prompts
+from hpc_rl.data.shares import describe, shares
 from hpc_rl.errors import UserError
 from hpc_rl.rewards.scorer import open_scorer
 from hpc_rl.rl import checkpoints
@@ -67,7 +70,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     environment = None
     if config.environment.is_used:
         environment = Environment(config, tokenizer, open_environments(config, logs))
-    train, val = load_data(config, tokenizer, environment.schemas if environment else ())
+    train, val, mixture = load_data(config, tokenizer, environment.schemas if environment else ())
     rollout.wait_before_workers(model_s)
     starting = [group.start() for group in groups.values()]
     of_role = {role: groups[pool_of(config, role)] for role in config.roles if role != "rollout"}
@@ -121,6 +124,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
             total_steps,
             check,
             computed,
+            mixture,
         ),
         old_logprobs=old_logprobs(config),
         adapter_check=check,
@@ -170,24 +174,44 @@ def start_workers(
 
 def load_data(
     config: PpoConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] = ()
-) -> tuple[list[Prompt], list[Prompt]]:
-    """Load training and validation prompts, and print their counts.
+) -> tuple[list[Prompt], list[Prompt], Mixture | None]:
+    """Load training and validation prompts, and print their counts. The third value is the shares of the files of
+    training prompts, if they have weights.
 
     Args:
         tools: JSON schemas of the tools.
     """
-    train, counts = load_prompts(config.data.train_files, config.data, tokenizer, "train", tools)
-    print(f"training data: {counts}", flush=True)
+    train, mixture = load_training(config, tokenizer, tools)
     if len(train) < config.data.train_batch_size:
         raise UserError(
             f"data.train_batch_size is {config.data.train_batch_size}, but the training data has only {len(train)} "
             "prompts: lower data.train_batch_size, or add data"
         )
     if not config.data.val_files:
-        return train, []
+        return train, [], mixture
     val, counts = load_prompts(config.data.val_files, config.data, tokenizer, "test", tools)
     print(f"validation data: {counts}", flush=True)
-    return train, val
+    return train, val, mixture
+
+
+def load_training(
+    config: PpoConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]
+) -> tuple[list[Prompt], Mixture | None]:
+    """Load the training prompts, and the shares of their files; see `load_data`."""
+    files = config.data.train_files
+    if not isinstance(files, dict):
+        train, counts = load_prompts(files, config.data, tokenizer, "train", tools)
+        print(f"training data: {counts}", flush=True)
+        return train, None
+    parts = []
+    for file in files:
+        prompts, counts = load_prompts([file], config.data, tokenizer, "train", tools)
+        print(f"training data, {file}: {counts}", flush=True)
+        parts.append(prompts)
+    sizes = list(map(len, parts))
+    counts = shares([*files], sizes, [*files.values()])
+    print(f"an epoch has {describe([*files], sizes, counts)}", flush=True)
+    return list(chain.from_iterable(parts)), Mixture(tuple(sizes), tuple(counts))
 
 
 def open_agents(
@@ -230,6 +254,7 @@ def open_batches(
     total_steps: int,
     adapter_check: AdapterCheck | None,
     computed: ComputedColumns,
+    mixture: Mixture | None = None,
 ) -> BatchSource:
     """Return where the loop gets its batches from; see rollout.staleness.
 
@@ -241,8 +266,8 @@ def open_batches(
         def staleness() -> int:
             return 0 if adapter_check is not None and adapter_check.next is not None else config.rollout.staleness
 
-        return AsynchronousBatches(config, train, engines, queue, scoring, start, step, total_steps, staleness)
-    return SynchronousBatches(config, train, queue, scoring, start, computed)
+        return AsynchronousBatches(config, train, engines, queue, scoring, start, step, total_steps, staleness, mixture)
+    return SynchronousBatches(config, train, queue, scoring, start, computed, mixture)
 
 
 def computed_columns(config: PpoConfig, of_role: Mapping[Role, WorkerGroup]) -> ComputedColumns:

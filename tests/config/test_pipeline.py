@@ -117,3 +117,14 @@ def test_a_name_is_a_file_of_the_project_or_a_shipped_one(tmp_path: Path, monkey
         load_pipeline("yours")
     with pytest.raises(UserError, match=r"no configuration at yours\.yaml: No such file"):
         load_pipeline("yours.yaml")
+
+
+def test_files_with_weights_may_be_results() -> None:
+    options = {"model.path": "@model", "data": {"train_files": {"@first": 0.75, "old.jsonl": 0.25}}}
+    tree = changed(stages={"train": {"kind": "sft", "options": options}})
+    found = planned(tree, {"model": "m"})
+    first, train = found[:2]
+    assert train.options["data.train_files"] == {str(first.result): 0.75, "old.jsonl": 0.25}
+    options["data"] = {"train_files": {"@data": 1.0}}
+    with pytest.raises(UserError, match="stage train: @data stands for several files, and a weight needs one file"):
+        planned(tree, {"model": "m", "data": ["a", "b"]})

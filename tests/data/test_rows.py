@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from hpc_rl.config.compose import compose
 from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.data.formats import CannotCheck, read_rows
-from hpc_rl.data.row_checks import check_batch_size, check_file
+from hpc_rl.data.row_checks import check_batch_size, check_file, check_row
 from hpc_rl.data.rows import to_messages, to_prompt
 from hpc_rl.errors import UserError
 
@@ -32,6 +33,28 @@ def message_of(call: Any, *args: Any) -> str:
         call(*args)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "columns"),
+    [
+        ("sft", (), ["messages"]),
+        ("sft", ("data.messages_key=chat",), ["chat"]),
+        ("distill", ("data.prompt_key=question", "data.response_key=answer", "teacher.path=t"), ["question", "answer"]),
+        ("dpo", ("data.chosen_key=better",), ["prompt", "better", "rejected"]),
+        ("dpo", ("data.label_key=good", "algorithm.loss=kto"), ["prompt", "response", "good"]),
+        ("rm", ("data.margin_key=by",), ["prompt", "chosen", "rejected", "by"]),
+        ("rm", ("data.label_keys=[a,b]", "data.response_key=text"), ["prompt", "text", "a", "b"]),
+    ],
+)
+def test_the_columns_that_a_row_needs(kind: str, options: tuple[str, ...], columns: list[str]) -> None:
+    """Reading a row that has no other columns works; see to_messages and to_preference."""
+    config: Any = compose(kind, ["model.path=m", "data.train_files=a", *options])
+    assert config.data.columns == columns
+    text = {name: "1" if name in ("good", "by", "a", "b") else f"the {name}" for name in columns}
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    row = {name: chat for name in columns} if len(columns) == 1 else text
+    check_row(row, config.data, "a row")
 
 
 def test_parquet_rows_lose_the_nulls_of_struct_columns(tmp_path: Path, data: DataConfig) -> None:

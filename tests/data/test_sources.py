@@ -84,6 +84,27 @@ def test_rows_of_other_parts_are_not_parsed(tmp_path: Path) -> None:
         list(read_some(file, lambda number: number == 1))
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "folder"])
+def test_only_the_columns_that_are_needed_are_read(tmp_path: Path, name: str) -> None:
+    rows = [{"prompt": f"{number}?", "a.b": number, "long": "x" * 100} for number in range(300)]
+    place = tmp_path / name
+    if name == "folder":
+        place.mkdir()
+    file = place / "train.parquet" if name == "folder" else place
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+
+    def read(*columns: str) -> list[dict[str, Any]]:
+        return [row for block in blocks([str(place)], "train", 1, 2, columns) for row, _ in block]
+
+    assert read("a.b", "prompt") == [{"prompt": row["prompt"], "a.b": row["a.b"]} for row in rows[256:]]
+    assert read("prompt", "none") == read() == rows[256:], "the message about a missing column lists all others"
+
+
+def test_columns_of_other_formats_are_all_read(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.csv"):
+        assert next(read_some(FILES[name](tmp_path / name), lambda _: True, ["prompt"])) == ROWS[0]
+
+
 def test_runs_of_rows() -> None:
     assert list(runs(3, 9, lambda number: number in (4, 5, 8))) == [
         (False, 3, 1),

@@ -16,7 +16,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from hpc_rl.data.formats import Row
 from hpc_rl.data.identity import contents_of, state_of
@@ -350,6 +352,20 @@ def test_a_key_that_cannot_be_computed_is_an_error_of_all_ranks(
     monkeypatch.setattr(dataset, "key_of", fail)
     with pytest.raises(AgreedError, match="no key"):
         dataset.load_items(objective, [str(file)], tokenizer, "train", RunDir(tmp_path), ALONE, Stopping())  # type: ignore[arg-type]
+
+
+def test_columns_that_are_not_needed_are_not_read(file: Path, root: Path) -> None:
+    table = file.with_suffix(".parquet")
+    rows = [{"n": number, "text": "x"} for number in range(COUNT)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), table)
+
+    def work(read: Any) -> Any:
+        found = list(read)
+        assert all(list(row) == ["n"] for row, _ in found)
+        return tokenize(found)
+
+    asked = replace(request(table, work), columns=["n"])
+    assert len(open_tokenized(asked, root, None, ALONE, Stopping())[0]) == len(KEPT)  # type: ignore[arg-type]
 
 
 def test_data_that_changes_while_it_is_read_is_refused(file: Path, root: Path) -> None:

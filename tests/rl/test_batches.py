@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.reward import OptionalRewardConfig
+from hpc_rl.data.mixture import Mixture
 from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError
@@ -86,9 +87,11 @@ def source(
     start: Position = START,
     order: int = 0,
     computed: ComputedColumns | None = None,
+    mixture: Mixture | None = None,
 ) -> tuple[SynchronousBatches, Queue]:
     queue, scoring = Queue(order), score if isinstance(score, Scoring) else Scoring(score)
-    return SynchronousBatches(config, PROMPTS, queue, scoring, start, computed or ComputedColumns({}, 0, 1)), queue
+    computed = computed or ComputedColumns({}, 0, 1)
+    return SynchronousBatches(config, PROMPTS, queue, scoring, start, computed, mixture), queue
 
 
 def drawn(source: SynchronousBatches, step: int) -> Batch:
@@ -115,6 +118,18 @@ def test_each_prompt_is_answered_n_times_side_by_side() -> None:
     assert seeds == np.random.default_rng([1, 0, 0]).integers(2**62, size=8).tolist()
     assert all(asked[2] == [Sampling(8, 1.0, 1.0, 0)] * 2 for asked in queue.asked)
     assert len(batch.experience()) == 8 and queue.is_paused
+
+
+def test_prompts_of_files_with_weights() -> None:
+    """The first two prompts are one file, and the other eight another. Two prompts of an epoch fill no batch."""
+    mixture, answers = Mixture((2, 8), (6, 4)), list[str]()
+    drawing, _ = source(ppo_config(), by_token, mixture=mixture)
+    for step in range(4):
+        answers += [prompt.answer for prompt in drawn(drawing, step).prompts[::2]]
+    seed = ppo_config().trainer.seed
+    assert answers == [str(index) for epoch in (0, 1) for index in mixture.order(seed, epoch, True)[:8]]
+    resumed, _ = source(ppo_config(), by_token, Position(0, 4), mixture=mixture)
+    assert [prompt.answer for prompt in drawn(resumed, 1).prompts[::2]] == answers[4:8]
 
 
 def test_a_step_draws_the_same_after_a_resume() -> None:

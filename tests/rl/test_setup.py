@@ -1,9 +1,17 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from hpc_rl.data.mixture import Mixture
+from hpc_rl.data.order import Position
+from hpc_rl.probes.tiny_model import make_tokenizer
 from hpc_rl.rl import setup
 from hpc_rl.rl.carriers.carriers import needed_by_driver
+from hpc_rl.rl.computed import ComputedColumns
 from tests.rl.ppo_config import STALE, ppo_config
 
 TWO_UPDATES = "actor.ppo_epochs=2"
@@ -92,3 +100,26 @@ def test_the_arithmetic_of_a_step_is_told() -> None:
         "each step: 4 prompts x 2 = 8 responses = 1 mini-batch, x 1 epoch = 1 update; "
         "micro-batches of at most 4,096 tokens"
     )
+
+
+def test_prompts_of_files_with_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {"a.jsonl": range(6), "b.jsonl": range(6, 8)}
+    for name, numbers in files.items():
+        rows = [json.dumps({"messages": str(number), "answer": number}) for number in numbers]
+        (tmp_path / name).write_text("\n".join(rows))
+    mixed = f"data.train_files={{{tmp_path}/b.jsonl: 3, {tmp_path}/a.jsonl: 1}}"
+    tokenizer = make_tokenizer(300)
+    train, val, mixture = setup.load_data(ppo_config(mixed), tokenizer)
+    assert [prompt.answer for prompt in train] == [6, 7, 0, 1, 2, 3, 4, 5] and val == []
+    assert mixture == Mixture((2, 6), (6, 2))
+    said = capsys.readouterr().out
+    assert f"an epoch has 6 samples of {tmp_path}/b.jsonl (75.0%; each of its 2 is used 3 times); 2 samples" in said
+    assert setup.load_data(ppo_config(f"data.train_files={tmp_path}/a.jsonl"), tokenizer)[2] is None
+
+    none: Any = None
+    for overrides in ((), (*STALE, "rollout.staleness=1")):
+        config = ppo_config(mixed, *overrides)
+        computed = ComputedColumns({}, 0, 1)
+        found: Any = setup.open_batches(config, train, none, none, none, Position(), 0, 4, None, computed, mixture)
+        order = found._draws._desk.order
+        assert [next(order)[0] for _ in train] == mixture.order(config.trainer.seed, 0, True).tolist()

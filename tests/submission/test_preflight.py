@@ -265,3 +265,20 @@ def test_commands_that_bash_cannot_read_are_refused(key: str) -> None:
     check("if true", "then cd /", "fi")
     with pytest.raises(UserError, match=rf"^slurm\.{key}: bash cannot read 'echo \"a': line 1: unexpected EOF"):
         check('echo "a')
+
+
+def test_how_often_rows_are_used_if_files_have_weights(folder: Path) -> None:
+    row = json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n"
+    (folder / "more.jsonl").write_text(row * 3)
+    mixed = {"train.jsonl": 0.5, "more.jsonl": 0.5}
+    assert check_ppo(data__train_files=mixed) == [
+        "data.train_files: an epoch has 2 samples of train.jsonl (50.0%; each of its 1 is used 2 times); 2 samples of "
+        "more.jsonl (50.0%; each of its 3 is used 0.667 times)"
+    ]
+    with pytest.raises(
+        UserError, match=r"data\.train_files: more\.jsonl has the weight 0\.01 of 1\.01, and an epoch of 4"
+    ):
+        check_ppo(data__train_files={"train.jsonl": 1, "more.jsonl": 0.01})
+    (folder / "more.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"data\.train_files: more\.jsonl: the data set is empty"):
+        check_ppo(data__train_files=mixed)

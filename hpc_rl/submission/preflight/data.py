@@ -9,6 +9,7 @@ from hpc_rl.config.finetune import FinetuneDataConfig
 from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.data.formats import CannotCheck, check_data_folder, is_file, unknown_format
 from hpc_rl.data.row_checks import AnyData, check_batch_size, check_file
+from hpc_rl.data.shares import describe, shares
 from hpc_rl.errors import UserError
 from hpc_rl.submission.after import is_coming
 from hpc_rl.submission.hub import HubCache
@@ -29,7 +30,7 @@ def check_train_data(
         coming: what an earlier job writes, which may not exist yet.
 
     Returns:
-        What could not be checked, a line each.
+        What could not be checked and, if the files have weights, how often their rows are used, a line each.
 
     Raises:
         UserError: all problems, a line each.
@@ -50,7 +51,17 @@ def check_train_data(
     read = [count for count in counts if count is not None and count < MAX_ROWS]
     if len(read) == len(counts):  # otherwise there may be more rows than were read
         check_batch_size(sum(read), data.train_batch_size)
+        notes += _share_notes(data.train_files, read) if isinstance(data.train_files, dict) else []
     return "\n".join(notes) or None
+
+
+def _share_notes(weights: dict[str, float], rows: list[int]) -> list[str]:
+    files = list(weights)
+    try:
+        counts = shares(files, rows, list(weights.values()))
+    except UserError as error:
+        raise UserError(f"data.train_files: {error}") from error
+    return [f"data.train_files: an epoch has {describe(files, rows, counts)}"]
 
 
 def check_val_data(key: str, file: str, data: AnyData, coming: frozenset[Path], cache: HubCache) -> str | None:

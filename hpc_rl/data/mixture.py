@@ -1,0 +1,54 @@
+"""Data files that are used in given proportions.
+
+An epoch has as many samples as all files together. The share of a file is its weight, divided by the sum of all
+weights. A file with fewer samples than its share is repeated, and one with more is cut. Each file is used in passes:
+all of its samples are used once before any is used again, and an epoch continues where the one before it ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How many samples of each file an epoch has."""
+
+    sizes: tuple[int, ...]
+    """Samples of each file, which are numbered from 0 over all files."""
+    counts: tuple[int, ...]
+    """Samples of each file in an epoch. The sum is that of the sizes."""
+
+    def order(self, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:
+        """Return the samples of one epoch in their order, shape [sum of sizes].
+
+        If shuffle is false, each file keeps its order, and the files alternate evenly.
+        """
+        starts = np.cumsum([0, *self.sizes[:-1]]).tolist()
+        found = np.concatenate(
+            [
+                start + _drawn(size, epoch * count, count, (seed, file) if shuffle else None)
+                for file, (start, size, count) in enumerate(zip(starts, self.sizes, self.counts, strict=True))
+            ]
+        )
+        if shuffle:
+            return found[np.random.default_rng([seed, epoch]).permutation(len(found))]
+        places = np.concatenate([(np.arange(count) + 0.5) / count for count in self.counts])
+        return found[np.argsort(places, kind="stable")]
+
+
+def _drawn(size: int, start: int, count: int, seed: tuple[int, int] | None) -> NDArray[np.int64]:
+    """Return the samples start ... start + count - 1 of the passes over a file, shape [count].
+
+    Args:
+        seed: (seed, number of the file) of the passes' orders. None: each pass has the order of the file.
+    """
+    if seed is None:
+        return np.arange(start, start + count, dtype=np.int64) % size
+    first, last = start // size, (start + count - 1) // size
+    # The last number sets these seeds apart from those of the orders of epochs.
+    passes = [np.random.default_rng([*seed, number, 1]).permutation(size) for number in range(first, last + 1)]
+    return np.concatenate(passes)[start - first * size :][:count]
