@@ -403,6 +403,8 @@ _EXPECTED = {
 def problem_text(details: Any) -> str:
     """Describe one of a ValidationError's errors in words, without its key."""
     message: str = _EXPECTED.get(details["type"]) or details["msg"].removeprefix("Value error, ")
+    if details["type"] == "literal_error":
+        message = re.sub(r"\b(True|False)\b", lambda word: word[0].lower(), message)
     found = details.get("input")
     if details["type"] == "literal_error" and isinstance(found, str):
         choices = re.findall("'([^']*)'", details["ctx"]["expected"])

@@ -98,7 +98,9 @@ def _type_name(annotation: Any) -> str:
     if origin is Annotated:
         return _type_name(get_args(annotation)[0])
     if origin is Literal:
-        return " | ".join(map(str, get_args(annotation)))
+        return " | ".join(
+            str(value).lower() if isinstance(value, bool) else str(value) for value in get_args(annotation)
+        )
     if origin in (list, dict, tuple):
         return f"{origin.__name__}[{', '.join(map(_type_name, get_args(annotation)))}]"
     if origin is not None:

@@ -13,6 +13,7 @@ from hpc_rl.config.job import TrainerConfig
 
 Sharding = Literal["full", "hybrid", "gradients", "none"]
 Offload = Literal["none", "optimizer", "all"]
+Recompute = Literal[False, True, "half"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 OFFLOAD_BYTES = 1 << 30
 """Bytes of the moments that come to the device at a time if they wait in host memory; two such parts are there."""
@@ -80,12 +81,29 @@ class ModelSource(Section):
 class ModelConfig(ModelSource):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trained weights. GPUs compute in bfloat16 in both cases."""
-    enable_gradient_checkpointing: bool = False
-    """Recompute each layer's activations in the backward pass, which takes about a third more time and far less
-    memory."""
+    enable_gradient_checkpointing: Recompute = False
+    """Recompute layers in the backward pass instead of keeping their activations. true: every layer, which takes about
+    a third more time and far less memory. half: every second layer, which takes half of that time and saves about half
+    of that memory."""
+    enable_activation_offload: bool = False
+    """Keep the inputs of recomputed layers in host memory between forward and backward pass, for long rows. They are
+    copied while the GPU computes. It needs enable_gradient_checkpointing=true."""
     use_torch_compile: bool = False
     """Compile each transformer layer with torch.compile."""
     lora: LoraConfig = LoraConfig()
+
+    @field_validator("enable_gradient_checkpointing", mode="before")
+    @classmethod
+    def _true_or_false(cls, value: Any) -> Any:
+        return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+
+    def problems(self) -> Iterator[str]:
+        if self.enable_activation_offload and self.enable_gradient_checkpointing is not True:
+            yield (
+                "enable_activation_offload moves the inputs of recomputed layers to host memory, and "
+                f"enable_gradient_checkpointing is {str(self.enable_gradient_checkpointing).lower()}: set it to true, "
+                "or remove enable_activation_offload"
+            )
 
 
 class OptimConfig(Section):
@@ -202,6 +220,18 @@ class TrainingConfig(RecordedConfig):
         if len(value) > MOST_PROFILED or min(value, default=1) < 1:
             raise ValueError(f"write 1 to {MOST_PROFILED} steps, counted from 1, such as [3,4] or 10-12")
         return value
+
+
+def recomputed_layers(recompute: Recompute, layers: int) -> range:
+    """Return the numbers of the layers that are computed again in the backward pass.
+
+    Of an even number of layers, half leaves out the last one: its activations are free before the first layer is
+    computed again.
+
+    Args:
+        recompute: model.enable_gradient_checkpointing.
+    """
+    return range(0, layers if recompute else 0, 2 if recompute == "half" else 1)
 
 
 def row_limit(trainer: TrainingConfig) -> str:

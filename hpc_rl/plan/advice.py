@@ -20,6 +20,7 @@ from hpc_rl.plan.plan import fits, plan_of
 
 Goal = Callable[[Planned], bool]
 """Whether a changed job is what is wanted."""
+_RECOMPUTE = "model.enable_gradient_checkpointing"
 _MORE_GPUS = "divide the model among more GPUs"
 _LEAST_SLICE = 8192
 """Fewest tokens of a rank for which rows are divided: shorter samples are no reason to exchange them in each layer."""
@@ -79,8 +80,14 @@ def _longest(config: FinetuneConfig | PpoConfig) -> int:
 
 
 def _recompute(config: Any, shapes: Shapes) -> Iterator[Settings]:
-    if not isinstance(config, GenerateConfig) and not config.model.enable_gradient_checkpointing:
-        yield {"model.enable_gradient_checkpointing": True}
+    if not isinstance(config, GenerateConfig):
+        stronger = {False: ("half", True), "half": (True,)}.get(config.model.enable_gradient_checkpointing, ())
+        yield from ({_RECOMPUTE: value} for value in stronger)
+
+
+def _host_inputs(config: Any, shapes: Shapes) -> Iterator[Settings]:
+    if not isinstance(config, GenerateConfig) and not config.model.enable_activation_offload:
+        yield {_RECOMPUTE: True, "model.enable_activation_offload": True}
 
 
 def _offload(config: Any, shapes: Shapes) -> Iterator[Settings]:
@@ -114,7 +121,8 @@ MEASURES: tuple[Measure, ...] = (
     Measure("change the part of each GPU that the engine takes", _engine_share),
     Measure("use smaller micro-batches", _micro_tokens),
     Measure("split each engine's model over several GPUs", _tensor_parallel),
-    Measure("recompute activations, which takes about a third more time", _recompute),
+    Measure("recompute activations, which takes up to a third more time", _recompute),
+    Measure("recompute activations from inputs in host memory, which are copied while layers compute", _host_inputs),
     Measure("keep unused states in host memory, which takes time for copies", _offload),
     Measure("divide each row of tokens among neighbouring GPUs of a node", _sequence_parallel),
     Measure("train adapters instead of all weights", _adapters),
@@ -122,7 +130,7 @@ MEASURES: tuple[Measure, ...] = (
 """Cheapest in time first. To add one, add a row."""
 EXACT = MEASURES[:-1]
 """Those that change nothing about the result."""
-USUAL = EXACT[:-2]
+USUAL = EXACT[:-3]
 """Those that are tried first: copies to the host, and GPUs that share rows, are for what does not fit otherwise."""
 
 
@@ -142,19 +150,22 @@ def advise(
         host: memory of a node, in bytes.
     """
 
+    def fits_gpu(changed: Planned) -> bool:
+        return fits(changed, shapes, gpu) and plan_of(changed, shapes, gpu).training <= limit
+
     def is_enough(changed: Planned) -> bool:
-        return fits(changed, shapes, gpu, host) and plan_of(changed, shapes, gpu).training <= limit
+        return fits_gpu(changed) and fits(changed, shapes, gpu, host)
 
     found = None
     for measures in (USUAL, EXACT, MEASURES) if change_training else (USUAL, EXACT):
-        found = found or _cheapest(config, shapes, is_enough, measures)
+        # All measures together need the least memory of a GPU, but not of the host.
+        if found is None and _may_help(config, shapes, fits_gpu, measures):
+            found = _cheapest(config, shapes, is_enough, measures)
     return found
 
 
 def _cheapest(config: Planned, shapes: Shapes, is_enough: Goal, measures: Sequence[Measure]) -> Advice | None:
     """Return the first combination of measures that helps: one before two, and cheap ones before others."""
-    if not _may_help(config, shapes, is_enough, measures):
-        return None
     for size in range(1, len(measures) + 1):
         for chosen in combinations(measures, size):
             if (found := _first(config, shapes, is_enough, chosen, {})) is not None:

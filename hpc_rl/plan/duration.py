@@ -17,6 +17,7 @@ from hpc_rl.config.pools import pool_of, pool_spec
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.preferences import NEEDS_NO_REFERENCE, DpoConfig, RmConfig
 from hpc_rl.config.rollout import engine_spec
+from hpc_rl.config.training import recomputed_layers
 from hpc_rl.host.gpu_models import GpuModel
 from hpc_rl.plan.memory import Planned, Shapes, cache_tokens, models_of, sequence_of, weights_of_engine
 from hpc_rl.plan.shape import Shape
@@ -224,6 +225,6 @@ def _generation(config: PpoConfig | GenerateConfig, shapes: Shapes, memory: floa
 
 def _training(config: FinetuneConfig | PpoConfig, shape: Shape, tokens: float, length: int, has_head: bool) -> float:
     """Return the operations of forward and backward passes."""
-    again = RECOMPUTED if config.model.enable_gradient_checkpointing else 0.0
+    again = RECOMPUTED * len(recomputed_layers(config.model.enable_gradient_checkpointing, shape.layers)) / shape.layers
     passes = FROZEN if config.model.lora.is_used else TRAINED
     return operations(shape, tokens, length, passes + again, TRAINED + again, has_head)

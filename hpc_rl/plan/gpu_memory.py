@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from hpc_rl.config.training import OFFLOAD_BYTES, Offload, Sharding
+from hpc_rl.config.training import OFFLOAD_BYTES, Offload, Recompute, Sharding, recomputed_layers
 from hpc_rl.plan.shape import Shape
 
 COMPUTE = 2
@@ -42,8 +42,10 @@ class Held:
     shards: int
     """Number of ranks that together hold the model once."""
     trained: bool = True
-    recompute: bool = False
-    """Whether layers are computed again in the backward pass."""
+    recompute: Recompute = False
+    """Which layers are computed again in the backward pass."""
+    inputs_on_host: bool = False
+    """Whether the inputs of recomputed layers wait in host memory."""
     adapters: int = 0
     """Parameters of the adapters that are trained instead of the model."""
     four_bit: bool = False
@@ -96,6 +98,13 @@ class Held:
         """Bytes of host memory in which a rank keeps what is not on the GPU."""
         return {"none": 0.0, "optimizer": self.moments, "all": self.states - self._packed()}[self.offload]
 
+    def inputs(self, tokens: int) -> tuple[int, int]:
+        """Return the bytes of a block of host memory that holds a layer's input, and the number of such blocks of a
+        rank. torch rounds page-locked memory up to a power of two."""
+        if not (self.trained and self.inputs_on_host):
+            return 0, 0
+        return 1 << (COMPUTE * tokens * self.shape.hidden - 1).bit_length(), len(self._recomputed)
+
     def forward(self, tokens: int) -> Parts:
         """Return the peak of a pass without gradients over so many tokens."""
         shape, gathered = self.shape, self._gathered()
@@ -110,7 +119,10 @@ class Held:
     def update(self, tokens: int) -> Parts:
         """Return the peak of forward pass, backward pass and optimizer step, with so many tokens in a micro-batch."""
         start = self._at_start() | {"gradients": self._gradients()}
-        moments = [start, self._at_head(tokens), self._in_layer(tokens), self._at_end()]
+        # The last layer may keep its activations, and the one before it be computed again.
+        last = range(self.shape.layers - 1, -1, -1)[:2]
+        inside = [self._in_layer(tokens, layer) for layer in last]
+        moments = [start, self._at_head(tokens), *inside, self._at_end()]
         if self.offload != "none":
             moments.append({"gradients": self._gradients(), "moments": min(self.moments, 2.0 * OFFLOAD_BYTES)})
         return largest(*moments)
@@ -143,11 +155,20 @@ class Held:
         own = self.adapters / self.shape.layers
         return own + (self.shape.vectors if self.four_bit else self.shape.layer)
 
-    def _saved(self, tokens: int) -> float:
-        """Return the activations that one layer keeps for the backward pass."""
+    @property
+    def _recomputed(self) -> range:
+        """The numbers of the layers that are computed again."""
+        return recomputed_layers(self.recompute, self.shape.layers)
+
+    def _saved(self, tokens: int, layers: int) -> float:
+        """Return the activations that the first layers keep for the backward pass."""
+        again = sum(number < layers for number in self._recomputed)
+        on_gpu = min(again, 2) if self.inputs_on_host else again
+        return on_gpu * COMPUTE * tokens * self.shape.hidden + (layers - again) * self._kept(tokens)
+
+    def _kept(self, tokens: int) -> float:
+        """Return the activations that a layer keeps if it is not computed again."""
         shape = self.shape
-        if self.recompute:
-            return COMPUTE * tokens * shape.hidden
         # The gradient of a norm's weight needs the norm's result, which adapters do not.
         numbers = (6 if self.adapters else 8) * shape.hidden + 4 * shape.working_inner + self._attention()
         numbers += 2 * shape.routed  # the inputs of the experts, and their results, of which routers need the gradient
@@ -174,7 +195,7 @@ class Held:
         found = {
             "gradients": self._gradients(),
             "gathered weights": COMPUTE * (self.root + self._layer()),
-            "saved activations": shape.layers * self._saved(tokens),
+            "saved activations": self._saved(tokens, shape.layers),
             "activations": 6 * COMPUTE * tokens * shape.hidden,
         }
         if self.sharding in ("gradients", "none"):
@@ -187,18 +208,18 @@ class Held:
             "gradients of the head": FLOAT32 * shape.embedding if trains_head else 0,
         }
 
-    def _in_layer(self, tokens: int) -> Parts:
-        """Return what exists in the backward pass of the last layer's MLP."""
+    def _in_layer(self, tokens: int, layer: int) -> Parts:
+        """Return what exists in the backward pass of a layer's MLP."""
         shape = self.shape
-        own = 8 if self.recompute else 4
-        inside = own * shape.working_inner + (10 if self.recompute else 5) * shape.hidden
-        inside += self._attention() if self.recompute else 0
-        inside += (6 if self.recompute else 4) * shape.routed
+        again = layer in self._recomputed
+        inside = (8 if again else 4) * shape.working_inner + (10 if again else 5) * shape.hidden
+        inside += self._attention() if again else 0
+        inside += (6 if again else 4) * shape.routed
         trains_head = self.head != "value" and not self.adapters
         return self._gathered() | {
             "gradients": self._gradients() + self._travelling(),
             "gradients of the head": COMPUTE * shape.embedding if trains_head else 0,
-            "saved activations": shape.layers * self._saved(tokens),
+            "saved activations": self._saved(tokens, layer + 1),
             "activations": COMPUTE * tokens * inside,
             "scores of attention": self._scores(tokens),
         }

@@ -78,16 +78,22 @@ class Placed:
 
     held: Held
     on_node: int
+    tokens: int = 0
+    """Of a micro-batch, if the model is trained."""
 
 
 def placed_models(config: Planned, shapes: Shapes, gpu_bytes: float) -> list[Placed]:
     """Return the models of a job without the engine's, and without a frozen one beside fine-tuning."""
     if isinstance(config, FinetuneConfig):
         ranks = _finetune_ranks(config, gpu_bytes)
-        return [Placed(_policy(config, shapes, gpu_bytes), ranks.per_node or ranks.count)]
-    pools = pool_spec(config)
-    every = _held_by_role(config, shapes, gpu_bytes)
-    return [Placed(held, max(pools[pool_of(config, role)])) for role, held in every.items()]
+        policy, tokens = _policy(config, shapes, gpu_bytes), micro_tokens(config, ranks.count)
+        return [Placed(policy, ranks.per_node or ranks.count, tokens)]
+    found = []
+    for role, held in _held_by_role(config, shapes, gpu_bytes).items():
+        sizes = pool_spec(config)[pool_of(config, role)]
+        tokens = micro_tokens(config, sum(sizes)) if isinstance(config, PpoConfig) and held.trained else 0
+        found.append(Placed(held, max(sizes), tokens))
+    return found
 
 
 def phases(config: Planned, shapes: Shapes, gpu_bytes: float) -> list[Phase]:
@@ -320,6 +326,7 @@ def _trained(shape: Shape, head: Head, model: ModelConfig, trainer: TrainingConf
         sharding,
         shards,
         recompute=model.enable_gradient_checkpointing,
+        inputs_on_host=model.enable_activation_offload,
         adapters=adapters,
         four_bit=model.lora.quantize is not None,
         offload=trainer.offload,

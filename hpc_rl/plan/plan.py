@@ -62,7 +62,7 @@ class Plan:
     host: float
     """Host memory of one node."""
     offloaded: float
-    """The part of it in which trainer.offload keeps what is not on the GPUs."""
+    """The part of it that keeps what is not on the GPUs (trainer.offload, model.enable_activation_offload)."""
     checkpoints: float
     """Disk space of all checkpoints that exist at the same time."""
     export: float
@@ -123,7 +123,7 @@ def plan_of(config: Planned, shapes: Shapes, gpu: float) -> Plan:
         # One checkpoint more than are kept exists while the newest is written.
         checkpoints = (config.trainer.max_ckpt_to_keep + 1) * sum(_state_bytes(placed.held) for placed in trained)
         export = float(COMPUTE * shapes[config.model.path].total) if config.trainer.export else 0.0
-    offloaded = sum(placed.held.on_host * placed.on_node for placed in models)
+    offloaded = sum(placed.held.on_host * placed.on_node for placed in models) + _inputs_bytes(trained)
     return Plan(
         phases=tuple(phases(config, shapes, gpu)),
         gpu=gpu,
@@ -139,7 +139,7 @@ def fits(config: Planned, shapes: Shapes, gpu: float, host: float = math.inf) ->
     """Return whether a job fits, perhaps tightly.
 
     Args:
-        host: memory of a node, in bytes, which has to hold what trainer.offload moves there.
+        host: memory of a node, in bytes, which has to hold what leaves the GPUs.
     """
     plan = plan_of(config, shapes, gpu)
     return plan.verdict != "does not fit" and (not plan.offloaded or plan.offloaded < host)
@@ -150,6 +150,15 @@ def _engine(config: Planned, shapes: Shapes, gpu: float) -> Engine | None:
         return None
     cache = cache_tokens(config, shapes, gpu)
     return None if cache is None else Engine(cache, sequence_of(config), config.rollout.max_num_seqs)
+
+
+def _inputs_bytes(trained: Sequence[Placed]) -> float:
+    """Return the host memory of a node for inputs of layers. Models that take turns use the same blocks."""
+    most: dict[int, int] = {}
+    for placed in trained:
+        size, count = placed.held.inputs(placed.tokens)
+        most[size] = max(most.get(size, 0), count * placed.on_node)
+    return float(sum(size * count for size, count in most.items()))
 
 
 def _state_bytes(held: Held) -> float:

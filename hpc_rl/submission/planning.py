@@ -141,7 +141,7 @@ def check_fit(found: JobPlan, size: str, force: bool = False, granted: float | N
 
 
 def check_host(found: JobPlan, granted: float | None, force: bool = False) -> list[str]:
-    """Check that a node's memory holds what trainer.offload moves there.
+    """Check that a node's memory holds what trainer.offload and model.enable_activation_offload move there.
 
     Args:
         granted: memory that the job requests on each node, in bytes; None if it is unknown.
@@ -157,8 +157,11 @@ def check_host(found: JobPlan, granted: float | None, force: bool = False) -> li
     if not plan.offloaded or granted is None or plan.host <= granted:
         return []
     level = config.trainer.offload
+    options = [] if level == "none" else [f"trainer.offload={level}"]
+    if not isinstance(config, GenerateConfig) and config.model.enable_activation_offload:
+        options.append("model.enable_activation_offload=true")
     needs = (
-        f"trainer.offload={level} keeps {gigabytes(plan.offloaded)} GB in the memory of each node; with processes and "
+        f"{' with '.join(options)} keeps {gigabytes(plan.offloaded)} GB in the memory of each node; with processes and "
         f"copies for checkpoints, a node needs about {gigabytes(plan.host)} GB, and the job requests "
         f"{gigabytes(granted)} GB"
     )

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from hpc_rl.config.training import OFFLOAD_BYTES, Offload
 from hpc_rl.training.models.causal_lm import PackedModel
 from hpc_rl.training.sharding import reshard
+from hpc_rl.training.side_stream import SideStream
 
 _ALIGNED = 64
 """Bytes of which the place of each tensor in a buffer is a multiple."""
@@ -48,9 +49,7 @@ class Parked:
         self._copies: list[torch.Tensor] = []
         """In host memory, from the first move on; page-locked for an accelerator."""
         self._away = False
-        device = self._tensors[0].device if self._tensors else torch.device("cpu")
-        self._accelerator = None if device.type == "cpu" else torch.get_device_module(device.type)
-        self._stream = None if self._accelerator is None else self._accelerator.Stream()
+        self._side = SideStream(self._tensors[0].device if self._tensors else torch.device("cpu"))
         self._arrived: Any = None
         """Event at the end of the latest copies to the device, until it has been awaited."""
 
@@ -72,19 +71,19 @@ class Parked:
         """
         if self._away or not self._tensors:
             return
-        with self._beside():
+        with self._side.copying():
             if not self._copies:
-                self._copies = _host_copies(self._tensors, pinned=self._accelerator is not None)
+                self._copies = _host_copies(self._tensors, pinned=self._side.pins)
                 changed = True
             for tensor, copy in zip(self._tensors, self._copies, strict=True):
                 if changed:
                     copy.copy_(tensor, non_blocking=True)
-                if self._stream is not None:
-                    tensor.record_stream(self._stream)  # nobody else gets the memory before it has been read
+                if self._side.stream is not None:
+                    tensor.record_stream(self._side.stream)  # nobody else gets the memory before it has been read
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
-        if self._stream is not None:
-            _departures.append(self._stream.record_event())
+        if (departure := self._side.mark()) is not None:
+            _departures.append(departure)
         self._away = True
 
     def come_back(self) -> None:
@@ -95,10 +94,10 @@ class Parked:
             _departures.pop().synchronize()
         for tensor, size in zip(self._tensors, self._sizes, strict=True):
             tensor.untyped_storage().resize_(size)
-        with self._beside():
+        with self._side.copying():
             for tensor, copy in zip(self._tensors, self._copies, strict=True):
                 tensor.copy_(copy, non_blocking=True)
-        self._arrived = None if self._stream is None else self._stream.record_event()
+        self._arrived = self._side.mark()
         self._away = False
 
     def arrive(self) -> None:
@@ -122,16 +121,6 @@ class Parked:
         finally:
             if was_away:
                 self.leave(changed)
-
-    @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Copy beside the device's usual work, after what it has been told so far."""
-        if self._accelerator is None:
-            yield
-            return
-        self._stream.wait_stream(self._accelerator.current_stream())  # type: ignore[union-attr]
-        with self._accelerator.stream(self._stream), torch.no_grad():
-            yield
 
 
 class ModelOffload:

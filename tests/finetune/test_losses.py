@@ -18,6 +18,8 @@ TWO_RANKS = {
     "none, many micro-batches": ["trainer.sharding=none", "data.max_length=128", "trainer.micro_tokens=128"],
     "full, many micro-batches": ["data.max_length=128", "trainer.micro_tokens=128"],
     "moments in host memory": ["trainer.offload=optimizer"],
+    "every second layer recomputed": ["model.enable_gradient_checkpointing=half"],
+    "inputs in host memory": ["model.enable_gradient_checkpointing=true", "model.enable_activation_offload=true"],
     "sequence parallel": ["trainer.sequence_parallel=2", "trainer.n_gpus_per_node=2"],
     "sequence parallel, unpacked": [
         *("trainer.sequence_parallel=2", "trainer.n_gpus_per_node=2", "trainer.packing=false"),

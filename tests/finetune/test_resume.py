@@ -63,6 +63,7 @@ def test_stopped_on_one_rank_and_resumed_on_two(sft_config: list[str], tmp_path:
     assert run_here(sft_config, tmp_path) == EXIT_STOPPED
     (tmp_path / "stop").unlink()
     options = ("trainer.sharding=none", "trainer.save_async=false", "trainer.export=true", "trainer.offload=optimizer")
+    options = (*options, "model.enable_gradient_checkpointing=true", "model.enable_activation_offload=true")
     results = run_job(sft_config, tmp_path, *options, ranks=2)
     assert [code for code, _, _ in results] == [0, 0], results
     assert "resuming after step 2" in results[0][1]

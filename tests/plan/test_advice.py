@@ -12,6 +12,7 @@ from tests.plan.configs import SHAPES, config
 from tests.simulated_gpu.shapes import sizes
 
 RECOMPUTE = "model.enable_gradient_checkpointing=true"
+HOST_INPUTS = {"model.enable_gradient_checkpointing": True, "model.enable_activation_offload": True}
 LORA = {"model.lora.rank": 32, "model.dtype": "bfloat16"}
 
 
@@ -19,7 +20,10 @@ LORA = {"model.lora.rank": 32, "model.dtype": "bfloat16"}
     ("kind", "options", "gpu", "expected"),
     [
         ("sft", (), 40e9, {"trainer.micro_tokens": 2048}),
-        ("sft", ("data.max_length=4096",), 40e9, {"model.enable_gradient_checkpointing": True}),
+        ("sft", ("data.max_length=4096",), 40e9, {"model.enable_gradient_checkpointing": "half"}),
+        ("sft", ("data.max_length=4096",), 34e9, {"model.enable_gradient_checkpointing": True}),
+        ("sft", (RECOMPUTE, "trainer.micro_tokens=32768", "data.max_length=32768"), 39e9, HOST_INPUTS),
+        ("sft", ("trainer.micro_tokens=32768", "data.max_length=32768"), 39e9, HOST_INPUTS),
         ("sft", ("trainer.sharding=none", RECOMPUTE), 80e9, {"trainer.sharding": "full"}),
         ("sft", ("trainer.micro_tokens=65536", RECOMPUTE), 40e9, {"trainer.micro_tokens": 16384}),
         ("sft", (RECOMPUTE,), 15e9, LORA),
@@ -84,7 +88,7 @@ def test_fewest_nodes() -> None:
     kept = config("sft", "data.max_length=4096")
     assert nodes_of(fewest(kept, SHAPES, 40e9, first=1, may_change=True)) == {
         "trainer.nnodes": 1,
-        "model.enable_gradient_checkpointing": True,
+        "model.enable_gradient_checkpointing": "half",
     }
 
 
@@ -116,10 +120,16 @@ def test_measures_that_do_not_apply() -> None:
     applies = [measure.reason for measure in MEASURES if list(measure.settings(job, SHAPES))]
     assert applies == ["split each engine's model over several GPUs"]
     done = config("sft", "trainer.sharding=full", "model.enable_gradient_checkpointing=true", "model.lora.rank=8")
-    offloaded = done.updated("trainer.offload", "optimizer")
+    offloaded = done.updated("trainer.offload", "optimizer").updated("model.enable_activation_offload", True)
     applies = [measure.reason for measure in MEASURES if list(measure.settings(offloaded, SHAPES))]
     assert applies == ["use smaller micro-batches"]
-    (offload,) = (measure.settings for measure in MEASURES if "host memory" in measure.reason)
+    (inputs,) = (measure.settings for measure in MEASURES if "inputs" in measure.reason)
+    assert list(inputs(done, SHAPES)) == [HOST_INPUTS]
+    recompute = next(measure.settings for measure in MEASURES if "third" in measure.reason)
+    key = "model.enable_gradient_checkpointing"
+    assert list(recompute(config("sft"), SHAPES)) == [{key: "half"}, {key: True}]
+    assert list(recompute(config("sft", f"{key}=half"), SHAPES)) == [{key: True}]
+    (offload,) = (measure.settings for measure in MEASURES if "states in host memory" in measure.reason)
     assert list(offload(done, SHAPES)) == [{"trainer.offload": "optimizer"}]
     assert [one["trainer.offload"] for one in offload(config("ppo"), SHAPES)] == ["optimizer", "all"]
     assert list(MEASURES[2].settings(done, SHAPES)) == [{"trainer.micro_tokens": 2048}, {"trainer.micro_tokens": 1024}]
@@ -142,13 +152,18 @@ def test_rows_are_divided_for_long_samples_only() -> None:
 
 
 def test_advice_for_samples_of_128k_tokens() -> None:
-    """Without it, a sample of 131,072 tokens fits on none of the GPUs, whatever else is changed."""
+    """A sample of 131,072 tokens fits if inputs of layers are in host memory; longer ones only if GPUs share them."""
     length = 131_072
     job = config("sft", f"data.max_length={length}", f"trainer.micro_tokens={length}", RECOMPUTE)
     assert not fits(job, SHAPES, 80e9)
     found = advise(job, SHAPES, 80e9, change_training=False)
     assert found is not None
+    assert found.settings == HOST_INPUTS
+    longer = config("sft", f"data.max_length={2 * length}", f"trainer.micro_tokens={2 * length}", RECOMPUTE)
+    found = advise(longer, SHAPES, 80e9, change_training=False)
+    assert found is not None
     assert found.settings["trainer.sequence_parallel"] in (2, 4)
+    job = longer
     changed = with_settings(job, found.settings)
     assert changed is not None
     assert fits(changed, SHAPES, 80e9)

@@ -37,11 +37,12 @@ def test_operations_of_passes() -> None:
     [
         ("sft", (), 6, 3, 1),
         ("sft", ("model.enable_gradient_checkpointing=true",), 8, 4, 1),
+        ("sft", ("model.enable_gradient_checkpointing=half",), 7, 3.5, 1),
         ("sft", ("model.lora.rank=8",), 4, 3, 1),
         ("rm", (), 6, 3, 0),
     ],
 )
-def test_a_step_of_fine_tuning(kind: str, words: tuple[str, ...], passes: int, attended: int, head: int) -> None:
+def test_a_step_of_fine_tuning(kind: str, words: tuple[str, ...], passes: int, attended: float, head: int) -> None:
     job = config(kind, *words)
     length = job.data.longest
     (found,) = operations_of(kind, *words)

@@ -110,6 +110,46 @@ def test_update_in_a_layer() -> None:
     assert kept["activations"] == 2 * T * (4 * 5000 + 5 * H)
 
 
+WIDE = replace(SHAPE, inner=5000, vocabulary=10)
+KEPT = 2 * T * (8 * H + 4 * 5000 + 2 * Q + 2 * K) + 4 * T * 6
+"""Activations of a layer of this shape that is not computed again."""
+AGAIN, ONCE = 2 * T * (8 * 5000 + 10 * H + 2 * Q + 2 * K), 2 * T * (4 * 5000 + 5 * H)
+"""What its backward pass needs beside them."""
+
+
+def test_every_second_layer_is_computed_again() -> None:
+    """Of three layers, the first and the last; of four, the first and the third."""
+    half = replace(MODEL, shape=WIDE, recompute="half")
+    found = half.update(T)
+    assert (found["saved activations"], found["activations"]) == (KEPT + 2 * 2 * T * H, AGAIN)
+    even = replace(half, shape=replace(WIDE, layers=4)).update(T)
+    assert (even["saved activations"], even["activations"]) == (2 * KEPT + 2 * 2 * T * H, ONCE)
+    one = replace(half, shape=replace(WIDE, layers=1)).update(T)
+    assert (one["saved activations"], one["activations"]) == (2 * T * H, AGAIN)
+
+
+def test_a_layer_before_the_last_one_may_need_the_most() -> None:
+    """Attention of many heads keeps much, but not what the backward pass of an MLP needs."""
+    shape = replace(WIDE, layers=2, inner=5000, hidden=1, head_size=1, vectors=2)
+    half = replace(MODEL, shape=shape, recompute="half", head="value")
+    assert half.update(T)["activations"] == 2 * T * (4 * 5000 + 5)
+    experts = replace(shape, hidden=9000)
+    found = replace(half, shape=experts).update(T)
+    assert found["saved activations"] == 2 * T * 9000 + 2 * T * (8 * 9000 + 4 * 5000 + 16) + 4 * T * 6
+
+
+def test_inputs_in_host_memory() -> None:
+    host = replace(MODEL, shape=replace(SHAPE, layers=7), inputs_on_host=True)
+    assert host.update(T)["saved activations"] == 2 * 2 * T * H
+    assert replace(host, shape=replace(SHAPE, layers=1)).update(T)["saved activations"] == 2 * T * H
+    # 2 x 1000 x 64 bytes are a bit less than 2^17.
+    assert host.inputs(T) == (1 << 17, 7)
+    assert host.inputs(1024) == (1 << 17, 7)
+    assert host.inputs(1025) == (1 << 18, 7)
+    assert replace(host, trained=False).inputs(T) == (0, 0)
+    assert replace(host, inputs_on_host=False).inputs(T) == (0, 0)
+
+
 def test_update_at_the_end() -> None:
     """With few tokens, the gradients of a large vocabulary are the most: bfloat16, float32, and this rank's part."""
     large = replace(SHAPE, vocabulary=10**6)

@@ -45,6 +45,30 @@ def test_an_engine_needs_a_cache_for_one_response() -> None:
     assert cache_text(none) == "the weights of the model do not fit into an engine's part of a GPU"
 
 
+HOST_INPUTS = ("model.enable_gradient_checkpointing=true", "model.enable_activation_offload=true")
+
+
+def test_host_memory_for_inputs_of_layers() -> None:
+    """A rank has 28 blocks of 2^25 bytes for 4,096 tokens of 7B: 2 x 4096 x 3584 bytes, rounded up."""
+
+    def offloaded(kind: str, *words: str) -> float:
+        return plan_of(config(kind, *words), SHAPES, 80e9).offloaded
+
+    assert offloaded("sft", *HOST_INPUTS) == 8 * 28 * 2**25
+    assert offloaded("sft", *HOST_INPUTS, "trainer.offload=optimizer") == pytest.approx(8 * P + 8 * 28 * 2**25)
+    assert offloaded("sft", HOST_INPUTS[0]) == 0
+    assert offloaded("sft", *HOST_INPUTS, "trainer.micro_tokens=8192") == 8 * 28 * 2**26
+    # Actor and critic take turns, with the same blocks if they are equally wide.
+    assert offloaded("ppo", *HOST_INPUTS) == 8 * 28 * 2**25
+    assert offloaded("ppo", *HOST_INPUTS, "critic.path=/other") == 8 * 28 * 2**25
+    narrow = {**SHAPES, "/other": replace(SHAPES["/other"], hidden=1000)}
+    apart = config("ppo", *HOST_INPUTS, "critic.path=/other")
+    assert plan_of(apart, narrow, 80e9).offloaded == 8 * (28 * 2**25 + 14 * 2**23)
+    two = config("sft", *HOST_INPUTS).updated("trainer.n_gpus_per_node", 2)
+    assert plan_of(two, SHAPES, 80e9).offloaded == 2 * 28 * 2**25
+    assert offloaded("generate", "reward.model=/other") == 0
+
+
 def test_memory_of_the_training_processes_is_without_the_engine() -> None:
     found = plan_of(config("ppo"), SHAPES, 80e9)
     update = next(phase for phase in found.phases if phase.name == "update of the actor")

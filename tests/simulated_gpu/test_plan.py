@@ -30,6 +30,8 @@ NAMES = {
 }
 """Name of a phase in a plan -> in the scenario."""
 KEEP = "model.enable_gradient_checkpointing=false"
+HALF = "model.enable_gradient_checkpointing=half"
+HOST_INPUTS = "model.enable_activation_offload=true"
 KL = ("algorithm.kl.where=loss", "algorithm.kl.estimator=k3")
 GRPO = (*KL, "algorithm.advantage=grpo", "rollout.n=2")
 LORA = ("model.lora.rank=32", "model.dtype=bfloat16")
@@ -65,6 +67,8 @@ CASES = [
     case("sft", "7B", 8, 8192, KEEP),
     case("sft", "7B", 8, 16384, "trainer.sharding=gradients", small=True),
     case("sft", "7B", 16, 16384, small=True),
+    case("sft", "7B", 8, 8192, HALF, small=True),
+    case("sft", "7B", 8, 32768, HOST_INPUTS, small=True),
     case("sft", "7B", 8, 4096, "trainer.offload=optimizer", small=True),
     case("sft", "1.5B", 1, 8192, "trainer.offload=optimizer"),
     case("sft", "7B", 8, 16384, "trainer.sequence_parallel=4", small=True),
@@ -86,6 +90,8 @@ CASES = [
     case("ppo", "7B", 8, 16384, *KL),
     case("ppo", "7B", 4, 8192, *GRPO, *LORA, small=True),
     case("ppo", "7B", 16, 16384, *GRPO),
+    case("ppo", "7B", 8, 8192, *GRPO, HALF, small=True),
+    case("ppo", "1.5B", 8, 16384, *KL, HOST_INPUTS, small=True),
     case("ppo", "7B", 4, 8192, *KL, "trainer.offload=all", small=True),
     case("ppo", "1.5B", 1, 8192, *GRPO, "trainer.offload=all"),
     case("ppo", "14B", 16, 8192, *KL),

@@ -135,6 +135,13 @@ def test_host_memory_for_what_waits() -> None:
         host("slurm.mem=30G")
     assert host("slurm.mem=30G", force=True)[0].startswith("the job may not fit: trainer.offload=optimizer keeps")
     assert host("slurm.mem=30G", "trainer.offload=none") == []
+    inputs = ("model.enable_gradient_checkpointing=true", "model.enable_activation_offload=true")
+    (both,) = host("slurm.mem=30G", *inputs, force=True)
+    assert both.startswith(
+        "the job may not fit: trainer.offload=optimizer with model.enable_activation_offload=true keeps 68.4 GB in"
+    )
+    with pytest.raises(UserError, match=r"^model.enable_activation_offload=true keeps 7\.5 GB in the memory"):
+        host("slurm.mem=6G", "trainer.offload=none", *inputs)
     assert host() == []
 
 
@@ -174,8 +181,8 @@ def test_force_submits_anyway(monkeypatch: MonkeyPatch) -> None:
 
 def test_fewest_nodes_with_the_settings_that_they_need() -> None:
     chosen, note = planning.on_fewest_nodes(request("data.max_length=4096", gpu_gb=40, fewest_nodes=True))
-    assert note == "--nodes auto: trainer.nnodes=1 model.enable_gradient_checkpointing=true"
-    assert chosen.settings == {"trainer.nnodes": 1, "model.enable_gradient_checkpointing": True}
+    assert note == "--nodes auto: trainer.nnodes=1 model.enable_gradient_checkpointing=half"
+    assert chosen.settings == {"trainer.nnodes": 1, "model.enable_gradient_checkpointing": "half"}
     assert not chosen.fewest_nodes
     small, _ = planning.on_fewest_nodes(request("trainer.n_gpus_per_node=2", gpu_gb=40, fewest_nodes=True))
     assert small.settings == {

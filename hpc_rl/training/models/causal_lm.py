@@ -17,6 +17,7 @@ from hpc_rl.training.models import lora, packed_attention
 from hpc_rl.training.models.four_bit import four_bit_weights
 from hpc_rl.training.models.packed_batch import PackedBatch
 from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
+from hpc_rl.training.models.recomputation import recompute
 from hpc_rl.training.models.routers import Routers, find_routers
 from hpc_rl.training.sequence_parallel import ALONE, SequenceGroup
 
@@ -83,7 +84,7 @@ class PackedModel(nn.Module):
         """Switch to training mode, with adapters, recomputation and compilation as configured.
 
         Raises:
-            UserError: the model cannot have these adapters.
+            UserError: the model cannot have these adapters, or its layers cannot be recomputed in this way.
         """
         if config.lora.is_used:
             self.adapters = lora.add_adapters(self.hf, config.lora, config.path)
@@ -91,10 +92,7 @@ class PackedModel(nn.Module):
                 self.hf.get_submodule(head).requires_grad_(True)
         self.hf.train()
         self.routers = find_routers(self.hf)
-        if config.enable_gradient_checkpointing:
-            # transformers 5 introduced the new name, and transformers 6 removes the old one.
-            enable = getattr(self.hf, "activation_checkpointing_enable", None) or self.hf.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+        recompute(self.hf, self.layers(), config)
         if config.use_torch_compile:
             for layer in self.layers():
                 layer.compile(dynamic=True)
