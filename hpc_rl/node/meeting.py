@@ -14,8 +14,10 @@ from pathlib import Path
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import write_atomically
 
-POLL_S, LONGEST_POLL_S = 0.05, 0.5
-"""Interval between two looks for a file, which grows: the looks of a thousand nodes are a load for a file system."""
+POLL_S = 0.05
+"""Interval between two looks for a file."""
+LOOKS_PER_S, LONGEST_POLL_S = 2000, 0.5
+"""Most looks of all nodes together, which are a load for a shared file system, and the longest interval."""
 PROGRESS_S = 30
 """Interval between the lines of Progress."""
 SHARED_TIMEOUT_S = 20
@@ -45,7 +47,7 @@ class Meeting:
         Raises:
             UserError: it does not, so the run directory is not on a shared file system.
         """
-        if not _wait(self.attempt_dir.is_dir, timeout_s, refresh=self.attempt_dir.parent):
+        if not self._wait(self.attempt_dir.is_dir, timeout_s, refresh=self.attempt_dir.parent):
             raise UserError(
                 f"node {self.node} does not see {self.attempt_dir}, which node {self.nodes[0]} made: "
                 "put the run directory on a file system that all nodes share"
@@ -85,7 +87,7 @@ class Meeting:
             check()
             return path.exists()
 
-        if not _wait(is_there, timeout_s, refresh=self.attempt_dir):
+        if not self._wait(is_there, timeout_s, refresh=self.attempt_dir):
             raise UserError(
                 f"node {self.node} waited {timeout_s:.0f} s for node {self.nodes[0]} to publish its "
                 f"address in {self.attempt_dir}: see node0.log there, or raise slurm.start_timeout_s"
@@ -120,6 +122,16 @@ class Meeting:
         files = {rank: name for rank in range(len(self.nodes)) if (name := f".node{rank}.failed") in there}
         return {rank: int((self.attempt_dir / name).read_text()) for rank, name in files.items()}
 
+    def _wait(self, condition: Callable[[], bool], timeout_s: float, refresh: Path) -> bool:
+        deadline, pause_s = time.monotonic() + timeout_s, interval_s(len(self.nodes))
+        while not condition():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause_s)
+            with contextlib.suppress(FileNotFoundError):
+                list(refresh.iterdir())  # refreshes the view of an NFS client
+        return True
+
     def _write(self, name: str, text: str) -> None:
         try:
             write_atomically(self.attempt_dir / f".{name}", text)
@@ -146,13 +158,6 @@ def named(nodes: Sequence[str]) -> str:
     return f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {', '.join(nodes)}"
 
 
-def _wait(condition: Callable[[], bool], timeout_s: float, refresh: Path) -> bool:
-    deadline, pause_s = time.monotonic() + timeout_s, POLL_S
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(1.5 * pause_s, LONGEST_POLL_S)
-        with contextlib.suppress(FileNotFoundError):
-            list(refresh.iterdir())  # refreshes the view of an NFS client
-    return True
+def interval_s(nodes: int) -> float:
+    """Return the interval between a node's looks for a file, when so many nodes look for it."""
+    return min(max(nodes / LOOKS_PER_S, POLL_S), LONGEST_POLL_S)

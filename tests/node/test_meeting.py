@@ -5,7 +5,7 @@ import pytest
 
 from hpc_rl.errors import UserError
 from hpc_rl.node import meeting as meeting_module
-from hpc_rl.node.meeting import Meeting, Progress
+from hpc_rl.node.meeting import Meeting, Progress, interval_s
 
 NODES = ("a", "b", "c")
 
@@ -32,13 +32,14 @@ def test_waiting_ends_with_who_is_missing(tmp_path: Path) -> None:
         meeting.await_address(timeout_s=0.1)
 
 
-def test_a_long_wait_looks_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_nodes_look_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [interval_s(nodes) for nodes in (1, 100, 200, 1000, 1024)] == [0.05, 0.05, 0.1, 0.5, 0.5]
     slept: list[float] = []
     monkeypatch.setattr(meeting_module.time, "sleep", slept.append)
     monkeypatch.setattr(meeting_module.time, "monotonic", lambda: sum(slept))
-    with pytest.raises(UserError, match="node b waited 60 s"):
-        Meeting(tmp_path, NODES, 1).await_address(timeout_s=60)
-    assert slept[:3] == pytest.approx([0.05, 0.075, 0.1125]) and set(slept[10:]) == {0.5}
+    with pytest.raises(UserError, match="node node1 waited 60 s"):
+        Meeting(tmp_path, tuple(f"node{number}" for number in range(500)), 1).await_address(timeout_s=60)
+    assert set(slept) == {0.25}
 
 
 def test_failures_are_those_of_the_nodes(tmp_path: Path) -> None:
