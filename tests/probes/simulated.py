@@ -90,7 +90,7 @@ def _without_files() -> Iterator[None]:
     samples = [Sample(input_ids=np.zeros(40, np.int32), loss_mask=mask) for _ in range(64 * RANKS)]
     with (
         untrained(Qwen3Config(**shape, **heads)),
-        mock.patch.object(trainer, "load_items", lambda *_: samples),
+        mock.patch.object(trainer, "load_training", lambda *_: (samples, None)),
         mock.patch.object(trainer, "agree", lambda *_, left: False),  # a simulated answer of rank 0 is a one: stop
     ):
         yield
