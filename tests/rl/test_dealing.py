@@ -150,7 +150,7 @@ def test_ranks_that_share_rows_have_the_same_responses(
     assert deal.responses == plain.responses == len(pairs)
     column = np.arange(sum(sampled), dtype=np.float32)
     parts = split(deal, column)
-    for mine, theirs in zip(deal.once(parts), plain.split(column), strict=True):
+    for mine, theirs in zip(deal.once(parts), split(plain, column), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     np.testing.assert_array_equal(deal.join(parts), column)
     rows = np.arange(len(pairs), dtype=np.float32)
