@@ -156,6 +156,6 @@ def test_ranks_that_share_rows_have_the_same_responses(
     rows = np.arange(len(pairs), dtype=np.float32)
     np.testing.assert_array_equal(deal.join_responses([rows[order] for order in deal.orders]), rows)
     prompts, responses = ([np.full(n, i, np.int32) for i, n in enumerate(found)] for found in (context, sampled))
-    found = opened(deal, prompts, responses)
+    found = dealt_rows(deal, prompts, responses)
     assert len(found) == groups * copies
     assert all(found[rank] is found[rank - rank % copies] for rank in range(len(found)))
