@@ -27,7 +27,7 @@ PPO = [
     *("data.train_batch_size=8", "rollout.n=2", "actor.mini_batch_size=16", "trainer.total_training_steps=1"),
 ]
 OPTIONS = {"sft": SFT, "ppo": PPO}
-TRAINED = {"typed-gres": ["sft"], "whole-nodes": ["ppo"], "shared-nodes": ["sft"], "strict": []}
+TRAINED = {"typed-gres": ["sft"], "whole-nodes": ["ppo"], "shared-nodes": ["sft"], "strict": ["sft"]}
 """What is trained on each kind of cluster. The doctor starts Ray and a process group on all of them."""
 
 

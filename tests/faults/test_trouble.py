@@ -41,6 +41,15 @@ if os.uname().nodename == os.environ.get("SKEWED_NODE"):
     time.time_ns = lambda: now_ns() + 3600 * 10**9
 """
 """A sitecustomize.py: on one node, the clock is an hour ahead of the others'."""
+REWARD = """
+import os, pathlib, time
+
+def score(response, answer):
+    if "HPC_RL_RUN_DIR" in os.environ:  # also called before the job is submitted
+        pathlib.Path(os.environ["HPC_RL_RUN_DIR"], "called").open("a").close()
+    {statement}
+"""
+"""A reward function that leaves a mark of its first call."""
 
 
 @dataclass(frozen=True)
@@ -123,25 +132,28 @@ def test_a_node_whose_clock_is_wrong(place: Place, job: Job, observed: Callable[
 
 
 @pytest.mark.parametrize(
-    ("name", "program", "message"),
+    ("name", "statement", "message"),
     [
-        ("raises", "def score(response, answer):\n    raise KeyError('no such field')\n", "no such field"),
-        ("never returns", "import time\n\n\ndef score(response, answer):\n    time.sleep(10000)\n", "took over 3 s"),
+        ("raises", "raise KeyError('no such field')", "no such field"),
+        ("never returns", "time.sleep(10000)", "over 3 s"),
     ],
 )
 def test_a_reward_that_never_works(
-    place: Place, name: str, program: str, message: str, observed: Callable[[Outcome], None]
+    place: Place, name: str, statement: str, message: str, observed: Callable[[Outcome], None]
 ) -> None:
     workspace, run = place.workspace, name.replace(" ", "-")
-    (workspace.folder / f"{run}.py").write_text(program)
+    (workspace.folder / f"{run}.py").write_text(REWARD.format(statement=statement))
     reward = [f"reward.function={run}.py:score", "reward.timeout_s=3", "reward.workers=8"]
-    began = time.monotonic()
-    ended = workspace.hpc_rl("submit", "ppo", "--wait", "--job-name", run, *OPTIONS["ppo"], *EVERY, *reward)
-    seconds, log = time.monotonic() - began, workspace.ok("logs", run)
-    assert ended.returncode == 1, log
+    workspace.ok("submit", "ppo", "--job-name", run, *OPTIONS["ppo"], *EVERY, *reward)
+    folder = workspace.folder / "runs" / run
+    workspace.wait_until(lambda: message in "".join(log.read_text() for log in folder.glob("job-*.log")), "the message")
+    seconds = time.time() - (folder / "called").stat().st_mtime
+    ended = workspace.hpc_rl("logs", "-f", run)
+    log = workspace.ok("logs", run)
+    assert ended.returncode == 1 and workspace.status(run)["exit_code"] == 1, log
     line = next(line for line in log.splitlines() if line.startswith("hpc-rl: ") and "Ray is up" not in line)
     assert message in line and "Traceback" not in log[: log.index(line)], log
-    left = left_behind(place.cluster, workspace.folder / "runs" / run)
+    left = left_behind(place.cluster, folder)
     observed(Outcome(f"a reward that {name}", "ppo", seconds, line[8:], "exit code 1", None, left))
 
 
@@ -149,6 +161,7 @@ def test_a_reward_that_never_works(
     ("job", "what", "function", "state"),
     [
         ("sft", "a save", "hpc_rl.training.checkpoints.checkpoint:Saver.save", "STOPPED"),
+        ("ppo", "a save", "hpc_rl.rl.trainer:save", "STOPPED"),
         ("sft", "the export", "hpc_rl.finetune.trainer:export", "COMPLETED"),
     ],
 )
