@@ -45,7 +45,11 @@ def slurm_tree(request: pytest.FixtureRequest) -> str:
 
 
 def sandbox_cluster(name: str, **spec: Any) -> Iterator[Cluster]:
-    """Start a cluster that ends with the fixture or with this process. Its name is unique to this session."""
+    """Start a cluster that ends with the fixture or with this process. Its name is unique to this session.
+
+    Its jobs run on any core of this machine: bound, the jobs of all nodes and clusters would share the first core.
+    """
+    spec.setdefault("binds_cores", False)
     if lacking := missing(bool(spec.get("accounting"))):
         pytest.skip(lacking)
     with Cluster(name=f"{name}-{os.getpid()}", **spec) as cluster:

@@ -29,7 +29,7 @@ def write_files(spec: Spec, subnet: str) -> None:
     (base / "shared").chmod(0o1777)
     devices = _make_gpus(spec) and (cgroups.ROOT / "devices").exists()
     # A job cannot be bound to a core that the machine does not have.
-    cores = spec.all_shapes[0].cpus <= (os.cpu_count() or 1)
+    cores = spec.binds_cores and spec.all_shapes[0].cpus <= (os.cpu_count() or 1)
     files = {
         "hosts": config.hosts_file(spec, subnet),
         "slurm.conf": config.slurm_conf(spec, subnet, bool(hierarchies), cores),

@@ -73,6 +73,9 @@ class Spec:
     """Partition name -> options after `PartitionName=...`. Without `Nodes=` it contains all nodes."""
     memory_allocated: bool = True
     """Whether Slurm allocates memory to jobs."""
+    binds_cores: bool = True
+    """Whether jobs are bound to the cores that Slurm gives them. All nodes run on this machine's cores, and each of them
+    gives its first job the first one."""
     second_network: str = ""
     """Name of a second interface on every node, such as ib0, on its own subnet."""
     tree: str = ""

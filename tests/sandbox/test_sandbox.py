@@ -24,6 +24,8 @@ from tests.sandbox.variants import LARGE, VARIANTS
 
 REPOSITORY = Path(__file__).parents[2]
 sandbox = pytest.mark.sandbox
+NPROC = ["env", "--unset", "OMP_NUM_THREADS", "nproc"]
+"""Prints the number of CPUs on which it may run, or OMP_NUM_THREADS if that is set."""
 
 
 @pytest.fixture(autouse=True)
@@ -142,13 +144,20 @@ def test_srun_reaches_every_node(slurm_cluster: Cluster) -> None:
 
 
 @sandbox
-def test_jobs_are_confined_to_their_cores_and_memory(slurm_cluster: Cluster) -> None:
+def test_jobs_are_confined_to_their_cores_and_memory(own_name: str, slurm_tree: str) -> None:
     if not cgroups.hierarchies():
         pytest.skip("no cgroup v1 on this machine")
-    assert slurm_cluster.run(["srun", "--cpus-per-task=1", "nproc"], check=True).stdout == "1\n"
-    greedy = ["srun", "--mem=100", sys.executable, "-c", "print(len(b'x' * (300 << 20)))"]
-    killed = slurm_cluster.run(greedy)
-    assert killed.returncode != 0 and "Out Of Memory" in killed.stderr
+    with Cluster(1, name=own_name, tree=slurm_tree) as cluster:
+        assert cluster.run(["srun", "--cpus-per-task=1", *NPROC], check=True).stdout == "1\n"
+        greedy = ["srun", "--mem=100", sys.executable, "-c", "print(len(b'x' * (300 << 20)))"]
+        killed = cluster.run(greedy)
+        assert killed.returncode != 0 and "Out Of Memory" in killed.stderr
+
+
+@sandbox
+def test_jobs_that_are_not_bound_run_on_any_core(slurm_cluster: Cluster) -> None:
+    found = slurm_cluster.run(["srun", "--cpus-per-task=1", *NPROC], check=True).stdout
+    assert int(found) == len(os.sched_getaffinity(0))
 
 
 @sandbox

@@ -44,6 +44,7 @@ default partition has no GPUs."""
 
 SHARED_NODES: dict[str, Any] = {
     "shapes": (Shape(2, cpus=2, memory_mb=8000, gpus=(Gpus(2, "rtx6000"),)),),
+    "binds_cores": True,
     "partitions": {
         "shared": "Default=YES MaxTime=1-00:00:00 DefaultTime=00:30:00 MaxMemPerCPU=4000 MaxCPUsPerNode=2",
         "preempt": "MaxTime=7-00:00:00 GraceTime=60",
