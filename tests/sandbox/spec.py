@@ -74,8 +74,8 @@ class Spec:
     memory_allocated: bool = True
     """Whether Slurm allocates memory to jobs."""
     binds_cores: bool = True
-    """Whether jobs are bound to the cores that Slurm gives them. All nodes run on this machine's cores, and each of them
-    gives its first job the first one."""
+    """Whether jobs are bound to the cores that Slurm gives them. All nodes run on the cores of this machine, and
+    each gives its first job the first one."""
     second_network: str = ""
     """Name of a second interface on every node, such as ib0, on its own subnet."""
     tree: str = ""
