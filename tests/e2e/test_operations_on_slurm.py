@@ -175,7 +175,7 @@ def test_a_job_in_an_allocation_waits_for_nothing(workspace: Workspace) -> None:
     command = f"{sys.executable} -m hpc_rl.cli submit {' '.join(SFT)} --in-allocation"
     script = f"{command} --nodes 3; {command} --nodes 2 --job-name inside; {command} {FAILS!r} --job-name fails"
     done = subprocess.run(
-        ["salloc", "--nodes=2", "--ntasks=4", "--time=5", "bash", "-c", f"{script}; echo last $?"], timeout=DEADLINE_S,
+        ["salloc", "--nodes=2", "--ntasks=4", "--time=60", "bash", "-c", f"{script}; echo last $?"], timeout=DEADLINE_S,
         cwd=workspace.folder, env=dict(workspace.environ), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "requests 3 nodes, but allocation" in done.stderr
