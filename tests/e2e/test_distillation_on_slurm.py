@@ -10,6 +10,7 @@ import torch
 
 from tests.e2e.workspace import Workspace, make_workspace
 from tests.helpers import make_tiny_model
+from tests.marks import long
 from tests.sandbox.cluster import Cluster
 
 pytestmark = pytest.mark.sandbox
@@ -33,7 +34,7 @@ def workspace(slurm_cluster: Cluster) -> Workspace:
     return made
 
 
-@pytest.mark.parametrize(("name", "more"), [("live", ()), pytest.param("stored", STORED, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("name", "more"), [("live", ()), long("stored", STORED)])
 def test_stopped_on_two_nodes_and_resumed_on_one(workspace: Workspace, name: str, more: tuple[str, ...]) -> None:
     options = [*OPTIONS, *more]
     workspace.ok("submit", "distill", "--nodes", "2", "--job-name", name, *options, *workspace.hold_at(3))

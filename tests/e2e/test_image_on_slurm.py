@@ -34,6 +34,7 @@ def workspace(slurm_cluster: Cluster, built_image: Path, apptainer_environ: dict
     return workspace
 
 
+@pytest.mark.long
 def test_a_run_in_an_image_is_stopped_and_resumed(workspace: Workspace) -> None:
     job = ["submit", "sft", "--job-name", "inside", *INSIDE, *QUICK, "trainer.total_training_steps=12"]
     workspace.ok(*job, *workspace.hold_at(2, PACKAGES))

@@ -22,6 +22,7 @@ def workspace(slurm_cluster: Cluster) -> Workspace:
     return make_workspace(slurm_cluster.shared / f"lora-{uuid.uuid4().hex[:8]}", slurm_cluster.env)
 
 
+@pytest.mark.long
 def test_stopped_on_two_nodes_and_resumed_on_one(workspace: Workspace) -> None:
     workspace.ok("submit", "sft", "--nodes", "2", "--job-name", "two", *SFT, STEPS, *workspace.hold_at(3))
     workspace.wait_for_step("two", 3)

@@ -59,6 +59,7 @@ def wait_for_line(workspace: Workspace, run: Path, text: str) -> None:
     workspace.wait_until(seen, f"{text!r} in the log of {run.name}")
 
 
+@pytest.mark.long
 def test_a_sweep_trains_and_its_table_shows_what_failed(workspace: Workspace, slurm_cluster: Cluster) -> None:
     swept = [*SETUPS, "optim.lr=1e-3,3e-3", "--max-parallel", "2", *workspace.hold_at(1)]
     arguments = ["sweep", *(word for word in SFT if not word.startswith("optim.lr=")), *swept]

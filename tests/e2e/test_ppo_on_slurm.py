@@ -92,6 +92,7 @@ def test_four_nodes_two_of_them_for_rollouts(workspace: Workspace) -> None:
     assert {name.split("-", 1)[0] for name in logs(workspace, "four")} == {"node0", "node1", "node2", "node3"}
 
 
+@pytest.mark.long
 def test_engines_are_ahead_of_the_training_and_a_stop_loses_nothing(workspace: Workspace) -> None:
     pools = ["pools.spec={train: [1], rollout: [1]}", "pools.roles.rollout=rollout"]
     stale = ["rollout.staleness=4", "rollout.partial=true", "algorithm.tis_cap=2", "algorithm=grpo"]

@@ -8,6 +8,7 @@ import uuid
 import pytest
 
 from tests.e2e.workspace import QUESTIONS, Workspace, make_workspace
+from tests.marks import long
 from tests.sandbox.cluster import Cluster
 
 pytestmark = pytest.mark.sandbox
@@ -27,7 +28,7 @@ def workspace(slurm_cluster: Cluster) -> Workspace:
     return made
 
 
-@pytest.mark.parametrize("kind", ["dpo", pytest.param("rm", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", [long("dpo"), long("rm")])
 def test_stopped_on_two_nodes_and_resumed_on_one(workspace: Workspace, kind: str) -> None:
     workspace.ok("submit", kind, "--nodes", "2", "--job-name", kind, *OPTIONS, *workspace.hold_at(3))
     workspace.wait_for_step(kind, 3)

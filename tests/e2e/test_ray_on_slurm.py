@@ -16,6 +16,7 @@ import pytest
 from tests.conftest import sandbox_cluster
 from tests.e2e.ray_drivers import COUNT, INTRUDER, LOOK, WAIT
 from tests.e2e.workspace import Workspace
+from tests.marks import long
 from tests.sandbox import network, state
 from tests.sandbox.cluster import Cluster
 from tests.sandbox.processes import DEADLINE_S
@@ -140,7 +141,7 @@ BREAKS = {
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("what", BREAKS)
+@pytest.mark.parametrize("what", ["raylet", long("gcs"), "driver", long("entry")])
 def test_what_dies_ends_the_job_on_all_nodes(workspace: Workspace, slurm_cluster: Cluster, what: str) -> None:
     node, pattern, reason, code = BREAKS[what]
     start_waiting(workspace, what)

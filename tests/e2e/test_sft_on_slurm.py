@@ -144,6 +144,7 @@ def test_a_run_stops_by_itself_before_the_walltime(workspace: Workspace, uninter
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_slurm_warns_before_the_walltime_by_itself(workspace: Workspace) -> None:
     (workspace.folder / "stopper.py").write_text(
         "import os, pathlib, sys, time\n"
@@ -294,6 +295,7 @@ def accounted(accounting_cluster: Cluster) -> Iterator[Workspace]:
     yield make_workspace(accounting_cluster.shared / "acct", accounting_cluster.env)
 
 
+@pytest.mark.long
 def test_states_with_accounting(accounted: Workspace) -> None:
     accounted.ok(
         "submit", "sft", "--nodes", "2", "--wait", "--job-name", "run", *QUICK, "trainer.total_training_steps=2"

@@ -29,6 +29,7 @@ from hpc_rl.training.perf import Clock
 from tests.finetune import test_preferences as pairs
 from tests.finetune.jobs import ALONE, run_here, run_job, run_several, series
 from tests.helpers import write_chats
+from tests.marks import long
 
 LORA = ["model.lora={rank: 3, alpha: 12}"]
 SCALE = 4.0
@@ -149,7 +150,7 @@ def same_as(expected: Path, found: Path) -> None:
         assert series(found, name) == pytest.approx(series(expected, name), abs=1e-4), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [long("sft"), "dpo", long("rm")])
 def test_two_ranks(folder: Path, tmp_path: Path, uninterrupted: dict[str, Path], kind: str) -> None:
     base = ["--kind", kind, *overrides(folder, kind)]
     splits = {"full": [], "none": ["trainer.sharding=none", "trainer.packing=false"]}
@@ -161,7 +162,7 @@ def test_two_ranks(folder: Path, tmp_path: Path, uninterrupted: dict[str, Path],
         same_as(uninterrupted[kind], tmp_path / split)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["sft", long("dpo"), long("rm")])
 def test_stopped_on_two_ranks_and_resumed_on_one(
     folder: Path, tmp_path: Path, uninterrupted: dict[str, Path], kind: str
 ) -> None:

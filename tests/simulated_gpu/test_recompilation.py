@@ -19,6 +19,7 @@ from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
 from hpc_rl.training.models.lm_head import cross_entropy_sum
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.models.packed_batch import pack_samples
+from tests.marks import long
 from tests.simulated_gpu.models import loading_without_files
 from tests.simulated_gpu.process import simulate
 
@@ -58,7 +59,7 @@ def _train(policy: CausalLM, reference: CausalLM, samples: int) -> None:
     loss.backward()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [long(False), True])
 def test_nothing_is_compiled_again_for_another_number_of_samples(recompute: bool) -> None:
     frames = simulate(_compiled_frames, recompute)
     assert frames[0] > 0

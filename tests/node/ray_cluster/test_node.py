@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.ray_drivers import COUNT, WAIT
+from tests.marks import long
 
 START_S = 600
 """Deadline of a start in seconds. Ray takes 5 to 15 s on an idle machine."""
@@ -22,6 +23,7 @@ START_S = 600
 NPUS = """
 import os, ray
 from hpc_rl.rl.pools import actor_resources
+from tests.marks import long
 ray.init(logging_level="error")
 @ray.remote
 class Worker:
@@ -107,7 +109,7 @@ def until(condition: Callable[[], bool], what: str, timeout_s: float = START_S) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dashboard", ["false", "true"])
+@pytest.mark.parametrize("dashboard", [long("false"), "true"])
 def test_a_start_waits_for_no_agent(jobs: Jobs, dashboard: str) -> None:
     options = [f"ray.dashboard={dashboard}", f"slurm.env.PYTHONPATH={hold(jobs.folder, 'dashboard/agent.py')}"]
     code, said = jobs.run("slow", *options, "--", "python", "count_driver.py")
@@ -130,6 +132,7 @@ def test_two_jobs_at_once_on_one_machine(jobs: Jobs) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_devices_of_other_vendors_are_a_resource_of_ray(jobs: Jobs) -> None:
     (jobs.folder / "npus.py").write_text(NPUS)
     code, output = jobs.run("npus", "trainer.device=npu", "trainer.n_gpus_per_node=2", "--", "python", "npus.py")

@@ -20,6 +20,7 @@ from hpc_rl.rl.main_ppo import run_ppo
 from hpc_rl.rl.transcripts import Conversed
 from hpc_rl.run_dir import RunDir
 from tests.helpers import make_tiny_model
+from tests.marks import long
 from tests.rl.runs.jobs import TIMEOUT_S, Runs, metrics, ppo, same_metrics, samples, series, stop_after
 from tests.rl.runs.test_run_ppo import eldest, nothing_is_left, pids, wait_for
 from tests.rl.runs.test_staleness import STALE
@@ -164,7 +165,7 @@ def test_a_stopped_run_goes_on_with_the_same_sessions(served: Runs, agent: Path,
     assert len(errors) == 3 and all(each % 4 == 0 for each in errors), "those of a prompt fail together"
 
 
-@pytest.mark.parametrize("partial", ["rollout.partial=false", "rollout.partial=true"])
+@pytest.mark.parametrize("partial", [long("rollout.partial=false"), "rollout.partial=true"])
 def test_agents_go_on_while_others_are_trained(served: Runs, agent: Path, tmp_path: Path, partial: str) -> None:
     runs = served.without("data.train_batch_size").without("actor.mini_batch_size")
     stale = [option for option in STALE if not option.startswith("data.max_response_length")]

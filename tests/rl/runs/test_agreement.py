@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.errors import EXIT_STOPPED
+from tests.marks import long
 from tests.rl.runs.jobs import Runs, metrics, same_metrics, series, stop_after
 
 OPTIONS = (
@@ -24,7 +25,7 @@ def one_worker(run: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("sharding", ["full", pytest.param("gradients", marks=pytest.mark.long), "none"])
+@pytest.mark.parametrize("sharding", ["full", long("gradients"), long("none")])
 def test_two_workers_agree_with_one(run: Runs, tmp_path: Path, one_worker: Path, sharding: str) -> None:
     assert run(tmp_path, *OPTIONS, "trainer.n_gpus_per_node=2", f"trainer.sharding={sharding}") == 0
     same_metrics(tmp_path, one_worker)

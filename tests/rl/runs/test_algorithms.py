@@ -11,6 +11,7 @@ from hpc_rl.errors import RunError, UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.timeline import read_timeline
 from tests.helpers import make_tiny_model
+from tests.marks import long
 from tests.rl.runs.jobs import Runs, metrics, series
 from tests.tracking.runs import plot_titles
 
@@ -26,7 +27,7 @@ SPEEDS = {"perf/throughput", "perf/total_num_tokens", "perf/time_per_step"}
 
 
 @pytest.mark.parametrize(
-    "advantage", ["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"]
+    "advantage", ["gae", "grpo", "remax", *map(long, ("dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"))]
 )
 def test_every_estimator(run: Runs, tmp_path: Path, advantage: str) -> None:
     assert run(tmp_path, f"algorithm.advantage={advantage}") == 0
@@ -41,20 +42,24 @@ def test_every_estimator(run: Runs, tmp_path: Path, advantage: str) -> None:
         assert len(series(tmp_path, name)) == 2, name
 
 
-@pytest.mark.parametrize("advantage, loss", [("gae", "gspo"), ("grpo", "gspo"), ("gae", "cispo"), ("grpo", "cispo")])
+@pytest.mark.parametrize(
+    "advantage, loss", [("gae", "gspo"), long("grpo", "gspo"), long("gae", "cispo"), ("grpo", "cispo")]
+)
 def test_every_loss(run: Runs, tmp_path: Path, advantage: str, loss: str) -> None:
     bounds = ("algorithm.clip_ratio_low=1", "algorithm.clip_ratio_high=4") if loss == "cispo" else ()
     assert run(tmp_path, f"algorithm.advantage={advantage}", f"algorithm.loss={loss}", *bounds) == 0
     assert all(step["actor/grad_norm"] > 0 for step in metrics(tmp_path))
 
 
-@pytest.mark.parametrize("loss_agg", ["seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize(
+    "loss_agg", [long("seq-mean-token-mean"), long("seq-mean-token-sum"), "seq-mean-token-sum-norm"]
+)
 def test_every_aggregation(run: Runs, tmp_path: Path, loss_agg: str) -> None:
     assert run(tmp_path, f"algorithm.loss_agg={loss_agg}") == 0
     assert all(step["actor/grad_norm"] > 0 for step in metrics(tmp_path))
 
 
-@pytest.mark.parametrize("advantage", ["gae", "rloo"])
+@pytest.mark.parametrize("advantage", ["gae", long("rloo")])
 def test_kl_in_the_reward(run: Runs, tmp_path: Path, advantage: str) -> None:
     assert run(tmp_path, f"algorithm.advantage={advantage}", "algorithm.kl={where: reward, coef: 0.5}") == 0
     first, second = metrics(tmp_path)
@@ -77,7 +82,7 @@ def test_an_adaptive_kl_weight_moves_to_its_target(run: Runs, tmp_path: Path) ->
     assert series(tmp_path, "actor/kl_coef") == pytest.approx([0.1, 0.08, 0.064])
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3", "k3+"])
+@pytest.mark.parametrize("estimator", [long("k2"), long("k3"), "k3+"])
 def test_kl_in_the_loss(run: Runs, tmp_path: Path, estimator: str) -> None:
     assert run(tmp_path, f"algorithm.kl={{where: loss, estimator: '{estimator}', coef: 0.1}}") == 0
     for step in metrics(tmp_path):

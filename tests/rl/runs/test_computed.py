@@ -11,6 +11,7 @@ import pytest
 from hpc_rl.rl import setup
 from hpc_rl.rl.computed import Computation
 from hpc_rl.rl.workers.group import WorkerGroup
+from tests.marks import long
 from tests.rl.runs.jobs import Runs, metrics
 
 SEPARATE = (
@@ -21,7 +22,7 @@ SEPARATE = (
 )
 
 
-@pytest.mark.parametrize("options", [(), ("actor.shuffle=true",)])
+@pytest.mark.parametrize("options", [long(()), ("actor.shuffle=true",)])
 def test_every_metric_is_equal_bit_for_bit(
     run: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:

@@ -17,6 +17,7 @@ from hpc_rl.rl.transcripts import Conversed
 from tests.calling_model import make_calling_model
 from tests.environments.runners import reachable_path
 from tests.helpers import make_tiny_model
+from tests.marks import long
 from tests.rl.runs.jobs import Runs, metrics, same_metrics, samples, stop_after
 from tests.rl.runs.test_staleness import STALE
 
@@ -85,7 +86,7 @@ def talks(run: Runs, echo: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
     return Runs([*runs.base, *own, "data.max_response_length=120", "trainer.micro_tokens=512"], runs._hosts)
 
 
-@pytest.mark.parametrize("options", [["algorithm.advantage=grpo"], ["algorithm.advantage=remax"]], ids=" ".join)
+@pytest.mark.parametrize("options", [["algorithm.advantage=grpo"], long(["algorithm.advantage=remax"])], ids=" ".join)
 def test_a_run_with_conversations(talks: Runs, tmp_path: Path, options: list[str]) -> None:
     assert talks(tmp_path, *options) == 0
     for step in metrics(tmp_path):
@@ -122,7 +123,7 @@ def test_a_resumed_run_has_the_same_conversations(talks: Runs, tmp_path: Path) -
     same_metrics(tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("partial", ["rollout.partial=false", "rollout.partial=true"])
+@pytest.mark.parametrize("partial", [long("rollout.partial=false"), "rollout.partial=true"])
 def test_conversations_go_on_while_others_are_trained(talks: Runs, tmp_path: Path, partial: str) -> None:
     runs = talks.without("data.train_batch_size").without("actor.mini_batch_size")
     stale = [option for option in STALE if not option.startswith("data.max_response_length")]

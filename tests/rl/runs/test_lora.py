@@ -16,6 +16,7 @@ from hpc_rl.rl import trainer
 from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.training.models.lora import is_adapter
 from tests.helpers import make_tiny_model
+from tests.marks import long
 from tests.rl.rollout.test_vllm import needs_vllm
 from tests.rl.runs.jobs import Runs, metrics, same_metrics, samples, series, stop_after
 
@@ -50,7 +51,7 @@ def test_the_reference_is_the_policy_without_its_adapters(one_worker: Path) -> N
     "split",
     [
         ("trainer.n_gpus_per_node=2",),
-        ("trainer.n_gpus_per_node=2", "trainer.sharding=none", "model.enable_gradient_checkpointing=true"),
+        long(("trainer.n_gpus_per_node=2", "trainer.sharding=none", "model.enable_gradient_checkpointing=true")),
         ENGINE_POOL,
     ],
     ids=["sharded", "replicated", "engine in another process"],
@@ -74,8 +75,8 @@ def test_every_split_gives_the_same_numbers(
     ("options", "measured"),
     [
         (("algorithm.advantage=grpo", "algorithm.kl={where: loss, estimator: k3, coef: 0.1}"), "actor/kl_loss"),
-        (("algorithm.advantage=remax",), "actor/reward_kl_penalty"),
-        (("algorithm.advantage=opd", "algorithm.kl.where=none", *NO_REWARD), "actor/teacher_kl"),
+        long(("algorithm.advantage=remax",), "actor/reward_kl_penalty"),
+        long(("algorithm.advantage=opd", "algorithm.kl.where=none", *NO_REWARD), "actor/teacher_kl"),
     ],
     ids=["grpo", "remax", "opd"],
 )

@@ -20,6 +20,7 @@ from hpc_rl.rl.rollout.engine import Sampling, Span
 from hpc_rl.rl.rollout.request_queue import CALLS_AHEAD, Asked, RequestQueue
 from hpc_rl.rl.rollout.rollout import MOST_DEATHS
 from hpc_rl.rl.weights.base import EngineActors
+from tests.marks import long
 from tests.rl.runs.counting_engine import DIES, HANGS, REFUSES, CountingEngine
 from tests.rl.runs.jobs import TIMEOUT_S
 
@@ -96,7 +97,7 @@ def kill(engines: Engines, engine: int) -> None:
     os.kill(ray.get(engines.actors.actors[engine].pid.remote(), timeout=TIMEOUT_S), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("starts", ["", "hangs"])
+@pytest.mark.parametrize("starts", [long(""), "hangs"])
 def test_the_requests_of_an_engine_that_dies_are_repeated(cluster: None, starts: str) -> None:
     """Also by the other one alone, while the successor loads its model."""
     engines = Engines(2, starts)
@@ -138,7 +139,7 @@ def test_a_request_that_kills_every_engine_ends_the_run(cluster: None) -> None:
     assert max(map(engines.deaths.count, (0, 1))) == MOST_DEATHS + 1
 
 
-@pytest.mark.parametrize(("starts", "error"), [("refuses", "^no such model$"), ("raises", "no free memory$")])
+@pytest.mark.parametrize(("starts", "error"), [long("refuses", "^no such model$"), ("raises", "no free memory$")])
 def test_engines_that_cannot_start_in_the_place_of_another_are_counted(cluster: None, starts: str, error: str) -> None:
     engines = Engines(1, starts)
     queue = queue_of(engines)

@@ -12,6 +12,7 @@ from hpc_rl.errors import EXIT_STOPPED, RunError, UserError
 from hpc_rl.rl import checkpoints, trainer
 from hpc_rl.rl.state import PpoState
 from hpc_rl.tracking.tracker import Tracker
+from tests.marks import long
 from tests.rl.runs.jobs import Runs, copy_of, metrics, same_metrics, series, stop_after
 from tests.small_disk import await_folder, needs_root, small_disk
 
@@ -33,7 +34,7 @@ def uninterrupted(run: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("before, after", [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize("before, after", [long(1, 1), (1, 2), (2, 1)])
 def test_stopped_and_continued(
     run: Runs, tmp_path: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str], before: int, after: int
 ) -> None:
@@ -51,7 +52,7 @@ def test_stopped_and_continued(
     assert series(tmp_path, "perf/total_num_tokens") == series(uninterrupted, "perf/total_num_tokens")
 
 
-@pytest.mark.parametrize("phase", ["hold", "column"])
+@pytest.mark.parametrize("phase", ["hold", long("column")])
 def test_a_stop_during_a_step_discards_it(
     run: Runs, tmp_path: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str], phase: str
 ) -> None:

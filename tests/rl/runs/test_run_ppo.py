@@ -16,6 +16,7 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import EXIT_STOPPED, RunError, UserError
 from hpc_rl.rl.main_ppo import TaskRunner, run_ppo
 from hpc_rl.run_dir import RunDir
+from tests.marks import long
 from tests.rl.runs.jobs import TIMEOUT_S, Runs, ppo, same_metrics, series, stop_after
 
 WORKER, DRIVER = "node0-global_pool-rank{}.log", "driver.log"
@@ -73,6 +74,7 @@ def nothing_is_left(run_dir: Path) -> None:
     wait_for("all CPUs to be free", lambda: ray.available_resources().get("CPU") == 4)
 
 
+@pytest.mark.long
 def test_stopped_and_continued_in_other_processes(
     base: list[str], run: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,7 +105,9 @@ def test_the_users_mistake_comes_out_of_the_cluster(base: list[str], cluster: No
     "workers, log, message",
     [
         (2, WORKER.format(1), r"^rank 1 of pool global_pool on .* \(log in .*attempt-1\) died: killed \(signal 9\)"),
-        (1, DRIVER, r"^the driver \(log in .*attempt-1\) died: killed \(signal 9\) .* if it was memory, lower data"),
+        long(
+            1, DRIVER, r"^the driver \(log in .*attempt-1\) died: killed \(signal 9\) .* if it was memory, lower data"
+        ),
     ],
 )
 def test_a_killed_process_ends_the_run(

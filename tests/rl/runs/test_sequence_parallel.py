@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import make_tiny_model
+from tests.marks import long
 from tests.rl.runs.jobs import Runs, same_metrics, stop_after
 
 SHARED = ("trainer.sequence_parallel=2", "trainer.micro_tokens=128")
@@ -18,8 +19,8 @@ KL = ("algorithm.kl={where: reward, coef: 0.3}",)
     ("options", "ranks"),
     [
         (("algorithm.advantage=gae", *KL), 2),
-        (("algorithm.advantage=grpo", *KL, "trainer.sharding=hybrid"), 4),
-        (("algorithm.advantage=grpo", *KL, "model.lora.rank=4", "model.enable_gradient_checkpointing=true"), 2),
+        long(("algorithm.advantage=grpo", *KL, "trainer.sharding=hybrid"), 4),
+        long(("algorithm.advantage=grpo", *KL, "model.lora.rank=4", "model.enable_gradient_checkpointing=true"), 2),
     ],
     ids=["actor, critic and reference", "two groups", "adapters"],
 )

@@ -46,6 +46,7 @@ def test_engines_and_trainer_agree_at_every_step(run: Runs, tmp_path: Path) -> N
         assert "ready to roll" in (logs / f"node0-engines-engine{engine}-server.log").read_text()
 
 
+@pytest.mark.long
 def test_responses_continue_with_new_weights(run: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the third batch wait, with one token each, until the second update."""
     draw, log = AsynchronousBatches.draw, tmp_path / "attempt-1" / "node0-engines-engine0-server.log"

@@ -12,6 +12,7 @@ import ray
 from hpc_rl.errors import EXIT_STOPPED
 from hpc_rl.rl import trainer
 from hpc_rl.rl.async_batches import AsynchronousBatches
+from tests.marks import long
 from tests.rl.runs.jobs import TIMEOUT_S, Runs, metrics, samples, series, stop_after
 
 STALE = (
@@ -25,9 +26,11 @@ STALE = (
     "options",
     [
         ("rollout.staleness=1",),
-        ("rollout.staleness=1", "rollout.partial=true"),
+        long(("rollout.staleness=1", "rollout.partial=true")),
         ("rollout.staleness=3", "rollout.partial=true", "algorithm.tis_cap=2"),
-        ("rollout.staleness=3", "algorithm.tis_cap=2", "algorithm.filter_groups=true", "algorithm.advantage=grpo"),
+        long(
+            ("rollout.staleness=3", "algorithm.tis_cap=2", "algorithm.filter_groups=true", "algorithm.advantage=grpo")
+        ),
     ],
 )
 def test_no_response_is_older_than_allowed(run: Runs, tmp_path: Path, options: tuple[str, ...]) -> None:
@@ -60,8 +63,7 @@ def test_a_run_that_stops_and_resumes_trains_on_each_prompt_once(run: Runs, tmp_
     assert max(series(stopped, "rollout/staleness/max")) <= 2
 
 
-@pytest.mark.parametrize("engines", [1, 2])
-@pytest.mark.parametrize("when", ["wake", "sync"])
+@pytest.mark.parametrize(("when", "engines"), [("wake", 1), long("wake", 2), long("sync", 1), ("sync", 2)])
 def test_an_engine_that_is_killed_is_replaced(
     run: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], when: str, engines: int
 ) -> None:

@@ -16,6 +16,7 @@ from hpc_rl.errors import RunError
 from hpc_rl.rl import trainer
 from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.fates import ActorDiedError
+from tests.marks import long
 from tests.rl.runs.jobs import Runs, metrics, stop_after
 
 NEEDS = "TransferQueue is not installed: pip install --no-deps -r requirements/transfer-queue-no-deps.txt"
@@ -56,14 +57,14 @@ def client(server: Server) -> Iterator[Client]:
 @pytest.mark.parametrize(
     "options",
     [
-        ("algorithm.advantage=grpo", *KL, TWO_RANKS),
-        ("algorithm.advantage=grpo", *KL, TWO_RANKS, "actor.shuffle=true"),
+        long(("algorithm.advantage=grpo", *KL, TWO_RANKS)),
+        long(("algorithm.advantage=grpo", *KL, TWO_RANKS, "actor.shuffle=true")),
         ("algorithm.advantage=gae", "algorithm.kl.where=reward", "algorithm.kl.coef=0.1", TWO_RANKS),
         (
             *("algorithm.advantage=gae", *KL, "trainer.n_gpus_per_node=4", "pools.spec={one: [2], two: [2]}"),
             *("pools.roles.actor=one", "pools.roles.rollout=one", "pools.roles.critic=two", "pools.roles.ref=two"),
         ),
-        ("algorithm.advantage=grpo", *KL, TWO_RANKS, "model.lora.rank=4", "model.lora.alpha=8"),
+        long(("algorithm.advantage=grpo", *KL, TWO_RANKS, "model.lora.rank=4", "model.lora.alpha=8")),
         ("algorithm.advantage=gae", *KL, "trainer.n_gpus_per_node=4", "trainer.sequence_parallel=2"),
     ],
     ids=["grpo", "shuffle", "gae", "pools", "lora", "sequence parallel"],
