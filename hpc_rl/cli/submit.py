@@ -16,7 +16,7 @@ import typer
 from hpc_rl.cli.app import CommandWithProgram, KindArgument, SiteOption, app, leave, note, program_of
 from hpc_rl.cli.completion import options
 from hpc_rl.cli.text import explanation_text, short_path, status_text, submitted_text
-from hpc_rl.cli.waiting import INTERRUPTED, wait_for
+from hpc_rl.cli.waiting import interrupted
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -290,14 +290,25 @@ def request_of(
 
 
 def _queued(job: Job, job_id: str, wait: bool, follow: bool) -> None:
+    code = None
+    try:
+        print(submitted_text(job, job_id), flush=True)
+        _print_expected_start(job)
+        if wait or follow:
+            code = _wait(job, follow)
+    except KeyboardInterrupt:
+        leave(interrupted(job.run_dir))
+    if code is not None:
+        _print_outcome(job, code, follow)
+        leave(code)
+    print(f"  hpc-rl status {job.run_dir.name}\n  hpc-rl logs -f {job.run_dir.name}")
+
+
+def _print_expected_start(job: Job) -> None:
     from hpc_rl.runs.status import status_of
 
-    print(submitted_text(job, job_id))
     if expected := status_of(job.run_dir).expected_start:
         print(f"  expected start {expected.replace('T', ' ')}")
-    if wait or follow:
-        leave(_wait(job, follow))
-    print(f"  hpc-rl status {job.run_dir.name}\n  hpc-rl logs -f {job.run_dir.name}")
 
 
 def _note_options(job: Job) -> None:
@@ -332,21 +343,24 @@ def run_here(job: Job, script: str, in_allocation: bool = False) -> int:
 
 
 def _wait(job: Job, follow: bool) -> int:
+    """Wait until the job has ended, and return its exit code."""
     from contextlib import nullcontext
 
-    from hpc_rl.doctor import diagnosis
+    from hpc_rl.runs import control
     from hpc_rl.runs.follow import RunView
-    from hpc_rl.tracking.evaluations import evaluation_text, read_evaluation
 
     view = RunView(job.run_dir) if follow else None
     with view or nullcontext():
-        code = wait_for(job.run_dir, view.poll if view else lambda: None)
-    if code == INTERRUPTED:
-        return code
+        return control.wait(job.run_dir, view.poll if view else lambda: None)
+
+
+def _print_outcome(job: Job, code: int, followed: bool) -> None:
+    from hpc_rl.doctor import diagnosis
+    from hpc_rl.tracking.evaluations import evaluation_text, read_evaluation
+
     found, explanation = diagnosis.diagnosis_of(job.run_dir)
     if reasons := explanation_text(explanation, brief=True):
         print(reasons + "\n")
     print(status_text(found))
-    if code == 0 and not follow and (table := evaluation_text([(job.run_dir.name, read_evaluation(job.run_dir))])):
+    if code == 0 and not followed and (table := evaluation_text([(job.run_dir.name, read_evaluation(job.run_dir))])):
         print(table)
-    return code

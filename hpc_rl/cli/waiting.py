@@ -11,14 +11,19 @@ INTERRUPTED = 130
 """Exit code of a program that Ctrl-C ended: 128 + SIGINT."""
 
 
+def interrupted(run: RunDir) -> int:
+    """Say that a run's job continues although the user has pressed Ctrl-C, and return the exit code."""
+    from hpc_rl.runs.status import current_job
+
+    note(f"job {current_job(run)} continues; end it with hpc-rl stop {run.name} or hpc-rl cancel {run.name}")
+    return INTERRUPTED
+
+
 def wait_for(run: RunDir, poll: Callable[[], None] = lambda: None) -> int:
     """Wait until a run's job has ended, and return its exit code. Ctrl-C ends the waiting only."""
     from hpc_rl.runs import control
-    from hpc_rl.runs.status import current_job
 
     try:
         return control.wait(run, poll)
     except KeyboardInterrupt:
-        name = run.name
-        note(f"job {current_job(run)} continues; end it with hpc-rl stop {name} or hpc-rl cancel {name}")
-        return INTERRUPTED
+        return interrupted(run)

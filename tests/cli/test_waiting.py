@@ -52,7 +52,10 @@ def test_following_ends_and_the_job_goes_on(run: RunDir, words: list[str]) -> No
     assert said.splitlines() == ["hpc-rl: job local-7 continues; end it with hpc-rl stop first or hpc-rl cancel first"]
 
 
-def test_submitting_with_wait_ends_and_the_job_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("questions", [1, 2], ids=["while it asks for the expected start", "while it waits"])
+def test_submitting_with_wait_ends_and_the_job_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, questions: int
+) -> None:
     (fake_slurm(tmp_path, monkeypatch) / "squeue.text").write_text("7 |RUNNING |node1 |None |N/A |\n")
     (tmp_path / "train.py").touch()
     words = ["submit", "torchrun", "--job-name", "first", "--wait", "trainer.device=cpu", "--", "train.py"]
@@ -61,9 +64,7 @@ def test_submitting_with_wait_ends_and_the_job_goes_on(tmp_path: Path, monkeypat
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     ) as waiting:  # fmt: skip
         deadline = time.monotonic() + DEADLINE_S
-        while (
-            sum(call.startswith("squeue") for call in calls(tmp_path)) < 2
-        ):  # the first call is for its expected start
+        while sum(call.startswith("squeue") for call in calls(tmp_path)) < questions:
             assert waiting.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         waiting.send_signal(signal.SIGINT)
