@@ -141,8 +141,18 @@ def culprit(sights: Iterable[Sight]) -> Sight | None:
     """Return the process that most likely keeps the others waiting; None if no process is silent for too long.
 
     A stopped one comes first, then one that waits for no other rank, then the one that has been silent for longest.
+    If all that are silent for too long wait for other ranks, a rank that does not is among them, although its own limit
+    may be longer.
     """
-    suspects = [sight for sight in sights if sight.is_suspect]
+    seen = list(sights)
+    suspects = [sight for sight in seen if sight.is_suspect]
+    if suspects and all(sight.in_collective for sight in suspects):
+        shortest_s, step = min(sight.limit_s for sight in suspects), suspects[0].step
+        suspects += [
+            sight
+            for sight in seen
+            if sight.in_collective is False and not sight.waits and sight.step == step and sight.silent_s > shortest_s
+        ]
     return max(suspects, key=_blame, default=None)
 
 

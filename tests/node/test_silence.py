@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -98,6 +99,7 @@ ALONE = sight("alone", silent_s=101, in_collective=False)
 WAITS_LONGER = sight("waits longer", silent_s=140, in_collective=True)
 WAITS = sight("waits", silent_s=120, in_collective=True)
 IN_TIME = sight("in time", silent_s=99)
+PATIENT = sight("with a longer limit", silent_s=101, in_collective=False, limit_s=200)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +111,13 @@ IN_TIME = sight("in time", silent_s=99)
         ([WAITS, WAITS_LONGER], WAITS_LONGER),
         ([WAITS_LONGER, ALONE], ALONE),
         ([ALONE, STOPPED, WAITS_LONGER], STOPPED),
+        ([PATIENT], None),
+        ([WAITS, PATIENT], PATIENT),
+        ([WAITS, replace(PATIENT, silent_s=100)], WAITS),
+        ([WAITS, replace(PATIENT, step=6)], WAITS),
+        ([WAITS, replace(PATIENT, in_collective=None)], WAITS),
+        ([WAITS, replace(PATIENT, waits=True)], WAITS),
+        ([replace(WAITS, in_collective=None), PATIENT], replace(WAITS, in_collective=None)),
         ([sight(waits=True)], None),
         ([sight("raylet", state="T", phase="", silent_s=200), STOPPED], STOPPED),
     ],
