@@ -15,6 +15,7 @@ from tests.conftest import sandbox_cluster
 from tests.e2e.workspace import QUICK, Workspace
 from tests.faults.jobs import SMALL_PPO, left_behind, measured, steps_lost, workspace_on
 from tests.faults.outcomes import Outcome
+from tests.faults.pauses import pause_in
 from tests.sandbox.cluster import Cluster
 from tests.sandbox.variants import PREEMPTING, SIGNALLING, SUSPENDING
 
@@ -82,11 +83,14 @@ def suspending() -> Iterator[Site]:
 
 
 def begin(found: Site, job: Job, partition: str, run: str) -> None:
-    """Start a run, and wait until it is in its third step or later. An SFT run is held there."""
-    held = found.workspace.hold_at(3) if job == "sft" else []
-    found.workspace.ok("submit", *SIZES[job], *EVERY, "--partition", partition, "--job-name", run, *held)
-    wanted = 3 if job == "sft" else 2
-    found.workspace.wait_until(lambda: len(found.measured(run)) >= wanted, f"{run} at step {wanted}")
+    """Start a run, and wait until it is held: after its third step for SFT, after its first for PPO."""
+    workspace = found.workspace
+    if job == "sft":
+        step, held = 3, workspace.hold_at(3)
+    else:
+        step, held = 1, pause_in(workspace, "hpc_rl.rl.trainer:timeline", until="stop attempt-2")
+    workspace.ok("submit", *SIZES[job], *EVERY, "--partition", partition, "--job-name", run, *held)
+    workspace.wait_until(lambda: len(found.measured(run)) >= step, f"{run} at step {step}")
 
 
 def is_preempted(found: Site, job: Job, partition: str, fault: str, message: str) -> Outcome:
