@@ -12,7 +12,7 @@ INTERRUPTED = 130
 
 
 def interrupted(run: RunDir) -> int:
-    """Say that a run's job continues although the user has pressed Ctrl-C, and return the exit code."""
+    """Report that a run's job continues although the user has pressed Ctrl-C, and return the exit code."""
     from hpc_rl.runs.status import current_job
 
     note(f"job {current_job(run)} continues; end it with hpc-rl stop {run.name} or hpc-rl cancel {run.name}")

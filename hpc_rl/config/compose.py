@@ -275,7 +275,7 @@ def _hydra_tree(job: str, overrides: Sequence[str]) -> dict[str, Any]:
 def _split_overrides(job: str, overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Split overrides into values that replace what a file sets, and those that Hydra merges.
 
-    The first are all whose type is text, and lists in the place of tables, with which Hydra cannot merge them.
+    The first are all whose type is text, and lists that replace a table, because Hydra cannot merge the two.
     """
     schema = KINDS[job].schema
     texts: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from hpc_rl.config.base import SomeFiles, not_empty, possible_path
 
 
 class _FilesOrWeights:
-    """Accept a list of files, the name of one, or a table from files to weights, which may be written as one text."""
+    """Accept a list of files, the name of one, or a table from files to weights, which may be written as text."""
 
     def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_wrap_validator_function(
@@ -24,7 +24,7 @@ class _FilesOrWeights:
 
 
 TrainFiles = Annotated[list[str] | dict[str, float], _FilesOrWeights()]
-"""Names of files; or of each file, its weight. Both are iterated by name."""
+"""Names of files, or a table from names to weights. Iteration over either yields the names."""
 
 
 def _is_table(value: Any) -> bool:

@@ -162,7 +162,7 @@ def _resolved(options: dict[str, Any], names: Mapping[str, Any], stage: str) -> 
     def one_file(name: Any) -> Any:
         found = resolve(name)
         if isinstance(found, list | dict):
-            raise UserError(f"stage {stage}: {name} stands for several files, and a weight needs one file: name it")
+            raise UserError(f"stage {stage}: {name} stands for several files, and a weight needs one file: name one")
         return found
 
     return {key: resolve(value) for key, value in options.items()}

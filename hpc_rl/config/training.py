@@ -83,8 +83,8 @@ class ModelConfig(ModelSource):
     """Type of the trained weights. GPUs compute in bfloat16 in both cases."""
     enable_gradient_checkpointing: Recompute = False
     """Recompute layers in the backward pass instead of keeping their activations. true: every layer, which takes about
-    a third more time and far less memory. half: every second layer, which takes half of that time and saves about half
-    of that memory."""
+    a third more time and far less memory. half: every second layer, which takes half of this extra time and saves
+    about half of this memory."""
     enable_activation_offload: bool = False
     """Keep the inputs of recomputed layers in host memory between forward and backward pass, for long rows. They are
     copied while the GPU computes. It needs enable_gradient_checkpointing=true."""
@@ -225,7 +225,7 @@ class TrainingConfig(RecordedConfig):
 def recomputed_layers(recompute: Recompute, layers: int) -> range:
     """Return the numbers of the layers that are computed again in the backward pass.
 
-    Of an even number of layers, half leaves out the last one: its activations are free before the first layer is
+    If the number of layers is even, half leaves out the last one: its activations are freed before any layer is
     computed again.
 
     Args:

@@ -12,7 +12,7 @@ import yaml
 from hpc_rl.errors import UserError
 
 VALUES = frozenset({"data.train_files"})
-"""Keys whose tables are values, because the keys of these tables are no options: names of files contain dots."""
+"""Keys whose tables are values, because the keys of these tables are not options: names of files contain dots."""
 
 
 class _Loader(yaml.SafeLoader):

@@ -247,7 +247,7 @@ def _parquet_rows(path: Path, wanted: Wanted, columns: Sequence[str]) -> Iterato
 def needed(columns: Sequence[str], known: Sequence[str]) -> list[str] | None:
     """Return the columns to read of those that a table has; None: all of them.
 
-    All are read if one that the caller needs is missing: the message about it lists those that there are.
+    All are read if one that the caller needs is missing, because the message about it lists those that exist.
     """
     return list(columns) if columns and set(columns) <= set(known) else None
 

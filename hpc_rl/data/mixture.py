@@ -1,8 +1,8 @@
 """Data files that are used in given proportions.
 
 An epoch has as many samples as all files together. The share of a file is its weight, divided by the sum of all
-weights. A file with fewer samples than its share is repeated, and one with more is cut. Each file is used in passes:
-all of its samples are used once before any is used again, and an epoch continues where the one before it ended.
+weights. A file with fewer samples than its share is repeated, and one with more is used in part. Each file is used in
+passes: all of its samples are used once before any is used again, and an epoch continues where the one before it ended.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Mixture:
 
 
 def _drawn(size: int, start: int, count: int, seed: tuple[int, int] | None) -> NDArray[np.int64]:
-    """Return the samples start ... start + count - 1 of the passes over a file, shape [count].
+    """Return the samples from start to start + count - 1 of the passes over a file, shape [count].
 
     Args:
         seed: (seed, number of the file) of the passes' orders. None: each pass has the order of the file.
@@ -49,6 +49,6 @@ def _drawn(size: int, start: int, count: int, seed: tuple[int, int] | None) -> N
     if seed is None:
         return np.arange(start, start + count, dtype=np.int64) % size
     first, last = start // size, (start + count - 1) // size
-    # The last number sets these seeds apart from those of the orders of epochs.
+    # The last number makes these seeds different from those of the orders of epochs.
     passes = [np.random.default_rng([*seed, number, 1]).permutation(size) for number in range(first, last + 1)]
     return np.concatenate(passes)[start - first * size :][:count]

@@ -11,7 +11,7 @@ from hpc_rl.errors import UserError
 def shares(files: Sequence[str], sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
     """Return the number of samples of each file in an epoch, which has as many as all files together.
 
-    They are rounded to whole samples by their largest remainders.
+    They are rounded to whole samples by the largest remainder method.
 
     Args:
         sizes: number of samples of each file, at least 1.

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def load_training(
     objective: Objective, tokenizer: PreTrainedTokenizerBase, run: RunDir, world: World, stopping: Stopping
 ) -> tuple[Sequence[Any], Mixture | None]:
-    """Return all items of the training data, in its order, and in which proportions its files are used, if these have
-    weights. See `load_items`."""
+    """Return all items of the training data, in its order, and the proportions in which its files are used, if these
+    have weights. See `load_items`."""
     files = objective.config.data.train_files
     if not isinstance(files, dict):
         return load_items(objective, files, tokenizer, "train", run, world, stopping), None

@@ -127,8 +127,8 @@ class Distill(Sft):
         """Return the number of tokens that both models have.
 
         Raises:
-            AgreedError: the two do not fit together, one of them caps its logits, or there are fewer than teacher.top_k
-                needs.
+            AgreedError: the two do not fit together, one of them caps its logits, or there are fewer tokens than
+                teacher.top_k needs.
         """
         world.together(lambda: refuse_capped_logits(self.config.teacher.path, self.config.model))
         tokens = world.together(lambda: common_outputs(self.config.teacher.path, self.config.model))

@@ -141,7 +141,7 @@ def _refuse_unbindable(place: str) -> None:
 
 
 def _texts(tree: Any) -> Iterator[str]:
-    """Yield every text in a tree of values, and the names in it that cannot be those of options: files with weights."""
+    """Yield every text in a tree of values, and the names in it that cannot be options: files with weights."""
     if isinstance(tree, str):
         yield tree
     elif isinstance(tree, dict):

@@ -17,7 +17,8 @@ from hpc_rl.host.files import write_atomically
 POLL_S = 0.05
 """Interval between two looks for a file."""
 LOOKS_PER_S, LONGEST_POLL_S = 2000, 0.5
-"""Most looks of all nodes together, which are a load for a shared file system, and the longest interval."""
+"""Looks of all nodes together, which are a load for a shared file system. No interval is longer than LONGEST_POLL_S,
+even if that means more looks."""
 PROGRESS_S = 30
 """Interval between the lines of Progress."""
 SHARED_TIMEOUT_S = 20

@@ -52,7 +52,7 @@ class RollCall:
         self._unknown: list[_Connection] = []
         self._present: dict[int, _Connection] = {}
         self._events = selectors.DefaultSelector()
-        """Of the nodes that are present: with a thousand of them, few have sent something since the last look."""
+        """For the nodes that are present: of a thousand, only a few have sent something since the last look."""
         self.closed: dict[int, Loss] = {}
         """Rank -> how its connection ended, in the order in which node 0 saw it."""
 
@@ -144,10 +144,10 @@ class Caller:
 
 
 def allow_connections(nodes: int) -> None:
-    """Raise this process's limit on open files, so that it can have a connection to each of so many nodes.
+    """Raise this process's limit on open files, so that it can have a connection to each node of a job.
 
     Raises:
-        UserError: that is not allowed.
+        UserError: the hard limit does not allow so many.
     """
     wanted = nodes + _MAX_UNKNOWN + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -186,7 +186,7 @@ class _Connection:
         self.closed: Loss | None = None
 
     def report_to(self, events: selectors.BaseSelector, data: object) -> None:
-        """Let a selector return `data` if there is something to read, or the connection has ended; until `close`."""
+        """Let a selector return `data`, until `close`, if there is something to read or the connection has ended."""
         events.register(self._socket, selectors.EVENT_READ, data)
         self._events = events
 

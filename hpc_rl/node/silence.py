@@ -141,8 +141,8 @@ def culprit(sights: Iterable[Sight]) -> Sight | None:
     """Return the process that most likely keeps the others waiting; None if no process is silent for too long.
 
     A stopped one comes first, then one that waits for no other rank, then the one that has been silent for longest.
-    If all that are silent for too long wait for other ranks, a rank that does not is among them, although its own limit
-    may be longer.
+    If all that are silent for too long wait for other ranks, a rank that does not wait counts too if it has been silent
+    for longer than the shortest of their limits, even if its own limit is longer.
     """
     seen = list(sights)
     suspects = [sight for sight in seen if sight.is_suspect]

@@ -158,7 +158,7 @@ def advise(
 
     found = None
     for measures in (USUAL, EXACT, MEASURES) if change_training else (USUAL, EXACT):
-        # All measures together need the least memory of a GPU, but not of the host.
+        # All measures together need the least GPU memory, but not the least host memory.
         if found is None and _may_help(config, shapes, fits_gpu, measures):
             found = _cheapest(config, shapes, is_enough, measures)
     return found

@@ -99,7 +99,7 @@ class Held:
         return {"none": 0.0, "optimizer": self.moments, "all": self.states - self._packed()}[self.offload]
 
     def inputs(self, tokens: int) -> tuple[int, int]:
-        """Return the bytes of a block of host memory that holds a layer's input, and the number of such blocks of a
+        """Return the bytes of a block of host memory that holds a layer's input, and the number of such blocks per
         rank. torch rounds page-locked memory up to a power of two."""
         if not (self.trained and self.inputs_on_host):
             return 0, 0
@@ -119,7 +119,7 @@ class Held:
     def update(self, tokens: int) -> Parts:
         """Return the peak of forward pass, backward pass and optimizer step, with so many tokens in a micro-batch."""
         start = self._at_start() | {"gradients": self._gradients()}
-        # The last layer may keep its activations, and the one before it be computed again.
+        # The last layer may keep its activations while the one before it is computed again.
         last = range(self.shape.layers - 1, -1, -1)[:2]
         inside = [self._in_layer(tokens, layer) for layer in last]
         moments = [start, self._at_head(tokens), *inside, self._at_end()]
@@ -161,7 +161,7 @@ class Held:
         return recomputed_layers(self.recompute, self.shape.layers)
 
     def _saved(self, tokens: int, layers: int) -> float:
-        """Return the activations that the first layers keep for the backward pass."""
+        """Return the activations that so many of the first layers keep for the backward pass."""
         again = sum(number < layers for number in self._recomputed)
         on_gpu = min(again, 2) if self.inputs_on_host else again
         return on_gpu * COMPUTE * tokens * self.shape.hidden + (layers - again) * self._kept(tokens)
@@ -171,7 +171,7 @@ class Held:
         shape = self.shape
         # The gradient of a norm's weight needs the norm's result, which adapters do not.
         numbers = (6 if self.adapters else 8) * shape.hidden + 4 * shape.working_inner + self._attention()
-        numbers += 2 * shape.routed  # the inputs of the experts, and their results, of which routers need the gradient
+        numbers += 2 * shape.routed  # the experts' inputs, and their results, which the gradients of routers need
         return COMPUTE * tokens * numbers + FLOAT32 * tokens * shape.heads
 
     def _attention(self) -> int:
@@ -225,7 +225,7 @@ class Held:
         }
 
     def _scores(self, tokens: int) -> float:
-        """Return what attention with visible scores needs for a block of queries: assumed, the scores six times."""
+        """Return what soft-capped scores or sinks need for a block of queries: assumed, six times its scores."""
         if not self.shape.has_scores:
             return 0.0
         return 6.0 * min(SCORE_BYTES, FLOAT32 * self.shape.heads * tokens * tokens)

@@ -79,7 +79,7 @@ class Placed:
     held: Held
     on_node: int
     tokens: int = 0
-    """Of a micro-batch, if the model is trained."""
+    """Tokens of a micro-batch, if the model is trained."""
 
 
 def placed_models(config: Planned, shapes: Shapes, gpu_bytes: float) -> list[Placed]:
@@ -279,7 +279,7 @@ def _sync(config: PpoConfig, actor: Held, awake: Parts) -> Parts:
     if config.model.lora.is_used and not config.rollout.merge_lora:
         whole = 0.0
     else:
-        # transformers has gate and up of all experts in one tensor, of which engines get a copy in parts.
+        # transformers has the gate and up projections of all experts in one tensor; engines get a copy in parts.
         experts = 4 * shape.experts.count * shape.experts.inner if shape.experts else 0
         whole = float(COMPUTE * shape.hidden * max(shape.vocabulary, shape.inner, experts))
     own = 0.0 if engine_spec(config).in_process else ENGINE_BYTES

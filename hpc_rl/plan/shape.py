@@ -98,8 +98,8 @@ class Shape:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Rows and columns of each linear layer, by Llama's names. Routed experts are none: transformers has all
-        experts of a layer in one tensor, which adapters and quantisation leave as it is."""
+        """Rows and columns of each linear layer, by Llama's names. Routed experts are not included: transformers has
+        all experts of a layer in one tensor, which adapters and quantisation leave as it is."""
         hidden, inner = self.hidden, self.inner if self.experts is None else self.experts.shared
         attention = {
             "q_proj": (self.queries, hidden),

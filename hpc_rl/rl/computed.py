@@ -51,7 +51,7 @@ class ComputedColumns:
 
     @property
     def awaits(self) -> int | None:
-        """Number of the step's first responses with which `begin` starts something; None if it starts nothing more."""
+        """Number of the step's first responses that `begin` needs to start more; None if it starts nothing more."""
         left = self._mini_batches[len(self._begun) :] if self._early else []
         return left[0].stop if left else None
 

@@ -92,7 +92,7 @@ class Deal:
         return [[column_N[place] for place in own] for own in self.token_slices]
 
     def join(self, parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
-        """Return the flat token column of which `split` returns these parts, each concatenated."""
+        """Return a flat token column from each rank's part: what `split` returns for it, concatenated."""
         joined = np.empty(sum(map(len, self.once(parts))), np.float32)
         for own, part in zip(self.once(self.token_slices), self.once(parts), strict=True):
             end = 0

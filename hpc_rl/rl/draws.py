@@ -178,7 +178,7 @@ class Draws:
 
     def settled(self, responses: int) -> list[Group]:
         """Return the first groups of the next batch, up to one that is not complete, or that dynamic sampling has not
-        judged; none if they have fewer responses than this."""
+        judged; none if these have fewer responses."""
         groups = self._of_next_batch()
         while self._settled < len(groups) and self._is_settled(groups[self._settled]):
             self._settled += 1
@@ -313,7 +313,7 @@ def seeds_of(config: PpoConfig, step: int, number: int) -> list[int]:
 
 @lru_cache(maxsize=1)
 def _seeds(*key: int) -> NDArray[np.int64]:
-    """Return random numbers; the last of the arguments is how many."""
+    """Return random numbers; the last argument is their number."""
     return np.random.default_rng([*key[:-1]]).integers(2**62, size=key[-1])
 
 

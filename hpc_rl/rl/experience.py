@@ -253,7 +253,7 @@ def mask(experience: TensorDict) -> torch.Tensor:
 
 def unpadded(values_BT: torch.Tensor, experience: TensorDict) -> torch.Tensor:
     """Return the token column that `padded` turns into `values_BT`."""
-    # Indexing with a mask would need 16 bytes for each token, and several times as long.
+    # Indexing with a mask would need 16 bytes for each token, and take several times as long.
     lengths_B = lengths(experience)
     rows = [row_T[:length] for row_T, length in zip(values_BT.unbind(), lengths_B.tolist(), strict=True)]
     return jagged(torch.cat(rows), lengths_B)

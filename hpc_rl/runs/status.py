@@ -301,7 +301,7 @@ def runs_below(root: Path) -> Iterator[Path]:
 
 
 def run_paths(root: Path) -> list[str]:
-    """Return the paths of all runs below a directory, as text: that is faster if there are thousands of them."""
+    """Return the paths of all runs below a directory, as text, which is faster if there are thousands of them."""
     return [path for path in _paths_below(root) if _has_any(path, _MARKS)]
 
 

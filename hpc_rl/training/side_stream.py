@@ -27,7 +27,7 @@ class SideStream:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Copy on this stream, after what the device has been told so far."""
+        """Copy on this stream, after the work that the device has been given so far."""
         if self._accelerator is None or self.stream is None:
             yield
             return
@@ -40,6 +40,6 @@ class SideStream:
         return None if self.stream is None else self.stream.record_event()
 
     def await_mark(self, mark: Any) -> None:
-        """Let the device compute what it is told next after an event. The host does not wait."""
+        """Let the device wait for an event before the work that it is given next. The host does not wait."""
         if mark is not None and self._accelerator is not None:
             self._accelerator.current_stream().wait_event(mark)

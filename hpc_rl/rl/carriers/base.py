@@ -106,7 +106,7 @@ def rows_by_rank(experience: TensorDict, deal: Deal) -> list[Rows]:
 
 
 def dealt_shards(experience: TensorDict, deal: Deal) -> list[Shard]:
-    """Return them put together."""
+    """Return each rank's responses of a step, put together."""
     return [rows.open() for rows in rows_by_rank(experience, deal)]
 
 

@@ -20,7 +20,7 @@ class EnclosedColumns:
     """One rank's part of token columns."""
 
     parts: dict[str, list[NDArray[np.float32]]]
-    """That of each of its responses, which Ray reads where the driver has them."""
+    """Column -> the parts of the rank's responses, which Ray reads where the driver has them."""
 
     def open(self) -> FlatColumns:
         """Put the parts together."""

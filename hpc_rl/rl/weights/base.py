@@ -30,7 +30,7 @@ class WeightSource:
 
     Args:
         adapters_only: the source has the adapters, and nothing else.
-        stored: gives the weights the names that they have in files; None for the names of the module's parameters.
+        stored: gives the weights their names in the model's files; None for the names of the module's parameters.
     """
 
     def __init__(

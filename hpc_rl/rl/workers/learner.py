@@ -29,7 +29,7 @@ Columns = dict[str, torch.Tensor]
 Sums = dict[str, float]
 """Sums over a rank's tokens and updates; the driver adds them up over ranks and divides."""
 ROUTER = "router/"
-"""Beginning of the names of sums that a mixture of experts has, which are equal on all ranks."""
+"""Prefix of the names of a mixture of experts' sums, which are equal on all ranks."""
 Parts = dict[str, list[torch.Tensor]]
 """The summands of each sum, scalars on the device: reading each one at once would make the GPU wait for the host."""
 

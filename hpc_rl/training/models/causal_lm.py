@@ -230,7 +230,7 @@ class Flops:
 
 
 def count_flops(model: PackedModel) -> Flops:
-    """Count the operations of a model. Of experts, those that compute a token count; with transformers 4, all."""
+    """Count the operations of a model. Only experts that compute a token count; with transformers 4, all of them."""
     config = model.hf.config.get_text_config()
     output = model.hf.get_output_embeddings()  # a classifier has none
     embeddings = {id(layer.weight) for layer in (model.hf.get_input_embeddings(), output) if layer is not None}
@@ -244,8 +244,8 @@ def count_flops(model: PackedModel) -> Flops:
 
 
 def _idle_flops(weight: torch.Tensor, config: PretrainedConfig) -> float:
-    """Return the operations of those of a layer's experts that do not compute a token; transformers 5 has the experts
-    in one tensor, [experts, ...]."""
+    """Return the operations of a layer's experts that do not compute a token; transformers 5 has the experts in one
+    tensor, [experts, ...]."""
     is_merged = weight.ndim == 3
     return _flops_of(weight) * (1 - config.num_experts_per_tok / len(weight)) if is_merged else 0.0
 

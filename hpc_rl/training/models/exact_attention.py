@@ -1,13 +1,13 @@
-"""Attention whose weights are not the softmax of scaled products alone, in matrix products and a softmax in float32.
+"""Attention whose weights are more than the softmax of scaled products, by matrix products and a softmax in float32.
 
 - Soft-capping: scores s become c tanh(s / c), with the cap c (Gemma 2, https://arxiv.org/abs/2408.00118, section 2).
 - Sinks: each head has a learned score that takes part in the softmax and has no value, so that the weights of a token
   add up to less than 1 (gpt-oss, https://arxiv.org/abs/2508.10925, section 2.3).
 
-torch's kernels for packed rows compute neither of both. flex_attention does, but has no backward pass on CPUs, so that
-its results could not be tested where this is tested. Blocks of queries bound the memory, and each is computed again in
-the backward pass. Shape suffixes: S tokens of a sample, B queries of a block, L keys that they attend to, J key heads,
-G query heads per key head, D head size.
+torch's kernels for packed rows compute neither. flex_attention computes both, but has no backward pass on CPUs, so that
+its gradients could not be tested there. Blocks of queries bound the memory, and each is computed again in the backward
+pass. Shape suffixes: S tokens of a sample, B queries of a block, L keys that they attend to, J key heads, G query heads
+per key head, D head size.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Scoring:
 
     @property
     def needs_scores(self) -> bool:
-        """Whether kernels that do not show their scores cannot compute it."""
+        """Whether kernels that do not return their scores cannot compute the weights."""
         return self.softcap is not None or self.sinks_H is not None
 
     def weights(self, scores: torch.Tensor, hidden: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

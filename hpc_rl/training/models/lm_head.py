@@ -90,7 +90,7 @@ class _LogProbs:
         self.softcap = softcap
         self.keeps_slope = gradients and softcap is not None
         self.slope_CV: torch.Tensor | None = None
-        """Derivative of the capped logits of the chunk with respect to the others, 1 - tanh(x / c)^2."""
+        """Derivative of the chunk's capped logits with respect to the uncapped ones, 1 - tanh(x / c)^2."""
         self.buffer: torch.Tensor | None = None
 
     def __call__(self, hidden_CH: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -108,7 +108,7 @@ class _LogProbs:
         return torch.log_softmax(logits, dim=-1, out=logits)
 
     def without_cap(self, grad_CV: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the chunk's logits before they are capped, from that of the capped ones."""
+        """Return the gradient of the chunk's uncapped logits, from that of the capped ones."""
         return grad_CV if self.slope_CV is None else grad_CV.mul_(self.slope_CV)
 
 

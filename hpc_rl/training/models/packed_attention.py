@@ -109,7 +109,7 @@ def packed_attention(
         [1, T, query heads, head size], and no attention weights.
 
     Raises:
-        UserError: the model needs a bias of positions, which this function does not compute, or it does not pass its
+        UserError: the model needs a position bias, which this function does not compute, or it does not pass its
             forward's arguments on to attention.
     """
     kind = f"models of type {getattr(getattr(module, 'config', None), 'model_type', type(module).__name__)}"

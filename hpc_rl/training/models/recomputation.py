@@ -29,7 +29,7 @@ def recompute(hf: PreTrainedModel, layers: Sequence[nn.Module], config: ModelCon
     """Let layers of a model be computed again in the backward pass, as configured.
 
     Raises:
-        UserError: the model decides itself which layers are recomputed, and this is not what is configured.
+        UserError: the layers have no switch for recomputation, and the configuration needs one.
     """
     if not config.enable_gradient_checkpointing:
         return
@@ -101,7 +101,7 @@ class _Input:
     """The input of a layer.
 
     Args:
-        tensor: on the device. The copy to the host begins.
+        tensor: on the device. Its copy to the host begins.
         before: the input of the layer before it.
     """
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 FAMILIES = frozenset({"gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
-"""model_type of models whose routers choose the largest of E logits, whose softmax are the probabilities."""
+"""model_type of models whose routers choose the largest of E logits. Probabilities are the softmax of the logits."""
 
 
 class Routers:
@@ -90,7 +90,7 @@ def router_metrics(sums_L2E: torch.Tensor, coefficient: float | None) -> dict[st
 
     With f the number of choices of an expert per token, P its mean probability and E experts, the auxiliary loss of a
     layer is coefficient * E * sum(f P): Switch Transformer, equations 4 to 6 (https://arxiv.org/abs/2101.03961), with
-    several experts per token as in transformers. It is K times the coefficient if all experts are alike.
+    several experts per token as in transformers. It is K times the coefficient if all experts are used equally.
 
     Args:
         sums_L2E: float64; of each expert, the number of tokens that chose it, and the sum of its probabilities.
@@ -98,9 +98,9 @@ def router_metrics(sums_L2E: torch.Tensor, coefficient: float | None) -> dict[st
     Returns:
         largest_load: the largest load of an expert, divided by the mean load, in the layer where this is largest: 1 to
             E / K.
-        entropy: entropy of the experts' shares of the choices, divided by its maximum log E: 0 to 1, mean of the
+        entropy: entropy of the experts' shares of the choices, divided by its maximum log E: 0 to 1, mean over the
             layers.
-        aux_loss: mean of the layers; only with a coefficient.
+        aux_loss: mean over the layers; only with a coefficient.
     """
     counts_LE, sums_LE = sums_L2E.unbind(dim=1)
     experts = counts_LE.shape[1]
@@ -118,8 +118,8 @@ def router_metrics(sums_L2E: torch.Tensor, coefficient: float | None) -> dict[st
 
 
 def find_routers(hf: PreTrainedModel) -> Routers | None:
-    """Return the routers of a model, from now on with the hooks that count; None for other models than those of
-    FAMILIES, and for transformers 4, whose routers are linear layers that return logits only."""
+    """Return the routers of a model, with hooks that count from now on; None for models that are not in FAMILIES, and
+    for transformers 4, whose routers are linear layers that return logits only."""
     config = hf.config.get_text_config()
     recorders = getattr(hf.base_model, "_can_record_outputs", None) or {}
     kind = getattr(recorders.get("router_logits"), "target_class", None)

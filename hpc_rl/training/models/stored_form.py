@@ -1,4 +1,4 @@
-"""The form that weights have in a model's files, by which rollout engines load them.
+"""The form that weights have in a model's files, in which rollout engines load them.
 
 When transformers 5 reads the files, it merges the experts of a layer into one tensor, and renames some weights. Engines
 expect the names of the files: `mlp.experts.3.gate_proj.weight` of Qwen3-MoE, `block_sparse_moe.experts.3.w1.weight` of
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class StoredForm:
-    """How the weights of a module are called and divided in files.
+    """How the weights of a module are named and divided in files.
 
     Args:
         hf: a module of transformers; its weights are not read.
