@@ -19,7 +19,7 @@ def interrupted(run: RunDir) -> int:
     return INTERRUPTED
 
 
-def wait_for(run: RunDir, poll: Callable[[], None] = lambda: None) -> int:
+def wait_for(run: RunDir, poll: Callable[[], None]) -> int:
     """Wait until a run's job has ended, and return its exit code. Ctrl-C ends the waiting only."""
     from hpc_rl.runs import control
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
 from hpc_rl.config.base import Path, Section
 from hpc_rl.config.job import TrainerConfig
@@ -95,7 +95,11 @@ class ModelConfig(ModelSource):
     @field_validator("enable_gradient_checkpointing", mode="before")
     @classmethod
     def _true_or_false(cls, value: Any) -> Any:
-        return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+        """Read a word as pydantic reads those of other switches: true, True, yes, 1 ..."""
+        try:
+            return TypeAdapter(bool).validate_python(value) if isinstance(value, str) else value
+        except ValidationError:
+            return value
 
     def problems(self) -> Iterator[str]:
         if self.enable_activation_offload and self.enable_gradient_checkpointing is not True:

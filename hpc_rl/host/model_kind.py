@@ -66,6 +66,21 @@ def refuse_other_outputs(key: str, path: str, files: Iterable[Path], needed: int
         raise UserError(f"{key} {path} has {found} output{'' if found == 1 else 's'}, not {needed}: {_REMEDIES[key]}")
 
 
+def refuse_capped_logits(key: str, path: str, settings: Mapping[str, Any]) -> None:
+    """Raise UserError if a model caps its logits, which the chunked divergence of `distill` does not do.
+
+    Args:
+        key: the option that names `path`, for the error.
+        settings: of the model, as in its config.json.
+    """
+    cap = _text_settings(settings).get("final_logit_softcapping")
+    if cap is not None:
+        raise UserError(
+            f"{key} {path} caps its logits (final_logit_softcapping={cap}), which `submit distill` does not support: "
+            "use another model, or on-policy distillation (submit ppo algorithm=opd)"
+        )
+
+
 def refuse_unsplittable(key: str, path: str, settings: Mapping[str, Any], size: int) -> None:
     """Raise UserError if ranks cannot share the rows of a model.
 
@@ -76,8 +91,7 @@ def refuse_unsplittable(key: str, path: str, settings: Mapping[str, Any], size: 
     """
     if size == 1:
         return
-    inner = settings.get("text_config")
-    settings = inner if isinstance(inner, Mapping) else settings
+    settings = _text_settings(settings)
     heads = settings.get("num_attention_heads")
     if isinstance(heads, int) and heads > 0 and heads % size:
         divisors = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
@@ -91,6 +105,12 @@ def refuse_unsplittable(key: str, path: str, settings: Mapping[str, Any], size: 
             "depends on the longest sample of a row and cannot be computed for a slice: use "
             "trainer.sequence_parallel=1, or another model"
         )
+
+
+def _text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of the language model in a model that reads images too."""
+    inner = settings.get("text_config")
+    return inner if isinstance(inner, Mapping) else settings
 
 
 def depends_on_rows(settings: Mapping[str, Any]) -> bool:

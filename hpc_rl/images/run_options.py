@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hpc_rl.config.finetune import FinetuneConfig
 from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.slurm import walltime_s
+from hpc_rl.config.tree import VALUES, flat
 from hpc_rl.errors import UserError
 from hpc_rl.host import jit_caches
 from hpc_rl.images.runtimes import find_program, missing, runtime_of
@@ -95,7 +97,9 @@ def job_binds(config: JobConfig, run_dir: Path, working_dir: Path, program: Sequ
     Raises:
         UserError: a path contains a comma or a colon, which a bind cannot contain.
     """
-    texts = [*_texts(config.model_dump(exclude={"slurm", "container"})), *program]
+    options = config.model_dump(exclude={"slurm", "container"})
+    weighted = [value for key, value in flat(options).items() if key in VALUES and isinstance(value, dict)]
+    texts = [*_texts(options), *chain.from_iterable(weighted), *program]
     named = [str(working_dir / _path_in(text)) for text in texts]
     wanted = [str(run_dir), str(working_dir), *filter(os.path.exists, named)]
     places = sorted({place for path in wanted for place in (os.path.normpath(path), os.path.realpath(path))})
@@ -141,11 +145,10 @@ def _refuse_unbindable(place: str) -> None:
 
 
 def _texts(tree: Any) -> Iterator[str]:
-    """Yield every text in a tree of values, and the names in it that cannot be options: files with weights."""
+    """Yield every text in a tree of values."""
     if isinstance(tree, str):
         yield tree
     elif isinstance(tree, dict):
-        yield from (name for name in tree if not name.isidentifier())
         yield from _texts(list(tree.values()))
     elif isinstance(tree, list | tuple):
         for value in tree:

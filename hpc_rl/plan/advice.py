@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 from pydantic import ValidationError
@@ -150,16 +150,13 @@ def advise(
         host: memory of a node, in bytes.
     """
 
-    def fits_gpu(changed: Planned) -> bool:
-        return fits(changed, shapes, gpu) and plan_of(changed, shapes, gpu).training <= limit
-
     def is_enough(changed: Planned) -> bool:
-        return fits_gpu(changed) and fits(changed, shapes, gpu, host)
+        plan = plan_of(changed, shapes, gpu)
+        return plan.fits(host) and plan.training <= limit
 
     found = None
     for measures in (USUAL, EXACT, MEASURES) if change_training else (USUAL, EXACT):
-        # All measures together need the least GPU memory, but not the least host memory.
-        if found is None and _may_help(config, shapes, fits_gpu, measures):
+        if found is None and _may_help(config, shapes, is_enough, measures):
             found = _cheapest(config, shapes, is_enough, measures)
     return found
 
@@ -174,14 +171,29 @@ def _cheapest(config: Planned, shapes: Shapes, is_enough: Goal, measures: Sequen
 
 
 def _may_help(config: Planned, shapes: Shapes, is_enough: Goal, measures: Sequence[Measure]) -> bool:
-    """Return whether all measures together may help: a quick answer for jobs that are much too large."""
+    """Return whether all measures together may help, with as much in host memory as each of them allows: a quick answer
+    for jobs that are much too large."""
     strongest: Settings = {}
     for measure in measures:
         for settings in measure.settings(config, shapes) if measure.settings is not _engine_share else ():
             strongest |= settings
     shares = [{}, *_engine_share(config, shapes)]
-    changed = [with_settings(config, {**strongest, **share}) for share in shares]
+    changed = (
+        with_settings(config, {**strongest, **share, **hosted})
+        for share, hosted in product(shares, _in_host_memory(config, shapes, strongest))
+    )
     return any(one is None or is_enough(one) for one in changed)
+
+
+def _in_host_memory(config: Any, shapes: Shapes, strongest: Settings) -> list[Settings]:
+    """Return what may be in host memory, most of it first, by the settings that decide this and are in `strongest`."""
+    choices = []
+    if "trainer.offload" in strongest:
+        levels = [{"trainer.offload": config.trainer.offload}, *_offload(config, shapes)]
+        choices.append(levels[::-1])
+    if "model.enable_activation_offload" in strongest:
+        choices.append([{"model.enable_activation_offload": value} for value in (True, False)])
+    return [{key: value for one in chosen for key, value in one.items()} for chosen in product(*choices)]
 
 
 def _first(

@@ -153,7 +153,7 @@ class Held:
     def _layer(self) -> float:
         """Return the parameters of a layer that FSDP gathers."""
         own = self.adapters / self.shape.layers
-        return own + (self.shape.vectors if self.four_bit else self.shape.layer)
+        return own + self.shape.layer - (self._packed_weights() / self.shape.layers if self.four_bit else 0)
 
     @property
     def _recomputed(self) -> range:

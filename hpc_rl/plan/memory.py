@@ -78,6 +78,7 @@ class Placed:
 
     held: Held
     on_node: int
+    pool: str = ""
     tokens: int = 0
     """Tokens of a micro-batch, if the model is trained."""
 
@@ -87,12 +88,13 @@ def placed_models(config: Planned, shapes: Shapes, gpu_bytes: float) -> list[Pla
     if isinstance(config, FinetuneConfig):
         ranks = _finetune_ranks(config, gpu_bytes)
         policy, tokens = _policy(config, shapes, gpu_bytes), micro_tokens(config, ranks.count)
-        return [Placed(policy, ranks.per_node or ranks.count, tokens)]
+        return [Placed(policy, ranks.per_node or ranks.count, tokens=tokens)]
     found = []
     for role, held in _held_by_role(config, shapes, gpu_bytes).items():
-        sizes = pool_spec(config)[pool_of(config, role)]
+        pool = pool_of(config, role)
+        sizes = pool_spec(config)[pool]
         tokens = micro_tokens(config, sum(sizes)) if isinstance(config, PpoConfig) and held.trained else 0
-        found.append(Placed(held, max(sizes), tokens))
+        found.append(Placed(held, max(sizes), pool, tokens))
     return found
 
 

@@ -108,6 +108,14 @@ class Plan:
             return "does not fit"
         return "is tight" if self.fullest.resident and self.fullest.peak > TIGHT * self.usable else "fits"
 
+    def fits(self, host: float = math.inf) -> bool:
+        """Return whether the job fits, perhaps tightly.
+
+        Args:
+            host: memory of a node, in bytes, which has to hold what leaves the GPUs.
+        """
+        return self.verdict != "does not fit" and (not self.offloaded or self.offloaded < host)
+
 
 def plan_of(config: Planned, shapes: Shapes, gpu: float) -> Plan:
     """Plan a job on GPUs.
@@ -136,13 +144,8 @@ def plan_of(config: Planned, shapes: Shapes, gpu: float) -> Plan:
 
 
 def fits(config: Planned, shapes: Shapes, gpu: float, host: float = math.inf) -> bool:
-    """Return whether a job fits, perhaps tightly.
-
-    Args:
-        host: memory of a node, in bytes, which has to hold what leaves the GPUs.
-    """
-    plan = plan_of(config, shapes, gpu)
-    return plan.verdict != "does not fit" and (not plan.offloaded or plan.offloaded < host)
+    """Return whether a job fits, perhaps tightly; see `Plan.fits`."""
+    return plan_of(config, shapes, gpu).fits(host)
 
 
 def _engine(config: Planned, shapes: Shapes, gpu: float) -> Engine | None:
@@ -153,12 +156,13 @@ def _engine(config: Planned, shapes: Shapes, gpu: float) -> Engine | None:
 
 
 def _inputs_bytes(trained: Sequence[Placed]) -> float:
-    """Return the host memory of a node for inputs of layers. Models that take turns use the same blocks."""
-    most: dict[int, int] = {}
+    """Return the host memory of a node for inputs of layers. Models of a pool take turns, and use the same blocks."""
+    most: dict[tuple[str, int], int] = {}
     for placed in trained:
         size, count = placed.held.inputs(placed.tokens)
-        most[size] = max(most.get(size, 0), count * placed.on_node)
-    return float(sum(size * count for size, count in most.items()))
+        key = placed.pool, size
+        most[key] = max(most.get(key, 0), count * placed.on_node)
+    return float(sum(size * count for (_, size), count in most.items()))
 
 
 def _state_bytes(held: Held) -> float:

@@ -167,8 +167,13 @@ def check_host(found: JobPlan, granted: float | None, force: bool = False) -> li
     )
     if plan.offloaded < granted or force:  # the rest is assumed
         return [f"the job may not fit: {needs}"]
-    less = ", or set trainer.offload=optimizer" if level == "all" else ""
-    raise UserError(f"{needs}: request more memory (--mem) or use more nodes{less}; --force submits the job anyway")
+    remedies = {
+        "use more nodes": level != "none",
+        "set trainer.offload=optimizer": level == "all",
+        "lower trainer.micro_tokens": not isinstance(config, GenerateConfig) and config.model.enable_activation_offload,
+    }
+    less = "".join(f", or {remedy}" for remedy, helps in remedies.items() if helps)
+    raise UserError(f"{needs}: request more memory (--mem){less}; --force submits the job anyway")
 
 
 def expected(kind: str, found: JobPlan) -> dict[str, Any]:

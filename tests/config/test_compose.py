@@ -191,3 +191,12 @@ def test_an_unfinished_reference_is_refused(arguments: dict[str, Any], key: str)
         compose("torchrun", **arguments)
     closed = compose("torchrun", site={"slurm.setup": ["export A=${B:-1}"], "slurm.env.X": "$ {"})
     assert (closed.slurm.setup, closed.slurm.env) == (["export A=${B:-1}"], {"X": "$ {"})
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [("true", True), ("True", True), ("yes", True), ("1", True), ("FALSE", False), ("no", False), ("half", "half")],
+)
+def test_recomputation_is_a_switch_with_a_third_position(word: str, value: object) -> None:
+    options = ["model.path=/m", "data.train_files=/t.jsonl", f"model.enable_gradient_checkpointing={word}"]
+    assert compose("sft", options).model.enable_gradient_checkpointing == value

@@ -118,6 +118,9 @@ def test_what_the_job_needs_is_bound_once(tmp_path: Path) -> None:
     assert found == [str(data), str(real), str(rewards), str(work), "/scratch"]
     mixed = compose("ppo", [], {**values, "data.train_files": {str(data / "train.jsonl"): 0.7, "inner": 0.3}})
     assert str(data / "train.jsonl") in job_binds(mixed, work / "runs" / "first", work)
+    (work / "chats").symlink_to(data)
+    named = compose("ppo", [], {**values, "data.train_files": {"chats": 0.7, "inner": 0.3}})
+    assert str(data) in job_binds(named, work / "runs" / "first", work)
     with pytest.raises(UserError, match="a,b cannot be bound into an image: its path contains a colon or a comma"):
         job_binds(config, work, tmp_path / "a,b")
 

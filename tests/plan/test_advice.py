@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from hpc_rl.plan import advice
 from hpc_rl.plan.advice import MEASURES, Advice, advise, fewest, more_nodes, with_settings, words
 from hpc_rl.plan.plan import fits, plan_of
 from hpc_rl.plan.shape import shape_of
@@ -191,3 +194,19 @@ def test_few_gpus() -> None:
     assert advise(grpo, small, 24e9, change_training=False, host=needed + 1) == found
     assert nodes_of(fewest(grpo, small, 24e9, 1, may_change=True, host=needed + 1))["trainer.nnodes"] == 1
     assert more_nodes(grpo, small, 24e9, host=1e9) == fewest(grpo, small, 24e9, 2, may_change=True, host=1e9)
+
+
+def test_what_host_memory_cannot_hold_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advice answers at once if a job would fit the GPUs only with more host memory than there is."""
+    tried: list[Any] = []
+
+    def counted(*job: Any) -> Any:
+        tried.append(job)
+        return plan_of(*job)
+
+    monkeypatch.setattr(advice, "plan_of", counted)
+    job = config("ppo", *RL, "algorithm.kl.where=reward", "trainer.micro_tokens=8192")
+    assert advise(job, SHAPES, 24e9, change_training=False) is not None
+    tried.clear()
+    assert advise(job, SHAPES, 24e9, change_training=False, host=1e9) is None
+    assert len(tried) < 50

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpc_rl.plan.memory import Phase, adapter_parameters, cache_tokens, micro_tokens, models_of, phases
+from hpc_rl.plan.memory import Phase, adapter_parameters, cache_tokens, micro_tokens, models_of, phases, placed_models
 from hpc_rl.plan.plan import plan_of
 from hpc_rl.plan.shape import shape_of
 from tests.plan.configs import SHAPES, config
@@ -16,6 +16,7 @@ P = SHAPES["/7b"].total
 CRITIC = SHAPES["/7b"].total_as_classifier
 KL = ("algorithm.kl.where=loss", "algorithm.kl.estimator=k3")
 GPU = 80e9
+APART = ("pools.roles.actor=one", "pools.roles.rollout=one", "pools.roles.critic=two")
 
 
 def planned(job: Any) -> dict[str, Phase]:
@@ -217,3 +218,12 @@ def test_128k_tokens_of_8b_on_8_gpus_that_share_each_row() -> None:
         "model.enable_gradient_checkpointing=true",
     )
     assert plan_of(job, shapes, GPU).verdict == "fits"
+
+
+@pytest.mark.parametrize(("pools", "blocks"), [((), 1), (("pools.spec={one: [4], two: [4]}", *APART), 2)])
+def test_models_of_one_pool_share_memory_for_inputs(pools: tuple[str, ...], blocks: int) -> None:
+    words = ("model.enable_gradient_checkpointing=true", "model.enable_activation_offload=true")
+    job = config("ppo", *words, "trainer.micro_tokens=4096", *pools)
+    plan = plan_of(job, SHAPES, GPU)
+    size, count = next(one for one in placed_models(job, SHAPES, GPU) if one.held.trained).held.inputs(4096)
+    assert plan.offloaded == blocks * (8 // blocks) * size * count

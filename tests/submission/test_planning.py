@@ -130,7 +130,7 @@ def test_host_memory_for_what_waits() -> None:
         "copies for checkpoints, a node needs about 101 GB, and the job requests 96.6 GB"
     ]
     with pytest.raises(
-        UserError, match=r"and the job requests 32\.2 GB: request more memory \(--mem\) or use more nodes; --fo"
+        UserError, match=r"and the job requests 32\.2 GB: request more memory \(--mem\), or use more nodes; --fo"
     ):
         host("slurm.mem=30G")
     assert host("slurm.mem=30G", force=True)[0].startswith("the job may not fit: trainer.offload=optimizer keeps")
@@ -140,8 +140,9 @@ def test_host_memory_for_what_waits() -> None:
     assert both.startswith(
         "the job may not fit: trainer.offload=optimizer with model.enable_activation_offload=true keeps 68.4 GB in"
     )
-    with pytest.raises(UserError, match=r"^model.enable_activation_offload=true keeps 7\.5 GB in the memory"):
+    with pytest.raises(UserError, match=r"^model.enable_activation_offload=true keeps 7\.5 GB in the memory") as found:
         host("slurm.mem=6G", "trainer.offload=none", *inputs)
+    assert "request more memory (--mem), or lower trainer.micro_tokens; --force" in str(found.value)
     assert host() == []
 
 

@@ -51,6 +51,7 @@ from hpc_rl.submission.preflight.model import (
     check_same_special_tokens,
     check_same_vocabulary,
     check_sequence_parallel,
+    check_uncapped_logits,
 )
 from hpc_rl.submission.preflight.partition import ask_of, check_partition
 from hpc_rl.submission.preflight.program import (
@@ -200,6 +201,9 @@ def model(job: Job) -> Iterator[Question]:
         yield Question(check_is_language_model, ("teacher.path", config.teacher.path, cache))
         yield Question(check_same_vocabulary, ("teacher.path", config.teacher.path, config.model, cache))
         yield Question(check_same_special_tokens, ("teacher.path", config.teacher.path, config.model, cache))
+    if isinstance(config, DistillConfig):
+        yield Question(check_uncapped_logits, ("model.path", config.model.path, cache))
+        yield Question(check_uncapped_logits, ("teacher.path", config.teacher.path, cache))
     if isinstance(config, DpoConfig) and config.ref.path is not None:
         yield Question(check_model_path, ("ref.path", config.ref.path, job.coming, cache))
         yield Question(check_is_language_model, ("ref.path", config.ref.path, cache))

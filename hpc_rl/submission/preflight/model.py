@@ -17,6 +17,7 @@ from hpc_rl.host.model_kind import (
     architectures_of,
     is_classifier,
     is_language_model,
+    refuse_capped_logits,
     refuse_other_outputs,
     refuse_unsplittable,
 )
@@ -99,6 +100,13 @@ def check_sequence_parallel(key: str, path: str, size: int, cache: HubCache) -> 
     folder = _model_folder(path, cache)
     if folder is not None:
         refuse_unsplittable(key, path, read_json(folder / "config.json"), size)
+
+
+def check_uncapped_logits(key: str, path: str, cache: HubCache) -> None:
+    """Raise UserError if a model for `distill` caps its logits, as far as its config.json on this machine shows it."""
+    folder = _model_folder(path, cache)
+    if folder is not None:
+        refuse_capped_logits(key, path, read_json(folder / "config.json"))
 
 
 def check_adapters(model: ModelConfig, max_rank: int | None, coming: frozenset[Path], cache: HubCache) -> None:

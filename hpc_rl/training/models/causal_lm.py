@@ -32,6 +32,8 @@ _HEAD_EXTRAS = {
     "lm_head_multiplier": 1.0,
 }
 """Settings that change logits after the LM head, which the chunked loss does not do, with their neutral values."""
+_CAPPED = ("gemma2",)
+"""model_type of models that cap their logits and run on packed rows. Others do not pass on the lengths of samples."""
 
 _FROZEN_FLOPS = 4.0
 """Operations per token of a parameter without gradient, forward and backward."""
@@ -184,7 +186,8 @@ def refuse_unsupported(hf: PreTrainedModel) -> None:
     refuse_unsupported_backbone(hf)
     config = hf.config.get_text_config()
     kind = f"models of type {config.model_type}"
-    for name, neutral in _HEAD_EXTRAS.items():
+    extras = _HEAD_EXTRAS if config.model_type in _CAPPED else {**_HEAD_EXTRAS, "final_logit_softcapping": None}
+    for name, neutral in extras.items():
         value = getattr(config, name, neutral)
         if value not in (neutral, None):
             raise UserError(
@@ -246,8 +249,8 @@ def count_flops(model: PackedModel) -> Flops:
 def _idle_flops(weight: torch.Tensor, config: PretrainedConfig) -> float:
     """Return the operations of a layer's experts that do not compute a token; transformers 5 has the experts in one
     tensor, [experts, ...]."""
-    is_merged = weight.ndim == 3
-    return _flops_of(weight) * (1 - config.num_experts_per_tok / len(weight)) if is_merged else 0.0
+    chosen = getattr(config, "num_experts_per_tok", None)
+    return _flops_of(weight) * (1 - chosen / len(weight)) if weight.ndim == 3 and chosen else 0.0
 
 
 def _flops_of(parameter: torch.Tensor) -> float:

@@ -12,6 +12,7 @@ per key head, D head size.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -88,7 +89,10 @@ def _sample(
     """Return the results of a sample's blocks, [J, G, B, D] each."""
     heads, groups, length, _ = q_JGSD.shape
     limit = SCORE_BYTES["cpu" if q_JGSD.device.type == "cpu" else "gpu"]
-    step = max(1, limit // (4 * heads * groups * length))
+    most = limit // (4 * heads * groups)  # scores of each head in a block
+    step = max(1, most // length)
+    if scoring.window is not None:  # a block of `step` queries has at most step + window keys
+        step = max(step, int(math.sqrt(scoring.window**2 / 4 + most) - scoring.window / 2))
     sinks = None if scoring.sinks_H is None else scoring.sinks_H.view(heads, groups, 1, 1)
     found = []
     for first in range(0, length, step):

@@ -90,7 +90,8 @@ class _LogProbs:
         self.softcap = softcap
         self.keeps_slope = gradients and softcap is not None
         self.slope_CV: torch.Tensor | None = None
-        """Derivative of the chunk's capped logits with respect to the uncapped ones, 1 - tanh(x / c)^2."""
+        """Derivative of the chunk's capped logits with respect to the uncapped ones, 1 - tanh(x / c)^2. All chunks
+        share its buffer."""
         self.buffer: torch.Tensor | None = None
 
     def __call__(self, hidden_CH: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -101,7 +102,10 @@ class _LogProbs:
         logits = float32_logits(hidden_CH, self.weight_VH, self.buffer[:rows])
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_()
-            self.slope_CV = 1 - logits.square() if self.keeps_slope else None
+            if self.keeps_slope:
+                if self.slope_CV is None:
+                    self.slope_CV = torch.empty_like(self.buffer)
+                torch.square(logits, out=self.slope_CV[:rows]).neg_().add_(1)
             logits.mul_(self.softcap)
         if temperature != 1.0:
             logits.div_(temperature)
@@ -109,7 +113,7 @@ class _LogProbs:
 
     def without_cap(self, grad_CV: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the chunk's uncapped logits, from that of the capped ones."""
-        return grad_CV if self.slope_CV is None else grad_CV.mul_(self.slope_CV)
+        return grad_CV if self.slope_CV is None else grad_CV.mul_(self.slope_CV[: len(grad_CV)])
 
 
 def float32_logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, logits_CV: torch.Tensor) -> torch.Tensor:

@@ -40,9 +40,6 @@ class StoredForm:
             name: of the weight in the module.
             weight: its value, or a tensor on the meta device, for names and shapes.
         """
-        if self._hf is None:
-            yield name, weight
-            return
         try:
             from transformers.core_model_loading import revert_weight_conversion
         except ImportError:  # transformers 4, which only renames

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import UserError
+from hpc_rl.host import model_kind
 from hpc_rl.host.vocabulary import ROLES, other_special_tokens, role_difference
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm, load_tokenizer
 from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
@@ -55,12 +56,7 @@ def refuse_other_tokenizer(path: str, student: ModelConfig) -> None:
 def refuse_capped_logits(path: str, student: ModelConfig) -> None:
     """Raise UserError if teacher or student cap their logits, which the chunked divergence does not do."""
     for key, each in ((KEY, path), ("model.path", student.path)):
-        cap = getattr(_settings(key, each, student), "final_logit_softcapping", None)
-        if cap is not None:
-            raise UserError(
-                f"{key} {each} caps its logits (final_logit_softcapping={cap}), which `submit distill` does not "
-                "support: use another model, or on-policy distillation (submit ppo algorithm=opd)"
-            )
+        model_kind.refuse_capped_logits(key, each, _settings(key, each, student).to_dict())
 
 
 def _outputs(key: str, path: str, student: ModelConfig) -> int:

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from hpc_rl.training.models import lm_head
-from hpc_rl.training.models.lm_head import cross_entropy_sum, token_logprobs
+from hpc_rl.training.models.lm_head import _LogProbs, cross_entropy_sum, token_logprobs
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +47,20 @@ def test_cross_entropy_of_capped_logits(softcap: float) -> None:
     torch.testing.assert_close(ours, plain)
     for got, wanted in zip(grads(ours, hidden, weight), grads(plain, hidden, weight), strict=True):
         torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_chunks_of_capped_logits_share_one_slope() -> None:
+    """The plan counts one buffer more than without a cap."""
+    hidden, weight, _ = inputs()
+    log_softmax = _LogProbs(weight.detach(), 2.0, gradients=True)
+    log_softmax(hidden.detach())
+    slope = log_softmax.slope_CV
+    assert slope is not None and slope.shape == (len(hidden), len(weight))
+    last = hidden.detach()[:3]
+    log_softmax(last)
+    assert log_softmax.slope_CV is slope
+    expected = 1 - torch.tanh(last @ weight.detach().t() / 2.0) ** 2
+    torch.testing.assert_close(log_softmax.without_cap(torch.ones(3, len(weight))), expected)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

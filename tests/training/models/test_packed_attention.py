@@ -140,6 +140,7 @@ def test_packing_and_checkpointing_leave_gradients_as_they_are(tmp_path: Path, c
     [
         ("cohere", {"logit_scale": 0.1}, "cohere change their logits by logit_scale"),
         ("phi", {}, "phi have no plain LM head"),
+        ("qwen3", {"final_logit_softcapping": 30.0}, "qwen3 change their logits by final_logit_softcapping=30.0"),
     ],
 )
 def test_models_that_would_be_wrong_are_refused(
