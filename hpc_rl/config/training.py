@@ -95,7 +95,7 @@ class ModelConfig(ModelSource):
     @field_validator("enable_gradient_checkpointing", mode="before")
     @classmethod
     def _true_or_false(cls, value: Any) -> Any:
-        """Read a word as pydantic reads those of other switches: true, True, yes, 1 ..."""
+        """Read a word as pydantic reads those of other switches, such as true, True, yes or 1."""
         try:
             return TypeAdapter(bool).validate_python(value) if isinstance(value, str) else value
         except ValidationError:

@@ -9,7 +9,7 @@ import pytest
 
 from hpc_rl.config.training import Offload
 from hpc_rl.plan.gpu_memory import Held, largest
-from hpc_rl.plan.shape import Shape
+from hpc_rl.plan.shape import Experts, Shape
 
 H, INNER, L, Q, K, V, T = 64, 160, 3, 96, 32, 5000, 1000
 SHAPE = Shape("qwen2", H, INNER, L, heads=6, key_heads=2, head_size=16, vocabulary=V, vectors=2 * H)
@@ -204,3 +204,10 @@ def test_ranks_that_share_rows_keep_the_result_of_attention_twice() -> None:
     assert shared.update(T)["saved activations"] == kept + L * 2 * T * Q
     # Three ranks cannot share 2 key heads, so that each head is repeated three times.
     assert replace(shared, split=3).update(T)["saved activations"] == kept + L * 2 * T * (Q + 2 * 2 * K)
+
+
+def test_experts_are_gathered_beside_weights_in_four_bits() -> None:
+    shape = replace(SHAPE, experts=Experts(count=4, active=2, inner=20))
+    assert shape.layer - 2 * H * (Q + K) > 3 * 4 * 20 * H
+    packed = replace(MODEL, shape=shape, adapters=8 * L, itemsize=2, four_bit=True)
+    assert packed._layer() == 8 + shape.layer - 2 * H * (Q + K)
