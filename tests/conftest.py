@@ -1,5 +1,6 @@
 """Slurm clusters for tests, which tests/sandbox starts on this machine. If it cannot, the tests are skipped."""
 
+import itertools
 import os
 import shutil
 import signal
@@ -23,10 +24,27 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Ray gives its workers a niceness of 15, by which they get almost no time beside other tests.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
+_numbers = itertools.count()
+
 # No test depends on speed. Otherwise hypothesis allows 0.2 s for an example, and 1 s for drawing ten of them.
 _SLOW = hypothesis.HealthCheck.too_slow
 hypothesis.settings.register_profile("any speed", deadline=None, suppress_health_check=[_SLOW])
 hypothesis.settings.load_profile("any speed")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def state_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Parent of the folders for $XDG_STATE_HOME, so that the lists of folders with runs stay out of the home folder."""
+    folder = tmp_path_factory.mktemp("state")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(folder / "session"))
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def _state_folder(state_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each test a list of its own: what other tests have submitted changes no plan."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(state_folders / str(next(_numbers))))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hpc_rl.plan.shape import Shape
     from hpc_rl.runs.speeds import Measured
     from hpc_rl.submission.duration import Unknown
+    from hpc_rl.submission.planning import GpuMemory
 
 
 @app.command()
@@ -41,10 +42,9 @@ def plan(
 
     Example: hpc-rl plan ppo --gpus-per-node 8 --gpu-gb 80 model=qwen2.5-7b
     """
-    from hpc_rl.plan.hardware import gpu_bytes
     from hpc_rl.plan.plan import plan_of
     from hpc_rl.submission.duration import duration_of, measured_like, rows_of
-    from hpc_rl.submission.planning import has_model, planned_config, planned_part, shapes_of
+    from hpc_rl.submission.planning import GpuMemory, gpu_memory, has_model, planned_config, planned_part, shapes_of
     from hpc_rl.submission.request import Request
 
     if not has_model(str(kind)):
@@ -55,12 +55,12 @@ def plan(
     config = planned_part(composed)
     if config is None:
         raise UserError("the job runs on CPUs, and plan is about the memory of GPUs: set trainer.device=cuda")
-    gpu = gpu_bytes(composed.slurm) if gpu_gb is None else gpu_gb * 1e9
-    if gpu is None:
+    memory = gpu_memory(composed.slurm) if gpu_gb is None else GpuMemory(gpu_gb * 1e9)
+    if memory is None:
         raise UserError(
             "the memory of the GPUs is unknown: add --gpu-gb 80, or set slurm.node.gpu_gb in the site profile"
         )
-    shapes = shapes_of(config, ask_hub=True)
+    shapes, gpu = shapes_of(config, ask_hub=True), memory.bytes
     found = plan_of(config, shapes, gpu)
     measured = measured_like(str(kind), config, shapes, gpu)
     time = duration_of(config, shapes, gpu, measured, rows_of(config))
@@ -70,7 +70,7 @@ def plan(
         print(
             "\n".join(
                 [
-                    *_lines(config, shapes, found, measured),
+                    *_lines(config, shapes, found, memory, measured),
                     *_time_lines(config, time),
                     *_remedies(config, shapes, found),
                 ]
@@ -78,7 +78,9 @@ def plan(
         )
 
 
-def _lines(config: Planned, shapes: dict[str, Shape], plan: Plan, measured: Measured | None) -> Iterator[str]:
+def _lines(
+    config: Planned, shapes: dict[str, Shape], plan: Plan, memory: GpuMemory, measured: Measured | None
+) -> Iterator[str]:
     from hpc_rl.plan.advice import MOST_NODES, fewest
     from hpc_rl.plan.text import arithmetic, cache_text, gigabytes, parts_text, problem
 
@@ -90,6 +92,8 @@ def _lines(config: Planned, shapes: dict[str, Shape], plan: Plan, measured: Meas
     nodes = f"{trainer.nnodes} node{'s' if trainer.nnodes > 1 else ''}"
     gpus = f"{trainer.n_gpus_per_node} GPU{'s' if trainer.n_gpus_per_node > 1 else ''}"
     yield f"{nodes} x {gpus} of {gigabytes(plan.gpu)} GB; sizes in GB (10^9 bytes) for each GPU"
+    if memory.run is not None:
+        yield f"the memory of a GPU is that which run {memory.run} recorded in the same partition"
     yield ""
     pools = any(phase.pool for phase in plan.phases)
     rows = [[*(["pool"] if pools else []), "phase", "resident", "peak", "largest parts of the peak"]]

@@ -8,6 +8,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+_SUPERCHIP = re.compile(r"g[bh]200")
+"""Their names state the memory of the CPU."""
+_STATED = re.compile(r"(\d+)gb")
+"""a100_80gb; of a100_3g.20gb, a part of an A100, the last one."""
+
 
 @dataclass(frozen=True)
 class GpuModel:
@@ -64,6 +69,18 @@ def requested(name: str) -> GpuModel | None:
     word = r"(?<![a-z0-9])(?:{})(?![a-z0-9])"
     plain = name.lower().replace("-", "_")
     return next((model for model in GPU_MODELS if re.search(word.format(model.slurm), plain)), None)
+
+
+def stated_gb(name: str) -> float | None:
+    """Return the memory that Slurm's name of a GPU states, in 10^9 bytes; None if it states none."""
+    stated = [] if _SUPERCHIP.search(name.lower()) else _STATED.findall(name.lower())
+    return float(stated[-1]) if stated else None
+
+
+def named_gb(name: str) -> float | None:
+    """Return the memory of a GPU, in 10^9 bytes, by its name in Slurm; None if the name leaves it open."""
+    model = requested(name)
+    return stated_gb(name) or (model.memory_gb if model else None)
 
 
 def reported(name: str) -> GpuModel | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from hpc_rl.config.slurm import SlurmConfig
-from hpc_rl.host.gpu_models import GpuModel, requested
+from hpc_rl.host.gpu_models import GpuModel, named_gb, requested, stated_gb
 
 USABLE = 0.95
 """Assumed: the part of a GPU's memory that tensors can use. CUDA's own memory and gaps between tensors take the
@@ -13,10 +13,6 @@ rest."""
 TIGHT = 0.9
 """A job that needs more than this part of the usable memory may fail on longer samples or with another version of
 torch."""
-_SUPERCHIP = re.compile(r"g[bh]200")
-"""Their names state the memory of the CPU."""
-_STATED = re.compile(r"(\d+)gb")
-"""a100_80gb; of a100_3g.20gb, a part of an A100, the last one."""
 _SLICE = re.compile(r"\dg\.\d+gb")
 """A part of a GPU (MIG), which has a part of its speed."""
 
@@ -26,10 +22,8 @@ def gpu_bytes(slurm: SlurmConfig) -> float | None:
 
     A size in the name of the requested GPUs comes first, because a profile may describe others. A model comes last.
     """
-    name = (slurm.gpu_type or "").lower()
-    stated = [] if _SUPERCHIP.search(name) else _STATED.findall(name)
-    model = gpu_model(slurm)
-    gigabytes = float(stated[-1]) if stated else slurm.node.gpu_gb or (model.memory_gb if model else None)
+    name = slurm.gpu_type or ""
+    gigabytes = stated_gb(name) or slurm.node.gpu_gb or named_gb(name)
     return gigabytes * 1e9 if gigabytes else None
 
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from heapq import nlargest
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import RunDir
-from hpc_rl.runs.status import ROOT, runs_below
+from hpc_rl.runs.folders import newest_runs
 from hpc_rl.tracking.metrics import Record, read_metrics
 from hpc_rl.tracking.planned import Expected, read_expected
 
-MOST_RUNS = 100
-"""Newest runs that are looked at."""
 SAME_SIZE = 0.1
 """Largest difference of two numbers of parameters, as a part of the larger one, that counts as the same size."""
 _FIRST_STEPS = 1
@@ -47,13 +43,15 @@ class Measured:
         return items * min(self.tokens, longest) / (self.throughput * gpus)
 
 
-def newest_like(kind: str, gpu: str, parameters: int, root: Path = ROOT) -> Measured | None:
+def newest_like(kind: str, gpu: str, parameters: int) -> Measured | None:
     """Return what the newest run of a kind recorded, on the same kind of GPUs and with a model of the same size.
+
+    The runs are those of all projects of this user.
 
     Returns:
         None if there is no such run that has recorded two steps.
     """
-    for run in _newest(root):
+    for run in newest_runs():
         expected = read_expected(run)
         job = read_json(run.job)
         if expected is None or job.get("kind") != kind or not _is_like(expected, gpu, parameters):
@@ -61,18 +59,6 @@ def newest_like(kind: str, gpu: str, parameters: int, root: Path = ROOT) -> Meas
         if (found := _measured(run, expected, _submitted(job))) is not None:
             return found
     return None
-
-
-def _newest(root: Path) -> Iterator[RunDir]:
-    """Yield the runs that were submitted last, the newest first."""
-    times: dict[Path, float] = {}
-    for path in runs_below(root):
-        try:
-            times[path] = RunDir(path).job.stat().st_mtime
-        except OSError:
-            continue  # not submitted, or somebody else's
-    for path in nlargest(MOST_RUNS, times, key=lambda path: times[path]):
-        yield RunDir(path.absolute())
 
 
 def _is_like(expected: Expected, gpu: str, parameters: int) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_rl.config.slurm import walltime_s
+from hpc_rl.host.gpu_models import named_gb
 from hpc_rl.sites.choice import Choice, Dimension
 from hpc_rl.slurm.capacity import describe, shapes
 from hpc_rl.slurm.cluster import Association, NodeGroup, Partition, preemption
@@ -288,6 +289,9 @@ def _shape(facts: Facts, partition: Partition, choice: Choice) -> Iterator[str]:
     if len(every) > 1:
         yield "# There are several sizes (see above); this is the most common one."
     yield f"node: {{{', '.join(f'{key}: {value}' for key, value in shape.items() if value)}}}"
+    if kind is not None and named_gb(kind) is None:
+        yield "# Add gpu_gb to the node, the memory of a GPU in 10^9 bytes: submit then refuses jobs that cannot fit."
+        yield "# Without it, the memory is that which an earlier run in the partition recorded."
 
 
 def _usual_shape(facts: Facts, partition: Partition) -> NodeGroup:

@@ -14,6 +14,7 @@ from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.slurm import SlurmConfig
 from hpc_rl.config.tree import flat
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
@@ -26,6 +27,7 @@ from hpc_rl.plan.memory import Planned, models_of
 from hpc_rl.plan.plan import Plan, plan_of
 from hpc_rl.plan.shape import Shape, shape_of
 from hpc_rl.plan.text import arithmetic, gigabytes, problem, remedies
+from hpc_rl.runs.recorded_gpus import gpus_like
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.submission.devices import Devices
 from hpc_rl.submission.duration import duration_of, gpu_kind, measured_like
@@ -87,24 +89,47 @@ def shapes_of(config: Planned, ask_hub: bool) -> dict[str, Shape]:
     return found
 
 
+class GpuMemory(NamedTuple):
+    """The memory of one GPU of a job."""
+
+    bytes: float
+    run: str | None = None
+    """The earlier run that recorded it; None if the settings state it."""
+
+    @property
+    def source(self) -> str:
+        """What states it, in words."""
+        return "slurm.node.gpu_gb or slurm.gpu_type" if self.run is None else f"run {self.run}"
+
+
+def gpu_memory(slurm: SlurmConfig) -> GpuMemory | None:
+    """Return the memory of a job's GPUs, as the settings state it or an earlier run recorded it; None if neither."""
+    if (stated := gpu_bytes(slurm)) is not None:
+        return GpuMemory(stated)
+    seen = gpus_like(slurm)
+    return None if seen is None else GpuMemory(seen.gigabytes * 1e9, seen.run)
+
+
 class JobPlan(NamedTuple):
     """The plan of a job that is about to be submitted."""
 
     config: Planned
     shapes: dict[str, Shape]
     plan: Plan
+    gpu: GpuMemory
 
 
 def plan_of_job(job: Job) -> JobPlan | None:
     """Return the plan of a job; None if the memory of its GPUs or a model is unknown here."""
-    config, gpu = planned_part(job.config), gpu_bytes(job.config.slurm)
-    if gpu is None or config is None:
+    config = planned_part(job.config)
+    gpu = None if config is None else gpu_memory(job.config.slurm)
+    if config is None or gpu is None:
         return None
     try:
         shapes = shapes_of(config, ask_hub=False)
     except UserError:
         return None  # `hpc-rl plan` explains it; the checks before submission report a model that is missing
-    return JobPlan(config, shapes, plan_of(config, shapes, gpu))
+    return JobPlan(config, shapes, plan_of(config, shapes, gpu.bytes), gpu)
 
 
 def check_fit(found: JobPlan, size: str, force: bool = False, granted: float | None = None) -> list[str]:
@@ -121,7 +146,7 @@ def check_fit(found: JobPlan, size: str, force: bool = False, granted: float | N
     Raises:
         UserError: it does not fit; the message has the arithmetic, and settings with which it does.
     """
-    config, shapes, plan = found
+    config, shapes, plan, gpu = found
     if plan.verdict == "fits":
         return []
     guesses = [note for shape in shapes.values() for note in shape.notes]
@@ -132,8 +157,7 @@ def check_fit(found: JobPlan, size: str, force: bool = False, granted: float | N
     host = granted or math.inf
     ways = remedies(advise(config, shapes, plan.gpu, host=host), more_nodes(config, shapes, plan.gpu, host))
     lines = [
-        f"{size} cannot hold this job: {problem(plan)} (the memory of a GPU is that of slurm.node.gpu_gb or "
-        "slurm.gpu_type)",
+        f"{size} cannot hold this job: {problem(plan)} (the memory of a GPU is that of {gpu.source})",
         *(f"to make it fit: {way}" for way in ways),
         "`hpc-rl plan` shows the phases; --force submits the job anyway",
     ]
@@ -153,7 +177,7 @@ def check_host(found: JobPlan, granted: float | None, force: bool = False) -> li
     Raises:
         UserError: it does not fit.
     """
-    config, _, plan = found
+    config, plan = found.config, found.plan
     if not plan.offloaded or granted is None or plan.host <= granted:
         return []
     level = config.trainer.offload
@@ -178,7 +202,7 @@ def check_host(found: JobPlan, granted: float | None, force: bool = False) -> li
 
 def expected(kind: str, found: JobPlan) -> dict[str, Any]:
     """Return what the plan of a job expects, for job.json."""
-    config, shapes, plan = found
+    config, shapes, plan, _ = found
     less = advise(config, shapes, plan.gpu, limit=_LESS * plan.training) if plan.training else None
     time = duration_of(config, shapes, plan.gpu, measured_like(kind, config, shapes, plan.gpu))
     facts = Expected(
@@ -210,8 +234,8 @@ def on_fewest_nodes(request: Request) -> tuple[Request, str]:
     config = planned_part(plan_request(request).config)
     if config is None or request.local:
         raise UserError(f"--nodes auto: the memory of this job ({request.kind}) is not planned; give a number of nodes")
-    gpu = gpu_bytes(config.slurm)
-    if gpu is None:
+    memory = gpu_memory(config.slurm)
+    if memory is None:
         raise UserError(
             "--nodes auto: the memory of the GPUs is unknown; set slurm.node.gpu_gb in the site profile, or give a "
             "number of nodes"
@@ -219,6 +243,7 @@ def on_fewest_nodes(request: Request) -> tuple[Request, str]:
     if isinstance(config, PpoConfig | GenerateConfig) and config.pools.spec:
         raise UserError(_POOLS)
     shapes = shapes_of(config, ask_hub=False)
+    gpu = memory.bytes
     found = fewest(config, shapes, gpu, first=1, may_change=True, host=granted_bytes(config) or math.inf)
     if found is None:
         raise UserError(

@@ -19,6 +19,7 @@ from hpc_rl.host.files import read_json, write_atomically
 from hpc_rl.host.ownership import open_own
 from hpc_rl.host.processes import held_interrupts
 from hpc_rl.run_dir import SHARED_MODE, RunDir
+from hpc_rl.runs.folders import remember
 from hpc_rl.runs.status import ROOT, is_run, status_of
 from hpc_rl.slurm import commands
 from hpc_rl.submission.job import Job
@@ -130,7 +131,7 @@ def share(folder: Path, group: str) -> None:
 
 
 def record(job: Job, job_id: str, **more: object) -> None:
-    """Write job.json."""
+    """Write job.json, and remember where the run is."""
     facts = {
         "job_id": job_id,
         "kind": job.kind,
@@ -141,6 +142,7 @@ def record(job: Job, job_id: str, **more: object) -> None:
         **more,
     }
     write_job(job.run_dir, facts)
+    remember(job.run_dir.path.parent)
 
 
 def record_again(run: RunDir, job_id: str) -> None:

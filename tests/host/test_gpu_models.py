@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_rl.host.gpu_models import reported, requested
+from hpc_rl.host.gpu_models import named_gb, reported, requested
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,18 @@ def test_names_that_torch_reports(name: str, tflops: float) -> None:
 
 def test_a_device_that_is_not_in_the_table() -> None:
     assert reported("NVIDIA GeForce GTX 1080") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("a100_80gb", 80.0),
+        ("A100_3g.20gb", 20.0),
+        ("h100", 80.0),
+        ("a100", None),
+        ("gh200_480gb", None),
+        ("", None),
+    ],
+)
+def test_memory_by_name(name: str, expected: float | None) -> None:
+    assert named_gb(name) == expected

@@ -11,10 +11,18 @@ from typing import Any
 import pytest
 
 from hpc_rl.run_dir import RunDir
+from hpc_rl.runs.folders import remember
 from hpc_rl.runs.speeds import Measured, newest_like
 from hpc_rl.tracking.planned import Expected
 
 PLAN = Expected("update", 40, 76, 40, [], gpu="h100", gpus=4, parameters=7_000_000_000, items=64, step_s=[1, 2])
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project whose runs are those of the test."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
 
 
 def made(root: Path, name: str, age: int, plan: Expected = PLAN, kind: str = "sft", **more: Any) -> RunDir:
@@ -38,41 +46,54 @@ def made(root: Path, name: str, age: int, plan: Expected = PLAN, kind: str = "sf
     return run
 
 
-def test_medians_without_the_first_step(tmp_path: Path) -> None:
-    made(tmp_path, "a", 10)
-    found = newest_like("sft", "h100", 7_000_000_000, tmp_path)
+def test_medians_without_the_first_step(project: Path) -> None:
+    made(project, "a", 10)
+    found = newest_like("sft", "h100", 7_000_000_000)
     assert found is not None
     assert (found.run, found.throughput, found.planned_gb) == ("a", 2000.0, 40.0)
     assert (found.tokens, found.peak_gb) == pytest.approx((500.0, 38.4))
 
 
-def test_the_newest_run_that_is_like_it(tmp_path: Path) -> None:
-    made(tmp_path, "old", 30)
-    made(tmp_path, "like", 20, replace(PLAN, parameters=7_700_000_000))
-    made(tmp_path, "larger", 10, replace(PLAN, parameters=7_800_000_000))
-    made(tmp_path, "elsewhere", 9, replace(PLAN, gpu="a100"))
-    made(tmp_path, "other", 8, kind="dpo")
-    made(tmp_path, "older-version", 7, replace(PLAN, items=0))
-    made(tmp_path, "no-gpus", 6, replace(PLAN, gpus=0))
-    (tmp_path / "no-job").mkdir()
-    just_begun = made(tmp_path, "just-begun", 1)
+def test_the_newest_run_that_is_like_it(project: Path) -> None:
+    made(project, "old", 30)
+    made(project, "like", 20, replace(PLAN, parameters=7_700_000_000))
+    made(project, "larger", 10, replace(PLAN, parameters=7_800_000_000))
+    made(project, "elsewhere", 9, replace(PLAN, gpu="a100"))
+    made(project, "other", 8, kind="dpo")
+    made(project, "older-version", 7, replace(PLAN, items=0))
+    made(project, "no-gpus", 6, replace(PLAN, gpus=0))
+    (project / "no-job").mkdir()
+    just_begun = made(project, "just-begun", 1)
     just_begun.metrics.write_text(just_begun.metrics.read_text().splitlines()[0] + "\n")
-    found = newest_like("sft", "h100", 7_000_000_000, tmp_path)
+    found = newest_like("sft", "h100", 7_000_000_000)
     assert found is not None
     assert found.run == "like"
-    assert newest_like("sft", "h200", 7_000_000_000, tmp_path) is None
-    assert newest_like("sft", "h100", 7_000_000_000, tmp_path / "none") is None
+    assert newest_like("sft", "h200", 7_000_000_000) is None
 
 
-def test_blocks_of_generation_have_different_sizes(tmp_path: Path) -> None:
-    made(tmp_path, "a", 1, **{"perf/responses_per_s": 20.0})
-    found = newest_like("sft", "h100", 7_000_000_000, tmp_path)
+def test_runs_of_other_projects_count(project: Path, tmp_path: Path) -> None:
+    assert newest_like("sft", "h100", 7_000_000_000) is None
+    made(tmp_path / "other" / "runs", "there", 10)
+    assert newest_like("sft", "h100", 7_000_000_000) is None
+    remember(tmp_path / "other" / "runs")
+    found = newest_like("sft", "h100", 7_000_000_000)
+    assert found is not None
+    assert found.run == "there"
+    made(project, "here", 5)
+    found = newest_like("sft", "h100", 7_000_000_000)
+    assert found is not None
+    assert found.run == "here"
+
+
+def test_blocks_of_generation_have_different_sizes(project: Path) -> None:
+    made(project, "a", 1, **{"perf/responses_per_s": 20.0})
+    found = newest_like("sft", "h100", 7_000_000_000)
     assert found is not None
     assert found.tokens == 400.0
 
 
-def test_steps_before_the_last_submission_do_not_count(tmp_path: Path) -> None:
-    run = made(tmp_path, "a", 1)
+def test_steps_before_the_last_submission_do_not_count(project: Path) -> None:
+    run = made(project, "a", 1)
     facts, lines = json.loads(run.job.read_text()), run.metrics.read_text().splitlines()
     later = [{**json.loads(line), "time": 1500.0} for line in lines]
     first = [{**record, "perf/tokens_per_s": 99_000.0, "time": 500.0} for record in later]
@@ -81,7 +102,7 @@ def test_steps_before_the_last_submission_do_not_count(tmp_path: Path) -> None:
 
     def throughput(submitted: str) -> float:
         run.job.write_text(json.dumps({**facts, "submitted": submitted}))
-        found = newest_like("sft", "h100", 7_000_000_000, tmp_path)
+        found = newest_like("sft", "h100", 7_000_000_000)
         assert found is not None
         return found.throughput
 
