@@ -31,7 +31,7 @@ def workspace(cluster: Cluster) -> Workspace:
 
 
 def test_sft_on_two_nodes_in_a_starter_project(workspace: Workspace) -> None:
-    said = workspace.hpc_rl("submit", "sft", "--nodes", "2")
+    said = workspace.hpc_rl("submit", "sft", "--nodes", "2", *workspace.hold_at(2))
     assert said.returncode == 0, said.stderr
     assert "  2 nodes x 1 CPU process, 1:00:00, the default partition\n" in said.stdout
     assert "trainer.device=auto: no GPUs found, so the job runs on CPUs" in said.stderr
