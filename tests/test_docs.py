@@ -46,6 +46,7 @@ from hpc_rl.submission.job import Job
 from hpc_rl.submission.script import _values
 from tests.commands import understand
 from tests.helpers import chats, make_tiny_model
+from tests.marks import long
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted(path for path in (ROOT / "docs").glob("*.md") if not path.name.startswith("_"))
@@ -180,7 +181,11 @@ def test_enough_submissions_are_tried() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.how == "run"], ids=str)
+@pytest.mark.parametrize(
+    "block",
+    [long(block) if block.page == "first-rl-task.md" else block for block in BLOCKS if block.how == "run"],
+    ids=str,
+)
 def test_blocks_to_run_end_well(block: Block, workshop: Path) -> None:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     for line in block.commands:

@@ -34,7 +34,7 @@ def workspace(slurm_cluster: Cluster) -> Workspace:
     return made
 
 
-@pytest.mark.parametrize(("name", "more"), [("live", ()), long("stored", STORED)])
+@pytest.mark.parametrize(("name", "more"), [long("live", ()), long("stored", STORED)])
 def test_stopped_on_two_nodes_and_resumed_on_one(workspace: Workspace, name: str, more: tuple[str, ...]) -> None:
     options = [*OPTIONS, *more]
     workspace.ok("submit", "distill", "--nodes", "2", "--job-name", name, *options, *workspace.hold_at(3))

@@ -36,6 +36,7 @@ def accounted(run: RunDir) -> History:
     return found
 
 
+@pytest.mark.long
 def test_a_job_that_slurm_killed_and_queued_again(accounting_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = accounting_cluster.shared / "history"
     folder.mkdir()

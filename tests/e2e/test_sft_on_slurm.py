@@ -85,6 +85,7 @@ def test_the_script_edited_by_hand_trains_by_plain_sbatch(workspace: Workspace, 
     assert workspace.status(job_id)["run"] == "by-hand"
 
 
+@pytest.mark.long
 def test_an_edited_script_goes_through_submit_too(workspace: Workspace) -> None:
     script = workspace.ok("render", "sft", "--job-name", "by-script", *QUICK, STEPS)
     (workspace.folder / "two.sbatch").write_text(script.replace("total_training_steps: 24", "total_training_steps: 2"))
@@ -124,6 +125,7 @@ def test_the_walltime_warning_saves_and_queues_again(
     assert same_losses(workspace.losses("walltime"), uninterrupted)
 
 
+@pytest.mark.long
 def test_a_run_stops_by_itself_before_the_walltime(workspace: Workspace, uninterrupted: dict[int, float]) -> None:
     """Slurm states the end of the walltime; the first attempt then takes it to be so near that no second step fits."""
     (workspace.folder / "early.sh").write_text(
@@ -232,6 +234,7 @@ def test_a_log_that_cannot_be_written_is_explained(workspace: Workspace) -> None
         subprocess.run(["rm", "-r", path], check=True, timeout=600)
 
 
+@pytest.mark.long
 def test_jobs_are_chained(workspace: Workspace, slurm_cluster: Cluster) -> None:
     (workspace.folder / "first.py").write_text("import pathlib\npathlib.Path('first').touch()\n")
     (workspace.folder / "second.py").write_text("import pathlib, sys\nsys.exit(not pathlib.Path('first').exists())\n")

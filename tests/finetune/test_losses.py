@@ -85,6 +85,7 @@ def test_one_rank(sft_config: list[str], tmp_path: Path, reference: Reference, o
     same_losses(tmp_path, reference)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 def test_one_rank_compiled(sft_config: list[str], tmp_path: Path, reference: Reference) -> None:

@@ -195,6 +195,7 @@ def test_a_sleep_loses_the_weights_and_an_update_brings_them_back(engine: Sglang
     engine.wake()
 
 
+@pytest.mark.long
 def test_an_engine_that_does_not_share_its_gpu_stays_awake(folder: Path) -> None:
     with started(folder) as engine:
         engine.sleep()
@@ -222,6 +223,7 @@ def test_a_request_that_is_too_long_is_refused(folder: Path) -> None:
                     engine.advance(0.1, 0)
 
 
+@pytest.mark.long
 def test_an_update_that_fails_ends_the_engine(
     folder: Path, model: CausalLM, capsys: pytest.CaptureFixture[str]
 ) -> None:

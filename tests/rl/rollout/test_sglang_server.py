@@ -49,6 +49,7 @@ def ended_engine(engine: SglangEngine) -> int:
     return code
 
 
+@pytest.mark.long
 def test_a_server_that_dies_ends_the_engine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with started(folder, "+rollout.engine_kwargs.dies_after=2") as engine:
         assert ended_engine(engine) == 7
@@ -62,6 +63,7 @@ def test_a_server_that_is_killed_ends_the_engine(folder: Path) -> None:
         assert ended_engine(engine) == 137
 
 
+@pytest.mark.long
 def test_a_server_that_fails_ends_with_its_engine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with started(folder, "+rollout.engine_kwargs.fails_after=2") as engine:
         assert ended_engine(engine) == 1
@@ -77,6 +79,7 @@ def test_a_server_that_hangs_ends_with_its_engine(
     assert "no response, and no answer to /health, for " in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_slow_server_is_not_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers /health while it generates, although no response is complete for longer than the limit."""
     monkeypatch.setattr(sglang, "PROBE_S", 0.1)
@@ -106,6 +109,7 @@ def test_a_server_that_ends_at_its_start_is_shown_with_its_log(folder: Path, tmp
     assert log.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.long
 def test_the_server_and_its_children_end_with_the_engine(folder: Path, tmp_path: Path) -> None:
     child = tmp_path / "child"
     with started(folder, f"+rollout.engine_kwargs.leaves_child={child}") as engine:

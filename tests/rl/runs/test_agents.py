@@ -152,6 +152,7 @@ def test_engine_and_trainer_agree_about_sessions(served: Runs, agent: Path, tmp_
     assert not (tmp_path / "endpoint.json").exists()
 
 
+@pytest.mark.long
 def test_a_stopped_run_goes_on_with_the_same_sessions(served: Runs, agent: Path, tmp_path: Path) -> None:
     options = ("algorithm.advantage=grpo", "rollout.temperature=0.9", "trainer.total_training_steps=3")
     assert served(tmp_path / "whole", *options, *command(agent, tmp_path)) == 0
@@ -165,7 +166,7 @@ def test_a_stopped_run_goes_on_with_the_same_sessions(served: Runs, agent: Path,
     assert len(errors) == 3 and all(each % 4 == 0 for each in errors), "those of a prompt fail together"
 
 
-@pytest.mark.parametrize("partial", [long("rollout.partial=false"), "rollout.partial=true"])
+@pytest.mark.parametrize("partial", [long("rollout.partial=false"), long("rollout.partial=true")])
 def test_agents_go_on_while_others_are_trained(served: Runs, agent: Path, tmp_path: Path, partial: str) -> None:
     runs = served.without("data.train_batch_size").without("actor.mini_batch_size")
     stale = [option for option in STALE if not option.startswith("data.max_response_length")]
