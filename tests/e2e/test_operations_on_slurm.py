@@ -152,6 +152,7 @@ def test_a_chain_that_breaks_leaves_nothing_waiting(workspace: Workspace) -> Non
     assert "start it again with hpc-rl requeue broken" in refused.stderr
 
 
+@pytest.mark.long
 def test_a_running_job_saves_and_is_queued_again(workspace: Workspace, slurm_cluster: Cluster) -> None:
     workspace.ok("submit", "torchrun", "--job-name", "again", "slurm.env.N=1", *WAITING)
     run = workspace.folder / "runs" / "again"
