@@ -145,3 +145,17 @@ def test_two_pools_on_two_nodes_resume_after_a_kill(
         assert 0 < max(record["rollout/staleness/max"] for record in found) <= staleness
     else:
         assert all(record["training/rollout_probs_diff_mean"] < 1e-4 for record in found)
+
+
+@pytest.mark.long
+def test_what_waits_in_host_memory_changes_no_number(workspace: Workspace) -> None:
+    command = ["submit", "ppo", "--nodes", "2", "--mem", "4G", "--wait", *PPO, "trainer.total_training_steps=3"]
+    command += ["algorithm.kl={where: loss, estimator: k3}"]
+    workspace.ok(*command, "--job-name", "resident")
+    workspace.ok(*command, "--job-name", "waiting", "trainer.offload=all")
+    names = ("actor/pg_loss", "critic/vf_loss", "actor/kl_loss", "critic/score/mean")
+    found = [
+        [record[name] for record in records(workspace, run) for name in names if name in record]
+        for run in ("resident", "waiting")
+    ]
+    assert len(found[0]) == 3 * len(names) and found[0] == pytest.approx(found[1], abs=1e-4)
