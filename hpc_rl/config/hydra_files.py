@@ -1,7 +1,7 @@
 """The files below `configs/`, composed by Hydra.
 
-Hydra merges tables key by key, and cannot merge a table with a list. A table that is a value (`VALUES`) has to replace the
-value of another file instead, as lists do. So Hydra sees such a table as a list.
+Hydra merges tables key by key, and cannot merge a table with a list. A table that is a value (`VALUES`) has to replace
+the value of another file instead, as lists do. So Hydra sees such a table as a list.
 """
 
 from __future__ import annotations

@@ -89,7 +89,9 @@ def test_files_of_a_recipe_replace_those_of_the_recipe_that_it_includes(
     own_text = "# @package _global_\ndefaults: [included, _self_]\ndata: {max_length: 77}\n"
     (recipes / "own.yaml").write_text(own_text.replace("77", f"77, train_files: {own}"))
     (recipes / "none.yaml").write_text(own_text)
-    (project / "configs" / "sft.yaml").write_text("defaults: [{recipe: null}, {model: null}, _self_]\nmodel: {path: m}\n")
+    (project / "configs" / "sft.yaml").write_text(
+        "defaults: [{recipe: null}, {model: null}, _self_]\nmodel: {path: m}\n"
+    )
     data: Any = compose("sft", ["recipe=own"]).data
     assert data.train_files == found and list(data.train_files) == list(found), "in their order"
     assert (data.shuffle, data.max_length) == (False, 77), "other options of the section are merged"

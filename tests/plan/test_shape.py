@@ -65,7 +65,7 @@ def test_parameters(family: str, settings: dict[str, Any], form: str) -> None:
 
 @pytest.mark.parametrize(("family", "settings"), FAMILIES)
 def test_linear_layers(family: str, settings: dict[str, Any]) -> None:
-    """Those that get adapters, and whose weights are stored in 4 bits, also in layers with a usual MLP among experts."""
+    """Those that get adapters, and whose weights may be in 4 bits, also in layers with a usual MLP among experts."""
     config = config_of(family, **settings)
     with torch.device("meta"):
         built = block_linears(transformers.AutoModelForCausalLM.from_config(config)).values()
