@@ -17,7 +17,7 @@ from typing import Any
 from hpc_rl.errors import UserError
 from hpc_rl.host.disk import disk_problem
 from hpc_rl.host.files import open_regular, read_json
-from hpc_rl.run_dir import PIPELINE_MARK, SWEEP_MARK, RunDir, terminated_file
+from hpc_rl.run_dir import MARKS, PIPELINE_MARK, SWEEP_MARK, RunDir, terminated_file
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.states import ENDED, JobState
 from hpc_rl.tracking.metrics import parse_line
@@ -30,8 +30,6 @@ UNKNOWN = "UNKNOWN"
 SCRIPT_KILLED = "the job's script was killed before it could record how the job ended"
 STOPPED = "STOPPED"
 """A state of hpc-rl: the run saved and exited early. In Slurm its job has the state FAILED with exit code 75."""
-_MARKS = ("job.sbatch", "job.json", "status.json", "config.yaml")
-"""A folder with one of these files is a run."""
 Ask = Callable[[str], JobState | None]
 """Returns what Slurm reports about a job; None if it has no record. May raise commands.NoAnswer."""
 
@@ -103,7 +101,7 @@ def find_run(target: str) -> RunDir:
 
 
 def is_run(path: Path) -> bool:
-    return any((path / mark).is_file() for mark in _MARKS)
+    return any((path / mark).is_file() for mark in MARKS)
 
 
 def is_sweep(path: Path) -> bool:
@@ -302,7 +300,7 @@ def runs_below(root: Path) -> Iterator[Path]:
 
 def run_paths(root: Path) -> list[str]:
     """Return the paths of all runs below a directory, as text, which is faster if there are thousands of them."""
-    return [path for path in _paths_below(root) if _has_any(path, _MARKS)]
+    return [path for path in _paths_below(root) if _has_any(path, MARKS)]
 
 
 def _paths_below(root: Path) -> Iterator[str]:
