@@ -18,7 +18,7 @@ from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.data.tokenized import Form
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.finetune.base import Work
-from hpc_rl.finetune.reference import free_memory, results_key
+from hpc_rl.finetune.precomputed import Pace, free_memory, results_key, rounds
 from hpc_rl.host.disk import explained
 from hpc_rl.host.files import replacing
 from hpc_rl.host.heartbeat import heart
@@ -33,12 +33,8 @@ from hpc_rl.training.models.teacher import teacher_model
 from hpc_rl.training.sharding import reshard
 from hpc_rl.training.stopping import Stopped, Stopping
 
-_ROUND = 128
-"""Samples of each rank between two exchanges of results, in which the ranks also agree whether to stop."""
-_STORE_EVERY_S = 300
-"""Approximate time between two writes."""
 _STORE_BYTES = 256 << 20
-"""Bytes of results after which they are written earlier."""
+"""Bytes of results after which they are stored earlier."""
 TopK = NDArray[Any]
 """Targets of some samples, one after the other, with the fields of `top_k_dtype`."""
 
@@ -182,20 +178,15 @@ def _complete(
     """
     first = int(np.searchsorted(np.cumsum(sizes.targets[:, 0]), known, side="right"))
     waiting: list[TopK] = []
-    written_at = began = time.monotonic()
-    longest_s = 0.0
-    for done, rows in _rounds(config, tokens, lessons, sizes, first, world):
+    pace = Pace(world, stopping)
+    for done, rows in _results(config, tokens, lessons, sizes, first, world):
         waiting.append(rows)
-        now = time.monotonic()
-        longest_s, began = max(longest_s, now - began), now
-        stopping.made_a_step = True
-        is_due = now - written_at > _STORE_EVERY_S or sum(part.nbytes for part in waiting) > _STORE_BYTES
-        wishes = [world.is_main and stopping.due(longest_s), is_due]
-        stops, writes = world.gather_rows(list(map(float, wishes)))[0].tolist()  # rank 0 decides
-        if stops or writes or done == len(lessons):
+        is_full = sum(part.nbytes for part in waiting) > _STORE_BYTES
+        stores, stops = pace.after_round(done == len(lessons), is_full)
+        if stores:
             part = np.concatenate(waiting)
             world.together(lambda part=part, known=known: _write(folder, known, part) if world.is_main else None)
-            known, written_at = known + len(part), time.monotonic()
+            known += len(part)
             waiting.clear()
         if stops:
             raise Stopped(
@@ -204,13 +195,12 @@ def _complete(
             )
 
 
-def _rounds(
+def _results(
     config: DistillConfig, tokens: int, lessons: Sequence[Lesson], sizes: Sizes, first: int, world: World
 ) -> Iterator[tuple[int, TopK]]:
     """Yield (number of lessons that are done, the results of the next ones) until all are done."""
     teacher = Teacher(config, tokens, world)
-    for start in range(first, len(lessons), _ROUND * world.size):
-        part = sizes.at(slice(start, start + _ROUND * world.size))
+    for start, part in rounds(sizes, first, world):
         plan = plan_batch(Work.of(part).lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)
         micro_batches = ([lessons[start + index] for index in micro] for micro in plan[world.rank])
         own = np.concatenate([_top_k(config, teacher, micro, world) for micro in micro_batches])

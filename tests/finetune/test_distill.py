@@ -16,7 +16,7 @@ from hpc_rl.config.compose import compose
 from hpc_rl.config.distill import DistillConfig
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.errors import EXIT_STOPPED, UserError
-from hpc_rl.finetune import teacher
+from hpc_rl.finetune import precomputed, teacher
 from hpc_rl.finetune.distill import Distill
 from hpc_rl.finetune.trainer import load, step
 from hpc_rl.run_dir import RunDir
@@ -208,7 +208,7 @@ def test_a_stop_while_the_teacher_computes(
             (tmp_path / "stop").touch()
         return computed(config, theirs, lessons, world)
 
-    monkeypatch.setattr(teacher, "_ROUND", 8)
+    monkeypatch.setattr(precomputed, "_ROUND", 8)
     monkeypatch.setattr(teacher, "_top_k", compute_and_ask)
     assert run_here(base, tmp_path) == EXIT_STOPPED
     assert "the teacher's most probable tokens of 16 of 44 samples are stored" in capsys.readouterr().out
