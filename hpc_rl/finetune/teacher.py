@@ -24,7 +24,6 @@ from hpc_rl.host.files import replacing
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training import guards
-from hpc_rl.training.batching import plan_batch
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.distill_head import Teaching, in_chunks, live
 from hpc_rl.training.models.loading import load_sharded
@@ -91,17 +90,22 @@ class Teacher:
         self._config = config
         found = teacher_model(config.teacher.path, config.model, world.on_accelerator)
         self._model = load_sharded(found, world, config.trainer)
+        self.sequence = self._model.sequence
 
     @torch.no_grad()
     def outputs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return hidden states [N, G] and the head's weight [V, G], which is valid until `release`. Every rank calls
-        both."""
+        both.
+
+        Args:
+            batch: a row, or this rank's slice of it; see SequenceGroup.own.
+        """
         hidden_NG, weight_VG = self._model(batch, lambda hidden_NG, weight_VG: (hidden_NG, weight_VG))
         return hidden_NG, weight_VG[: self._tokens]
 
     def teaching(self, batch: PackedBatch) -> Teaching:
-        """Return the distributions at the targets of a micro-batch, which are valid until `release`. Every rank calls
-        both."""
+        """Return the distributions at the targets of a row, or of this rank's slice of it, which are valid until
+        `release`. Every rank calls both."""
         return live(*self.outputs(batch), self._config.algorithm.temperature, self._config.teacher.top_k)
 
     def release(self) -> None:
@@ -201,32 +205,35 @@ def _results(
     """Yield (number of lessons that are done, the results of the next ones) until all are done."""
     teacher = Teacher(config, tokens, world)
     for start, part in rounds(sizes, first, world):
-        plan = plan_batch(Work.of(part).lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)
-        micro_batches = ([lessons[start + index] for index in micro] for micro in plan[world.rank])
+        size, plan = config.trainer.sequence_parallel, Work.of(part).plan(world, config.trainer)
+        micro_batches = ([lessons[start + index] for index in micro] for micro in plan[world.rank // size])
         own = np.concatenate([_top_k(config, teacher, micro, world) for micro in micro_batches])
         by_rank = world.gather_varied(torch.from_numpy(own.view(np.uint8)))
         of_lesson: dict[int, TopK] = {}
-        for rank, found in enumerate(by_rank):
-            order = [index for micro in plan[rank] for index in micro]
+        for group, found in enumerate(by_rank[::size]):  # all ranks of a sequence group have the same ones
+            order = [index for micro in plan[group] for index in micro]
             cuts = np.cumsum(part.targets[order, 0])[:-1]
             of_lesson |= zip(order, np.split(found.numpy().view(own.dtype), cuts), strict=False)
         yield start + len(of_lesson), np.concatenate([of_lesson[index] for index in range(len(of_lesson))])
 
 
 def _top_k(config: DistillConfig, teacher: Teacher, lessons: Sequence[Lesson], world: World) -> TopK:
-    """Return the teacher's most probable tokens at the targets of a micro-batch."""
+    """Return the teacher's most probable tokens at the targets of a micro-batch, on all ranks of a sequence group."""
     batch = pack_lessons(lessons).to(world.device)
-    hidden_NG, weight_VG = teacher.outputs(batch)
+    hidden_NG, weight_VG = teacher.outputs(teacher.sequence.own(batch))
     teaching = live(hidden_NG, weight_VG, config.algorithm.temperature, config.teacher.top_k)
-    found = np.empty(len(hidden_NG), top_k_dtype(config.teacher.top_k or 0))
-    at = 0
+    top_k = config.teacher.top_k or 0
+    ids = [hidden_NG.new_empty(0, top_k, dtype=torch.int64)]
+    logprobs = [hidden_NG.new_empty(0, top_k + 1, dtype=torch.float32)]
     for taught in in_chunks(teaching, len(hidden_NG), weight_VG):
-        rows = slice(at, at + len(taught.logprobs_CV))
         assert taught.ids_CK is not None
-        found["ids"][rows], found["logprobs"][rows] = taught.ids_CK.cpu().numpy(), taught.logprobs_CV.cpu().numpy()
-        at = rows.stop
+        ids.append(taught.ids_CK)
+        logprobs.append(taught.logprobs_CV)
     teacher.release()
     heart.beat()
+    found = np.empty(len(batch.rows), top_k_dtype(top_k))
+    found["ids"] = teacher.sequence.whole(torch.cat(ids), batch).cpu().numpy()
+    found["logprobs"] = teacher.sequence.whole(torch.cat(logprobs), batch).cpu().numpy()
     return found
 
 

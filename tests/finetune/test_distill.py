@@ -37,7 +37,9 @@ CASES = {
 }
 WHOLE = ("forward", "stored")
 """Cases of which whole runs are compared; of the others, two steps."""
-TWO_RANKS = [[], ["trainer.sharding=none", "trainer.packing=false"]]
+SHARED = ["trainer.sequence_parallel=2", "trainer.n_gpus_per_node=2", "trainer.micro_tokens=512"]
+"""Two ranks that compute each row together."""
+TWO_RANKS = [[], ["trainer.sharding=none", "trainer.packing=false"], SHARED]
 SHORT = ["trainer.total_training_steps=2", "trainer.test_freq=0"]
 SHORT_SPLIT = [*SHORT, "trainer.micro_tokens=300"]
 SPLITS = {
@@ -143,6 +145,7 @@ def two_ranks(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     place = tmp_path_factory.mktemp("two")
     splits = [(name, more) for name in CASES for more in (TWO_RANKS if name in WHOLE else [SHORT_SPLIT])]
     splits += [("stored", ["teacher.precompute_top_k=false", "trainer.sharding=gradients"])]
+    splits += [("stored", ["teacher.precompute_top_k=false", "trainer.packing=false", *SHARED])]
     runs = [
         ([*KIND, *overrides(folder, name)], place / str(number), more) for number, (name, more) in enumerate(splits)
     ]
@@ -157,11 +160,12 @@ def same_as(expected: Path, found: Path) -> None:
     assert {"train/loss", "train/divergence", "train/cross_entropy", "train/agreement", "val/divergence"} <= compared
     for name in compared:
         assert series(found, name) == pytest.approx(series(expected, name), abs=1e-4), name
+        assert series(found, name)[0] == pytest.approx(series(expected, name)[0], abs=1e-5), "before rounding adds up"
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_two_ranks(uninterrupted: dict[str, Path], two_ranks: dict[str, list[Path]], name: str) -> None:
-    assert len(two_ranks[name]) == (3 if name == "stored" else 2)
+    assert len(two_ranks[name]) == (5 if name == "stored" else 3)
     for run in two_ranks[name]:
         same_as(uninterrupted[name], run)
 
