@@ -34,6 +34,9 @@ PIPELINE_MARK = "pipeline.json"
 """A folder with this file contains the run directories of a pipeline, which are named after it, a round and a stage."""
 TOKENIZED = f".tokenized-{os.getuid()}"
 """Folder of this user's tokenized data, beside the runs, which may be in a folder that several users share."""
+_CONFIG, _SCRIPT, _JOB, _STATUS = "config.yaml", "job.sbatch", "job.json", "status.json"
+MARKS = (_SCRIPT, _JOB, _STATUS, _CONFIG)
+"""A folder with one of these files is a run."""
 _UNFINISHED = ("RUNNING", "REQUEUED")
 """States in status.json of a job that has not ended."""
 
@@ -51,22 +54,22 @@ class RunDir:
     @property
     def config(self) -> Path:
         """The resolved configuration, YAML; written by the job script."""
-        return self.path / "config.yaml"
+        return self.path / _CONFIG
 
     @property
     def script(self) -> Path:
         """The job script as it was submitted."""
-        return self.path / "job.sbatch"
+        return self.path / _SCRIPT
 
     @property
     def job(self) -> Path:
         """job.json: what was submitted, when and as which job."""
-        return self.path / "job.json"
+        return self.path / _JOB
 
     @property
     def status(self) -> Path:
         """status.json: the state of the job, for clusters without accounting. See `write_status`."""
-        return self.path / "status.json"
+        return self.path / _STATUS
 
     @property
     def stop(self) -> Path:
@@ -216,6 +219,14 @@ class RunDir:
             return None
         return attempt if self.config.read_bytes() != (attempt / self.config.name).read_bytes() else None
 
+    def ended_at(self) -> float | None:
+        """Return when the newest job recorded its end, in Unix seconds; None if it has not, as far as is known."""
+        state = read_json(self.status).get("state")
+        if state is None or state in _UNFINISHED:
+            return None
+        ended = _written_at(self.status)
+        return ended if _written_at(self.job) <= ended else None
+
     def write_status(self, job_id: str | None, attempt: int, state: str, exit_code: int | None) -> None:
         """Write status.json, in the format of the job script's `report` function.
 
@@ -225,6 +236,14 @@ class RunDir:
         """
         status = {"job_id": job_id, "attempt": attempt, "state": state, "exit_code": exit_code}
         write_atomically(self.status, json.dumps(status) + "\n")
+
+
+def _written_at(path: Path) -> float:
+    """Return when a file was written, in Unix seconds; 0 if there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def trusted_group(path: Path, group: str | None) -> int | None:

@@ -17,14 +17,13 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from hpc_rl.config.groups import check_choices, find_cycle, folders, groups, not_text, recipe_for
+from hpc_rl.config.groups import check_choices, find_cycle, groups, not_text, recipe_for
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.keys import MISSING, documented_keys, find_annotation, leaf_types, nearest
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.origins import line_in, origin_of
-from hpc_rl.config.tree import VALUES, flat, merged, put, read_tree
+from hpc_rl.config.tree import flat, merged, put, read_tree
 from hpc_rl.errors import UserError
-from hpc_rl.host.shipped import shipped
 
 FillIn = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """From nested tables without the schema's defaults to dotted key -> value for keys that they leave open."""
@@ -246,20 +245,15 @@ def _unreadable(override: str) -> str:
 
 
 def _hydra_tree(job: str, overrides: Sequence[str]) -> dict[str, Any]:
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
     from hydra.errors import HydraException, OverrideParseException
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
+    from hpc_rl.config.hydra_files import composed
+
     known = groups()
-    recipes = next(folder for folder in [*folders(), shipped("configs")] if (folder / f"{job}.yaml").is_file())
-    search = ",".join(f"'file://{folder}'" for folder in folders())
-    arguments = [f"hydra.searchpath=[{search}]", *(_for_hydra(text, known) for text in overrides)]
     try:
-        with initialize_config_dir(config_dir=str(recipes), version_base="1.3"):
-            tree = OmegaConf.to_container(hydra_compose(job, overrides=arguments), resolve=True)
+        return composed(job, [_for_hydra(text, known) for text in overrides])
     except RecursionError as error:
         cycle = find_cycle()
         found = " includes ".join(f"{name}.yaml" for name in cycle) if cycle else "a file includes itself"
@@ -268,17 +262,12 @@ def _hydra_tree(job: str, overrides: Sequence[str]) -> dict[str, Any]:
         raise UserError(_unreadable(error.override.lstrip("+"))) from error
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
         raise UserError(_first_sentence(job, error, overrides)) from error
-    assert isinstance(tree, dict)
-    return tree  # type: ignore[return-value]
 
 
-def _split_overrides(job: str, overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Split overrides into values that replace what a file sets, and those that Hydra merges.
-
-    The first are all whose type is text, and lists that replace a table, because Hydra cannot merge the two.
-    """
+def _split_overrides(job: str, overrides: Sequence[str]) -> tuple[dict[str, str | None], list[str]]:
+    """Split overrides into those whose type is text, which are taken literally, and those that Hydra reads."""
     schema = KINDS[job].schema
-    texts: dict[str, Any] = {}
+    texts: dict[str, str | None] = {}
     rest: list[str] = []
     for override in overrides:
         key, equals, raw = override.partition("=")
@@ -294,8 +283,6 @@ def _split_overrides(job: str, overrides: Sequence[str]) -> tuple[dict[str, Any]
             raise UserError(f"{override}: choose a site profile with --site {raw or 'NAME'}")
         if _is_text(schema, key) and not raw.startswith("["):
             texts[key] = None if raw == "null" else _unquoted(raw)
-        elif key in VALUES and raw.startswith("["):
-            texts[key] = _parsed(override)
         else:
             # A later override replaces earlier ones of the same key, and of all keys of a section.
             texts = {name: value for name, value in texts.items() if not f"{name}.".startswith(f"{key}.")}

@@ -75,12 +75,12 @@ class DistillConfig(SftConfig):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if self.trainer.sequence_parallel > 1:
-            yield (
-                f"trainer.sequence_parallel={self.trainer.sequence_parallel}: submit distill has no sequence "
-                "parallelism: use trainer.sequence_parallel=1, or `hpc-rl submit ppo algorithm=opd`, which has it"
-            )
         own, ranks = self.teacher.ranks_per_node, self.trainer.n_gpus_per_node
+        if own is not None and self.trainer.sequence_parallel > 1:
+            yield (
+                f"trainer.sequence_parallel={self.trainer.sequence_parallel} and teacher.ranks_per_node={own} are both "
+                "set, but a teacher on ranks of its own evaluates whole rows: remove one of the two"
+            )
         if own is not None and own >= ranks:
             yield (
                 f"teacher.ranks_per_node={own} leaves no rank of a node to train the model: a node has {ranks} "

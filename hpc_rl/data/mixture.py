@@ -1,16 +1,19 @@
 """Data files that are used in given proportions.
 
-An epoch has as many samples as all files together. The share of a file is its weight, divided by the sum of all
-weights. A file with fewer samples than its share is repeated, and one with more is used in part. Each file is used in
-passes: all of its samples are used once before any is used again, and an epoch continues where the one before it ended.
+The share of a file in an epoch is its weight, divided by the sum of all weights. A file with fewer samples than its
+share is repeated, and one with more is used in part. Each file is used in passes: all of its samples are used once
+before any is used again, and an epoch continues where the one before it ended.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from hpc_rl.data.shares import describe, shares
 
 
 @dataclass(frozen=True)
@@ -20,10 +23,28 @@ class Mixture:
     sizes: tuple[int, ...]
     """Samples of each file, which are numbered from 0 over all files."""
     counts: tuple[int, ...]
-    """Samples of each file in an epoch. The sum is that of the sizes."""
+    """Samples of each file in an epoch."""
+
+    @classmethod
+    def of(cls, weights: Mapping[str, float], sizes: Sequence[int], epoch: int) -> Mixture:
+        """Return the mixture of files with weights.
+
+        Args:
+            weights: file -> weight, positive.
+            sizes: number of samples of each file.
+            epoch: number of samples in an epoch.
+
+        Raises:
+            UserError: a weight is so small that an epoch has no sample of the file.
+        """
+        return cls(tuple(sizes), tuple(shares(weights, epoch)))
+
+    def describe(self, files: Iterable[str]) -> str:
+        """Describe an epoch in words."""
+        return f"an epoch has {describe(files, self.sizes, self.counts)}"
 
     def order(self, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:
-        """Return the samples of one epoch in their order, shape [sum of sizes].
+        """Return the samples of one epoch in their order, shape [sum of counts].
 
         If shuffle is false, each file keeps its order, and the files alternate evenly.
         """

@@ -21,7 +21,8 @@ class Position:
 
 
 def epoch_order(n: int, seed: int, epoch: int, shuffle: bool, mixture: Mixture | None = None) -> NDArray[np.int64]:
-    """Return the order of samples 0..n-1 in one epoch, shape [n]. In a mixture, some are repeated or left out."""
+    """Return the order of samples 0..n-1 in one epoch, shape [n]. In a mixture, some are repeated or left out, and an
+    epoch has as many as the mixture prescribes."""
     if mixture is not None:
         return mixture.order(seed, epoch, shuffle)
     return np.random.default_rng([seed, epoch]).permutation(n) if shuffle else np.arange(n, dtype=np.int64)

@@ -71,12 +71,13 @@ class Work:
         """Tokens of all samples that are trained on."""
         return sum(self.sample_lengths)
 
+    def plan(self, world: World, trainer: FinetuneTrainerConfig) -> list[list[Bin]]:
+        """Return the items of each micro-batch of each sequence group. All groups have the same number of these."""
+        return plan_batch(self.lengths, world.size // trainer.sequence_parallel, trainer.row_tokens, trainer.packing)
+
     def micro_batches(self, world: World, trainer: FinetuneTrainerConfig) -> list[Bin]:
-        """Return the items of each micro-batch of this rank. The ranks of a sequence group have the same ones, and all
-        ranks the same number."""
-        size = trainer.sequence_parallel
-        plan = plan_batch(self.lengths, world.size // size, trainer.row_tokens, trainer.packing)
-        return plan[world.rank // size]
+        """Return the items of each micro-batch of this rank's sequence group."""
+        return self.plan(world, trainer)[world.rank // trainer.sequence_parallel]
 
 
 class Objective(ABC):

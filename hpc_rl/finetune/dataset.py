@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from hpc_rl.data.identity import contents_of, key_of, state_of
 from hpc_rl.data.lazy import Joined, Rows
 from hpc_rl.data.mixture import Mixture
-from hpc_rl.data.shares import describe, shares
 from hpc_rl.errors import AgreedError
 from hpc_rl.finetune.tokenized_cache import open_tokenized
 from hpc_rl.finetune.tokenized_entry import Request
@@ -33,10 +32,10 @@ def load_training(
         return load_items(objective, files, tokenizer, "train", run, world, stopping), None
     parts = [_rows(objective, [file], tokenizer, "train", run, world, stopping) for file in files]
     sizes = list(map(len, parts))
-    counts = world.together(lambda: shares([*files], sizes, [*files.values()]))
+    mixture = world.together(lambda: Mixture.of(files, sizes, sum(sizes)))
     if world.is_main:
-        print(f"an epoch has {describe([*files], sizes, counts)}", flush=True)
-    return objective.items(Joined(*parts)), Mixture(tuple(sizes), tuple(counts))
+        print(mixture.describe(files), flush=True)
+    return objective.items(Joined(*parts)), mixture
 
 
 def load_items(

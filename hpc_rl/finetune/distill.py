@@ -111,10 +111,12 @@ class Distill(Sft):
 
     def loss(self, model: CausalLM, batch: LessonBatch, scale: float) -> Found:
         """Return `scale` times the sum of the losses of a micro-batch's targets, in nats."""
+        own = model.sequence.own(batch.packed)
         if self._teacher is None:
-            return self._compared(model, batch.packed, stored(batch.ids_NK, batch.logprobs_NK), scale)
-        teaching = self._teacher.teaching(batch.packed)  # also without targets: all ranks have to call this
-        found = self._compared(model, batch.packed, teaching, scale)
+            part = model.sequence.targets_of(batch.packed)
+            return self._compared(model, own, stored(batch.ids_NK[part], batch.logprobs_NK[part]), scale)
+        teaching = self._teacher.teaching(own)  # also without targets: all ranks have to call this
+        found = self._compared(model, own, teaching, scale)
         self._teacher.release()
         return found
 
@@ -139,10 +141,17 @@ class Distill(Sft):
             )
         return tokens
 
-    def _compared(self, model: CausalLM, packed: PackedBatch, teaching: Teaching, scale: float) -> Found:
+    def _compared(self, model: CausalLM, own: PackedBatch, teaching: Teaching, scale: float) -> Found:
+        """Compare the model with the teacher at the targets of a micro-batch.
+
+        Args:
+            own: this rank's slice of the row, for which `teaching` has the distributions.
+        """
+
         def head(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             common_VH = weight_VH if len(weight_VH) == self._tokens else weight_VH[: self._tokens]
-            return distillation_sum(hidden_NH, common_VH, packed.targets_N, teaching, self._terms, scale)
+            return distillation_sum(hidden_NH, common_VH, own.targets_N, teaching, self._terms, scale)
 
-        total, sums = model(packed, head)
-        return Found(total, torch.cat([sums.new_tensor([len(packed.targets_N)]), sums]))
+        total, sums = model(own, head)
+        sums = torch.cat([sums.new_tensor([len(own.targets_N)]), sums])
+        return Found(model.sequence.total(total), model.sequence.total(sums))

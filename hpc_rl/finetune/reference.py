@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import hashlib
-import json
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,12 +16,12 @@ from numpy.typing import NDArray
 from hpc_rl.config.preferences import DpoConfig
 from hpc_rl.data.lazy import Joined, Rows, Sizes
 from hpc_rl.data.pairs import Preference
-from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.errors import RunError
 from hpc_rl.finetune.base import Work
 from hpc_rl.finetune.pair_batch import PairBatch, pack_preferences, response_logprobs
+from hpc_rl.finetune.precomputed import Pace, free_memory, results_key, rounds
 from hpc_rl.host.disk import explained
-from hpc_rl.host.files import folder_state, replacing
+from hpc_rl.host.files import replacing
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training import guards
@@ -35,11 +32,6 @@ from hpc_rl.training.models.lora import without_adapters
 from hpc_rl.training.models.scalar_model import refuse_other_vocabulary
 from hpc_rl.training.sharding import reshard
 from hpc_rl.training.stopping import Stopped, Stopping
-
-_ROUND = 128
-"""Preferences of each rank between two exchanges of results, in which the ranks also agree whether to stop."""
-_STORE_EVERY_S = 300
-"""Approximate time between two writes of the results so far."""
 
 
 class Reference:
@@ -136,18 +128,12 @@ def _completed(
         found: those of the first preferences, which are known.
         write: stores those of the first preferences.
     """
-    written_at = began = time.monotonic()
-    longest_s = 0.0
-    for rows in _rounds(config, preferences, sizes, len(found), Reference(load()), world):
+    pace = Pace(world, stopping)
+    for rows in _results(config, preferences, sizes, len(found), Reference(load()), world):
         found = np.concatenate([found, rows])
-        now = time.monotonic()
-        longest_s, began = max(longest_s, now - began), now
-        stopping.made_a_step = True
-        wishes = [world.is_main and stopping.due(longest_s), now - written_at > _STORE_EVERY_S]
-        stops, writes = world.gather_rows(list(map(float, wishes)))[0].tolist()  # rank 0 decides
-        if stops or writes or len(found) == len(preferences):
+        stores, stops = pace.after_round(len(found) == len(preferences))
+        if stores:
             world.together(lambda rows=found: write(rows) if world.is_main else None)
-            written_at = time.monotonic()
         if stops:
             raise Stopped(
                 f"stopped before the first step: the reference's log-probabilities of {len(found):,} of "
@@ -156,7 +142,7 @@ def _completed(
     return found
 
 
-def _rounds(
+def _results(
     config: DpoConfig,
     preferences: Sequence[Preference],
     sizes: Sizes,
@@ -165,8 +151,7 @@ def _rounds(
     world: World,
 ) -> Iterator[NDArray[np.float32]]:
     """Yield the log-probabilities of the next preferences, from the first one without them, until there are all."""
-    for start in range(first, len(preferences), _ROUND * world.size):
-        part = sizes.at(slice(start, start + _ROUND * world.size))
+    for start, part in rounds(sizes, first, world):
         own = np.zeros(part.lengths.shape, np.float32)
         for micro in Work.of(part).micro_batches(world, config.trainer):
             batch = pack_preferences([preferences[start + index] for index in micro], own.shape[1]).to(world.device)
@@ -175,28 +160,6 @@ def _rounds(
         rows = world.gather_varied(torch.from_numpy(own.ravel()))
         rows = rows[:: config.trainer.sequence_parallel]  # all ranks of a sequence group have the same ones
         yield torch.stack(rows).sum(dim=0).numpy().reshape(own.shape)
-
-
-def free_memory(world: World) -> None:
-    """Free what the reference has taken, before the policy is loaded. Sharded models are reference cycles."""
-    gc.collect()
-    if world.on_accelerator:
-        torch.accelerator.empty_cache()
-
-
-def results_key(path: str, settings: Sequence[object], samples: Iterable[Sample]) -> str:
-    """Return a text that is equal for equal models and equal data.
-
-    Args:
-        path: folder or hub name of the model.
-        settings: what else its results depend on, as JSON can write it.
-    """
-    digest = hashlib.sha256(json.dumps([path, folder_state(Path(path)), *settings]).encode())
-    for sample in samples:
-        digest.update(len(sample.input_ids).to_bytes(8))
-        digest.update(np.ascontiguousarray(sample.input_ids, np.int32).data)
-        digest.update(np.packbits(sample.loss_mask).data)
-    return digest.hexdigest()
 
 
 def _key(config: DpoConfig, preferences: Sequence[Preference]) -> str:

@@ -18,13 +18,12 @@ from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.data.tokenized import Form
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.finetune.base import Work
-from hpc_rl.finetune.reference import free_memory, results_key
+from hpc_rl.finetune.precomputed import Pace, free_memory, results_key, rounds
 from hpc_rl.host.disk import explained
 from hpc_rl.host.files import replacing
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training import guards
-from hpc_rl.training.batching import plan_batch
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.distill_head import Teaching, in_chunks, live
 from hpc_rl.training.models.loading import load_sharded
@@ -33,12 +32,8 @@ from hpc_rl.training.models.teacher import teacher_model
 from hpc_rl.training.sharding import reshard
 from hpc_rl.training.stopping import Stopped, Stopping
 
-_ROUND = 128
-"""Samples of each rank between two exchanges of results, in which the ranks also agree whether to stop."""
-_STORE_EVERY_S = 300
-"""Approximate time between two writes."""
 _STORE_BYTES = 256 << 20
-"""Bytes of results after which they are written earlier."""
+"""Bytes of results after which they are stored earlier."""
 TopK = NDArray[Any]
 """Targets of some samples, one after the other, with the fields of `top_k_dtype`."""
 
@@ -95,17 +90,22 @@ class Teacher:
         self._config = config
         found = teacher_model(config.teacher.path, config.model, world.on_accelerator)
         self._model = load_sharded(found, world, config.trainer)
+        self.sequence = self._model.sequence
 
     @torch.no_grad()
     def outputs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return hidden states [N, G] and the head's weight [V, G], which is valid until `release`. Every rank calls
-        both."""
+        both.
+
+        Args:
+            batch: a row, or this rank's slice of it; see SequenceGroup.own.
+        """
         hidden_NG, weight_VG = self._model(batch, lambda hidden_NG, weight_VG: (hidden_NG, weight_VG))
         return hidden_NG, weight_VG[: self._tokens]
 
     def teaching(self, batch: PackedBatch) -> Teaching:
-        """Return the distributions at the targets of a micro-batch, which are valid until `release`. Every rank calls
-        both."""
+        """Return the distributions at the targets of a row, or of this rank's slice of it, which are valid until
+        `release`. Every rank calls both."""
         return live(*self.outputs(batch), self._config.algorithm.temperature, self._config.teacher.top_k)
 
     def release(self) -> None:
@@ -182,20 +182,15 @@ def _complete(
     """
     first = int(np.searchsorted(np.cumsum(sizes.targets[:, 0]), known, side="right"))
     waiting: list[TopK] = []
-    written_at = began = time.monotonic()
-    longest_s = 0.0
-    for done, rows in _rounds(config, tokens, lessons, sizes, first, world):
+    pace = Pace(world, stopping)
+    for done, rows in _results(config, tokens, lessons, sizes, first, world):
         waiting.append(rows)
-        now = time.monotonic()
-        longest_s, began = max(longest_s, now - began), now
-        stopping.made_a_step = True
-        is_due = now - written_at > _STORE_EVERY_S or sum(part.nbytes for part in waiting) > _STORE_BYTES
-        wishes = [world.is_main and stopping.due(longest_s), is_due]
-        stops, writes = world.gather_rows(list(map(float, wishes)))[0].tolist()  # rank 0 decides
-        if stops or writes or done == len(lessons):
+        is_full = sum(part.nbytes for part in waiting) > _STORE_BYTES
+        stores, stops = pace.after_round(done == len(lessons), is_full)
+        if stores:
             part = np.concatenate(waiting)
             world.together(lambda part=part, known=known: _write(folder, known, part) if world.is_main else None)
-            known, written_at = known + len(part), time.monotonic()
+            known += len(part)
             waiting.clear()
         if stops:
             raise Stopped(
@@ -204,39 +199,41 @@ def _complete(
             )
 
 
-def _rounds(
+def _results(
     config: DistillConfig, tokens: int, lessons: Sequence[Lesson], sizes: Sizes, first: int, world: World
 ) -> Iterator[tuple[int, TopK]]:
     """Yield (number of lessons that are done, the results of the next ones) until all are done."""
     teacher = Teacher(config, tokens, world)
-    for start in range(first, len(lessons), _ROUND * world.size):
-        part = sizes.at(slice(start, start + _ROUND * world.size))
-        plan = plan_batch(Work.of(part).lengths, world.size, config.trainer.micro_tokens, config.trainer.packing)
-        micro_batches = ([lessons[start + index] for index in micro] for micro in plan[world.rank])
+    for start, part in rounds(sizes, first, world):
+        size, plan = config.trainer.sequence_parallel, Work.of(part).plan(world, config.trainer)
+        micro_batches = ([lessons[start + index] for index in micro] for micro in plan[world.rank // size])
         own = np.concatenate([_top_k(config, teacher, micro, world) for micro in micro_batches])
         by_rank = world.gather_varied(torch.from_numpy(own.view(np.uint8)))
         of_lesson: dict[int, TopK] = {}
-        for rank, found in enumerate(by_rank):
-            order = [index for micro in plan[rank] for index in micro]
+        for group, found in enumerate(by_rank[::size]):  # all ranks of a sequence group have the same ones
+            order = [index for micro in plan[group] for index in micro]
             cuts = np.cumsum(part.targets[order, 0])[:-1]
             of_lesson |= zip(order, np.split(found.numpy().view(own.dtype), cuts), strict=False)
         yield start + len(of_lesson), np.concatenate([of_lesson[index] for index in range(len(of_lesson))])
 
 
 def _top_k(config: DistillConfig, teacher: Teacher, lessons: Sequence[Lesson], world: World) -> TopK:
-    """Return the teacher's most probable tokens at the targets of a micro-batch."""
+    """Return the teacher's most probable tokens at the targets of a micro-batch, on all ranks of a sequence group."""
     batch = pack_lessons(lessons).to(world.device)
-    hidden_NG, weight_VG = teacher.outputs(batch)
+    hidden_NG, weight_VG = teacher.outputs(teacher.sequence.own(batch))
     teaching = live(hidden_NG, weight_VG, config.algorithm.temperature, config.teacher.top_k)
-    found = np.empty(len(hidden_NG), top_k_dtype(config.teacher.top_k or 0))
-    at = 0
+    top_k = config.teacher.top_k or 0
+    ids = [hidden_NG.new_empty(0, top_k, dtype=torch.int64)]
+    logprobs = [hidden_NG.new_empty(0, top_k + 1, dtype=torch.float32)]
     for taught in in_chunks(teaching, len(hidden_NG), weight_VG):
-        rows = slice(at, at + len(taught.logprobs_CV))
         assert taught.ids_CK is not None
-        found["ids"][rows], found["logprobs"][rows] = taught.ids_CK.cpu().numpy(), taught.logprobs_CV.cpu().numpy()
-        at = rows.stop
+        ids.append(taught.ids_CK)
+        logprobs.append(taught.logprobs_CV)
     teacher.release()
     heart.beat()
+    found = np.empty(len(batch.rows), top_k_dtype(top_k))
+    found["ids"] = teacher.sequence.whole(torch.cat(ids), batch).cpu().numpy()
+    found["logprobs"] = teacher.sequence.whole(torch.cat(logprobs), batch).cpu().numpy()
     return found
 
 

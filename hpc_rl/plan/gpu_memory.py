@@ -133,7 +133,7 @@ class Held:
         return self._packed() + self.itemsize * divided / self.shards
 
     def _packed_weights(self) -> int:
-        return self.shape.layers * sum(rows * columns for rows, columns in self.shape.linears.values())
+        return sum(layers * _weights(linears) for layers, linears in self.shape.kinds)
 
     def _packed(self) -> float:
         """Return the bytes of weights in 4 bits, which each rank holds whole, with their scales: 4 + 8 / 64 +
@@ -153,7 +153,7 @@ class Held:
     def _layer(self) -> float:
         """Return the parameters of a layer that FSDP gathers."""
         own = self.adapters / self.shape.layers
-        return own + self.shape.layer - (self._packed_weights() / self.shape.layers if self.four_bit else 0)
+        return own + self.shape.layer - (_weights(self.shape.linears) if self.four_bit else 0)
 
     @property
     def _recomputed(self) -> range:
@@ -250,6 +250,11 @@ class Held:
         if self.adapters:
             return FLOAT32 * self.adapters / self.shape.layers
         return FLOAT32 * self.shape.layer + COMPUTE * self.shape.hidden * self.shape.inner
+
+
+def _weights(linears: Mapping[str, tuple[int, int]]) -> int:
+    """Return the number of weights of linear layers."""
+    return sum(rows * columns for rows, columns in linears.values())
 
 
 def largest(*moments: Mapping[str, float]) -> Parts:

@@ -356,7 +356,8 @@ def _division(requested: str, state_bytes: int, ranks: Ranks) -> tuple[Sharding,
 
 def adapter_parameters(shape: Shape, lora: LoraConfig) -> int:
     """Return the parameters of the adapters of all layers; those to continue from count as rank 32."""
-    names = lora.target_modules or list(shape.linears)
-    chosen = [sizes for name, sizes in shape.linears.items() if any(name in target for target in names)]
-    chosen = chosen or list(shape.linears.values())  # names of another family
-    return shape.layers * (lora.rank or 32) * sum(rows + columns for rows, columns in chosen)
+    every = [(name, layers * sum(size)) for layers, linears in shape.kinds for name, size in linears.items()]
+    targets = lora.target_modules or [name for name, _ in every]
+    chosen = [width for name, width in every if any(name in target for target in targets)]
+    chosen = chosen or [width for _, width in every]  # names of another family
+    return (lora.rank or 32) * sum(chosen)

@@ -98,17 +98,18 @@ class Shape:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Rows and columns of each linear layer, by Llama's names. Routed experts are not included: transformers has
-        all experts of a layer in one tensor, which adapters and quantisation leave as it is."""
-        hidden, inner = self.hidden, self.inner if self.experts is None else self.experts.shared
-        attention = {
-            "q_proj": (self.queries, hidden),
-            "k_proj": (self.keys, hidden),
-            "v_proj": (self.keys, hidden),
-            "o_proj": (hidden, self.queries),
-        }
-        mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-        return attention | mlp if inner else attention
+        """Rows and columns of each linear layer in the largest kind of layer, by Llama's names. Routed experts are not
+        included: transformers has all experts of a layer in one tensor, which adapters and quantisation leave as it
+        is."""
+        if self.experts is None:
+            return self._linears(self.inner)
+        gate = {"shared_expert_gate": (1, self.hidden)} if self.experts.shared_gate else {}
+        return self._linears(self.experts.shared) | gate
+
+    @property
+    def kinds(self) -> tuple[tuple[int, dict[str, tuple[int, int]]], ...]:
+        """The kinds of layers: the number of layers, and the linear layers of each of them as in `linears`."""
+        return (self.layers - self.dense_layers, self.linears), (self.dense_layers, self._linears(self.inner))
 
     @property
     def attention(self) -> int:
@@ -169,6 +170,18 @@ class Shape:
     def cache_bytes(self, itemsize: int = 2) -> int:
         """Return the bytes of keys and values of one token."""
         return 2 * self.layers * self.keys * itemsize
+
+    def _linears(self, inner: int) -> dict[str, tuple[int, int]]:
+        """Return the linear layers of attention and of a gated MLP; without an MLP if `inner` is 0."""
+        hidden = self.hidden
+        attention = {
+            "q_proj": (self.queries, hidden),
+            "k_proj": (self.keys, hidden),
+            "v_proj": (self.keys, hidden),
+            "o_proj": (hidden, self.queries),
+        }
+        mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+        return attention | mlp if inner else attention
 
     def _mixture(self, experts: int | None = None) -> int:
         """Return the parameters of a mixture, with all or some of its experts."""
@@ -235,21 +248,24 @@ def _experts(found: Mapping[str, Any], special: Mapping[str, Any]) -> Experts | 
     count = next((found[name] for name in names if _is_size(found.get(name))), None)
     if count is None:
         return None
+    inner = _size(found, special.get("expert_size", "moe_intermediate_size"), found["intermediate_size"])
     return Experts(
         count=count,
-        active=_size(found, "num_experts_per_tok", 2),
-        inner=_size(found, special.get("expert_size", "moe_intermediate_size"), found["intermediate_size"]),
-        shared=_size(found, "shared_expert_intermediate_size", 0),
+        active=_size(found, "num_experts_per_tok", _size(found, "top_k_experts", 2)),
+        inner=inner,
+        shared=_size(found, "shared_expert_intermediate_size", _size(found, "n_shared_experts", 0) * inner),
         shared_gate=bool(special.get("shared_gate")),
         has_biases=bool(special.get("biases")),
     )
 
 
 def _dense_layers(found: Mapping[str, Any], layers: int) -> int:
-    """Return how many layers of a mixture of experts have a usual MLP (mlp_only_layers, decoder_sparse_step)."""
+    """Return how many layers of a mixture of experts have a usual MLP (mlp_only_layers, decoder_sparse_step,
+    first_k_dense_replace)."""
     alone, step = found.get("mlp_only_layers"), _size(found, "decoder_sparse_step", 1)
+    first = _size(found, "first_k_dense_replace", 0)
     listed = alone if isinstance(alone, list) else []
-    return sum(index in listed or (index + 1) % step > 0 for index in range(layers))
+    return sum(index in listed or (index + 1) % step > 0 or index < first for index in range(layers))
 
 
 def _vectors(

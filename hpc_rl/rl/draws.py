@@ -22,6 +22,7 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.mixture import Mixture
 from hpc_rl.data.order import Position, epoch_order
 from hpc_rl.data.prompts import Prompt
+from hpc_rl.data.shares import whole_batches
 from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.calls import Pending
@@ -291,9 +292,10 @@ def prompt_order(
 ) -> Iterator[tuple[int, Position]]:
     """Yield the indices of prompts without end, each with the position after it.
 
-    Prompts at the end of an epoch that do not fill a batch are skipped; the next epoch has another order.
+    Prompts at the end of an epoch that do not fill a batch are skipped; the next epoch has another order. A mixture has
+    as many prompts in an epoch as fill whole batches, so that none is skipped.
     """
-    used = prompts - prompts % config.data.train_batch_size
+    used = whole_batches(prompts, config.data.train_batch_size)
     epoch, index = start.epoch, start.index
     while True:
         order = epoch_order(prompts, config.trainer.seed, epoch, config.data.shuffle, mixture)

@@ -17,7 +17,7 @@ from hpc_rl.data.chat import chat_template
 from hpc_rl.data.mixture import Mixture
 from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt, load_prompts
-from hpc_rl.data.shares import describe, shares
+from hpc_rl.data.shares import whole_batches
 from hpc_rl.errors import UserError
 from hpc_rl.rewards.scorer import open_scorer
 from hpc_rl.rl import checkpoints
@@ -181,12 +181,18 @@ def load_data(
     Args:
         tools: JSON schemas of the tools.
     """
-    train, mixture = load_training(config, tokenizer, tools)
-    if len(train) < config.data.train_batch_size:
+    files, batch_size = config.data.train_files, config.data.train_batch_size
+    parts = load_training(config, tokenizer, tools)
+    train = list(chain.from_iterable(parts))
+    if len(train) < batch_size:
         raise UserError(
-            f"data.train_batch_size is {config.data.train_batch_size}, but the training data has only {len(train)} "
-            "prompts: lower data.train_batch_size, or add data"
+            f"data.train_batch_size is {batch_size}, but the training data has only {len(train)} prompts: lower "
+            "data.train_batch_size, or add data"
         )
+    mixture = None
+    if isinstance(files, dict):
+        mixture = Mixture.of(files, list(map(len, parts)), whole_batches(len(train), batch_size))
+        print(mixture.describe(files), flush=True)
     if not config.data.val_files:
         return train, [], mixture
     val, counts = load_prompts(config.data.val_files, config.data, tokenizer, "test", tools)
@@ -196,22 +202,14 @@ def load_data(
 
 def load_training(
     config: PpoConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]
-) -> tuple[list[Prompt], Mixture | None]:
-    """Load the training prompts, and the shares of their files; see `load_data`."""
-    files = config.data.train_files
-    if not isinstance(files, dict):
-        train, counts = load_prompts(files, config.data, tokenizer, "train", tools)
-        print(f"training data: {counts}", flush=True)
-        return train, None
-    parts = []
-    for file in files:
-        prompts, counts = load_prompts([file], config.data, tokenizer, "train", tools)
-        print(f"training data, {file}: {counts}", flush=True)
+) -> list[list[Prompt]]:
+    """Load the training prompts, those of each file apart if the files have weights; see `load_data`."""
+    files, parts = config.data.train_files, []
+    for some in [[file] for file in files] if isinstance(files, dict) else [files]:
+        prompts, counts = load_prompts(some, config.data, tokenizer, "train", tools)
+        print(f"training data{f', {some[0]}' if isinstance(files, dict) else ''}: {counts}", flush=True)
         parts.append(prompts)
-    sizes = list(map(len, parts))
-    counts = shares([*files], sizes, [*files.values()])
-    print(f"an epoch has {describe([*files], sizes, counts)}", flush=True)
-    return list(chain.from_iterable(parts)), Mixture(tuple(sizes), tuple(counts))
+    return parts
 
 
 def open_agents(

@@ -17,15 +17,40 @@ from hpc_rl.slurm import commands
 
 STATE_POLL_S = (1.0, 15.0)
 """First and last interval between two queries to Slurm. The interval grows because many users share its controller."""
+SETTLED_S = 60.0
+"""How long a job that has queued itself again has to look ended before it counts as ended."""
+
+
+class Ending:
+    """Tells, from one look at a run after another, whether its job has ended.
+
+    A job that queues itself again, or that has lost a node, can look as if it had ended before Slurm has queued it.
+    """
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def seen(self, now: RunStatus, at: float) -> bool:
+        """Return whether the job has ended.
+
+        Args:
+            at: time of this look, in seconds of a monotonic clock.
+        """
+        if not now.may_return:
+            self._since = None
+            return not now.active
+        if self._since is None:
+            self._since = at
+        return at - self._since >= SETTLED_S
 
 
 def wait(run: RunDir, on_poll: Callable[[], None] = lambda: None) -> int:
     """Wait until the run's job has ended and return its exit code. `on_poll` is called several times a second.
 
-    A job that is requeued at its walltime has not ended.
+    A job that is queued again has not ended; see `Ending`.
     """
     interval, most = STATE_POLL_S
-    next_look, seen = 0.0, None
+    next_look, seen, ending = 0.0, None, Ending()
     while True:
         on_poll()
         written = run.status.stat().st_mtime_ns if run.status.exists() else None
@@ -33,7 +58,7 @@ def wait(run: RunDir, on_poll: Callable[[], None] = lambda: None) -> int:
             interval, next_look, seen = STATE_POLL_S[0], 0.0, written
         if time.monotonic() >= next_look:
             now = status_of(run, commands.TIMEOUT_S)
-            if not now.active:
+            if ending.seen(now, time.monotonic()):
                 on_poll()
                 return exit_code(now)
             interval, next_look = min(interval * 1.3, most), time.monotonic() + interval

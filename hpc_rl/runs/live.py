@@ -95,11 +95,12 @@ class Watched:
         self._metrics = Follower.at_end(run.metrics)
         self._rest = ""
         self._interval = control.STATE_POLL_S[0]
+        self._ending = control.Ending()
         self._ask()
 
     @property
     def active(self) -> bool:
-        return self.status.active
+        return not self._ended
 
     def look(self) -> Snapshot:
         if self.active and time.monotonic() >= self._asked + self._interval:
@@ -121,9 +122,10 @@ class Watched:
     def _ask(self) -> None:
         attempts = self._run.attempts()
         self.status = status_of(self._run)
+        self._ended = self._ending.seen(self.status, time.monotonic())
         self._history = read_history(self._run)
         self._nodes = read_spans(attempts[-1]) if attempts else []
-        self._explanation = () if self.status.active else self._explain(self._run)
+        self._explanation = self._explain(self._run) if self._ended else ()
         self._asked = time.monotonic()
 
     def _facts(self) -> list[str]:

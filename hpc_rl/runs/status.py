@@ -17,7 +17,7 @@ from typing import Any
 from hpc_rl.errors import UserError
 from hpc_rl.host.disk import disk_problem
 from hpc_rl.host.files import open_regular, read_json
-from hpc_rl.run_dir import PIPELINE_MARK, SWEEP_MARK, RunDir, terminated_file
+from hpc_rl.run_dir import MARKS, PIPELINE_MARK, SWEEP_MARK, RunDir, terminated_file
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.states import ENDED, JobState
 from hpc_rl.tracking.metrics import parse_line
@@ -28,10 +28,9 @@ NOT_SUBMITTED = "NOT SUBMITTED"
 UNKNOWN = "UNKNOWN"
 """Slurm does not answer, and the job has not recorded a state."""
 SCRIPT_KILLED = "the job's script was killed before it could record how the job ended"
+REQUEUED_ITSELF = "the job has recorded that it is queued again, so Slurm may show this state only for a moment"
 STOPPED = "STOPPED"
 """A state of hpc-rl: the run saved and exited early. In Slurm its job has the state FAILED with exit code 75."""
-_MARKS = ("job.sbatch", "job.json", "status.json", "config.yaml")
-"""A folder with one of these files is a run."""
 Ask = Callable[[str], JobState | None]
 """Returns what Slurm reports about a job; None if it has no record. May raise commands.NoAnswer."""
 
@@ -62,6 +61,9 @@ class RunStatus:
     """What is free on the run directory's file system, if it is hardly anything."""
     is_last_recorded: bool = False
     """Whether Slurm does not answer, so that the state is the last one that the job recorded. It may have ended."""
+    may_return: bool = False
+    """Whether the job has recorded that it is queued again, and Slurm shows that it has ended: for good, or only until
+    Slurm has queued it; see `control.Ending`."""
 
     @property
     def ended(self) -> bool:
@@ -103,7 +105,7 @@ def find_run(target: str) -> RunDir:
 
 
 def is_run(path: Path) -> bool:
-    return any((path / mark).is_file() for mark in _MARKS)
+    return any((path / mark).is_file() for mark in MARKS)
 
 
 def is_sweep(path: Path) -> bool:
@@ -232,7 +234,8 @@ def _job_fields(run: RunDir, job_id: str | None, job: Mapping[str, Any], ask: As
     own = read_json(run.status)
     own = own if own.get("job_id") == job_id else {}
     own_fields = {"state": own.get("state", UNKNOWN), "exit_code": own.get("exit_code")}
-    unfinished = own_fields["state"] in ("RUNNING", "REQUEUED", UNKNOWN)
+    requeued = own_fields["state"] == "REQUEUED"
+    unfinished = requeued or own_fields["state"] in ("RUNNING", UNKNOWN)
     if not _in_slurm(job, job_id):
         here = job.get("host") == os.uname().nodename
         if here and unfinished and not process_alive(int(job.get("pid", 0)), int(job.get("start_time", 0))):
@@ -243,12 +246,14 @@ def _job_fields(run: RunDir, job_id: str | None, job: Mapping[str, Any], ask: As
     except commands.NoAnswer as error:
         return {**own_fields, **_last_recorded(run, str(error), own_fields["state"])} if unfinished else own_fields
     if slurm is None:
-        return _forgotten(run, own) if unfinished else own_fields
+        return {**_forgotten(run, own), "may_return": requeued} if unfinished else own_fields
     if slurm.ended and own.get("state") == STOPPED:
         return {**own_fields, "nodes": slurm.nodes}
     exit_code = own.get("exit_code") if slurm.ended and slurm.exit_code is None else slurm.exit_code
     was_killed = slurm.state == "FAILED" and own_fields["state"] == "RUNNING" and (slurm.exit_code or 0) > 128
-    fields = {"state": slurm.state, "reason": SCRIPT_KILLED if was_killed else slurm.reason, "nodes": slurm.nodes}
+    may_return = requeued and slurm.ended and slurm.state != "CANCELLED"
+    reason = SCRIPT_KILLED if was_killed else REQUEUED_ITSELF if may_return else slurm.reason
+    fields = {"state": slurm.state, "reason": reason, "nodes": slurm.nodes, "may_return": may_return}
     return {**fields, "expected_start": slurm.expected_start, "exit_code": exit_code}
 
 
@@ -302,7 +307,7 @@ def runs_below(root: Path) -> Iterator[Path]:
 
 def run_paths(root: Path) -> list[str]:
     """Return the paths of all runs below a directory, as text, which is faster if there are thousands of them."""
-    return [path for path in _paths_below(root) if _has_any(path, _MARKS)]
+    return [path for path in _paths_below(root) if _has_any(path, MARKS)]
 
 
 def _paths_below(root: Path) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -22,8 +21,6 @@ _SHOWN = ("val/score", "critic/score/mean", "generate/score", "val/loss", "train
 """The table shows the first of these metrics in a run's last record."""
 MOST_ENDED = 100
 """The most runs that have ended in a table of recent runs."""
-_RECORDED_ENDS = ("COMPLETED", "FAILED", "STOPPED", "CANCELLED", "PREEMPTED")
-"""States that job scripts record at the end of a job that is not queued again."""
 COLUMNS = ("run", "job", "state", "step", "metric", "hours", "submitted", "kind", "sweep")
 """Columns to sort by, besides metrics (val/loss) and swept keys (optim.lr)."""
 
@@ -124,7 +121,7 @@ def recent_runs(root: Path) -> tuple[list[RunRow], int]:
         the rows, of which the newest is last, and the number of ended runs that are left out.
     """
     found = run_paths(root.absolute())
-    ended = {path: time for path in found if (time := _ended_at(path)) is not None}
+    ended = {path: time for path in found if (time := RunDir(Path(path)).ended_at()) is not None}
     shown = set(nlargest(MOST_ENDED, ended, key=lambda path: ended[path]))
     rows = _rows([RunDir(Path(path)) for path in found if path in shown or path not in ended])
     return _by_submission(rows), len(ended) - len(shown)
@@ -184,23 +181,6 @@ def _order(value: Any) -> tuple[int, float, str]:
 
 def _by_submission(rows: Sequence[RunRow]) -> list[RunRow]:
     return sorted(rows, key=lambda row: (row.submitted, row.status.run))
-
-
-def _ended_at(path: str) -> float | None:
-    """Return when the newest job of a run recorded its end, in Unix seconds; None if it has not, as far as is known."""
-    status = f"{path}/status.json"
-    if read_json(status).get("state") not in _RECORDED_ENDS:
-        return None
-    ended = _written_at(status)
-    return ended if _written_at(f"{path}/job.json") <= ended else None
-
-
-def _written_at(path: str) -> float:
-    """Return when a file was written, in Unix seconds; 0 if there is none."""
-    try:
-        return os.stat(path).st_mtime  # noqa: PTH116
-    except OSError:
-        return 0.0
 
 
 def _rows(found: Sequence[RunDir]) -> list[RunRow]:

@@ -79,10 +79,7 @@ def job_states(job_ids: Iterable[str], within_s: float = TIMEOUT_S) -> dict[str,
     ids = ",".join(sorted({array_id(job_id) for job_id in asked}))
     accounts = _recorded(ids, within_s)
     recorded = sacct_states(accounts or "")
-    result = _run([*_SQUEUE, ids], deadline)
-    if result is None or (result.returncode and "Invalid job id" not in result.stderr):
-        raise NoAnswer(f"Slurm does not answer: {_message(result)}")
-    queued = squeue_states(result.stdout)
+    queued = squeue_states(_asked([*_SQUEUE, ids], deadline))
     found = {job_id: state for job_id in asked if (state := newer(recorded.get(job_id), queued.get(job_id)))}
     if accounts is None and len(found) < len(asked):
         raise NoAnswer(_SILENT_ACCOUNTS)
@@ -246,14 +243,23 @@ def _recorded(job_ids: str, within_s: float) -> str | None:
 
 
 def _scontrol(job_id: str, deadline: float) -> JobState | None:
-    result = _run(["scontrol", "show", "job", "-o", job_id], deadline)
-    if result is None or (result.returncode and "Invalid job id" not in result.stderr):
-        raise NoAnswer(f"Slurm does not answer: {_message(result)}")
-    return read_scontrol(result.stdout)
+    return read_scontrol(_asked(["scontrol", "show", "job", "-o", job_id], deadline))
 
 
 def _is_queued(job_id: str, deadline: float) -> bool:
-    return bool(_output(["squeue", "-h", "-o", "%i", "-j", job_id], deadline).strip())
+    return bool(_asked(["squeue", "-h", "-o", "%i", "-j", job_id], deadline).strip())
+
+
+def _asked(argv: list[str], deadline: float) -> str:
+    """Return what the controller answers about jobs; an empty text if it has no record of them.
+
+    Raises:
+        NoAnswer: it does not answer.
+    """
+    result = _run(argv, deadline)
+    if result is None or (result.returncode and "Invalid job id" not in result.stderr):
+        raise NoAnswer(f"Slurm does not answer: {_message(result)}")
+    return result.stdout
 
 
 def _output(argv: list[str], deadline: float | None = None) -> str:

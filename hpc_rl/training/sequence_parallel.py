@@ -47,7 +47,7 @@ class SequenceGroup:
             return batch
         slice_S = self._slice_of(batch)
         tokens, whole = len(batch.input_ids_T), self.size * (slice_S.stop - slice_S.start)
-        targets_N = self._targets_of(batch)
+        targets_N = self.targets_of(batch)
         lengths, cu_seqlens = batch.lengths, batch.cu_seqlens
         if whole > tokens:
             lengths, cu_seqlens = (*lengths, whole - tokens), pad(cu_seqlens, (0, 1), value=whole)
@@ -62,12 +62,18 @@ class SequenceGroup:
             tokens=max(0, min(batch.tokens, slice_S.stop) - slice_S.start),
         )
 
+    def targets_of(self, batch: PackedBatch) -> slice:
+        """Return which of a row's targets this rank predicts: those whose position is in its slice."""
+        slice_S = self._slice_of(batch)
+        first, end = np.searchsorted(batch.rows, (slice_S.start, slice_S.stop)).tolist()
+        return slice(first, end)
+
     def whole(self, own_N: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """Return the results at all of a row's positions, [N, ...], from those of this rank's slice. Every rank of the
         group calls this and receives the same."""
         if self.size == 1:
             return own_N
-        targets_N = self._targets_of(batch)
+        targets_N = self.targets_of(batch)
         missing = (targets_N.start, len(batch.rows) - targets_N.stop)
         return self.total(pad(own_N, (*[0, 0] * (own_N.ndim - 1), *missing)))
 
@@ -130,12 +136,6 @@ class SequenceGroup:
         """Return the positions of this rank's slice in the row, which may be past its end."""
         size = -(-len(batch.input_ids_T) // self.size)
         return slice(self.index * size, (self.index + 1) * size)
-
-    def _targets_of(self, batch: PackedBatch) -> slice:
-        """Return which of the row's targets this rank predicts: those whose position is in its slice."""
-        slice_S = self._slice_of(batch)
-        first, end = np.searchsorted(batch.rows, (slice_S.start, slice_S.stop)).tolist()
-        return slice(first, end)
 
 
 ALONE = SequenceGroup()

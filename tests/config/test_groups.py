@@ -28,6 +28,13 @@ def test_own_and_shipped_choices_are_listed_together(project: Path) -> None:
     assert {"model", "recipe", "algorithm"} <= groups.groups()
 
 
+def test_an_own_choice_hides_a_shipped_one_of_the_same_name(project: Path) -> None:
+    """Also if the job file is the shipped one."""
+    assert compose("sft", ["model=qwen2.5-0.5b", REQUIRED[1]]).model.path == "Qwen/Qwen2.5-0.5B"  # type: ignore[attr-defined]
+    (project / "model" / "qwen2.5-0.5b.yaml").write_text("path: /mine\n")
+    assert compose("sft", ["model=qwen2.5-0.5b", REQUIRED[1]]).model.path == "/mine"  # type: ignore[attr-defined]
+
+
 def test_the_recipe_for_a_number_of_nodes() -> None:
     assert [groups.recipe_for(nodes) for nodes in (1, 2, 3, 4)] == ["gsm8k-1node", "gsm8k-2nodes", None, "gsm8k-4nodes"]
 

@@ -71,6 +71,58 @@ def test_weights_in_a_job_file_are_replaced_by_the_command_line(project: Path) -
         assert [one.data.train_files for one in points] == [found, MIXED]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("included", ["{a.jsonl: 0.7, b.jsonl: 0.3}", "[a.jsonl, b.jsonl]", "a.jsonl"])
+@pytest.mark.parametrize(
+    ("own", "found"),
+    [
+        ("{b.jsonl: 1, c.jsonl: 2}", {"b.jsonl": 1.0, "c.jsonl": 2.0}),
+        ("[c.jsonl]", ["c.jsonl"]),
+        ("c.jsonl", ["c.jsonl"]),
+    ],
+)
+def test_files_of_a_recipe_replace_those_of_the_recipe_that_it_includes(
+    project: Path, included: str, own: str, found: Any
+) -> None:
+    recipes = project / "configs" / "recipe"
+    recipes.mkdir()
+    (recipes / "included.yaml").write_text(f"# @package _global_\ndata:\n  train_files: {included}\n  shuffle: false\n")
+    own_text = "# @package _global_\ndefaults: [included, _self_]\ndata: {max_length: 77}\n"
+    (recipes / "own.yaml").write_text(own_text.replace("77", f"77, train_files: {own}"))
+    (recipes / "none.yaml").write_text(own_text)
+    (project / "configs" / "sft.yaml").write_text(
+        "defaults: [{recipe: null}, {model: null}, _self_]\nmodel: {path: m}\n"
+    )
+    data: Any = compose("sft", ["recipe=own"]).data
+    assert data.train_files == found and list(data.train_files) == list(found), "in their order"
+    assert (data.shuffle, data.max_length) == (False, 77), "other options of the section are merged"
+    kept: Any = compose("sft", ["recipe=none"]).data.train_files  # type: ignore[attr-defined]
+    assert kept == compose("sft", ["recipe=included"]).data.train_files  # type: ignore[attr-defined]
+    assert list(kept) == ["a.jsonl", "b.jsonl"][: len(kept)]
+    typed: Any = compose("sft", ["recipe=own", f"data.train_files={included}"]).data.train_files  # type: ignore[attr-defined]
+    assert typed == kept
+
+
+def test_files_in_a_group_of_the_section_are_replaced_too(project: Path) -> None:
+    (project / "configs" / "data").mkdir()
+    for name, files in {"mixed": "{a.jsonl: 1}", "other": "{b.jsonl: 2}", "listed": "[c.jsonl]"}.items():
+        (project / "configs" / "data" / f"{name}.yaml").write_text(f"train_files: {files}\n")
+    (project / "configs" / "sft.yaml").write_text(
+        "defaults: [{model: null}, _self_, {data: mixed}]\nmodel: {path: m}\ndata: {train_files: {own.jsonl: 1}}\n"
+    )
+    for words, found in (
+        ([], {"a.jsonl": 1.0}),
+        (["data=other"], {"b.jsonl": 2.0}),
+        (["data=listed"], ["c.jsonl"]),
+    ):
+        assert compose("sft", words).data.train_files == found  # type: ignore[attr-defined]
+
+
+def test_a_list_that_contains_a_table_is_a_mistake(project: Path) -> None:
+    (project / "configs" / "sft.yaml").write_text(SFT + "[{a.jsonl: 1}]\n")
+    with pytest.raises(UserError, match=r"data\.train_files\.0: "):
+        compose("sft")
+
+
 def test_a_mistake_in_a_job_file_has_its_line(project: Path) -> None:
     for weight, shown in (("0", "0"), ("true", "True"), ("[1]", r"\[1\]")):
         (project / "configs" / "sft.yaml").write_text(f"{SFT}{{a.jsonl: 1, b.jsonl: {weight}}}\n")

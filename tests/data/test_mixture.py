@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpc_rl.data.mixture import Mixture
 from hpc_rl.data.order import Position, batches, epoch_order
-from hpc_rl.data.shares import describe, shares
+from hpc_rl.data.shares import describe, shares, whole_batches
 from hpc_rl.errors import UserError
 
 SIZES = (3, 20, 7)
@@ -30,27 +30,32 @@ def test_shares_are_in_proportion_and_fill_an_epoch(files: list[tuple[int, float
     exact = np.array(weights) / sum(weights) * sum(sizes)
     if exact.min() < 1:
         return
-    counts = shares(["a"] * len(files), sizes, weights)
+    counts = shares({str(file): weight for file, weight in enumerate(weights)}, sum(sizes))
     assert sum(counts) == sum(sizes)
     assert (np.abs(np.array(counts) - exact) < 1).all()
 
 
 def test_shares_of_known_files() -> None:
-    assert shares(["a", "b"], [1000, 9000], [0.7, 0.3]) == [7000, 3000]
-    assert shares(["a", "b"], [1000, 9000], [7, 3]) == [7000, 3000], "only ratios count"
-    assert shares(["a", "b"], [10, 90], [10, 90]) == [10, 90], "weights in proportion to the sizes change nothing"
-    assert shares(["a", "b", "c"], [5, 3, 2], [0.24, 0.36, 0.4]) == [2, 4, 4], "2.4, 3.6, 4.0"
+    assert shares({"a": 0.7, "b": 0.3}, 10_000) == [7000, 3000]
+    assert shares({"a": 7, "b": 3}, 10_000) == [7000, 3000], "only ratios count"
+    assert shares({"a": 0.24, "b": 0.36, "c": 0.4}, 10) == [2, 4, 4], "2.4, 3.6, 4.0"
+    assert Mixture.of({"a": 10, "b": 90}, (10, 90), 100) == Mixture((10, 90), (10, 90)), "in proportion to the sizes"
+    assert Mixture.of({"a": 1, "b": 1}, (10, 90), 60) == Mixture((10, 90), (30, 30)), "an epoch with fewer samples"
     assert describe(["a", "b"], [1000, 9000], [7000, 3000]) == (
         "7,000 samples of a (70.0%; each of its 1,000 is used 7 times); "
         "3,000 samples of b (30.0%; each of its 9,000 is used 0.333 times)"
     )
 
 
+def test_samples_in_whole_batches() -> None:
+    assert [whole_batches(samples, 4) for samples in (3, 4, 7, 8, 9)] == [0, 4, 4, 8, 8]
+
+
 def test_a_file_without_a_sample_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"b has the weight 0\.001 of 1\.001, and an epoch of 20 samples would have none"
     ):
-        shares(["a", "b"], [10, 10], [1, 0.001])
+        shares({"a": 1, "b": 0.001}, 20)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

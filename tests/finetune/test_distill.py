@@ -16,7 +16,7 @@ from hpc_rl.config.compose import compose
 from hpc_rl.config.distill import DistillConfig
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.errors import EXIT_STOPPED, UserError
-from hpc_rl.finetune import teacher
+from hpc_rl.finetune import precomputed, teacher
 from hpc_rl.finetune.distill import Distill
 from hpc_rl.finetune.trainer import load, step
 from hpc_rl.run_dir import RunDir
@@ -37,7 +37,9 @@ CASES = {
 }
 WHOLE = ("forward", "stored")
 """Cases of which whole runs are compared; of the others, two steps."""
-TWO_RANKS = [[], ["trainer.sharding=none", "trainer.packing=false"]]
+SHARED = ["trainer.sequence_parallel=2", "trainer.n_gpus_per_node=2", "trainer.micro_tokens=512"]
+"""Two ranks that compute each row together."""
+TWO_RANKS = [[], ["trainer.sharding=none", "trainer.packing=false"], SHARED]
 SHORT = ["trainer.total_training_steps=2", "trainer.test_freq=0"]
 SHORT_SPLIT = [*SHORT, "trainer.micro_tokens=300"]
 SPLITS = {
@@ -143,6 +145,7 @@ def two_ranks(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     place = tmp_path_factory.mktemp("two")
     splits = [(name, more) for name in CASES for more in (TWO_RANKS if name in WHOLE else [SHORT_SPLIT])]
     splits += [("stored", ["teacher.precompute_top_k=false", "trainer.sharding=gradients"])]
+    splits += [("stored", ["teacher.precompute_top_k=false", "trainer.packing=false", *SHARED])]
     runs = [
         ([*KIND, *overrides(folder, name)], place / str(number), more) for number, (name, more) in enumerate(splits)
     ]
@@ -157,11 +160,12 @@ def same_as(expected: Path, found: Path) -> None:
     assert {"train/loss", "train/divergence", "train/cross_entropy", "train/agreement", "val/divergence"} <= compared
     for name in compared:
         assert series(found, name) == pytest.approx(series(expected, name), abs=1e-4), name
+        assert series(found, name)[0] == pytest.approx(series(expected, name)[0], abs=1e-5), "before rounding adds up"
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_two_ranks(uninterrupted: dict[str, Path], two_ranks: dict[str, list[Path]], name: str) -> None:
-    assert len(two_ranks[name]) == (3 if name == "stored" else 2)
+    assert len(two_ranks[name]) == (5 if name == "stored" else 3)
     for run in two_ranks[name]:
         same_as(uninterrupted[name], run)
 
@@ -208,7 +212,7 @@ def test_a_stop_while_the_teacher_computes(
             (tmp_path / "stop").touch()
         return computed(config, theirs, lessons, world)
 
-    monkeypatch.setattr(teacher, "_ROUND", 8)
+    monkeypatch.setattr(precomputed, "_ROUND", 8)
     monkeypatch.setattr(teacher, "_top_k", compute_and_ask)
     assert run_here(base, tmp_path) == EXIT_STOPPED
     assert "the teacher's most probable tokens of 16 of 44 samples are stored" in capsys.readouterr().out

@@ -23,7 +23,7 @@ from hpc_rl.data.order import batches
 from hpc_rl.data.pairs import Preference
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.errors import EXIT_STOPPED, UserError
-from hpc_rl.finetune import reference
+from hpc_rl.finetune import precomputed, reference
 from hpc_rl.finetune.base import Objective
 from hpc_rl.finetune.objectives import objective_of
 from hpc_rl.finetune.rm import BINS, BradleyTerry
@@ -315,7 +315,7 @@ def test_a_stop_while_the_reference_computes(
             (tmp_path / "stop").touch()
         return packed(items, width)
 
-    monkeypatch.setattr(reference, "_ROUND", 8)
+    monkeypatch.setattr(precomputed, "_ROUND", 8)
     monkeypatch.setattr(reference, "pack_preferences", pack_and_ask)
     monkeypatch.setattr(reference, "heart", SimpleNamespace(beat=lambda: beats.append(1)))
     assert run_here(base, tmp_path) == EXIT_STOPPED
@@ -331,11 +331,11 @@ def test_a_stop_while_the_reference_computes(
 def test_results_are_stored_now_and_then(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = ["--kind", "dpo", *overrides(folder, "dpo", "sigmoid"), "trainer.total_training_steps=1"]
     written: list[int] = []
-    monkeypatch.setattr(reference, "_ROUND", 8)
+    monkeypatch.setattr(precomputed, "_ROUND", 8)
     monkeypatch.setattr(reference, "_write", lambda path, key, rows: written.append(len(rows)))
     assert run_here(base, tmp_path / "seldom") == 0
     assert written == [44]
-    monkeypatch.setattr(reference, "_STORE_EVERY_S", -1)
+    monkeypatch.setattr(precomputed, "_STORE_EVERY_S", -1)
     assert run_here(base, tmp_path / "often") == 0
     assert written[1:] == [8, 16, 24, 32, 40, 44]
 

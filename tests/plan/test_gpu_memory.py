@@ -211,3 +211,6 @@ def test_experts_are_gathered_beside_weights_in_four_bits() -> None:
     assert shape.layer - 2 * H * (Q + K) > 3 * 4 * 20 * H
     packed = replace(MODEL, shape=shape, adapters=8 * L, itemsize=2, four_bit=True)
     assert packed._layer() == 8 + shape.layer - 2 * H * (Q + K)
+    with_usual = replace(packed, shape=replace(shape, dense_layers=1), offload="all")
+    assert with_usual._layer() == packed._layer(), "a layer with a usual MLP gathers less"
+    assert with_usual.waiting == pytest.approx((L * 2 * H * (Q + K) + 3 * H * INNER) * (4 + 1 / 8 + 1 / 512) / 8)

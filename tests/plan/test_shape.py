@@ -8,8 +8,11 @@ import pytest
 import torch
 import transformers
 
+from hpc_rl.config.training import LoraConfig
 from hpc_rl.errors import UserError
-from hpc_rl.plan.shape import Shape, shape_of
+from hpc_rl.plan.memory import adapter_parameters
+from hpc_rl.plan.shape import Experts, Shape, shape_of
+from hpc_rl.training.models.lora import block_linears
 
 SIZES = {
     "vocab_size": 1000,
@@ -32,6 +35,10 @@ FAMILIES = [
     ("Mixtral", {"num_local_experts": 4}),
     ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 128, "decoder_sparse_step": 2}),
     ("Qwen3Moe", {**EXPERTS, "mlp_only_layers": [1], "head_dim": 64}),
+    (
+        "Glm4Moe",
+        {"n_routed_experts": 6, "n_shared_experts": 2, "moe_intermediate_size": 96, "first_k_dense_replace": 2},
+    ),
     ("Gemma2", {"head_dim": 64}),
     ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64}),
 ]
@@ -54,6 +61,20 @@ def test_parameters(family: str, settings: dict[str, Any], form: str) -> None:
     """A config.json may leave out what is the family's default."""
     config = config_of(family, **settings)
     assert shape_of(getattr(config, form)(), "m").total == count("AutoModelForCausalLM", config)
+
+
+@pytest.mark.parametrize(("family", "settings"), FAMILIES)
+def test_linear_layers(family: str, settings: dict[str, Any]) -> None:
+    """Those that get adapters, and whose weights may be in 4 bits, also in layers with a usual MLP among experts."""
+    config = config_of(family, **settings)
+    with torch.device("meta"):
+        built = block_linears(transformers.AutoModelForCausalLM.from_config(config)).values()
+    shape = shape_of(config.to_dict(), "m")
+    assert sum(layers for layers, _ in shape.kinds) == shape.layers
+    found = [size for layers, linears in shape.kinds for size in linears.values() for _ in range(layers)]
+    assert sorted(found) == sorted((m.out_features, m.in_features) for m in built)
+    adapters = 8 * sum(m.out_features + m.in_features for m in built)
+    assert adapter_parameters(shape, LoraConfig(rank=8)) == adapters
 
 
 def test_parameters_of_a_classifier() -> None:
@@ -79,6 +100,15 @@ def test_active_parameters_of_experts_with_biases() -> None:
     assert shape_of(config_of("Gemma2").to_diff_dict(), "m").has_cap
     assert not shape_of(config_of("Gemma2", final_logit_softcapping=None).to_dict(), "m").has_cap
     assert shape.has_scores and not shape_of(config_of("Qwen3Moe", **EXPERTS).to_dict(), "m").has_scores
+
+
+def test_gemma_4_has_experts_only_if_its_config_counts_them() -> None:
+    """Its config.json has `num_experts: null` without experts, and another name for those that compute a token."""
+    dense = shape_of(config_of("Gemma4Text").to_dict(), "m")
+    assert (dense.experts, dense.working_inner, dense.routed) == (None, 384, 0)
+    assert dense.notes == ("m is of type gemma4_text, which is counted like Llama",)
+    settings = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 96}
+    assert shape_of(config_of("Gemma4Text", **settings).to_dict(), "m").experts == Experts(6, 3, 96)
 
 
 def test_sizes_of_attention() -> None:

@@ -121,13 +121,15 @@ def test_each_prompt_is_answered_n_times_side_by_side() -> None:
 
 
 def test_prompts_of_files_with_weights() -> None:
-    """The first two prompts are one file, and the other eight another. Two prompts of an epoch fill no batch."""
-    mixture, answers = Mixture((2, 8), (6, 4)), list[str]()
+    """The first two prompts are one file, and the other eight another. An epoch has two batches of four."""
+    mixture, answers = Mixture((2, 8), (5, 3)), list[str]()
     drawing, _ = source(ppo_config(), by_token, mixture=mixture)
     for step in range(4):
         answers += [prompt.answer for prompt in drawn(drawing, step).prompts[::2]]
     seed = ppo_config().trainer.seed
-    assert answers == [str(index) for epoch in (0, 1) for index in mixture.order(seed, epoch, True)[:8]]
+    assert answers == [str(index) for epoch in (0, 1) for index in mixture.order(seed, epoch, True)]
+    of_second = [answer for answer in answers if int(answer) > 1]
+    assert len(set(of_second)) == len(of_second) == 6, "none is repeated before all others"
     resumed, _ = source(ppo_config(), by_token, Position(0, 4), mixture=mixture)
     assert [prompt.answer for prompt in drawn(resumed, 1).prompts[::2]] == answers[4:8]
 

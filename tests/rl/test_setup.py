@@ -103,15 +103,16 @@ def test_the_arithmetic_of_a_step_is_told() -> None:
 
 
 def test_prompts_of_files_with_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {"a.jsonl": range(6), "b.jsonl": range(6, 8)}
+    """An epoch has the shares of its whole batches: 9 prompts are two batches of 4."""
+    files = {"a.jsonl": range(7), "b.jsonl": range(7, 9)}
     for name, numbers in files.items():
         rows = [json.dumps({"messages": str(number), "answer": number}) for number in numbers]
         (tmp_path / name).write_text("\n".join(rows))
     mixed = f"data.train_files={{{tmp_path}/b.jsonl: 3, {tmp_path}/a.jsonl: 1}}"
     tokenizer = make_tokenizer(300)
     train, val, mixture = setup.load_data(ppo_config(mixed), tokenizer)
-    assert [prompt.answer for prompt in train] == [6, 7, 0, 1, 2, 3, 4, 5] and val == []
-    assert mixture == Mixture((2, 6), (6, 2))
+    assert [prompt.answer for prompt in train] == [7, 8, 0, 1, 2, 3, 4, 5, 6] and val == []
+    assert mixture == Mixture((2, 7), (6, 2))
     said = capsys.readouterr().out
     assert f"an epoch has 6 samples of {tmp_path}/b.jsonl (75.0%; each of its 2 is used 3 times); 2 samples" in said
     assert setup.load_data(ppo_config(f"data.train_files={tmp_path}/a.jsonl"), tokenizer)[2] is None
@@ -122,4 +123,7 @@ def test_prompts_of_files_with_weights(tmp_path: Path, capsys: pytest.CaptureFix
         computed = ComputedColumns({}, 0, 1)
         found: Any = setup.open_batches(config, train, none, none, none, Position(), 0, 4, None, computed, mixture)
         order = found._draws._desk.order
-        assert [next(order)[0] for _ in train] == mixture.order(config.trainer.seed, 0, True).tolist()
+        drawn = [next(order)[0] for _ in range(16)]
+        assert drawn == [index for epoch in (0, 1) for index in mixture.order(config.trainer.seed, epoch, True)]
+        of_a = [index for index in drawn if index > 1]
+        assert len(set(of_a)) == len(of_a) == 4, "no prompt of a.jsonl is repeated before all others"

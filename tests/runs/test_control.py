@@ -58,6 +58,40 @@ def test_a_job_that_writes_nothing_is_seen_to_end(tmp_path: Path, monkeypatch: p
     assert 1000 <= job.now < 1000 + control.STATE_POLL_S[1] + 1
 
 
+ENDED = RunStatus("a", "a", "7", "NODE_FAIL", exit_code=1)
+LOOKS_ENDED = RunStatus("a", "a", "7", "NODE_FAIL", exit_code=1, may_return=True)
+PENDING = RunStatus("a", "a", "7", "PENDING")
+
+
+@pytest.mark.parametrize(
+    ("looks", "ends_at"),
+    [
+        ([(0, PENDING), (5, ENDED)], 5),
+        ([(0, LOOKS_ENDED), (15, LOOKS_ENDED), (59, LOOKS_ENDED), (60, LOOKS_ENDED)], 60),
+        ([(7, LOOKS_ENDED), (8, PENDING), (70, LOOKS_ENDED), (129, LOOKS_ENDED), (131, LOOKS_ENDED)], 131),
+        ([(0, LOOKS_ENDED), (2, ENDED)], 2),
+        ([(0, LOOKS_ENDED), (2, PENDING), (500, PENDING)], None),
+    ],
+)
+def test_a_job_that_queued_itself_again_ends_when_it_has_looked_ended_for_a_minute(
+    looks: list[tuple[float, RunStatus]], ends_at: float | None
+) -> None:
+    ending = control.Ending()
+    assert next((at for at, now in looks if ending.seen(now, at)), None) == ends_at
+
+
+def test_waiting_goes_on_while_slurm_queues_a_job_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(RunDir(tmp_path), writes_at=1000, ends_at=1000)
+
+    def status_of(run: RunDir, within_s: float) -> RunStatus:
+        return LOOKS_ENDED if 100 <= job.now < 140 else job.status_of(run, within_s)
+
+    monkeypatch.setattr(control, "time", job)
+    monkeypatch.setattr(control, "status_of", status_of)
+    assert control.wait(job.run) == 0
+    assert job.now >= 1000
+
+
 def test_a_silent_controller_does_not_end_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`submit --wait` and `logs -f` wait so."""
     run = RunDir(tmp_path)

@@ -219,6 +219,43 @@ def test_a_job_that_slurm_has_forgotten(
     assert (now.state, now.exit_code) == (state, code)
 
 
+@pytest.mark.parametrize(
+    ("recorded", "slurm", "may_return"),
+    [
+        ("REQUEUED", "NODE_FAIL", True),
+        ("REQUEUED", "FAILED", True),
+        ("REQUEUED", None, True),
+        ("REQUEUED", "CANCELLED", False),
+        ("REQUEUED", "PENDING", False),
+        ("RUNNING", "NODE_FAIL", False),
+        ("RUNNING", None, False),
+        ("FAILED", "FAILED", False),
+    ],
+)
+def test_a_job_that_has_queued_itself_again_may_return(
+    running: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: str, slurm: str | None, may_return: bool
+) -> None:
+    running.write_status("7", 1, recorded, 1)
+    programs = fake_slurm(tmp_path, monkeypatch)
+    (programs / "squeue.text").write_text(f"7 |{slurm} |node1 |None |N/A |\n" if slurm else "")
+    for now in (status_of(running), *statuses_of([running])):
+        assert (now.state, now.may_return) == (slurm or "FAILED", may_return)
+        assert now.active == (slurm == "PENDING")
+        assert ("queued again" in now.reason) == (may_return and slurm is not None)
+
+
+def test_a_controller_that_fails_does_not_end_a_job_that_accounting_shows_as_ended(
+    running: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accounting records an end before Slurm queues the job again."""
+    programs = fake_slurm(tmp_path, monkeypatch)
+    (programs / "sacct").write_text("#!/bin/sh\necho '7|NODE_FAIL|1:0|node1|None'\n")
+    assert status_of(running).state == "NODE_FAIL", "the controller has no record of the job"
+    (programs / "squeue").write_text("#!/bin/sh\necho 'Socket timed out on send/recv operation' >&2\nexit 1\n")
+    for now in (status_of(running), *statuses_of([running])):
+        assert (now.state, now.is_last_recorded) == ("RUNNING", True)
+
+
 def test_lost_nodes_are_those_of_this_job(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert lost_nodes(run, "7") == ()

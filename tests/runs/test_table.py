@@ -26,7 +26,7 @@ def make_run(folder: Path, submitted: str, state: str | None, metrics: dict[str,
         return
     job = {"job_id": "local-1", "kind": "sft", "submitted": submitted, "host": "elsewhere", "pid": 1, "start_time": 1}
     (folder / "job.json").write_text(json.dumps(job))
-    code = {"COMPLETED": 0, "FAILED": 3, "STOPPED": 75}[state]
+    code = {"COMPLETED": 0, "FAILED": 3, "STOPPED": 75, "TIMEOUT": 143}[state]
     (folder / "status.json").write_text(
         json.dumps({"job_id": "local-1", "attempt": 1, "state": state, "exit_code": code})
     )
@@ -98,7 +98,7 @@ def test_any_directory(root: Path, tmp_path: Path) -> None:
 
 def test_recent_runs_are_those_that_have_not_ended_and_the_newest(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "MOST_ENDED", 2)
-    for day, state in enumerate(("COMPLETED", "FAILED", "STOPPED", "COMPLETED", "FAILED"), 1):
+    for day, state in enumerate(("COMPLETED", "TIMEOUT", "STOPPED", "COMPLETED", "FAILED"), 1):
         make_run(root / f"run-{day}", f"2025-01-0{day}T00:00:00", state)
         for name in ("job.json", "status.json"):
             os.utime(root / f"run-{day}" / name, (day, day))
@@ -109,8 +109,9 @@ def test_recent_runs_are_those_that_have_not_ended_and_the_newest(root: Path, mo
     os.utime(root / "run-2" / "status.json", (7, 7))  # ended again
     rows, left_out = table.find_rows("runs", recent=True)
     assert (names(rows), left_out) == (["rendered", "run-1", "run-2", "run-5"], 2)
-    (root / "run-3" / "status.json").write_text('{"state": "RUNNING"}')
-    assert "run-3" in names(table.find_rows(None, recent=True)[0])
+    for state in ("RUNNING", "REQUEUED"):
+        (root / "run-3" / "status.json").write_text(f'{{"state": "{state}"}}')
+        assert "run-3" in names(table.find_rows(None, recent=True)[0])
     assert len(table.find_rows(None)[0]) == 6 and table.find_rows(None)[1] == 0
 
 

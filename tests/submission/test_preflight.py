@@ -273,9 +273,12 @@ def test_how_often_rows_are_used_if_files_have_weights(folder: Path) -> None:
     (folder / "more.jsonl").write_text(row * 3)
     mixed = {"train.jsonl": 0.5, "more.jsonl": 0.5}
     assert check_ppo(data__train_files=mixed) == [
-        "data.train_files: an epoch has 2 samples of train.jsonl (50.0%; each of its 1 is used 2 times); 2 samples of "
-        "more.jsonl (50.0%; each of its 3 is used 0.667 times)"
+        "data.train_files: if the job leaves out no row, an epoch has 2 samples of train.jsonl (50.0%; each of its 1 "
+        "is used 2 times); 2 samples of more.jsonl (50.0%; each of its 3 is used 0.667 times)"
     ]
+    (note,) = check_ppo(data__train_files={"train.jsonl": 1, "more.jsonl": 2}, data__train_batch_size=3)
+    assert "an epoch has 1 sample of train.jsonl (33.3%;" in note, "a fourth row does not fill a batch"
+    assert "; 2 samples of more.jsonl (66.7%;" in note
     with pytest.raises(
         UserError, match=r"data\.train_files: more\.jsonl has the weight 0\.01 of 1\.01, and an epoch of 4"
     ):

@@ -9,7 +9,7 @@ from hpc_rl.config.finetune import FinetuneDataConfig
 from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.data.formats import CannotCheck, check_data_folder, is_file, unknown_format
 from hpc_rl.data.row_checks import AnyData, check_batch_size, check_file
-from hpc_rl.data.shares import describe, shares
+from hpc_rl.data.shares import describe, shares, whole_batches
 from hpc_rl.errors import UserError
 from hpc_rl.submission.after import is_coming
 from hpc_rl.submission.hub import HubCache
@@ -51,17 +51,20 @@ def check_train_data(
     read = [count for count in counts if count is not None and count < MAX_ROWS]
     if len(read) == len(counts):  # otherwise there may be more rows than were read
         check_batch_size(sum(read), data.train_batch_size)
-        notes += _share_notes(data.train_files, read) if isinstance(data.train_files, dict) else []
+        notes += _share_notes(data.train_files, read, data) if isinstance(data.train_files, dict) else []
     return "\n".join(notes) or None
 
 
-def _share_notes(weights: dict[str, float], rows: list[int]) -> list[str]:
-    files = list(weights)
+def _share_notes(weights: dict[str, float], rows: list[int], data: FinetuneDataConfig | PromptDataConfig) -> list[str]:
+    """Describe the shares of files if all rows are used. The job leaves some out, such as those that are too long."""
+    epoch = sum(rows)
+    if isinstance(data, PromptDataConfig):
+        epoch = whole_batches(epoch, data.train_batch_size)
     try:
-        counts = shares(files, rows, list(weights.values()))
+        counts = shares(weights, epoch)
     except UserError as error:
         raise UserError(f"data.train_files: {error}") from error
-    return [f"data.train_files: an epoch has {describe(files, rows, counts)}"]
+    return [f"data.train_files: if the job leaves out no row, an epoch has {describe(weights, rows, counts)}"]
 
 
 def check_val_data(key: str, file: str, data: AnyData, coming: frozenset[Path], cache: HubCache) -> str | None:

@@ -27,6 +27,8 @@ class StoredForm:
 
     def __init__(self, hf: PreTrainedModel) -> None:
         self._hf = hf if changes_weights(hf) else None
+        if self._hf is not None:
+            _find_conversions_once(hf)
 
     @property
     def differs(self) -> bool:
@@ -47,3 +49,19 @@ class StoredForm:
             return
         for stored, part in revert_weight_conversion(self._hf, {name: weight}).items():
             yield stored, part.contiguous()
+
+
+def _find_conversions_once(hf: PreTrainedModel) -> None:
+    """Keep on a module the conversions of its weights, as transformers does for models that it has loaded.
+
+    Otherwise, transformers would look through all modules again for each weight.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange
+    except ImportError:  # transformers 4
+        return
+    if getattr(hf, "_weight_conversions", None) is None:
+        found = get_model_conversion_mapping(hf, add_legacy=False)
+        # Changes of prefixes concern names that only a model that was loaded may have had (revert_weight_conversion).
+        hf._weight_conversions = [one for one in found if not isinstance(one, PrefixChange)]

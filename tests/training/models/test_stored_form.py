@@ -44,6 +44,24 @@ def test_source_has_the_tensors_of_the_files(tmp_path: Path, kind: str, settings
     assert source.is_in_place() is (kind in ("gpt_oss", "qwen2"))
 
 
+def test_conversions_are_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each weight: a model with many layers has many modules, through which each search leads."""
+    from transformers import conversion_mapping
+
+    search, calls = conversion_mapping.get_model_conversion_mapping, list[Any]()
+    monkeypatch.setattr(
+        conversion_mapping,
+        "get_model_conversion_mapping",
+        lambda hf, **options: calls.append(hf) or search(hf, **options),
+    )
+    kind, settings, name = KINDS[0]
+    hf = causal_lm(ModelConfig(path=str(make_tiny_model(tmp_path, kind=kind, **settings)))).empty()
+    stored = StoredForm(hf)
+    calls.clear()
+    names = [entry.name for _ in range(2) for entry in WeightSource(hf, torch.bfloat16, stored=stored).metadata()]
+    assert names.count(name) == 2 and not calls
+
+
 def test_names_of_a_module_without_memory(tmp_path: Path) -> None:
     """As a rank of several builds it."""
     kind, settings, _ = KINDS[1]
