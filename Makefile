@@ -97,10 +97,10 @@ test-qlora: .venv/test
 	$(BIN)/pip install --quiet --no-deps --upgrade --target build/qlora 'bitsandbytes>=0.50'
 	PYTHONPATH=build/qlora $(BIN)/python -m pytest tests/training/models/test_four_bit.py
 
-# torchao has AdamW's moments in 8 bits. Its Python code works with CPUs; its compiled kernels are not used.
+# torchao has the optimizer whose moments have 8 bits, in Python only, which CPUs run too.
 test-torchao: .venv/test
 	$(BIN)/pip install --quiet --no-deps --upgrade --target build/torchao 'torchao>=0.18,<0.19'
-	PYTHONPATH=build/torchao $(BIN)/python -m pytest tests/training/test_eight_bit.py
+	PYTHONPATH=$(CURDIR)/build/torchao $(BIN)/python -m pytest tests/training/test_eight_bit.py tests/rl/runs/test_eight_bit.py
 
 # It needs a driver and several gigabytes: pip's default builds of torch and vLLM are for CUDA. The report is printed, and
 # the exit code is 1 if a check failed. Fewer GPUs: CUDA_VISIBLE_DEVICES=0,1 make test-gpu.
