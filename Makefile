@@ -23,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export WANDB_MODE ?= offline
 
-.PHONY: demo demo-pipeline demo-tools test test-long test-large test-faults test-pipelines test-lowest test-slurm-new test-vllm-api test-sglang-api test-peft test-qlora test-gpu lint bench bench-scale docs clean
+.PHONY: demo demo-pipeline demo-tools test test-long test-large test-faults test-pipelines test-lowest test-slurm-new test-vllm-api test-sglang-api test-peft test-qlora test-torchao test-gpu lint bench bench-scale docs clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo
@@ -96,6 +96,11 @@ test-peft: .venv/test
 test-qlora: .venv/test
 	$(BIN)/pip install --quiet --no-deps --upgrade --target build/qlora 'bitsandbytes>=0.50'
 	PYTHONPATH=build/qlora $(BIN)/python -m pytest tests/training/models/test_four_bit.py
+
+# torchao has the optimizer whose moments have 8 bits, in Python only, which CPUs run too.
+test-torchao: .venv/test
+	$(BIN)/pip install --quiet --no-deps --upgrade --target build/torchao 'torchao>=0.18,<0.19'
+	PYTHONPATH=$(CURDIR)/build/torchao $(BIN)/python -m pytest tests/training/test_eight_bit.py tests/rl/runs/test_eight_bit.py
 
 # It needs a driver and several gigabytes: pip's default builds of torch and vLLM are for CUDA. The report is printed, and
 # the exit code is 1 if a check failed. Fewer GPUs: CUDA_VISIBLE_DEVICES=0,1 make test-gpu.

@@ -62,6 +62,11 @@ class FinetuneConfig(JobConfig):
     def hang_timeout_s(self) -> float:
         return self.trainer.hang_timeout_s
 
+    @property
+    def optimizers(self) -> dict[str, OptimConfig]:
+        """The options of each trained model's optimizer, by the names of their sections."""
+        return {"optim": self.optim}
+
     def problems(self) -> Iterator[str]:
         yield from quantize_problems(self.model, self.trainer)
         yield from self._sequence_problems()

@@ -97,6 +97,12 @@ class PpoConfig(RayJobConfig):
         return [*roles, "rollout"]
 
     @property
+    def optimizers(self) -> dict[str, OptimConfig]:
+        """The options of each trained model's optimizer, by the names of their sections."""
+        own: dict[str, OptimConfig] = {"actor.optim": self.actor.optim}
+        return own | ({"critic.optim": self.critic.optim} if "critic" in self.roles else {})
+
+    @property
     def truncates_logprobs(self) -> bool:
         """Whether the engine's log-probabilities are those of the distribution after top_p and top_k: the correction
         needs them."""

@@ -10,6 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
 from hpc_rl.config.base import Path, Section
 from hpc_rl.config.job import TrainerConfig
+from hpc_rl.config.moments import Moments
 
 Sharding = Literal["full", "hybrid", "gradients", "none"]
 Offload = Literal["none", "optimizer", "all"]
@@ -127,6 +128,10 @@ class OptimConfig(Section):
     """Fraction of all steps in which the learning rate rises linearly from 0 to its peak."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Learning rate at the end of the cosine and linear schedules, as a fraction of the peak."""
+    moments: Moments = "float32"
+    """How AdamW's two moments are stored. float32: in the type of the trained weights. 8bit: in 8 bits with a scale for
+    each block of up to 256 values, which saves nearly 6 bytes per parameter and changes the result slightly. It needs
+    torchao."""
 
 
 class RecordedConfig(TrainerConfig):

@@ -1,4 +1,4 @@
-"""Settings with which a job fits: the ones that cost the least time first."""
+"""Settings with which a job fits: exact ones first, and among them the ones that cost the least time."""
 
 from __future__ import annotations
 
@@ -111,6 +111,13 @@ def _tensor_parallel(config: Any, shapes: Shapes) -> Iterator[Settings]:
                 yield {"rollout.tensor_parallel_size": size}
 
 
+def _eight_bits(config: Any, shapes: Shapes) -> Iterator[Settings]:
+    optimizers = {} if isinstance(config, GenerateConfig) else config.optimizers
+    settings = {f"{section}.moments": "8bit" for section, optim in optimizers.items() if optim.moments != "8bit"}
+    if settings:
+        yield settings
+
+
 def _adapters(config: Any, shapes: Shapes) -> Iterator[Settings]:
     if not isinstance(config, GenerateConfig) and not config.model.lora.is_used:
         yield {"model.lora.rank": 32, "model.dtype": "bfloat16"}
@@ -125,11 +132,15 @@ MEASURES: tuple[Measure, ...] = (
     Measure("recompute activations from inputs in host memory, which are copied while layers compute", _host_inputs),
     Measure("keep unused states in host memory, which takes time for copies", _offload),
     Measure("divide each row of tokens among neighbouring GPUs of a node", _sequence_parallel),
+    Measure("keep AdamW's moments in 8 bits, which changes the result slightly", _eight_bits),
     Measure("train adapters instead of all weights", _adapters),
 )
-"""Cheapest in time first. To add one, add a row."""
-EXACT = MEASURES[:-1]
+"""Those that change the result come last, and among the others those that cost the least time come first. To add one,
+add a row."""
+EXACT = MEASURES[:-2]
 """Those that change nothing about the result."""
+FULL = MEASURES[:-1]
+"""Those with which all weights are trained."""
 USUAL = EXACT[:-3]
 """Those that are tried first: copies to the host, and GPUs that share rows, are for what does not fit otherwise."""
 
@@ -145,7 +156,8 @@ def advise(
     """Return the fewest and cheapest settings with which a job fits on its nodes; None if there are none.
 
     Args:
-        change_training: whether adapters, which change what is trained, are proposed if nothing else helps.
+        change_training: whether what changes the result is proposed if nothing else helps: first moments in 8 bits, and
+            then adapters.
         limit: bytes that the training processes of the job may take on a GPU.
         host: memory of a node, in bytes.
     """
@@ -155,7 +167,7 @@ def advise(
         return plan.fits(host) and plan.training <= limit
 
     found = None
-    for measures in (USUAL, EXACT, MEASURES) if change_training else (USUAL, EXACT):
+    for measures in (USUAL, EXACT, FULL, MEASURES) if change_training else (USUAL, EXACT):
         if found is None and _may_help(config, shapes, is_enough, measures):
             found = _cheapest(config, shapes, is_enough, measures)
     return found

@@ -48,6 +48,8 @@ class Held:
     """Whether the inputs of recomputed layers wait in host memory."""
     adapters: int = 0
     """Parameters of the adapters that are trained instead of the model."""
+    saved: float = 0.0
+    """Bytes that 8 bits save in each of AdamW's two moments, over all ranks that hold the model once."""
     four_bit: bool = False
     """Whether the weights of the layers' linear maps are in 4 bits, whole on each rank."""
     offload: Offload = "none"
@@ -72,11 +74,16 @@ class Held:
         return self._base() + own
 
     @property
+    def changed(self) -> int:
+        """Bytes of all weights that the optimizer changes."""
+        return FLOAT32 * self.adapters or self.itemsize * self.total
+
+    @property
     def moments(self) -> float:
         """Bytes of a rank's moments of AdamW."""
         if not self.trained:
             return 0.0
-        return 2 * (FLOAT32 * self.adapters or self.itemsize * self.total) / self.shards
+        return 2 * (self.changed - self.saved) / self.shards
 
     @property
     def states(self) -> float:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hpc_rl.config.distill import DistillConfig
 from hpc_rl.config.finetune import FinetuneConfig
 from hpc_rl.config.generate import GenerateConfig
+from hpc_rl.config.moments import saved_by_eight_bits
 from hpc_rl.config.pools import Role, pool_of, pool_spec
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.preferences import NEEDS_NO_REFERENCE, DpoConfig, RmConfig
 from hpc_rl.config.rollout import OWN_GPU, SHARED_GPU, engine_dtype, engine_spec
 from hpc_rl.config.sharding import STATE_BYTES, auto_sharding
-from hpc_rl.config.training import LoraConfig, ModelConfig, Sharding, TrainingConfig
+from hpc_rl.config.training import LoraConfig, ModelConfig, OptimConfig, Sharding, TrainingConfig
 from hpc_rl.plan.gpu_memory import COMPUTE, FLOAT32, Head, Held, Parts
 from hpc_rl.plan.shape import Shape
 
@@ -161,7 +163,8 @@ def _policy(config: FinetuneConfig, shapes: Shapes, gpu_bytes: float) -> Held:
     head: Head = "value" if isinstance(config, RmConfig) else "loss"
     if isinstance(config, DpoConfig | DistillConfig):
         head = "logprobs"
-    return _trained(shapes[config.model.path], head, config.model, config.trainer, _finetune_ranks(config, gpu_bytes))
+    ranks = _finetune_ranks(config, gpu_bytes)
+    return _trained(shapes[config.model.path], head, config.model, config.optim, config.trainer, ranks)
 
 
 def _finetune_ranks(config: FinetuneConfig, gpu_bytes: float) -> Ranks:
@@ -302,7 +305,8 @@ def _held_by_role(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes:
             is_actor = role == "actor"
             path = config.model.path if is_actor else config.critic.path or config.model.path
             head: Head = "logprobs" if is_actor else "value"
-            found[role] = _trained(shapes[path], head, config.model, config.trainer, ranks)
+            optim = config.actor.optim if is_actor else config.critic.optim
+            found[role] = _trained(shapes[path], head, config.model, optim, config.trainer, ranks)
         else:
             paths = {"ref": config.model.path, "teacher": config.teacher.path, "reward": config.reward.model}
             scores: Head = "value" if role == "reward" else "logprobs"
@@ -315,7 +319,9 @@ def _pool_ranks(config: PpoConfig | GenerateConfig, role: Role, gpu_bytes: float
     return Ranks(sum(sizes), sizes[0] if len(set(sizes)) == 1 else None, gpu_bytes)
 
 
-def _trained(shape: Shape, head: Head, model: ModelConfig, trainer: TrainingConfig, ranks: Ranks) -> Held:
+def _trained(
+    shape: Shape, head: Head, model: ModelConfig, optim: OptimConfig, trainer: TrainingConfig, ranks: Ranks
+) -> Held:
     itemsize = 4 if model.dtype == "float32" else 2
     adapters = adapter_parameters(shape, model.lora) if model.lora.is_used else 0
     total = shape.total_as_classifier if head == "value" else shape.total
@@ -330,6 +336,7 @@ def _trained(shape: Shape, head: Head, model: ModelConfig, trainer: TrainingConf
         recompute=model.enable_gradient_checkpointing,
         inputs_on_host=model.enable_activation_offload,
         adapters=adapters,
+        saved=_saved(shape, total, itemsize, model.lora) if optim.moments == "8bit" else 0.0,
         four_bit=model.lora.quantize is not None,
         offload=trainer.offload,
         split=trainer.sequence_parallel,
@@ -355,9 +362,25 @@ def _division(requested: str, state_bytes: int, ranks: Ranks) -> tuple[Sharding,
 
 
 def adapter_parameters(shape: Shape, lora: LoraConfig) -> int:
-    """Return the parameters of the adapters of all layers; those to continue from count as rank 32."""
-    every = [(name, layers * sum(size)) for layers, linears in shape.kinds for name, size in linears.items()]
-    targets = lora.target_modules or [name for name, _ in every]
-    chosen = [width for name, width in every if any(name in target for target in targets)]
-    chosen = chosen or [width for _, width in every]  # names of another family
-    return (lora.rank or 32) * sum(chosen)
+    """Return the parameters of the adapters of all layers."""
+    return sum(layers * math.prod(sizes) for layers, sizes in _adapter_matrices(shape, lora))
+
+
+def _adapter_matrices(shape: Shape, lora: LoraConfig) -> list[tuple[int, tuple[int, int]]]:
+    """Return the matrices of the adapters: the number of layers that have one, and its rows and columns. Adapters to
+    continue from count as rank 32."""
+    every = [(name, layers, sizes) for layers, linears in shape.kinds for name, sizes in linears.items()]
+    rank, targets = lora.rank or 32, lora.target_modules or [name for name, _, _ in every]
+    chosen = [found for found in every if any(found[0] in target for target in targets)]
+    chosen = chosen or every  # names of another family
+    return [(layers, matrix) for _, layers, (rows, columns) in chosen for matrix in ((rank, columns), (rows, rank))]
+
+
+def _saved(shape: Shape, total: int, itemsize: int, lora: LoraConfig) -> float:
+    """Return the bytes that 8 bits save in each moment of a model, as if all its matrices had rows of H values, or of
+    its adapters."""
+    if lora.is_used:
+        matrices = _adapter_matrices(shape, lora)
+        return sum(layers * math.prod(sizes) * saved_by_eight_bits(sizes, FLOAT32) for layers, sizes in matrices)
+    in_matrices = total - shape.layers * shape.vectors - shape.hidden
+    return in_matrices * saved_by_eight_bits((shape.vocabulary, shape.hidden), itemsize)

@@ -14,7 +14,7 @@ from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.pools import pool_of
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.training import TrainingConfig
-from hpc_rl.plan.gpu_memory import COMPUTE, FLOAT32, Held
+from hpc_rl.plan.gpu_memory import COMPUTE, Held
 from hpc_rl.plan.hardware import TIGHT, USABLE
 from hpc_rl.plan.memory import (
     ENGINE_PARTS,
@@ -167,7 +167,7 @@ def _inputs_bytes(trained: Sequence[Placed]) -> float:
 
 def _state_bytes(held: Held) -> float:
     """Return the bytes of a model in a checkpoint: what is trained, and its two moments."""
-    return float(3 * (FLOAT32 * held.adapters or held.itemsize * held.total))
+    return 3 * held.changed - 2 * held.saved
 
 
 def _host_bytes(config: Planned, trained: Sequence[Placed]) -> float:

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from hpc_rl.config.training import OFFLOAD_BYTES, Offload
 from hpc_rl.training.models.causal_lm import PackedModel
-from hpc_rl.training.sharding import reshard
+from hpc_rl.training.param_groups import only
+from hpc_rl.training.sharding import own_part, reshard
 from hpc_rl.training.side_stream import SideStream
 
 _ALIGNED = 64
@@ -43,7 +43,7 @@ class Parked:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._tensors = [_local(tensor) for tensor in tensors]
+        self._tensors = [own_part(tensor) for tensor in tensors]
         self._sizes = [tensor.untyped_storage().nbytes() for tensor in self._tensors]
         """Bytes of their storages, which FSDP makes equally long on all ranks."""
         self._copies: list[torch.Tensor] = []
@@ -166,20 +166,13 @@ class ModelOffload:
         if not self._moments:
             self._optimizer.step()
             return
-        groups = self._optimizer.param_groups
-        whole = [group["params"] for group in groups]
-        try:
-            for index, (part, moments) in enumerate(self._moments):
-                moments.arrive()
-                for group, parameters in zip(groups, whole, strict=True):
-                    group["params"] = [parameter for parameter in parameters if parameter in part]
+        for index, (part, moments) in enumerate(self._moments):
+            moments.arrive()
+            with only(self._optimizer, part):
                 self._optimizer.step()
-                for _, following in self._moments[index + 1 : index + 2]:
-                    following.come_back()
-                moments.leave()
-        finally:
-            for group, parameters in zip(groups, whole, strict=True):
-                group["params"] = parameters
+            for _, following in self._moments[index + 1 : index + 2]:
+                following.come_back()
+            moments.leave()
 
     @contextmanager
     def whole(self, changed: bool = False) -> Iterator[None]:
@@ -197,7 +190,7 @@ def parts_of(optimizer: torch.optim.Optimizer, most_bytes: int = OFFLOAD_BYTES) 
     left = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            size = sum(_local(tensor).nbytes for tensor in moments_of(optimizer, [parameter]))
+            size = sum(own_part(tensor).nbytes for tensor in moments_of(optimizer, [parameter]))
             if not parts or size > left:
                 parts.append(set())
                 left = most_bytes
@@ -207,8 +200,9 @@ def parts_of(optimizer: torch.optim.Optimizer, most_bytes: int = OFFLOAD_BYTES) 
 
 
 def moments_of(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Return AdamW's two moments of each of these parameters."""
-    return [optimizer.state[parameter][name] for parameter in parameters for name in ("exp_avg", "exp_avg_sq")]
+    """Return the tensors of AdamW's two moments of each of these parameters."""
+    states = (optimizer.state[parameter] for parameter in parameters)
+    return [tensor for state in states for name, tensor in state.items() if name != "step"]
 
 
 def _host_copies(tensors: list[torch.Tensor], pinned: bool) -> list[torch.Tensor]:
@@ -226,9 +220,3 @@ def _host_copies(tensors: list[torch.Tensor], pinned: bool) -> list[torch.Tensor
             copies.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         del waiting[:count]
     return copies
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a rank's own part of a tensor, outside of autograd."""
-    own: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return own.detach()  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpc_rl.config.training import OptimConfig
+from hpc_rl.training.eight_bit import FIRST, SECOND, EightBitAdamW, new_moments
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
@@ -17,6 +18,9 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 
     Norms and biases, which are the parameters with fewer than two dimensions, have no weight decay. All state exists
     from the start, so that a checkpoint can be read into it.
+
+    Raises:
+        UserError: the moments are to have 8 bits, and torchao cannot be imported.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -24,14 +28,17 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     # The learning rate is a number because a tensor would be copied in each step.
-    optimizer = torch.optim.AdamW(
+    adamw = EightBitAdamW if config.moments == "8bit" else torch.optim.AdamW
+    optimizer = adamw(
         [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
     )
     for parameter in parameters:
+        moments = new_moments(parameter) if config.moments == "8bit" else None
+        if moments is None:
+            moments = {name: torch.zeros_like(parameter) for name in (FIRST, SECOND)}
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
+            **moments,
         }
     return optimizer
 

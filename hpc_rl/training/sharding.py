@@ -10,12 +10,13 @@ rank holds one complete shard. These two exchange gradients once per step.
 from __future__ import annotations
 
 from functools import cache
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from hpc_rl.config.sharding import STATE_BYTES, auto_sharding
 from hpc_rl.config.training import Sharding
@@ -111,6 +112,12 @@ def reshard(model: PackedModel) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a tensor, outside of autograd."""
+    own: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own.detach()  # type: ignore[no-any-return]
 
 
 def loss_factor(model: PackedModel, world: World) -> float:

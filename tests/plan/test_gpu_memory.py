@@ -25,6 +25,8 @@ def test_states() -> None:
     assert SHAPE.total == TOTAL
     assert (MODEL.weights, MODEL.moments, MODEL.states) == (4 * TOTAL / 8, 8 * TOTAL / 8, 12 * TOTAL / 8)
     assert replace(MODEL, itemsize=2).states == 6 * TOTAL / 8
+    rounded = replace(MODEL, saved=1000.0)
+    assert (rounded.weights, rounded.moments) == (4 * TOTAL / 8, (8 * TOTAL - 2000) / 8)
     frozen = replace(MODEL, trained=False, itemsize=2)
     assert (frozen.weights, frozen.moments) == (2 * TOTAL / 8, 0)
     adapted = replace(MODEL, adapters=999, itemsize=2)

@@ -51,6 +51,38 @@ def test_moments_of_fine_tuning_wait_in_host_memory() -> None:
     assert found["update"].resident == {"model": 4 * P / 8}
 
 
+def test_moments_in_8_bits() -> None:
+    """All but norms and biases have them: 28 x (2 x 3584 + 3584 + 2 x 512) + 3584 of the parameters have none."""
+    vectors = 28 * (2 * 3584 + 3584 + 2 * 512) + 3584
+    saved = (P - vectors) * (3 - 4 / 256)
+    found = planned(config("sft", "optim.moments=8bit"))
+    assert found["load"].resident == {"model": pytest.approx((12 * P - 2 * saved) / 8)}
+    assert found["load"].peak == pytest.approx(6.03 * P / 8, rel=0.001)
+    half = planned(config("sft", "optim.moments=8bit", "model.dtype=bfloat16"))
+    assert half["load"].peak == pytest.approx((6 * P - 2 * (P - vectors) * (1 - 4 / 256)) / 8)
+    saved_twice = plan_of(config("sft", "optim.moments=8bit"), SHAPES, GPU)
+    assert saved_twice.checkpoints == pytest.approx(3 * (12 * P - 2 * saved))
+    away = plan_of(config("sft", "optim.moments=8bit", "trainer.offload=optimizer"), SHAPES, GPU)
+    assert away.offloaded == pytest.approx(8 * P - 2 * saved)
+    roles = planned(config("ppo", "critic.optim.moments=8bit"))["load"].resident
+    assert roles["actor"] == 12 * P / 8
+    assert roles["critic"] == pytest.approx(6.03 * CRITIC / 8, rel=0.001)
+
+
+def test_moments_of_adapters_in_8_bits() -> None:
+    """One of the two matrices of an adapter has rows of its rank, and no 8 bits if this is less than 16."""
+
+    def saving(rank: int) -> float:
+        options = (f"model.lora={{rank: {rank}, target_modules: [q_proj]}}", "model.dtype=bfloat16")
+        jobs = (config("sft", *options, f"optim.moments={moments}") for moments in ("float32", "8bit"))
+        exact, rounded = (planned(job)["load"].peak for job in jobs)
+        return 8 * (exact - rounded)
+
+    count = 28 * 3584
+    assert saving(8) == pytest.approx(2 * count * 8 * (3 - 4 / 256))
+    assert saving(32) == pytest.approx(2 * count * 32 * (3 - 4 / 256 + 3 - 4 / 32))
+
+
 def test_dpo_loads_the_reference_first() -> None:
     found = planned(config("dpo", "trainer.micro_tokens=4096"))
     assert list(found) == ["reference", "load", "update", "save"]

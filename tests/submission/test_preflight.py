@@ -151,6 +151,17 @@ def test_libraries_are_looked_for_only_where_the_job_runs_this_python(monkeypatc
     assert "slurm.python /on/the/nodes/python is not on this machine" in note
 
 
+@pytest.mark.usefixtures("folder")
+def test_torchao_is_needed_for_moments_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program.importlib.util, "find_spec", lambda name: None if name == "torchao" else name)
+    message = r"^optim\.moments=8bit needs torchao, .* install it there \(.*torchao\]'\)"
+    for role in ("actor", "critic"):
+        with pytest.raises(UserError, match=message):
+            check_ppo(**{f"{role}__optim__moments": "8bit", "algorithm__advantage": "gae"})
+    check_ppo()
+    check_ppo(critic__optim__moments="8bit", algorithm__advantage="grpo", rollout__n=2)  # it has no critic
+
+
 def test_a_mistyped_folder_is_not_taken_for_a_name_on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(folder / "hf"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)

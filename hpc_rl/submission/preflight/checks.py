@@ -152,6 +152,8 @@ def packages(job: Job) -> Iterator[Question]:
     yield Question(check_packages, (slurm.python, job.row.needs, job.kind))
     if isinstance(config, FinetuneConfig | PpoConfig) and config.model.lora.quantize is not None:
         yield Question(check_packages, (slurm.python, ("bitsandbytes",), "model.lora.quantize"))
+    if isinstance(config, FinetuneConfig | PpoConfig) and "8bit" in (one.moments for one in config.optimizers.values()):
+        yield Question(check_packages, (slurm.python, ("torchao",), "optim.moments=8bit"))
     if isinstance(config, PpoConfig) and config.transfer_queue.enable:
         yield Question(check_transfer_queue, (slurm.python,))
     if slurm.python is None and isinstance(config, RayJobConfig) and (ray := installed_ray()) is not None:

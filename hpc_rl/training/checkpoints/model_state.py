@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,6 +33,7 @@ from hpc_rl.host.files import read_json
 from hpc_rl.training.checkpoints import checksums, folders
 from hpc_rl.training.checkpoints.checksums import Checksum, SummedStream
 from hpc_rl.training.distributed import World
+from hpc_rl.training.eight_bit import has_eight_bits
 from hpc_rl.training.models.causal_lm import PackedModel
 from hpc_rl.training.models.loading import trained_weights
 from hpc_rl.training.sharding import reshard
@@ -112,7 +113,7 @@ def read(path: Path, model: PackedModel, optimizer: torch.optim.Optimizer, world
 
     Raises:
         UnreadableError: the folder cannot be read, or a file is not as it was written; every rank raises this.
-        AgreedError: its adapters are not those of the model.
+        AgreedError: its adapters are not those of the model, or its moments are stored in another way.
     """
     try:
         world.together(lambda: _refuse_damage(path, world))
@@ -121,6 +122,7 @@ def read(path: Path, model: PackedModel, optimizer: torch.optim.Optimizer, world
     world.together(lambda: _refuse_other_adapters(path, model) if world.is_main else None)
     reshard(model)
     tensors = {**_model_tensors(model), **_optimizer_tensors(model, optimizer)}
+    world.together(lambda: _refuse_other_moments(path, tensors) if world.is_main else None)
     known = _metadata(path).state_dict_metadata
     random = {name: value for name, value in random_state(world).items() if name in known}
     try:
@@ -146,6 +148,26 @@ def _refuse_other_adapters(path: Path, model: PackedModel) -> None:
         problem = peft_folder.changed_setting(read_json(file), ours, continued=model.adapters.source is not None)
     if problem:
         raise UserError(f"{path} does not fit the run: {problem}; set the option back, or choose another run directory")
+
+
+def _refuse_other_moments(path: Path, tensors: Iterable[str]) -> None:
+    """Check that a checkpoint has moments in 8 bits if the run has them, and otherwise none.
+
+    Args:
+        tensors: names of the run's tensors.
+
+    Raises:
+        UserError: it is not so.
+    """
+    theirs, ours = (
+        "8bit" if has_eight_bits(name for name in names if name.startswith(_OPTIMIZER)) else "float32"
+        for names in (_metadata(path).state_dict_metadata, tensors)
+    )
+    if theirs != ours:
+        raise UserError(
+            f"{path} does not fit the run: it was written with optim.moments={theirs}, and the run has {ours}; set the "
+            "option back, or choose another run directory"
+        )
 
 
 def stored_weights(path: Path) -> dict[str, StoredWeight]:
