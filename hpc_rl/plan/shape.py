@@ -78,7 +78,8 @@ class Shape:
     has_window: bool = False
     """Whether some layers attend to a window of tokens only, so that engines cache less for them."""
     has_scores: bool = False
-    """Whether attention has soft-capped scores or sinks, so that training holds the scores of a block of queries."""
+    """Whether attention has soft-capped scores, sinks or dropout, so that training holds the scores of a block of
+    queries."""
     has_cap: bool = False
     """Whether the logits are soft-capped, so that the loss holds the slope of this function."""
     whole_rows: bool = False
@@ -236,7 +237,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         dense_layers=_dense_layers(found, layers) if experts is not None else 0,
         vectors=_vectors(found, special, hidden, heads * head_size, key_heads * head_size, head_size),
         has_window=_has_window(found),
-        has_scores=bool(special.get("scored")),
+        has_scores=bool(special.get("scored") or found.get("attention_dropout")),
         has_cap=bool(found.get("final_logit_softcapping", special.get("capped"))),
         whole_rows=depends_on_rows(found),
         notes=() if family in FAMILIES else (f"{name} is of type {family or 'unknown'}, which is counted like Llama",),

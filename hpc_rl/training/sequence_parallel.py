@@ -13,7 +13,6 @@ Shape suffixes: T tokens of a row, S tokens of a slice, G ranks of the group, D 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -32,11 +31,17 @@ from hpc_rl.training.models.packed_batch import PackedBatch
 class SequenceGroup:
     """The ranks that compute one row together, from the view of one of them. A rank alone computes whole rows."""
 
-    size: int = 1
+    ranks: tuple[int, ...] = (0,)
+    """Their numbers among all ranks."""
     index: int = 0
     """Number of this rank's slice."""
     group: dist.ProcessGroup | None = None
     """Process group of these ranks; None for a rank alone."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks. To torch.compile, the length of a tuple is a constant, and a number is not."""
+        return len(self.ranks)
 
     def own(self, batch: PackedBatch) -> PackedBatch:
         """Return this rank's slice of a row. Its samples are those of the whole row, for attention.
@@ -165,13 +170,17 @@ def join(world: World, size: int) -> SequenceGroup:
 @cache
 def _joined(world: World, size: int, _group: dist.ProcessGroup | None) -> SequenceGroup:
     first = world.rank - world.rank % size
-    part = world.part(range(first, first + size), ranks_per_node=size)
-    return SequenceGroup(size, part.rank, part.group)
+    ranks = range(first, first + size)
+    part = world.part(ranks, ranks_per_node=size)
+    return SequenceGroup(tuple(ranks), part.rank, part.group)
 
 
 def repetitions(key_heads: int, size: int) -> int:
     """Return how often each key head is repeated, so that every rank gets the same number of them."""
-    return math.lcm(key_heads, size) // key_heads
+    times = 1
+    while key_heads * times % size:  # torch.compile can trace this, and no function of math
+        times += 1
+    return times
 
 
 def _filled(values_T: torch.Tensor, slice_S: slice) -> torch.Tensor:

@@ -100,6 +100,7 @@ def test_active_parameters_of_experts_with_biases() -> None:
     assert shape_of(config_of("Gemma2").to_diff_dict(), "m").has_cap
     assert not shape_of(config_of("Gemma2", final_logit_softcapping=None).to_dict(), "m").has_cap
     assert shape.has_scores and not shape_of(config_of("Qwen3Moe", **EXPERTS).to_dict(), "m").has_scores
+    assert shape_of(config_of("Qwen3Moe", attention_dropout=0.1, **EXPERTS).to_dict(), "m").has_scores
 
 
 def test_gemma_4_has_experts_only_if_its_config_counts_them() -> None:

@@ -196,6 +196,7 @@ def test_two_ranks_equal_one(name: str, two_ranks: dict[str, dict[str, float]]) 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 @pytest.mark.long
 def test_two_ranks_equal_one_compiled(models: dict[str, str]) -> None:
+    """Each layer is one graph, with the exchanges around attention."""
     found = differences({"compiled": {"role": "sft", "compile": True, "rows": 1}}, models, ranks=2)
     assert max(found["compiled"].values()) < sequence_ranks.TOLERANCE
 

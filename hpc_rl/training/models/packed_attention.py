@@ -9,31 +9,37 @@ https://huggingface.co/docs/transformers/attention_interface
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from hpc_rl.errors import UserError
-from hpc_rl.training.models import exact_attention
+from hpc_rl.training.models import cpu_attention, exact_attention
 from hpc_rl.training.models.exact_attention import Scoring
 from hpc_rl.training.models.packed_batch import PackedBatch
 from hpc_rl.training.sequence_parallel import ALONE, SequenceGroup
 
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
+
 ATTENTION = "hpc_rl_packed"
+
+_VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn else frozenset()
+"""Parameters of torch's varlen_attn, which depend on torch's version."""
 
 
 class SampleBounds:
     """The places in a packed row where samples begin and end.
 
     Each layer receives this object as an argument, so that recomputation in the backward pass sees the row of its own
-    forward pass, whatever other models have computed in between. It is neither a tuple nor a dataclass: torch.compile
-    would compile a layer again for each new number of samples, but it does not look into an object that only code
-    outside of the compiled graphs reads.
+    forward pass, whatever other models have computed in between. The operators of attention read the samples from
+    tensors, and no compiled code reads `lengths`: torch.compile would compile a layer again for each number of samples.
 
     Args:
         lengths: tokens of each sample.
@@ -45,6 +51,9 @@ class SampleBounds:
         self.lengths = lengths
         self.cu_seqlens = cu_seqlens
         self.sequence = sequence
+        self.borders = torch.tensor([0, *accumulate(lengths)], device="cpu")
+        """The numbers in `cu_seqlens`, in host memory."""
+        self.longest = max(lengths)
 
 
 class Attend(Protocol):
@@ -77,7 +86,6 @@ def attention_kwargs(batch: PackedBatch, sequence: SequenceGroup = ALONE) -> dic
     return {"packed_bounds": SampleBounds(batch.lengths, batch.cu_seqlens, sequence)}
 
 
-@torch.compiler.disable  # its loop over samples would be traced again for each number of samples
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -112,65 +120,67 @@ def packed_attention(
         UserError: the model needs a position bias, which this function does not compute, or it does not pass its
             forward's arguments on to attention.
     """
-    kind = f"models of type {getattr(getattr(module, 'config', None), 'model_type', type(module).__name__)}"
     if others.get("position_bias") is not None:
-        raise UserError(f"{kind} need position_bias in attention, which packed training does not support")
+        raise UserError(f"{_kind_of(module)} need position_bias in attention, which packed training does not support")
     scoring = Scoring(scaling, sliding_window, softcap, s_aux)
     if attend is not None:
-        return attend(module, query, key, value, scoring), None
+        return _attend_otherwise(attend, module, query, key, value, scoring), None
     if packed_bounds is None:
-        raise UserError(f"{kind} do not pass the samples' lengths to attention, which packing needs: use another model")
+        raise UserError(
+            f"{_kind_of(module)} do not pass the samples' lengths to attention, which packing needs: use another model"
+        )
     sequence = packed_bounds.sequence
     if sequence.size > 1:
         query, key, value = sequence.to_heads(query, key, value)
         scoring = replace(scoring, sinks_H=None if s_aux is None else s_aux.chunk(sequence.size)[sequence.index])
-    if scoring.needs_scores:
-        attended = exact_attention.attend(query, key, value, packed_bounds.lengths, scoring, dropout)
-    elif query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _varlen() is not None:
+    if scoring.needs_scores or dropout or value.shape[3] != query.shape[3]:
+        attended = exact_attention.attend(query, key, value, packed_bounds.borders, scoring, dropout)
+    elif query.device.type == "cpu":
+        attended = cpu_attention.attend(query, key, value, packed_bounds.borders, scaling, sliding_window)
+    elif query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and "window_size" in _VARLEN_OPTIONS:
         attended = _flash(query, key, value, packed_bounds, scaling, sliding_window)
     else:
-        attended = _per_sample(query, key, value, packed_bounds.lengths, scaling, dropout, sliding_window)
+        attended = _per_sample(query, key, value, packed_bounds, scaling, sliding_window)
     return attended if sequence.size == 1 else sequence.to_tokens(attended), None
 
 
-@functools.cache
-def _varlen() -> tuple[Callable[..., torch.Tensor], frozenset[str]] | None:
-    """Return torch's varlen_attn and its parameters, or None if this torch has none that supports causal attention."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    known = inspect.signature(varlen_attn).parameters
-    return (varlen_attn, frozenset(known)) if "window_size" in known else None
+def _kind_of(module: torch.nn.Module) -> str:
+    """Name the kind of model that a layer belongs to."""
+    return f"models of type {getattr(getattr(module, 'config', None), 'model_type', type(module).__name__)}"
 
 
+@torch.compiler.disable  # what the caller keeps of keys and values changes with each call
+def _attend_otherwise(
+    attend: Attend,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scoring: Scoring,
+) -> torch.Tensor:
+    return attend(module, query, key, value, scoring)
+
+
+@torch.compiler.disable  # other kernels than those above do not return what an operator's backward pass needs
 def _per_sample(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    lengths: tuple[int, ...],
+    bounds: SampleBounds,
     scaling: float | None,
-    dropout: float,
     window: int | None,
 ) -> torch.Tensor:
+    """Compute attention with the kernel that torch chooses for the device and the type."""
     grouped = query.shape[1] != key.shape[1]
     outputs = []
     # The backward pass of split is one concatenation; that of slices would write the whole row once per sample.
-    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
-        banded = window is not None and q.shape[2] > window
-        mask = _band(q.shape[2], window, q.device) if banded and window else None
+    for q, k, v in zip(*(x.split(bounds.lengths, dim=2) for x in (query, key, value)), strict=True):
+        mask = cpu_attention.mask_of(q, window)
         out = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
         )
         outputs.append(out.transpose(1, 2))
     return torch.cat(outputs, dim=1)
-
-
-def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """Return a mask, bool [length, length]: causal, and less than `window` tokens back."""
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
-    return (distance >= 0) & (distance < window)
 
 
 def _flash(
@@ -181,20 +191,17 @@ def _flash(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    found = _varlen()
-    assert found is not None
-    varlen, known = found
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in known:
+        if "enable_gqa" in _VARLEN_OPTIONS:
             options["enable_gqa"] = True
         else:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     if scaling is not None:
-        if "scale" in known:
+        if "scale" in _VARLEN_OPTIONS:
             options["scale"] = scaling
         else:  # a kernel without this parameter scales by head_size ** -0.5
             q = q * (scaling * q.shape[-1] ** 0.5)
-    cu_seqlens, longest = bounds.cu_seqlens, max(bounds.lengths)
-    return varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options).unsqueeze(0)
+    cu_seqlens, longest = bounds.cu_seqlens, bounds.longest
+    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options).unsqueeze(0)

@@ -40,9 +40,12 @@ class Routers:
 
     def __init__(self, routers: list[nn.Module], coefficient: float | None = None) -> None:
         self.coefficient = coefficient
+        self._first = routers[0]
         self._layers = len(routers)
-        self._tokens = 0
+        # Compiled layers read the next two, and would be compiled again if they were numbers or came and went.
+        self._tokens = torch.tensor(0, device="cpu")
         self._sums_L2E: torch.Tensor | None = None
+        self._has_counted = False
         for layer, router in enumerate(routers):
             router.register_forward_hook(partial(self._note, layer))
 
@@ -54,35 +57,49 @@ class Routers:
         Args:
             tokens: number of tokens of samples; those that fill up a row come after them.
         """
-        self._tokens = tokens if torch.is_grad_enabled() else 0
+        if self._sums_L2E is None:
+            weight_EH = self._first.get_parameter("weight")
+            self._sums_L2E = torch.zeros(self._layers, 2, len(weight_EH), device=weight_EH.device)
+        if torch.is_grad_enabled():
+            self._tokens, self._has_counted = torch.tensor(tokens, device="cpu"), True
         try:
             yield
         finally:
-            self._tokens = 0
+            self._tokens = torch.tensor(0, device="cpu")
 
     def take_metrics(self, world: World) -> dict[str, float]:
         """Return the metrics of all tokens since the last call. Every rank calls this and receives the same."""
-        sums_L2E, self._sums_L2E = self._sums_L2E, None
-        flat = torch.empty(0, dtype=torch.float64) if sums_L2E is None else sums_L2E.flatten().double().cpu()
+        flat = torch.empty(0, dtype=torch.float64)
+        if self._has_counted and self._sums_L2E is not None:
+            flat, self._has_counted = self._sums_L2E.flatten().double().cpu(), False
+            self._sums_L2E.zero_()
         total = sum(row for row in world.gather_varied(flat) if len(row))
         if not isinstance(total, torch.Tensor):
             return {}
         return router_metrics(total.view(self._layers, 2, -1), self.coefficient)
 
-    @torch.compiler.disable
     def _note(self, layer: int, _router: nn.Module, _inputs: Any, output: Any) -> None:
-        """Add the tokens of a layer to the sums: for each expert, how many chose it, and its probabilities."""
-        if not self._tokens:
-            return
+        """Add the tokens of a layer to the sums."""
         logits_TE, _, chosen_TK = output
-        with torch.no_grad():
-            probabilities_TE = logits_TE[: self._tokens].float().softmax(dim=-1)
-            chosen = chosen_TK[: self._tokens].flatten()
-            if self._sums_L2E is None:
-                self._sums_L2E = probabilities_TE.new_zeros(self._layers, 2, logits_TE.shape[-1])
-            counts_E, sums_E = self._sums_L2E[layer]
-            counts_E.index_add_(0, chosen, probabilities_TE.new_ones(len(chosen)))
-            sums_E.add_(probabilities_TE.sum(dim=0))
+        if self._sums_L2E is not None:
+            _count(self._sums_L2E[layer], logits_TE.detach(), chosen_TK, self._tokens)
+
+
+@torch.library.custom_op(
+    "hpc_rl::count_choices",
+    mutates_args=("sums_2E",),
+    schema="(Tensor(a!) sums_2E, Tensor logits_TE, Tensor chosen_TK, Tensor tokens) -> ()",
+)
+def _count(sums_2E: torch.Tensor, logits_TE: torch.Tensor, chosen_TK: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Add for each expert how many of the first tokens chose it, and the sum of its probabilities."""
+    probabilities_TE = logits_TE[: int(tokens)].float().softmax(dim=-1)
+    chosen = chosen_TK[: int(tokens)].flatten()
+    sums_2E[0].index_add_(0, chosen, probabilities_TE.new_ones(len(chosen)))
+    sums_2E[1].add_(probabilities_TE.sum(dim=0))
+
+
+@_count.register_fake
+def _(*_: torch.Tensor) -> None: ...
 
 
 def router_metrics(sums_L2E: torch.Tensor, coefficient: float | None) -> dict[str, float]:

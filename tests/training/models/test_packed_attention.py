@@ -8,7 +8,6 @@ import torch
 
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.errors import UserError
-from hpc_rl.training.models import exact_attention
 from hpc_rl.training.models.causal_lm import CausalLM, load_model
 from hpc_rl.training.models.exact_attention import SCORE_BYTES
 from hpc_rl.training.models.lm_head import token_logprobs
@@ -167,14 +166,3 @@ def test_passes_of_several_models_may_alternate(tmp_path: Path, recompute: bool)
     (loss + later).backward()
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
-
-
-@pytest.mark.parametrize(("window", "blocks"), [(None, 24), (8, 6)])
-def test_blocks_of_attention_with_a_window_are_larger(
-    monkeypatch: pytest.MonkeyPatch, window: int | None, blocks: int
-) -> None:
-    """384 scores of each head are allowed: 4 queries x 96 keys without a window, and 16 x 24 with one of 8."""
-    monkeypatch.setitem(SCORE_BYTES, "cpu", 4 * 2 * 384)
-    q_JGSD, k_JSD = torch.randn(2, 1, 96, 4), torch.randn(2, 96, 4)
-    found = exact_attention._sample(q_JGSD, k_JSD, k_JSD, exact_attention.Scoring(0.5, window, 2.0), 0.0)
-    assert len(found) == blocks
