@@ -27,7 +27,7 @@ from hpc_rl.data.tokenized import CHATS, Writer
 from hpc_rl.errors import AgreedError, AgreedRunError, UserError
 from hpc_rl.finetune import dataset, tokenized_cache, tokenized_entry
 from hpc_rl.finetune.tokenized_cache import Team, open_tokenized
-from hpc_rl.finetune.tokenized_entry import Request
+from hpc_rl.finetune.tokenized_entry import Files, Request
 from hpc_rl.host import entries
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training import distributed
@@ -104,7 +104,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def request(file: Path, work: Any = tokenize) -> Request:
     names = [str(file)]
-    return Request(names, "train", work, CHATS, "key", contents_of(names, "train"), state_of(names))
+    return Request(Files(names, "train", state_of(names)), work, CHATS, "key", contents_of(names, "train"))
 
 
 def load(
@@ -364,7 +364,9 @@ def test_columns_that_are_not_needed_are_not_read(file: Path, root: Path) -> Non
         assert all(list(row) == ["n"] for row, _ in found)
         return tokenize(found)
 
-    asked = replace(request(table, work), columns=["n"])
+    asked = request(table, work)
+    assert isinstance(asked.source, Files)
+    asked = replace(asked, source=replace(asked.source, columns=["n"]))
     assert len(open_tokenized(asked, root, None, ALONE, Stopping())[0]) == len(KEPT)  # type: ignore[arg-type]
 
 
