@@ -116,6 +116,8 @@ def _lines(config: Planned, shapes: dict[str, Shape], plan: Plan, measured: Meas
     if plan.checkpoints:
         export = f", and {gigabytes(plan.export)} GB for the exported model" if plan.export else ""
         yield f"disk         {gigabytes(plan.checkpoints)} GB for checkpoints{export}"
+    if plan.window:
+        yield f"             up to {gigabytes(plan.window)} GB for the tokens of a window, besides its text"
 
 
 def _time_lines(config: Planned, time: Duration | Unknown) -> Iterator[str]:
@@ -159,6 +161,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
         "host": round(plan.host),
         "checkpoints": round(plan.checkpoints),
         "export": round(plan.export),
+        "window": round(plan.window),
     }
 
 
