@@ -91,6 +91,11 @@ class FinetuneConfig(JobConfig):
                 f"data.stream_rows={rows} reads one data set on the hub, and data.train_files names {len(files)}: name "
                 "one, or remove data.stream_rows"
             )
+        elif again := next((file for file in self.data.val_files if _path_of(file) == _path_of(files[0])), None):
+            yield (
+                f"data.stream_rows={rows} is for a data set that is not downloaded, and data.val_files={again} would "
+                "download it, because all of its splits are: use files for the validation"
+            )
         if self.trainer.total_training_steps is None:
             yield (
                 f"data.stream_rows={rows}: the rows of the data set are not counted before training, so that an epoch "
@@ -109,3 +114,8 @@ class FinetuneConfig(JobConfig):
                 f"trainer.sequence_parallel={size} does not divide the {ranks} ranks of a node "
                 "(trainer.n_gpus_per_node): use a divisor of their number"
             )
+
+
+def _path_of(name: str) -> str:
+    """Return the name of a data set on the hub without its configuration."""
+    return name.partition(":")[0]

@@ -266,15 +266,22 @@ def serve(fd: int) -> None:
     """Write windows until the socket is closed."""
     die_with_parent()
     connection: Connection[Any, Any] = Connection(fd)
+
+    def send(message: Message) -> None:
+        try:
+            connection.send(message)
+        except OSError:  # the rank has ended
+            sys.exit(1)
+
     try:
         data: DataSet = connection.recv()
         library(data.name).disable_progress_bars()  # their control characters would fill log files
-        stream = Stream(data, connection.send)
+        stream = Stream(data, send)
         while True:
-            connection.send(write_window(stream, connection.recv()))
+            send(write_window(stream, connection.recv()))
     except UserError as error:
-        connection.send(error)
-    except EOFError:
+        send(error)
+    except (EOFError, ConnectionResetError):
         return
 
 

@@ -135,6 +135,15 @@ def test_data_is_tokenized_once(file: Path, root: Path, capsys: pytest.CaptureFi
     assert json.loads((entry / "data.json").read_text())["files"] == [str(file)]
 
 
+def test_ranks_that_train_may_stop_while_the_others_wait() -> None:
+    group: Any = object()
+    serving = World(0, 2, ALONE.device, group=group)
+    for world, made_a_step, expected in ((ALONE, False, True), (serving, False, False), (serving, True, True)):
+        stopping: Any = SimpleNamespace(due=lambda work_s: work_s == 0.0, made_a_step=made_a_step)
+        assert tokenized_cache.is_due(world, stopping) is expected
+        assert not tokenized_cache.is_due(replace(world, rank=1), stopping)
+
+
 def test_the_data_stays_while_it_is_used_and_the_last_use_is_noted(file: Path, root: Path) -> None:
     rows, _ = open_tokenized(request(file), root, None, ALONE, Stopping())  # type: ignore[arg-type]
     entry = entry_of(root)
