@@ -109,8 +109,7 @@ class WindowReader:
         self._heard_at, self._has_rows = 0.0, False
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            for path in folder.glob("rows-*"):
-                path.unlink()
+            self._clear()
 
     def start(self, window: int) -> None:
         """Begin to read a window, unless it is being read or has been.
@@ -169,7 +168,11 @@ class WindowReader:
         """
         while self._process is not None and self._process.has_answer(seconds):
             seconds = 0.0
-            found = self._process.receive(_SEND_S)
+            try:
+                found = self._process.receive(_SEND_S)
+            except ProcessLost:
+                self.close()
+                raise
             if isinstance(found, Failed):
                 self._failure = found.reason
                 continue
@@ -185,13 +188,16 @@ class WindowReader:
                 self._note(found)
 
     def close(self) -> None:
-        """End the process, and remove what it has not finished."""
+        """End the process, and remove the rows that it has written."""
         if self._process is not None:
             self._process.end()
             self._process = None
-        for path in self._folder.glob("rows-*.partial"):
-            path.unlink(missing_ok=True)
+        self._clear()
         remove_tree(self._folder / ".cache")
+
+    def _clear(self) -> None:
+        for path in self._folder.glob("rows-*"):
+            path.unlink(missing_ok=True)
 
     def _note(self, written: Written) -> None:
         assert self._window is not None

@@ -12,6 +12,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -101,7 +102,7 @@ class Windows(TrainingData):
         empty = 0
         while True:
             window = self._position.epoch
-            key, place, count = self._ask(lambda number=window: self._described(number))
+            key, place, count = self._ask(partial(self._described, window))
             if count is not None and empty >= count:
                 raise AgreedError(f"{self._name}: no row has a target token within data.max_length: raise it")
             if place != self._place:

@@ -114,10 +114,10 @@ def test_a_hub_that_fails_at_first_is_asked_again(
     hub.failing = 1
     one = reader(tmp_path, 100, columns=["n", "text"])
     assert numbers(one, tmp_path, 0) == list(range(100))
+    assert 'n": 0, "text": "é"}' in rows_file(tmp_path, 0).read_text()
     one.close()
     said = capfd.readouterr().err
     assert f"warning: {hub.url} failed (" in said and said.count("trying again") == 1 and "503" in said
-    assert 'n": 0, "text": "é"}' in rows_file(tmp_path, 0).read_text()
 
 
 def test_a_hub_that_does_not_answer_is_given_up(
@@ -130,7 +130,7 @@ def test_a_hub_that_does_not_answer_is_given_up(
     assert numbers(one, tmp_path, 0) == list(range(250))
     with pytest.raises(RunError, match=rf"{hub.url} has sent no rows of me/Lines for 1 s \(it does not answer\): data"):
         numbers(one, tmp_path, 1)
-    assert not list(tmp_path.glob("*.partial")) and not (tmp_path / ".cache").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["windows.json"]
     hub.mute.clear()
     monkeypatch.setattr(windows, "PATIENCE_S", 600.0)
     one.start(1)  # in a new process
@@ -186,6 +186,8 @@ def test_a_process_that_ends_is_replaced_unless_it_is_waited_for(
     assert len(started) == 2
     with pytest.raises(RunError, match=r"^the process that reads me/Lines ended with exit code 137"):
         one.look(0)
+    one.listen()
+    assert len(started) == 3
 
 
 ROWS = 1000

@@ -116,6 +116,7 @@ def test_a_run_resumes_within_a_window_and_between_two(
             assert run_here(streamed(sft_config), run.path) == EXIT_STOPPED
         run.stop.unlink()
         assert series(run.path, "train/window")[-1] == pytest.approx(place) and len(entries(run.path)) == 1
+        assert [path.name for path in run.stream.iterdir()] == ["windows.json"]
     assert run_here(streamed(sft_config), run.path) == 0
     said = capsys.readouterr().out
     assert said.count("training data, window 1, from row 1 of me/Sums: 12 rows") == 2
