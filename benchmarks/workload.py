@@ -22,10 +22,11 @@ from hpc_rl.config.preferences import RmConfig
 from hpc_rl.config.sft import DataConfig, SftConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.data.lazy import Item, sizes_of
-from hpc_rl.data.order import Position, batches
+from hpc_rl.data.order import Position
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.finetune.objectives import objective_of
 from hpc_rl.finetune.trainer import TrainerState
+from hpc_rl.finetune.training_data import Epochs
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training import sharding
@@ -122,7 +123,6 @@ def trainer_state(
     model: PackedModel = (ScalarModel if is_scalar else CausalLM)(hf)
     flops = count_flops(model)
     model = sharding.shard(model, world, settings.trainer)
-    batch_size = settings.data.train_batch_size
     run = RunDir(folder)
     optimizer = build_optimizer(model, settings.optim)
     return TrainerState(
@@ -135,11 +135,9 @@ def trainer_state(
         optimizer=optimizer,
         offload=ModelOffload(settings.trainer.offload, model, optimizer),
         flops=flops,
-        train=list(data),
+        data=Epochs(data, settings),
         val=[],
-        train_sizes=sizes_of(data),
         val_sizes=sizes_of([]),
-        batches=batches(len(data), batch_size, seed=0, shuffle=True),
         total_steps=10**6,
         tracker=Tracker(
             run, {}, loggers=[], project="", name="", wandb_mode="", wandb_proxy=None, wandb_id=None, is_main=False

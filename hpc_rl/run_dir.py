@@ -102,6 +102,12 @@ class RunDir:
         return self.path / "teacher_top_k"
 
     @property
+    def stream(self) -> Path:
+        """stream/: where the windows of a data set begin that is read from the hub while the run trains, and their rows
+        until they are tokenized."""
+        return self.path / "stream"
+
+    @property
     def responses(self) -> Path:
         """responses.jsonl: all responses of generation or evaluation, one JSON object per line."""
         return self.path / "responses.jsonl"

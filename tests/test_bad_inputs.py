@@ -215,6 +215,35 @@ PREFERENCES = [
     ppo("critic.path two-heads has 2 outputs, not 1", "critic.path=two-heads"),
 ]  # fmt: skip
 
+_STREAM = ("data.train_files=me/Sums", "data.stream_rows=100", "trainer.total_training_steps=10")
+STREAMS = [
+    sft("stream_rows: Input should be greater than or equal to 1", *_STREAM, "data.stream_rows=0"),
+    sft("data.stream_rows=100: the rows of the data set are not counted before training, so that an epoch has no known "
+        "number of steps: set trainer.total_training_steps", *_STREAM, "trainer.total_training_steps=null"),
+    sft("data.stream_rows=100 reads one data set from its beginning to its end, so data.train_files cannot have",
+        *_STREAM, "data.train_files={me/Sums: 1, me/Other: 2}"),
+    sft("data.stream_rows=100 reads one data set on the hub, and data.train_files names 2: name one",
+        *_STREAM, "data.train_files=[me/Sums,me/Other]"),
+    sft("data.stream_rows=100 is for a data set that is not downloaded, and data.val_files=me/Sums:other would",
+        *_STREAM, "data.val_files=[train.jsonl,me/Sums:other]"),
+    sft("data.stream_rows=7 is smaller than data.train_batch_size=8", *_STREAM, "data.stream_rows=7",
+        "data.train_batch_size=8"),
+    sft("data.train_files: data.stream_rows reads a data set on the hub, and train.jsonl is on this machine", *_STREAM,
+        "data.train_files=train.jsonl"),
+    sft("data.train_files: data.stream_rows reads a data set on the hub, and model is on this machine", *_STREAM,
+        "data.train_files=model"),
+    sft("data.train_files: me/Sums/more: not the name of a data set on the hub", *_STREAM,
+        "data.train_files=me/Sums/more"),
+    sft("data.stream_rows reads me/Sums from the hub while the run trains, and compute nodes are offline "
+        "(cache.offline): let the first node reach the hub, or fetch the data (hpc-rl fetch me/Sums)", *_STREAM,
+        "cache.offline=true"),
+    dpo("data.stream_rows=100 reads rows while the run trains, and ref.precompute_logprobs=true needs all of them "
+        "before: set ref.precompute_logprobs=false", *_STREAM),
+    distill("data.stream_rows=100 reads rows while the run trains, and teacher.precompute_top_k=true needs all of them",
+            *_STREAM, "teacher.precompute_top_k=true", "teacher.top_k=4"),
+    ppo("data.stream_rows: unknown key", "data.stream_rows=100"),
+]  # fmt: skip
+
 TEACHERS = [
     Case("no-teacher", ("trainer.seed=2",), "teacher.path: required, but not given"),
     distill("teacher.path ./none: there is no such folder", "teacher.path=./none"),
@@ -681,8 +710,8 @@ PROGRAMS = [
     sft("only torchrun and ray accept a program after --", "--", "driver.py"),
 ]
 CASES = [
-    *DATA, *PREFERENCES, *TEACHERS, *GENERATION, *TEMPLATES, *MODELS, *KEYS, *RESOURCES, *NAMES, *PROFILES, *REWARDS,
-    *SWEEPS, *IMAGES, *PROGRAMS, *ADAPTERS,
+    *DATA, *PREFERENCES, *STREAMS, *TEACHERS, *GENERATION, *TEMPLATES, *MODELS, *KEYS, *RESOURCES, *NAMES, *PROFILES,
+    *REWARDS, *SWEEPS, *IMAGES, *PROGRAMS, *ADAPTERS,
 ]  # fmt: skip
 
 

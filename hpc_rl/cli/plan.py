@@ -120,6 +120,8 @@ def _lines(
     if plan.checkpoints:
         export = f", and {gigabytes(plan.export)} GB for the exported model" if plan.export else ""
         yield f"disk         {gigabytes(plan.checkpoints)} GB for checkpoints{export}"
+    if plan.window:
+        yield f"             up to {gigabytes(plan.window)} GB for the tokens of a window, besides its text"
 
 
 def _time_lines(config: Planned, time: Duration | Unknown) -> Iterator[str]:
@@ -163,6 +165,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
         "host": round(plan.host),
         "checkpoints": round(plan.checkpoints),
         "export": round(plan.export),
+        "window": round(plan.window),
     }
 
 

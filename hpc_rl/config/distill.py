@@ -75,6 +75,11 @@ class DistillConfig(SftConfig):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.data.stream_rows and self.teacher.precompute_top_k:
+            yield (
+                f"data.stream_rows={self.data.stream_rows} reads rows while the run trains, and "
+                "teacher.precompute_top_k=true needs all of them before: set teacher.precompute_top_k=false"
+            )
         own, ranks = self.teacher.ranks_per_node, self.trainer.n_gpus_per_node
         if own is not None and self.trainer.sequence_parallel > 1:
             yield (

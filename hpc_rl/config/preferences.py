@@ -119,6 +119,11 @@ class DpoConfig(FinetuneConfig):
             yield f"ref.path {self.ref.path}: algorithm.loss={loss} uses no reference; remove it"
         if not self.ref.precompute_logprobs and loss in NEEDS_NO_REFERENCE:
             yield f"ref.precompute_logprobs=false has no effect: algorithm.loss={loss} uses no reference; remove it"
+        if self.data.stream_rows and self.ref.precompute_logprobs and loss not in NEEDS_NO_REFERENCE:
+            yield (
+                f"data.stream_rows={self.data.stream_rows} reads rows while the run trains, and "
+                "ref.precompute_logprobs=true needs all of them before: set ref.precompute_logprobs=false"
+            )
         if self.model.lora.dropout:
             yield "model.lora.dropout: the policy has no dropout in DPO, because the reference has none; remove it"
 

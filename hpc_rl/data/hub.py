@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.hub import check_hub
@@ -24,10 +26,8 @@ def load_split(name: str, split: str) -> Dataset:
     Raises:
         UserError: the data set is not found, not reachable, or has no such split (the message lists its splits).
     """
-    splits = load_splits(name)
-    if split not in splits:
-        raise UserError(f"the data set {name!r} has no split {split!r}; it has {', '.join(map(str, splits))}")
-    return splits[split]
+    found: Dataset = split_of(load_splits(name), name, split)
+    return found
 
 
 def load_splits(name: str) -> DatasetDict:
@@ -39,24 +39,50 @@ def load_splits(name: str) -> DatasetDict:
     Raises:
         UserError: the data set is not found or not reachable, the hub does not answer, or `datasets` is not installed.
     """
+    datasets = library(name)
+    if not Path(name).exists():
+        check_hub(name)
+    path, configuration = (name, None) if Path(name).exists() else parts_of(name)
     try:
-        from datasets import load_dataset
-        from datasets.exceptions import DatasetsError
+        return datasets.load_dataset(path, configuration)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"cannot load the data set {name!r}: {reason}; if nodes have no internet, fetch it on the login node "
+            f"(hpc-rl fetch {name}), or give a parquet or jsonl file"
+        ) from error
+
+
+def library(name: str) -> ModuleType:
+    """Return the library `datasets`, which is needed for the data set of this name.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import datasets
+        import datasets.exceptions
     except ModuleNotFoundError as error:
         raise UserError(
             f"cannot load the data set {name!r}: {sys.executable} has no {error.name}; install it with\n"
             f"{install_command('train', sys.executable)}\n"
             "or give a jsonl, csv or parquet file instead of the name"
         ) from error
+    return datasets
 
-    if not Path(name).exists():
-        check_hub(name)
-    path, _, configuration = (name, "", "") if Path(name).exists() else name.partition(":")
-    try:
-        return load_dataset(path, configuration or None)
-    except (OSError, ValueError, DatasetsError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(
-            f"cannot load the data set {name!r}: {reason}; if nodes have no internet, fetch it on the login node "
-            f"(hpc-rl fetch {name}), or give a parquet or jsonl file"
-        ) from error
+
+def parts_of(name: str) -> tuple[str, str | None]:
+    """Return the path of a data set on the hub, and its configuration, if one is named."""
+    path, _, configuration = name.partition(":")
+    return path, configuration or None
+
+
+def split_of(splits: Mapping[str, Any], name: str, split: str) -> Any:
+    """Return one of the splits of a data set.
+
+    Raises:
+        UserError: there is no such split.
+    """
+    if split not in splits:
+        raise UserError(f"the data set {name!r} has no split {split!r}; it has {', '.join(map(str, splits))}")
+    return splits[split]

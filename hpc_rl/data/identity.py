@@ -22,7 +22,7 @@ FORMAT = 1
 """Increase it if a change of this project, outside of the modules below, changes the files or what is in them."""
 _CODE = ("chat", "formats", "pairs", "preference_rows", "rows", "sft_dataset", "sources", "template", "tokenized")
 """Modules of this package that make tokens of rows, which count by their text."""
-_NOT_IN_TOKENS = {"train_files", "val_files", "chat_template", "train_batch_size", "shuffle"}
+_NOT_IN_TOKENS = {"train_files", "val_files", "stream_rows", "chat_template", "train_batch_size", "shuffle"}
 """Options of data that no token depends on; the template counts by its text."""
 _DATE = "strftime_now"
 """Function with which a template writes the date."""
@@ -64,7 +64,19 @@ def contents_of(files: Sequence[str], split: str, template: str = "") -> str:
     Raises:
         UserError: one of the files is missing or cannot be read.
     """
-    return _digest(sources(files, split), f"{datetime.now():%Y-%m-%d}" if _DATE in template else "")
+    return _digest(sources(files, split), _date_in(template))
+
+
+def window_of(key: str, run: Path, commit: str, rows: tuple[int, int], template: str = "") -> str:
+    """Return a text for a window of a data set on the hub, as one run reads it.
+
+    Args:
+        key: see `key_of`.
+        run: the run directory, so that a run can remove its window without asking other runs.
+        commit: version of the data set.
+        rows: number of the window's first row, and its most rows.
+    """
+    return _digest(key, str(run.absolute()), commit, rows, _date_in(template))
 
 
 def state_of(files: Sequence[str]) -> str:
@@ -74,6 +86,10 @@ def state_of(files: Sequence[str]) -> str:
         UserError: one of the files is missing or cannot be read.
     """
     return _digest(local_states(files))
+
+
+def _date_in(template: str) -> str:
+    return f"{datetime.now():%Y-%m-%d}" if _DATE in template else ""
 
 
 def _place(name: str) -> str:

@@ -63,6 +63,34 @@ def check_row(row: Row, data: AnyData, where: str) -> None:
     READERS[type(data)](row, data, where)
 
 
+def check_streamed(name: str, offline: str) -> None:
+    """Check that data can be read while a run trains (data.stream_rows).
+
+    Args:
+        name: of the data.
+        offline: the setting by which the hub cannot be reached; empty if it can.
+
+    Raises:
+        UserError: the data is on this machine, or the hub cannot be reached.
+    """
+    if is_file(name) or Path(name).expanduser().exists():
+        raise UserError(streams_local(name))
+    if offline:
+        raise UserError(
+            f"data.stream_rows reads {name} from the hub while the run trains, and compute nodes are offline "
+            f"({offline}): let the first node reach the hub, or fetch the data (hpc-rl fetch {name}) and remove "
+            "data.stream_rows"
+        )
+
+
+def streams_local(name: str) -> str:
+    """Return the message for data.stream_rows with data that is on this machine."""
+    return (
+        f"data.stream_rows reads a data set on the hub, and {name} is on this machine, where it may be larger than "
+        "memory anyway: remove data.stream_rows"
+    )
+
+
 def check_batch_size(rows: int, batch_size: int) -> None:
     """Check that the training data fills at least one batch.
 

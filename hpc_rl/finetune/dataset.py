@@ -11,7 +11,9 @@ from hpc_rl.data.lazy import Joined, Rows
 from hpc_rl.data.mixture import Mixture
 from hpc_rl.errors import AgreedError
 from hpc_rl.finetune.tokenized_cache import open_tokenized
-from hpc_rl.finetune.tokenized_entry import Request
+from hpc_rl.finetune.tokenized_entry import Files, Request
+from hpc_rl.finetune.training_data import Epochs, TrainingData
+from hpc_rl.finetune.windows import Windows
 from hpc_rl.run_dir import RunDir, trusted_group
 from hpc_rl.training.distributed import World
 from hpc_rl.training.stopping import Stopping
@@ -24,18 +26,20 @@ if TYPE_CHECKING:
 
 def load_training(
     objective: Objective, tokenizer: PreTrainedTokenizerBase, run: RunDir, world: World, stopping: Stopping
-) -> tuple[Sequence[Any], Mixture | None]:
-    """Return all items of the training data, in its order, and the proportions in which its files are used, if these
-    have weights. See `load_items`."""
-    files = objective.config.data.train_files
+) -> TrainingData:
+    """Return the training data: all of its items, in the order of the data, or windows of them. See `load_items`."""
+    config = objective.config
+    files = config.data.train_files
+    if config.data.stream_rows is not None:
+        return Windows(objective, tokenizer, _root(objective, run), run, world, stopping)
     if not isinstance(files, dict):
-        return load_items(objective, files, tokenizer, "train", run, world, stopping), None
+        return Epochs(load_items(objective, files, tokenizer, "train", run, world, stopping), config)
     parts = [_rows(objective, [file], tokenizer, "train", run, world, stopping) for file in files]
     sizes = list(map(len, parts))
     mixture = world.together(lambda: Mixture.of(files, sizes, sum(sizes)))
     if world.is_main:
         print(mixture.describe(files), flush=True)
-    return objective.items(Joined(*parts)), mixture
+    return Epochs(objective.items(Joined(*parts)), config, mixture)
 
 
 def load_items(
@@ -73,9 +77,10 @@ def _rows(
     contents = world.together(lambda: contents_of(files, split, tokenizer.get_chat_template()))
     key = world.together(lambda: key_of(files, split, config.data, tokenizer) if world.is_main else None)
     key, contents = world.broadcast([key, contents])  # copies of the files on other nodes have other times
-    request = Request(files, split, tokenize, objective.form, key, contents, state, config.data.columns)
-    root = Path(config.cache.data_dir).absolute() if config.cache.data_dir else run.tokenized
-    rows, counts = open_tokenized(request, root, trusted_group(run.path, config.slurm.group), world, stopping)
+    source = Files(files, split, state, config.data.columns)
+    request = Request(source, tokenize, objective.form, key, contents)
+    group = trusted_group(run.path, config.slurm.group)
+    rows, counts = open_tokenized(request, _root(objective, run), group, world, stopping)
     if not len(rows):
         raise AgreedError(
             f"{', '.join(files)}: no row has a target token within data.max_length ({counts}): raise data.max_length"
@@ -84,3 +89,9 @@ def _rows(
         named = f", {files[0]}" if isinstance(config.data.train_files, dict) and split == "train" else ""
         print(f"{'training' if split == 'train' else 'validation'} data{named}: {counts}", flush=True)
     return rows
+
+
+def _root(objective: Objective, run: RunDir) -> Path:
+    """Return the folder for tokenized data."""
+    chosen = objective.config.cache.data_dir
+    return Path(chosen).absolute() if chosen else run.tokenized

@@ -21,7 +21,7 @@ from typing import IO, Any, NoReturn
 from hpc_rl.data.sft_dataset import Counts
 from hpc_rl.data.tokenized import Tokenized
 from hpc_rl.errors import AgreedRunError, UserError
-from hpc_rl.finetune.tokenized_entry import Part, Request, complete, opened, problem_of, refuse_changed, wrong_contents
+from hpc_rl.finetune.tokenized_entry import Part, Request, complete, opened, problem_of, wrong_contents
 from hpc_rl.host import entries
 from hpc_rl.host.disk import explained
 from hpc_rl.host.heartbeat import heart
@@ -280,6 +280,7 @@ def _obtained(
             if not any(problems):
                 break
         if world.any(action == "write"):
+            request.source.bring()
             if seat is not None and seat.building is not None and seat.earlier() and world.is_main:
                 print(f"{request.what} is stale, because the data has changed: tokenizing again", flush=True)
             _write(request, Path(folder) if action == "write" else None, seat, team, world, stopping)
@@ -303,8 +304,8 @@ def _agreed_action(seat: Seat | None, team: Team, world: World, stopping: Stoppi
         if all(action != "wait" for action, _ in filter(None, actions)):
             action, folder = actions[team.leader]
             return action, folder
-        if world.any(_is_due(world, stopping)):
-            _stop(stopping, world)
+        if world.any(is_due(world, stopping)):
+            stop(stopping, world)
 
 
 def _write(
@@ -324,14 +325,14 @@ def _write(
         heart.beat()
         if seat is not None and seat.building is not None:
             seat.building.sign()
-        state = [part is None or part.is_done, problem, _is_due(world, stopping)]
-        done, problems, stop = zip(*world.gather(state), strict=True)
+        state = [part is None or part.is_done, problem, is_due(world, stopping)]
+        done, problems, stops = zip(*world.gather(state), strict=True)
         _refuse_unwritable(problems)
         if all(done):
             break
-        if stop[0]:
-            _stop(stopping, world)
-    world.together(lambda: refuse_changed(request))
+        if stops[0]:
+            stop(stopping, world)
+    world.together(request.source.refuse_changed)
     summaries = world.gather(None if part is None else part.summary())
     own = [summaries[rank] for rank in team.ranks if summaries[rank] is not None]
     _refuse_unwritable(world.gather(None if seat is None else seat.finish(own)))
@@ -342,13 +343,21 @@ def _refuse_unwritable(problems: Sequence[str | None]) -> None:
         raise Unwritable(problem)
 
 
-def _is_due(world: World, stopping: Stopping) -> bool:
-    """Return whether this rank decides that the run stops: rank 0, if there are no ranks that only serve the others."""
-    return world.is_main and world.group is None and stopping.due(0.0)
+def is_due(world: World, stopping: Stopping) -> bool:
+    """Return whether this rank decides that the run stops while it waits for data: rank 0. If there are ranks that only
+    serve the others, they cannot end before the first step."""
+    can_stop = world.group is None or stopping.made_a_step
+    return world.is_main and can_stop and stopping.due(0.0)
 
 
-def _stop(stopping: Stopping, world: World) -> NoReturn:
+def stop(stopping: Stopping, world: World) -> NoReturn:
     """Stop the run. What has been tokenized is lost."""
     if world.broadcast(stopping.is_in_vain()):
         raise AgreedRunError(IN_VAIN)
     raise Stopped("stopped before the first step: the data is not tokenized yet; submit again to start")
+
+
+def forget(request: Request, root: Path, world: World) -> None:
+    """Remove an entry that no other run uses. Every rank calls this when it has dropped the data."""
+    world.barrier()
+    entries.discard(root / request.name)

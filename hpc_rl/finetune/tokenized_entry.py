@@ -6,13 +6,15 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import pyarrow as pa
 
+from hpc_rl.data.formats import Row
 from hpc_rl.data.identity import state_of
 from hpc_rl.data.sft_dataset import Counts
 from hpc_rl.data.sources import blocks
@@ -26,22 +28,58 @@ from hpc_rl.training.checkpoints import checksums
 DESCRIPTION = entries.DESCRIPTION
 
 
+class Source(ABC):
+    """Rows that are needed in tokenized form."""
+
+    files: Sequence[str]
+    """What the rows are from, for messages."""
+    split: str
+
+    def bring(self) -> None:  # noqa: B027 - may be left out
+        """Make the rows readable. Every rank calls this before one of them reads rows."""
+
+    @abstractmethod
+    def blocks(self, part: int, parts: int) -> Iterator[list[tuple[Row, str]]]:
+        """Yield the blocks of rows of one part; see `blocks` in hpc_rl/data/sources.py."""
+
+    def refuse_changed(self) -> None:  # noqa: B027 - may be left out
+        """Raise UserError if the rows have changed since the request was made."""
+
+
 @dataclass(frozen=True)
-class Request:
-    """Data that is needed in tokenized form."""
+class Files(Source):
+    """The rows of data files, or of data sets that `datasets` has stored."""
 
     files: Sequence[str]
     split: str
-    tokenize: Tokenize
-    form: Form[Any]
-    key: str
-    """Stands for files, tokenizer, template and settings."""
-    contents: str
-    """Stands for the contents of the files, as rank 0 sees them."""
     state: str
     """Stands for the files as this rank sees them."""
     columns: Sequence[str] = ()
     """Columns of the files that are needed; empty: all."""
+
+    def blocks(self, part: int, parts: int) -> Iterator[list[tuple[Row, str]]]:
+        """See `Source.blocks`."""
+        return blocks(self.files, self.split, part, parts, self.columns)
+
+    def refuse_changed(self) -> None:
+        """See `Source.refuse_changed`."""
+        if state_of(self.files) != self.state:
+            raise UserError(
+                f"{', '.join(self.files)}: changed while it was read; start the run again when the data is complete"
+            )
+
+
+@dataclass(frozen=True)
+class Request:
+    """Data that is needed in tokenized form."""
+
+    source: Source
+    tokenize: Tokenize
+    form: Form[Any]
+    key: str
+    """Stands for the places of the rows, tokenizer, template and settings."""
+    contents: str
+    """Stands for the contents of the rows, as rank 0 sees them."""
 
     @property
     def name(self) -> str:
@@ -51,7 +89,7 @@ class Request:
     @property
     def what(self) -> str:
         """The data in messages."""
-        return f"tokenized data of {', '.join(self.files)}"
+        return f"tokenized data of {', '.join(self.source.files)}"
 
 
 class Part:
@@ -62,7 +100,7 @@ class Part:
         self._path = folder / f"part-{part:02d}-of-{parts:02d}.arrow"
         self._request = request
         self._counts = Counts()
-        self._blocks = blocks(request.files, request.split, part, parts, request.columns)
+        self._blocks = request.source.blocks(part, parts)
         self._file: IO[bytes] | None = None
         self._stream: checksums.SummedStream | None = None
         self._writer: Writer | None = None
@@ -129,8 +167,8 @@ def complete(folder: Path, request: Request, summaries: Sequence[Mapping[str, An
         OSError: a file cannot be written.
     """
     description = {
-        "files": list(request.files),
-        "split": request.split,
+        "files": list(request.source.files),
+        "split": request.source.split,
         "counts": asdict(sum((Counts(**one["counts"]) for one in summaries), Counts())),
         "parts": [one["file"] for one in summaries],
         "kept": [one["kept"] for one in summaries],
@@ -158,14 +196,6 @@ def wrong_contents(entry: Path, rank: int, ranks: int) -> str | None:
     except (OSError, ValueError) as error:
         return f"{checksums.NAME}: {error}"
     return checksums.wrong_contents(entry, sums, sorted(sums)[rank::ranks], heart.beat)
-
-
-def refuse_changed(request: Request) -> None:
-    """Raise UserError if a file has changed since the request was made."""
-    if state_of(request.files) != request.state:
-        raise UserError(
-            f"{', '.join(request.files)}: changed while it was read; start the run again when the data is complete"
-        )
 
 
 def opened(request: Request, entry: Path) -> tuple[Tokenized[Any], Counts]:

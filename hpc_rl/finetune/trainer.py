@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from hpc_rl.config.finetune import FinetuneConfig
 from hpc_rl.data.chat import chat_template
 from hpc_rl.data.lazy import Item, Sizes, joined_sizes, sizes_of
-from hpc_rl.data.order import Position, batches, steps_per_epoch
-from hpc_rl.errors import EXIT_STOPPED, AgreedRunError
+from hpc_rl.data.order import Position
+from hpc_rl.errors import EXIT_STOPPED, AgreedError, AgreedRunError
 from hpc_rl.finetune.base import Objective, Work
 from hpc_rl.finetune.dataset import load_items, load_training
 from hpc_rl.finetune.objectives import objective_of
+from hpc_rl.finetune.training_data import TrainingData
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import has_validation, read_metrics
@@ -57,11 +57,9 @@ class TrainerState:
     optimizer: torch.optim.AdamW
     offload: ModelOffload
     flops: Flops
-    train: Sequence[Item]
+    data: TrainingData
     val: Sequence[Item]
-    train_sizes: Sizes
     val_sizes: Sizes
-    batches: Iterator[tuple[np.ndarray, Position]]
     total_steps: int
     tracker: Tracker
     saver: checkpoint.Saver
@@ -155,30 +153,30 @@ def load(config: FinetuneConfig, run: RunDir, world: World, objective: Objective
         objective = objective_of(config)
         objective.join(world)
     torch.manual_seed(config.trainer.seed + world.rank)
-    data, seed = config.data, config.trainer.seed
     tokenizer = world.together(lambda: load_tokenizer(config.model))
-    tokenizer.chat_template = world.together(lambda: chat_template(tokenizer, data))  # also for the exported model
+    # The exported model has this template too.
+    tokenizer.chat_template = world.together(lambda: chat_template(tokenizer, config.data))
     records = read_metrics(run.metrics) if world.is_main else []
     stopping = open_stopping(run, config.slurm.warning_s, records)
     sources = (run, world, stopping)
-    items, mixture = load_training(objective, tokenizer, *sources)
-    val = load_items(objective, data.val_files, tokenizer, "test", *sources) if data.val_files else []
-    train_sizes, val_sizes = sizes_of(items), sizes_of(val)
-    items, val = objective.prepare(items, val, joined_sizes(train_sizes, val_sizes), run, world, stopping)
+    data = load_training(objective, tokenizer, *sources)
+    val = load_items(objective, config.data.val_files, tokenizer, "test", *sources) if config.data.val_files else []
+    val_sizes = sizes_of(val)
+    data.items, val = objective.prepare(data.items, val, joined_sizes(data.sizes, val_sizes), run, world, stopping)
     with guards.explain_out_of_memory("loading the model"):
         model = objective.load(world)
         flops = count_flops(model)
         optimizer = build_optimizer(model, config.optim)
         progress = checkpoint.load_latest(run.checkpoints, model, optimizer, world)
     if progress is None:
-        progress = Progress(samples=len(items), dtype=export_dtype(config.model, config.trainer))
+        samples = data.samples(Position()) or 0
+        progress = Progress(samples=samples, dtype=export_dtype(config.model, config.trainer))
     else:
         checkpoint.refuse_other_quantize(run.checkpoints, progress, config.model.lora.quantize)
         print_once(world, f"resuming after step {progress.step}, from {run.checkpoints}")
-    checkpoint.refuse_other_data(run.checkpoints, progress, len(items))
-    position = Position(progress.epoch, progress.index)
-    steps = config.trainer.total_epochs * steps_per_epoch(len(items), data.train_batch_size)
-    total_steps = config.trainer.total_training_steps or steps
+    position, total_steps = Position(progress.epoch, progress.index), data.total_steps
+    data.resume(position, total_steps - progress.step)
+    checkpoint.refuse_other_data(run.checkpoints, progress, data.samples(position))
     is_due = bool(val) and (progress.step == total_steps or checkpoint.due(progress.step, config.trainer.test_freq))
     return TrainerState(
         config=config,
@@ -190,13 +188,9 @@ def load(config: FinetuneConfig, run: RunDir, world: World, objective: Objective
         optimizer=optimizer,
         offload=ModelOffload(config.trainer.offload, model, optimizer),
         flops=flops,
-        train=items,
+        data=data,
         val=val,
-        train_sizes=train_sizes,
         val_sizes=val_sizes,
-        batches=batches(
-            len(items), data.train_batch_size, seed=seed, shuffle=data.shuffle, start=position, mixture=mixture
-        ),
         total_steps=total_steps,
         tracker=world.together(lambda: open_tracker(config, run, progress.wandb_id, world.is_main)),
         saver=checkpoint.Saver(run.checkpoints, world, config.trainer.max_ckpt_to_keep, not config.trainer.save_async),
@@ -217,12 +211,14 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
     """
     config, world, number = state.config, state.world, state.step + 1
     heart.at_step(number)
+    if state.data.needs_more and not advance(state, clock):
+        return {}
     with clock("data"):
-        indices, position = next(state.batches)
-        work = state.objective.work(state.train_sizes.at(indices))
+        batch = state.data.draw()
+        work = state.objective.work(batch.sizes)
         plan = work.micro_batches(world, config.trainer)
-        items = ([state.train[indices[index]] for index in micro] for micro in plan)  # no rank reads those of others
-        micro_batches = [state.objective.collate(micro).to(world.device) for micro in items]
+        own = ([batch.items[batch.indices[index]] for index in micro] for micro in plan)  # not those of other ranks
+        micro_batches = [state.objective.collate(micro).to(world.device) for micro in own]
     with guards.explain_out_of_memory(f"step {number}"), clock("forward_backward"):
         started, random = time.monotonic(), random_state(world)
         state.objective.begin(state.model, micro_batches, world)
@@ -251,7 +247,7 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
         set_lr(state.optimizer, lr)
         state.offload.step()
         state.optimizer.zero_grad(set_to_none=True)
-    state.step, state.position, state.stop, state.save = number, position, bool(stops[0]), bool(saves[0])
+    state.step, state.position, state.stop, state.save = number, batch.position, bool(stops[0]), bool(saves[0])
     state.ask_every = max(1, int(_ASK_EVERY_S * len(micro_batches) / max(seconds[0], 1e-9)))
     state.total_tokens += work.tokens
     state.stopping.note_step(clock.seconds)
@@ -262,10 +258,29 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
         "train/grad_norm": norm,
         "train/lr": lr,
         "train/target_tokens": work.targets,
-        "train/epoch": position.epoch + position.index / len(state.train),
+        **state.data.progress(batch.position),
         "perf/total_num_tokens": state.total_tokens,
         **perf_metrics(work, clock, state.flops, world),
     }
+
+
+def advance(state: TrainerState, clock: Clock) -> bool:
+    """Bring the data of the next steps; return False if the run stops in the meantime.
+
+    Raises:
+        AgreedRunError: it cannot be brought. What has been trained is saved.
+    """
+    try:
+        with clock("window"):
+            state.data.advance()
+    except Stopped:
+        state.stop = True
+    except AgreedError as error:
+        state.data.close(is_done=False)
+        save(state)
+        state.saver.wait()
+        raise AgreedRunError(f"{error}\n{stopped_line(state.step, state.total_steps)}") from error
+    return not state.stop
 
 
 def decisions(state: TrainerState, number: int, started: float) -> list[float]:
@@ -333,7 +348,7 @@ def save(state: TrainerState) -> None:
         step=state.step,
         epoch=state.position.epoch,
         index=state.position.index,
-        samples=len(state.train),
+        samples=state.data.samples(state.position) or 0,
         total_tokens=state.total_tokens,
         dtype=export_dtype(state.config.model, state.config.trainer),
         merge=state.config.model.lora.merge,
@@ -375,6 +390,7 @@ def finish(state: TrainerState, finished_before: bool) -> int:
     """Export a finished run, close the tracker and print the result; return the exit code."""
     state.saver.wait()
     done = state.step >= state.total_steps
+    state.data.close(done)
     if finished_before:
         print_once(state.world, f"{state.run.path} has already finished after {state.step} steps; nothing to train")
     if not done:

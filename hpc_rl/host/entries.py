@@ -163,10 +163,20 @@ def remove(folder: Path) -> bool:
 
 def set_aside(entry: Path) -> None:
     """Take the name from a damaged entry, and remove it unless a process uses it."""
-    aside = entry.with_name(f".{entry.name}.{secrets.token_hex(4)}{REMOVED}")
     with contextlib.suppress(FileNotFoundError):
-        entry.rename(aside)
-        remove(aside)
+        remove(_unnamed(entry))
+
+
+def discard(entry: Path) -> None:
+    """Remove an entry that nobody uses, without asking locks, which some file systems do not have. Several processes
+    may do so at the same time. What cannot be removed stays."""
+    with contextlib.suppress(OSError):
+        remove_tree(_unnamed(entry))
+
+
+def _unnamed(entry: Path) -> Path:
+    """Take the name from an entry, and return its new one."""
+    return entry.rename(entry.with_name(f".{entry.name}.{secrets.token_hex(4)}{REMOVED}"))
 
 
 def sweep(root: Path) -> None:

@@ -29,11 +29,11 @@ class WorkerProcess:
     Args:
         module: what it runs.
         send_timeout_s: time limit for sending, so that a process that does not read cannot block its thread.
-        closing: file descriptor that becomes readable when results are no longer needed.
+        closing: file descriptor that becomes readable when results are no longer needed. None: they always are.
     """
 
-    def __init__(self, module: str, send_timeout_s: float, closing: int) -> None:
-        self._closing = closing
+    def __init__(self, module: str, send_timeout_s: float, closing: int | None = None) -> None:
+        self._closing = [] if closing is None else [closing]
         ours, theirs = socket.socketpair()
         limit = struct.pack("@ll", int(send_timeout_s), int(send_timeout_s % 1 * 1e6))
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -64,13 +64,17 @@ class WorkerProcess:
             self.end()
             raise ProcessLost(f"accepted no calls ({error})") from error
 
+    def has_answer(self, timeout_s: float) -> bool:
+        """Wait for an object, or for the end of the process; return whether `receive` would return at once."""
+        return bool(wait([self._connection], timeout_s))
+
     def receive(self, timeout_s: float) -> Any:
         """Receive an object.
 
         Raises:
             ProcessLost: the process ended, or it is ended because of the time limit or because of `closing`.
         """
-        ready = wait([self._connection, self._closing], timeout_s)
+        ready = wait([self._connection, *self._closing], timeout_s)
         try:
             if self._connection in ready:
                 return self._connection.recv()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from hpc_rl.config.finetune import FinetuneConfig
 from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.pools import pool_of
 from hpc_rl.config.ppo import PpoConfig
@@ -29,6 +30,8 @@ from hpc_rl.plan.memory import (
 )
 
 Verdict = Literal["fits", "is tight", "does not fit"]
+TOKEN_BYTES = 4
+"""Disk space of a token of tokenized data."""
 PROCESS_BYTES = 5e9
 """Assumed: host memory of a process with torch and CUDA, without copies of weights."""
 
@@ -67,6 +70,8 @@ class Plan:
     """Disk space of all checkpoints that exist at the same time."""
     export: float
     """Disk space of the exported model."""
+    window: float
+    """Disk space of the tokens of a window of data that is read while the run trains, at their full length."""
 
     @property
     def fullest(self) -> Phase:
@@ -140,6 +145,7 @@ def plan_of(config: Planned, shapes: Shapes, gpu: float) -> Plan:
         offloaded=offloaded,
         checkpoints=checkpoints,
         export=export,
+        window=_window_bytes(config),
     )
 
 
@@ -153,6 +159,13 @@ def _engine(config: Planned, shapes: Shapes, gpu: float) -> Engine | None:
         return None
     cache = cache_tokens(config, shapes, gpu)
     return None if cache is None else Engine(cache, sequence_of(config), config.rollout.max_num_seqs)
+
+
+def _window_bytes(config: Planned) -> float:
+    """Return the disk space of a window's tokens (data.stream_rows)."""
+    if not isinstance(config, FinetuneConfig) or config.data.stream_rows is None:
+        return 0.0
+    return float(config.data.stream_rows * config.data.longest * TOKEN_BYTES)
 
 
 def _inputs_bytes(trained: Sequence[Placed]) -> float:

@@ -31,6 +31,8 @@ IN_VAIN = (
 
 _PHASE = "timing_s/"
 SAVING, WRITING, TESTING = "timing_s/save_checkpoint", "timing_s/write_checkpoint", "timing_s/testing"
+WAITING = "timing_s/window"
+"""Time until the next window of streamed data was there. It says nothing about the next step, and a stop ends it."""
 _WHOLE = "timing_s/step"
 
 
@@ -130,7 +132,7 @@ class Stopping:
         return MARGIN * work_s + max(float(self._warning_s), MARGIN * saving_s + RESERVE_S)
 
     def _add(self, seconds: Mapping[str, float]) -> None:
-        others = (_WHOLE, SAVING, WRITING, TESTING)
+        others = (_WHOLE, SAVING, WRITING, TESTING, WAITING)
         phases = {name: value for name, value in seconds.items() if name.startswith(_PHASE) and name not in others}
         if phases:
             self._steps.append(phases)

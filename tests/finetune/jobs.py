@@ -36,9 +36,9 @@ def run_here(base: Sequence[str], run_dir: Path, *overrides: str) -> int:
     return train(*parse(arguments(base, run_dir, *overrides)), ALONE)
 
 
-def run_job(base: Sequence[str], run_dir: Path, *overrides: str, ranks: int = 1) -> list[Result]:
+def run_job(base: Sequence[str], run_dir: Path, *overrides: str, ranks: int = 1, **environ: str) -> list[Result]:
     """Processes as a launcher starts them; (exit code, stdout, stderr) of each rank."""
-    return spawn(["-m", "hpc_rl.finetune.train", *arguments(base, run_dir, *overrides)], ranks)
+    return spawn(["-m", "hpc_rl.finetune.train", *arguments(base, run_dir, *overrides)], ranks, **environ)
 
 
 def run_stopped(
@@ -73,8 +73,10 @@ def run_several(
     return spawn(command, ranks, timeout, ranks_per_node)
 
 
-def spawn(command: Sequence[str], ranks: int, timeout: float = 600, ranks_per_node: int | None = None) -> list[Result]:
-    """Run `python COMMAND...` on these ranks; see `run_job`."""
+def spawn(
+    command: Sequence[str], ranks: int, timeout: float = 600, ranks_per_node: int | None = None, **environ: str
+) -> list[Result]:
+    """Run `python COMMAND...` on these ranks, with these variables too; see `run_job`."""
     torchrun = {"WORLD_SIZE": str(ranks)} if ranks > 1 else {}
     if ranks_per_node is not None:
         torchrun["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
@@ -87,7 +89,10 @@ def spawn(command: Sequence[str], ranks: int, timeout: float = 600, ranks_per_no
         processes = [
             Forked(
                 command,
-                {**os.environ, **SETTINGS, **torchrun, **({"RANK": rank, "LOCAL_RANK": rank} if torchrun else {})},
+                {
+                    **{**os.environ, **SETTINGS, **environ, **torchrun},
+                    **({"RANK": rank, "LOCAL_RANK": rank} if torchrun else {}),
+                },
                 folder,
             )
             for rank, folder in zip(map(str, range(ranks)), folders, strict=True)

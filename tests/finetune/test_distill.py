@@ -114,8 +114,8 @@ def test_loss_and_gradients_equal_those_of_a_plain_loop(folder: Path, tmp_path: 
                 {key: one.grad.clone() for key, one in named.items() if one.grad is not None}
             )
         )
-        order = np.random.default_rng([config.trainer.seed, 0]).permutation(len(state.train))
-        batch = [state.train[index] for index in order[:8]]
+        order = np.random.default_rng([config.trainer.seed, 0]).permutation(len(state.data.items))
+        batch = [state.data.items[index] for index in order[:8]]
         found = step(state.__class__(**{**vars(state), "config": config.updated("optim.clip_grad", 0.0)}), Clock())
         student, theirs = (
             AutoModelForCausalLM.from_pretrained(folder / each, attn_implementation="eager")

@@ -114,8 +114,8 @@ def test_loss_and_gradients_equal_those_of_a_plain_loop(folder: Path, tmp_path: 
             gradients.update({key: one.grad.clone() for key, one in named.items() if one.grad is not None})
 
         state.optimizer.register_step_pre_hook(note)
-        order = np.random.default_rng([config.trainer.seed, 0]).permutation(len(state.train))
-        batch = [state.train[index] for index in order[:8]]
+        order = np.random.default_rng([config.trainer.seed, 0]).permutation(len(state.data.items))
+        batch = [state.data.items[index] for index in order[:8]]
         found = step(state.__class__(**{**vars(state), "config": config.updated("optim.clip_grad", 0.0)}), Clock())
         plain, own = plain_model(folder, kind, trained)
         if kind == "sft":
@@ -327,7 +327,7 @@ def test_a_base_that_is_gone(folder: Path, tmp_path: Path) -> None:
 
 def test_the_reference_of_a_policy_ignores_its_adapters(folder: Path, tmp_path: Path) -> None:
     state = load(config_of("dpo", overrides(folder, "dpo")), RunDir(tmp_path), ALONE)
-    batch = state.objective.collate(state.train[:4])
+    batch = state.objective.collate(state.data.items[:4])
     before = reference.Reference(state.model).logprobs(batch)
     for _ in range(2):
         step(state, Clock())

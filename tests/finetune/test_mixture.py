@@ -18,6 +18,7 @@ from hpc_rl.errors import EXIT_STOPPED, AgreedError
 from hpc_rl.finetune import dataset
 from hpc_rl.finetune.dataset import load_training
 from hpc_rl.finetune.train import parse
+from hpc_rl.finetune.training_data import Epochs
 from hpc_rl.run_dir import RunDir
 from tests.finetune.jobs import ALONE, arguments, run_here, series
 from tests.finetune.test_tokenized_cache import Stopping, not_again, tokenize
@@ -63,7 +64,10 @@ def objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         Path(file).write_text("".join(f'{{"n": {number}}}\n' for number in numbers))
     monkeypatch.setattr(dataset, "key_of", lambda files, *_: Path(files[0]).stem)
     config = SimpleNamespace(
-        data=SimpleNamespace(train_files=dict.fromkeys(files, 1.0), columns=[]),
+        data=SimpleNamespace(
+            train_files=dict.fromkeys(files, 1.0), stream_rows=None, columns=[], train_batch_size=4, shuffle=True
+        ),
+        trainer=SimpleNamespace(seed=1),
         cache=SimpleNamespace(data_dir=str(tmp_path / "cache")),
         slurm=SimpleNamespace(group=None),
     )
@@ -72,8 +76,9 @@ def objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def load(objective: Any, tmp_path: Path) -> tuple[list[Any], Mixture | None]:
     tokenizer: Any = SimpleNamespace(get_chat_template=lambda: "")
-    rows, mixture = load_training(objective, tokenizer, RunDir(tmp_path / "run"), ALONE, Stopping())  # type: ignore[arg-type]
-    return [int(row.input_ids[0]) for row in rows], mixture
+    data = load_training(objective, tokenizer, RunDir(tmp_path / "run"), ALONE, Stopping())  # type: ignore[arg-type]
+    assert isinstance(data, Epochs)
+    return [int(row.input_ids[0]) for row in data.items], data.mixture
 
 
 def test_other_weights_use_the_same_tokenized_files(objective: Any, tmp_path: Path) -> None:

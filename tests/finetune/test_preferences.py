@@ -28,6 +28,7 @@ from hpc_rl.finetune.base import Objective
 from hpc_rl.finetune.objectives import objective_of
 from hpc_rl.finetune.rm import BINS, BradleyTerry
 from hpc_rl.finetune.trainer import load, step, validate
+from hpc_rl.finetune.training_data import Epochs
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.loading import load_sharded
@@ -193,8 +194,8 @@ def test_loss_and_gradients_equal_those_of_a_plain_loop(folder: Path, tmp_path: 
                 {key: one.grad.clone() for key, one in named.items() if one.grad is not None}
             )
         )
-        order = np.random.default_rng([config.trainer.seed, 0]).permutation(len(state.train))
-        batch = [state.train[index] for index in order[:8]]
+        order = np.random.default_rng([config.trainer.seed, 0]).permutation(len(state.data.items))
+        batch = [state.data.items[index] for index in order[:8]]
         found = step(state.__class__(**{**vars(state), "config": config.updated("optim.clip_grad", 0.0)}), Clock())
         auto = AutoModelForCausalLM if kind == "dpo" else AutoModelForSequenceClassification
         options = {} if kind == "dpo" else {"num_labels": 2 if name == "heads" else 1}
@@ -462,7 +463,7 @@ def test_the_baseline_of_kto_gives_signs_of_life(folder: Path, tmp_path: Path, m
     state = load(config_of("dpo", overrides(folder, "dpo", "kto")), RunDir(tmp_path), ALONE)
     beats: list[int] = []
     monkeypatch.setattr("hpc_rl.finetune.dpo.heart", SimpleNamespace(beat=lambda: beats.append(1)))
-    state.objective.begin(state.model, [state.objective.collate(state.train[:2])] * 3, ALONE)
+    state.objective.begin(state.model, [state.objective.collate(state.data.items[:2])] * 3, ALONE)
     assert len(beats) == 3
 
 
@@ -491,13 +492,13 @@ def test_a_rank_reads_only_its_own_items(folder: Path, tmp_path: Path) -> None:
         kind = "dpo" if name == "kto" else "rm"
         state = load(config_of(kind, overrides(folder, kind, name)), RunDir(tmp_path / name), ALONE)
         state.objective.begin = begin  # type: ignore[method-assign]
-        train, read = state.train, list[list[int]]()
+        train, read = state.data.items, list[list[int]]()
         order = next(batches(len(train), 8, seed=state.config.trainer.seed, shuffle=True))[0].tolist()
         for rank in (0, 1):
             read.append([])
-            state.train = Recorded(train, read[-1])
+            state.data = Epochs(Recorded(train, read[-1]), state.config)
+            read[-1].clear()  # of counting tokens
             state.world = World(rank, 2, ALONE.device)
-            state.batches = batches(len(train), 8, seed=state.config.trainer.seed, shuffle=True)
             with pytest.raises(Reached):
                 step(state, Clock())
         assert read[0] and read[1] and sorted(read[0] + read[1]) == sorted(order)

@@ -27,7 +27,7 @@ from hpc_rl.data.tokenized import CHATS, Writer
 from hpc_rl.errors import AgreedError, AgreedRunError, UserError
 from hpc_rl.finetune import dataset, tokenized_cache, tokenized_entry
 from hpc_rl.finetune.tokenized_cache import Team, open_tokenized
-from hpc_rl.finetune.tokenized_entry import Request
+from hpc_rl.finetune.tokenized_entry import Files, Request
 from hpc_rl.host import entries
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training import distributed
@@ -104,7 +104,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def request(file: Path, work: Any = tokenize) -> Request:
     names = [str(file)]
-    return Request(names, "train", work, CHATS, "key", contents_of(names, "train"), state_of(names))
+    return Request(Files(names, "train", state_of(names)), work, CHATS, "key", contents_of(names, "train"))
 
 
 def load(
@@ -133,6 +133,15 @@ def test_data_is_tokenized_once(file: Path, root: Path, capsys: pytest.CaptureFi
     ]
     assert root.stat().st_mode & 0o777 == 0o700 and list(root.iterdir()) == [entry]
     assert json.loads((entry / "data.json").read_text())["files"] == [str(file)]
+
+
+def test_ranks_that_train_may_stop_while_the_others_wait() -> None:
+    group: Any = object()
+    serving = World(0, 2, ALONE.device, group=group)
+    for world, made_a_step, expected in ((ALONE, False, True), (serving, False, False), (serving, True, True)):
+        stopping: Any = SimpleNamespace(due=lambda work_s: work_s == 0.0, made_a_step=made_a_step)
+        assert tokenized_cache.is_due(world, stopping) is expected
+        assert not tokenized_cache.is_due(replace(world, rank=1), stopping)
 
 
 def test_the_data_stays_while_it_is_used_and_the_last_use_is_noted(file: Path, root: Path) -> None:
@@ -364,7 +373,9 @@ def test_columns_that_are_not_needed_are_not_read(file: Path, root: Path) -> Non
         assert all(list(row) == ["n"] for row, _ in found)
         return tokenize(found)
 
-    asked = replace(request(table, work), columns=["n"])
+    asked = request(table, work)
+    assert isinstance(asked.source, Files)
+    asked = replace(asked, source=replace(asked.source, columns=["n"]))
     assert len(open_tokenized(asked, root, None, ALONE, Stopping())[0]) == len(KEPT)  # type: ignore[arg-type]
 
 

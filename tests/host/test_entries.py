@@ -93,6 +93,14 @@ def test_a_damaged_entry_in_use_loses_its_name_only(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
+def test_what_is_discarded_needs_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entries, "local_by_mount", lambda *_: "/lus (lustre, mounted with localflock)")
+    entry = make(tmp_path)
+    entries.discard(entry)
+    assert not any(tmp_path.iterdir())
+    entries.discard(entry)
+
+
 def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     with another(tmp_path, BUILD):
         (partial,) = tmp_path.iterdir()

@@ -13,7 +13,7 @@ from tests.plan.configs import SHAPES, config
 
 P = SHAPES["/7b"].total
 PLAN = Plan(
-    (Phase("load", {"model": 10e9}, {}), Phase("update", {"model": 10e9}, {"logits": 3e9})), 20e9, None, 0, 0, 0, 0
+    (Phase("load", {"model": 10e9}, {}), Phase("update", {"model": 10e9}, {"logits": 3e9})), 20e9, None, 0, 0, 0, 0, 0
 )
 
 
@@ -117,6 +117,14 @@ def test_disk_and_host_memory() -> None:
     assert moments.offloaded == 8 * P
     assert moments.host == pytest.approx(8 * 5e9 + 8 * P)
     assert plan_of(config("generate"), SHAPES, 80e9).checkpoints == 0
+
+
+def test_disk_of_a_window() -> None:
+    stream = ("data.train_files=me/Sums", "data.stream_rows=2000", "trainer.total_training_steps=9")
+    assert plan_of(config("sft", *stream, "data.max_length=300"), SHAPES, 80e9).window == 2000 * 300 * 4
+    pairs = (*stream, "data.max_length=300", "ref.precompute_logprobs=false")
+    assert plan_of(config("dpo", *pairs), SHAPES, 80e9).window == 2000 * 600 * 4
+    assert [plan_of(config(kind), SHAPES, 80e9).window for kind in ("sft", "generate")] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.finetune import trainer
+from hpc_rl.finetune.training_data import Epochs
 from hpc_rl.probes import all_reduce
 from hpc_rl.probes.acceptance import attention, network, training
 from hpc_rl.probes.acceptance.bench import Bench, Layout
@@ -90,7 +91,7 @@ def _without_files() -> Iterator[None]:
     samples = [Sample(input_ids=np.zeros(40, np.int32), loss_mask=mask) for _ in range(64 * RANKS)]
     with (
         untrained(Qwen3Config(**shape, **heads)),
-        mock.patch.object(trainer, "load_training", lambda *_: (samples, None)),
+        mock.patch.object(trainer, "load_training", lambda objective, *_: Epochs(samples, objective.config)),
         mock.patch.object(trainer, "agree", lambda *_, left: False),  # a simulated answer of rank 0 is a one: stop
     ):
         yield

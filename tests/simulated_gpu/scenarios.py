@@ -196,6 +196,7 @@ def _trainer_state(job: Job, config: FinetuneConfig, world: World, model: Any, o
     from hpc_rl.data.sft_dataset import Sample
     from hpc_rl.finetune.objectives import objective_of
     from hpc_rl.finetune.trainer import TrainerState
+    from hpc_rl.finetune.training_data import Epochs
     from hpc_rl.run_dir import RunDir
     from hpc_rl.training.checkpoints.checkpoint import Saver
     from hpc_rl.training.offload import ModelOffload
@@ -218,11 +219,9 @@ def _trainer_state(job: Job, config: FinetuneConfig, world: World, model: Any, o
         optimizer=optimizer,
         offload=ModelOffload(config.trainer.offload, model, optimizer),
         flops=flops,
-        train=samples,
+        data=Epochs(samples, config.updated("data.train_batch_size", count)),
         val=[],
-        train_sizes=sizes_of(samples),
         val_sizes=sizes_of(samples[:0]),
-        batches=iter([(np.arange(count), Position(0, count))]),
         total_steps=10,
         tracker=None,  # type: ignore[arg-type]
         saver=Saver(run.checkpoints, world, keep=1),

@@ -285,6 +285,13 @@ def test_plan_prints_a_table() -> None:
     assert "\n\nto make it fit  trainer.micro_tokens=2048 (use smaller micro-batches)\n" in out
 
 
+def test_plan_prints_the_disk_of_streamed_data() -> None:
+    stream = ("data.train_files=me/Sums", "data.stream_rows=1000000", "trainer.total_training_steps=9")
+    out = output(*PLAN, "--gpu-gb", "40", *stream)
+    assert "exported model\n             up to 4.1 GB for the tokens of a window, besides its text\n" in out
+    assert json.loads(output(*PLAN, "--gpu-gb", "40", "--json", *stream))["window"] == 1_000_000 * 1024 * 4
+
+
 def test_plan_prints_the_time_of_a_step_and_of_the_run(folder: Path) -> None:
     named = output(*PLAN, "slurm.gpu_type=h100", "data.train_files=train.jsonl")
     *_, step, run = named.splitlines()

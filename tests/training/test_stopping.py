@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training.stopping import SAVING, WRITING, Stopping, open_stopping, stopped_line
+from hpc_rl.training.stopping import SAVING, WAITING, WRITING, Stopping, open_stopping, stopped_line
 
 END = 10_000.0
 PHASES = {"timing_s/gen": 60.0, "timing_s/update": 40.0, "timing_s/step": 500.0}
@@ -54,6 +54,12 @@ def test_a_step_is_not_begun_if_it_would_run_into_the_warning(tmp_path: Path, ti
     found.note_step(PHASES)
     assert found.rest_s() == 100
     assert latest(found, time, tmp_path, found.rest_s()) == 304
+
+
+def test_waiting_for_data_says_nothing_about_the_next_step(tmp_path: Path, time: Time) -> None:
+    found = stopping(tmp_path, time)
+    found.note_step({**PHASES, WAITING: 900.0})
+    assert found.rest_s() == 100
 
 
 def test_a_long_checkpoint_replaces_the_warning(tmp_path: Path, time: Time) -> None:

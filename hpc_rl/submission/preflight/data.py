@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from hpc_rl.config.finetune import FinetuneDataConfig
 from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.data.formats import CannotCheck, check_data_folder, is_file, unknown_format
-from hpc_rl.data.row_checks import AnyData, check_batch_size, check_file
+from hpc_rl.data.row_checks import AnyData, check_batch_size, check_file, check_streamed, streams_local
 from hpc_rl.data.shares import describe, shares, whole_batches
 from hpc_rl.errors import UserError
 from hpc_rl.submission.after import is_coming
@@ -35,6 +36,8 @@ def check_train_data(
     Raises:
         UserError: all problems, a line each.
     """
+    if isinstance(data, FinetuneDataConfig) and data.stream_rows is not None:
+        return _check_stream(data.train_files, coming, cache)
     problems: list[str] = []
     notes: list[str] = []
     counts: list[int | None] = []
@@ -53,6 +56,18 @@ def check_train_data(
         check_batch_size(sum(read), data.train_batch_size)
         notes += _share_notes(data.train_files, read, data) if isinstance(data.train_files, dict) else []
     return "\n".join(notes) or None
+
+
+def _check_stream(files: Iterable[str], coming: frozenset[Path], cache: HubCache) -> str | None:
+    """Check data that is read while the run trains."""
+    (name,) = files
+    if is_coming(name, coming):
+        raise UserError(f"data.train_files: {streams_local(name)}")
+    try:
+        check_streamed(name, cache.offline)
+        return _check_name(name, cache)
+    except UserError as error:
+        raise UserError(f"data.train_files: {error}") from error
 
 
 def _share_notes(weights: dict[str, float], rows: list[int], data: FinetuneDataConfig | PromptDataConfig) -> list[str]:

@@ -65,6 +65,12 @@ def newest(folder: Path) -> tuple[Path, Progress] | None:
     return next(usable(folder), None)
 
 
+def expected(folder: Path) -> Progress | None:
+    """Return the progress of the checkpoint that a run will resume from unless its contents are damaged; None without
+    one. It warns about no other, which `load_latest` does."""
+    return next((read_progress(path) for _, path in numbered(folder) if problem_of(path) is None), None)
+
+
 def refuse_none_usable(folder: Path) -> None:
     """Check that a run without a readable checkpoint has no unreadable ones either.
 
@@ -78,9 +84,13 @@ def refuse_none_usable(folder: Path) -> None:
         )
 
 
-def refuse_other_data(folder: Path, progress: Progress, samples: int) -> None:
-    """Raise AgreedError if a run would resume with other training data than it started with."""
-    if progress.samples != samples:
+def refuse_other_data(folder: Path, progress: Progress, samples: int | None) -> None:
+    """Raise AgreedError if a run would resume with other training data than it started with.
+
+    Args:
+        samples: in the training data now. None: its position does not depend on their number.
+    """
+    if samples is not None and progress.samples != samples:
         raise AgreedError(
             f"{folder} was trained on {progress.samples} samples, and the training data now has {samples}: "
             "use the same data, or choose another run directory"
