@@ -22,6 +22,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 def kernels(bench: Bench, world: World, _variant: str) -> str:
     """Compare outputs and gradients for samples of several lengths, with and without sliding windows and scales."""
+    packed_attention.use_flash_attention_3(world)
     dtype = torch.bfloat16 if bench.layout.uses_gpus else torch.float32
     largest = 0.0
     for window, scale in itertools.product(WINDOWS, SCALES):

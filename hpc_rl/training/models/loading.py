@@ -25,6 +25,7 @@ from hpc_rl.training.distributed import World
 from hpc_rl.training.models import lora
 from hpc_rl.training.models.causal_lm import PackedModel
 from hpc_rl.training.models.four_bit import four_bit_weights
+from hpc_rl.training.models.packed_attention import use_flash_attention_3
 from hpc_rl.training.models.pretrained import Pretrained
 from hpc_rl.training.models.safetensors_files import BUFFER_BYTES, Stored, contents
 from hpc_rl.training.sequence_parallel import join
@@ -51,6 +52,7 @@ def load_sharded(pretrained: Pretrained[Model], world: World, trainer: LoadingOp
     Raises:
         AgreedError: no model can be loaded, or it cannot be used; every rank raises this.
     """
+    use_flash_attention_3(world)
     sequence = join(world, trainer.sequence_parallel)
     whole = not sharding.is_sharded(world)
     model = world.together(pretrained.load) if whole else _load_parts(pretrained, world, trainer)

@@ -9,15 +9,18 @@ https://huggingface.co/docs/transformers/attention_interface
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
+from torch.nn import attention as torch_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from hpc_rl.errors import UserError
+from hpc_rl.training.distributed import World
 from hpc_rl.training.models import cpu_attention, exact_attention
 from hpc_rl.training.models.exact_attention import Scoring
 from hpc_rl.training.models.packed_batch import PackedBatch
@@ -74,6 +77,28 @@ def register() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, packed_attention)
+
+
+def use_flash_attention_3(world: World) -> None:
+    """Let torch compute attention with FlashAttention 3 on Hopper GPUs, if this torch can and the package is installed.
+
+    https://docs.pytorch.org/docs/stable/nn.attention.html
+    """
+    device = world.device
+    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device)[0] != 9:
+        return
+    implementations = getattr(torch_attention, "list_flash_attention_impls", list)()
+    if "FA3" not in implementations or importlib.util.find_spec("flash_attn_interface") is None:
+        return
+    if torch_attention.current_flash_attention_impl() == "FA3":
+        return
+    try:
+        torch_attention.activate_flash_attention_impl("FA3")
+        found = "attention: FlashAttention 3"
+    except (ImportError, OSError, RuntimeError) as error:
+        found = f"attention: torch's own FlashAttention, because flash_attn_interface cannot be used: {error}"
+    if world.is_main:
+        print(found, flush=True)
 
 
 def attention_kwargs(batch: PackedBatch, sequence: SequenceGroup = ALONE) -> dict[str, Any]:
