@@ -94,12 +94,17 @@ def chat(
     Example: hpc-rl chat sft-1 --temperature 0
     """
     from hpc_rl.host.installation import install_command
+    from hpc_rl.host.model_kind import architectures_of, is_classifier
     from hpc_rl.host.processes import python_with
     from hpc_rl.runs.models import model_of
 
     name = model_of(model)
     if not Path(name).exists() and name.startswith(("/", ".", "~")):
         raise UserError(f"{name}: there is no such run or model folder")
+    if is_classifier(found := architectures_of(Path(name))):
+        raise UserError(
+            f"{name} is a classifier ({found[0]}), such as a reward model, and cannot answer: name a language model"
+        )
     python = python_with("torch", None)
     if python is None or python_with("transformers", None) is None:
         raise UserError(f"chat needs torch and transformers: {install_command('train', sys.executable)}")

@@ -201,7 +201,7 @@ def submit(
             return
         queue.require_slurm()
         check_run_dir(job.run_dir.path)
-        queue.check_free(job.run_dir)
+        queue.check_free(job.run_dir, job.kind)
         for line in environment_notes(os.environ, text):
             note(line)
         return _queued(job, queue.submit(job, text), wait, follow)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from hpc_rl.doctor import flight_recorder
 from hpc_rl.doctor.known_failures import ANY_EXCEPTION, KNOWN_FAILURES, Kind, KnownFailure
-from hpc_rl.errors import UserError
+from hpc_rl.errors import EXIT_BAD_INPUT, UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import STOPPED, RunStatus, status_of
 from hpc_rl.tracking.metrics import read_metrics
@@ -114,7 +114,18 @@ def explain_run(run: RunDir, status: RunStatus, most_files: int = MOST_FILES) ->
     log = Path(status.log) if status.log else None
     job_log = _NEW_START.split(read_ends(log))[-1] if log is not None and log.exists() else ""
     found = _explain(job_log, status.log or "", _other_texts(run, status, most_files))
+    if status.exit_code == EXIT_BAD_INPUT:
+        found = _of_bad_input(found, job_log)
     return replace(found, plan=_plan_beside(run, found.findings))
+
+
+def _of_bad_input(found: Explanation, job_log: str) -> Explanation:
+    """Explain a job that refused its input: the last line of its log names the cause, if no message of the job does."""
+    own = [one for one in found.findings if one.failure.kind != "consequence"]
+    if found.verdict or own:
+        return replace(found, findings=own)
+    lines = [line for line in job_log.splitlines() if line.strip() and not _NOISE.match(line)]
+    return Explanation(verdict=lines[-1:], findings=[], last_errors=[], last_lines=[])
 
 
 def _plan_beside(run: RunDir, found: Sequence[Finding]) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from difflib import get_close_matches
 from pathlib import Path
 
 from hpc_rl.errors import UserError
-from hpc_rl.runs.status import ROOT, find_run, is_run
+from hpc_rl.runs.status import ROOT, find_run, is_run, runs_below
 
 
 def model_of(target: str, may_come: bool = False) -> str:
@@ -16,11 +18,16 @@ def model_of(target: str, may_come: bool = False) -> str:
         may_come: whether the run may export its model later.
 
     Raises:
-        UserError: the run has exported no model, or there is no such job.
+        UserError: the run has exported no model, or there is no such run, job or model.
     """
     if Path(target, "config.json").is_file():
         return target
     if not (target.isdigit() or any(is_run(path) for path in (Path(target), ROOT / target))):
+        if Path(target).is_dir():
+            raise UserError(
+                f"{target} is a folder without config.json, and not a run: name a run, or the folder of a model"
+            )
+        _refuse_mistyped_run(target)
         return target
     run = find_run(target)
     if not may_come and not run.model.is_dir():
@@ -29,3 +36,12 @@ def model_of(target: str, may_come: bool = False) -> str:
             f"To export a checkpoint, run hpc-rl export {run.name} FOLDER"
         )
     return str(run.model)
+
+
+def _refuse_mistyped_run(target: str) -> None:
+    """Raise UserError if a name has the form of a run's and is almost that of one: it is none on the hub."""
+    if re.fullmatch(r"[\w.-]+-\d+", target) is None or not ROOT.is_dir():
+        return
+    runs = [path.name for path in runs_below(ROOT) if is_run(path)]
+    if similar := get_close_matches(target, runs, n=3, cutoff=0.7):
+        raise UserError(f"no run {target} in {ROOT.absolute()}; did you mean {' or '.join(sorted(similar))}?")

@@ -58,7 +58,7 @@ def plan(requests: Sequence[Request], local: bool = False) -> tuple[list[Stage],
         except UserError as error:
             raise UserError(f"stage {number} ({job.kind}): {error}") from error
     for job in jobs:
-        queue.check_free(job.run_dir)
+        queue.check_free(job.run_dir, job.kind)
         if local:
             check_local(job)
     stages = [Stage(job, render(job)) for job in jobs]

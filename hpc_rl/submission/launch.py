@@ -39,7 +39,7 @@ def prepare(request: Request, note: Note) -> tuple[Job, str]:
         request, chosen = on_fewest_nodes(request)
         note(chosen)
     job = plan(request)
-    queue.check_free(job.run_dir)
+    queue.check_free(job.run_dir, job.kind)
     if request.local:
         check_local(job)
     script = render(job)

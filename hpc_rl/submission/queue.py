@@ -30,16 +30,21 @@ _SUBMISSION = ".submission"
 """Locked while a job of the folder is being submitted."""
 
 
-def check_free(run: RunDir) -> None:
-    """Check that a run directory is free: it holds one job at a time.
+def check_free(run: RunDir, kind: str) -> None:
+    """Check that a run directory is free for a job of a kind: it holds one job at a time, and runs of one kind.
 
     Raises:
-        UserError: its job is queued or running, or the folder contains something else.
+        UserError: its job is queued or running, it is of another kind, or the folder contains something else.
     """
     if not run.path.is_dir():
         return  # the preflight checks report a folder that cannot be created
     if not is_run(run.path) and any(path.name != _SUBMISSION for path in run.path.iterdir()):
         raise UserError(f"{run.path} is neither empty nor a run directory; choose another --run-dir or --job-name")
+    if (earlier := read_json(run.job).get("kind", kind)) != kind:
+        raise UserError(
+            f"{run.path} is a run of the kind {earlier}, and {kind} was requested: choose another --job-name or "
+            "--run-dir"
+        )
     now = status_of(run, commands.TIMEOUT_S)
     if now.active:
         raise UserError(
@@ -73,7 +78,7 @@ def reserved(job: Job) -> Iterator[bool]:
     reserve(run.path)
     run.check_owner(job.config.slurm.group)
     with submitting(run.path):
-        check_free(run)
+        check_free(run, job.kind)
         yield not is_run(run.path)
 
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hpc_rl.doctor.diagnosis import (
     HEAD_BYTES,
     NOTHING,
     TAIL_BYTES,
+    Explanation,
     LogText,
     explain_run,
     findings,
@@ -195,6 +197,20 @@ def test_the_order_of_causes(tmp_path: Path) -> None:
     assert found == [ANY_EXCEPTION.title, "A port is in use", "A process crashed", "A process of the job has ended"]
     run.path.joinpath("job-7.log").write_text(f"srun: error: node1: task 0: Out Of Memory\n{message}")
     assert [one.failure.title for one in explain_run(run, status).findings] == ["Killed for lack of memory"]
+
+
+def test_input_that_was_refused_is_explained_by_the_last_line(tmp_path: Path) -> None:
+    refused = "training data: 32 rows\nthe training data has 32 rows, not 200: use the same data\n"
+    run, status = failed_run(tmp_path, refused)
+    (run.path / "attempt-2" / "node0.log").write_text("raise ChildFailedError(\n")
+    noticed = ["A process of the job has ended"]
+    assert [one.failure.title for one in explain_run(run, status).findings] == noticed
+    status = replace(status, exit_code=2)
+    alone = Explanation(["the training data has 32 rows, not 200: use the same data"], [], [], [])
+    assert explain_run(run, status) == alone
+    (run.path / "job-7.log").write_text(refused + "hpc-rl: rank 1 refused its input\n")
+    found = explain_run(run, status)
+    assert (found.verdict, found.findings) == (["hpc-rl: rank 1 refused its input"], [])
 
 
 @pytest.mark.parametrize("state", ["COMPLETED", "STOPPED"])

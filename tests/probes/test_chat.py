@@ -23,6 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "runs" / "sft-1" / "config.yaml").write_text("")
     (made / "runs" / "sft-2").mkdir()
     (made / "runs" / "sft-2" / "config.yaml").write_text("")
+    (made / "reward").mkdir()
+    (made / "reward" / "config.json").write_text('{"architectures": ["LlamaForSequenceClassification"]}')
     return made
 
 
@@ -73,7 +75,8 @@ def test_ctrl_c_ends_it_without_a_traceback(folder: Path) -> None:
     [
         (["sft-2"], "run sft-2 has no model"),
         (["./none"], "./none: there is no such run or model folder"),
-        (["runs"], "tokenizer"),
+        (["runs"], "runs is a folder without config.json, and not a run"),
+        (["reward"], "reward is a classifier (LlamaForSequenceClassification), such as a reward model, and cannot"),
     ],
 )
 def test_what_is_no_model(folder: Path, words: list[str], message: str) -> None:

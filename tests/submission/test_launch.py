@@ -62,6 +62,17 @@ def test_what_a_run_can_be_asked(folder: Path) -> None:
     assert "no job to cancel" in run.cancel() and "no job to stop" in run.stop()
 
 
+def test_a_run_keeps_its_kind(folder: Path) -> None:
+    named = {"job_name": "mine", "note": print}
+    run = hpc_rl.submit("torchrun", ["trainer.device=cpu"], program=PROGRAM, **named)
+    before = (run.path / "job.json").read_text()
+    with pytest.raises(
+        hpc_rl.UserError, match=r"/runs/mine is a run of the kind torchrun, and ray was requested: choose"
+    ):
+        hpc_rl.submit("ray", ["trainer.device=cpu"], program=("python", *PROGRAM), **named)
+    assert (run.path / "job.json").read_text() == before
+
+
 def test_a_wait_has_a_deadline(folder: Path) -> None:
     run = hpc_rl.submit("torchrun", ["trainer.device=cpu"], program=PROGRAM, note=print)
     (folder / "slurm" / "squeue.text").write_text("7|RUNNING|node1|None|\n")

@@ -1,0 +1,46 @@
+"""The model that a user names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.errors import UserError
+from hpc_rl.runs.models import model_of
+
+
+@pytest.fixture(autouse=True)
+def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A project with two runs, of which the first has exported a model, and with a model folder."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("sft-1", "sft-2"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").touch()
+    (tmp_path / "runs" / "sft-1" / "model").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "data").mkdir()
+
+
+def test_what_names_a_model(tmp_path: Path) -> None:
+    assert model_of("model") == "model"
+    assert model_of("sft-1") == model_of("runs/sft-1") == str((tmp_path / "runs" / "sft-1" / "model").absolute())
+    assert model_of("sft-2", may_come=True) == str((tmp_path / "runs" / "sft-2" / "model").absolute())
+    for on_the_hub in ("gpt2", "Qwen/Qwen2.5-0.5B", "owner/sft-9", "other-9"):
+        assert model_of(on_the_hub) == on_the_hub
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("sft-2", "run sft-2 has no model: "),
+        ("data", "data is a folder without config.json, and not a run"),
+        ("sft-9", "; did you mean sft-1 or sft-2?"),
+        ("stf-1", "; did you mean sft-1?"),
+    ],
+)
+def test_what_names_none(target: str, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        model_of(target)
+    assert expected in str(caught.value)
