@@ -262,7 +262,10 @@ def _config_of(key: str, path: str, config: Planned, ask_hub: bool) -> dict[str,
     if Path(path).is_dir():
         if found := read_json(Path(path) / "config.json"):
             return found
-        raise UserError(f"{key} {path}: the folder has no config.json, or it is not JSON")
+        has_one = (Path(path) / "config.json").exists()
+        raise UserError(
+            f"{key} {path}: {'config.json in this folder is not JSON' if has_one else 'the folder has no config.json'}"
+        )
     cache = hub_cache(config)
     folder = cache.model_folder(path)
     if folder is not None and (found := read_json(folder / "config.json")):

@@ -246,7 +246,10 @@ def test_a_hub_is_asked_by_plan_only(monkeypatch: MonkeyPatch) -> None:
 def test_folder_without_config(folder: Path) -> None:
     (folder / "7b" / "config.json").unlink()
     config: Any = planning.planned_config(request())
-    with pytest.raises(UserError, match=r"^model\.path 7b: the folder has no config\.json, or it is not JSON$"):
+    with pytest.raises(UserError, match=r"^model\.path 7b: the folder has no config\.json$"):
+        planning.shapes_of(config, ask_hub=False)
+    (folder / "7b" / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"^model\.path 7b: config\.json in this folder is not JSON$"):
         planning.shapes_of(config, ask_hub=False)
 
 
