@@ -77,7 +77,7 @@ test-slurm-new: .venv/test
 	.ci/install-slurm
 	.ci/install-slurm-new $(SLURM_TREE)
 	$(BIN)/python -m pytest --slurm-tree $(SLURM_TREE) tests/e2e/test_sites_on_slurm.py tests/sandbox/test_sandbox.py \
-		-k "sites or srun or confined or fake_gpus or requeued or accounting"
+		-m "sandbox or long" -k "sites or srun or confined or fake_gpus or requeued or accounting"
 
 # A new release of vLLM that setup.cfg admits fails here, and not in a job. VLLM_WHEELS: folder of downloaded wheels.
 VLLM_WHEELS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpc-rl/vllm-wheels

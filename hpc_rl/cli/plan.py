@@ -93,7 +93,7 @@ def _lines(
     gpus = f"{trainer.n_gpus_per_node} GPU{'s' if trainer.n_gpus_per_node > 1 else ''}"
     yield f"{nodes} x {gpus} of {gigabytes(plan.gpu)} GB; sizes in GB (10^9 bytes) for each GPU"
     if memory.run is not None:
-        yield f"the memory of a GPU is that which run {memory.run} recorded in the same partition"
+        yield f"the memory of a GPU is that which the run {memory.run} recorded"
     yield ""
     pools = any(phase.pool for phase in plan.phases)
     rows = [[*(["pool"] if pools else []), "phase", "resident", "peak", "largest parts of the peak"]]

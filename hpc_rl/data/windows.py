@@ -201,10 +201,14 @@ class WindowReader:
 
     def _note(self, written: Written) -> None:
         assert self._window is not None
-        self._is_there = True
         self.log.note(self._window, written)
-        with writing(self._folder / LOG):
-            write_atomically(self._folder / LOG, json.dumps(asdict(self.log)))
+        try:
+            with writing(self._folder / LOG):
+                write_atomically(self._folder / LOG, json.dumps(asdict(self.log)))
+            self._is_there = True
+        except RunError as error:  # `look` raises it, where all ranks end together
+            self._refusal = error
+            self.close()
 
 
 def rows_file(folder: Path, window: int) -> Path:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.host.files import open_regular
+
 _END_BYTES = 4096
 """More than the longest line. For tables of many runs only the ends of the files are read."""
 
@@ -134,7 +136,7 @@ def _read_nodes(attempt_dir: Path, ends_only: bool) -> list[NodeUsage]:
 
 
 def _read_lines(path: Path, ends_only: bool) -> list[str]:
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
         if not ends_only:
             return file.read().decode(errors="replace").splitlines()
         first = file.readline(_END_BYTES)

@@ -15,7 +15,7 @@ from pathlib import Path
 from hpc_rl.host.files import write_atomically
 from hpc_rl.host.ownership import is_own_folder, open_own
 from hpc_rl.run_dir import RunDir
-from hpc_rl.runs.status import ROOT, runs_below
+from hpc_rl.runs.status import ROOT, is_pipeline, is_sweep, runs_below
 
 MOST_FOLDERS = 50
 """Folders that are remembered."""
@@ -24,17 +24,24 @@ MOST_RUNS = 100
 
 
 def remember(folder: Path) -> None:
-    """Put a folder at the top of the list. Nothing is lost if the list cannot be written: plans are less exact."""
-    path, line = _list(), str(folder.absolute())
-    lines = [line, *_lines(path)] if line.isprintable() else _lines(path)
+    """Put a folder, or the one above a sweep or pipeline, at the top of the list. If the list cannot be written, plans
+    are less exact."""
+    folder = folder.absolute()
+    line = str(folder.parent if is_sweep(folder) or is_pipeline(folder) else folder)
+    path = _list()
+    lines = [] if path is None else _lines(path)
+    if path is None or lines[:1] == [line] or not line.isprintable():
+        return
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(path, "".join(f"{line}\n" for line in list(dict.fromkeys(lines))[:MOST_FOLDERS]))
+        newest = list(dict.fromkeys([line, *lines]))[:MOST_FOLDERS]
+        write_atomically(path, "".join(f"{line}\n" for line in newest), forbidden=0o022)
 
 
 def run_folders() -> list[Path]:
     """Return ./runs, and the other remembered folders that still exist and belong to this user."""
-    others = [path for line in _lines(_list()) if is_own_folder(path := Path(line))]
+    path = _list()
+    others = [] if path is None else [other for line in _lines(path) if is_own_folder(other := Path(line))]
     return list(dict.fromkeys([ROOT.absolute(), *others]))
 
 
@@ -42,14 +49,20 @@ def newest_runs() -> Iterator[RunDir]:
     """Yield the runs that this user submitted last, of all projects, the newest first."""
     times: dict[Path, float] = {}
     for root in run_folders():
-        for path in runs_below(root):
-            with contextlib.suppress(OSError):  # not submitted, or somebody else's
+        for path in filter(is_own_folder, runs_below(root)):
+            with contextlib.suppress(OSError):  # not submitted
                 times[path] = RunDir(path).job.stat().st_mtime
     yield from map(RunDir, nlargest(MOST_RUNS, times, key=lambda path: times[path]))
 
 
-def _list() -> Path:
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "hpc-rl" / "run-folders"
+def _list() -> Path | None:
+    """Return the path of the list; None if the home folder is unknown."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        folder = Path(state) if state.startswith("/") else Path("~/.local/state").expanduser()
+    except RuntimeError:
+        return None
+    return folder / "hpc-rl" / "run-folders"
 
 
 def _lines(path: Path) -> list[str]:

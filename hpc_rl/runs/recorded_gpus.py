@@ -6,28 +6,38 @@ from typing import NamedTuple
 
 from hpc_rl.config.slurm import SlurmConfig
 from hpc_rl.config.tree import read_options
+from hpc_rl.host.files import read_json
 from hpc_rl.host.usage import read_spans
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.folders import newest_runs
+
+_SAME = ("slurm.partition", "slurm.gpu_type", "slurm.constraint")
+"""Settings on which it depends which GPUs a job gets."""
 
 
 class RecordedGpus(NamedTuple):
     """GPUs that a run had."""
 
-    run: str
+    run: RunDir
     gigabytes: float
     """Memory of the smallest of them, in 10^9 bytes."""
 
 
 def gpus_like(slurm: SlurmConfig) -> RecordedGpus | None:
-    """Return the GPUs that the newest run had that requested the same partition and type; None if there is none."""
+    """Return the GPUs of the newest job that requested the same partition, type and features of nodes.
+
+    Returns:
+        None if there is none, or if the settings name neither partition nor type, so that they fit other clusters too.
+    """
+    asked = (slurm.partition, slurm.gpu_type, slurm.constraint)
+    if slurm.partition is None and slurm.gpu_type is None:
+        return None
     for run in newest_runs():
-        gigabytes = _recorded(run)
-        if gigabytes is None:
+        if "pid" in read_json(run.job) or (gigabytes := _recorded(run)) is None:  # a pid: it ran on a login node
             continue
         options = read_options(run.config)
-        if (options.get("slurm.partition"), options.get("slurm.gpu_type")) == (slurm.partition, slurm.gpu_type):
-            return RecordedGpus(run.name, gigabytes)
+        if tuple(options.get(key) for key in _SAME) == asked:
+            return RecordedGpus(run, gigabytes)
     return None
 
 

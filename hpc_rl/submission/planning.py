@@ -93,13 +93,15 @@ class GpuMemory(NamedTuple):
     """The memory of one GPU of a job."""
 
     bytes: float
-    run: str | None = None
+    run: Path | None = None
     """The earlier run that recorded it; None if the settings state it."""
 
     @property
     def source(self) -> str:
         """What states it, in words."""
-        return "slurm.node.gpu_gb or slurm.gpu_type" if self.run is None else f"run {self.run}"
+        if self.run is None:
+            return "slurm.node.gpu_gb or slurm.gpu_type"
+        return f"the run {self.run}; if it is wrong, set slurm.node.gpu_gb"
 
 
 def gpu_memory(slurm: SlurmConfig) -> GpuMemory | None:
@@ -107,7 +109,7 @@ def gpu_memory(slurm: SlurmConfig) -> GpuMemory | None:
     if (stated := gpu_bytes(slurm)) is not None:
         return GpuMemory(stated)
     seen = gpus_like(slurm)
-    return None if seen is None else GpuMemory(seen.gigabytes * 1e9, seen.run)
+    return None if seen is None else GpuMemory(seen.gigabytes * 1e9, seen.run.path)
 
 
 class JobPlan(NamedTuple):

@@ -64,7 +64,6 @@ def numbers(scored: Path) -> list[int]:
     return [int(line) for line in scored.read_text().splitlines()] if scored.exists() else []
 
 
-@pytest.mark.long
 def test_generated_on_two_nodes_stopped_and_resumed(workspace: Workspace) -> None:
     command = ["submit", "generate", "--nodes", "2", "--mem", "4G", "--job-name", "many", *OPTIONS]
     run, scored = workspace.folder / "runs" / "many", workspace.folder / "scored.txt"

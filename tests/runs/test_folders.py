@@ -47,6 +47,43 @@ def test_the_list_has_an_end(tmp_path: Path) -> None:
     assert run_folders()[1:] == paths[:1:-1]
 
 
+def test_a_umask_for_groups_does_not_open_the_list(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        made(tmp_path, "a", "b")
+    finally:
+        os.umask(before)
+    assert run_folders()[1:] == [tmp_path / "b", tmp_path / "a"]
+
+
+@pytest.mark.parametrize("mark", ["sweep.json", "pipeline.json"])
+def test_a_set_of_runs_counts_as_the_folder_above_it(tmp_path: Path, mark: str) -> None:
+    sets = [tmp_path / "all" / "one", tmp_path / "all" / "other"]
+    for path in sets:
+        path.mkdir(parents=True)
+        (path / mark).touch()
+        remember(path)
+    assert run_folders()[1:] == [tmp_path / "all"]
+
+
+def test_runs_and_lists_of_others_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("own", "of-another"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "job.json").touch()
+    monkeypatch.setattr(folders, "is_own_folder", lambda path: path.name != "of-another")
+    assert [run.name for run in newest_runs()] == ["own"]
+
+
+def test_an_unknown_home_folder_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")  # which does not count
+    monkeypatch.setattr(Path, "expanduser", unknown)
+    made(tmp_path, "a")
+    assert run_folders() == [Path("runs").absolute()]
+
+
 def test_a_list_that_others_can_change_does_not_count(tmp_path: Path) -> None:
     made(tmp_path, "a")
     the_list().chmod(0o666)

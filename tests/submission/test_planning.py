@@ -330,18 +330,18 @@ def test_an_earlier_run_tells_the_memory_of_the_gpus(folder: Path) -> None:
     attempt = folder / "runs" / "sft-1" / "attempt-1"
     attempt.mkdir(parents=True)
     (attempt.parent / "job.json").write_text("{}")
-    (attempt.parent / "config.yaml").write_text("slurm: {partition: null}\n")
+    (attempt.parent / "config.yaml").write_text("slurm: {partition: gpu}\n")
     lines: list[dict[str, Any]] = [
         {"time": 1.0, "node": "gpu01"},
         {"time": 2.0, "memory_gb": 1.0, "gpus": [[1.0, 2.0, 42.9]]},
     ]
     (attempt / "node0-usage.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    out = output(*PLAN)
+    out = output(*PLAN, "slurm.partition=gpu")
     assert "1 node x 8 GPUs of 42.9 GB; sizes in GB" in out
-    assert "\nthe memory of a GPU is that which run sft-1 recorded in the same partition\n" in out
-    assert "recorded in the same partition" not in output(*PLAN, "--gpu-gb", "40")
-    with pytest.raises(UserError, match=r"\(the memory of a GPU is that of run sft-1\)"):
-        fit(request(gpu_gb=None))
+    assert f"\nthe memory of a GPU is that which the run {attempt.parent} recorded\n" in out
+    assert "that which the run" not in output(*PLAN, "slurm.partition=gpu", "--gpu-gb", "40")
+    with pytest.raises(UserError, match=r"that of the run \S+/sft-1; if it is wrong, set slurm\.node\.gpu_gb\)"):
+        fit(request("slurm.partition=gpu", gpu_gb=None))
 
 
 def test_plan_as_json() -> None:
