@@ -9,7 +9,7 @@ from pydantic import Field
 from hpc_rl.config.base import Files, Path, Section
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.mixtures import TrainFiles
-from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig, quantize_problems, row_limit
+from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig, gpu_problems, row_limit
 
 
 class FinetuneDataConfig(Section):
@@ -63,7 +63,7 @@ class FinetuneConfig(JobConfig):
         return self.trainer.hang_timeout_s
 
     def problems(self) -> Iterator[str]:
-        yield from quantize_problems(self.model, self.trainer)
+        yield from gpu_problems(self.model, self.trainer)
         yield from self._sequence_problems()
         longest, limit = self.data.longest, self.trainer.row_tokens
         if longest > limit:
