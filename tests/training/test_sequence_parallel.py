@@ -61,7 +61,7 @@ def packed_rows(draw: st.DrawFn) -> PackedBatch:
 
 @given(packed_rows(), st.integers(1, 8))
 def test_slices_make_up_the_row(row: PackedBatch, size: int) -> None:
-    slices = [Unconnected(size, index).own(row) for index in range(size)]
+    slices = [Unconnected(tuple(range(size)), index).own(row) for index in range(size)]
     tokens, each = len(row.input_ids_T), len(slices[0].input_ids_T)
     assert all(len(one.input_ids_T) == len(one.position_ids_T) == each for one in slices)
     assert 0 <= each * size - tokens < size
@@ -87,7 +87,7 @@ def test_results_of_slices_make_up_those_of_the_row(row: PackedBatch, size: int,
         at = {position: value for position, value in zip(batch.rows.tolist(), expected, strict=True)}
         found = torch.zeros_like(expected)
         for index in range(size):
-            group = Unconnected(size, index)
+            group = Unconnected(tuple(range(size)), index)
             own = group.own(batch)
             start = index * len(own.input_ids_T)
             values = [at[position + start] for position in own.rows.tolist()]
