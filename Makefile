@@ -10,6 +10,7 @@
 # make test-vllm-api   vLLM's API in the oldest and newest wheel for GPUs that setup.cfg admits (downloads 700 MB; no GPU)
 # make test-sglang-api   SGLang's HTTP API in its newest wheel, which is downloaded (40 MB; no GPU)
 # make test-peft   exported adapters loaded by peft, which is downloaded for the test
+# make test-liger   Liger's kernels in Triton's interpreter, which are downloaded for the test
 # make bench   the measurements of docs/benchmarks.md
 # make bench-scale   the measurements of docs/scale.md, with stand-ins for many nodes
 # make test-gpu   every part of training once on the GPUs of this machine, in an environment of its own
@@ -23,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export WANDB_MODE ?= offline
 
-.PHONY: demo demo-pipeline demo-tools test test-long test-large test-faults test-pipelines test-lowest test-slurm-new test-vllm-api test-sglang-api test-peft test-qlora test-torchao test-gpu lint bench bench-scale docs clean
+.PHONY: demo demo-pipeline demo-tools test test-long test-large test-faults test-pipelines test-lowest test-slurm-new test-vllm-api test-sglang-api test-peft test-qlora test-torchao test-liger test-gpu lint bench bench-scale docs clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo
@@ -101,6 +102,11 @@ test-qlora: .venv/test
 test-torchao: .venv/test
 	$(BIN)/pip install --quiet --no-deps --upgrade --target build/torchao 'torchao>=0.18,<0.19'
 	PYTHONPATH=$(CURDIR)/build/torchao $(BIN)/python -m pytest tests/training/test_eight_bit.py tests/rl/runs/test_eight_bit.py
+
+# Liger's kernels are for GPUs. Triton's interpreter computes what they contain with numpy.
+test-liger: .venv/test
+	$(BIN)/pip install --quiet --no-deps --upgrade --target build/liger 'liger-kernel>=0.8' triton
+	TRITON_INTERPRET=1 PYTHONPATH=build/liger $(BIN)/python -m pytest tests/training/models/test_liger.py
 
 # It needs a driver and several gigabytes: pip's default builds of torch and vLLM are for CUDA. The report is printed, and
 # the exit code is 1 if a check failed. Fewer GPUs: CUDA_VISIBLE_DEVICES=0,1 make test-gpu.

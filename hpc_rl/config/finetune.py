@@ -9,7 +9,7 @@ from pydantic import Field
 from hpc_rl.config.base import Files, Path, Section
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.mixtures import TrainFiles
-from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig, quantize_problems, row_limit
+from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig, gpu_problems, row_limit
 
 
 class FinetuneDataConfig(Section):
@@ -72,7 +72,7 @@ class FinetuneConfig(JobConfig):
         return {"optim": self.optim}
 
     def problems(self) -> Iterator[str]:
-        yield from quantize_problems(self.model, self.trainer)
+        yield from gpu_problems(self.model, self.trainer)
         yield from self._sequence_problems()
         if self.data.stream_rows is not None:
             yield from self._stream_problems(self.data.stream_rows)

@@ -18,7 +18,7 @@ from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.reward import OptionalRewardConfig, require_reward
 from hpc_rl.config.rollout import RolloutConfig, engine_name, engine_problems, engine_spec, sync_problems
-from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig, quantize_problems, row_limit
+from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig, gpu_problems, row_limit
 
 _COMPARES_RESPONSES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 """Advantage estimators that compare several responses to the same prompt."""
@@ -285,7 +285,7 @@ class PpoConfig(RayJobConfig):
         return f"{message}set, for example, pools.spec='{spec}' and pools.roles.rollout=rollout"
 
     def _lora_problems(self) -> Iterator[str]:
-        yield from quantize_problems(self.model, self.trainer)
+        yield from gpu_problems(self.model, self.trainer)
         if self.model.lora.dropout:
             yield "model.lora.dropout: the policy has no dropout in reinforcement learning; remove it"
         truncates = self.rollout.top_p < 1 or self.rollout.top_k > 0

@@ -91,6 +91,9 @@ class ModelConfig(ModelSource):
     copied while the GPU computes. It needs enable_gradient_checkpointing=true."""
     use_torch_compile: bool = False
     """Compile each transformer layer with torch.compile."""
+    use_liger: bool = False
+    """Compute norms, rotary embeddings and gated activations with the kernels of Liger, on GPUs. It needs
+    liger-kernel."""
     lora: LoraConfig = LoraConfig()
 
     @field_validator("enable_gradient_checkpointing", mode="before")
@@ -109,6 +112,8 @@ class ModelConfig(ModelSource):
                 f"enable_gradient_checkpointing is {str(self.enable_gradient_checkpointing).lower()}: set it to true, "
                 "or remove enable_activation_offload"
             )
+        if self.use_liger and self.use_torch_compile:
+            yield "use_liger and use_torch_compile both fuse the operations of a layer: set one of them to false"
 
 
 class OptimConfig(Section):
@@ -253,10 +258,14 @@ def row_limit(trainer: TrainingConfig) -> str:
     )
 
 
-def quantize_problems(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:
-    """Yield a message if the job's device has no weights in 4 bits."""
-    if model.lora.quantize is not None and trainer.computes_on != "cuda":
+def gpu_problems(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:
+    """Yield a message for each option that needs another device than the job's."""
+    needing = {
+        f"model.lora.quantize={model.lora.quantize}": model.lora.quantize is not None,
+        "model.use_liger=true": model.use_liger,
+    }
+    for option in (option for option, is_set in needing.items() if is_set and trainer.computes_on != "cuda"):
         yield (
-            f"model.lora.quantize={model.lora.quantize} needs GPUs of type cuda, and trainer.device is "
-            f"{trainer.device}: remove it, or set trainer.device=cuda"
+            f"{option} needs GPUs of type cuda, and trainer.device is {trainer.device}: remove it, or set "
+            "trainer.device=cuda"
         )

@@ -14,6 +14,20 @@ _HEAD = "score.weight"
 """Name of the head's weight in transformers' sequence classifiers based on decoder models."""
 _OF_WHOLE_ROWS = ("dynamic", "longrope")
 """Types of rotary embedding whose frequencies depend on the longest sample of a row, which a slice does not show."""
+_LIGER = (
+    "exaone4",
+    "hunyuan_v1_dense",
+    "llama",
+    "ministral",
+    "mistral",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+)
+"""model_type of the dense models for which Liger has all three kernels; `make test-liger` compares each of them."""
 _REMEDIES = {
     "reward.model": "set reward.weights to one number for each output, or leave it out if there is one",
     "model.path": "name one column in data.label_keys for each output, or start from the language model",
@@ -78,6 +92,21 @@ def refuse_capped_logits(key: str, path: str, settings: Mapping[str, Any]) -> No
         raise UserError(
             f"{key} {path} caps its logits (final_logit_softcapping={cap}), which `submit distill` does not support: "
             "use another model, or on-policy distillation (submit ppo algorithm=opd)"
+        )
+
+
+def refuse_without_liger(key: str, path: str, settings: Mapping[str, Any]) -> None:
+    """Raise UserError if model.use_liger cannot replace the layers of a model.
+
+    Args:
+        key: the option that names `path`, for the error.
+        settings: of the model, as in its config.json.
+    """
+    family = _text_settings(settings).get("model_type")
+    if family not in _LIGER:
+        raise UserError(
+            f"{key} {path} is of type {family}, which model.use_liger=true does not support ({', '.join(_LIGER)}): "
+            "remove model.use_liger, or use another model"
         )
 
 

@@ -15,7 +15,7 @@ from hpc_rl.probes.acceptance.session import function_of
 from hpc_rl.probes.acceptance.table import CHECKS, MODELS, rows
 from hpc_rl.rl.weights.transfers import WEIGHT_TRANSFERS
 
-EVERYTHING = frozenset({"ray", "vllm", "sglang", "tensordict"})
+EVERYTHING = frozenset({"liger_kernel", "ray", "vllm", "sglang", "tensordict"})
 GPUS = Layout("cuda", 2, 8, EVERYTHING)
 CPU = Layout("cpu", 1, 1, EVERYTHING)
 
@@ -51,6 +51,7 @@ def test_one_process_on_a_cpu_skips_what_needs_more() -> None:
 def test_missing_packages_are_named() -> None:
     assert reasons(Layout("cuda", 1, 8, frozenset({"ray", "tensordict"})))["tensor parallel 2"] == "not installed: vllm"
     found = reasons(Layout("cuda", 1, 8, frozenset()))
+    assert found["liger"] == "not installed: liger-kernel"
     assert found["speed of PPO"] == "not installed: ray, tensordict" and found["packing"] is None
 
 

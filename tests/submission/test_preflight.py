@@ -1,5 +1,6 @@
 """What the login node finds wrong with a Ray job before it is queued."""
 
+import importlib.util
 import json
 import re
 import shutil
@@ -106,6 +107,22 @@ def test_a_ppo_job_that_can_be_has_nothing_to_say() -> None:
 def test_what_a_ppo_job_lacks_is_told(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         check_ppo(**changes)
+
+
+@pytest.mark.usefixtures("folder")
+def test_liger_needs_its_package_and_a_model_that_it_supports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"trainer__device": "cuda", "trainer__n_gpus_per_node": 1, "model__use_liger": True}
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "packages"), *sys.path])
+    if importlib.util.find_spec("liger_kernel") is None:
+        with pytest.raises(UserError, match=r"model\.use_liger needs liger_kernel, .*\[liger\]"):
+            check_ppo(**asked)
+    (tmp_path / "packages" / "liger_kernel").mkdir(parents=True)
+    (tmp_path / "packages" / "liger_kernel" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    check_ppo(**asked)
+    other = make_tiny_model(tmp_path / "other", kind="gemma2")
+    with pytest.raises(UserError, match=r"critic\.path .* is of type gemma2, which model\.use_liger=true does not"):
+        check_ppo(**asked, critic__path=str(other), algorithm__advantage="gae")
 
 
 @pytest.mark.parametrize("kind", ["generate", "eval"])

@@ -75,6 +75,10 @@ def ray(layout: Layout, _variant: str) -> str | None:
     return f"not installed: {', '.join(missing)}" if missing else None
 
 
+def liger(layout: Layout, _variant: str) -> str | None:
+    return None if "liger_kernel" in layout.packages else "not installed: liger-kernel"
+
+
 def vllm(layout: Layout, _variant: str) -> str | None:
     return None if "vllm" in layout.packages else "not installed: vllm"
 
@@ -174,6 +178,15 @@ CHECKS: tuple[Case, ...] = (
         meaning="a supervised training step fails on a model of 0.6 billion parameters",
         setting="a lower trainer.micro_tokens",
         deadline_s=600,
+    ),
+    # It comes after the speed: Liger also replaces functions of models that are loaded later.
+    Case(
+        name="liger",
+        function="training:liger",
+        launcher="torchrun",
+        meaning="the kernels of Liger fail or give wrong results",
+        setting="model.use_liger=false",
+        needs=(gpus, liger),
     ),
     Case(
         name="bandwidth",

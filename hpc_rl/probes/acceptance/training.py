@@ -73,6 +73,11 @@ def compiled(bench: Bench, world: World, _variant: str) -> str:
     return _compared(bench, world, "compiled", {"model.use_torch_compile": True})
 
 
+def liger(bench: Bench, world: World, _variant: str) -> str:
+    """Compare the kernels of Liger with the reference."""
+    return _compared(bench, world, "liger", {"model.use_liger": True})
+
+
 def resume(bench: Bench, world: World, _variant: str) -> str:
     """Save after the first step, take the second one, and take it again after loading the checkpoint."""
     run, config = _run_dir(bench, world, "resume"), bench.sft()

@@ -46,6 +46,7 @@ from hpc_rl.submission.preflight.model import (
     check_chat_template,
     check_is_classifier,
     check_is_language_model,
+    check_liger,
     check_model_path,
     check_outputs,
     check_same_special_tokens,
@@ -154,6 +155,8 @@ def packages(job: Job) -> Iterator[Question]:
         yield Question(check_packages, (slurm.python, ("bitsandbytes",), "model.lora.quantize"))
     if isinstance(config, FinetuneConfig | PpoConfig) and "8bit" in (one.moments for one in config.optimizers.values()):
         yield Question(check_packages, (slurm.python, ("torchao",), "optim.moments=8bit"))
+    if isinstance(config, FinetuneConfig | PpoConfig) and config.model.use_liger:
+        yield Question(check_packages, (slurm.python, ("liger_kernel",), "model.use_liger"))
     if isinstance(config, PpoConfig) and config.transfer_queue.enable:
         yield Question(check_transfer_queue, (slurm.python,))
     if slurm.python is None and isinstance(config, RayJobConfig) and (ray := installed_ray()) is not None:
@@ -184,6 +187,12 @@ def model(job: Job) -> Iterator[Question]:
         yield Question(check_is_language_model, ("model.path", config.model.path, cache))
     if not isinstance(config, GenerateConfig) and (size := config.trainer.sequence_parallel) > 1:
         yield from (Question(check_sequence_parallel, (*one, size, cache)) for one in models_of(config).items())
+    if isinstance(config.model, ModelConfig) and config.model.use_liger:
+        yield from (
+            Question(check_liger, (key, path, cache))
+            for key, path in models_of(config).items()
+            if key in ("model.path", "critic.path", "ref.path")
+        )
     if isinstance(config.model, ModelConfig) and config.model.lora.is_used:
         max_rank = None
         if isinstance(config, PpoConfig) and not config.rollout.merge_lora:

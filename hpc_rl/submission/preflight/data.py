@@ -64,6 +64,8 @@ def _check_stream(files: Iterable[str], coming: frozenset[Path], cache: HubCache
     if is_coming(name, coming):
         raise UserError(f"data.train_files: {streams_local(name)}")
     try:
+        check_streamed(name, offline="")
+        _check_form(name)
         check_streamed(name, cache.offline)
         return _check_name(name, cache)
     except UserError as error:
@@ -120,14 +122,19 @@ def _read(
         raise UserError(f"{key}: {error}") from error
 
 
-def _check_name(file: str, cache: HubCache) -> str | None:
-    """Check the name of a data set on the hub."""
+def _check_form(file: str) -> None:
+    """Raise UserError if a text does not have the form of a name on the hub."""
     if file.startswith(("/", ".", "~")):
         raise UserError(f"{file}: there is no such data file or folder")
     if Path(file).suffix.lower() in _OTHER_FORMATS:
         raise UserError(unknown_format(file))
     if not _DATA_SET.fullmatch(file):
         raise UserError(f"{file}: not the name of a data set on the hub, and there is no such file")
+
+
+def _check_name(file: str, cache: HubCache) -> str | None:
+    """Check the name of a data set on the hub."""
+    _check_form(file)
     if cache.has_dataset(file):
         return None
     refuse_mistyped(f"data set {file}", file, folders_only=False)

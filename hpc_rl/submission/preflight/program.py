@@ -17,7 +17,14 @@ from hpc_rl.host import transfer_queue
 from hpc_rl.host.installation import install_command
 
 PYTHON_TIMEOUT_S = 60
-_EXTRAS = {"ray": "rl", "vllm": "rl", "bitsandbytes": "qlora", "torchao": "torchao", "sglang": None}
+_EXTRAS = {
+    "ray": "rl",
+    "vllm": "rl",
+    "bitsandbytes": "qlora",
+    "torchao": "torchao",
+    "liger_kernel": "liger",
+    "sglang": None,
+}
 """Package -> the extra of hpc-rl that brings it, None for none. All others are in `train`."""
 _MISSING = "import importlib.util, sys; print(*[n for n in sys.argv[1:] if importlib.util.find_spec(n) is None])"
 

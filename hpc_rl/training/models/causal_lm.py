@@ -15,6 +15,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.model_kind import is_classifier
 from hpc_rl.training.models import lora, packed_attention
 from hpc_rl.training.models.four_bit import four_bit_weights
+from hpc_rl.training.models.liger import use_liger
 from hpc_rl.training.models.packed_batch import PackedBatch
 from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
 from hpc_rl.training.models.recomputation import recompute
@@ -83,10 +84,10 @@ class PackedModel(nn.Module):
         return None
 
     def prepare_training(self, config: ModelConfig) -> None:
-        """Switch to training mode, with adapters, recomputation and compilation as configured.
+        """Switch to training mode, with adapters, kernels, recomputation and compilation as configured.
 
         Raises:
-            UserError: the model cannot have these adapters, or its layers cannot be recomputed in this way.
+            UserError: the model cannot have these adapters or kernels, or its layers cannot be recomputed in this way.
         """
         if config.lora.is_used:
             self.adapters = lora.add_adapters(self.hf, config.lora, config.path)
@@ -94,6 +95,8 @@ class PackedModel(nn.Module):
                 self.hf.get_submodule(head).requires_grad_(True)
         self.hf.train()
         self.routers = find_routers(self.hf)
+        if config.use_liger:
+            use_liger(self.hf)
         recompute(self.hf, self.layers(), config)
         if config.use_torch_compile:
             for layer in self.layers():

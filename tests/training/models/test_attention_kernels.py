@@ -107,6 +107,34 @@ def test_dropout_keeps_the_mean_and_follows_torchs_seed() -> None:
     torch.testing.assert_close(torch.stack(drawn).mean(dim=0), exact, atol=0.1, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("settings", "value_size", "kernel"),
+    [
+        ({}, 6, "cpu"),
+        ({"sliding_window": 3}, 6, "cpu"),
+        ({}, 5, "exact"),
+        ({"dropout": 0.1}, 6, "exact"),
+        ({"softcap": 2.0}, 6, "exact"),
+        ({"s_aux": torch.zeros(4)}, 6, "exact"),
+    ],
+)
+def test_what_no_fused_kernel_computes_is_exact(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], value_size: int, kernel: str
+) -> None:
+    called = []
+    for name, module in (("cpu", cpu_attention), ("exact", exact_attention)):
+        attend = module.attend
+        monkeypatch.setattr(
+            module, "attend", lambda *args, name=name, attend=attend: called.append(name) or attend(*args)
+        )
+    bounds = SampleBounds(LENGTHS, BORDERS.int())
+    assert torch.equal(bounds.borders, BORDERS) and bounds.longest == max(LENGTHS)
+    out, _ = packed_attention.packed_attention(
+        torch.nn.Module(), *inputs(sizes=(6, value_size)), None, packed_bounds=bounds, **settings
+    )
+    assert called == [kernel] and out.shape == (1, sum(LENGTHS), 4, value_size)
+
+
 @pytest.mark.parametrize("operator", ["cpu", "exact"])
 def test_operators_keep_torchs_rules(operator: str) -> None:
     """Shapes and strides of the traced results, no result that shares memory, and gradients that can be traced."""
