@@ -204,7 +204,7 @@ def submit(
         queue.check_free(job.run_dir, job.kind)
         for line in environment_notes(os.environ, text):
             note(line)
-        return _queued(job, queue.submit(job, text), wait, follow)
+        return _submit(lambda: (job, queue.submit(job, text)), wait, follow)
     request = request_of(context, kind, arguments, flags, run_dir, local=local, may_choose_nodes=True)
     request = replace(request, force=force)
     request = launch.as_test(request) if test else request
@@ -226,7 +226,7 @@ def carry_out(request: Request, *, dry_run: bool, wait: bool, follow: bool, in_a
         return
     if request.local or in_allocation:
         leave(_run_here(request, in_allocation))
-    _queued(*launch.submit(request, note), wait, follow)
+    _submit(lambda: launch.submit(request, note), wait, follow)
 
 
 @app.command(cls=CommandWithProgram)
@@ -289,26 +289,35 @@ def request_of(
     )
 
 
-def _queued(job: Job, job_id: str, wait: bool, follow: bool) -> None:
+def _submit(submit: Callable[[], tuple[Job, str]], wait: bool, follow: bool) -> None:
+    """Queue a job, and wait for its end if that is wanted.
+
+    Args:
+        submit: queues it; returns it and its id.
+    """
+    # Before there is a job: Ctrl-C during an import can be lost, or end the program without the message.
+    from hpc_rl.runs import control, status
+
+    if follow:
+        from hpc_rl.runs.follow import RunView
+
+    job, job_id = submit()
     code = None
     try:
         print(submitted_text(job, job_id), flush=True)
-        _print_expected_start(job)
-        if wait or follow:
-            code = _wait(job, follow)
+        if expected := status.status_of(job.run_dir).expected_start:
+            print(f"  expected start {expected.replace('T', ' ')}")
+        if follow:
+            with RunView(job.run_dir) as view:
+                code = control.wait(job.run_dir, view.poll)
+        elif wait:
+            code = control.wait(job.run_dir, lambda: None)
     except KeyboardInterrupt:
         leave(interrupted(job.run_dir))
     if code is not None:
         _print_outcome(job, code, follow)
         leave(code)
     print(f"  hpc-rl status {job.run_dir.name}\n  hpc-rl logs -f {job.run_dir.name}")
-
-
-def _print_expected_start(job: Job) -> None:
-    from hpc_rl.runs.status import status_of
-
-    if expected := status_of(job.run_dir).expected_start:
-        print(f"  expected start {expected.replace('T', ' ')}")
 
 
 def _note_options(job: Job) -> None:
@@ -340,18 +349,6 @@ def run_here(job: Job, script: str, in_allocation: bool = False) -> int:
     print(f"run {job.run_dir.name} in {short_path(job.run_dir.path)}", flush=True)
     with RunView(job.run_dir) as view:
         return (run_in_allocation if in_allocation else run_local)(job, script, view.poll)
-
-
-def _wait(job: Job, follow: bool) -> int:
-    """Wait until the job has ended, and return its exit code."""
-    from contextlib import nullcontext
-
-    from hpc_rl.runs import control
-    from hpc_rl.runs.follow import RunView
-
-    view = RunView(job.run_dir) if follow else None
-    with view or nullcontext():
-        return control.wait(job.run_dir, view.poll if view else lambda: None)
 
 
 def _print_outcome(job: Job, code: int, followed: bool) -> None:
