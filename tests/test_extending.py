@@ -111,16 +111,14 @@ def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_advantage_estimator(example: Any) -> None:
     added = row("ESTIMATORS", example("hpc_rl/algorithms/opo.py"))
     assert not added.keys() & ESTIMATORS.keys()
-    mask_BT = torch.tensor([[True, False, False], [True, True, True], [True, True, False], [True, False, False]])
     outcome = Outcome(
-        rewards_BT=torch.tensor([[1.0, 0, 0], [0, 0, 3.0], [0, 2.0, 0], [2.0, 0, 0]]),
-        mask_BT=mask_BT,
+        rewards_N=torch.tensor([1.0, 0, 0, 3.0, 0, 2.0, 2.0]),
+        lengths_B=torch.tensor([1, 3, 2, 1]),
         groups_B=torch.tensor([7, 7, 4, 4]),
     )
-    advantages_BT = added["opo"](outcome).advantages_BT
+    advantages_N = added["opo"](outcome).advantages_N
     # The first group's baseline is (1 * 1 + 3 * 3) / 4; in the second group all scores are equal.
-    expected_B = torch.tensor([1 - 2.5, 3 - 2.5, 0.0, 0.0])
-    torch.testing.assert_close(advantages_BT, expected_B[:, None])
+    torch.testing.assert_close(advantages_N, torch.tensor([-1.5, 0.5, 0.5, 0.5, 0, 0, 0]))
 
 
 def test_policy_loss(example: Any) -> None:

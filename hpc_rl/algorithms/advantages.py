@@ -6,7 +6,11 @@ error would remain, and the division by the deviation would amplify it.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 _EPS = 1e-6
 """Keeps quotients finite if a deviation is 0."""
@@ -15,20 +19,21 @@ _WHITENING_EPS = 1e-8
 
 
 def gae(
-    rewards_BT: torch.Tensor, values_BT: torch.Tensor, mask_BT: torch.Tensor, gamma: float, lam: float
+    rewards_N: torch.Tensor, values_N: torch.Tensor, lengths_B: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute generalized advantage estimation (Schulman et al. 2016, https://arxiv.org/abs/1506.02438, eq. 16).
 
     The value after the last token is 0, because the response ends there.
 
     Returns:
-        advantages [B, T], not whitened, and the critic's targets (advantages + values) [B, T]; both are 0 at padding.
+        advantages [N], not whitened, and the critic's targets (advantages + values) [N].
     """
-    values_BT = values_BT.masked_fill(~mask_BT, 0)
-    next_values_BT = torch.nn.functional.pad(values_BT[:, 1:], (0, 1))
-    errors_BT = (rewards_BT + gamma * next_values_BT - values_BT).masked_fill(~mask_BT, 0)
-    advantages_BT = _discounted_sums(errors_BT, gamma * lam)
-    return advantages_BT, (advantages_BT + values_BT).masked_fill(~mask_BT, 0)
+    last_B = lengths_B.cumsum(0) - 1
+    errors_N = rewards_N - values_N
+    errors_N[:-1].add_(values_N[1:], alpha=gamma)
+    errors_N[last_B] = rewards_N[last_B] - values_N[last_B]
+    advantages_N = _discounted_sums(errors_N, lengths_B, gamma * lam)
+    return advantages_N, advantages_N + values_N
 
 
 def grpo(scores_B: torch.Tensor, groups_B: torch.Tensor, scale: str = "group") -> torch.Tensor:
@@ -65,57 +70,60 @@ def rloo(scores_B: torch.Tensor, groups_B: torch.Tensor) -> torch.Tensor:
     return (centred_B * (sizes_G / (sizes_G - 1).clamp(min=1))[index_B]).float()
 
 
-def remax(rewards_BT: torch.Tensor, mask_BT: torch.Tensor, greedy_scores_B: torch.Tensor) -> torch.Tensor:
+def remax(rewards_N: torch.Tensor, lengths_B: torch.Tensor, greedy_scores_B: torch.Tensor) -> torch.Tensor:
     """Return the sum of the rewards from each token on, minus the score of the greedy response to the same prompt:
-    [B, T] (ReMax, Li et al. 2024, https://arxiv.org/abs/2310.10505).
+    [N] (ReMax, Li et al. 2024, https://arxiv.org/abs/2310.10505).
 
     The sum differs between the tokens of a response only if the KL penalty is part of the reward: a token has no
     influence on the divergence before it.
     """
-    to_come_BT = _discounted_sums(rewards_BT.masked_fill(~mask_BT, 0), 1.0)
-    return (to_come_BT - greedy_scores_B[:, None]) * mask_BT
+    return _discounted_sums(rewards_N, lengths_B, 1.0) - to_tokens(greedy_scores_B, lengths_B)
 
 
-def reinforce_pp(rewards_BT: torch.Tensor, mask_BT: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Return the discounted sum of future rewards, whitened over the batch: [B, T] (REINFORCE++, Hu 2025,
+def reinforce_pp(rewards_N: torch.Tensor, lengths_B: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Return the discounted sum of future rewards, whitened over the batch: [N] (REINFORCE++, Hu 2025,
     https://arxiv.org/abs/2501.03262)."""
-    return whiten(_discounted_sums(rewards_BT.masked_fill(~mask_BT, 0), gamma), mask_BT)
+    return whiten(_discounted_sums(rewards_N, lengths_B, gamma))
 
 
-def reinforce_pp_baseline(scores_B: torch.Tensor, groups_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return score - mean within a group, at every token, whitened over the batch: [B, T] (REINFORCE++-baseline, Hu
+def reinforce_pp_baseline(scores_B: torch.Tensor, groups_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """Return score - mean within a group, at every token, whitened over the batch: [N] (REINFORCE++-baseline, Hu
     2025, https://arxiv.org/abs/2501.03262)."""
-    return whiten(to_tokens(dr_grpo(scores_B, groups_B), mask_BT), mask_BT)
+    return whiten(to_tokens(dr_grpo(scores_B, groups_B), lengths_B))
 
 
-def opd(
-    teacher_logprobs_BT: torch.Tensor, logprobs_BT: torch.Tensor, mask_BT: torch.Tensor, coeff: float
-) -> torch.Tensor:
-    """Return coeff * (log p(teacher) - log p(policy)) at each token: [B, T], 0 at padding.
+def opd(teacher_logprobs_N: torch.Tensor, logprobs_N: torch.Tensor, coeff: float) -> torch.Tensor:
+    """Return coeff * (log p(teacher) - log p(policy)) at each token: [N].
 
     Its expectation is the negative KL(policy || teacher) of the next token. Later tokens are not discounted into it
     (on-policy distillation; Agarwal et al. 2024, https://arxiv.org/abs/2306.13649, and
     https://thinkingmachines.ai/blog/on-policy-distillation).
     """
-    return coeff * (teacher_logprobs_BT - logprobs_BT).masked_fill(~mask_BT, 0)
+    return coeff * (teacher_logprobs_N - logprobs_N)
 
 
-def whiten(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Shift and scale values to mean 0 and variance 1 over all real tokens of the batch; 0 at padding.
+def whiten(values_N: torch.Tensor) -> torch.Tensor:
+    """Shift and scale values to mean 0 and variance 1 over all tokens of the batch: [N].
 
     The divisor is sqrt(variance + 1e-8), so that differences far below 1e-4, which are noise of equal values, stay
     small.
     """
-    values_N = values_BT[mask_BT].double()
     if not len(values_N):
-        return torch.zeros_like(values_BT)
-    whitened_N = (values_N - values_N.mean()) / (values_N.var(correction=0) + _WHITENING_EPS).sqrt()
-    return torch.zeros_like(values_BT).masked_scatter(mask_BT, whitened_N.to(values_BT.dtype))
+        return values_N
+    centred_N = values_N - float(values_N.numpy().mean(dtype=np.float64))
+    variance = float(np.square(centred_N.numpy()).mean(dtype=np.float64))
+    return centred_N.div_(math.sqrt(variance + _WHITENING_EPS))
 
 
-def to_tokens(advantages_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Repeat each response's advantage at all of its tokens: [B, T], 0 at padding."""
-    return advantages_B[:, None] * mask_BT
+def to_tokens(values_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """Repeat each response's value at all of its tokens: [N]."""
+    return torch.from_numpy(np.repeat(values_B.numpy(), lengths_B.numpy()))
+
+
+def total_of_each(values_N: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the values of each response, which has a token or more: [B]."""
+    starts_B = (lengths_B.cumsum(0) - lengths_B).numpy()
+    return torch.from_numpy(np.add.reduceat(values_N.numpy(), starts_B)) if len(starts_B) else values_N
 
 
 def token_rewards(scores_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
@@ -169,10 +177,14 @@ def _deviations(centred_B: torch.Tensor, index_B: torch.Tensor, sizes_G: torch.T
     return (torch.bincount(index_B, weights=centred_B.square()) / (sizes_G - 1).clamp(min=1)).sqrt()
 
 
-def _discounted_sums(values_BT: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return the sum over k of factor^k * values[t + k] for every t: [B, T]."""
+def _discounted_sums(values_N: torch.Tensor, lengths_B: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return the sum over k of factor^k * values[t + k] for every token t of a response: [N]."""
+    lengths = lengths_B.tolist()
+    if not lengths:
+        return values_N
     # Time is the first dimension, so that each step adds contiguous rows.
-    sums_TB = values_BT.t().clone(memory_format=torch.contiguous_format)
+    sums_TB = pad_sequence(list(torch.split(values_N, lengths)), batch_first=True).t().contiguous()
     for t in range(len(sums_TB) - 2, -1, -1):
         sums_TB[t].add_(sums_TB[t + 1], alpha=factor)
-    return sums_TB.t().contiguous()
+    rows = sums_TB.t().contiguous().unbind()
+    return torch.cat([row_T[:length] for row_T, length in zip(rows, lengths, strict=True)])

@@ -38,7 +38,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from hpc_rl.algorithms.advantages import opd, overlong_penalty, token_rewards
+from hpc_rl.algorithms.advantages import opd, overlong_penalty, to_tokens, token_rewards, total_of_each
 from hpc_rl.algorithms.aggregation import LOSS_AGGREGATIONS, MiniBatchTotals
 from hpc_rl.algorithms.correction import correction_weights, importance_ratios
 from hpc_rl.algorithms.estimators import ESTIMATORS
@@ -129,33 +129,33 @@ def add_advantages(
         greedy_scores_B: score of the greedy response to each response's prompt; ReMax needs it.
         teacher_coeff: factor of the teacher's part, if there is a teacher.
     """
-    rows = _where(experience["scored"])
-    rewards_BT, mask_BT, teacher_BT = padded(experience, "rewards"), mask(experience)[rows], None
+    scored_B, lengths_B = experience["scored"], lengths(experience)
+
+    def column(name: str) -> torch.Tensor:
+        return of_responses(flat(experience, name), scored_B, experience)
+
+    teacher_N = None
     if "teacher_logprobs" in experience:
-        columns = [padded(experience, name)[rows] for name in ("teacher_logprobs", "old_logprobs")]
-        teacher_BT = opd(*columns, mask_BT, teacher_coeff)
+        teacher_N = opd(column("teacher_logprobs"), column("old_logprobs"), teacher_coeff)
     estimate = ESTIMATORS[algorithm.advantage](
         Outcome(
-            rewards_BT=rewards_BT[rows],
-            mask_BT=mask_BT,
-            groups_B=experience["group"][rows],
+            rewards_N=column("rewards"),
+            lengths_B=lengths_B[scored_B],
+            groups_B=experience["group"][scored_B],
             gamma=algorithm.gamma,
             lam=algorithm.lam,
             scale=algorithm.scale_rewards,
-            values_BT=padded(experience, "values")[rows] if "values" in experience else None,
-            teacher_BT=teacher_BT,
-            greedy_scores_B=None if greedy_scores_B is None else greedy_scores_B[rows],
+            values_N=column("values") if "values" in experience else None,
+            teacher_N=teacher_N,
+            greedy_scores_B=None if greedy_scores_B is None else greedy_scores_B[scored_B],
         )
     )
-    advantages_BT = estimate.advantages_BT
-    if teacher_BT is not None and algorithm.advantage != "opd":
-        advantages_BT = advantages_BT + teacher_BT
-    for name, found_BT in (("advantages", advantages_BT), ("returns", estimate.returns_BT)):
-        if found_BT is not None:
-            if isinstance(rows, torch.Tensor):
-                found_BT = found_BT.new_zeros(len(rows), found_BT.shape[1]).index_put_((rows,), found_BT)
-            is_constant = found_BT.shape[1] == 1
-            experience[name] = repeat(found_BT[:, 0], experience) if is_constant else unpadded(found_BT, experience)
+    advantages_N = estimate.advantages_N
+    if teacher_N is not None and algorithm.advantage != "opd":
+        advantages_N = advantages_N + teacher_N
+    for name, found_N in (("advantages", advantages_N), ("returns", estimate.returns_N)):
+        if found_N is not None:
+            experience[name] = jagged(with_zeros(found_N, scored_B, experience), lengths_B)
 
 
 def loss_weights(
@@ -240,35 +240,15 @@ def flat(experience: TensorDict, column: str) -> torch.Tensor:
     return values
 
 
-def padded(experience: TensorDict, column: str) -> torch.Tensor:
-    """Return a token column as [B, T], with zeros after each row's end; T is the longest row."""
-    return torch.nested.to_padded_tensor(experience[column], 0)
-
-
-def mask(experience: TensorDict) -> torch.Tensor:
-    """Return bool [B, T], true at the tokens of `padded`."""
-    lengths_B = lengths(experience)
-    return torch.arange(int(lengths_B.max()))[None] < lengths_B[:, None]
-
-
-def unpadded(values_BT: torch.Tensor, experience: TensorDict) -> torch.Tensor:
-    """Return the token column that `padded` turns into `values_BT`."""
-    # Indexing with a mask would need 16 bytes for each token, and take several times as long.
-    lengths_B = lengths(experience)
-    rows = [row_T[:length] for row_T, length in zip(values_BT.unbind(), lengths_B.tolist(), strict=True)]
-    return jagged(torch.cat(rows), lengths_B)
-
-
 def repeat(values_B: torch.Tensor, experience: TensorDict) -> torch.Tensor:
     """Return a token column in which each token has its response's value."""
     lengths_B = lengths(experience)
-    return jagged(torch.from_numpy(np.repeat(values_B.numpy(), lengths_B.numpy())), lengths_B)
+    return jagged(to_tokens(values_B, lengths_B), lengths_B)
 
 
 def sums(experience: TensorDict, column: str) -> torch.Tensor:
     """Return the sum of a token column over each response: [B]."""
-    starts_B = experience[column].offsets()[:-1].numpy()
-    return torch.from_numpy(np.add.reduceat(flat(experience, column).numpy(), starts_B))
+    return total_of_each(flat(experience, column), lengths(experience))
 
 
 def of_responses(values_N: torch.Tensor, chosen_B: torch.Tensor, experience: TensorDict) -> torch.Tensor:
@@ -276,6 +256,9 @@ def of_responses(values_N: torch.Tensor, chosen_B: torch.Tensor, experience: Ten
     return values_N if bool(chosen_B.all()) else values_N[repeat(chosen_B, experience).values()]
 
 
-def _where(chosen_B: torch.Tensor) -> torch.Tensor | slice:
-    """Return an index of the rows that are chosen (bool [B]). All rows are indexed without a copy."""
-    return slice(None) if bool(chosen_B.all()) else chosen_B
+def with_zeros(values_N: torch.Tensor, chosen_B: torch.Tensor, experience: TensorDict) -> torch.Tensor:
+    """Return the tokens of all responses: those that `of_responses` chooses have these values, the others 0."""
+    if bool(chosen_B.all()):
+        return values_N
+    chosen_N = repeat(chosen_B, experience).values()
+    return values_N.new_zeros(len(chosen_N)).masked_scatter_(chosen_N, values_N)

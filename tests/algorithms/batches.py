@@ -1,4 +1,4 @@
-"""Random batches for hypothesis, and the way from lists to padded or flat tensors."""
+"""Random batches for hypothesis, and the way from lists to flat tensors."""
 
 from __future__ import annotations
 
@@ -28,16 +28,6 @@ def grouped(draw: st.DrawFn, smallest: int = 1) -> tuple[list[float], list[int]]
     groups = [name for name in names for _ in range(draw(st.integers(smallest, 5)))]
     groups = draw(st.permutations(groups))
     return draw(st.lists(scores, min_size=len(groups), max_size=len(groups))), groups
-
-
-def padded(rows: Rows, extra: int = 2, fill: float = 0.0) -> torch.Tensor:
-    """[B, T], T being `extra` more than the longest needs."""
-    width = max(map(len, rows)) + extra
-    return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=torch.float32)
-
-
-def mask_of(rows: Rows, extra: int = 2) -> torch.Tensor:
-    return padded([[1.0] * len(row) for row in rows], extra).bool()
 
 
 def flat(rows: Rows) -> torch.Tensor:

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from hpc_rl.algorithms import advantages
 from tests.algorithms import reference
-from tests.algorithms.batches import Rows, grouped, lengths, mask_of, numbers, padded, rows
+from tests.algorithms.batches import Rows, flat, grouped, lengths, lengths_of, numbers, rows
 
 
 def close(got: torch.Tensor, wanted: Rows | list[float], atol: float = 1e-4) -> None:
-    expected = padded(wanted) if wanted and isinstance(wanted[0], list) else torch.tensor(wanted)
+    expected = flat(wanted) if wanted and isinstance(wanted[0], list) else torch.tensor(wanted)
     torch.testing.assert_close(got, expected.float(), atol=atol, rtol=1e-4)
 
 
@@ -22,47 +22,45 @@ def test_gae_by_hand() -> None:
     # first:  errors 0 + 0.5*2 - 1 = 0,  0 + 0.5*4 - 2 = 0,  3 - 4 = -1
     #         advantages -1/16, -1/4, -1;  returns 1 - 1/16, 2 - 1/4, 4 - 1
     # second: error 1 - 0.5 = 0.5;         return 1
-    rewards = torch.tensor([[0.0, 0.0, 3.0], [1.0, 0.0, 0.0]])
-    values = torch.tensor([[1.0, 2.0, 4.0], [0.5, math.nan, 9.0]])
-    mask = torch.tensor([[True, True, True], [True, False, False]])
-    got, returns = advantages.gae(rewards, values, mask, gamma=0.5, lam=0.5)
-    assert got.tolist() == [[-0.0625, -0.25, -1.0], [0.5, 0.0, 0.0]]
-    assert returns.tolist() == [[0.9375, 1.75, 3.0], [1.0, 0.0, 0.0]]
+    rewards, values = torch.tensor([0.0, 0.0, 3.0, 1.0]), torch.tensor([1.0, 2.0, 4.0, 0.5])
+    got, returns = advantages.gae(rewards, values, torch.tensor([3, 1]), gamma=0.5, lam=0.5)
+    assert got.tolist() == [-0.0625, -0.25, -1.0, 0.5]
+    assert returns.tolist() == [0.9375, 1.75, 3.0, 1.0]
 
 
 @given(st.data(), lengths, st.floats(0.1, 1), st.floats(0, 1))
 def test_gae_equals_its_definition(data: st.DataObject, lengths: list[int], gamma: float, lam: float) -> None:
     rewards, values = data.draw(rows(numbers, lengths)), data.draw(rows(numbers, lengths))
-    rewards_BT, values_BT = padded(rewards, fill=7.0), padded(values, fill=math.nan)
-    before = rewards_BT.clone()
-    got, returns = advantages.gae(rewards_BT, values_BT, mask_of(rewards), gamma, lam)
+    rewards_N, values_N = flat(rewards), flat(values)
+    before = rewards_N.clone(), values_N.clone()
+    got, returns = advantages.gae(rewards_N, values_N, lengths_of(rewards), gamma, lam)
     expected, expected_returns = reference.gae(rewards, values, gamma, lam)
     close(got, expected)
     close(returns, expected_returns)
-    assert torch.equal(rewards_BT, before)
+    assert torch.equal(rewards_N, before[0]) and torch.equal(values_N, before[1])
 
 
 def test_whiten_by_hand() -> None:
     # 1, 3, 5 and 7: mean 4, variance (9 + 1 + 1 + 9) / 4 = 5
-    mask = torch.tensor([[True, True, False], [True, True, False]])
-    got = advantages.whiten(torch.tensor([[1.0, 3.0, 99.0], [5.0, 7.0, math.nan]]), mask)
+    values = torch.tensor([1.0, 3.0, 5.0, 7.0])
     root = math.sqrt(5)
-    torch.testing.assert_close(got, torch.tensor([[-3 / root, -1 / root, 0.0], [1 / root, 3 / root, 0.0]]))
+    torch.testing.assert_close(advantages.whiten(values), torch.tensor([-3 / root, -1 / root, 1 / root, 3 / root]))
+    assert values.tolist() == [1.0, 3.0, 5.0, 7.0]
+    assert advantages.whiten(torch.empty(0)).tolist() == []
 
 
 def test_whitening_equal_values_gives_exactly_zero() -> None:
-    assert advantages.whiten(torch.full((3, 7), 1000.1), torch.ones(3, 7, dtype=torch.bool)).eq(0).all()
+    assert advantages.whiten(torch.full((21,), 1000.1)).eq(0).all()
 
 
 @given(st.data(), lengths)
 def test_whitened_tokens_have_mean_0_and_variance_1(data: st.DataObject, lengths: list[int]) -> None:
     values = data.draw(rows(st.sampled_from([-2.0, 0.5, 1.0, 3.0]), lengths))
-    got, mask = advantages.whiten(padded(values, fill=5.0), mask_of(values)), mask_of(values)
+    got = advantages.whiten(flat(values))
     close(got, reference.whiten(values))
-    assert got[~mask].eq(0).all()
     if len({number for row in values for number in row}) > 1:
-        assert got[mask].mean().item() == pytest.approx(0, abs=1e-5)
-        assert got[mask].var(correction=0).item() == pytest.approx(1, abs=1e-4)
+        assert got.mean().item() == pytest.approx(0, abs=1e-5)
+        assert got.var(correction=0).item() == pytest.approx(1, abs=1e-4)
 
 
 def test_groups_by_hand() -> None:
@@ -127,30 +125,26 @@ def test_missing_scores_do_not_make_a_group_informative() -> None:
 
 def test_remax_by_hand() -> None:
     # The first token is followed by a reward of 1.5, of which it caused all; the second one only caused 2.
-    rewards = torch.tensor([[-0.5, 2.0, 99.0], [0.25, 0.0, 0.0]])
-    mask = torch.tensor([[True, True, False], [True, True, True]])
-    got = advantages.remax(rewards, mask, torch.tensor([0.5, 1.0]))
-    assert got.tolist() == [[1.0, 1.5, 0.0], [-0.75, -1.0, -1.0]]
+    rewards = torch.tensor([-0.5, 2.0, 0.25, 0.0, 0.0])
+    got = advantages.remax(rewards, torch.tensor([2, 3]), torch.tensor([0.5, 1.0]))
+    assert got.tolist() == [1.0, 1.5, -0.75, -1.0, -1.0]
 
 
 def test_whitening_does_not_amplify_noise() -> None:
     # A deviation of 1e-5 is small compared to the floor of 1e-4.
-    got = advantages.whiten(torch.tensor([[1e-5, -1e-5]]), torch.ones(1, 2, dtype=torch.bool))
-    close(got[0], [0.0995, -0.0995])
+    close(advantages.whiten(torch.tensor([1e-5, -1e-5])), [0.0995, -0.0995])
 
 
 def test_reinforce_pp_by_hand() -> None:
     # gamma 1/2: 0 + (2 + 4/2) / 2 = 2, 2 + 4/2 = 4, 4; and 2. Mean 3, deviation 1.
-    rewards = torch.tensor([[0.0, 2.0, 4.0], [2.0, 99.0, math.nan]])
-    mask = torch.tensor([[True, True, True], [True, False, False]])
-    got = advantages.reinforce_pp(rewards, mask, gamma=0.5)
-    torch.testing.assert_close(got, torch.tensor([[-1.0, 1.0, 1.0], [-1.0, 0.0, 0.0]]))
+    got = advantages.reinforce_pp(torch.tensor([0.0, 2.0, 4.0, 2.0]), torch.tensor([3, 1]), gamma=0.5)
+    torch.testing.assert_close(got, torch.tensor([-1.0, 1.0, 1.0, -1.0]))
 
 
 @given(st.data(), lengths, st.floats(0.1, 1))
 def test_reinforce_pp_equals_its_definition(data: st.DataObject, lengths: list[int], gamma: float) -> None:
     rewards = data.draw(rows(st.sampled_from([0.0, 1.0, -0.5]), lengths))
-    got = advantages.reinforce_pp(padded(rewards), mask_of(rewards), gamma)
+    got = advantages.reinforce_pp(flat(rewards), lengths_of(rewards), gamma)
     to_come = reference.rewards_to_come(rewards, gamma)
     spread = max(map(max, to_come)) - min(map(min, to_come))
     if spread > 1e-3 or spread == 0:  # between, float32 rounding is what would be whitened
@@ -162,16 +156,17 @@ def test_reinforce_pp_baseline_equals_its_definition(batch: tuple[list[float], l
     groups = batch[1]
     scores = [float(data.draw(st.integers(-2, 2))) for _ in groups]
     tokens = [[0.0] * data.draw(st.integers(1, 4)) for _ in groups]
-    got = advantages.reinforce_pp_baseline(torch.tensor(scores), torch.tensor(groups), mask_of(tokens))
+    got = advantages.reinforce_pp_baseline(torch.tensor(scores), torch.tensor(groups), lengths_of(tokens))
     centred = torch.tensor(reference.dr_grpo(scores, groups)).tolist()
     close(got, reference.whiten([[number] * len(row) for number, row in zip(centred, tokens, strict=True)]))
 
 
 def test_from_responses_to_tokens() -> None:
-    mask = torch.tensor([[True, True, False], [True, True, True], [True, False, False]])
-    scores = torch.tensor([2.0, -1.0, 0.5])
-    assert advantages.to_tokens(scores, mask).tolist() == [[2.0, 2.0, 0.0], [-1.0, -1.0, -1.0], [0.5, 0.0, 0.0]]
-    assert advantages.token_rewards(scores, mask.sum(dim=1)).tolist() == [0.0, 2.0, 0.0, 0.0, -1.0, 0.5]
+    lengths_B, scores = torch.tensor([2, 3, 1]), torch.tensor([2.0, -1.0, 0.5])
+    assert advantages.to_tokens(scores, lengths_B).tolist() == [2.0, 2.0, -1.0, -1.0, -1.0, 0.5]
+    assert advantages.token_rewards(scores, lengths_B).tolist() == [0.0, 2.0, 0.0, 0.0, -1.0, 0.5]
+    assert advantages.total_of_each(torch.arange(6.0), lengths_B).tolist() == [1.0, 9.0, 5.0]
+    assert advantages.total_of_each(torch.empty(0), torch.empty(0, dtype=torch.int64)).tolist() == []
 
 
 def test_overlong_penalty_by_hand() -> None:

@@ -33,19 +33,6 @@ def experience_of(responses: list[int], prompts: list[int] | None = None) -> Ten
 
 
 @given(all_lengths)
-def test_padded_and_back(lengths: list[int]) -> None:
-    experience = experience_of(lengths)
-    padded_BT = columns.padded(experience, "rollout_logprobs")
-    mask_BT = columns.mask(experience)
-    assert padded_BT.shape == mask_BT.shape == (len(lengths), max(lengths))
-    assert mask_BT.sum(dim=1).tolist() == lengths
-    assert (padded_BT[~mask_BT] == 0).all()
-    again = columns.unpadded(padded_BT, experience)
-    assert torch.equal(again.values(), columns.flat(experience, "rollout_logprobs"))
-    assert torch.equal(again.offsets(), experience["response_ids"].offsets())
-
-
-@given(all_lengths)
 def test_flat_columns_are_jagged_again(lengths: list[int]) -> None:
     experience = experience_of(lengths)
     values_N = torch.arange(sum(lengths), dtype=torch.float32)
@@ -69,7 +56,10 @@ def test_sums_and_tokens_of_some_responses() -> None:
     values_N = columns.flat(experience, "rollout_logprobs")
     chosen_B = torch.tensor([True, False, True])
     assert columns.of_responses(values_N, chosen_B, experience).tolist() == [0, -1, -3, -4, -5]
-    assert columns.of_responses(values_N, torch.ones(3, dtype=torch.bool), experience) is values_N
+    assert columns.with_zeros(torch.arange(5.0), chosen_B, experience).tolist() == [0, 1, 0, 2, 3, 4]
+    everyone_B = torch.ones(3, dtype=torch.bool)
+    assert columns.of_responses(values_N, everyone_B, experience) is values_N
+    assert columns.with_zeros(values_N, everyone_B, experience) is values_N
     assert [row.tolist() for row in columns.rows_of(experience["response_ids"])] == [[0, 1], [2], [3, 4, 5]]
 
 
