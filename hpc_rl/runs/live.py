@@ -23,7 +23,8 @@ from hpc_rl.runs.status import RunStatus, status_of
 from hpc_rl.tracking.dashboard import Snapshot, screen
 from hpc_rl.tracking.formatting import duration, hours
 from hpc_rl.tracking.history import read_history
-from hpc_rl.tracking.metrics import Record, parse_line, read_metrics
+from hpc_rl.tracking.metrics import Record, parse_line, read_thinned
+from hpc_rl.tracking.recorded import MOST_STEPS
 from hpc_rl.tracking.timeline import read_timeline
 
 REFRESH_S = 1.0
@@ -91,7 +92,7 @@ class Watched:
     def __init__(self, run: RunDir, explain: Explain) -> None:
         self._run = run
         self._explain = explain
-        self._records: list[Record] = read_metrics(run.metrics)
+        self._records: list[Record] = read_thinned(run.metrics, MOST_STEPS).records
         self._metrics = Follower.at_end(run.metrics)
         self._rest = ""
         self._interval = control.STATE_POLL_S[0]

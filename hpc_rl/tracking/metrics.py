@@ -16,14 +16,25 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hpc_rl.host.files import LineFile
 
 Record = dict[str, Any]
+
+_OF_ALL = ("step", "total_steps", "time")
+"""Keys of every line."""
+_BEGIN = re.compile(rb'\{"step": (\d+),')
+"""The beginning of the lines that `MetricsFile` writes."""
+_VALIDATION = b'"val/'
+_TAIL_BYTES = 2**20
+"""Much more than the longest line."""
 
 
 class MetricsFile:
@@ -46,20 +57,58 @@ class MetricsFile:
 
 def read_metrics(path: Path) -> list[Record]:
     """Return one record per step, in order; empty if there is no file. Half-written lines are left out."""
+    return read_thinned(path, None).records
+
+
+@dataclass(frozen=True)
+class Thinned:
+    """The records of some steps of a run, in order."""
+
+    records: list[Record]
+    every: int = 1
+    """The records are those of step 1 and every so many steps after it, of the last step, and the validations of all
+    steps."""
+
+
+def read_thinned(path: Path, most: int | None) -> Thinned:
+    """Read a file as read_metrics does, but of long runs about `most` steps only, which takes a fraction of the time.
+
+    Args:
+        most: steps; None for all.
+    """
     try:
-        lines = path.read_bytes().splitlines()
+        file = path.open("rb")
     except FileNotFoundError:
-        return []
-    records: dict[int, Record] = {}
-    for line in lines:
-        record = parse_line(line)
-        if record is None:
-            continue
-        step = record["step"]
-        while records and next(reversed(records)) > step:  # steps are in order: later ones are at the end
-            records.popitem()
-        records[step] = {**records.get(step, {}), **record}
-    return list(records.values())
+        return Thinned([])
+    with file:
+        last = _last_step(file)
+        every = max(1, -(-last // most)) if most else 1
+        records: dict[int, Record] = {}
+        for line in file:
+            begins = _BEGIN.match(line)
+            is_chosen = begins is None or (number := int(begins[1])) == last or (number - 1) % every == 0
+            if not is_chosen and number >= next(reversed(records), 0) and _VALIDATION not in line:
+                continue  # most lines of a long run, which are not parsed
+            record = parse_line(line)
+            if record is None:
+                continue
+            step = record["step"]
+            while records and next(reversed(records)) > step:  # steps are in order: later ones are at the end
+                records.popitem()
+            if not is_chosen:
+                record = {key: value for key, value in record.items() if key in _OF_ALL or key.startswith("val/")}
+            if is_chosen or len(record) > len(_OF_ALL):
+                records[step] = {**records.get(step, {}), **record}
+    return Thinned(list(records.values()), every)
+
+
+def _last_step(file: BinaryIO) -> int:
+    """Return the step of the last complete line, 0 if there is none; the file is at its beginning afterwards."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _TAIL_BYTES))
+    lines = file.read().splitlines()
+    file.seek(0)
+    return next((int(record["step"]) for line in reversed(lines) if (record := parse_line(line))), 0)
 
 
 def parse_line(line: bytes | str) -> Record | None:

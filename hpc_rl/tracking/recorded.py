@@ -12,12 +12,14 @@ from hpc_rl.host.usage import NodeUsage, read_usage
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.evaluations import Evaluation, read_evaluation
 from hpc_rl.tracking.history import History, read_history
-from hpc_rl.tracking.metrics import Record, read_metrics
+from hpc_rl.tracking.metrics import Record, read_thinned
 from hpc_rl.tracking.planned import Expected, read_expected
 from hpc_rl.tracking.plot import Point
 from hpc_rl.tracking.samples import TextSample, read_samples
 from hpc_rl.tracking.timeline import Timeline, read_timeline
 
+MOST_STEPS = 50_000
+"""Steps of a run whose metrics are read: a hundred for each point of a plot."""
 STAGE = "stage"
 STAGE_KEYS = (ROUND, STAGE)
 """Keys of `Recorded.swept` of the runs of a pipeline."""
@@ -43,6 +45,8 @@ class Recorded:
     """Of the latest step; None if the run has recorded none."""
     expected: Expected | None = None
     """What the plan of the run expected; None if there was none."""
+    every: int = 1
+    """The records are those of every so many steps; see `metrics.Thinned`."""
     swept: dict[str, str] = field(default_factory=dict)
     """What distinguishes the run from the others of its sweep or pipeline: swept key -> value; or round and stage."""
 
@@ -57,10 +61,12 @@ class Recorded:
 
 def read_run(run: RunDir) -> Recorded:
     """Read a run; what is missing in its directory is empty."""
-    records = read_metrics(run.metrics)
+    metrics = read_thinned(run.metrics, MOST_STEPS)
+    records = metrics.records
     return Recorded(
         name=run.name,
         records=records,
+        every=metrics.every,
         samples=read_samples(run.samples),
         history=read_history(run),
         usage=[read_usage(folder) for folder in run.attempts()],

@@ -118,9 +118,11 @@ def _facts(run: Recorded) -> list[str]:
         return _job_facts(run.history)
     last = run.records[-1]
     facts = [f"{last['step']:,} steps"] if last["step"] >= last["total_steps"] else []
-    computed = sum(value for _, value in run.points("timing_s/step"))
+    computed = run.every * sum(value for _, value in run.points("timing_s/step"))
     if computed:
         facts.append(f"{duration(computed)} of training")
+    if run.every > 1:
+        facts.append(f"plots of one step in {run.every}")
     return [*facts, *_job_facts(run.history), f"last step {_clock(last['time'])}"]
 
 

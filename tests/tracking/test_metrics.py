@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.tracking.formatting import duration, number, step_line
-from hpc_rl.tracking.metrics import MetricsFile, parse_line, read_metrics
+from hpc_rl.tracking.metrics import MetricsFile, parse_line, read_metrics, read_thinned
 
 
 def steps_and_losses(path: Path) -> list[tuple[int, float]]:
@@ -48,6 +48,40 @@ def test_a_resumed_run_takes_back_later_steps(tmp_path: Path) -> None:
 
 def test_no_file(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_of_a_long_run_some_steps_and_all_validations_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    for step in range(1, 12):
+        file.write(step, 20, {"train/loss": float(step)} | ({"val/loss": 0.5} if step in (3, 4) else {}))
+    found = read_thinned(path, 4)
+    assert found.every == 3, "11 steps are to be 4 or a few more"
+    kept = [{key: value for key, value in record.items() if "/" in key} for record in found.records]
+    assert [record["step"] for record in found.records] == [1, 3, 4, 7, 10, 11]
+    assert kept[1] == {"val/loss": 0.5} and kept[2] == {"val/loss": 0.5, "train/loss": 4.0}
+    assert kept[0] == {"train/loss": 1.0} and kept[-1] == {"train/loss": 11.0}
+    assert read_thinned(path, 11).every == 1 and read_thinned(path, 10).every == 2
+    assert read_thinned(path, None).records == read_thinned(path, 11).records == read_metrics(path)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=40), st.integers(1, 10))
+def test_thinned_metrics_are_a_part_of_all(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[tuple[int, bool]], most: int
+) -> None:
+    """Whatever a resumed run takes back."""
+    path = tmp_path_factory.mktemp("thinned") / "metrics.jsonl"
+    rows = [
+        {"step": step, "total_steps": 9, "time": 1.0, "val/x" if val else "n": i} for i, (step, val) in enumerate(lines)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    every, expected = read_thinned(path, most).every, []
+    for record in (whole := read_metrics(path)):
+        if (record["step"] - 1) % every == 0 or record["step"] == whole[-1]["step"]:
+            expected.append(record)
+        elif "val/x" in record:
+            expected.append({key: value for key, value in record.items() if key != "n"})
+    assert read_thinned(path, most).records == expected
 
 
 @given(st.lists(st.integers(0, 9), max_size=30), st.integers(0, 200))
