@@ -1,6 +1,6 @@
 """A program of another project that ends with its parent, together with everything that it has started.
 
-    python -m hpc_rl.host.owned PROGRAM ARGUMENT ...
+    subprocess.Popen(owned.command([PROGRAM, ARGUMENT, ...]))
 
 The kernel ends a child with its parent, but not the child's own children. This process stands between the two: it
 adopts what the program leaves behind, and ends all of it. If this process is killed, the kernel kills the program.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 from hpc_rl.host import processes
 
@@ -20,9 +21,20 @@ NOT_STARTED = 127
 """Exit code if the program cannot be started, as a shell has it."""
 
 
-def main(argv: list[str]) -> int:
-    """Run the program and return its exit code, as a shell shows it."""
+def command(program: Sequence[str]) -> list[str]:
+    """Return the command with which this process starts a program that ends with it."""
+    return [sys.executable, "-m", "hpc_rl.host.owned", str(os.getpid()), *program]
+
+
+def main(parent: int, argv: list[str]) -> int:
+    """Run the program and return its exit code, as a shell shows it.
+
+    Args:
+        parent: id of the process that started this one.
+    """
     processes.die_with_parent()
+    if os.getppid() != parent:  # it ended before the kernel knew that it matters
+        return processes.shell_code(-signal.SIGTERM)
     processes.adopt_orphans()
     try:
         child = processes.start(argv, os.environ, sys.stdout.buffer, death=signal.SIGKILL)
@@ -36,4 +48,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

@@ -25,9 +25,7 @@ sys.exit(7)
 
 def start(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", owned.__name__, sys.executable, "-c", LEAVES_CHILD, *words],
-        stdout=subprocess.PIPE,
-        text=True,
+        owned.command([sys.executable, "-c", LEAVES_CHILD, *words]), stdout=subprocess.PIPE, text=True
     )
 
 
@@ -60,8 +58,8 @@ def test_a_request_to_end_ends_everything(word: str) -> None:
 def test_everything_ends_with_the_parent() -> None:
     program = (
         "import sys, subprocess\n"
-        f"command = [sys.executable, '-m', {owned.__name__!r}, sys.executable, '-c', {LEAVES_CHILD!r}]\n"
-        "subprocess.Popen(command).wait()"
+        "from hpc_rl.host import owned\n"
+        f"subprocess.Popen(owned.command([sys.executable, '-c', {LEAVES_CHILD!r}])).wait()"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         pids = pids_of(process)
@@ -79,6 +77,15 @@ def test_a_program_is_killed_with_the_process_between() -> None:
 
 
 def test_a_program_that_does_not_exist_is_named() -> None:
-    command = [sys.executable, "-m", owned.__name__, "/no/such/program"]
+    command = owned.command(["/no/such/program"])
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert (done.returncode, done.stdout) == (127, "/no/such/program cannot be started: No such file or directory\n")
+
+
+def test_a_parent_that_has_ended_already_ends_it() -> None:
+    with subprocess.Popen(["true"]) as parent:
+        parent.wait(DEADLINE_S)
+    command = owned.command(["echo", "started"])
+    command[3] = str(parent.pid)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (done.returncode, done.stdout) == (128 + 15, "")

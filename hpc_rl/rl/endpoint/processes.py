@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -110,7 +109,7 @@ class AgentProcesses:
             if self._closed.is_set():
                 return 0
             self._running[number] = child = subprocess.Popen(
-                [sys.executable, "-m", owned.__name__, *self._command],
+                owned.command(self._command),
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -123,7 +123,7 @@ class SglangServer:
         paths = [own, *filter(None, [os.environ.get("PYTHONPATH")])]
         try:
             return subprocess.Popen(
-                [sys.executable, "-m", owned.__name__, *command],
+                owned.command(command),
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
