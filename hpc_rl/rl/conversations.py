@@ -11,12 +11,14 @@ The answers of environments are awaited in other threads, so that no conversatio
 
 No more conversations are open than can be useful: those that fill the engines, and one for each process of the
 environment, which makes one call at a time. The others wait, in the order in which engines would get their prompts.
+Those of later waves do not count: validation starts at once, however many conversations of a training are open.
 """
 
 from __future__ import annotations
 
 import copy
 import heapq
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
@@ -133,6 +135,8 @@ class Conversations:
     _waiting: list[_Waiting] = field(default_factory=list)
     """A heap."""
     _asked: int = 0
+    _open: Counter[int] = field(default_factory=Counter)
+    """Number of conversations that have started and not ended, by wave."""
     _beginning: list[_Group] = field(default_factory=list)
     _generating: list[_Talk] = field(default_factory=list)
     _answered: list[_Talk] = field(default_factory=list)
@@ -171,16 +175,12 @@ class Conversations:
         """See Respondent. Environments may go on with what they do."""
         self.queue.pause()
 
-    @property
-    def _open(self) -> int:
-        """Number of conversations that have started and not ended."""
-        beginning = sum(len(group.talks) for group in self._beginning)
-        return beginning + len(self._generating) + len(self._answered) + len(self._ending)
-
     def _start(self) -> None:
         """Start conversations that wait, as many as there is room for."""
-        while self._waiting and self._open < self.queue.capacity + self.environment.processes.workers:
+        most = self.queue.capacity + self.environment.processes.workers
+        while self._waiting and sum(self._open[wave] for wave in self._open if wave <= self._waiting[0].wave) < most:
             asked = heapq.heappop(self._waiting)
+            self._open[asked.wave] += len(asked.draws)
             messages, _ = to_prompt(asked.prompt.row, self.config.data, "the data")
             # Responses to one prompt are compared with each other, so that their environments are equal.
             row = {SEED: asked.draws[0][0] % 2**31} | asked.prompt.row
@@ -206,6 +206,7 @@ class Conversations:
         ended, self._ending = _split(self._ending, lambda talk: talk.awaited.done())
         for talk in ended:
             talk.end(talk.awaited.result())
+            self._open[talk.wave] -= 1
         self._start()
 
     def _begin(self, group: _Group) -> None:

@@ -248,6 +248,33 @@ def test_no_more_conversations_are_open_than_engines_and_environments_have_room_
     assert 4 < max(open_at_turns) <= Model.capacity + 2 + 1
 
 
+def test_validation_starts_although_the_conversations_of_a_training_fill_all_room(
+    opened: Environment, tokenizer: Any, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, start = config_of(own), opened.processes.start
+    conversations = Conversations(Model(tokenizer), opened, config)  # type: ignore[arg-type]
+    started: list[int] = []
+
+    def noted_start(prompt: list[Any], row: dict[str, Any]) -> Any:
+        started.append(row["number"])
+        return start(prompt, row)
+
+    monkeypatch.setattr(opened.processes, "start", noted_start)
+    rows = [{"turns": [CALL % 1, CALL % 1, "end"], "number": number} for number in range(20)]
+    prompts = prompts_of(rows, config, tokenizer, opened.schemas)
+    draws = [(0, Sampling(config.data.max_response_length))]
+    asked = [conversations.ask(prompt, draws, wave=3) for prompt in prompts[:10]]
+    conversations.turn(60)
+    assert started == [0, 1, 2, 3, 4, 5], "4 in the engines and 2 in the environments"
+    asked += [conversations.ask(prompt, draws, wave=0) for prompt in prompts[10:]]
+    conversations.turn(60)
+    assert started[6:] == [10, 11, 12, 13, 14, 15]
+    conversations.wait(asked)
+    assert [one.outcome.score for each in asked for one in each.completions()] == [2.0] * 20  # type: ignore[attr-defined]
+    assert sorted(started) == [*range(20)] and started.index(19) < started.index(6)
+    assert not +conversations._open
+
+
 def test_what_goes_wrong_is_an_observation_or_a_failed_score(opened: Environment, tokenizer: Any, own: Path) -> None:
     fine, again = [CALL % 1, "end"], ["again", "end"]
     rows = [

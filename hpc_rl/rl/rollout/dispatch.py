@@ -6,13 +6,12 @@ https://doi.org/10.1137/0117039). An engine has a few more requests than it comp
 All others wait here, so that no engine gets more than its part of the work.
 
 The later turns of a conversation begin with what an engine has computed before, and go to the same one. They go before
-all new groups, because others wait for the end of a conversation.
+new groups of the same wave, because others wait for the end of a conversation.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,9 +25,9 @@ SHARE_IN_RESERVE = 4
 class _Group:
     """Requests with the same prompt. Groups are in the order in which engines get them."""
 
+    wave: int
     is_new: bool
     """Whether it is no later turn of a conversation."""
-    wave: int
     shortness: int
     """Minus the tokens of the prompt."""
     number: int
@@ -42,8 +41,8 @@ class _Engine:
     tokens: int = 0
     """Tokens of these requests, if their responses become as long as they may."""
     is_available: bool = True
-    later: deque[_Group] = field(default_factory=deque)
-    """Later turns of its conversations, which wait until it has room."""
+    later: list[_Group] = field(default_factory=list)
+    """A heap: later turns of its conversations, which wait until it has room."""
 
 
 class Dispatch:
@@ -58,6 +57,7 @@ class Dispatch:
         self._engines = [_Engine() for _ in range(engines)]
         self._limit = places + -(-places // SHARE_IN_RESERVE)
         self._waiting: list[_Group] = []
+        """A heap."""
         self._added = 0
 
     def add(self, requests: Sequence[Request], wave: int = 0, after: int | None = None) -> None:
@@ -65,32 +65,26 @@ class Dispatch:
 
         Args:
             requests: with the same prompt, and numbers that no other request has.
-            wave: groups of a smaller wave go first, even if their prompts are shorter.
+            wave: groups of a smaller wave go before all others.
             after: the engine that has generated the beginning of the prompt, in an earlier turn of a conversation. The
                 group goes to this one, unless it ends before.
         """
-        group = _Group(after is None, wave, -len(requests[0].prompt), self._added, list(requests))
+        group = _Group(wave, after is None, -len(requests[0].prompt), self._added, list(requests))
         self._added += 1
         if after is not None and self._engines[after].is_available:
-            self._engines[after].later.append(group)
+            heapq.heappush(self._engines[after].later, group)
         else:
             heapq.heappush(self._waiting, group)
 
     def assign(self) -> dict[int, list[Request]]:
         """Give waiting groups to engines that have room. Return the new requests of each engine that gets any."""
         assigned: dict[int, list[Request]] = {}
-
-        def give(engine: int, group: _Group) -> None:
-            taker = self._engines[engine]
+        while (chosen := self._next()) is not None:
+            engine, groups = chosen
+            taker, group = self._engines[engine], heapq.heappop(groups)
             taker.groups.update((request.number, group) for request in group.requests)
             taker.tokens += sum(map(_tokens, group.requests))
             assigned.setdefault(engine, []).extend(group.requests)
-
-        for index, engine in enumerate(self._engines):
-            while engine.later and self._has_room(index):
-                give(index, engine.later.popleft())
-        while self._waiting and (roomiest := self._roomiest()) is not None:
-            give(roomiest, heapq.heappop(self._waiting))
         return assigned
 
     def complete(self, engine: int, number: int) -> None:
@@ -113,7 +107,7 @@ class Dispatch:
         groups = {group.number: group for group in lost.groups.values()}
         for number, requests in again.items():
             group = groups[number]
-            heapq.heappush(self._waiting, _Group(group.is_new, group.wave, group.shortness, number, requests))
+            heapq.heappush(self._waiting, _Group(group.wave, group.is_new, group.shortness, number, requests))
         for group in lost.later:
             heapq.heappush(self._waiting, group)
         self._engines[engine] = _Engine(is_available=False)
@@ -137,13 +131,14 @@ class Dispatch:
         """The engines that get requests."""
         return [index for index, engine in enumerate(self._engines) if engine.is_available]
 
-    def _has_room(self, engine: int) -> bool:
-        return self.running(engine) < self._limit
-
-    def _roomiest(self) -> int | None:
-        """Return the available engine with the fewest requests, then with the fewest tokens; None if all are full."""
-        free = [index for index in self.available if self._has_room(index)]
-        return min(free, key=lambda index: (self.running(index), self._engines[index].tokens), default=None)
+    def _next(self) -> tuple[int, list[_Group]] | None:
+        """Return the heap whose first group is the next, and the engine that gets it; None if nothing can be given."""
+        free = [index for index in self.available if self.running(index) < self._limit]
+        chosen = [(index, later) for index in free if (later := self._engines[index].later)]
+        if free and self._waiting:
+            roomiest = min(free, key=lambda index: (self.running(index), self._engines[index].tokens))
+            chosen.append((roomiest, self._waiting))
+        return min(chosen, key=lambda pair: pair[1][0], default=None)
 
 
 def _tokens(request: Request) -> int:

@@ -42,6 +42,9 @@ class EngineProcess:
         """Add requests and generate for a slice of time; see `hpc_rl.rl.rollout.engine.progress`."""
         return progress(self._engine, requests, slice_s, version)
 
+    def answer(self) -> None:
+        """Show that the process lives."""
+
     def sleep(self) -> None:
         self._engine.sleep()
 

@@ -170,6 +170,20 @@ class RequestQueue:
         while any(self._calls):
             self._take(TURN_S)
 
+    def tell(self, method: str) -> bool:
+        """Call a method of every engine that has loaded its model, while none generates, and wait for the answers.
+
+        Engines that have died, also long before this, or do not answer for `stall_s` seconds are replaced. Returns
+        whether there are no engines that load their models now.
+        """
+        self.pause()
+        for engine in self.loaded:
+            self._heard[engine] = time.monotonic()
+            ref = getattr(self._engines.actors[engine], method).remote()
+            self._calls[engine].append(ActorCall(ref, self._engines.names[engine]))
+        self.pause()
+        return not self._starting
+
     def wait_for_starts(self) -> None:
         """Wait until no engine loads its model."""
         while self._starting:
@@ -223,11 +237,13 @@ class RequestQueue:
         """Record the answer to the first call of an engine."""
         call = self._calls[engine].popleft()
         try:
-            progress: Progress = Pending.of_calls([call]).wait()[0]
+            progress: Progress | None = Pending.of_calls([call]).wait()[0]
         except ActorDiedError as error:
             self._lose(engine, error)
             return
         self._heard[engine] = time.monotonic()
+        if progress is None:  # the call is one of `tell`
+            return
         self._busy_s += progress.busy_s
         if progress.busy_s:
             now = time.perf_counter()
@@ -257,6 +273,7 @@ class RequestQueue:
     def _lose(self, engine: int, error: Exception) -> None:
         self._calls[engine].clear()
         self._held[engine].clear()
+        self.started.discard(engine)
         self.repeated += self._dispatch.lose(engine)
         self._starting[engine] = self._replace(engine, error)
         self._heard[engine] = time.monotonic()

@@ -31,7 +31,7 @@ from hpc_rl.rl.weights.transfers import choose_transfer
 from hpc_rl.training.models.lora import new_like
 
 CONTROL_TIMEOUT_S = 600
-"""Longest time for `sleep` or `wake`, which release and allocate GPU memory."""
+"""Longest time in which workers release GPU memory for engines."""
 CLOSE_TIMEOUT_S = 30
 MOST_DEATHS = 3
 """Engines that are replaced in one place. If more die there, or cannot start, the run ends."""
@@ -199,6 +199,9 @@ class SeparateRollout:
             self.queue.drain()
         self.queue.pause()
         self._make_room()
+        self.queue.tell("answer")  # one that has died without a request would get weights
+        if self._sleeps:
+            self.queue.wait_for_starts()
         if loaded := self.queue.loaded:
             self._reach(loaded)
             self._policy.send_weights().wait(SYNC_TIMEOUT_S)
@@ -209,7 +212,8 @@ class SeparateRollout:
     def sleep(self) -> None:
         if self._sleeps:
             self.queue.wait_for_starts()  # an engine that loads needs the memory that training is about to use
-            self._engines.call("sleep").wait(CONTROL_TIMEOUT_S)
+            while not self.queue.tell("sleep"):
+                self.queue.wait_for_starts()
             self._has_weights = False
 
     def wake(self) -> None:
@@ -217,7 +221,7 @@ class SeparateRollout:
             self.sync()
         if self._sleeps:
             self._make_room()
-            self._engines.call("wake").wait(CONTROL_TIMEOUT_S)
+            self.queue.tell("wake")
 
     def _reach(self, engines: Sequence[int]) -> None:
         """Let the policy's workers send weights to these engines and no others, which may have died."""

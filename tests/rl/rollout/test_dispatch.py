@@ -81,20 +81,33 @@ def test_requests_of_a_dead_engine_go_to_others_before_newer_ones() -> None:
     assert numbers(dispatch.assign()) == {0: [0, 2, 20, 10]}
 
 
-def test_a_later_turn_goes_to_the_engine_of_the_earlier_one_before_all_new_groups() -> None:
+def test_a_later_turn_goes_to_the_engine_of_the_earlier_one_before_new_groups_of_its_wave() -> None:
     dispatch = Dispatch(engines=2, places=2)  # an engine has up to 3 requests
     for number in range(3):
         dispatch.add(group(number))
     assert numbers(dispatch.assign()) == {0: [0, 2], 1: [1]}
     dispatch.complete(0, 0)
-    dispatch.add(group(10, prompt=90), wave=0)
-    dispatch.add(group(11, prompt=5), wave=7, after=0)
+    dispatch.add(group(10, prompt=90), wave=9)
+    dispatch.add(group(13, prompt=9), wave=9, after=0)
     dispatch.add(group(12, prompt=1), wave=9, after=0)
-    dispatch.add(group(13, prompt=1), wave=9, after=0)
-    assert numbers(dispatch.assign()) == {0: [11, 12], 1: [10]} and waiting(dispatch) == 1, "engine 0 is full"
-    dispatch.add(group(20), wave=0)
+    dispatch.add(group(11, prompt=5), wave=7, after=0)
+    assert numbers(dispatch.assign()) == {0: [11, 13], 1: [10]} and waiting(dispatch) == 1, "engine 0 is full"
+    dispatch.add(group(20), wave=9)
     dispatch.complete(0, 2)
-    assert numbers(dispatch.assign()) == {0: [13], 1: [20]}
+    assert numbers(dispatch.assign()) == {0: [12], 1: [20]}
+
+
+def test_an_earlier_wave_goes_before_later_turns_of_others() -> None:
+    """Validation does not wait for the conversations of a training."""
+    dispatch = Dispatch(engines=1, places=1)  # it has up to 2 requests
+    dispatch.add(group(0), wave=1, after=0)
+    dispatch.add(group(1, prompt=90), wave=2)
+    dispatch.add(group(2), wave=0)
+    dispatch.add(group(3, prompt=1), wave=0, after=0)
+    assert numbers(dispatch.assign()) == {0: [3, 2]}
+    dispatch.complete(0, 2)
+    dispatch.complete(0, 3)
+    assert numbers(dispatch.assign()) == {0: [0, 1]}
 
 
 def test_later_turns_of_a_dead_engine_go_to_others_before_new_groups() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -23,7 +23,8 @@ from hpc_rl.rl.weights.base import EngineActors
 from tests.rl.ppo_config import ppo_config
 
 CUDA = ("trainer.device=cuda", "trainer.n_gpus_per_node=4", "rollout.name=vllm")
-SYNC = ("neighbours.free_cache", "policy.send_weights")
+ANSWER = ("engine0.answer", "engine1.answer")
+SYNC = ("neighbours.free_cache", *ANSWER, "policy.send_weights")
 WAKE = ("neighbours.free_cache", "engine0.wake", "engine1.wake")
 SLEEP = ("engine0.sleep", "engine1.sleep")
 TWO_POOLS = "pools={spec: {train: [2], engines: [2]}, roles: {rollout: engines}}"
@@ -74,6 +75,7 @@ class Actors:
         self.requests: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         self.loading: set[int] = set()
         """Engines whose `start` does not return."""
+        self.dead: set[int] = set()
 
     def remote(self, _kind: type) -> Any:
         return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *args: self._new(options, args)))
@@ -81,6 +83,11 @@ class Actors:
     def wait(self, refs: Sequence[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
         late = [f"engine{number}.start" for number in self.loading]
         return [ref for ref in refs if ref not in late], [ref for ref in refs if ref in late]
+
+    def answers(self, calls: Sequence[ActorCall]) -> Pending[list[Any]]:
+        if any(call.ref.startswith(f"engine{number}.") for call in calls for number in self.dead):
+            return Pending(died)
+        return Pending.known([None for _ in calls])
 
     def _new(self, options: dict[str, Any], arguments: tuple[Any, ...]) -> Any:
         number = len(self.requests)
@@ -93,12 +100,16 @@ class Actors:
 
             return SimpleNamespace(remote=remote)
 
-        names = ("start", "sleep", "wake", "close")
+        names = ("start", "answer", "sleep", "wake", "close")
         return SimpleNamespace(number=number, **{name: method(name) for name in names})
 
     @property
     def placements(self) -> list[Placement]:
         return [arguments[3] for _, arguments in self.requests]
+
+
+def died(_timeout_s: float) -> NoReturn:
+    raise ActorDiedError("died", 137)
 
 
 class Setting:
@@ -115,13 +126,9 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> Actors:
     found = Actors([])
     for module in (rollout, request_queue):
         monkeypatch.setattr(module, "ray", found)
-    monkeypatch.setattr(Pending, "of_calls", staticmethod(known))
+    monkeypatch.setattr(Pending, "of_calls", staticmethod(found.answers))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return found
-
-
-def known(calls: Sequence[ActorCall]) -> Pending[list[Any]]:
-    return Pending.known([call.ref for call in calls])
 
 
 def test_engines_take_neighbouring_slots_of_one_entry() -> None:
@@ -173,7 +180,8 @@ def test_engines_on_other_gpus_do_not_sleep(actors: Actors) -> None:
     setting.rollout.sleep()
     setting.rollout.sync()
     setting.rollout.close()
-    assert setting.log[2:] == ["policy.connect_engines", "policy.send_weights", "engine0.close", "engine1.close"]
+    sync = (*ANSWER, "policy.send_weights")
+    assert setting.log[2:] == ["policy.connect_engines", *sync, "engine0.close", "engine1.close"]
 
 
 def test_an_engine_over_several_gpus_leaves_them_to_its_processes(actors: Actors) -> None:
@@ -213,10 +221,45 @@ def test_an_engine_that_died_is_replaced_with_the_next_sync(actors: Actors, caps
     assert capsys.readouterr().out.startswith(f"warning: {error}; another engine starts in its place")
     assert queue.loaded == [0]
     setting.rollout.sync()
-    assert setting.log[1:] == ["policy.connect_engines", "policy.send_weights"] and reached(setting) == [0, 2]
+    answer = ["engine0.answer", "engine2.answer"]
+    assert setting.log[1:] == [*answer, "policy.connect_engines", "policy.send_weights"] and reached(setting) == [0, 2]
     assert queue._dispatch.available == [0, 1] and queue.version == 1
     setting.rollout.sync()
-    assert setting.log[3:] == ["policy.send_weights"] and queue.version == 2
+    assert setting.log[5:] == [*answer, "policy.send_weights"] and queue.version == 2
+
+
+def test_an_engine_that_died_without_a_request_gets_no_weights(actors: Actors) -> None:
+    setting = separate(actors)
+    actors.dead.add(1)
+    actors.loading.add(2)
+    setting.rollout.sync()
+    assert setting.log == [*ANSWER, "engine2.start", "policy.connect_engines", "policy.send_weights"]
+    assert reached(setting) == [0] and setting.rollout.queue.version == 1
+
+
+@pytest.mark.parametrize("when", ["sleep", "answer", "wake"])
+def test_an_engine_that_died_in_its_sleep_is_replaced(actors: Actors, when: str) -> None:
+    """Found before it sleeps, before it gets weights, and before it wakes."""
+    setting = Setting(ppo_config(*CUDA), pool(2), 0.5, actors)
+    setting.rollout.wait_until_ready(1.0)
+    if when == "answer":
+        setting.rollout.sleep()
+    elif when == "wake":
+        setting.rollout.sync()
+    del setting.log[:]
+    actors.dead.add(1)
+    if when == "sleep":
+        setting.rollout.sleep()
+        assert setting.log == [*SLEEP, "engine2.start", "engine0.sleep", "engine2.sleep"]
+        return
+    setting.rollout.wake()
+    reconnected = [*SYNC[:3], "engine2.start", "policy.connect_engines", "policy.send_weights"]
+    if when == "answer":
+        assert setting.log == [*reconnected, WAKE[0], "engine0.wake", "engine2.wake"] and reached(setting) == [0, 2]
+        return
+    assert setting.log == [*WAKE, "engine2.start"]
+    setting.rollout.queue.turn(0.0)
+    assert setting.rollout.queue._dispatch.available == [0] and setting.rollout.queue.started == {1}
 
 
 def test_an_engine_that_loads_its_model_does_not_delay_the_others(actors: Actors) -> None:
@@ -225,14 +268,15 @@ def test_an_engine_that_loads_its_model_does_not_delay_the_others(actors: Actors
     setting.rollout.queue._lose(0, ActorDiedError("died", 137))
     for syncs in (1, 2):
         setting.rollout.sync()
-        assert setting.log[1:] == ["policy.connect_engines", *["policy.send_weights"] * syncs]
+        sent = ["engine1.answer", "policy.connect_engines", "policy.send_weights"]
+        assert setting.log[1:] == sent + ["engine1.answer", "policy.send_weights"] * (syncs - 1)
         assert reached(setting) == [1], "not the dead one"
         assert setting.rollout.queue._dispatch.available == [1] and setting.rollout.queue.version == syncs
     setting.rollout.close()
-    assert setting.log[4:] == ["engine1.close"]
+    assert setting.log[6:] == ["engine1.close"]
     actors.loading.clear()
     setting.rollout.sync()
-    assert setting.log[5:] == ["policy.connect_engines", "policy.send_weights"] and reached(setting) == [2, 1]
+    assert setting.log[9:] == ["policy.connect_engines", "policy.send_weights"] and reached(setting) == [2, 1]
     assert setting.rollout.queue._dispatch.available == [0, 1]
 
 
@@ -248,7 +292,8 @@ def test_engines_that_share_gpus_have_loaded_before_the_training_goes_on(actors:
     actors.loading.clear()
     setting.rollout.sleep()
     setting.rollout.wake()
-    reconnected = (SYNC[0], "policy.connect_engines", SYNC[1])
+    answer = ("engine0.answer", "engine2.answer")
+    reconnected = (SYNC[0], *answer, "policy.connect_engines", "policy.send_weights")
     awake = (WAKE[0], "engine0.wake", "engine2.wake")
     assert setting.log == ["engine2.start", "engine0.sleep", "engine2.sleep", *reconnected, *awake]
 
@@ -275,7 +320,8 @@ def test_without_any_engine_the_first_that_has_loaded_its_model_gets_weights(act
     queue.turn(0.0)
     assert queue.is_stranded and queue.loaded == [1]
     queue.turn(0.0)
-    assert setting.log[2:] == ["policy.connect_engines", "policy.send_weights"] and reached(setting) == [3]
+    sync = ["engine3.answer", "policy.connect_engines", "policy.send_weights"]
+    assert setting.log[2:] == sync and reached(setting) == [3]
     assert queue._dispatch.available == [1] and not queue.is_stranded
 
 

@@ -93,8 +93,8 @@ def test_weights_change_only_while_it_pauses(cluster: None) -> None:
     assert short.completions()[0].spans == (Span(0, 1),) and long.completions()[0].spans == (Span(7, 1),)
 
 
-def kill(engines: Engines, engine: int) -> None:
-    os.kill(ray.get(engines.actors.actors[engine].pid.remote(), timeout=TIMEOUT_S), signal.SIGKILL)
+def kill(engines: Engines, engine: int, how: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(ray.get(engines.actors.actors[engine].pid.remote(), timeout=TIMEOUT_S), how)
 
 
 @pytest.mark.parametrize("starts", [long(""), "hangs"])
@@ -108,6 +108,18 @@ def test_the_requests_of_an_engine_that_dies_are_repeated(cluster: None, starts:
     queue.wait(asked)
     assert tokens(asked) == [[seed] for seed in range(30)]
     assert engines.deaths == [1] and queue.repeated > 0
+
+
+@pytest.mark.parametrize("ends", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_an_engine_that_ended_without_a_request_is_replaced(cluster: None, ends: signal.Signals) -> None:
+    engines = Engines(2)
+    queue = queue_of(engines, stall_s=TIMEOUT_S if ends == signal.SIGKILL else 2)
+    assert queue.tell("answer") and engines.deaths == []
+    kill(engines, 1, ends)
+    assert not queue.tell("answer")
+    assert engines.deaths == [1] and queue.loaded == [0] and queue.repeated == 0
+    queue.wait_for_starts()
+    assert queue.tell("answer") and queue.loaded == [0, 1]
 
 
 def test_requests_that_trickle_in_wait_for_the_next_call(cluster: None) -> None:
