@@ -59,11 +59,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         results = measure(Path(folder), arguments.rows, arguments.ranks)
     headers = ["", "seconds", "memory, MB", "pages of files, MB"]
-    rows = [
+    versions = ["datasets", "pyarrow", "tokenizers", "transformers"]
+    publish("data_cache", table(headers, rows_of(results)), results, versions)
+
+
+def rows_of(results: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
+    """Return the rows of the table."""
+    return [
         [name, f"{found['seconds']:.1f}", *(f"{found[key]:.0f}" if key in found else "" for key in ("own", "files"))]
         for name, found in results.items()
     ]
-    publish("data_cache", table(headers, rows), results, ["datasets", "pyarrow", "tokenizers", "transformers"])
 
 
 def measure(folder: Path, rows: int, ranks: int) -> dict[str, dict[str, float]]:

@@ -46,6 +46,7 @@ from hpc_rl.config.compose import compose
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
+from hpc_rl.host.allocator import keep_freed_memory
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl import setup, trainer
 from hpc_rl.rl.batches import SynchronousBatches
@@ -310,6 +311,7 @@ def state_of(config: PpoConfig, ranks: int, prompts: int, lengths: NDArray[np.in
 
 def measure(algorithm: str, ranks: int, steps: int, responses: int, tokens: int, prompts: int) -> dict[str, Any]:
     """Return the processor seconds of each step, the wall seconds of its phases, and bytes."""
+    keep_freed_memory()  # as the driver does
     config = configuration(algorithm, responses, tokens)
     found: dict[str, Any] = {"draw_s": [], "rest_s": [], "phases": []}
     with tempfile.TemporaryDirectory() as folder:

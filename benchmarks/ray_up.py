@@ -16,6 +16,7 @@ import argparse
 import itertools
 import os
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.common import in_turns, median, median_ratio, publish, table
@@ -108,7 +109,7 @@ def main() -> None:
     parser.add_argument("--name", default="ray_up", help="of the file with the results (default: %(default)s)")
     options = parser.parse_args()
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    rows, results = [], {}
+    results = {}
     with Cluster(max(options.nodes), name="ray-up", cpus=2, memory_mb=8000) as cluster:
         for nodes in options.nodes:
             variants = {
@@ -117,12 +118,17 @@ def main() -> None:
                 "sleeping script": Measurement(cluster, nodes, SLEEPING, needs_driver=True),
                 "symmetric-run": Measurement(cluster, nodes, SYMMETRIC, needs_driver=True),
             }
-            measured = in_turns(variants, options.repeats)
-            results[str(nodes)] = measured
-            for name, values in measured.items():
-                ratio = "" if name == "hpc-rl" else f"{median_ratio(measured['hpc-rl'], values):.2f}"
-                rows.append([f"{nodes} nodes, {name}", f"{median(values):.1f}", ratio])
-    publish(options.name, table(["", "seconds", "hpc-rl against it"], rows), results, ["ray"])
+            results[str(nodes)] = in_turns(variants, options.repeats)
+    publish(options.name, table(["", "seconds", "hpc-rl against it"], rows_of(results)), results, ["ray"])
+
+
+def rows_of(results: Mapping[str, Mapping[str, Sequence[float]]]) -> Iterator[list[str]]:
+    """Yield the rows of the table."""
+    for nodes, measured in results.items():
+        for name, seconds in measured.items():
+            title = "`ray symmetric-run`" if name == "symmetric-run" else name
+            ratio = "" if name == "hpc-rl" else f"{median_ratio(measured['hpc-rl'], seconds):.2f}"
+            yield [f"{nodes} nodes, {title}", f"{median(seconds):.1f}", ratio]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: the numbers of each table follow from the measurements in benchmarks/results."""
+"""docs/benchmarks.md and docs/scale.md: the numbers of each table follow from benchmarks/results."""
 
 import json
 from collections.abc import Iterator
@@ -7,12 +7,24 @@ from typing import Any
 
 import pytest
 
-from benchmarks import async_rl, carrier, generate, rollout, rollout_simulation
+from benchmarks import (
+    async_rl,
+    carrier,
+    data_cache,
+    driver,
+    generate,
+    ray_up,
+    rollout,
+    rollout_simulation,
+    scale_meeting,
+    scale_report,
+    scale_runs,
+)
 from benchmarks.common import median, median_ratio
 from benchmarks.rollout_simulation import Outcome
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("benchmarks", "scale")}
 TOKENS = 2048
 """Generated tokens of a step of benchmarks/ppo.py: 32 responses of 64 tokens."""
 
@@ -78,11 +90,7 @@ def weight_sync() -> Iterator[str]:
 
 
 def start_of_ray() -> Iterator[str]:
-    for nodes, measured in result("ray_up").items():
-        for who, seconds in measured.items():
-            title = "`ray symmetric-run`" if who == "symmetric-run" else who
-            ratio = "" if who == "hpc-rl" else f"{median_ratio(measured['hpc-rl'], seconds):.2f}"
-            yield f"| {nodes} nodes, {title} | {median(seconds):.1f} | {ratio} |"
+    yield from map(line, ray_up.rows_of(result("ray_up")))
 
 
 def adapters() -> Iterator[str]:
@@ -141,7 +149,24 @@ TABLES = (
 )
 
 
+SCALE = {
+    "scale_meeting": scale_meeting.rows_of,
+    "scale_ray_up": ray_up.rows_of,
+    "driver": driver.rows_of,
+    "scale_runs": scale_runs.rows_of,
+    "scale_report": scale_report.rows_of,
+    "data_cache": data_cache.rows_of,
+}
+"""Results of `make bench-scale`, and what makes the rows of their tables."""
+
+
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
 def test_a_table_has_the_numbers_of_the_measurements(table: Any) -> None:
     rows = list(table())
-    assert rows and [row for row in rows if row not in PAGE] == []
+    assert rows and [row for row in rows if row not in PAGES["benchmarks"]] == []
+
+
+@pytest.mark.parametrize("name", SCALE)
+def test_a_table_of_scale_has_the_numbers_of_the_measurements(name: str) -> None:
+    rows = [*map(line, SCALE[name](result(name)))]
+    assert rows and [row for row in rows if row not in PAGES["scale"]] == []

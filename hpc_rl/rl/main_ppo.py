@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import RunError
+from hpc_rl.host.allocator import keep_freed_memory
 from hpc_rl.host.disk import tolerate_lost_output
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.host.imports import large_imports
@@ -42,6 +43,7 @@ class TaskRunner:
         log_to(driver_log(logs))
         heart.begin("the driver")
         quiet_libraries()
+        keep_freed_memory()
         with heart.phase("load"):
             state = set_up(config, run, logs)
         try:
