@@ -120,7 +120,7 @@ def read_json(path: Path | str) -> dict[str, Any]:
     """Return the JSON object in a file, or an empty one if the file is missing, unreadable or incomplete."""
     try:
         with open_regular(path) as file:
-            found = json.loads(file.read())
+            found = json.loads(file.read().decode())
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

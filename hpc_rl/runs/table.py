@@ -12,7 +12,7 @@ from typing import Any
 from hpc_rl.config.tree import read_options
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
-from hpc_rl.run_dir import RunDir
+from hpc_rl.run_dir import RunDir, ended_at
 from hpc_rl.runs.run_sets import RunSet, find_run_set, run_set_in
 from hpc_rl.runs.status import ROOT, RunStatus, is_run, run_paths, statuses_of
 from hpc_rl.tracking.history import read_history
@@ -121,7 +121,7 @@ def recent_runs(root: Path) -> tuple[list[RunRow], int]:
         the rows, of which the newest is last, and the number of ended runs that are left out.
     """
     found = run_paths(root.absolute())
-    ended = {path: time for path in found if (time := RunDir(Path(path)).ended_at()) is not None}
+    ended = {path: time for path in found if (time := ended_at(path)) is not None}
     shown = set(nlargest(MOST_ENDED, ended, key=lambda path: ended[path]))
     rows = _rows([RunDir(Path(path)) for path in found if path in shown or path not in ended])
     return _by_submission(rows), len(ended) - len(shown)
