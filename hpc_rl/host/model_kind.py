@@ -102,12 +102,20 @@ def refuse_without_liger(key: str, path: str, settings: Mapping[str, Any]) -> No
         key: the option that names `path`, for the error.
         settings: of the model, as in its config.json.
     """
-    family = _text_settings(settings).get("model_type")
+    settings = _text_settings(settings)
+    family, rotated = settings.get("model_type"), _rotated_part(settings)
+    activation = settings.get("hidden_act", "silu")
+    problem = None
     if family not in _LIGER:
-        raise UserError(
-            f"{key} {path} is of type {family}, which model.use_liger=true does not support ({', '.join(_LIGER)}): "
-            "remove model.use_liger, or use another model"
-        )
+        problem = f"is of type {family}, which model.use_liger=true does not support ({', '.join(_LIGER)})"
+    elif rotated != 1:
+        problem = f"rotates {rotated:g} of each head (partial_rotary_factor), and model.use_liger=true would rotate all"
+    elif activation not in ("silu", "swish"):
+        problem = f"has the activation {activation} (hidden_act), and model.use_liger=true would compute silu"
+    elif settings.get("mlp_bias"):
+        problem = "has biases in its MLPs (mlp_bias), which model.use_liger=true would leave out"
+    if problem is not None:
+        raise UserError(f"{key} {path} {problem}: remove model.use_liger, or use another model")
 
 
 def refuse_unsplittable(key: str, path: str, settings: Mapping[str, Any], size: int) -> None:
@@ -134,6 +142,13 @@ def refuse_unsplittable(key: str, path: str, settings: Mapping[str, Any], size: 
             "depends on the longest sample of a row and cannot be computed for a slice: use "
             "trainer.sequence_parallel=1, or another model"
         )
+
+
+def _rotated_part(settings: Mapping[str, Any]) -> float:
+    """Return the part of each attention head that the rotary embedding of a model changes."""
+    tables = (settings, settings.get("rope_parameters"), settings.get("rope_scaling"))
+    found = (table.get("partial_rotary_factor") for table in tables if isinstance(table, Mapping))
+    return min((float(part) for part in found if part is not None), default=1.0)
 
 
 def _text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:

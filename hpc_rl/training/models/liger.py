@@ -8,6 +8,7 @@ https://github.com/linkedin/Liger-Kernel
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 from hpc_rl.errors import UserError
@@ -22,10 +23,10 @@ def use_liger(hf: PreTrainedModel) -> None:
     """Replace what the layers of a model compute with. Weights and their names stay as they are.
 
     Liger replaces the function of the rotary embedding in the model's source, so that other models of this type in the
-    process use it too.
+    process use it too. The classes that it replaces there are restored, because its MLP has no biases.
 
     Raises:
-        UserError: Liger is not installed, or has no kernels for models of this type.
+        UserError: Liger is not installed, or its kernels do not compute what this model does.
     """
     settings = hf.config.get_text_config()
     refuse_without_liger("model", hf.config.name_or_path, settings.to_dict())
@@ -36,5 +37,8 @@ def use_liger(hf: PreTrainedModel) -> None:
             f"model.use_liger=true needs liger-kernel, which cannot be imported ({error}): {install_command('liger')}"
         ) from error
     replace = functions.MODEL_TYPE_TO_APPLY_LIGER_FN[settings.model_type]
+    source = sys.modules[type(hf).__module__]
+    classes = {name: value for name, value in vars(source).items() if isinstance(value, type)}
     # Not its losses: the chunks of the LM head are our own (lm_head.py).
     replace(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=hf)
+    vars(source).update(classes)

@@ -20,7 +20,7 @@ KEY = "teacher.path"
 
 def teacher_model(path: str, student: ModelConfig, on_accelerator: bool) -> Pretrained[CausalLM]:
     """Return the teacher, to be loaded without gradients."""
-    settings = student.model_copy(update={"path": path})
+    settings = student.model_copy(update={"path": path, "use_liger": False})  # it may be a model of any type
     if on_accelerator:  # which computes in bfloat16; no optimizer needs more digits of these weights
         settings = settings.updated("dtype", "bfloat16")
     return causal_lm(settings, trained=False, key=KEY)

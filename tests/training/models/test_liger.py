@@ -110,6 +110,15 @@ def test_layers_equal_those_of_transformers(tmp_path: Path, kernels: set[str], s
     assert any("swiglu" in name and "backward" in name for name in kernels)
 
 
+def test_models_without_liger_keep_their_layers(tmp_path: Path, kernels: set[str], sources: None) -> None:
+    """A teacher in the same process, for example, whose MLPs have biases."""
+    load_model(ModelConfig(path=str(make_tiny_model(tmp_path / "student")), use_liger=True))
+    folder = str(make_tiny_model(tmp_path / "teacher", kind="llama"))
+    load_model(ModelConfig(path=folder, use_liger=True))
+    names = {type(module).__name__ for module in load_model(ModelConfig(path=folder)).modules()}
+    assert {"LlamaMLP", "LlamaRMSNorm"} <= names and not any("Liger" in name for name in names)
+
+
 def test_with_adapters_and_recomputation(tmp_path: Path, kernels: set[str], sources: None) -> None:
     lora = {"rank": 4, "target_modules": ["q_proj", "gate_proj", "down_proj"]}
     compare(causal_lm, str(make_tiny_model(tmp_path)), lora=lora, enable_gradient_checkpointing=True)
