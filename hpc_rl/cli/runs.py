@@ -33,16 +33,23 @@ def status(run: RunOrSweepArgument, as_json: JsonOption = False) -> None:
     from hpc_rl.doctor import diagnosis
     from hpc_rl.runs import run_sets, table
     from hpc_rl.runs.status import find_run
+    from hpc_rl.tracking.evaluations import evaluation_text, read_evaluation
 
     several = run_sets.find_run_set(run)
     if isinstance(several, run_sets.PipelineDir):
         rows = table.runs_of(several)
         print(json.dumps([row.as_dict() for row in rows]) if as_json else runs_table(rows))
         return
-    found, explanation = diagnosis.diagnosis_of(find_run(run))
-    if not as_json and (reasons := explanation_text(explanation, brief=True)):
+    one = find_run(run)
+    found, explanation = diagnosis.diagnosis_of(one)
+    if as_json:
+        print(found.as_json())
+        return
+    if reasons := explanation_text(explanation, brief=True):
         print(reasons + "\n")
-    print(found.as_json() if as_json else status_text(found))
+    print(status_text(found))
+    if scores := evaluation_text([(one.name, read_evaluation(one))]):
+        print(scores)
 
 
 @app.command()

@@ -39,7 +39,7 @@ def status_text(found: RunStatus) -> str:
     if found.step is not None:
         age = "" if found.step_age_s is None else f", {duration(found.step_age_s)} ago"
         rows.append(("step", f"{found.step} of {found.total_steps}{age}"))
-    shown = ("train/loss", "val/loss", "critic/score/mean", "val/score", "perf/tokens_per_s")
+    shown = ("train/loss", "val/loss", "critic/score/mean", "val/score", "generate/score", "perf/tokens_per_s")
     rows += [(key, f"{found.metrics[key]:.6g}") for key in shown if found.metrics.get(key) is not None]
     if found.state == "RUNNING" and found.metrics.get("perf/eta_s") is not None:
         rows.append(("time left", duration(found.metrics["perf/eta_s"])))
