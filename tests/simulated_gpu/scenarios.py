@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -107,7 +109,11 @@ def _finetune_step(job: Job, kind: str) -> dict[str, Phase]:
 
     config = config_of(job, kind)
     assert isinstance(config, FinetuneConfig)
-    with simulated_gpus(job.ranks, job.gpus_per_node, job.where) as gpu, loading_without_files(job.shape, job.layers):
+    with (
+        simulated_gpus(job.ranks, job.gpus_per_node, job.where) as gpu,
+        loading_without_files(job.shape, job.layers),
+        without_torchao(),
+    ):
         phases = _Phases(gpu)
         world = job.world()
         model = load_sharded(objective_of(config).model(), world, config.trainer)
@@ -118,6 +124,15 @@ def _finetune_step(job: Job, kind: str) -> dict[str, Phase]:
         trainer.step(state, Clock())
         phases.end("update")
         return phases.found
+
+
+@contextmanager
+def without_torchao() -> Iterator[None]:
+    """Leave out the compiled step of moments in 8 bits, which needs a GPU. Their codes and scales are there."""
+    from hpc_rl.training import eight_bit
+
+    with mock.patch.multiple(eight_bit, torchao=lambda _: None, _step=lambda *_: None):
+        yield
 
 
 def rl_step(job: Job) -> dict[str, Phase]:

@@ -71,6 +71,8 @@ CASES = [
     case("sft", "7B", 8, 32768, HOST_INPUTS, small=True),
     case("sft", "7B", 8, 4096, "trainer.offload=optimizer", small=True),
     case("sft", "1.5B", 1, 8192, "trainer.offload=optimizer"),
+    case("sft", "7B", 8, 4096, "optim.moments=8bit", small=True),
+    case("sft", "1.5B", 1, 8192, "optim.moments=8bit", "model.dtype=bfloat16"),
     case("sft", "7B", 8, 16384, "trainer.sequence_parallel=4", small=True),
     case("sft", "7B", 8, 4096, KEEP, "trainer.sequence_parallel=2", small=True),
     case("sft", "14B", 8, 8192),
