@@ -90,7 +90,6 @@ class Failed(NamedTuple):
 class Written(NamedTuple):
     """A window is complete."""
 
-    rows: int
     is_last: bool
     """Whether the data set ends with it."""
     next: Cursor | None
@@ -254,7 +253,7 @@ def write_window(stream: Stream, order: Order) -> Written:
                 file.writelines(_line(row) for row in block)
                 count += len(block)
         partial.replace(order.path)
-    return Written(count, stream.is_at_end, stream.cursor)
+    return Written(stream.is_at_end, stream.cursor)
 
 
 def _line(row: Row) -> bytes:

@@ -16,7 +16,7 @@ from hpc_rl.data.formats import Row, read_some
 from hpc_rl.data.sources import BLOCK_ROWS, chunks
 from hpc_rl.data.stream import Alive, Cursor, DataSet, Failed, Order, Pinned, Written
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.host.files import write_atomically, writing
+from hpc_rl.host.files import replace_synced, writing
 from hpc_rl.host.hub import hub_address
 from hpc_rl.host.scratch import remove_tree
 from hpc_rl.host.worker_process import ProcessLost, WorkerProcess
@@ -204,7 +204,7 @@ class WindowReader:
         self.log.note(self._window, written)
         try:
             with writing(self._folder / LOG):
-                write_atomically(self._folder / LOG, json.dumps(asdict(self.log)))
+                replace_synced(self._folder / LOG, json.dumps(asdict(self.log)))
             self._is_there = True
         except RunError as error:  # `look` raises it, where all ranks end together
             self._refusal = error

@@ -22,6 +22,7 @@ from hpc_rl.data.tokenized import Form, Tokenize, Tokenized, Writer
 from hpc_rl.errors import UserError
 from hpc_rl.host import entries
 from hpc_rl.host.disk import UNWRITABLE, explained
+from hpc_rl.host.files import write_synced
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.training.checkpoints import checksums
 
@@ -173,7 +174,7 @@ def complete(folder: Path, request: Request, summaries: Sequence[Mapping[str, An
         "parts": [one["file"] for one in summaries],
         "kept": [one["kept"] for one in summaries],
     }
-    checksums.write_synced(folder / DESCRIPTION, json.dumps(description))
+    write_synced(folder / DESCRIPTION, json.dumps(description))
     sums = {one["file"]: checksums.Checksum(one["bytes"], one["crc32"]) for one in summaries}
     checksums.write(folder, {**sums, DESCRIPTION: checksums.of_file(folder / DESCRIPTION)})
 
