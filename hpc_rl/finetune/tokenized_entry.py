@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import pyarrow as pa
 
@@ -35,6 +35,8 @@ class Source(ABC):
     files: Sequence[str]
     """What the rows are from, for messages."""
     split: str
+    staleness: ClassVar[str] = "is stale, because the data has changed"
+    """What an entry of other contents shows, for messages."""
 
     def bring(self) -> None:  # noqa: B027 - may be left out
         """Make the rows readable. Every rank calls this before one of them reads rows."""
