@@ -20,14 +20,14 @@ from hpc_rl.data.formats import Row
 from hpc_rl.data.identity import key_of, window_of, windows_of
 from hpc_rl.data.lazy import sizes_of
 from hpc_rl.data.order import Position, steps_per_epoch
-from hpc_rl.data.row_checks import check_streamed
+from hpc_rl.data.row_checks import refuse_local, refuse_offline
 from hpc_rl.data.windows import WindowReader, read_log, rows_file, window_blocks
 from hpc_rl.errors import AgreedError, AgreedRunError, RunError, UserError
 from hpc_rl.finetune.tokenized_cache import forget, is_due, open_tokenized, stop
 from hpc_rl.finetune.tokenized_entry import Request, Source
 from hpc_rl.finetune.training_data import Batch, TrainingData
 from hpc_rl.host.heartbeat import heart
-from hpc_rl.host.hub import is_offline
+from hpc_rl.host.hub import data_offline
 from hpc_rl.host.worker_process import ProcessLost
 from hpc_rl.run_dir import RunDir, trusted_group
 from hpc_rl.training.checkpoints import checkpoint
@@ -70,7 +70,7 @@ class Windows(TrainingData):
         assert data.stream_rows is not None
         (self._name,), self._rows = data.train_files, data.stream_rows
         self._objective, self._root, self._run, self._world, self._stopping = objective, root, run, world, stopping
-        world.together(lambda: check_streamed(self._name, "HF_HUB_OFFLINE is set" if is_offline(os.environ) else ""))
+        world.together(self._refuse_unreadable)
         self._tokenize = world.together(lambda: objective.tokenizer(tokenizer))
         self._window, self._place = -1, -1
         """The present window, and its number in its pass."""
@@ -140,6 +140,12 @@ class Windows(TrainingData):
             self._reader.close()
         if is_done:
             self._drop()
+
+    def _refuse_unreadable(self) -> None:
+        """Raise UserError if the data is not on the hub, or the hub is not asked."""
+        refuse_local(self._name)
+        variable = data_offline(os.environ)
+        refuse_offline(self._name, f"{variable} is set" if variable else "")
 
     def _prepared(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Position, int]:
         """Prepare to read on rank 0. Return the position of the newest checkpoint, and the steps that are left."""
