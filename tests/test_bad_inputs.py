@@ -232,11 +232,18 @@ STREAMS = [
         "data.train_files=train.jsonl"),
     sft("data.train_files: data.stream_rows reads a data set on the hub, and model is on this machine", *_STREAM,
         "data.train_files=model"),
+    *(sft(f"data.train_files: {name}: no such data file, and data.stream_rows reads a data set on the hub: name one",
+          *_STREAM, f"data.train_files={name}") for name in ("none.jsonl", "data/chats.jsonl", "/data/chats.parquet")),
+    sft("data.train_files: /none/chats: there is no such data file or folder", *_STREAM,
+        "data.train_files=/none/chats"),
     sft("data.train_files: me/Sums/more: not the name of a data set on the hub", *_STREAM,
         "data.train_files=me/Sums/more"),
     sft("data.stream_rows reads me/Sums from the hub while the run trains, and compute nodes are offline "
         "(cache.offline): let the first node reach the hub, or fetch the data (hpc-rl fetch me/Sums)", *_STREAM,
         "cache.offline=true"),
+    *(sft(f"data.stream_rows reads me/Sums from the hub while the run trains, and compute nodes are offline ({name} is "
+          "set): let the first node reach the hub", *_STREAM, "slurm.env.HF_HUB_OFFLINE=0", f"slurm.env.{name}=1")
+      for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")),
     dpo("data.stream_rows=100 reads rows while the run trains, and ref.precompute_logprobs=true needs all of them "
         "before: set ref.precompute_logprobs=false", *_STREAM),
     distill("data.stream_rows=100 reads rows while the run trains, and teacher.precompute_top_k=true needs all of them",

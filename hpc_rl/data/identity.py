@@ -67,16 +67,25 @@ def contents_of(files: Sequence[str], split: str, template: str = "") -> str:
     return _digest(sources(files, split), _date_in(template))
 
 
-def window_of(key: str, run: Path, commit: str, rows: tuple[int, int], template: str = "") -> str:
-    """Return a text for a window of a data set on the hub, as one run reads it.
+def windows_of(run: Path) -> str:
+    """Return a text for the windows of a run, whatever else they depend on: the run finds and removes all of them, and
+    does not have to ask other runs.
+
+    Args:
+        run: the run directory.
+    """
+    return _digest("windows", str(run.absolute()))
+
+
+def window_of(key: str, commit: str, rows: tuple[int, int], template: str = "") -> str:
+    """Return a text for the tokens of a window of a data set on the hub, as one run reads it.
 
     Args:
         key: see `key_of`.
-        run: the run directory, so that a run can remove its window without asking other runs.
         commit: version of the data set.
         rows: number of the window's first row, and its most rows.
     """
-    return _digest(key, str(run.absolute()), commit, rows, _date_in(template))
+    return _digest(key, commit, rows, _date_in(template))
 
 
 def state_of(files: Sequence[str]) -> str:

@@ -63,18 +63,24 @@ def check_row(row: Row, data: AnyData, where: str) -> None:
     READERS[type(data)](row, data, where)
 
 
-def check_streamed(name: str, offline: str) -> None:
-    """Check that data can be read while a run trains (data.stream_rows).
+def refuse_local(name: str) -> None:
+    """Raise UserError if data to be read while a run trains (data.stream_rows) is on this machine, or is named as a
+    file."""
+    if Path(name).expanduser().exists():
+        raise UserError(streams_local(name))
+    if is_file(name):
+        raise UserError(
+            f"{name}: no such data file, and data.stream_rows reads a data set on the hub: name one, such as "
+            "HuggingFaceTB/smoltalk:all, or correct the path and remove data.stream_rows"
+        )
+
+
+def refuse_offline(name: str, offline: str) -> None:
+    """Raise UserError if data to be read while a run trains (data.stream_rows) cannot be read from the hub.
 
     Args:
-        name: of the data.
-        offline: the setting by which the hub cannot be reached; empty if it can.
-
-    Raises:
-        UserError: the data is on this machine, or the hub cannot be reached.
+        offline: the setting by which `datasets` does not ask the hub; empty if it does.
     """
-    if is_file(name) or Path(name).expanduser().exists():
-        raise UserError(streams_local(name))
     if offline:
         raise UserError(
             f"data.stream_rows reads {name} from the hub while the run trains, and compute nodes are offline "

@@ -10,7 +10,9 @@ from the interpreter of the rank, and so that it can be ended: libraries wait fo
 from __future__ import annotations
 
 import json
+import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,6 +39,8 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0
 _ALIVE_EVERY_S = 1.0
 _CLIENTS = ("httpcore", "httpx", "requests", "urllib3")
 """Packages, and beginnings of their names, whose errors are those of a connection."""
+_REPEATS = "datasets.utils.file_utils"
+"""Logger of the code that repeats requests."""
 _ANSWERS_LATER = (408, 429)
 """Statuses below 500 of a request that may succeed later: timeout, too many requests."""
 
@@ -72,7 +76,7 @@ class Order:
 
 
 class Pinned(NamedTuple):
-    """The version of the data set is known."""
+    """The hub has answered, and the version of the data set is known. It is the first message of a process."""
 
     commit: str
 
@@ -90,7 +94,6 @@ class Failed(NamedTuple):
 class Written(NamedTuple):
     """A window is complete."""
 
-    rows: int
     is_last: bool
     """Whether the data set ends with it."""
     next: Cursor | None
@@ -112,7 +115,8 @@ class Stream:
         """Number of the next row."""
         self.cursor: Cursor | None = None
         """Its place."""
-        self._data, self._commit, self._report = data, data.commit, report
+        self._data, self._report = data, report
+        self._commit: str | None = None
         self._by = f"datasets {library(data.name).__version__}: {', '.join(data.columns)}"
         self._stream: IterableDataset | None = None
         self._rows: Iterator[Row] | None = None
@@ -158,7 +162,7 @@ class Stream:
                 raise
             except Exception as error:  # what HTTP clients and formats raise has no base class
                 self.close()
-                reason = " ".join(str(error).split())[:300] or type(error).__name__
+                reason = _reason(error)
                 if not is_temporary(error):
                     raise UserError(f"cannot read {self._data.name} from {hub_address()}: {reason}") from error
                 print(f"warning: {hub_address()} failed ({reason}); trying again", file=sys.stderr, flush=True)
@@ -187,7 +191,7 @@ class Stream:
 
     def _open(self) -> None:
         if self._commit is None:
-            self._commit = newest_commit(self._data.name)
+            self._commit = commit_of(self._data.name, self._data.commit)
             self._report(Pinned(self._commit))
         self._stream = _opened(self._data, self._commit)
         if self.cursor is not None:
@@ -195,11 +199,11 @@ class Stream:
         self._rows = iter(self._stream)
 
 
-def newest_commit(name: str) -> str:
-    """Return the commit of the branch main of a data set. It raises what huggingface_hub raises."""
+def commit_of(name: str, revision: str | None) -> str:
+    """Return the commit of a revision of a data set, None: of main. It raises what huggingface_hub raises."""
     from huggingface_hub import HfApi
 
-    found = HfApi().dataset_info(parts_of(name)[0], timeout=30).sha
+    found = HfApi().dataset_info(parts_of(name)[0], revision=revision, timeout=30).sha
     assert found is not None
     return found
 
@@ -223,6 +227,11 @@ def _opened(data: DataSet, commit: str) -> IterableDataset:
     if found.info.builder_name == "parquet":  # it then asks the hub only for the parts of a file with these columns
         found = load(columns=columns)
     return found.select_columns(columns)
+
+
+def _reason(error: BaseException) -> str:
+    """Return what an error states, in one line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def is_temporary(error: BaseException) -> bool:
@@ -254,7 +263,7 @@ def write_window(stream: Stream, order: Order) -> Written:
                 file.writelines(_line(row) for row in block)
                 count += len(block)
         partial.replace(order.path)
-    return Written(count, stream.is_at_end, stream.cursor)
+    return Written(stream.is_at_end, stream.cursor)
 
 
 def _line(row: Row) -> bytes:
@@ -262,17 +271,33 @@ def _line(row: Row) -> bytes:
     return json.dumps(row, ensure_ascii=False, default=lambda _: None).encode() + b"\n"
 
 
+class _Repeated(logging.Handler):
+    """Reports what `datasets` writes to its log when it repeats a request, which it does for minutes."""
+
+    def __init__(self, report: Callable[[Message], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._report = report
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Report the error that is being handled, or else the text of the log."""
+        error = sys.exception()
+        self._report(Failed(_reason(error) if error is not None else record.getMessage()))
+
+
 def serve(fd: int) -> None:
     """Write windows until the socket is closed."""
     die_with_parent()
     connection: Connection[Any, Any] = Connection(fd)
+    sending = threading.Lock()  # what reads parquet has threads, which report failures too
 
     def send(message: Message) -> None:
         try:
-            connection.send(message)
+            with sending:
+                connection.send(message)
         except OSError:  # the rank has ended
             sys.exit(1)
 
+    logging.getLogger(_REPEATS).addHandler(_Repeated(send))
     try:
         data: DataSet = connection.recv()
         library(data.name).disable_progress_bars()  # their control characters would fill log files

@@ -7,6 +7,7 @@ the first one follows it. The number of windows of a pass is known as soon as th
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,7 +17,7 @@ from hpc_rl.data.formats import Row, read_some
 from hpc_rl.data.sources import BLOCK_ROWS, chunks
 from hpc_rl.data.stream import Alive, Cursor, DataSet, Failed, Order, Pinned, Written
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.host.files import write_atomically, writing
+from hpc_rl.host.files import replace_synced, writing
 from hpc_rl.host.hub import hub_address
 from hpc_rl.host.scratch import remove_tree
 from hpc_rl.host.worker_process import ProcessLost, WorkerProcess
@@ -24,7 +25,7 @@ from hpc_rl.host.worker_process import ProcessLost, WorkerProcess
 PATIENCE_S = 600.0
 """Longest time that a run waits for the next rows while it trains."""
 FIRST_PATIENCE_S = 120.0
-"""The same before the first rows of an attempt: the nodes may have no internet."""
+"""The same before the hub has answered for the first time in an attempt: the nodes may have no internet."""
 _POLL_S = 1.0
 _SEND_S = 10.0
 LOG = "windows.json"
@@ -106,7 +107,7 @@ class WindowReader:
         self._refusal: UserError | None = None
         self._failure = ""
         self._awaited: int | None = None
-        self._heard_at, self._has_rows = 0.0, False
+        self._heard_at, self._has_answered = 0.0, False
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._clear()
@@ -140,14 +141,18 @@ class WindowReader:
         """
         if self._awaited != window:
             self._awaited, self._heard_at = window, time.monotonic()
+            if self._refusal is not None:  # it was found while the run trained, and its reason may have gone
+                print(f"warning: {self._refusal}; trying again", file=sys.stderr, flush=True)
+                self._refusal = None
         try:
             self.start(window)
-            self.listen(_POLL_S)
+            if not self._is_there:
+                self.listen(_POLL_S)
         except ProcessLost as error:
             raise RunError(f"the process that reads {self.log.name} {error}") from error
         if self._refusal is not None:
             raise self._refusal
-        patience_s = PATIENCE_S if self._has_rows else FIRST_PATIENCE_S
+        patience_s = PATIENCE_S if self._has_answered else FIRST_PATIENCE_S
         if not self._is_there and time.monotonic() - self._heard_at > patience_s:
             self.close()
             reason = self._failure or "it does not answer"
@@ -181,9 +186,9 @@ class WindowReader:
                 self._refusal = found
                 self.close()
             elif isinstance(found, Pinned):
-                self.log.commit = found.commit
+                self.log.commit, self._has_answered, self._failure = found.commit, True, ""
             elif isinstance(found, Alive):
-                self._has_rows, self._failure = True, ""
+                self._failure = ""
             else:
                 self._note(found)
 
@@ -192,6 +197,7 @@ class WindowReader:
         if self._process is not None:
             self._process.end()
             self._process = None
+        self._is_there = False
         self._clear()
         remove_tree(self._folder / ".cache")
 
@@ -204,7 +210,7 @@ class WindowReader:
         self.log.note(self._window, written)
         try:
             with writing(self._folder / LOG):
-                write_atomically(self._folder / LOG, json.dumps(asdict(self.log)))
+                replace_synced(self._folder / LOG, json.dumps(asdict(self.log)))
             self._is_there = True
         except RunError as error:  # `look` raises it, where all ranks end together
             self._refusal = error

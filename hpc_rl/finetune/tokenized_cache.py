@@ -282,7 +282,7 @@ def _obtained(
         if world.any(action == "write"):
             request.source.bring()
             if seat is not None and seat.building is not None and seat.earlier() and world.is_main:
-                print(f"{request.what} is stale, because the data has changed: tokenizing again", flush=True)
+                print(f"{request.what} {request.source.staleness}: tokenizing again", flush=True)
             _write(request, Path(folder) if action == "write" else None, seat, team, world, stopping)
         entry = Path(world.gather(str(seat.entry) if seat is not None else None)[team.leader])
         return world.together(lambda: opened(request, entry))
@@ -357,7 +357,10 @@ def stop(stopping: Stopping, world: World) -> NoReturn:
     raise Stopped("stopped before the first step: the data is not tokenized yet; submit again to start")
 
 
-def forget(request: Request, root: Path, world: World) -> None:
-    """Remove an entry that no other run uses. Every rank calls this when it has dropped the data."""
+def forget(key: str, root: Path, world: World) -> None:
+    """Remove all entries with a key that no other run uses. Every rank calls this when it has dropped the data."""
     world.barrier()
-    entries.discard(root / request.name)
+    with contextlib.suppress(OSError):
+        for entry in root.glob(f"{key}-*"):
+            entries.discard(entry)
+    world.barrier()  # before one of them writes a new one

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import pyarrow as pa
 
@@ -22,6 +22,7 @@ from hpc_rl.data.tokenized import Form, Tokenize, Tokenized, Writer
 from hpc_rl.errors import UserError
 from hpc_rl.host import entries
 from hpc_rl.host.disk import UNWRITABLE, explained
+from hpc_rl.host.files import write_synced
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.training.checkpoints import checksums
 
@@ -34,6 +35,8 @@ class Source(ABC):
     files: Sequence[str]
     """What the rows are from, for messages."""
     split: str
+    staleness: ClassVar[str] = "is stale, because the data has changed"
+    """What an entry of other contents shows, for messages."""
 
     def bring(self) -> None:  # noqa: B027 - may be left out
         """Make the rows readable. Every rank calls this before one of them reads rows."""
@@ -173,7 +176,7 @@ def complete(folder: Path, request: Request, summaries: Sequence[Mapping[str, An
         "parts": [one["file"] for one in summaries],
         "kept": [one["kept"] for one in summaries],
     }
-    checksums.write_synced(folder / DESCRIPTION, json.dumps(description))
+    write_synced(folder / DESCRIPTION, json.dumps(description))
     sums = {one["file"]: checksums.Checksum(one["bytes"], one["crc32"]) for one in summaries}
     checksums.write(folder, {**sums, DESCRIPTION: checksums.of_file(folder / DESCRIPTION)})
 

@@ -14,20 +14,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from hpc_rl.data.formats import Row
-from hpc_rl.data.identity import key_of, window_of
+from hpc_rl.data.identity import key_of, window_of, windows_of
 from hpc_rl.data.lazy import sizes_of
 from hpc_rl.data.order import Position, steps_per_epoch
-from hpc_rl.data.row_checks import check_streamed
+from hpc_rl.data.row_checks import refuse_local, refuse_offline
 from hpc_rl.data.windows import WindowReader, read_log, rows_file, window_blocks
 from hpc_rl.errors import AgreedError, AgreedRunError, RunError, UserError
 from hpc_rl.finetune.tokenized_cache import forget, is_due, open_tokenized, stop
 from hpc_rl.finetune.tokenized_entry import Request, Source
 from hpc_rl.finetune.training_data import Batch, TrainingData
 from hpc_rl.host.heartbeat import heart
-from hpc_rl.host.hub import is_offline
+from hpc_rl.host.hub import data_offline
 from hpc_rl.host.worker_process import ProcessLost
 from hpc_rl.run_dir import RunDir, trusted_group
 from hpc_rl.training.checkpoints import checkpoint
@@ -70,13 +70,14 @@ class Windows(TrainingData):
         assert data.stream_rows is not None
         (self._name,), self._rows = data.train_files, data.stream_rows
         self._objective, self._root, self._run, self._world, self._stopping = objective, root, run, world, stopping
-        world.together(lambda: check_streamed(self._name, "HF_HUB_OFFLINE is set" if is_offline(os.environ) else ""))
+        world.together(self._refuse_unreadable)
         self._tokenize = world.together(lambda: objective.tokenizer(tokenizer))
         self._window, self._place = -1, -1
         """The present window, and its number in its pass."""
-        self._request: Request | None = None
         self._reader: WindowReader | None = None
-        self._key, self._template = "", tokenizer.get_chat_template()
+        self._key: str = world.broadcast(windows_of(run.path))
+        self._tokens, self._template = "", tokenizer.get_chat_template()
+        """What the tokens depend on besides the rows: on rank 0, see `key_of`; and the template."""
         self.resume(*self._prepared(tokenizer))
 
     @property
@@ -102,12 +103,13 @@ class Windows(TrainingData):
         empty = 0
         while True:
             window = self._position.epoch
-            key, place, count = self._ask(partial(self._described, window))
+            contents, place, count = self._ask(partial(self._described, window))
             if count is not None and empty >= count:
                 raise AgreedError(f"{self._name}: no row has a target token within data.max_length: raise it")
             if place != self._place:
-                self._drop()
-                self._load(window, place, key)
+                if self._place >= 0:  # otherwise the window may be on the disk since an earlier attempt
+                    self._drop()
+                self._load(window, place, contents)
             if len(self.items):
                 break
             empty, self._position = empty + 1, Position(window + 1)
@@ -139,13 +141,19 @@ class Windows(TrainingData):
         if is_done:
             self._drop()
 
+    def _refuse_unreadable(self) -> None:
+        """Raise UserError if the data is not on the hub, or the hub is not asked."""
+        refuse_local(self._name)
+        variable = data_offline(os.environ)
+        refuse_offline(self._name, f"{variable} is set" if variable else "")
+
     def _prepared(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Position, int]:
         """Prepare to read on rank 0. Return the position of the newest checkpoint, and the steps that are left."""
         config, run = self._config, self._run
 
         def prepare() -> list[int]:
             newest = checkpoint.expected(run.checkpoints)
-            self._key = key_of([self._name], "train", config.data, tokenizer)
+            self._tokens = key_of([self._name], "train", config.data, tokenizer)
             log = read_log(run.stream, self._name, self._rows, resumes=newest is not None)
             self._reader = WindowReader(run.stream, log, "train", config.data.columns)
             return [0, 0, 0] if newest is None else [newest.epoch, newest.index, newest.step]
@@ -154,7 +162,7 @@ class Windows(TrainingData):
         return Position(epoch, index), self.total_steps - step
 
     def _described(self, window: int) -> tuple[str, int, int | None] | None:
-        """Return the key of a window's tokenized data, its number in its pass, and the number of windows of a pass if
+        """Return a text for the tokens of a window, its number in its pass, and the number of windows of a pass if
         it is known; None as long as the version of the data set is not known. Rank 0 calls this."""
         reader = self._reader
         assert reader is not None
@@ -165,15 +173,15 @@ class Windows(TrainingData):
             return None
         place = log.place(window)
         rows = (place * self._rows, self._rows)
-        return window_of(self._key, self._run.path, log.commit, rows, self._template), place, log.count
+        return window_of(self._tokens, log.commit, rows, self._template), place, log.count
 
-    def _load(self, window: int, place: int, key: str) -> None:
+    def _load(self, window: int, place: int, contents: str) -> None:
         """Tokenize a window, unless it has been."""
         file, first = rows_file(self._run.stream, window), place * self._rows
         source = _Rows([self._name], "train", file, first, bring_rows=lambda: self._bring(window))
-        self._request = Request(source, self._tokenize, self._objective.form, key, "window")
+        request = Request(source, self._tokenize, self._objective.form, self._key, contents)
         group = trusted_group(self._run.path, self._config.slurm.group)
-        rows, counts = open_tokenized(self._request, self._root, group, self._world, self._stopping)
+        rows, counts = open_tokenized(request, self._root, group, self._world, self._stopping)
         self.items, self._place = self._objective.items(rows), place
         self.sizes = sizes_of(self.items)
         if self._world.is_main:
@@ -198,11 +206,9 @@ class Windows(TrainingData):
             self._reader.start(self._window + 1)
 
     def _drop(self) -> None:
-        """Remove the present window from memory and disk."""
-        request, self._request = self._request, None
+        """Remove the present window from memory and disk, and what killed attempts have left of other windows."""
         self.items, self.sizes, self._place = (), sizes_of(()), -1
-        if request is not None:
-            forget(request, self._root, self._world)
+        forget(self._key, self._root, self._world)
 
     def _ask(self, look: Callable[[], Any]) -> Any:
         """Return what rank 0 finds, as JSON returns it. Every rank calls this.
@@ -247,6 +253,7 @@ class _Rows(Source):
     first: int
     """Number of the first row in the data set, from 0."""
     bring_rows: Callable[[], None]
+    staleness: ClassVar[str] = "is of other rows or settings"
 
     def bring(self) -> None:
         """See `Source.bring`."""

@@ -170,6 +170,39 @@ def write_atomically(path: Path, text: str, forbidden: int = 0) -> None:
         file.write(text)
 
 
+def write_synced(path: Path, text: str) -> None:
+    """Write a text file and force it to the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Force the contents of a file to the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Force the names in a folder to the disk, where the file system can do that."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every network file system can do it
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def replace_synced(path: Path, text: str) -> None:
+    """Write a text file like `write_atomically`, so that it is complete after a power failure too."""
+    with replacing(path) as partial:
+        write_synced(partial, text)
+    sync_folder(path.parent)
+
+
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> int:
     """Write one JSON object per line, atomically.
 

@@ -25,6 +25,15 @@ def is_offline(environ: Mapping[str, str]) -> bool:
     return environ.get("HF_HUB_OFFLINE", "").lower() in _TRUE
 
 
+def data_offline(environ: Mapping[str, str]) -> str:
+    """Return the variable by which `datasets` uses its cache only; empty if it asks the hub.
+
+    HF_DATASETS_OFFLINE=0 does not help against HF_HUB_OFFLINE: what `datasets` then asks does not ask the hub.
+    """
+    names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+    return next((name for name in names if environ.get(name, "").lower() in _TRUE), "")
+
+
 def hub_address() -> str:
     """Return the address of the hub that this process uses."""
     return internet_addresses(os.environ)["Hugging Face"]

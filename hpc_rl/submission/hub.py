@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpc_rl.config.job import JobConfig
 from hpc_rl.errors import UserError
-from hpc_rl.host.hub import is_offline
+from hpc_rl.host.hub import data_offline, is_offline
 from hpc_rl.host.installation import install_command
 from hpc_rl.host.processes import die_with_parent, python_with, shell_code
 from hpc_rl.submission.environment import job_environment
@@ -26,6 +26,8 @@ class HubCache:
     datasets: Path
     offline: str
     """The setting by which the job cannot download what the cache lacks: `cache.offline`. Empty if it can."""
+    data_offline: str
+    """The same for data sets only."""
 
     def model_folder(self, name: str) -> Path | None:
         """Return the snapshot of a model's branch main; None if it was never downloaded."""
@@ -52,8 +54,14 @@ def hub_cache(config: JobConfig, environ: Mapping[str, str] = os.environ) -> Hub
     home = found.get("HF_HOME", f"{user}/huggingface")
     models = found.get("HF_HUB_CACHE", found.get("HUGGINGFACE_HUB_CACHE", f"{home}/hub"))
     datasets = found.get("HF_DATASETS_CACHE", f"{home}/datasets")
-    setting = "cache.offline" if config.cache.offline else "HF_HUB_OFFLINE is set"
-    return HubCache(_path(models), _path(datasets), offline=setting if is_offline(found) else "")
+    variable = data_offline(found)
+    setting = "cache.offline" if config.cache.offline else f"{variable} is set"
+    return HubCache(
+        _path(models),
+        _path(datasets),
+        offline=setting if is_offline(found) else "",
+        data_offline=setting if variable else "",
+    )
 
 
 def _path(text: str) -> Path:

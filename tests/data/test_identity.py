@@ -14,8 +14,18 @@ from transformers import PreTrainedTokenizerFast
 from hpc_rl.config.preferences import PreferenceDataConfig, RewardDataConfig
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.data import identity
-from hpc_rl.data.identity import contents_of, key_of
+from hpc_rl.data.identity import contents_of, key_of, window_of, windows_of
 from tests.data.conftest import CHATML, MARKED
+
+
+def test_windows_of_a_run_have_one_key_and_different_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert windows_of(tmp_path / "a") != windows_of(tmp_path / "b")
+    monkeypatch.chdir(tmp_path)
+    assert windows_of(tmp_path / "a") == windows_of(Path("a"))
+    first = window_of("key", "commit", (0, 10))
+    others = [window_of("other", "commit", (0, 10)), window_of("key", "other", (0, 10))]
+    others += [window_of("key", "commit", (10, 10)), window_of("key", "commit", (0, 10), "{{ strftime_now('%Y') }}")]
+    assert first == window_of("key", "commit", (0, 10), CHATML) and len({first, *others}) == 5
 
 
 @pytest.fixture

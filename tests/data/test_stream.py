@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -14,11 +16,12 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
+from datasets.utils import file_utils
 from pyarrow import parquet
 
 from hpc_rl.data import stream, windows
 from hpc_rl.data.sources import BLOCK_ROWS
-from hpc_rl.data.stream import Alive, DataSet, Failed, Order, Stream, Written, is_temporary, write_window
+from hpc_rl.data.stream import Alive, DataSet, Failed, Order, Pinned, Stream, Written, is_temporary, write_window
 from hpc_rl.data.windows import WindowLog, WindowReader, read_log, rows_file, window_blocks
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.worker_process import ProcessLost
@@ -72,6 +75,30 @@ def numbers(one: WindowReader, folder: Path, window: int) -> list[int]:
         return [json.loads(line)["n"] for line in lines]
 
 
+class Told:
+    """Takes the place of the process, and reports what it is told."""
+
+    alive = True
+
+    def __init__(self, *reports: Any) -> None:
+        self.reports, self.waits = list(reports), list[float]()
+
+    def send(self, value: object) -> None:
+        assert isinstance(value, DataSet | Order)
+
+    def has_answer(self, seconds: float) -> bool:
+        self.waits.append(seconds)
+        return bool(self.reports)
+
+    def receive(self, seconds: float) -> Any:
+        found = self.reports.pop(0)
+        if isinstance(found, ProcessLost):
+            raise found
+        return found
+
+    def end(self) -> None: ...
+
+
 def test_windows_follow_each_other_and_only_their_files_are_read(hub: HubServer, tmp_path: Path) -> None:
     one = reader(tmp_path, 250)
     assert numbers(one, tmp_path, 0) == list(range(250))
@@ -123,11 +150,10 @@ def test_a_hub_that_fails_at_first_is_asked_again(
 def test_a_hub_that_does_not_answer_is_given_up(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windows, "FIRST_PATIENCE_S", 600.0)
-    monkeypatch.setattr(windows, "PATIENCE_S", 1.0)
     hub.mute.add("train-2.jsonl")
     one = reader(tmp_path, 250)
     assert numbers(one, tmp_path, 0) == list(range(250))
+    monkeypatch.setattr(windows, "PATIENCE_S", 1.0)
     with pytest.raises(RunError, match=rf"{hub.url} has sent no rows of me/Lines for 1 s \(it does not answer\): data"):
         numbers(one, tmp_path, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["windows.json"]
@@ -138,11 +164,83 @@ def test_a_hub_that_does_not_answer_is_given_up(
     one.close()
 
 
+@pytest.mark.parametrize("commit", [None, COMMIT])
+def test_a_hub_that_has_answered_gets_more_time(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: str | None
+) -> None:
+    hub.mute.add("train-0.jsonl")  # the data set cannot be opened
+    one = WindowReader(tmp_path, WindowLog("me/Lines", 10, commit), "train", ["n"])
+    while not any(path.endswith("/train-0.jsonl") for path in hub.asked):
+        assert not one.look(0)
+    monkeypatch.setattr(windows, "FIRST_PATIENCE_S", 0.0)
+    assert not one.look(0)
+    monkeypatch.setattr(windows, "PATIENCE_S", 0.0)
+    with pytest.raises(RunError, match=r"has sent no rows of me/Lines for 0 s \(it does not answer\)"):
+        one.look(0)
+
+
+def test_a_hub_that_never_answers_gets_little_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "WorkerProcess", lambda *_: Told(Failed("no route to host")))
+    monkeypatch.setattr(windows, "FIRST_PATIENCE_S", 0.0)
+    with pytest.raises(RunError, match=r"for 0 s \(no route to host\): data.stream_rows needs internet"):
+        reader(tmp_path, 10).look(0)
+
+
+def test_an_error_from_reading_ahead_is_final_only_if_it_comes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, third = (
+        Told(Written(False, None), UserError("the token has expired")),
+        Told(Written(False, None)),
+        Told(UserError("it is gone")),
+    )
+    started = iter([first, second, third])
+    monkeypatch.setattr(windows, "WorkerProcess", lambda *_: next(started))
+    one = reader(tmp_path, 10)
+    first.reports, later = first.reports[:1], first.reports[1:]
+    assert one.look(0)
+    one.start(1)
+    first.reports = later
+    one.listen()
+    one.start(1)  # the run trains: the hub is not asked for the same again and again
+    assert one.look(1)
+    assert capsys.readouterr().err == "warning: the token has expired; trying again\n"
+    second.reports = [UserError("it is gone")]
+    one.start(2)
+    one.listen()
+    for _ in range(2):
+        with pytest.raises(UserError, match="it is gone"):
+            one.look(2)
+    assert next(started, None) is None
+
+
+def test_a_window_that_was_read_ahead_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told(Written(False, None))
+    monkeypatch.setattr(windows, "WorkerProcess", lambda *_: told)
+    one = reader(tmp_path, 10)
+    one.start(0)
+    one.listen()
+    assert one.look(0) and sum(told.waits) == 0
+
+
+def test_rows_of_a_process_that_has_ended_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Told(Written(False, None)), Told(Written(False, None))
+    started = iter([first, second])
+    monkeypatch.setattr(windows, "WorkerProcess", lambda *_: next(started))
+    one = reader(tmp_path, 10)
+    one.start(0)
+    one.listen()
+    first.reports = [ProcessLost("ended with exit code 137")]
+    with pytest.raises(ProcessLost):
+        one.listen()
+    assert one.look(0) and second.reports == []
+
+
 @pytest.mark.parametrize(
     ("name", "commit", "said"),
     [
         ("me/None", None, r"^cannot read me/None from http://127.0.0.1:\d+: .*Repository Not Found"),
-        ("me/Lines", "0" * 40, r"^cannot read me/Lines from .*Revision '0{40}' doesn't exist for dataset 'me/Lines'"),
+        ("me/Lines", "0" * 40, r"^cannot read me/Lines from .*Revision Not Found for url: .*/me/Lines/revision/0{40}"),
         ("me/Lines:other", COMMIT, r"^cannot read me/Lines:other from .*BuilderConfig 'other' not found"),
     ],
 )
@@ -214,6 +312,7 @@ class Source:
 def opened(monkeypatch: pytest.MonkeyPatch, source: Source) -> tuple[Stream, list[Any]]:
     reports: list[Any] = []
     monkeypatch.setattr(stream, "_opened", source.open)
+    monkeypatch.setattr(stream, "commit_of", lambda name, revision: revision)
     monkeypatch.setattr(stream, "_FIRST_WAIT_S", 0.01)
     data = DataSet("me/Lines", "train", ("n",), COMMIT, Path("none"))
     return Stream(data, reports.append), reports
@@ -231,7 +330,7 @@ def test_rows_after_a_fault_are_neither_lost_nor_repeated(
         with (tmp_path / "rows.jsonl").open() as lines:
             found += [json.loads(line)["n"] for line in lines]
         first += rows
-        assert written.rows == min(rows, ROWS - first + rows) and written.is_last == (first > ROWS)
+        assert written.is_last == (first > ROWS)
     assert found == list(range(ROWS)) and source.opened == 3
     failures = [report for report in reports if isinstance(report, Failed)]
     assert failures == [Failed("reset by peer"), Failed("TimeoutError")][:: 1 if row < 700 else -1]
@@ -253,7 +352,7 @@ def test_a_window_is_read_from_its_place_or_counted(monkeypatch: pytest.MonkeyPa
         other, reports = opened(monkeypatch, source)
         assert read(other, Order(path, 333, 100, place))[1] == list(range(333, 433))
         assert (2 in source.faults) == (by == "known")  # the first file is not read again
-        assert reports == [Alive()]
+        assert reports == [Pinned(COMMIT), Alive()]
     last, rows = read(one, Order(path, 333, 667, None))
     assert last.is_last and rows == list(range(333, ROWS))
     assert read(one, Order(path, 0, 5, None))[1] == list(range(5))  # the next pass
@@ -268,14 +367,14 @@ def test_signs_of_life_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(4):
         one.take(10)
         now[0] += 0.6
-    assert reports == [Alive()] * 2
+    assert reports == [Pinned(COMMIT), Alive(), Alive()]
 
 
 def test_a_fault_of_the_data_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one, reports = opened(monkeypatch, Source((20, ValueError("not\nJSON"))))
     with pytest.raises(UserError, match=r"^cannot read me/Lines from http.*: not JSON$"):
         write_window(one, Order(tmp_path / "rows.jsonl", 0, 100, None))
-    assert not (tmp_path / "rows.jsonl").exists() and reports == []
+    assert not (tmp_path / "rows.jsonl").exists() and reports == [Pinned(COMMIT)]
 
 
 def test_rows_that_cannot_be_written_are_an_error_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -346,18 +445,43 @@ def test_the_process_reports_an_error_and_ends(tmp_path: Path) -> None:
     assert isinstance(found, RunError) and "could not be written" in str(found)
 
 
+def test_requests_that_datasets_repeats_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def read(self) -> bytes:
+            raise TimeoutError("no answer\nin time")
+
+    def read(*_: object) -> Written:
+        logging.getLogger("datasets.utils.file_utils").warning("waiting")
+        with pytest.raises(ConnectionError, match="Server Disconnected"):
+            file_utils._add_retries_to_file_obj_read_method(Broken()).read()
+        raise EOFError
+
+    monkeypatch.setattr(datasets.config, "STREAMING_READ_MAX_RETRIES", 2)
+    monkeypatch.setattr(datasets.config, "STREAMING_READ_RETRY_INTERVAL", 0)
+    monkeypatch.setattr(stream, "die_with_parent", lambda: None)
+    monkeypatch.setattr(stream, "write_window", read)
+    monkeypatch.setattr(file_utils.logger, "handlers", [])
+    sockets = socket.socketpair()
+    ours: Connection[Any, Any] = Connection(sockets[0].detach())
+    ours.send(DataSet("me/Lines", "train", ("n",), COMMIT, tmp_path))
+    ours.send(Order(tmp_path / "rows.jsonl", 0, 1, None))
+    stream.serve(sockets[1].detach())
+    found = [ours.recv() for _ in range(3) if ours.poll(1)]
+    assert found == [Failed("waiting"), Failed("no answer in time"), Failed("no answer in time")]
+
+
 def test_numbers_of_windows() -> None:
     log = WindowLog("me/Lines", 10)
     assert [log.place(window) for window in (0, 7)] == [0, 7]
-    log.note(0, Written(10, False, {"at": 1}))
-    log.note(0, Written(10, False, {"at": 1}))  # read again
-    log.note(1, Written(10, False, {"at": 2}))
+    log.note(0, Written(False, {"at": 1}))
+    log.note(0, Written(False, {"at": 1}))  # read again
+    log.note(1, Written(False, {"at": 2}))
     assert (log.cursors, log.count) == ([None, {"at": 1}, {"at": 2}], None)
-    log.note(2, Written(3, True, {"at": 3}))
+    log.note(2, Written(True, {"at": 3}))
     assert (log.cursors, log.count) == ([None, {"at": 1}, {"at": 2}], 3)
     assert [log.place(window) for window in range(2, 8)] == [2, 0, 1, 2, 0, 1]
-    log.note(5, Written(3, True, None))
-    log.note(3, Written(10, False, {"at": 1}))
+    log.note(5, Written(True, None))
+    log.note(3, Written(False, {"at": 1}))
     assert (log.cursors, log.count) == ([None, {"at": 1}, {"at": 2}], 3)
 
 
@@ -377,6 +501,29 @@ def test_a_run_keeps_the_version_and_the_windows_of_its_data(tmp_path: Path) -> 
         path.write_text(text)
         with pytest.raises(UserError, match=r"windows.json cannot be read \("):
             read_log(tmp_path, "me/Lines", 10, resumes=True)
+
+
+def test_the_log_of_a_run_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def synced(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        events.append((path, path.read_text() if path.is_file() else None))
+
+    def renamed(partial: Path, path: Path) -> Path:
+        events.append((partial, path))
+        return rename(partial, path)
+
+    events: list[tuple[Path, object]] = []
+    rename = Path.replace
+    one = reader(tmp_path, 10)
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    monkeypatch.setattr(windows, "WorkerProcess", lambda *_: Told(Written(False, None)))
+    assert one.look(0)
+    (partial, text), *others = events
+    assert text == (tmp_path / "windows.json").read_text() and json.loads(str(text))["cursors"] == [None, None]
+    assert others == [(partial, tmp_path / "windows.json"), (tmp_path, None)]
 
 
 def test_parts_of_a_window_have_its_blocks_and_the_places_in_the_data_set(tmp_path: Path) -> None:

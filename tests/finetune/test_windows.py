@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from transformers import AutoTokenizer
 from hpc_rl.config.compose import compose
 from hpc_rl.config.preferences import DpoConfig
 from hpc_rl.config.sft import SftConfig
-from hpc_rl.data import windows
+from hpc_rl.data import identity, windows
+from hpc_rl.data.identity import windows_of
 from hpc_rl.data.order import epoch_order
 from hpc_rl.data.sft_dataset import chat_tokenizer
 from hpc_rl.data.windows import WindowReader
@@ -113,18 +115,23 @@ def test_a_run_resumes_within_a_window_and_between_two(
     for micro_batch, place in ((0, 5 / 12), (1, 1.0)):  # of one in each step
         with pytest.MonkeyPatch.context() as patch:
             ask_at(patch, run, micro_batch)
+            patch.setattr(identity, "FORMAT", micro_batch)  # the tokens of the first attempt are of no use
             assert run_here(streamed(sft_config), run.path) == EXIT_STOPPED
         run.stop.unlink()
         assert series(run.path, "train/window")[-1] == pytest.approx(place) and len(entries(run.path)) == 1
         assert [path.name for path in run.stream.iterdir()] == ["windows.json"]
-    assert run_here(streamed(sft_config), run.path) == 0
+    assert run_here(streamed(sft_config), run.path) == 0 and entries(run.path) == []
     said = capsys.readouterr().out
+    assert said.count("tokenized data of me/Sums is of other rows or settings: tokenizing again") == 2
     assert said.count("training data, window 1, from row 1 of me/Sums: 12 rows") == 2
     assert said.count("training data, window 3, from row 25 of me/Sums: 7 rows") == 1
     for name in METRICS:
         assert series(run.path, name) == series(uninterrupted, name), name
+    kept = sorted((run.path.parent / TOKENIZED).glob("[!.]*"))  # of the validation
+    shutil.copytree(kept[0], kept[0].with_name(f"{windows_of(run.path)}-{'0' * 20}"))  # of a killed attempt
     assert run_here(streamed(sft_config), run.path) == 0
-    assert "has already finished after 10 steps" in capsys.readouterr().out and entries(run.path) == []
+    assert sorted((run.path.parent / TOKENIZED).glob("[!.]*")) == kept
+    assert "has already finished after 10 steps" in capsys.readouterr().out
     with pytest.raises(AgreedError, match=r"data.stream_rows=12, and now it has me/Sums and 13"):
         run_here(streamed(sft_config, rows=13), run.path)
 
@@ -177,16 +184,20 @@ def test_what_a_run_does_not_need_is_not_read(hub: HubServer, sft_config: list[s
 def test_a_hub_that_fails_ends_the_run_after_a_save(
     hub: HubServer, sft_config: list[str], tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    run, look = RunDir(tmp_path / "run"), WindowReader.look
     hub.mute.add("train-2.jsonl")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(windows, "PATIENCE_S", 0.5)
+
+        def look_shortly(one: WindowReader, window: int) -> bool:
+            patch.setattr(windows, "PATIENCE_S", 0.5 if window else 600.0)
+            return look(one, window)
+
+        patch.setattr(WindowReader, "look", look_shortly)
         with pytest.raises(
             AgreedRunError, match=r"has sent no rows of me/Sums for 0 s .*\nstopped after step 3 of 10: c"
         ):
-            run_here(streamed(sft_config), tmp_path / "run")
-    assert len(series(tmp_path / "run", "train/loss")) == 3
-
-    run, look = RunDir(tmp_path / "run"), WindowReader.look
+            run_here(streamed(sft_config), run.path)
+    assert len(series(run.path, "train/loss")) == 3
 
     def look_and_ask(one: WindowReader, window: int) -> bool:
         run.stop.touch()

@@ -89,3 +89,18 @@ def test_the_jobs_own_setting_counts_more_than_the_shells(monkeypatch: pytest.Mo
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert hub_cache(compose("torchrun", [])).offline == ""
     assert hub_cache(compose("torchrun", ["cache.offline=true"])).offline == "cache.offline"
+
+
+@pytest.mark.parametrize(
+    ("variables", "models", "data"),
+    [
+        ({}, "", ""),
+        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set", "HF_HUB_OFFLINE is set"),
+        ({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "0"}, "HF_HUB_OFFLINE is set", "HF_HUB_OFFLINE is set"),
+        ({"HF_DATASETS_OFFLINE": "on"}, "", "HF_DATASETS_OFFLINE is set"),
+        ({"HF_DATASETS_OFFLINE": "0"}, "", ""),
+    ],
+)
+def test_data_sets_have_a_setting_of_their_own(variables: dict[str, str], models: str, data: str) -> None:
+    found = hub_cache(compose("torchrun", []), variables)
+    assert (found.offline, found.data_offline) == (models, data)

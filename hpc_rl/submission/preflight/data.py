@@ -9,7 +9,7 @@ from pathlib import Path
 from hpc_rl.config.finetune import FinetuneDataConfig
 from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.data.formats import CannotCheck, check_data_folder, is_file, unknown_format
-from hpc_rl.data.row_checks import AnyData, check_batch_size, check_file, check_streamed, streams_local
+from hpc_rl.data.row_checks import AnyData, check_batch_size, check_file, refuse_local, refuse_offline, streams_local
 from hpc_rl.data.shares import describe, shares, whole_batches
 from hpc_rl.errors import UserError
 from hpc_rl.submission.after import is_coming
@@ -64,10 +64,10 @@ def _check_stream(files: Iterable[str], coming: frozenset[Path], cache: HubCache
     if is_coming(name, coming):
         raise UserError(f"data.train_files: {streams_local(name)}")
     try:
-        check_streamed(name, offline="")
+        refuse_local(name)
         _check_form(name)
-        check_streamed(name, cache.offline)
-        return _check_name(name, cache)
+        refuse_offline(name, cache.data_offline)
+        return _look_up(name, cache)
     except UserError as error:
         raise UserError(f"data.train_files: {error}") from error
 
@@ -112,7 +112,8 @@ def _read(
             check_data_folder(path)
             return None, f"data folder {file} is read when the job starts"
         if not is_file(file):
-            return None, _check_name(file, cache)
+            _check_form(file)
+            return None, _look_up(file, cache)
         return check_file(file, data, MAX_ROWS), None
     except CannotCheck as error:
         return None, f"{file} is checked when the job starts ({error})"
@@ -132,12 +133,11 @@ def _check_form(file: str) -> None:
         raise UserError(f"{file}: not the name of a data set on the hub, and there is no such file")
 
 
-def _check_name(file: str, cache: HubCache) -> str | None:
-    """Check the name of a data set on the hub."""
-    _check_form(file)
+def _look_up(file: str, cache: HubCache) -> str | None:
+    """Check that the job can have a data set on the hub; return what remains to be checked."""
     if cache.has_dataset(file):
         return None
     refuse_mistyped(f"data set {file}", file, folders_only=False)
-    if cache.offline:
-        raise UserError(not_cached(f"data set {file}", file, cache.datasets, cache.offline))
+    if cache.data_offline:
+        raise UserError(not_cached(f"data set {file}", file, cache.datasets, cache.data_offline))
     return f"data set {file} is a name on the hub: it is looked up when the job starts"

@@ -8,15 +8,15 @@ written, and takes the place of the CRC-32 that torch.save would compute and tor
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from hpc_rl.host.files import sync_folder, write_synced
 
 NAME = "checksums.json"
 _PIECE_BYTES = 8 * 2**20
@@ -131,29 +131,3 @@ def wrong_contents(
 
     with ThreadPoolExecutor(_THREADS, "checksums") as pool:
         return next(filter(None, pool.map(problem, names)), None)
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Write a text file and force it to the disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """Force the contents of a file to the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Force the names in a folder to the disk, where the file system can do that."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every network file system can do it
-            raise
-    finally:
-        os.close(descriptor)

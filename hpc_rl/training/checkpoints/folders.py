@@ -24,6 +24,7 @@ from typing import Any
 
 from hpc_rl.errors import RunError
 from hpc_rl.host.disk import explained
+from hpc_rl.host.files import sync_folder, write_synced
 from hpc_rl.training.checkpoints import checksums
 
 MODEL, ACTOR, CRITIC = "model", "actor", "critic"
@@ -108,13 +109,13 @@ def commit(folder: Path, progress: Progress, keep: int) -> Path:
     """
     partial, final = partial_folder(folder, progress.step), step_folder(folder, progress.step)
     try:
-        checksums.write_synced(partial / TRAINER, json.dumps(asdict(progress), indent=1))
+        write_synced(partial / TRAINER, json.dumps(asdict(progress), indent=1))
         names = [TRAINER, *(f"{part}/{checksums.NAME}" for part in progress.parts)]
         checksums.write(partial, {name: checksums.of_file(partial / name) for name in names})
         if final.exists():
             _set_aside(final)
         partial.rename(final)
-        checksums.sync_folder(folder)
+        sync_folder(folder)
     except OSError as error:
         raise RunError(f"{final} could not be written: {explained(error, final)}") from error
     remove_old(folder, keep)

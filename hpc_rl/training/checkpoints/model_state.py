@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from hpc_rl.errors import AgreedError, RunError, UserError
 from hpc_rl.host import peft_folder
 from hpc_rl.host.disk import explained
-from hpc_rl.host.files import read_json
+from hpc_rl.host.files import read_json, sync
 from hpc_rl.training.checkpoints import checksums, folders
 from hpc_rl.training.checkpoints.checksums import Checksum, SummedStream
 from hpc_rl.training.distributed import World
@@ -356,7 +356,7 @@ def _write_settings(folder: Path, found: Snapshot) -> None:
                 json.dumps(adapters.peft_config(found.model.head_name()), indent=2) + "\n"
             )
         for file in folder.iterdir():
-            checksums.sync(file)
+            sync(file)
     except OSError as error:
         raise RunError(f"{folder} could not be written: {explained(error, folder)}") from error
 
