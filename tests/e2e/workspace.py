@@ -53,9 +53,14 @@ class Workspace:
     def ok(self, *arguments: str) -> str:
         done = self.hpc_rl(*arguments)
         assert done.returncode == 0, (
-            f"{arguments}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}{self.logs()}"
+            f"{arguments}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}{self.logs()}\n{self.jobs()}"
         )
         return done.stdout
+
+    def jobs(self) -> str:
+        """Return what Slurm shows of all jobs, or nothing if it does not answer."""
+        command = [*self.login, "timeout", "20", "scontrol", "show", "job", "--oneliner"]
+        return subprocess.run(command, env=dict(self.environ), capture_output=True, text=True, check=False).stdout
 
     def status(self, run: str) -> dict[str, object]:
         found: dict[str, object] = json.loads(self.ok("status", run, "--json"))
