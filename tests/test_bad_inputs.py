@@ -242,8 +242,8 @@ STREAMS = [
         "(cache.offline): let the first node reach the hub, or fetch the data (hpc-rl fetch me/Sums)", *_STREAM,
         "cache.offline=true"),
     *(sft(f"data.stream_rows reads me/Sums from the hub while the run trains, and compute nodes are offline ({name} is "
-          "set): let the first node reach the hub", *_STREAM, "slurm.env.HF_HUB_OFFLINE=0", f"slurm.env.{name}=1")
-      for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")),
+          "set): let the first node reach the hub", *_STREAM, "slurm.env.HF_HUB_OFFLINE=", f"slurm.env.{name}=1")
+      for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")),
     dpo("data.stream_rows=100 reads rows while the run trains, and ref.precompute_logprobs=true needs all of them "
         "before: set ref.precompute_logprobs=false", *_STREAM),
     distill("data.stream_rows=100 reads rows while the run trains, and teacher.precompute_top_k=true needs all of them",

@@ -13,7 +13,7 @@ from hpc_rl.doctor.known_failures import ANY_EXCEPTION, KNOWN_FAILURES, Kind, Kn
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import STOPPED, RunStatus, status_of
-from hpc_rl.tracking.metrics import read_metrics
+from hpc_rl.tracking.metrics import MOST_STEPS, read_thinned
 from hpc_rl.tracking.planned import read_expected
 
 HEAD_BYTES, TAIL_BYTES = 64_000, 192_000
@@ -133,7 +133,8 @@ def _plan_beside(run: RunDir, found: Sequence[Finding]) -> str:
     expected = read_expected(run)
     if expected is None or not any(finding.failure is _GPU_MEMORY for finding in found):
         return ""
-    peaks = [float(record.get("perf/max_memory_gb") or 0.0) for record in read_metrics(run.metrics)]
+    records = read_thinned(run.metrics, MOST_STEPS).records
+    peaks = [float(record.get("perf/max_memory_gb") or 0.0) for record in records]
     return expected.beside(max(peaks, default=0.0))
 
 

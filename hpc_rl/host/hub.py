@@ -20,9 +20,11 @@ _LONGEST_CONFIG = 10_000_000
 """Bytes of a config.json that are read."""
 
 
-def is_offline(environ: Mapping[str, str]) -> bool:
-    """Return whether the hub's libraries use their cache only."""
-    return environ.get("HF_HUB_OFFLINE", "").lower() in _TRUE
+def hub_offline(environ: Mapping[str, str]) -> str:
+    """Return the variable by which the hub's libraries use their cache only; empty if they ask the hub. The first that
+    is set counts (huggingface_hub, constants.py)."""
+    name = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if environ.get(name)), "")
+    return name if environ.get(name, "").lower() in _TRUE else ""
 
 
 def data_offline(environ: Mapping[str, str]) -> str:
@@ -30,8 +32,8 @@ def data_offline(environ: Mapping[str, str]) -> str:
 
     HF_DATASETS_OFFLINE=0 does not help against HF_HUB_OFFLINE: what `datasets` then asks does not ask the hub.
     """
-    names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
-    return next((name for name in names if environ.get(name, "").lower() in _TRUE), "")
+    own = "HF_DATASETS_OFFLINE"
+    return hub_offline(environ) or (own if environ.get(own, "").lower() in _TRUE else "")
 
 
 def hub_address() -> str:
@@ -61,7 +63,7 @@ def check_hub(name: str, timeout_s: float = 30) -> None:
     Raises:
         UserError: the hub did not answer in time.
     """
-    if is_offline(os.environ):
+    if hub_offline(os.environ):
         return
     address = hub_address()
     if reach({"hub": address}, timeout_s)["hub"] == no_answer(timeout_s):

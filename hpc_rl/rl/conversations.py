@@ -207,6 +207,8 @@ class Conversations:
         for talk in ended:
             talk.end(talk.awaited.result())
             self._open[talk.wave] -= 1
+            if not self._open[talk.wave]:
+                del self._open[talk.wave]  # waves are steps, and a run has many
         self._start()
 
     def _begin(self, group: _Group) -> None:

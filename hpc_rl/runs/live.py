@@ -23,8 +23,7 @@ from hpc_rl.runs.status import RunStatus, status_of
 from hpc_rl.tracking.dashboard import Snapshot, screen
 from hpc_rl.tracking.formatting import duration, hours
 from hpc_rl.tracking.history import read_history
-from hpc_rl.tracking.metrics import Record, parse_line, read_thinned
-from hpc_rl.tracking.recorded import MOST_STEPS
+from hpc_rl.tracking.metrics import MOST_STEPS, Record, parse_line, read_thinned
 from hpc_rl.tracking.timeline import read_timeline
 
 REFRESH_S = 1.0

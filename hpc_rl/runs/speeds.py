@@ -11,7 +11,7 @@ from typing import Any
 from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.folders import newest_runs
-from hpc_rl.tracking.metrics import Record, read_metrics
+from hpc_rl.tracking.metrics import MOST_STEPS, Record, read_thinned
 from hpc_rl.tracking.planned import Expected, read_expected
 
 SAME_SIZE = 0.1
@@ -76,7 +76,7 @@ def _submitted(job: Mapping[str, Any]) -> float:
 
 
 def _measured(run: RunDir, expected: Expected, submitted: float) -> Measured | None:
-    timed = [record for record in read_metrics(run.metrics) if record.get("perf/tokens_per_s")]
+    timed = [record for record in read_thinned(run.metrics, MOST_STEPS).records if record.get("perf/tokens_per_s")]
     records = [record for record in timed if record.get("time", 0.0) >= submitted][_FIRST_STEPS:]
     if not records or not expected.items or not expected.gpus:
         return None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpc_rl.config.job import JobConfig
 from hpc_rl.errors import UserError
-from hpc_rl.host.hub import data_offline, is_offline
+from hpc_rl.host.hub import data_offline, hub_offline
 from hpc_rl.host.installation import install_command
 from hpc_rl.host.processes import die_with_parent, python_with, shell_code
 from hpc_rl.submission.environment import job_environment
@@ -59,7 +59,7 @@ def hub_cache(config: JobConfig, environ: Mapping[str, str] = os.environ) -> Hub
     return HubCache(
         _path(models),
         _path(datasets),
-        offline=setting if is_offline(found) else "",
+        offline=setting if hub_offline(found) else "",
         data_offline=setting if variable else "",
     )
 

@@ -28,6 +28,8 @@ from hpc_rl.host.files import LineFile
 
 Record = dict[str, Any]
 
+MOST_STEPS = 50_000
+"""Enough steps of a run for plots and medians: a hundred for each point of a plot."""
 _OF_ALL = ("step", "total_steps", "time")
 """Keys of every line."""
 _BEGIN = re.compile(rb'\{"step": (\d+),')

@@ -12,14 +12,12 @@ from hpc_rl.host.usage import NodeUsage, read_usage
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.evaluations import Evaluation, read_evaluation
 from hpc_rl.tracking.history import History, read_history
-from hpc_rl.tracking.metrics import Record, read_thinned
+from hpc_rl.tracking.metrics import MOST_STEPS, Record, read_thinned
 from hpc_rl.tracking.planned import Expected, read_expected
 from hpc_rl.tracking.plot import Point
 from hpc_rl.tracking.samples import TextSample, read_samples
 from hpc_rl.tracking.timeline import Timeline, read_timeline
 
-MOST_STEPS = 50_000
-"""Steps of a run whose metrics are read: a hundred for each point of a plot."""
 STAGE = "stage"
 STAGE_KEYS = (ROUND, STAGE)
 """Keys of `Recorded.swept` of the runs of a pipeline."""

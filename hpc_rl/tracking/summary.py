@@ -118,11 +118,11 @@ def _facts(run: Recorded) -> list[str]:
         return _job_facts(run.history)
     last = run.records[-1]
     facts = [f"{last['step']:,} steps"] if last["step"] >= last["total_steps"] else []
-    computed = run.every * sum(value for _, value in run.points("timing_s/step"))
-    if computed:
-        facts.append(f"{duration(computed)} of training")
-    if run.every > 1:
+    computed = sum(value for _, value in run.points("timing_s/step"))
+    if run.every > 1:  # saves and tests are at few steps, which are hardly ever among these
         facts.append(f"plots of one step in {run.every}")
+    elif computed:
+        facts.append(f"{duration(computed)} of training")
     return [*facts, *_job_facts(run.history), f"last step {_clock(last['time'])}"]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.hub import check_hub, hub_address, hub_config, loading_problem
+from hpc_rl.host.hub import check_hub, data_offline, hub_address, hub_config, hub_offline, loading_problem
 from tests.http_server import serving
 
 
@@ -39,6 +39,22 @@ def test_a_hub_that_never_answers_is_refused(mute: str) -> None:
 def test_offline_the_hub_is_not_asked(mute: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", value)
     check_hub("owner/model", timeout_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("values", "hub", "data"),
+    [
+        ({}, "", ""),
+        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE", "HF_HUB_OFFLINE"),
+        ({"TRANSFORMERS_OFFLINE": "1"}, "TRANSFORMERS_OFFLINE", "TRANSFORMERS_OFFLINE"),
+        ({"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "1"}, "", ""),
+        ({"HF_HUB_OFFLINE": "", "TRANSFORMERS_OFFLINE": "1"}, "TRANSFORMERS_OFFLINE", "TRANSFORMERS_OFFLINE"),
+        ({"HF_DATASETS_OFFLINE": "1"}, "", "HF_DATASETS_OFFLINE"),
+        ({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "0"}, "HF_HUB_OFFLINE", "HF_HUB_OFFLINE"),
+    ],
+)
+def test_the_variable_that_keeps_the_libraries_offline(values: dict[str, str], hub: str, data: str) -> None:
+    assert (hub_offline(values), data_offline(values)) == (hub, data)
 
 
 def test_a_hub_that_refuses_connections_leaves_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

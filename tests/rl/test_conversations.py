@@ -272,7 +272,7 @@ def test_validation_starts_although_the_conversations_of_a_training_fill_all_roo
     conversations.wait(asked)
     assert [one.outcome.score for each in asked for one in each.completions()] == [2.0] * 20  # type: ignore[attr-defined]
     assert sorted(started) == [*range(20)] and started.index(19) < started.index(6)
-    assert not +conversations._open
+    assert not conversations._open
 
 
 def test_what_goes_wrong_is_an_observation_or_a_failed_score(opened: Environment, tokenizer: Any, own: Path) -> None:

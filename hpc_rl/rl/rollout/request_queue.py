@@ -170,19 +170,23 @@ class RequestQueue:
         while any(self._calls):
             self._take(TURN_S)
 
-    def tell(self, method: str) -> bool:
+    def tell(self, method: str, least_s: float = 0.0) -> bool:
         """Call a method of every engine that has loaded its model, while none generates, and wait for the answers.
 
-        Engines that have died, also long before this, or do not answer for `stall_s` seconds are replaced. Returns
-        whether there are no engines that load their models now.
+        Engines that have died, also long before this, or do not answer in time are replaced: within `stall_s` seconds,
+        or within `least_s` if that is longer.
+
+        Returns:
+            whether all engines of the run have answered, and not only those that had loaded their models.
         """
         self.pause()
+        told = self._engines.subset(self.loaded).actors
         for engine in self.loaded:
-            self._heard[engine] = time.monotonic()
+            self._heard[engine] = time.monotonic() + max(0.0, least_s - self._stall_s)
             ref = getattr(self._engines.actors[engine], method).remote()
             self._calls[engine].append(ActorCall(ref, self._engines.names[engine]))
         self.pause()
-        return not self._starting
+        return not self._starting and self._engines.subset(self.loaded).actors == told
 
     def wait_for_starts(self) -> None:
         """Wait until no engine loads its model."""

@@ -31,7 +31,7 @@ from hpc_rl.rl.weights.transfers import choose_transfer
 from hpc_rl.training.models.lora import new_like
 
 CONTROL_TIMEOUT_S = 600
-"""Longest time in which workers release GPU memory for engines."""
+"""Longest time in which engines and workers release or take GPU memory; see also rollout.stall_s."""
 CLOSE_TIMEOUT_S = 30
 MOST_DEATHS = 3
 """Engines that are replaced in one place. If more die there, or cannot start, the run ends."""
@@ -212,7 +212,7 @@ class SeparateRollout:
     def sleep(self) -> None:
         if self._sleeps:
             self.queue.wait_for_starts()  # an engine that loads needs the memory that training is about to use
-            while not self.queue.tell("sleep"):
+            while not self.queue.tell("sleep", CONTROL_TIMEOUT_S):
                 self.queue.wait_for_starts()
             self._has_weights = False
 
@@ -221,7 +221,7 @@ class SeparateRollout:
             self.sync()
         if self._sleeps:
             self._make_room()
-            self.queue.tell("wake")
+            self.queue.tell("wake", CONTROL_TIMEOUT_S)
 
     def _reach(self, engines: Sequence[int]) -> None:
         """Let the policy's workers send weights to these engines and no others, which may have died."""

@@ -76,12 +76,15 @@ class Actors:
         self.loading: set[int] = set()
         """Engines whose `start` does not return."""
         self.dead: set[int] = set()
+        self.slow: set[str] = set()
+        """Calls that return after all others."""
 
     def remote(self, _kind: type) -> Any:
         return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *args: self._new(options, args)))
 
     def wait(self, refs: Sequence[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
-        late = [f"engine{number}.start" for number in self.loading]
+        late = {f"engine{number}.start" for number in self.loading}
+        late |= self.slow if {*refs} - late - self.slow else set()
         return [ref for ref in refs if ref not in late], [ref for ref in refs if ref in late]
 
     def answers(self, calls: Sequence[ActorCall]) -> Pending[list[Any]]:
@@ -235,6 +238,16 @@ def test_an_engine_that_died_without_a_request_gets_no_weights(actors: Actors) -
     setting.rollout.sync()
     assert setting.log == [*ANSWER, "engine2.start", "policy.connect_engines", "policy.send_weights"]
     assert reached(setting) == [0] and setting.rollout.queue.version == 1
+
+
+def test_an_engine_that_starts_while_another_falls_asleep_sleeps_too(actors: Actors) -> None:
+    setting = Setting(ppo_config(*CUDA), pool(2), 0.5, actors)
+    setting.rollout.wait_until_ready(1.0)
+    del setting.log[:]
+    actors.dead.add(1)
+    actors.slow.add("engine0.sleep")
+    setting.rollout.sleep()
+    assert setting.log == [*SLEEP, "engine2.start", "engine0.sleep", "engine2.sleep"]
 
 
 @pytest.mark.parametrize("when", ["sleep", "answer", "wake"])
