@@ -367,7 +367,7 @@ def rows_of(results: dict[str, Any]) -> list[list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256])
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--responses", type=int, default=RESPONSES)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--prompts", type=int, default=PROMPTS)
