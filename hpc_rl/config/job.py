@@ -40,7 +40,7 @@ class CacheConfig(Section):
     wandb_dir: Path | None = None
     """Folder of wandb's own cache, for home folders with a small quota. null: wandb's default."""
     data_dir: Path | None = None
-    """Folder for tokenized data, which fine-tuning maps into memory and later runs use again. Other users must not have
+    """Folder for tokenized data, which runs map into memory and later runs use again. Other users must not have
     permission to write to it. null: the folder .tokenized-UID beside the run, or beside its sweep or pipeline, with
     your user id."""
     offline: bool = False

@@ -130,11 +130,11 @@ def _load_tokenizer(model: ModelConfig, folder: Path | None) -> PreTrainedTokeni
 def _describe_tokens(
     row: Row, number: int, where: str, data: AnyData, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
-    from hpc_rl.data.prompts import tokenize_prompts
+    from hpc_rl.data.prompts import prompt_tokenizer
     from hpc_rl.data.sft_dataset import chat_tokenizer
 
     if isinstance(data, PromptConfig):
-        prompts, prompt_counts = tokenize_prompts([(row, where)], data, tokenizer)
+        prompts, prompt_counts = prompt_tokenizer(data, tokenizer)([(row, where)])
         length = f"{prompt_counts.shortest:,} tokens"
         if not prompts:
             yield f"row {number} is dropped: it has {length}, over data.max_prompt_length {data.max_prompt_length:,}"

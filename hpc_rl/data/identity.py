@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_rl.config.finetune import FinetuneDataConfig
+from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.data.formats import is_file
 from hpc_rl.data.sources import local_states, sources
 
@@ -20,9 +21,14 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Increase it if a change of this project, outside of the modules below, changes the files or what is in them."""
-_CODE = ("chat", "formats", "pairs", "preference_rows", "rows", "sft_dataset", "sources", "template", "tokenized")
+_CODE = (
+    *("chat", "formats", "pairs", "preference_rows", "prompt_files", "prompts", "rows", "sample_files", "sft_dataset"),
+    *("sources", "template", "tokenized"),
+)
 """Modules of this package that make tokens of rows, which count by their text."""
-_NOT_IN_TOKENS = {"train_files", "val_files", "stream_rows", "chat_template", "train_batch_size", "shuffle"}
+_NOT_IN_TOKENS = {
+    *("train_files", "val_files", "stream_rows", "chat_template", "train_batch_size", "shuffle", "max_response_length")
+}
 """Options of data that no token depends on; the template counts by its text."""
 _DATE = "strftime_now"
 """Function with which a template writes the date."""
@@ -32,13 +38,22 @@ _REMOTE_CODE = "transformers_modules"
 """Package of the classes that come with a model."""
 
 
-def key_of(files: Sequence[str], split: str, data: FinetuneDataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+def key_of(
+    files: Sequence[str],
+    split: str,
+    data: FinetuneDataConfig | PromptConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
     """Return a text for everything but the contents of the files: their paths, tokenizer, template and settings.
 
     Args:
+        data: the options. Prompts are the same for every kind of job that has them.
         tokenizer: one with a fast version, and with the template that is used.
+        tools: JSON schemas of the tools in the prompts.
     """
-    settings = data.model_dump(mode="json", exclude=_NOT_IN_TOKENS)
+    kind = PromptConfig if isinstance(data, PromptConfig) else type(data)
+    settings = data.model_dump(mode="json", include=kind.model_fields.keys() - _NOT_IN_TOKENS)
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     return _digest(
         FORMAT,
@@ -46,8 +61,9 @@ def key_of(files: Sequence[str], split: str, data: FinetuneDataConfig, tokenizer
         [version(package) for package in ("transformers", "tokenizers", "jinja2")],
         [_place(name) for name in files],
         split,
-        type(data).__name__,
+        kind.__name__,
         settings,
+        tools,
         tokenizer.get_chat_template(),
         type(tokenizer).__name__,
         list(_remote_code(type(tokenizer))),

@@ -91,6 +91,25 @@ class Joined(Rows[T]):
         return joined_sizes(*map(sizes_of, self._parts)) if self._parts else super().sizes()  # type: ignore[arg-type]
 
 
+class Span(Rows[T]):
+    """The items of a sequence from one index up to another.
+
+    Args:
+        start, end: as in a slice of the sequence; neither is negative.
+    """
+
+    def __init__(self, items: Sequence[T], start: int, end: int | None) -> None:
+        self._items = items
+        self._range = range(*slice(start, end).indices(len(items)))
+
+    def __len__(self) -> int:
+        return len(self._range)
+
+    def row(self, index: int) -> T:
+        """See `Rows.row`."""
+        return self._items[self._range[index]]
+
+
 def sizes_of(items: Sequence[Item]) -> Sizes:
     """Return the numbers of tokens of items, which have equal numbers of samples."""
     return items.sizes() if isinstance(items, Rows) else _counted(items)

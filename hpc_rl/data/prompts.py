@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +13,12 @@ from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.data.chat import as_text, chat_template
 from hpc_rl.data.formats import Row
 from hpc_rl.data.rows import to_prompt
-from hpc_rl.data.sources import all_rows, chunks
+from hpc_rl.data.sources import BLOCK_ROWS, chunks
 from hpc_rl.errors import UserError
+from hpc_rl.host.heartbeat import heart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_ROWS_PER_CALL = 256
-"""Rows that the tokenizer gets at a time and spreads over its threads."""
 
 
 @dataclass(frozen=True)
@@ -48,73 +46,64 @@ class PromptCounts:
     shortest: int = field(default=0, compare=False)
     """Tokens of the shortest prompt, before any truncation."""
 
+    def __add__(self, other: PromptCounts) -> PromptCounts:
+        both = [length for length in (self.shortest, other.shortest) if length]
+        return PromptCounts(
+            rows=self.rows + other.rows,
+            tokens=self.tokens + other.tokens,
+            truncated=self.truncated + other.truncated,
+            dropped=self.dropped + other.dropped,
+            shortest=min(both, default=0),
+        )
+
     def __str__(self) -> str:
         text = f"{self.rows:,} prompts, {self.tokens:,} tokens"
         lost = {"truncated": self.truncated, "too long, dropped": self.dropped}
         return "; ".join([text, *(f"{count:,} {what}" for what, count in lost.items() if count)])
 
 
-def load_prompts(
-    files: Sequence[str],
-    data: PromptConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    split: str,
-    tools: Sequence[dict[str, Any]] = (),
-) -> tuple[list[Prompt], PromptCounts]:
-    """Load all prompts of some files, in their order, with at most data.max_prompt_length tokens each.
+def prompt_tokenizer(
+    data: PromptConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] = ()
+) -> Callable[[Iterable[tuple[Row, str]]], tuple[list[Prompt], PromptCounts]]:
+    """Return the function that tokenizes the prompts of rows, each given with its place for errors.
+
+    It returns the prompts with at most data.max_prompt_length tokens, in their order, without the dropped ones, and
+    the counts of both. It raises UserError if a row is not valid.
 
     Args:
-        files: data files (formats.py), or names of `datasets` data sets.
-        split: "train" or "test": the split of a `datasets` data set.
         tools: JSON schemas of the tools that the chat template describes to the model.
 
     Raises:
-        UserError: a file or row is not valid (the message names file and row), the tokenizer has no chat template, or
-            no prompt is left.
-    """
-    prompts, counts = tokenize_prompts(all_rows(files, split), data, tokenizer, tools)
-    if not prompts:
-        raise UserError(
-            f"{', '.join(files)}: all {counts.rows:,} prompts are over data.max_prompt_length {data.max_prompt_length} "
-            f"(the shortest has {counts.shortest:,} tokens): raise it, or set data.overlong_prompts=truncate"
-        )
-    return prompts, counts
-
-
-def tokenize_prompts(
-    rows: Iterable[tuple[Row, str]],
-    data: PromptConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[dict[str, Any]] = (),
-) -> tuple[list[Prompt], PromptCounts]:
-    """Tokenize the prompts of rows, each given with its place for errors; leave out the dropped ones.
-
-    Raises:
-        UserError: a row is not valid, or the tokenizer has no chat template.
+        UserError: the tokenizer has no chat template.
     """
     template = chat_template(tokenizer, data)
-    prompts: list[Prompt] = []
-    counts = PromptCounts()
-    for chunk in chunks(rows, _ROWS_PER_CALL):
-        asked = [to_prompt(row, data, where) for row, where in chunk]
-        texts = [
-            as_text(tokenizer, template, messages, where, True, tools, data.chat_template_kwargs)
-            for (messages, _), (_, where) in zip(asked, chunk, strict=True)
-        ]
-        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        for (row, where), (_, answer), text, ids in zip(chunk, asked, texts, encoded, strict=True):
-            if not ids:
-                raise UserError(f"{where}: the chat template renders this prompt as empty text")
-            counts.shortest = min(counts.shortest or len(ids), len(ids))
-            fitted = _fitted(np.asarray(ids, dtype=np.int32), data, counts)
-            if fitted is not None:
-                prompts.append(Prompt(fitted, answer, row, text))
-    return prompts, counts
+
+    def tokenize(rows: Iterable[tuple[Row, str]]) -> tuple[list[Prompt], PromptCounts]:
+        prompts: list[Prompt] = []
+        counts = PromptCounts()
+        for chunk in chunks(rows, BLOCK_ROWS):
+            heart.beat()
+            asked = [to_prompt(row, data, where) for row, where in chunk]
+            texts = [
+                as_text(tokenizer, template, messages, where, True, tools, data.chat_template_kwargs)
+                for (messages, _), (_, where) in zip(asked, chunk, strict=True)
+            ]
+            encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            for (row, where), (_, answer), text, ids in zip(chunk, asked, texts, encoded, strict=True):
+                if not ids:
+                    raise UserError(f"{where}: the chat template renders this prompt as empty text")
+                fitted = _fitted(np.asarray(ids, dtype=np.int32), data, counts)
+                if fitted is not None:
+                    prompts.append(Prompt(fitted, answer, row, text))
+        return prompts, counts
+
+    return tokenize
 
 
 def _fitted(ids: NDArray[np.int32], data: PromptConfig, counts: PromptCounts) -> NDArray[np.int32] | None:
     """Return the tokens within data.max_prompt_length, or None if dropped; add them to the counts in both cases."""
     counts.rows += 1
+    counts.shortest = min(counts.shortest or len(ids), len(ids))
     too_long = len(ids) > data.max_prompt_length
     if too_long and data.overlong_prompts == "drop":
         counts.dropped += 1

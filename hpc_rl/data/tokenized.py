@@ -1,6 +1,6 @@
-"""Tokenized samples in Arrow files, which are mapped into memory instead of read.
+"""Tokenized data in Arrow files, which are mapped into memory instead of read.
 
-A record batch has the samples of one block of rows (sources.py), without the dropped rows. With n files, block b is
+A record batch has the items of one block of rows (sources.py), without the dropped rows. With n files, block b is
 batch b // n of file b % n, so that n ranks write at the same time, and any number of ranks reads.
 
 Arrays of Arrow and numpy are made from each other's buffers: pyarrow's own conversions import pandas, which takes
@@ -9,79 +9,80 @@ seconds and memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from hpc_rl.data.formats import Row
-from hpc_rl.data.lazy import Item, Rows, Sizes
-from hpc_rl.data.pairs import Preference
-from hpc_rl.data.sft_dataset import Counts, Sample
-from hpc_rl.host.heartbeat import heart
+from hpc_rl.data.lazy import Rows
 
 T = TypeVar("T")
 
-Tokenize = Callable[[Iterable[tuple[Row, str]]], tuple[Sequence[Item | None], Counts]]
-"""Rows, each with its place for errors -> one item per row, None for a dropped row; and the counts of both."""
+Tokenize = Callable[[Iterable[tuple[Row, str]]], tuple[Sequence[Any], Any]]
+"""Rows, each with its place for errors -> their items, None for a row that may be dropped here; and the counts of the
+rows, of the type that the form names."""
 
 
-@dataclass(frozen=True)
-class Form(Generic[T]):
-    """What an item consists of."""
+class Unstorable(Exception):
+    """Items cannot be written to files, for the reason in the message."""
 
-    samples: int
-    """Number of its samples."""
-    values: int
-    """Number of its values: margins or labels."""
-    make: Callable[[tuple[Sample, ...], tuple[float, ...]], T]
-    """Returns an item of these samples and values."""
+
+class Block(ABC, Generic[T]):
+    """The items of one block of rows."""
+
+    rows: int
+    """How many there are."""
+
+    @abstractmethod
+    def item(self, row: int) -> T:
+        """Return an item, by its number from 0 on."""
+
+
+class Form(ABC, Generic[T]):
+    """What an item consists of, and how files hold it."""
+
+    counts: type[Any]
+    """What became of some rows: a dataclass of numbers, which can be added."""
 
     @property
+    @abstractmethod
     def schema(self) -> pa.Schema:
-        """The columns of the files: a token of a sample is twice its id, plus 1 if it is a target."""
-        fields = [
-            field
-            for place in range(self.samples)
-            for field in (
-                pa.field(f"tokens_{place}", pa.list_(pa.int32())),
-                pa.field(f"targets_{place}", pa.int32()),
-            )
-        ]
-        values = [pa.field("values", pa.list_(pa.float64(), self.values))] if self.values else []
-        return pa.schema([*fields, *values])
+        """The columns of the files."""
+
+    @abstractmethod
+    def columns(self, items: Sequence[T]) -> list[pa.Array]:
+        """Return the columns of some items.
+
+        Raises:
+            Unstorable: a column has no such value.
+        """
+
+    @abstractmethod
+    def block(self, batch: pa.RecordBatch) -> Block[T]:
+        """Return the items of a record batch."""
+
+    def opened(self, paths: Sequence[Path], kept: Sequence[Sequence[int]], held: object = None) -> Tokenized[T]:
+        """Return the items of some files; see `Tokenized`."""
+        return Tokenized(paths, kept, self, held)
 
 
-CHATS: Form[Sample] = Form(1, 0, lambda samples, _: samples[0])
-
-
-def preferences(samples: int, values: int) -> Form[Preference]:
-    """Return the form of pairs, or of responses with labels."""
-    return Form(samples, values, Preference)
-
-
-class Writer:
+class Writer(Generic[T]):
     """Writes one file."""
 
-    def __init__(self, stream: IO[bytes], form: Form[Any]) -> None:
+    def __init__(self, stream: IO[bytes], form: Form[T]) -> None:
         self.kept: list[int] = []
         """Number of items in each block so far."""
         self._form = form
         self._file = pa.ipc.new_file(stream, form.schema)
 
-    def write(self, items: Sequence[Item]) -> None:
-        """Write the items of the next block of this file."""
-        columns: list[pa.Array] = []
-        for place in range(self._form.samples):
-            columns += _columns([item.samples[place] for item in items])
-        if self._form.values:
-            flat = np.array([item.values for item in items], np.float64).ravel()  # type: ignore[attr-defined]
-            columns.append(pa.FixedSizeListArray.from_arrays(_array(flat), self._form.values))
-        self._file.write_batch(pa.record_batch(columns, schema=self._form.schema))
+    def write(self, items: Sequence[T]) -> None:
+        """Write the items of the next block of this file. Raises Unstorable; see `Form.columns`."""
+        self._file.write_batch(pa.record_batch(self._form.columns(items), schema=self._form.schema))
         self.kept.append(len(items))
 
     def close(self) -> None:
@@ -112,7 +113,7 @@ class Tokenized(Rows[T]):
         count = sum(map(len, kept))
         by_block = [kept[block % len(paths)][block // len(paths)] for block in range(count)]
         self._ends = np.cumsum(by_block, dtype=np.int64)
-        self._last: tuple[int, _Block] | None = None
+        self._last: tuple[int, Block[T]] | None = None
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -121,72 +122,61 @@ class Tokenized(Rows[T]):
         """See `Rows.row`."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         block = self._block(number)
-        at = index - int(self._ends[number]) + block.rows
-        return self._form.make(tuple(block.sample(place, at) for place in range(self._form.samples)), block.values(at))
+        return block.item(index - int(self._ends[number]) + block.rows)
 
-    def sizes(self) -> Sizes:
-        """See `Rows.sizes`."""
-        shape = (len(self), self._form.samples)
-        lengths, targets = np.empty(shape, np.int64), np.empty(shape, np.int64)
+    def blocks(self) -> Iterator[tuple[int, Block[T]]]:
+        """Yield all blocks that have items, each with the index of its first item."""
         start = 0
         for number, end in enumerate(self._ends.tolist()):
             if end > start:
-                heart.beat()
-                block = self._block(number)
-                lengths[start:end], targets[start:end] = block.lengths(), block.targets()
+                yield start, self._block(number)
             start = end
-        return Sizes(lengths, targets)
 
-    def _block(self, number: int) -> _Block:
+    def _block(self, number: int) -> Block[T]:
         if self._last is None or self._last[0] != number:
             file = self._files[number % len(self._files)]
-            self._last = number, _Block(file.get_batch(number // len(self._files)), self._form)
+            self._last = number, self._form.block(file.get_batch(number // len(self._files)))
         return self._last[1]
 
 
-class _Block:
-    """A record batch as arrays, which are views of the file."""
+class Lists:
+    """A column of lists, strings or bytes, as views of its buffers.
 
-    def __init__(self, batch: pa.RecordBatch, form: Form[Any]) -> None:
-        self.rows = batch.num_rows
-        lists = [batch.column(2 * place).buffers() for place in range(form.samples)]
-        self._offsets = [np.frombuffer(buffers[1], np.int32, self.rows + 1) for buffers in lists]
-        self._tokens = [
-            np.frombuffer(buffers[3], np.int32, int(offsets[-1]))
-            for buffers, offsets in zip(lists, self._offsets, strict=True)
-        ]
-        self._targets = [
-            np.frombuffer(batch.column(2 * place + 1).buffers()[1], np.int32, self.rows)
-            for place in range(form.samples)
-        ]
-        values = batch.column(2 * form.samples).buffers()[2] if form.values else b""
-        self._values = np.frombuffer(values, np.float64, self.rows * form.values).reshape(self.rows, form.values)
+    Args:
+        column: each value has a number of elements of the type `element`.
+        offset: type of the column's offsets.
+    """
 
-    def sample(self, place: int, row: int) -> Sample:
-        start, end = self._offsets[place][row : row + 2]
-        tokens = self._tokens[place][start:end]
-        return Sample(input_ids=tokens >> 1, loss_mask=(tokens & 1).astype(bool))
+    def __init__(self, column: pa.Array, element: DTypeLike, offset: DTypeLike = np.int32) -> None:
+        buffers = column.buffers()
+        self._offsets = np.frombuffer(buffers[1], offset, len(column) + 1)
+        self._elements = np.frombuffer(buffers[-1] or b"", element, int(self._offsets[-1]))
 
-    def values(self, row: int) -> tuple[float, ...]:
-        return tuple(self._values[row].tolist())
+    def at(self, row: int) -> NDArray[Any]:
+        """Return the elements of one value."""
+        return self._elements[self._offsets[row] : self._offsets[row + 1]]
 
-    def lengths(self) -> NDArray[np.int64]:
-        return np.stack([np.diff(offsets) for offsets in self._offsets], axis=1)
-
-    def targets(self) -> NDArray[np.int64]:
-        return np.stack(self._targets, axis=1)
+    def lengths(self) -> NDArray[Any]:
+        """Return the number of elements of each value."""
+        return np.diff(self._offsets)
 
 
-def _columns(samples: Sequence[Sample]) -> list[pa.Array]:
-    """Return tokens and numbers of targets."""
-    offsets = np.cumsum([0, *(len(sample.input_ids) for sample in samples)], dtype=np.int32)
-    marked = [sample.input_ids * 2 + sample.loss_mask for sample in samples]
-    tokens = np.concatenate([np.zeros(0, np.int32), *marked], dtype=np.int32)
-    targets = np.array([sample.loss_mask.sum() for sample in samples], np.int32)
-    buffers = [None, pa.py_buffer(offsets)]
-    lists = pa.ListArray.from_buffers(pa.list_(pa.int32()), len(samples), buffers, children=[_array(tokens)])
-    return [lists, _array(targets)]
+def as_lists(values: Sequence[NDArray[Any]], element: DTypeLike) -> pa.Array:
+    """Return one-dimensional arrays as a column of lists with these elements."""
+    offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
+    elements = as_array(np.concatenate([np.zeros(0, element), *values], dtype=element))
+    return pa.ListArray.from_buffers(
+        pa.list_(elements.type), len(values), [None, pa.py_buffer(offsets)], children=[elements]
+    )
 
 
-def _array(values: NDArray[Any]) -> pa.Array:
+def as_bytes(values: Sequence[bytes]) -> pa.Array:
+    """Return bytes as a column of type large_binary."""
+    offsets = np.cumsum([0, *map(len, values)], dtype=np.int64)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(values))]
+    return pa.Array.from_buffers(pa.large_binary(), len(values), buffers)
+
+
+def as_array(values: NDArray[Any]) -> pa.Array:
+    """Return a one-dimensional array as a column."""
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])

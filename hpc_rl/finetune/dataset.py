@@ -10,11 +10,11 @@ from hpc_rl.data.identity import contents_of, key_of, state_of
 from hpc_rl.data.lazy import Joined, Rows
 from hpc_rl.data.mixture import Mixture
 from hpc_rl.errors import AgreedError
-from hpc_rl.finetune.tokenized_cache import open_tokenized
-from hpc_rl.finetune.tokenized_entry import Files, Request
 from hpc_rl.finetune.training_data import Epochs, TrainingData
 from hpc_rl.finetune.windows import Windows
 from hpc_rl.run_dir import RunDir, trusted_group
+from hpc_rl.token_cache.cache import open_tokenized
+from hpc_rl.token_cache.entry import Files, Request
 from hpc_rl.training.distributed import World
 from hpc_rl.training.stopping import Stopping
 

@@ -12,11 +12,12 @@ import torch
 from hpc_rl.algorithms import preferences
 from hpc_rl.algorithms.preferences import PAIR_LOSSES, Pairs, Strength
 from hpc_rl.config.preferences import NEEDS_NO_REFERENCE, DpoConfig
-from hpc_rl.data import tokenized
+from hpc_rl.data import sample_files
 from hpc_rl.data.lazy import Rows, Sizes
 from hpc_rl.data.mismatched import Mismatched
 from hpc_rl.data.pairs import Preference, preference_tokenizer
-from hpc_rl.data.tokenized import Form, Tokenize
+from hpc_rl.data.sample_files import Samples
+from hpc_rl.data.tokenized import Tokenize
 from hpc_rl.finetune.base import Found, Objective, Work
 from hpc_rl.finetune.pair_batch import PairBatch, pack_preferences, response_logprobs
 from hpc_rl.finetune.reference import Reference, load_reference, with_ref_logprobs
@@ -41,7 +42,7 @@ class _Referenced(Objective):
     _policy: CausalLM | None = None
     """Held between `prepare` and `load`, if the reference is the policy without its adapters."""
 
-    form: Form[Preference] = tokenized.preferences(2, 1)
+    form: Samples[Preference] = sample_files.preferences(2, 1)
 
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Tokenize:
         """See `Objective.tokenizer`."""
@@ -131,7 +132,7 @@ class KtoBatch:
 class Kto(_Referenced):
     """Make responses with a true label more probable, and the others less."""
 
-    form = tokenized.preferences(1, 1)
+    form = sample_files.preferences(1, 1)
 
     def __init__(self, config: DpoConfig) -> None:
         super().__init__(config)

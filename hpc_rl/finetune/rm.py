@@ -10,7 +10,8 @@ import torch
 from hpc_rl.algorithms.preferences import bradley_terry
 from hpc_rl.config.preferences import RmConfig
 from hpc_rl.data.pairs import Preference, preference_tokenizer
-from hpc_rl.data.tokenized import Form, Tokenize, preferences
+from hpc_rl.data.sample_files import Samples, preferences
+from hpc_rl.data.tokenized import Tokenize
 from hpc_rl.finetune.base import Found, Objective
 from hpc_rl.finetune.pair_batch import PairBatch, pack_preferences
 from hpc_rl.training.distributed import World
@@ -32,7 +33,7 @@ class _Scoring(Objective):
     """Samples of each preference."""
 
     @property
-    def form(self) -> Form[Preference]:
+    def form(self) -> Samples[Preference]:
         """See `Objective.form`."""
         return preferences(self.width, self.config.outputs)
 

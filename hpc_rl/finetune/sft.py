@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hpc_rl.config.sft import SftConfig
+from hpc_rl.data.sample_files import CHATS, Samples
 from hpc_rl.data.sft_dataset import Sample, chat_tokenizer
-from hpc_rl.data.tokenized import CHATS, Form, Tokenize
+from hpc_rl.data.tokenized import Tokenize
 from hpc_rl.finetune.base import Found, Objective, Work
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
 from hpc_rl.training.models.lm_head import cross_entropy_sum
@@ -23,7 +24,7 @@ class Sft(Objective):
 
     config: SftConfig
 
-    form: Form[Sample] = CHATS
+    form: Samples[Sample] = CHATS
 
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Tokenize:
         """See `Objective.tokenizer`."""

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from hpc_rl.config.distill import DistillConfig
 from hpc_rl.data.lazy import Joined, Rows, Sizes
+from hpc_rl.data.sample_files import Samples
 from hpc_rl.data.sft_dataset import Sample
-from hpc_rl.data.tokenized import Form
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.finetune.base import Work
 from hpc_rl.finetune.precomputed import Pace, free_memory, results_key, rounds
@@ -52,7 +52,7 @@ class Lesson:
         return (self.sample,)
 
 
-LESSONS: Form[Lesson] = Form(1, 0, lambda samples, _: Lesson(samples[0]))
+LESSONS: Samples[Lesson] = Samples(1, 0, lambda samples, _: Lesson(samples[0]))
 
 
 class TaughtLessons(Rows[Lesson]):

@@ -23,13 +23,13 @@ from hpc_rl.data.order import Position, steps_per_epoch
 from hpc_rl.data.row_checks import refuse_local, refuse_offline
 from hpc_rl.data.windows import WindowReader, read_log, rows_file, window_blocks
 from hpc_rl.errors import AgreedError, AgreedRunError, RunError, UserError
-from hpc_rl.finetune.tokenized_cache import forget, is_due, open_tokenized, stop
-from hpc_rl.finetune.tokenized_entry import Request, Source
 from hpc_rl.finetune.training_data import Batch, TrainingData
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.host.hub import data_offline
 from hpc_rl.host.worker_process import ProcessLost
 from hpc_rl.run_dir import RunDir, trusted_group
+from hpc_rl.token_cache.cache import forget, is_due, open_tokenized, stop
+from hpc_rl.token_cache.entry import Request, Source
 from hpc_rl.training.checkpoints import checkpoint
 from hpc_rl.training.distributed import World
 from hpc_rl.training.stopping import Stopping

@@ -16,6 +16,7 @@ from hpc_rl.config.container import ContainerConfig
 from hpc_rl.config.finetune import FinetuneConfig
 from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.job import JobConfig
+from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.slurm import walltime_s
 from hpc_rl.config.tree import VALUES, flat
 from hpc_rl.errors import UserError
@@ -119,7 +120,7 @@ def tokenized_folder(config: JobConfig, run_dir: RunDir, working_dir: Path) -> s
     Raises:
         UserError: see `job_binds`.
     """
-    if not isinstance(config, FinetuneConfig):
+    if not isinstance(config, FinetuneConfig | PpoConfig | GenerateConfig):
         return None
     place = os.path.normpath(working_dir / (config.cache.data_dir or run_dir.tokenized))
     if Path(place).is_relative_to(working_dir):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.errors import RunError
+from hpc_rl.errors import EXIT_STOPPED, RunError
 from hpc_rl.host.allocator import keep_freed_memory
 from hpc_rl.host.disk import tolerate_lost_output
 from hpc_rl.host.heartbeat import heart
@@ -39,13 +39,18 @@ class TaskRunner:
             from hpc_rl.rl.setup import set_up
             from hpc_rl.rl.trainer import train
             from hpc_rl.tracking.report import failure_reported
+            from hpc_rl.training.stopping import Stopped
 
         log_to(driver_log(logs))
         heart.begin("the driver")
         quiet_libraries()
         keep_freed_memory()
-        with heart.phase("load"):
-            state = set_up(config, run, logs)
+        try:
+            with heart.phase("load"):
+                state = set_up(config, run, logs)
+        except Stopped as stopped:
+            print(stopped, flush=True)
+            return EXIT_STOPPED
         try:
             with failure_reported(run), checkpoints.finished(state):
                 return train(state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +13,10 @@ from hpc_rl.config.pools import Role, pool_of, pool_spec
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.rollout import engine_dtype, engine_spec
 from hpc_rl.data.chat import chat_template
+from hpc_rl.data.lazy import Joined
 from hpc_rl.data.mixture import Mixture
 from hpc_rl.data.order import Position
-from hpc_rl.data.prompts import Prompt, load_prompts
+from hpc_rl.data.prompts import Prompt
 from hpc_rl.data.shares import whole_batches
 from hpc_rl.errors import UserError
 from hpc_rl.rewards.scorer import open_scorer
@@ -33,6 +33,7 @@ from hpc_rl.rl.dealing import mini_batches
 from hpc_rl.rl.endpoint.agents import Agents
 from hpc_rl.rl.environment_hosts import open_environments
 from hpc_rl.rl.pools import Pool, create_pools
+from hpc_rl.rl.prompt_data import load_prompts
 from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.rollout.respondent import Respondent
 from hpc_rl.rl.rollout.rollout import InProcessRollout, Rollout, SeparateRollout
@@ -44,7 +45,7 @@ from hpc_rl.tracking.metrics import has_validation, read_metrics
 from hpc_rl.tracking.tracker import open_tracker
 from hpc_rl.training.checkpoints import checkpoint
 from hpc_rl.training.models.causal_lm import load_tokenizer
-from hpc_rl.training.stopping import open_stopping
+from hpc_rl.training.stopping import Stopping, open_stopping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,6 +60,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     Raises:
         UserError: the run cannot work as requested.
         RunError: workers did not start in time, or died.
+        Stopped: the run stops before the data is tokenized.
     """
     start_s, model_s = config.ray.start_timeout_s, config.trainer.model_timeout_s
     print(describe_step(config), flush=True)
@@ -70,7 +72,8 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     environment = None
     if config.environment.is_used:
         environment = Environment(config, tokenizer, open_environments(config, logs))
-    train, val, mixture = load_data(config, tokenizer, environment.schemas if environment else ())
+    stopping = open_stopping(run, config.slurm.warning_s, ())
+    train, val, mixture = load_data(config, tokenizer, environment.schemas if environment else (), run, stopping)
     rollout.wait_before_workers(model_s)
     starting = [group.start() for group in groups.values()]
     of_role = {role: groups[pool_of(config, role)] for role in config.roles if role != "rollout"}
@@ -96,6 +99,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
         left = "" if progress.step < total_steps else f", the last of {total_steps}: only the export remains"
         print(f"resuming after step {progress.step}{left}; from {run.checkpoints}", flush=True)
     step, records = progress.step if progress else 0, read_metrics(run.metrics)
+    stopping.remember(records)
     coef = progress.kl_coef if progress and progress.kl_coef is not None else kl.coef
     check = AdapterCheck(progress is None and lora.path is None) if lora.is_used else None
     computed = computed_columns(config, of_role)
@@ -133,7 +137,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
         peak=peak,
         total_steps=total_steps,
         tracker=open_tracker(config, run, progress.wandb_id if progress else None, is_main=True),
-        stopping=open_stopping(run, config.slurm.warning_s, records),
+        stopping=stopping,
         validates_first=bool(val)
         and validation_is_due(config, step, total_steps)
         and not has_validation(records, step),
@@ -173,17 +177,29 @@ def start_workers(
 
 
 def load_data(
-    config: PpoConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] = ()
-) -> tuple[list[Prompt], list[Prompt], Mixture | None]:
+    config: PpoConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[dict[str, Any]],
+    run: RunDir,
+    stopping: Stopping,
+) -> tuple[Sequence[Prompt], Sequence[Prompt], Mixture | None]:
     """Load training and validation prompts, and print their counts. The third value is the shares of the files of
     training prompts, if they have weights.
 
     Args:
         tools: JSON schemas of the tools.
+
+    Raises:
+        UserError: the data is not valid.
+        Stopped: the run stops before the data is tokenized.
     """
     files, batch_size = config.data.train_files, config.data.train_batch_size
-    parts = load_training(config, tokenizer, tools)
-    train = list(chain.from_iterable(parts))
+    parts = []
+    for some in [[file] for file in files] if isinstance(files, dict) else [files]:
+        prompts, counts = load_prompts(some, "train", config, tokenizer, tools, run, stopping)
+        print(f"training data{f', {some[0]}' if isinstance(files, dict) else ''}: {counts}", flush=True)
+        parts.append(prompts)
+    train = Joined(*parts)
     if len(train) < batch_size:
         raise UserError(
             f"data.train_batch_size is {batch_size}, but the training data has only {len(train)} prompts: lower "
@@ -195,21 +211,9 @@ def load_data(
         print(mixture.describe(files), flush=True)
     if not config.data.val_files:
         return train, [], mixture
-    val, counts = load_prompts(config.data.val_files, config.data, tokenizer, "test", tools)
+    val, counts = load_prompts(config.data.val_files, "test", config, tokenizer, tools, run, stopping)
     print(f"validation data: {counts}", flush=True)
     return train, val, mixture
-
-
-def load_training(
-    config: PpoConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]
-) -> list[list[Prompt]]:
-    """Load the training prompts, those of each file apart if the files have weights; see `load_data`."""
-    files, parts = config.data.train_files, []
-    for some in [[file] for file in files] if isinstance(files, dict) else [files]:
-        prompts, counts = load_prompts(some, config.data, tokenizer, "train", tools)
-        print(f"training data{f', {some[0]}' if isinstance(files, dict) else ''}: {counts}", flush=True)
-        parts.append(prompts)
-    return parts
 
 
 def open_agents(

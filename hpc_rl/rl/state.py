@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -37,8 +38,8 @@ class PpoState:
     config: PpoConfig
     run: RunDir
     tokenizer: PreTrainedTokenizerBase
-    train: list[Prompt]
-    val: list[Prompt]
+    train: Sequence[Prompt]
+    val: Sequence[Prompt]
     groups: list[WorkerGroup]
     """All groups that a step's responses are dealt to, each once."""
     actor: WorkerGroup

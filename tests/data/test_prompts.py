@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.data.formats import CannotCheck
-from hpc_rl.data.prompts import PromptCounts, load_prompts
+from hpc_rl.data.prompts import Prompt, PromptCounts, prompt_tokenizer
 from hpc_rl.data.row_checks import check_file
+from hpc_rl.data.sources import all_rows
 from hpc_rl.errors import UserError
 
 DATA = PromptDataConfig(train_files=["unused.jsonl"])
@@ -28,13 +29,19 @@ def config(**options: Any) -> PromptDataConfig:
     return PromptDataConfig(train_files=["unused.jsonl"], **options)
 
 
+def load(
+    files: list[str], data: PromptDataConfig, tokenizer: PreTrainedTokenizerFast
+) -> tuple[list[Prompt], PromptCounts]:
+    return prompt_tokenizer(data, tokenizer)(all_rows(files, "train"))
+
+
 def test_text_or_chat(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     rows = [
         {"messages": "What is 7 + 5?", "answer": "12"},
         {"messages": [ASKED[1]], "answer": 12, "level": 3},
         {"messages": [ASKED[1], {"role": "assistant", "content": "12"}], "answer": ["12"]},
     ]
-    prompts, counts = load_prompts([rows_file(tmp_path, *rows)], DATA, tokenizer, "train")
+    prompts, counts = load([rows_file(tmp_path, *rows)], DATA, tokenizer)
     assert [prompt.text for prompt in prompts] == [TEXT] * 3
     assert [prompt.answer for prompt in prompts] == ["12", 12, ["12"]] and [prompt.row for prompt in prompts] == rows
     assert all(tokenizer.decode(prompt.token_ids) == TEXT for prompt in prompts)
@@ -45,30 +52,21 @@ def test_text_or_chat(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Non
 def test_earlier_turns_and_the_system_stay(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     turn = {"role": "assistant", "content": "12"}
     file = rows_file(tmp_path, {"messages": [*ASKED, turn, ASKED[1], turn]})
-    ((prompt,), _) = load_prompts([file], config(answer_key=None), tokenizer, "train")
+    ((prompt,), _) = load([file], config(answer_key=None), tokenizer)
     assert prompt.answer is None and prompt.text.count("assistant") == 2 and prompt.text.count("Be brief") == 1
     assert prompt.text.endswith("<|im_start|>assistant\n")
 
 
 def test_long_prompts_are_dropped_or_keep_their_end(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     file = rows_file(tmp_path, {"messages": "7?", "answer": "7"}, {"messages": "What " * 50, "answer": "?"})
-    prompts, counts = load_prompts([file], config(max_prompt_length=30), tokenizer, "train")
+    prompts, counts = load([file], config(max_prompt_length=30), tokenizer)
     assert [prompt.answer for prompt in prompts] == ["7"] and (counts.rows, counts.dropped) == (2, 1)
     assert str(counts).endswith("; 1 too long, dropped")
     cut = config(max_prompt_length=30, overlong_prompts="truncate")
-    prompts, counts = load_prompts([file], cut, tokenizer, "train")
+    prompts, counts = load([file], cut, tokenizer)
     assert len(prompts[1].token_ids) == 30 and (counts.truncated, counts.dropped) == (1, 0)
     assert tokenizer.decode(prompts[1].token_ids).endswith("What <|im_end|>\n<|im_start|>assistant\n")
-    with pytest.raises(
-        UserError, match=r"all 2 prompts are over data\.max_prompt_length 2 \(the shortest has \d+ tokens"
-    ):
-        load_prompts([file], config(max_prompt_length=2), tokenizer, "train")
-
-
-def test_a_datasets_folder_takes_the_split(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    for name, count in (("train", 3), ("test", 2)):
-        rows_file(tmp_path, *[{"messages": "7?", "answer": "7"}] * count, name=f"{name}.json")
-    assert [len(load_prompts([str(tmp_path)], DATA, tokenizer, split)[0]) for split in ("train", "test")] == [3, 2]
+    assert counts.shortest == len(prompts[0].token_ids)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +89,7 @@ def test_a_bad_row_is_named(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, row: dict[str, Any], data: PromptDataConfig, parts: list[str]
 ) -> None:
     file = rows_file(tmp_path, {"messages": "7?", "question": "7?", "answer": "7"}, row)
-    for call in (lambda: check_file(file, data), lambda: load_prompts([file], data, tokenizer, "train")):
+    for call in (lambda: check_file(file, data), lambda: load([file], data, tokenizer)):
         with pytest.raises(UserError) as caught:
             call()
         assert all(part in str(caught.value) for part in [*parts, "rows.jsonl, row 2"]), str(caught.value)
@@ -110,12 +108,12 @@ def test_what_a_login_node_checks(tmp_path: Path) -> None:
 def test_templates(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     file = rows_file(tmp_path, {"messages": ASKED, "answer": "7"})
     (tmp_path / "own.jinja").write_text("{{ messages[-1].content }} =")
-    ((prompt,), _) = load_prompts([file], config(chat_template=str(tmp_path / "own.jinja")), tokenizer, "train")
+    ((prompt,), _) = load([file], config(chat_template=str(tmp_path / "own.jinja")), tokenizer)
     assert prompt.text == "What is 7 + 5? ="
     for template, message in (("{{ raise_exception('no') }}", "row 1: the chat template rejects"), (" ", "row 1")):
         tokenizer.chat_template = template if template.strip() else "{% if x %}x{% endif %}"
         with pytest.raises(UserError, match=message):
-            load_prompts([file], DATA, tokenizer, "train")
+            load([file], DATA, tokenizer)
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="no chat template"):
-        load_prompts([file], DATA, tokenizer, "train")
+        load([file], DATA, tokenizer)

@@ -15,8 +15,9 @@ import pytest
 
 from hpc_rl.data.lazy import Joined, joined_sizes, sizes_of
 from hpc_rl.data.pairs import Preference
+from hpc_rl.data.sample_files import CHATS, preferences
 from hpc_rl.data.sft_dataset import Sample
-from hpc_rl.data.tokenized import CHATS, Form, Tokenized, Writer, preferences
+from hpc_rl.data.tokenized import Form, Writer
 
 NUMBERS = itertools.count()
 
@@ -46,7 +47,7 @@ def test_blocks_are_dealt_to_the_files(tmp_path: Path) -> None:
     paths = [tmp_path / "0", tmp_path / "1"]
     kept = [write(path, blocks[part::2], CHATS) for part, path in enumerate(paths)]
     assert kept == [[2, 0, 2], [1, 1]]
-    rows = Tokenized(paths, kept, CHATS)
+    rows = CHATS.opened(paths, kept)
     flat = [one for block in blocks for one in block]
     assert len(rows) == 6
     for found in (list(rows), rows[:], [rows[np.int64(index)] for index in range(6)]):
@@ -65,7 +66,7 @@ def test_blocks_are_dealt_to_the_files(tmp_path: Path) -> None:
 def test_preferences_have_all_samples_and_values(tmp_path: Path) -> None:
     items = [Preference((sample(3, 1), sample(4, 2)), (0.5, -1.0, 1e-9)), Preference((sample(2, 1),) * 2, (0.0,) * 3)]
     form = preferences(2, 3)
-    rows = Tokenized([tmp_path / "0"], [write(tmp_path / "0", [items], form)], form)
+    rows = form.opened([tmp_path / "0"], [write(tmp_path / "0", [items], form)])
     for found, expected in zip(rows, items, strict=True):
         assert isinstance(found, Preference) and found.values == expected.values
         for one, other in zip(found.samples, expected.samples, strict=True):
@@ -74,14 +75,14 @@ def test_preferences_have_all_samples_and_values(tmp_path: Path) -> None:
 
 
 def test_no_rows(tmp_path: Path) -> None:
-    rows = Tokenized([tmp_path / "0"], [write(tmp_path / "0", [], CHATS)], CHATS)
+    rows = CHATS.opened([tmp_path / "0"], [write(tmp_path / "0", [], CHATS)])
     assert len(rows) == 0 and list(rows) == [] and rows.sizes()[0].shape == (0, 1)
 
 
 def test_tokens_are_views_of_the_file(tmp_path: Path) -> None:
     kept = [write(tmp_path / "0", [[sample(50_000, 1)] * 4] * 20, CHATS)]
     before = pyarrow.total_allocated_bytes()
-    rows = Tokenized([tmp_path / "0"], kept, CHATS)
+    rows = CHATS.opened([tmp_path / "0"], kept)
     assert sum(len(one.input_ids) for one in rows) == 80 * 50_000
     assert pyarrow.total_allocated_bytes() - before < 1_000_000  # of 16 MB
 
@@ -89,12 +90,12 @@ def test_tokens_are_views_of_the_file(tmp_path: Path) -> None:
 def test_another_file_is_refused(tmp_path: Path) -> None:
     kept = [write(tmp_path / "0", [[sample(3, 1)]], CHATS)]
     with pytest.raises(ValueError, match="0 does not contain"):
-        Tokenized([tmp_path / "0"], [[1, 1]], CHATS)
+        CHATS.opened([tmp_path / "0"], [[1, 1]])
     with pytest.raises(ValueError, match="0 does not contain"):
-        Tokenized([tmp_path / "0"], kept, preferences(1, 1))
+        preferences(1, 1).opened([tmp_path / "0"], kept)
     (tmp_path / "0").write_bytes((tmp_path / "0").read_bytes()[:-8])
     with pytest.raises(pyarrow.ArrowException):
-        Tokenized([tmp_path / "0"], kept, CHATS)
+        CHATS.opened([tmp_path / "0"], kept)
 
 
 def test_sequences_are_joined() -> None:
@@ -111,7 +112,7 @@ def test_sequences_are_joined() -> None:
 
 def test_only_reading_all_items_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = [write(tmp_path / "0", [[sample(2, 1)] * 200] * 3, CHATS)]
-    rows = Tokenized([tmp_path / "0"], kept, CHATS)
+    rows = CHATS.opened([tmp_path / "0"], kept)
     beats: list[None] = []
     monkeypatch.setattr("hpc_rl.data.lazy.heart.beat", lambda: beats.append(None))
     assert [rows[index].input_ids.size for index in (0, 500, 1, 501)] == [2] * 4 and not beats
@@ -130,14 +131,15 @@ def test_pandas_is_not_imported(tmp_path: Path) -> None:
 import sys, pathlib
 import numpy as np
 from hpc_rl.data.pairs import Preference
+from hpc_rl.data.sample_files import CHATS, preferences
 from hpc_rl.data.sft_dataset import Sample
-from hpc_rl.data.tokenized import Tokenized, Writer, preferences
+from hpc_rl.data.tokenized import Writer
 path, form = pathlib.Path(sys.argv[1]), preferences(1, 1)
 with path.open("wb") as file:
     writer = Writer(file, form)
     writer.write([Preference((Sample(np.arange(3, dtype=np.int32), np.arange(3) > 1),), (0.5,))])
     writer.close()
-rows = Tokenized([path], [writer.kept], form)
+rows = form.opened([path], [writer.kept])
 print(rows[0].samples[0].input_ids.tolist(), rows[0].values, rows.sizes()[1].tolist(), "pandas" in sys.modules)
 """
     command = [sys.executable, "-c", program, str(tmp_path / "0")]

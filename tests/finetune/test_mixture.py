@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 from hpc_rl.config.sft import SftConfig
 from hpc_rl.data.mixture import Mixture
+from hpc_rl.data.sample_files import CHATS
 from hpc_rl.data.sft_dataset import chat_tokenizer
 from hpc_rl.data.sources import all_rows
-from hpc_rl.data.tokenized import CHATS
 from hpc_rl.errors import EXIT_STOPPED, AgreedError
 from hpc_rl.finetune import dataset
 from hpc_rl.finetune.dataset import load_training
@@ -21,7 +21,7 @@ from hpc_rl.finetune.train import parse
 from hpc_rl.finetune.training_data import Epochs
 from hpc_rl.run_dir import RunDir
 from tests.finetune.jobs import ALONE, arguments, run_here, series
-from tests.finetune.test_tokenized_cache import Stopping, not_again, tokenize
+from tests.token_cache.test_cache import Stopping, not_again, tokenize
 
 
 def test_steps_have_the_shares_and_resume_exactly(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.data.prompts import Prompt, tokenize_prompts
+from hpc_rl.data.prompts import Prompt, prompt_tokenizer
 from hpc_rl.errors import UserError
 from hpc_rl.rl.conversations import Conversations, Environment, turn_seed
 from hpc_rl.rl.environment_hosts import open_environments
@@ -142,7 +142,7 @@ def opened(own: Path, tokenizer: Any) -> Iterator[Environment]:
 
 def prompts_of(rows: Sequence[dict[str, Any]], config: PpoConfig, tokenizer: Any, tools: Any) -> list[Prompt]:
     asked = {"messages": [{"role": "user", "content": "Sum?"}], "answer": "3"}
-    return tokenize_prompts([({**asked, **row}, "row") for row in rows], config.data, tokenizer, tools)[0]
+    return prompt_tokenizer(config.data, tokenizer, tools)([({**asked, **row}, "row") for row in rows])[0]
 
 
 def converse(

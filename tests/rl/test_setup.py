@@ -12,7 +12,9 @@ from hpc_rl.probes.tiny_model import make_tokenizer
 from hpc_rl.rl import setup
 from hpc_rl.rl.carriers.carriers import needed_by_driver
 from hpc_rl.rl.computed import ComputedColumns
+from hpc_rl.run_dir import RunDir
 from tests.rl.ppo_config import STALE, ppo_config
+from tests.token_cache.test_cache import Stopping
 
 TWO_UPDATES = "actor.ppo_epochs=2"
 IN_REWARD = "algorithm.kl.where=reward"
@@ -109,13 +111,14 @@ def test_prompts_of_files_with_weights(tmp_path: Path, capsys: pytest.CaptureFix
         rows = [json.dumps({"messages": str(number), "answer": number}) for number in numbers]
         (tmp_path / name).write_text("\n".join(rows))
     mixed = f"data.train_files={{{tmp_path}/b.jsonl: 3, {tmp_path}/a.jsonl: 1}}"
-    tokenizer = make_tokenizer(300)
-    train, val, mixture = setup.load_data(ppo_config(mixed), tokenizer)
-    assert [prompt.answer for prompt in train] == [7, 8, 0, 1, 2, 3, 4, 5, 6] and val == []
+    tokenizer, run = make_tokenizer(300), RunDir(tmp_path / "run")
+    train, val, mixture = setup.load_data(ppo_config(mixed), tokenizer, (), run, Stopping())  # type: ignore[arg-type]
+    assert [prompt.answer for prompt in train] == [7, 8, 0, 1, 2, 3, 4, 5, 6] and not len(val)
     assert mixture == Mixture((2, 7), (6, 2))
     said = capsys.readouterr().out
     assert f"an epoch has 6 samples of {tmp_path}/b.jsonl (75.0%; each of its 2 is used 3 times); 2 samples" in said
-    assert setup.load_data(ppo_config(f"data.train_files={tmp_path}/a.jsonl"), tokenizer)[2] is None
+    one = ppo_config(f"data.train_files={tmp_path}/a.jsonl")
+    assert setup.load_data(one, tokenizer, (), run, Stopping())[2] is None  # type: ignore[arg-type]
 
     none: Any = None
     for overrides in ((), (*STALE, "rollout.staleness=1")):

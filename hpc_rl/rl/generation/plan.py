@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
 
 from hpc_rl.config.generate import GenerateConfig
+from hpc_rl.data.lazy import Rows, Span
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.host.files import folder_state
 
@@ -25,7 +27,7 @@ class Source:
 
     name: str
     """As in data.files."""
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,29 @@ class Asked:
     prompt: Prompt
 
 
+class Placed(Rows[Asked]):
+    """All prompts of a run."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self._ends = list(accumulate(len(source.prompts) for source in sources))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def row(self, index: int) -> Asked:
+        """See `Rows.row`."""
+        number = bisect_right(self._ends, index)
+        source, place = self._sources[number], index - self._ends[number] + len(self._sources[number].prompts)
+        return Asked(source.name, place, index, source.prompts[place])
+
+
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring prompts that are generated, scored and written together."""
+    """Neighbouring prompts that are generated, scored and written together. They are read when they are needed."""
 
     number: int
-    asked: list[Asked]
+    asked: Sequence[Asked]
 
 
 @dataclass(frozen=True)
@@ -112,10 +131,9 @@ def make_plan(config: GenerateConfig, sources: Sequence[Source], engine: str) ->
 
 def blocks_of(plan: Plan, sources: Sequence[Source]) -> list[Block]:
     """Return all blocks, in the order of the data."""
-    asked = [(source.name, index, prompt) for source in sources for index, prompt in enumerate(source.prompts)]
-    placed = [Asked(name, index, position, prompt) for position, (name, index, prompt) in enumerate(asked)]
+    placed = Placed(sources)
     edges = [*range(0, plan.prompts, plan.block_prompts), plan.prompts]
-    return [Block(number, placed[start:end]) for number, (start, end) in enumerate(pairwise(edges))]
+    return [Block(number, Span(placed, start, end)) for number, (start, end) in enumerate(pairwise(edges))]
 
 
 def seeds_of(block: Block, plan: Plan) -> list[int]:

@@ -7,13 +7,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from hpc_rl.config.generate import EvalConfig, GenerateConfig
-from hpc_rl.errors import RunError
+from hpc_rl.errors import EXIT_STOPPED, RunError
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl.generation.evaluate import evaluate_run
 from hpc_rl.rl.generation.generate import generate
 from hpc_rl.rl.generation.setup import Prepared, open_generation, prepare, start_workers
 from hpc_rl.rl.rollout.rollout import CLOSE_TIMEOUT_S
 from hpc_rl.run_dir import RunDir
+from hpc_rl.training.stopping import Stopped
 
 
 def run_generation(config: GenerateConfig, run: RunDir, logs: Path) -> int:
@@ -27,8 +28,12 @@ def run_generation(config: GenerateConfig, run: RunDir, logs: Path) -> int:
         RunError: a process died or did not answer, or the reward failed for every response.
     """
     with ExitStack() as closing:
-        with heart.phase("load"):
-            prepared = prepare(config, run, logs, closing)
+        try:
+            with heart.phase("load"):
+                prepared = prepare(config, run, logs, closing)
+        except Stopped as stopped:
+            print(stopped, flush=True)
+            return EXIT_STOPPED
         code = 0 if prepared.parts.is_joined else _generate(config, run, prepared, logs)
     if code:
         return code

@@ -13,7 +13,7 @@ from hpc_rl.config.generate import EvalConfig, GenerateConfig
 from hpc_rl.config.pools import pool_of, pool_spec
 from hpc_rl.config.rollout import engine_name
 from hpc_rl.data.chat import chat_template
-from hpc_rl.data.prompts import load_prompts
+from hpc_rl.data.lazy import Span
 from hpc_rl.rewards.scorer import open_scorer
 from hpc_rl.rl.calls import MODEL_LIMIT, wait_for_all
 from hpc_rl.rl.conversations import Conversations, Environment
@@ -23,6 +23,7 @@ from hpc_rl.rl.generation.generate import Generation
 from hpc_rl.rl.generation.plan import Plan, Source, blocks_of, make_plan
 from hpc_rl.rl.generation.responses import COLUMNS, Parts
 from hpc_rl.rl.pools import create_pools
+from hpc_rl.rl.prompt_data import load_prompts
 from hpc_rl.rl.rollout.engine import Placement, Sampling
 from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.rollout.rollout import Fleet
@@ -32,25 +33,32 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import read_metrics
 from hpc_rl.tracking.tracker import open_tracker
 from hpc_rl.training.models.causal_lm import load_tokenizer
-from hpc_rl.training.stopping import open_stopping
+from hpc_rl.training.stopping import Stopping, open_stopping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 def load_sources(
-    config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, split: str, tools: Sequence[dict[str, Any]] = ()
+    config: GenerateConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[dict[str, Any]],
+    run: RunDir,
+    stopping: Stopping,
 ) -> list[Source]:
     """Load the prompts of each data file, and print their counts.
 
     Args:
-        split: "train" or "test": the split of a data set on the hub.
         tools: JSON schemas of the tools.
+
+    Raises:
+        UserError: the data is not valid.
+        Stopped: the run stops before the data is tokenized.
     """
-    sources = []
+    sources, split = [], "test" if isinstance(config, EvalConfig) else "train"
     for name in config.data.files:
-        prompts, counts = load_prompts([name], config.data, tokenizer, split, tools)
-        kept = prompts[: config.data.max_prompts]
+        prompts, counts = load_prompts([name], split, config, tokenizer, tools, run, stopping)
+        kept = Span(prompts, 0, config.data.max_prompts)
         limit = f"; the first {len(kept):,} are used" if len(kept) < len(prompts) else ""
         print(f"{name}: {counts}{limit}", flush=True)
         replaced = sorted(COLUMNS & kept[0].row.keys() - {config.data.prompt_key, config.data.answer_key})
@@ -106,6 +114,7 @@ class Prepared:
     sources: list[Source]
     plan: Plan
     parts: Parts
+    stopping: Stopping
 
 
 def prepare(config: GenerateConfig, run: RunDir, logs: Path, closing: ExitStack) -> Prepared:
@@ -117,6 +126,7 @@ def prepare(config: GenerateConfig, run: RunDir, logs: Path, closing: ExitStack)
 
     Raises:
         UserError: the environment or the data is not valid, or the run directory has responses of another plan.
+        Stopped: the run stops before the data is tokenized.
     """
     tokenizer = load_tokenizer(config.model)
     tokenizer.chat_template = chat_template(tokenizer, config.data)
@@ -124,10 +134,10 @@ def prepare(config: GenerateConfig, run: RunDir, logs: Path, closing: ExitStack)
     if config.environment.is_used:
         environment = Environment(config, tokenizer, open_environments(config, logs))
         closing.callback(environment.close)
-    split, tools = "test" if isinstance(config, EvalConfig) else "train", environment.schemas if environment else ()
-    sources = load_sources(config, tokenizer, split, tools)
+    stopping = open_stopping(run, config.slurm.warning_s, read_metrics(run.metrics))
+    sources = load_sources(config, tokenizer, environment.schemas if environment else (), run, stopping)
     plan = make_plan(config, sources, described_engine(config))
-    return Prepared(tokenizer, environment, sources, plan, Parts(run, plan))
+    return Prepared(tokenizer, environment, sources, plan, Parts(run, plan), stopping)
 
 
 def described_engine(config: GenerateConfig) -> str:
@@ -160,7 +170,7 @@ def open_generation(config: GenerateConfig, run: RunDir, prepared: Prepared, wor
         feeder=Feeder(respondent, len(engines.actors), plan, sampling),
         scoring=open_scoring(config, workers.judges, prepared.tokenizer, environment),
         tracker=open_tracker(config, run, None, is_main=True),
-        stopping=open_stopping(run, config.slurm.warning_s, read_metrics(run.metrics)),
+        stopping=prepared.stopping,
         done=len(finished),
         is_scored=prepared.parts.has_score(),
     )

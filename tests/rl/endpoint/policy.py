@@ -15,7 +15,7 @@ import numpy as np
 from openai import OpenAI
 
 from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.data.prompts import Prompt, tokenize_prompts
+from hpc_rl.data.prompts import Prompt, prompt_tokenizer
 from hpc_rl.rl.endpoint.agents import Agents
 from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span
 from hpc_rl.rl.rollout.request_queue import Asked
@@ -79,7 +79,7 @@ class Loop:
     def ask(self, *rows: dict[str, Any], n: int = 1, wave: int = 0) -> list[Any]:
         """Ask for n responses to each row."""
         asked = {"messages": [{"role": "user", "content": "Sum?"}], "answer": "3"}
-        prompts = tokenize_prompts([({**asked, **row}, "row") for row in rows], self.config.data, self.tokenizer)[0]
+        prompts = prompt_tokenizer(self.config.data, self.tokenizer)([({**asked, **row}, "row") for row in rows])[0]
         sampling = Sampling(self.config.data.max_response_length)
         with self._lock:
             return [

@@ -16,7 +16,6 @@ import pyarrow as pa
 
 from hpc_rl.data.formats import Row
 from hpc_rl.data.identity import state_of
-from hpc_rl.data.sft_dataset import Counts
 from hpc_rl.data.sources import blocks
 from hpc_rl.data.tokenized import Form, Tokenize, Tokenized, Writer
 from hpc_rl.errors import UserError
@@ -102,11 +101,11 @@ class Part:
         self.is_done = False
         self._path = folder / f"part-{part:02d}-of-{parts:02d}.arrow"
         self._request = request
-        self._counts = Counts()
+        self._counts = request.form.counts()
         self._blocks = request.source.blocks(part, parts)
         self._file: IO[bytes] | None = None
         self._stream: checksums.SummedStream | None = None
-        self._writer: Writer | None = None
+        self._writer: Writer[Any] | None = None
 
     def advance(self, seconds: float) -> str | None:
         """Tokenize for some time, at least one block, or nothing after the end of the data.
@@ -169,10 +168,11 @@ def complete(folder: Path, request: Request, summaries: Sequence[Mapping[str, An
     Raises:
         OSError: a file cannot be written.
     """
+    made = request.form.counts
     description = {
         "files": list(request.source.files),
         "split": request.source.split,
-        "counts": asdict(sum((Counts(**one["counts"]) for one in summaries), Counts())),
+        "counts": asdict(sum((made(**one["counts"]) for one in summaries), made())),
         "parts": [one["file"] for one in summaries],
         "kept": [one["kept"] for one in summaries],
     }
@@ -201,7 +201,7 @@ def wrong_contents(entry: Path, rank: int, ranks: int) -> str | None:
     return checksums.wrong_contents(entry, sums, sorted(sums)[rank::ranks], heart.beat)
 
 
-def opened(request: Request, entry: Path) -> tuple[Tokenized[Any], Counts]:
+def opened(request: Request, entry: Path) -> tuple[Tokenized[Any], Any]:
     """Open the files of an entry. They are kept while the data is used.
 
     Raises:
@@ -213,8 +213,8 @@ def opened(request: Request, entry: Path) -> tuple[Tokenized[Any], Counts]:
             raise FileNotFoundError("it was removed")
         found = json.loads((entry / DESCRIPTION).read_text())
         paths = [entry / name for name in found["parts"]]
-        counts = Counts(**found["counts"])
-        tokenized = Tokenized(paths, found["kept"], request.form, held)
+        counts = request.form.counts(**found["counts"])
+        tokenized = request.form.opened(paths, found["kept"], held)
     except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
         raise UserError(
             f"{request.what} in {entry} cannot be read ({error}): delete this folder if it exists, and start again"

@@ -22,14 +22,17 @@ from pyarrow import parquet
 
 from hpc_rl.data.formats import Row
 from hpc_rl.data.identity import contents_of, state_of
+from hpc_rl.data.sample_files import CHATS
 from hpc_rl.data.sft_dataset import Counts, Sample
-from hpc_rl.data.tokenized import CHATS, Writer
+from hpc_rl.data.tokenized import Writer
 from hpc_rl.errors import AgreedError, AgreedRunError, UserError
-from hpc_rl.finetune import dataset, tokenized_cache, tokenized_entry
-from hpc_rl.finetune.tokenized_cache import Team, open_tokenized
-from hpc_rl.finetune.tokenized_entry import Files, Request
+from hpc_rl.finetune import dataset
 from hpc_rl.host import entries
 from hpc_rl.run_dir import RunDir
+from hpc_rl.token_cache import cache
+from hpc_rl.token_cache import entry as entry_module
+from hpc_rl.token_cache.cache import Team, open_tokenized
+from hpc_rl.token_cache.entry import Files, Request
 from hpc_rl.training import distributed
 from hpc_rl.training.distributed import World
 from hpc_rl.training.stopping import IN_VAIN, Stopped
@@ -140,8 +143,8 @@ def test_ranks_that_train_may_stop_while_the_others_wait() -> None:
     serving = World(0, 2, ALONE.device, group=group)
     for world, made_a_step, expected in ((ALONE, False, True), (serving, False, False), (serving, True, True)):
         stopping: Any = SimpleNamespace(due=lambda work_s: work_s == 0.0, made_a_step=made_a_step)
-        assert tokenized_cache.is_due(world, stopping) is expected
-        assert not tokenized_cache.is_due(replace(world, rank=1), stopping)
+        assert cache.is_due(world, stopping) is expected
+        assert not cache.is_due(replace(world, rank=1), stopping)
 
 
 def test_the_data_stays_while_it_is_used_and_the_last_use_is_noted(file: Path, root: Path) -> None:
@@ -244,8 +247,8 @@ def test_a_killed_run_blocks_nobody(file: Path, root: Path, tmp_path: Path) -> N
 def test_a_run_that_does_not_advance_is_not_waited_for(
     file: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tokenized_cache, "_POLL_S", 0.05)
-    monkeypatch.setattr(tokenized_cache, "_STALLED_S", 0.2)
+    monkeypatch.setattr(cache, "_POLL_S", 0.05)
+    monkeypatch.setattr(cache, "_STALLED_S", 0.2)
     with waiting(file, root, tmp_path / "first") as first:
         assert load(file, root) == (KEPT, COUNTED)
         assert "the other run has not advanced for 0 s; tokenizing here" in capsys.readouterr().out
@@ -258,8 +261,8 @@ def test_a_run_that_does_not_advance_is_not_waited_for(
 def test_one_of_several_teams_does_not_wait(
     file: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenized_cache, "_team", lambda *_, **__: Team(0, (0,), 0, teams=2))
-    monkeypatch.setattr(tokenized_cache, "_POLL_S", 1e6)
+    monkeypatch.setattr(cache, "_team", lambda *_, **__: Team(0, (0,), 0, teams=2))
+    monkeypatch.setattr(cache, "_POLL_S", 1e6)
     with waiting(file, root, tmp_path / "first"):
         assert load(file, root) == (KEPT, COUNTED)
 
@@ -267,7 +270,7 @@ def test_one_of_several_teams_does_not_wait(
 def test_a_run_can_be_stopped_while_it_waits(
     file: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenized_cache, "_POLL_S", 0.05)
+    monkeypatch.setattr(cache, "_POLL_S", 0.05)
     with waiting(file, root, tmp_path / "first"), pytest.raises(Stopped, match="the data is not tokenized yet"):
         load(file, root, not_again, Stopping(at=3))
 
@@ -433,14 +436,14 @@ def test_a_full_disk(
 def test_a_disk_that_fills_up_at_the_end(
     file: Path, root: Path, temporary: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    complete = tokenized_entry.complete
+    complete = entry_module.complete
 
     def full(folder: Path, *rest: Any) -> None:
         if folder.is_relative_to(root):
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
         complete(folder, *rest)
 
-    monkeypatch.setattr(tokenized_cache, "complete", full)
+    monkeypatch.setattr(cache, "complete", full)
     assert load(file, root) == (KEPT, COUNTED)
     assert f"{root} cannot be used (Disk quota exceeded: file system " in capsys.readouterr().out
     assert not any(root.iterdir()) and not any(temporary.iterdir())
@@ -459,7 +462,7 @@ def test_a_disk_that_is_really_full(
 
 
 def test_a_run_stops_while_it_tokenizes(file: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenized_cache, "_ROUND_S", 0)
+    monkeypatch.setattr(cache, "_ROUND_S", 0)
     with pytest.raises(Stopped, match="stopped before the first step: the data is not tokenized yet; submit again"):
         load(file, root, stopping=Stopping(at=2))
     assert not any(root.iterdir())

@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from hpc_rl.data.sft_dataset import Counts
 from hpc_rl.data.tokenized import Tokenized
 from hpc_rl.errors import AgreedRunError, UserError
-from hpc_rl.finetune.tokenized_entry import Part, Request, complete, opened, problem_of, wrong_contents
 from hpc_rl.host import entries
 from hpc_rl.host.disk import explained
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.host.scratch import local_folder, remove_tree
+from hpc_rl.token_cache.entry import Part, Request, complete, opened, problem_of, wrong_contents
 from hpc_rl.training.distributed import World
 from hpc_rl.training.stopping import IN_VAIN, Stopped, Stopping
 
@@ -69,7 +68,7 @@ class Team:
 
 def open_tokenized(
     request: Request, root: Path, group: int | None, world: World, stopping: Stopping
-) -> tuple[Tokenized[Any], Counts]:
+) -> tuple[Tokenized[Any], Any]:
     """Return the tokenized data, and what the rows became. Every rank calls this.
 
     Args:
@@ -79,6 +78,7 @@ def open_tokenized(
     Raises:
         AgreedError: a row is not valid, or no folder can be written.
         Stopped: the run stops before the data is tokenized.
+        Unstorable: the files have no such values.
     """
     problem = next(filter(None, world.gather(entries.unusable(root, group))), None)
     if problem is None:
@@ -261,9 +261,7 @@ class Seat:
         return True
 
 
-def _obtained(
-    request: Request, root: Path, team: Team, world: World, stopping: Stopping
-) -> tuple[Tokenized[Any], Counts]:
+def _obtained(request: Request, root: Path, team: Team, world: World, stopping: Stopping) -> tuple[Tokenized[Any], Any]:
     """Return the data from an entry, which is written if there is none. See `open_tokenized`."""
     # Each of two runs with several teams could write one entry and wait for the other. The first entry stays.
     seat = Seat(root, request, may_wait=team.teams == 1) if team.leads else None

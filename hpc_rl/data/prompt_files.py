@@ -1,0 +1,70 @@
+"""Prompts in Arrow files: the form of tokenized data for reinforcement learning, `generate` and `eval`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from hpc_rl.data.formats import Row
+from hpc_rl.data.prompts import Prompt, PromptCounts
+from hpc_rl.data.tokenized import Block, Form, Lists, Unstorable, as_bytes, as_lists
+
+
+@dataclass(frozen=True)
+class Prompts(Form[Prompt]):
+    """Prompts with the rows that they are from, as JSON."""
+
+    answer_key: str | None
+    """Column of the row with the reference answer."""
+    counts = PromptCounts
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns of the files."""
+        return pa.schema([("token_ids", pa.list_(pa.int32())), ("text", pa.large_binary()), ("row", pa.large_binary())])
+
+    def columns(self, items: Sequence[Prompt]) -> list[pa.Array]:
+        """See `Form.columns`."""
+        return [
+            as_lists([prompt.token_ids for prompt in items], np.int32),
+            as_bytes([prompt.text.encode("utf-8", "surrogatepass") for prompt in items]),
+            as_bytes([_as_json(prompt.row) for prompt in items]),
+        ]
+
+    def block(self, batch: pa.RecordBatch) -> PromptBlock:
+        """See `Form.block`."""
+        return PromptBlock(batch, self.answer_key)
+
+
+class PromptBlock(Block[Prompt]):
+    """The prompts of a record batch, whose arrays are views of the file."""
+
+    def __init__(self, batch: pa.RecordBatch, answer_key: str | None) -> None:
+        self.rows = batch.num_rows
+        self._answer_key = answer_key
+        self._token_ids = Lists(batch.column(0), np.int32)
+        self._texts, self._rows = (Lists(batch.column(place), np.uint8, np.int64) for place in (1, 2))
+
+    def item(self, row: int) -> Prompt:
+        """See `Block.item`."""
+        found: Row = json.loads(self._rows.at(row).tobytes())
+        answer = None if self._answer_key is None else found[self._answer_key]
+        text = self._texts.at(row).tobytes().decode("utf-8", "surrogatepass")
+        return Prompt(self._token_ids.at(row), answer, found, text)
+
+
+def _as_json(row: Row) -> bytes:
+    """Return a row as JSON. Raises Unstorable if JSON has no such value."""
+    try:
+        return json.dumps(row).encode()
+    except TypeError:
+        for name, value in row.items():
+            try:
+                json.dumps(value)
+            except TypeError as error:
+                raise Unstorable(f"column {name!r} has a value that JSON does not have ({error})") from None
+        raise

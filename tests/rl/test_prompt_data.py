@@ -1,0 +1,199 @@
+"""The prompts of a run: tokenized once, and read from files by later runs."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+from transformers import PreTrainedTokenizerFast
+
+from hpc_rl.config.compose import compose
+from hpc_rl.config.generate import GenerateConfig
+from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.data.prompts import Prompt, PromptCounts
+from hpc_rl.errors import UserError
+from hpc_rl.probes.tiny_model import make_tokenizer
+from hpc_rl.rl import prompt_data
+from hpc_rl.run_dir import RunDir
+from hpc_rl.token_cache import cache
+from hpc_rl.training.stopping import Stopped
+from tests.rl.ppo_config import ppo_config
+from tests.token_cache.test_cache import Stopping
+
+ROWS = 600
+"""Three blocks."""
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+class Loads:
+    """Loads of prompts by runs in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.file = folder, folder / "a.jsonl"
+        self.tokenizer: PreTrainedTokenizerFast = make_tokenizer(300)
+        self.write(ROWS)
+
+    def write(self, rows: int) -> None:
+        made = [{"messages": f"{number} ist groß?", "answer": number, "more": [None, 0.5]} for number in range(rows)]
+        self.file.write_text("".join(json.dumps(row) + "\n" for row in made))
+
+    def __call__(
+        self,
+        *overrides: str,
+        files: Sequence[Path] = (),
+        split: str = "train",
+        tools: Sequence[dict[str, Any]] = (),
+        stopping: Any = None,
+        config: PpoConfig | GenerateConfig | None = None,
+    ) -> tuple[Sequence[Prompt], PromptCounts]:
+        names = [str(path) for path in files or [self.file]]
+        run = RunDir(self.folder / "run")
+        found = config or ppo_config(*overrides)
+        return prompt_data.load_prompts(names, split, found, self.tokenizer, tools, run, stopping or Stopping())
+
+    @property
+    def entries(self) -> list[str]:
+        return sorted(path.name for path in RunDir(self.folder / "run").tokenized.glob("*-*"))
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Loads:
+    return Loads(tmp_path)
+
+
+@pytest.fixture
+def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of rows of each call that tokenizes."""
+    calls: list[int] = []
+    make = prompt_data.prompt_tokenizer
+
+    def counting(*arguments: Any) -> Any:
+        work = make(*arguments)
+
+        def tokenize(rows: Any) -> Any:
+            found = work(rows)
+            calls.append(found[1].rows)
+            return found
+
+        return tokenize
+
+    monkeypatch.setattr(prompt_data, "prompt_tokenizer", counting)
+    return calls
+
+
+def told(prompts: Sequence[Prompt]) -> list[Any]:
+    return [(one.token_ids.tolist(), one.answer, one.row, one.text) for one in prompts]
+
+
+def test_prompts_are_tokenized_once(load: Loads, tokenized: list[int]) -> None:
+    first, counts = load()
+    assert tokenized == [256, 256, 88] and len(first) == counts.rows == ROWS
+    again, same = load()
+    assert len(tokenized) == 3 and same == counts and same.shortest == counts.shortest > 0
+    assert told(again) == told(first)
+    assert first[599].row == {"messages": "599 ist groß?", "answer": 599, "more": [None, 0.5]}
+    assert load.tokenizer.decode(first[7].token_ids) == first[7].text and "7 ist groß?" in first[7].text
+
+
+def test_all_jobs_share_the_files(load: Loads, tokenized: list[int]) -> None:
+    load("data.max_response_length=7", "data.train_batch_size=2")
+    other = compose("generate", ["model.path=/m", "data.files=x.jsonl", "data.max_prompts=3", "trainer.device=cpu"])
+    assert isinstance(other, GenerateConfig)
+    assert len(load(config=other)[0]) == ROWS and len(tokenized) == 3
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"overrides": ("data.answer_key=more",)},
+        {"overrides": ("data.answer_key=null",)},
+        {"overrides": ("data.max_prompt_length=500",)},
+        {"overrides": ("data.overlong_prompts=truncate",)},
+        {"overrides": ("data.chat_template_kwargs={a: 1}",)},
+        {"split": "test"},
+        {"tools": (TOOL,)},
+    ],
+)
+def test_what_the_prompts_depend_on(load: Loads, tokenized: list[int], changed: dict[str, Any]) -> None:
+    first, _ = load()
+    other, _ = load(*changed.pop("overrides", ()), **changed)
+    assert len(tokenized) == 6 and len(load.entries) == 2
+    assert told(load()[0]) == told(first) and len(other) == ROWS and len(tokenized) == 6
+
+
+def test_changed_data_is_tokenized_again(load: Loads, capsys: pytest.CaptureFixture[str]) -> None:
+    load()
+    load.write(3)
+    prompts, _ = load()
+    assert [one.answer for one in prompts] == [0, 1, 2] and len(load.entries) == 1
+    assert "is stale, because the data has changed: tokenizing again" in capsys.readouterr().out
+
+
+def test_the_counts_of_all_blocks(load: Loads) -> None:
+    lengths = [len(one.token_ids) for one in load()[0]]
+    limit = sorted(lengths)[50]
+    kept, counts = load(f"data.max_prompt_length={limit}")
+    fitting = [length for length in lengths if length <= limit]
+    assert len(kept) == len(fitting) < ROWS and counts.shortest == min(lengths)
+    assert counts == PromptCounts(rows=ROWS, tokens=sum(fitting), dropped=ROWS - len(fitting))
+    cut, counts = load(f"data.max_prompt_length={limit}", "data.overlong_prompts=truncate")
+    assert (len(cut), counts.truncated, counts.dropped) == (ROWS, ROWS - len(fitting), 0)
+    message = (
+        rf"a\.jsonl: all 600 prompts are over data\.max_prompt_length 2 \(the shortest has {min(lengths)} tokens\)"
+    )
+    for _ in range(2):
+        with pytest.raises(UserError, match=message):
+            load("data.max_prompt_length=2")
+
+
+def test_values_that_files_do_not_have_stay_in_memory(
+    load: Loads, tokenized: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    day = datetime.date(2020, 1, 2)
+    file = load.folder / "b.parquet"
+    parquet.write_table(pyarrow.table({"messages": ["7?"] * 300, "answer": [7] * 300, "day": [day] * 300}), file)
+    for _ in range(2):
+        prompts, counts = load(files=[file])
+        assert counts.rows == len(prompts) == 300 and prompts[299].row["day"] == day
+        said = capsys.readouterr().out
+        assert "b.parquet are tokenized at every start, and kept in memory: column 'day' has a value that JSON" in said
+        assert not load.entries and not list(RunDir(load.folder / "run").tokenized.glob("*.arrow"))
+    assert tokenized == [256, 300, 256, 300]
+
+
+def test_a_slow_tokenizer_has_no_files(load: Loads, capsys: pytest.CaptureFixture[str]) -> None:
+    class Slow(PreTrainedTokenizerFast):
+        is_fast = False
+
+    slow = Slow(tokenizer_object=load.tokenizer.backend_tokenizer)
+    slow.chat_template, load.tokenizer = load.tokenizer.chat_template, slow
+    assert len(load()[0]) == ROWS and not load.entries
+    assert "kept in memory: the tokenizer has no fast version" in capsys.readouterr().out
+
+
+def test_a_folder_takes_the_split(load: Loads) -> None:
+    (load.folder / "data").mkdir()
+    for name, count in (("train", 3), ("test", 2)):
+        (load.folder / "data" / f"{name}.json").write_text('{"messages": "7?", "answer": "7"}\n' * count)
+    assert [len(load(files=[load.folder / "data"], split=split)[0]) for split in ("train", "test")] == [3, 2]
+
+
+def test_a_bad_row_leaves_nothing(load: Loads) -> None:
+    with load.file.open("a") as file:
+        file.write('{"messages": "7?"}\n')
+    with pytest.raises(UserError, match=r"a\.jsonl, row 601: no column 'answer'"):
+        load()
+    assert not load.entries
+
+
+def test_a_stop_is_answered_between_blocks(load: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_ROUND_S", 0)
+    with pytest.raises(Stopped, match=r"^stopped before the first step: the data is not tokenized yet; submit again"):
+        load(stopping=Stopping(at=2))
+    assert not load.entries and len(load()[0]) == ROWS
