@@ -70,7 +70,9 @@ def _etag(path: Path) -> str:
 
 
 @contextmanager
-def hub_server(models: Mapping[str, Path], datasets: Mapping[str, Path]) -> Iterator[HubServer]:
+def hub_server(
+    models: Mapping[str, Path], datasets: Mapping[str, Path], host: str = "127.0.0.1"
+) -> Iterator[HubServer]:
     """The server, for as long as the block lasts."""
     state = HubServer(models, datasets)
 
@@ -147,5 +149,5 @@ def hub_server(models: Mapping[str, Path], datasets: Mapping[str, Path]) -> Iter
 
         def log_message(self, *_: Any) -> None: ...
 
-    with serving(Handler) as state.url:
+    with serving(Handler, host) as state.url:
         yield state

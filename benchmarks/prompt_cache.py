@@ -1,0 +1,104 @@
+"""Time and memory of the prompts of a driver: `python -m benchmarks.prompt_cache`.
+
+Prompts of about 300 tokens are loaded by a driver in three ways, each in a process of its own: the first start of a
+run, a later start, and in memory, as rows with values that JSON does not have are. The clock starts after all imports.
+Memory is what the process has more than before: resident memory without the pages of files, and these pages. Then a
+step of 512 prompts is drawn at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from benchmarks.common import publish, seconds, table
+from benchmarks.data_cache import make_data, resident
+from hpc_rl.config.compose import compose
+from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.data.prompts import Prompt, prompt_tokenizer
+from hpc_rl.data.sources import all_rows
+from hpc_rl.rl.prompt_data import load_prompts
+from hpc_rl.run_dir import RunDir
+from hpc_rl.training.stopping import open_stopping
+
+STEP = 512
+"""Prompts of a step."""
+TIMEOUT_S = 6 * 3600
+MEMORY = "in memory"
+WAYS = ("first start", "later start", MEMORY)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=100_000)
+    parser.add_argument("--folder", type=Path, help="of the data and the results; a new temporary folder if left out")
+    parser.add_argument("--driver", nargs=2, metavar=("FOLDER", "WAY"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.driver is not None:
+        as_driver(Path(arguments.driver[0]), arguments.driver[1])
+        return
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        make_data(Path(folder), arguments.prompts)
+        results = {way: measure(Path(folder), way) for way in WAYS}
+    rows = [
+        [way, f"{found['seconds']:.1f}", f"{found['own']:.0f}", f"{found['files']:.0f}", f"{found['step'] * 1e3:.0f}"]
+        for way, found in results.items()
+    ]
+    headers = ["", "seconds", "memory, MB", "pages of files, MB", f"{STEP} prompts, ms"]
+    versions = ["pyarrow", "tokenizers", "transformers"]
+    publish("prompt_cache", table(headers, rows), results, versions)
+
+
+def measure(folder: Path, way: str) -> dict[str, float]:
+    """Return seconds and megabytes of a driver that loads the prompts in this way."""
+    command = [sys.executable, "-m", "benchmarks.prompt_cache", "--driver", str(folder), way]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def as_driver(folder: Path, way: str) -> None:
+    """Load the prompts, and print seconds and megabytes."""
+    config = compose(
+        "ppo",
+        [
+            *(f"model.path={folder}/tokenizer", f"data.train_files={folder}/chats.jsonl", "data.answer_key=null"),
+            *("data.max_prompt_length=2048", "reward.function=exact", "trainer.device=cpu"),
+        ],
+    )
+    assert isinstance(config, PpoConfig)
+    tokenizer, run = AutoTokenizer.from_pretrained(config.model.path), RunDir(folder / "runs" / "run")
+    stopping, files = open_stopping(run, 0, []), list(config.data.train_files)
+    loaded: list[Prompt] = []
+
+    def load() -> None:
+        nonlocal loaded
+        if way == MEMORY:
+            loaded, _ = prompt_tokenizer(config.data, tokenizer)(all_rows(files, "train"))
+        else:
+            loaded, _ = load_prompts(files, "train", config, tokenizer, (), run, stopping)  # type: ignore[assignment]
+
+    before = resident()
+    took = seconds(load)
+    after = resident()
+    chosen = np.random.default_rng(0).permutation(len(loaded))[:STEP]
+    step = seconds(lambda: [loaded[index].text for index in chosen])
+    memory = {key: (after[key] - before[key]) / 1e6 for key in after}
+    print(json.dumps({"seconds": took, "step": step, **memory}))
+
+
+if __name__ == "__main__":
+    main()
