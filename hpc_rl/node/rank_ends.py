@@ -19,6 +19,8 @@ from hpc_rl.node.meeting import POLL_S
 
 RECORD_TIMEOUT_S = 15.0
 """How long a parent may take to end its rank and to record that."""
+_RECORD_BYTES = 512
+"""Size of a record, which is reserved at the start: at the end, the disk may have neither space nor inodes."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +42,29 @@ def log_path(attempt_dir: Path, node_rank: int, rank: int) -> Path:
 
 
 def record_start(attempt_dir: Path, node_rank: int, rank: int) -> None:
-    """Record that this process is the parent of a rank."""
-    write_atomically(_started_file(attempt_dir, node_rank, rank), str(os.getpid()))
+    """Record that this process is the parent of a rank, and reserve what `record_exit` needs."""
+    write_atomically(_started_file(attempt_dir, node_rank, rank), f"{os.getpid()}\n".ljust(_RECORD_BYTES))
 
 
 def record_exit(attempt_dir: Path, ended: RankExit) -> None:
-    """Record how a rank ended."""
-    path = attempt_dir / f".node{ended.node_rank}-rank{ended.rank}.exit"
-    write_atomically(path, json.dumps(asdict(ended)))
+    """Record how a rank ended, in the file of `record_start`, which gets another name.
+
+    Raises:
+        OSError: the file cannot be written. A full disk is no reason.
+    """
+    started = _started_file(attempt_dir, ended.node_rank, ended.rank)
+    with started.open("r+b") as file:
+        file.readline()  # the parent's process id, which others may be reading
+        file.seek(file.tell())
+        file.write(json.dumps(asdict(ended)).encode())
+    started.rename(started.with_suffix(".exit"))
 
 
 def read_exits(attempt_dir: Path, node_rank: int | None = None) -> list[RankExit]:
     """Return the ranks of a node that have ended, in this order; or those of all nodes, in no order."""
     files = attempt_dir.glob(f".node{'*' if node_rank is None else node_rank}-rank*.exit")
-    return sorted((RankExit(**json.loads(file.read_text())) for file in files), key=lambda ended: ended.time)
+    records = (file.read_text().partition("\n")[2] for file in files)
+    return sorted((RankExit(**json.loads(record)) for record in records), key=lambda ended: ended.time)
 
 
 def await_records(attempt_dir: Path, node_rank: int, ranks: Sequence[int]) -> list[int]:
@@ -134,7 +145,7 @@ def _started_file(attempt_dir: Path, node_rank: int, rank: int) -> Path:
 
 def _is_running(attempt_dir: Path, node_rank: int, rank: int) -> bool:
     try:
-        pid = int(_started_file(attempt_dir, node_rank, rank).read_text())
+        pid = int(_started_file(attempt_dir, node_rank, rank).read_text().partition("\n")[0])
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
     except (OSError, ValueError):
         return False

@@ -89,7 +89,7 @@ def attempt(start: Callable[..., NoReturn], run: RunDir, options: Sequence[str],
             kill(leader)
             if os.waitstatus_to_exitcode(status) == 0:
                 return True
-            sys.exit(f"attempt {number} failed:\n{(logs / 'output.log').read_text()}")
+            sys.exit(f"attempt {number} failed: {os.waitstatus_to_exitcode(status)}{text_of(logs)}")
         if kill_at is None and lines_of(run) >= wanted:
             kill_at = now + chance.random() / 3 if chance else None
         if kill_at is not None and now > kill_at and chance:
@@ -97,7 +97,7 @@ def attempt(start: Callable[..., NoReturn], run: RunDir, options: Sequence[str],
             return False
         if now > began + DEADLINE_S:
             kill(leader)
-            sys.exit(f"attempt {number} did not end:\n{(logs / 'output.log').read_text()}")
+            sys.exit(f"attempt {number} did not end{text_of(logs)}")
         time.sleep(_POLL_S)
 
 
@@ -120,6 +120,11 @@ def kill(leader: int, chance: random.Random | None = None) -> None:
             os.kill(pid, signal.SIGKILL)
     with suppress(ChildProcessError):
         os.waitpid(leader, 0)
+
+
+def text_of(logs: Path) -> str:
+    """Return the ends of all logs of an attempt."""
+    return "".join(f"\n--- {log.name}\n{log.read_text()[-4000:]}" for log in sorted(logs.glob("*.log")))
 
 
 def lines_of(run: RunDir) -> int:

@@ -39,6 +39,13 @@ def workspace(cluster: Cluster) -> Workspace:
     return workspace_on(cluster, "disks")
 
 
+@pytest.fixture(autouse=True)
+def free(disk: SmallDisk) -> Iterator[None]:
+    """Whatever a test has exhausted is there for the next one."""
+    yield
+    disk.free()
+
+
 @pytest.mark.parametrize("exhaust", [SmallDisk.fill, SmallDisk.use_all_inodes], ids=["full disk", "no inodes"])
 @pytest.mark.parametrize("job", ["sft", "ppo"])
 def test_the_disk_of_the_run_directory_fills_up(
@@ -56,7 +63,8 @@ def test_the_disk_of_the_run_directory_fills_up(
     workspace.wait_until(lambda: max(dict(measured(run)), default=0) >= 3, "3 steps")
     exhaust(disk)
     workspace.wait_until(lambda: workspace.status(str(run))["state"] == "FAILED", "the job failed")
-    assert workspace.status(str(run))["exit_code"] == 1
+    log = "".join(path.read_text() for path in sorted(run.glob("job-*.log")))
+    assert workspace.status(str(run))["exit_code"] == 1, log
     left_behind(cluster, run)
     for view in ("status", "explain"):
         assert "No space left on device" in workspace.ok(view, str(run))

@@ -1,6 +1,10 @@
+import contextlib
+import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -8,6 +12,7 @@ import pytest
 from hpc_rl.node import rank_ends
 from hpc_rl.node.causes import Kind
 from hpc_rl.node.rank_ends import RankExit, log_path, node_end, record_exit, record_start
+from tests.small_disk import needs_root, small_disk
 
 RANKS = range(2, 4)
 
@@ -17,21 +22,22 @@ def parents(tmp_path: Path) -> Iterator[list["subprocess.Popen[bytes]"]]:
     """Two processes that stand for the parents of the ranks of node 1."""
     running = [subprocess.Popen(["sleep", "600"]) for _ in RANKS]
     for rank, process in zip(RANKS, running, strict=True):
-        (tmp_path / f".node1-rank{rank}.started").write_text(str(process.pid))
+        (tmp_path / f".node1-rank{rank}.started").write_text(f"{process.pid}\n")
     yield running
     for process in running:
         process.kill()
         process.wait(600)
 
 
-def ended(folder: Path, rank: int, exit_code: int, was_asked: bool = False, time: float = 1.0, log: str = "") -> None:
+def ended(folder: Path, rank: int, exit_code: int, was_asked: bool = False, at: float = 1.0, log: str = "") -> None:
     log_path(folder, 1, rank).write_text(log)
-    record_exit(folder, RankExit(rank, 1, exit_code, was_asked, time))
+    record_start(folder, 1, rank)
+    record_exit(folder, RankExit(rank, 1, exit_code, was_asked, at))
 
 
 def test_the_first_rank_of_its_node_to_fail_by_itself(tmp_path: Path) -> None:
-    ended(tmp_path, 2, 3, time=5.0, log="no luck\n")
-    ended(tmp_path, 3, 1, time=4.0, log="Connection closed by peer\n")
+    ended(tmp_path, 2, 3, at=5.0, log="no luck\n")
+    ended(tmp_path, 3, 1, at=4.0, log="Connection closed by peer\n")
     found = node_end(tmp_path, "b", 1, RANKS, 1, was_asked=False)
     assert (found.exit_code, found.kind, found.process) == (3, Kind.OWN, "rank 2")
     assert found.text.startswith("rank 2 on node b failed with exit code 3; its log is ")
@@ -85,6 +91,7 @@ def test_a_torchrun_that_started_no_rank_explains_itself(tmp_path: Path) -> None
 
 def test_bad_input_of_rank_0_is_in_the_jobs_log_already(tmp_path: Path) -> None:
     log_path(tmp_path, 0, 0).write_text("data.x: wrong\n")
+    record_start(tmp_path, 0, 0)
     record_exit(tmp_path, RankExit(0, 0, 2, False, 1.0))
     found = node_end(tmp_path, "a", 0, range(1), 1, was_asked=False)
     assert (found.exit_code, found.text) == (2, "")
@@ -92,4 +99,26 @@ def test_bad_input_of_rank_0_is_in_the_jobs_log_already(tmp_path: Path) -> None:
 
 def test_a_parent_records_its_own_process(tmp_path: Path) -> None:
     record_start(tmp_path, 0, 7)
-    assert (tmp_path / ".node0-rank7.started").read_text() == str(os.getpid())
+    assert (tmp_path / ".node0-rank7.started").read_text().split() == [str(os.getpid())]
+    assert rank_ends.await_records(tmp_path, 0, [6]) == []
+
+
+@needs_root
+def test_an_end_is_recorded_on_a_full_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        for rank in RANKS:
+            record_start(disk.path, 1, rank)
+        disk.use_all_inodes()
+        with contextlib.suppress(OSError), (disk.path / ".inodes" / "0").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        for rank in RANKS:
+            record_exit(disk.path, RankExit(rank, 1, 75 + rank, rank == 3, 0.1 + rank))
+        assert rank_ends.await_records(disk.path, 1, RANKS) == []
+        assert rank_ends.read_exits(disk.path, 1) == [RankExit(2, 1, 77, False, 2.1), RankExit(3, 1, 78, True, 3.1)]
+        assert not list(disk.path.glob("*.started"))
+
+
+def test_a_record_fits_into_what_is_reserved() -> None:
+    longest = RankExit(10**6, 10**6, 255, False, time.time() + 1e9 / 3)
+    assert len(json.dumps(asdict(longest))) + len("4194304\n") < rank_ends._RECORD_BYTES

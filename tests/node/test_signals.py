@@ -25,7 +25,7 @@ def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Meeting:
 
 def rank_ended(meeting: Meeting, code: int) -> None:
     ended = RankExit(1, 1, code, False, 1.0)
-    (meeting.attempt_dir / ".node1-rank1.exit").write_text(json.dumps(ended.__dict__))
+    (meeting.attempt_dir / ".node1-rank1.exit").write_text(f"1\n{json.dumps(ended.__dict__)}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])

@@ -1,5 +1,4 @@
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -12,6 +11,7 @@ import pytest
 
 from hpc_rl.host import jit_caches
 from hpc_rl.node.rank import place_in_job
+from hpc_rl.node.rank_ends import read_exits
 from hpc_rl.node.torchrun import parse, process_environment, torchrun_command
 from hpc_rl.slurm.allocation import Allocation
 
@@ -207,8 +207,7 @@ def test_nothing_survives_the_entry(entry: Entry) -> None:
     process.communicate(timeout=DEADLINE_S)
     for mark in marks:
         assert not Path(f"/proc/{mark.read_text()}").exists()
-    exits = [json.loads(path.read_text()) for path in entry.attempt.glob(".*.exit")]
-    assert [ended["exit_code"] for ended in exits] == [143, 143]
+    assert [ended.exit_code for ended in read_exits(entry.attempt)] == [143, 143]
 
 
 SAVES = RANK + (
