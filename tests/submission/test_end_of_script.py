@@ -90,6 +90,21 @@ def test_one_task_of_an_array_is_queued_again_and_not_all(tmp_path: Path) -> Non
     assert "requeue 7_3\nupdate JobId=7_3 ExcNodeList=node2,node3\n" in said
 
 
+@pytest.mark.parametrize(("step", "exit_code", "otherwise"), [("LOSES", 1, "FAILED"), ("walltime", 75, "STOPPED")])
+def test_slurm_may_have_queued_the_job_at_the_same_time(
+    tmp_path: Path, step: str, exit_code: int, otherwise: str
+) -> None:
+    work = LOSES if step == "LOSES" else stops(step)
+    for restarts, count, state in ((1, 0, "REQUEUED"), (0, 0, otherwise), (1, 1, otherwise), (2, 1, "REQUEUED")):
+        for earlier in ("seen.json.refused", "run/lost-nodes"):
+            (tmp_path / earlier).unlink(missing_ok=True)
+        refused = f"Restarts={restarts} ExcNodeList=(null)"
+        first = f"export REFUSED='{refused}' SLURM_RESTART_COUNT={count}\n"
+        code, recorded, said = end(tmp_path, work, job=RUNS.replace("Restarts=0", f"Restarts={count}"), first=first)
+        assert (code, recorded["state"], recorded["exit_code"]) == (exit_code, state, exit_code)
+        assert ("update JobId=7 ExcNodeList=node2,node3" in said) is (state == "REQUEUED" and step == "LOSES")
+
+
 LOSES = 'printf "node2\\nnode3\\n" > "$HPC_RL_ATTEMPT_DIR/.lost"; exit 1'
 
 
