@@ -144,6 +144,7 @@ bench-scale: .venv/test
 	$(BIN)/python -m benchmarks.scale_runs
 	$(BIN)/python -m benchmarks.scale_report
 	$(BIN)/python -m benchmarks.data_cache
+	$(BIN)/python -m benchmarks.prompt_cache
 	$(BIN)/python -m benchmarks.ray_up --nodes 8 --repeats 1 --name scale_ray_up
 
 # The API reference is read from the source, so this environment needs no torch.

@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--folder", type=Path, help="of the data and the results; a new temporary folder if left out")
+    parser.add_argument("--folder", type=Path, help="where a temporary folder for the data is made")
     parser.add_argument("--rank-in", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_in is not None:

@@ -1,9 +1,9 @@
 """Time and memory of the prompts of a driver: `python -m benchmarks.prompt_cache`.
 
-Prompts of about 300 tokens are loaded by a driver in three ways, each in a process of its own: the first start of a
-run, a later start, and in memory, as rows with values that JSON does not have are. The clock starts after all imports.
-Memory is what the process has more than before: resident memory without the pages of files, and these pages. Then a
-step of 512 prompts is drawn at random.
+Prompts of about 300 tokens are loaded in three ways, each in a process of its own: the first start of a run, a later
+start, and in memory. Prompts are kept in memory if JSON cannot represent a value of their rows. The clock starts after
+all imports. Memory is the increase of the resident memory: without the pages of files, and these pages. Then 512 random
+prompts are read, as in a step.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.training.stopping import open_stopping
 
 STEP = 512
-"""Prompts of a step."""
+"""Number of prompts in a step."""
 TIMEOUT_S = 6 * 3600
 MEMORY = "in memory"
 WAYS = ("first start", "later start", MEMORY)
@@ -43,8 +44,8 @@ WAYS = ("first start", "later start", MEMORY)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=100_000)
-    parser.add_argument("--folder", type=Path, help="of the data and the results; a new temporary folder if left out")
+    parser.add_argument("--prompts", type=int, default=100_000, help="number of prompts")
+    parser.add_argument("--folder", type=Path, help="where a temporary folder for the data is made")
     parser.add_argument("--driver", nargs=2, metavar=("FOLDER", "WAY"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.driver is not None:
@@ -53,13 +54,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         make_data(Path(folder), arguments.prompts)
         results = {way: measure(Path(folder), way) for way in WAYS}
-    rows = [
-        [way, f"{found['seconds']:.1f}", f"{found['own']:.0f}", f"{found['files']:.0f}", f"{found['step'] * 1e3:.0f}"]
+    headers = ["", "seconds", "memory, MB", "pages of files, MB", f"read {STEP} prompts, ms"]
+    versions = ["pyarrow", "tokenizers", "transformers"]
+    publish("prompt_cache", table(headers, rows_of(results)), results, versions)
+
+
+def rows_of(results: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
+    """Return the rows of the table."""
+    return [
+        [
+            f"prompts, {way}",
+            *(f"{found['seconds']:.1f}", f"{found['own']:.0f}", f"{found['files']:.0f}", f"{found['step'] * 1e3:.0f}"),
+        ]
         for way, found in results.items()
     ]
-    headers = ["", "seconds", "memory, MB", "pages of files, MB", f"{STEP} prompts, ms"]
-    versions = ["pyarrow", "tokenizers", "transformers"]
-    publish("prompt_cache", table(headers, rows), results, versions)
 
 
 def measure(folder: Path, way: str) -> dict[str, float]:

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler], host: str = "127.0.0.1") -> Iterator[str]:
-    """Answers requests until the block ends; its address, `http://HOST:PORT`."""
+    """Answer requests until the block ends. Yields the address, `http://HOST:PORT`."""
     server = ThreadingHTTPServer((host, 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

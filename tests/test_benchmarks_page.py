@@ -13,6 +13,7 @@ from benchmarks import (
     data_cache,
     driver,
     generate,
+    prompt_cache,
     ray_up,
     rollout,
     rollout_simulation,
@@ -156,6 +157,7 @@ SCALE = {
     "scale_runs": scale_runs.rows_of,
     "scale_report": scale_report.rows_of,
     "data_cache": data_cache.rows_of,
+    "prompt_cache": prompt_cache.rows_of,
 }
 """Results of `make bench-scale`, and what makes the rows of their tables."""
 

@@ -14,6 +14,7 @@ from hpc_rl.cli.app import RunArgument, app, leave, note
 from hpc_rl.cli.completion import run_names
 from hpc_rl.cli.text import aligned, explanation_text, short_path, size_text
 from hpc_rl.errors import UserError
+from hpc_rl.host.files import refuse_occupied
 from hpc_rl.host.installation import install_command
 from hpc_rl.run_dir import RunDir
 
@@ -115,6 +116,7 @@ def export(
     from hpc_rl.runs.status import find_run
 
     folder = Path(source) if Path(source, "trainer.json").is_file() else find_run(source).path
+    refuse_occupied(out)  # before imports that take many seconds
     try:
         from hpc_rl.training.checkpoints.export import export as export_model
     except ModuleNotFoundError as error:

@@ -40,9 +40,9 @@ class CacheConfig(Section):
     wandb_dir: Path | None = None
     """Folder of wandb's own cache, for home folders with a small quota. null: wandb's default."""
     data_dir: Path | None = None
-    """Folder for tokenized data, which runs map into memory and later runs use again. Other users must not have
-    permission to write to it. null: the folder .tokenized-UID beside the run, or beside its sweep or pipeline, with
-    your user id."""
+    """Folder for tokenized data. Runs map its files into memory, and later runs use them again. Other users must not
+    have permission to write to it. null: the folder .tokenized-UID beside the run, or beside its sweep or pipeline,
+    with your user id."""
     offline: bool = False
     """Set to true if compute nodes have no internet access. Models and data sets then come from the cache, which
     `hpc-rl fetch` fills, and wandb writes into the run directory."""

@@ -48,9 +48,9 @@ def key_of(
     """Return a text for everything but the contents of the files: their paths, tokenizer, template and settings.
 
     Args:
-        data: the options. Prompts are the same for every kind of job that has them.
+        data: the options. For prompts, only those of PromptConfig count, so that all kinds of jobs can share them.
         tokenizer: one with a fast version, and with the template that is used.
-        tools: JSON schemas of the tools in the prompts.
+        tools: JSON schemas of the tools that the chat template describes.
     """
     kind = PromptConfig if isinstance(data, PromptConfig) else type(data)
     settings = data.model_dump(mode="json", include=kind.model_fields.keys() - _NOT_IN_TOKENS)

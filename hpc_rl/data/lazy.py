@@ -91,8 +91,8 @@ class Joined(Rows[T]):
         return joined_sizes(*map(sizes_of, self._parts)) if self._parts else super().sizes()  # type: ignore[arg-type]
 
 
-class Span(Rows[T]):
-    """The items of a sequence from one index up to another.
+class Subsequence(Rows[T]):
+    """The items of a sequence from one index up to another, as in a slice; they are read when they are needed.
 
     Args:
         start, end: as in a slice of the sequence; neither is negative.

@@ -11,15 +11,15 @@ import pyarrow as pa
 
 from hpc_rl.data.formats import Row
 from hpc_rl.data.prompts import Prompt, PromptCounts
-from hpc_rl.data.tokenized import Block, Form, Lists, Unstorable, as_bytes, as_lists
+from hpc_rl.data.tokenized import Form, ItemBlock, Lists, Unstorable, as_bytes, as_lists
 
 
 @dataclass(frozen=True)
 class Prompts(Form[Prompt]):
-    """Prompts with the rows that they are from, as JSON."""
+    """Prompts, each with its row as JSON."""
 
     answer_key: str | None
-    """Column of the row with the reference answer."""
+    """Column with the reference answer; None if there is none."""
     counts = PromptCounts
 
     @property
@@ -40,25 +40,25 @@ class Prompts(Form[Prompt]):
         return PromptBlock(batch, self.answer_key)
 
 
-class PromptBlock(Block[Prompt]):
+class PromptBlock(ItemBlock[Prompt]):
     """The prompts of a record batch, whose arrays are views of the file."""
 
     def __init__(self, batch: pa.RecordBatch, answer_key: str | None) -> None:
-        self.rows = batch.num_rows
+        self.count = batch.num_rows
         self._answer_key = answer_key
         self._token_ids = Lists(batch.column(0), np.int32)
         self._texts, self._rows = (Lists(batch.column(place), np.uint8, np.int64) for place in (1, 2))
 
-    def item(self, row: int) -> Prompt:
-        """See `Block.item`."""
-        found: Row = json.loads(self._rows.at(row).tobytes())
+    def item(self, index: int) -> Prompt:
+        """See `ItemBlock.item`."""
+        found: Row = json.loads(self._rows.at(index).tobytes())
         answer = None if self._answer_key is None else found[self._answer_key]
-        text = self._texts.at(row).tobytes().decode("utf-8", "surrogatepass")
-        return Prompt(self._token_ids.at(row), answer, found, text)
+        text = self._texts.at(index).tobytes().decode("utf-8", "surrogatepass")
+        return Prompt(self._token_ids.at(index), answer, found, text)
 
 
 def _as_json(row: Row) -> bytes:
-    """Return a row as JSON. Raises Unstorable if JSON has no such value."""
+    """Return a row as JSON. Raises Unstorable if JSON cannot represent a value."""
     try:
         return json.dumps(row).encode()
     except TypeError:
@@ -66,5 +66,5 @@ def _as_json(row: Row) -> bytes:
             try:
                 json.dumps(value)
             except TypeError as error:
-                raise Unstorable(f"column {name!r} has a value that JSON does not have ({error})") from None
+                raise Unstorable(f"column {name!r} has a value that JSON cannot represent ({error})") from None
         raise

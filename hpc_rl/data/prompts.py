@@ -67,8 +67,8 @@ def prompt_tokenizer(
 ) -> Callable[[Iterable[tuple[Row, str]]], tuple[list[Prompt], PromptCounts]]:
     """Return the function that tokenizes the prompts of rows, each given with its place for errors.
 
-    It returns the prompts with at most data.max_prompt_length tokens, in their order, without the dropped ones, and
-    the counts of both. It raises UserError if a row is not valid.
+    It returns the kept prompts in their order, with at most data.max_prompt_length tokens each, and the counts of all
+    rows. It raises UserError if a row is not valid.
 
     Args:
         tools: JSON schemas of the tools that the chat template describes to the model.

@@ -1,8 +1,4 @@
-"""Samples in Arrow files: the form of tokenized data for fine-tuning.
-
-Arrays of Arrow and numpy are made from each other's buffers: pyarrow's own conversions import pandas, which takes
-seconds and memory.
-"""
+"""Samples in Arrow files: the form of tokenized data for fine-tuning."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from numpy.typing import NDArray
 from hpc_rl.data.lazy import Item, Sizes
 from hpc_rl.data.pairs import Preference
 from hpc_rl.data.sft_dataset import Counts, Sample
-from hpc_rl.data.tokenized import Block, Form, Lists, Tokenized, as_array, as_lists
+from hpc_rl.data.tokenized import Form, ItemBlock, Lists, Tokenized, as_array, as_lists
 from hpc_rl.host.heartbeat import heart
 
 T = TypeVar("T", bound=Item)
@@ -38,7 +34,7 @@ class Samples(Form[T]):
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns of the files: a token of a sample is twice its id, plus 1 if it is a target."""
+        """The columns of the files: a token is stored as twice its id, plus 1 if it is a target."""
         fields = [
             field
             for place in range(self.samples)
@@ -77,24 +73,24 @@ def preferences(samples: int, values: int) -> Samples[Preference]:
     return Samples(samples, values, Preference)
 
 
-class SampleBlock(Block[T]):
+class SampleBlock(ItemBlock[T]):
     """The items of a record batch, whose arrays are views of the file."""
 
     def __init__(self, batch: pa.RecordBatch, form: Samples[T]) -> None:
-        self.rows = batch.num_rows
+        self.count = batch.num_rows
         self._make = form.make
         self._tokens = [Lists(batch.column(2 * place), np.int32) for place in range(form.samples)]
         self._targets = [
-            np.frombuffer(batch.column(2 * place + 1).buffers()[1], np.int32, self.rows)
+            np.frombuffer(batch.column(2 * place + 1).buffers()[1], np.int32, self.count)
             for place in range(form.samples)
         ]
         values = batch.column(2 * form.samples).buffers()[2] if form.values else b""
-        self._values = np.frombuffer(values, np.float64, self.rows * form.values).reshape(self.rows, form.values)
+        self._values = np.frombuffer(values, np.float64, self.count * form.values).reshape(self.count, form.values)
 
-    def item(self, row: int) -> T:
-        """See `Block.item`."""
-        samples = tuple(_sample(lists.at(row)) for lists in self._tokens)
-        return self._make(samples, tuple(self._values[row].tolist()))
+    def item(self, index: int) -> T:
+        """See `ItemBlock.item`."""
+        samples = tuple(_sample(lists.at(index)) for lists in self._tokens)
+        return self._make(samples, tuple(self._values[index].tolist()))
 
     def sizes(self) -> Sizes:
         """Return the numbers of tokens of all items."""
@@ -111,7 +107,7 @@ class TokenizedSamples(Tokenized[T]):
         found = Sizes(np.empty(shape, np.int64), np.empty(shape, np.int64))
         for start, block in self.blocks():
             heart.beat()
-            found.lengths[start : start + block.rows], found.targets[start : start + block.rows] = block.sizes()
+            found.lengths[start : start + block.count], found.targets[start : start + block.count] = block.sizes()
         return found
 
 

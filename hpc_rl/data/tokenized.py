@@ -24,22 +24,22 @@ from hpc_rl.data.lazy import Rows
 T = TypeVar("T")
 
 Tokenize = Callable[[Iterable[tuple[Row, str]]], tuple[Sequence[Any], Any]]
-"""Rows, each with its place for errors -> their items, None for a row that may be dropped here; and the counts of the
-rows, of the type that the form names."""
+"""Rows, each with its place for errors -> their items and their counts. A dropped row gives None or no item. The counts
+have the type `Form.counts`."""
 
 
 class Unstorable(Exception):
-    """Items cannot be written to files, for the reason in the message."""
+    """A value cannot be stored in files. The message has the reason."""
 
 
-class Block(ABC, Generic[T]):
+class ItemBlock(ABC, Generic[T]):
     """The items of one block of rows."""
 
-    rows: int
-    """How many there are."""
+    count: int
+    """Number of items."""
 
     @abstractmethod
-    def item(self, row: int) -> T:
+    def item(self, index: int) -> T:
         """Return an item, by its number from 0 on."""
 
 
@@ -47,7 +47,7 @@ class Form(ABC, Generic[T]):
     """What an item consists of, and how files hold it."""
 
     counts: type[Any]
-    """What became of some rows: a dataclass of numbers, which can be added."""
+    """Type of the counts of rows: a dataclass of numbers, which can be added."""
 
     @property
     @abstractmethod
@@ -59,11 +59,11 @@ class Form(ABC, Generic[T]):
         """Return the columns of some items.
 
         Raises:
-            Unstorable: a column has no such value.
+            Unstorable: a column cannot hold one of the values.
         """
 
     @abstractmethod
-    def block(self, batch: pa.RecordBatch) -> Block[T]:
+    def block(self, batch: pa.RecordBatch) -> ItemBlock[T]:
         """Return the items of a record batch."""
 
     def opened(self, paths: Sequence[Path], kept: Sequence[Sequence[int]], held: object = None) -> Tokenized[T]:
@@ -113,7 +113,7 @@ class Tokenized(Rows[T]):
         count = sum(map(len, kept))
         by_block = [kept[block % len(paths)][block // len(paths)] for block in range(count)]
         self._ends = np.cumsum(by_block, dtype=np.int64)
-        self._last: tuple[int, Block[T]] | None = None
+        self._last: tuple[int, ItemBlock[T]] | None = None
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -122,9 +122,9 @@ class Tokenized(Rows[T]):
         """See `Rows.row`."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         block = self._block(number)
-        return block.item(index - int(self._ends[number]) + block.rows)
+        return block.item(index - int(self._ends[number]) + block.count)
 
-    def blocks(self) -> Iterator[tuple[int, Block[T]]]:
+    def blocks(self) -> Iterator[tuple[int, ItemBlock[T]]]:
         """Yield all blocks that have items, each with the index of its first item."""
         start = 0
         for number, end in enumerate(self._ends.tolist()):
@@ -132,7 +132,7 @@ class Tokenized(Rows[T]):
                 yield start, self._block(number)
             start = end
 
-    def _block(self, number: int) -> Block[T]:
+    def _block(self, number: int) -> ItemBlock[T]:
         if self._last is None or self._last[0] != number:
             file = self._files[number % len(self._files)]
             self._last = number, self._form.block(file.get_batch(number // len(self._files)))
@@ -143,7 +143,7 @@ class Lists:
     """A column of lists, strings or bytes, as views of its buffers.
 
     Args:
-        column: each value has a number of elements of the type `element`.
+        column: its values are lists or bytes, with elements of the type `element`.
         offset: type of the column's offsets.
     """
 
@@ -162,7 +162,7 @@ class Lists:
 
 
 def as_lists(values: Sequence[NDArray[Any]], element: DTypeLike) -> pa.Array:
-    """Return one-dimensional arrays as a column of lists with these elements."""
+    """Return one-dimensional arrays as a column of lists with elements of this type."""
     offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
     elements = as_array(np.concatenate([np.zeros(0, element), *values], dtype=element))
     return pa.ListArray.from_buffers(

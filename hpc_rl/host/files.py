@@ -158,6 +158,12 @@ def writing(path: Path) -> Iterator[None]:
         raise RunError(f"{path} could not be written: {explained(error, path)}") from error
 
 
+def refuse_occupied(folder: Path) -> None:
+    """Raise UserError if a folder exists and is not empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not empty: choose another folder")
+
+
 def write_atomically(path: Path, text: str, forbidden: int = 0) -> None:
     """Write a text file so that readers never see a part of it.
 

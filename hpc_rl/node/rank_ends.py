@@ -20,7 +20,7 @@ from hpc_rl.node.meeting import POLL_S
 RECORD_TIMEOUT_S = 15.0
 """How long a parent may take to end its rank and to record that."""
 _RECORD_BYTES = 512
-"""Size of a record, which is reserved at the start: at the end, the disk may have neither space nor inodes."""
+"""Bytes that are reserved for a record when its rank starts. When it ends, the disk may have no space or inodes."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,20 @@ def log_path(attempt_dir: Path, node_rank: int, rank: int) -> Path:
 
 
 def record_start(attempt_dir: Path, node_rank: int, rank: int) -> None:
-    """Record that this process is the parent of a rank, and reserve what `record_exit` needs."""
+    """Record that this process is the parent of a rank, and reserve the file for `record_exit`."""
     write_atomically(_started_file(attempt_dir, node_rank, rank), f"{os.getpid()}\n".ljust(_RECORD_BYTES))
 
 
 def record_exit(attempt_dir: Path, ended: RankExit) -> None:
-    """Record how a rank ended, in the file of `record_start`, which gets another name.
+    """Record how a rank ended: write it into the file of `record_start`, and rename this file.
 
     Raises:
-        OSError: the file cannot be written. A full disk is no reason.
+        OSError: the file cannot be written. A full disk does not cause this, unless the file system needs new space to
+            overwrite a file.
     """
     started = _started_file(attempt_dir, ended.node_rank, ended.rank)
     with started.open("r+b") as file:
-        file.readline()  # the parent's process id, which others may be reading
-        file.seek(file.tell())
+        file.readline()  # keep the parent's process id: other processes may be reading it
         file.write(json.dumps(asdict(ended)).encode())
     started.rename(started.with_suffix(".exit"))
 

@@ -1,12 +1,10 @@
-"""The tokenized prompts of a run, of which the driver reads those that it needs."""
+"""The tokenized prompts of a run. The driver reads only those that it needs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.ppo import PpoConfig
@@ -19,14 +17,11 @@ from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir, trusted_group
 from hpc_rl.token_cache.cache import open_tokenized
 from hpc_rl.token_cache.entry import Files, Request
-from hpc_rl.training.distributed import World
+from hpc_rl.training.distributed import ONE_PROCESS
 from hpc_rl.training.stopping import Stopping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_ALONE = World(0, 1, torch.device("cpu"))
-"""The driver, which needs no other process for this."""
 
 
 def load_prompts(
@@ -40,7 +35,8 @@ def load_prompts(
 ) -> tuple[Sequence[Prompt], PromptCounts]:
     """Return all prompts of some files, in their order, with at most data.max_prompt_length tokens each.
 
-    They are tokenized once, and mapped into memory by later runs. Prompts that files cannot hold are kept in memory.
+    They are tokenized once and mapped into memory, also by later runs. If files cannot hold one of them, all are
+    kept in memory instead.
 
     Args:
         files: data files (formats.py), or names of `datasets` data sets.
@@ -56,19 +52,21 @@ def load_prompts(
     tokenize, limit = prompt_tokenizer(config.data, tokenizer, tools), config.data.max_prompt_length
     try:
         if not tokenizer.is_fast:
-            raise Unstorable("the tokenizer has no fast version, whose tokenizer.json shows whether it has changed")
+            raise Unstorable(
+                "the tokenizer has no fast version (tokenizer.json), so a change of it would not be noticed"
+            )
         request = _request(files, split, config, tokenizer, tools, tokenize)
         root = Path(config.cache.data_dir).absolute() if config.cache.data_dir else run.tokenized
         group = trusted_group(run.path, config.slurm.group)
-        prompts, counts = open_tokenized(request, root, group, _ALONE, stopping)
+        prompts, counts = open_tokenized(request, root, group, ONE_PROCESS, stopping)
     except Unstorable as error:
         names = ", ".join(files)
-        print(f"the prompts of {names} are tokenized at every start, and kept in memory: {error}", flush=True)
+        print(f"the prompts of {names} are tokenized at every start and kept in memory: {error}", flush=True)
         prompts, counts = tokenize(all_rows(files, split))
     if not len(prompts):
         raise UserError(
             f"{', '.join(files)}: all {counts.rows:,} prompts are over data.max_prompt_length {limit} (the shortest "
-            f"has {counts.shortest:,} tokens): raise it, or set data.overlong_prompts=truncate"
+            f"has {counts.shortest:,} tokens): raise data.max_prompt_length, or set data.overlong_prompts=truncate"
         )
     return prompts, counts
 

@@ -69,7 +69,7 @@ class Team:
 def open_tokenized(
     request: Request, root: Path, group: int | None, world: World, stopping: Stopping
 ) -> tuple[Tokenized[Any], Any]:
-    """Return the tokenized data, and what the rows became. Every rank calls this.
+    """Return the tokenized data, and the counts of its rows. Every rank calls this.
 
     Args:
         root: folder for the entries. If it cannot be used, each node has the data in a temporary folder.
@@ -78,7 +78,7 @@ def open_tokenized(
     Raises:
         AgreedError: a row is not valid, or no folder can be written.
         Stopped: the run stops before the data is tokenized.
-        Unstorable: the files have no such values.
+        Unstorable: the files cannot hold one of the values.
     """
     problem = next(filter(None, world.gather(entries.unusable(root, group))), None)
     if problem is None:

@@ -162,6 +162,10 @@ class World:
         return parts
 
 
+ONE_PROCESS = World(rank=0, size=1, device=torch.device("cpu"))
+"""The world of a single process."""
+
+
 def _as_bytes(value: Any) -> torch.Tensor:
     """Return a value as JSON: uint8 [bytes]."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

@@ -58,7 +58,7 @@ def test_without_a_column_of_answers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [datetime.date(2020, 1, 2), decimal.Decimal(1), b"x", [{"deep": b"x"}]])
 def test_a_value_that_json_does_not_have(value: Any) -> None:
     row = {"a": 1, "b": value}
-    with pytest.raises(Unstorable, match=r"^column 'b' has a value that JSON does not have \(.* is not JSON"):
+    with pytest.raises(Unstorable, match=r"^column 'b' has a value that JSON cannot represent \(.* is not JSON"):
         Prompts("a").columns([Prompt(np.array([1], np.int32), 1, row, "x")])
 
 

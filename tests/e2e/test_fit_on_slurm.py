@@ -71,7 +71,7 @@ def test_later_runs_map_the_data_of_the_first(workspace: Workspace, expected: di
 
 @pytest.fixture(scope="module")
 def hub(slurm_cluster: Cluster, workspace: Workspace) -> Iterator[HubServer]:
-    """me/Shelves: the training data, on a server that all nodes reach."""
+    """Serve the training data as the data set me/Shelves, at an address that all nodes reach."""
     host = f"{state.read(slurm_cluster.name).subnet}.{network.HOST}"
     make_tiny_model(workspace.folder / "teacher", hidden=48)
     folder = workspace.folder / "hub"

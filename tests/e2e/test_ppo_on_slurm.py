@@ -54,9 +54,16 @@ def logs(workspace: Workspace, run: str) -> set[str]:
     return {path.name for path in attempt.glob("node*-*rank*.log")} | {p.name for p in attempt.glob("*engine*.log")}
 
 
+def prompt_files(workspace: Workspace) -> dict[Path, int]:
+    """Return the files with the prompts of all runs, and when each was written."""
+    found = (workspace.folder / "runs").glob(".tokenized-*/[!.]*/*.arrow")
+    return {path: path.stat().st_mtime_ns for path in found}
+
+
 def step_of_driver(cluster: Cluster) -> int:
-    """Return the step that the driver on node1 has recorded as a sign of life."""
-    found = cluster.exec_on("node1", ["sh", "-c", "cat /tmp/0.*/beats/*.beat"]).stdout
+    """Return the step that the driver has recorded as a sign of life, on whichever node it is."""
+    show = ["sh", "-c", "cat /tmp/0.*/beats/*.beat"]
+    found = "".join(cluster.exec_on(node, show).stdout for node in cluster.nodes)
     beats = [json.loads(text) for text in re.findall(r"{.*?}", found)]
     return max((beat["step"] for beat in beats if beat["name"] == "the driver"), default=0)
 
@@ -69,6 +76,8 @@ def test_two_nodes_get_better_although_they_are_stopped(workspace: Workspace, sl
     workspace.wait_until(lambda: step_of_driver(slurm_cluster) >= 2, "a sign of life of the driver in a step")
     workspace.ok("stop", "two")
     workspace.wait_until(lambda: workspace.status("two")["state"] == "STOPPED", "stopped")
+    tokenized = prompt_files(workspace)
+    assert len(tokenized) == 2
     assert logs(workspace, "two") == {"node0-global_pool-rank0.log", "node1-global_pool-rank1.log"}
 
     last = max(12, int(str(workspace.status("two")["step"])) + 2)
@@ -78,6 +87,7 @@ def test_two_nodes_get_better_although_they_are_stopped(workspace: Workspace, sl
     found = scores(workspace, "two")
     assert list(found) == list(range(1, last + 1))
     assert found[last] > found[1] + 0.1
+    assert prompt_files(workspace) == tokenized
     assert (workspace.folder / "runs" / "two" / "model" / "config.json").exists()
 
 

@@ -89,7 +89,7 @@ def attempt(start: Callable[..., NoReturn], run: RunDir, options: Sequence[str],
             kill(leader)
             if os.waitstatus_to_exitcode(status) == 0:
                 return True
-            sys.exit(f"attempt {number} failed: {os.waitstatus_to_exitcode(status)}{text_of(logs)}")
+            sys.exit(f"attempt {number} failed with exit code {os.waitstatus_to_exitcode(status)}{log_ends(logs)}")
         if kill_at is None and lines_of(run) >= wanted:
             kill_at = now + chance.random() / 3 if chance else None
         if kill_at is not None and now > kill_at and chance:
@@ -97,7 +97,7 @@ def attempt(start: Callable[..., NoReturn], run: RunDir, options: Sequence[str],
             return False
         if now > began + DEADLINE_S:
             kill(leader)
-            sys.exit(f"attempt {number} did not end{text_of(logs)}")
+            sys.exit(f"attempt {number} did not end{log_ends(logs)}")
         time.sleep(_POLL_S)
 
 
@@ -122,8 +122,8 @@ def kill(leader: int, chance: random.Random | None = None) -> None:
         os.waitpid(leader, 0)
 
 
-def text_of(logs: Path) -> str:
-    """Return the ends of all logs of an attempt."""
+def log_ends(logs: Path) -> str:
+    """Return the last characters of each log of an attempt."""
     return "".join(f"\n--- {log.name}\n{log.read_text()[-4000:]}" for log in sorted(logs.glob("*.log")))
 
 

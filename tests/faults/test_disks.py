@@ -41,7 +41,7 @@ def workspace(cluster: Cluster) -> Workspace:
 
 @pytest.fixture(autouse=True)
 def free(disk: SmallDisk) -> Iterator[None]:
-    """Whatever a test has exhausted is there for the next one."""
+    """Free the space and the inodes that a test has used."""
     yield
     disk.free()
 

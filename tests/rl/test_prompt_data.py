@@ -31,8 +31,8 @@ ROWS = 600
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
 
-class Loads:
-    """Loads of prompts by runs in one folder."""
+class Loader:
+    """Loads prompts as the runs in one folder do."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.file = folder, folder / "a.jsonl"
@@ -63,13 +63,13 @@ class Loads:
 
 
 @pytest.fixture
-def load(tmp_path: Path) -> Loads:
-    return Loads(tmp_path)
+def load(tmp_path: Path) -> Loader:
+    return Loader(tmp_path)
 
 
 @pytest.fixture
 def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of rows of each call that tokenizes."""
+    """Number of rows in each call of the function that tokenizes."""
     calls: list[int] = []
     make = prompt_data.prompt_tokenizer
 
@@ -87,21 +87,21 @@ def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def told(prompts: Sequence[Prompt]) -> list[Any]:
+def contents(prompts: Sequence[Prompt]) -> list[Any]:
     return [(one.token_ids.tolist(), one.answer, one.row, one.text) for one in prompts]
 
 
-def test_prompts_are_tokenized_once(load: Loads, tokenized: list[int]) -> None:
+def test_prompts_are_tokenized_once(load: Loader, tokenized: list[int]) -> None:
     first, counts = load()
     assert tokenized == [256, 256, 88] and len(first) == counts.rows == ROWS
     again, same = load()
     assert len(tokenized) == 3 and same == counts and same.shortest == counts.shortest > 0
-    assert told(again) == told(first)
+    assert contents(again) == contents(first)
     assert first[599].row == {"messages": "599 ist groß?", "answer": 599, "more": [None, 0.5]}
     assert load.tokenizer.decode(first[7].token_ids) == first[7].text and "7 ist groß?" in first[7].text
 
 
-def test_all_jobs_share_the_files(load: Loads, tokenized: list[int]) -> None:
+def test_ppo_and_generate_share_the_files(load: Loader, tokenized: list[int]) -> None:
     load("data.max_response_length=7", "data.train_batch_size=2")
     other = compose("generate", ["model.path=/m", "data.files=x.jsonl", "data.max_prompts=3", "trainer.device=cpu"])
     assert isinstance(other, GenerateConfig)
@@ -120,14 +120,14 @@ def test_all_jobs_share_the_files(load: Loads, tokenized: list[int]) -> None:
         {"tools": (TOOL,)},
     ],
 )
-def test_what_the_prompts_depend_on(load: Loads, tokenized: list[int], changed: dict[str, Any]) -> None:
+def test_what_the_prompts_depend_on(load: Loader, tokenized: list[int], changed: dict[str, Any]) -> None:
     first, _ = load()
     other, _ = load(*changed.pop("overrides", ()), **changed)
     assert len(tokenized) == 6 and len(load.entries) == 2
-    assert told(load()[0]) == told(first) and len(other) == ROWS and len(tokenized) == 6
+    assert contents(load()[0]) == contents(first) and len(other) == ROWS and len(tokenized) == 6
 
 
-def test_changed_data_is_tokenized_again(load: Loads, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_data_is_tokenized_again(load: Loader, capsys: pytest.CaptureFixture[str]) -> None:
     load()
     load.write(3)
     prompts, _ = load()
@@ -135,7 +135,7 @@ def test_changed_data_is_tokenized_again(load: Loads, capsys: pytest.CaptureFixt
     assert "is stale, because the data has changed: tokenizing again" in capsys.readouterr().out
 
 
-def test_the_counts_of_all_blocks(load: Loads) -> None:
+def test_the_counts_of_all_blocks(load: Loader) -> None:
     lengths = [len(one.token_ids) for one in load()[0]]
     limit = sorted(lengths)[50]
     kept, counts = load(f"data.max_prompt_length={limit}")
@@ -152,8 +152,8 @@ def test_the_counts_of_all_blocks(load: Loads) -> None:
             load("data.max_prompt_length=2")
 
 
-def test_values_that_files_do_not_have_stay_in_memory(
-    load: Loads, tokenized: list[int], capsys: pytest.CaptureFixture[str]
+def test_prompts_that_files_cannot_hold_stay_in_memory(
+    load: Loader, tokenized: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     day = datetime.date(2020, 1, 2)
     file = load.folder / "b.parquet"
@@ -162,12 +162,12 @@ def test_values_that_files_do_not_have_stay_in_memory(
         prompts, counts = load(files=[file])
         assert counts.rows == len(prompts) == 300 and prompts[299].row["day"] == day
         said = capsys.readouterr().out
-        assert "b.parquet are tokenized at every start, and kept in memory: column 'day' has a value that JSON" in said
+        assert "b.parquet are tokenized at every start and kept in memory: column 'day' has a value that JSON" in said
         assert not load.entries and not list(RunDir(load.folder / "run").tokenized.glob("*.arrow"))
     assert tokenized == [256, 300, 256, 300]
 
 
-def test_a_slow_tokenizer_has_no_files(load: Loads, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slow_tokenizer_has_no_files(load: Loader, capsys: pytest.CaptureFixture[str]) -> None:
     class Slow(PreTrainedTokenizerFast):
         is_fast = False
 
@@ -177,14 +177,14 @@ def test_a_slow_tokenizer_has_no_files(load: Loads, capsys: pytest.CaptureFixtur
     assert "kept in memory: the tokenizer has no fast version" in capsys.readouterr().out
 
 
-def test_a_folder_takes_the_split(load: Loads) -> None:
+def test_a_folder_takes_the_split(load: Loader) -> None:
     (load.folder / "data").mkdir()
     for name, count in (("train", 3), ("test", 2)):
         (load.folder / "data" / f"{name}.json").write_text('{"messages": "7?", "answer": "7"}\n' * count)
     assert [len(load(files=[load.folder / "data"], split=split)[0]) for split in ("train", "test")] == [3, 2]
 
 
-def test_a_bad_row_leaves_nothing(load: Loads) -> None:
+def test_a_bad_row_leaves_nothing(load: Loader) -> None:
     with load.file.open("a") as file:
         file.write('{"messages": "7?"}\n')
     with pytest.raises(UserError, match=r"a\.jsonl, row 601: no column 'answer'"):
@@ -192,7 +192,7 @@ def test_a_bad_row_leaves_nothing(load: Loads) -> None:
     assert not load.entries
 
 
-def test_a_stop_is_answered_between_blocks(load: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_stops_between_blocks(load: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_ROUND_S", 0)
     with pytest.raises(Stopped, match=r"^stopped before the first step: the data is not tokenized yet; submit again"):
         load(stopping=Stopping(at=2))

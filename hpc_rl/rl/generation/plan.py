@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from hpc_rl.config.generate import GenerateConfig
-from hpc_rl.data.lazy import Rows, Span
+from hpc_rl.data.lazy import Rows, Subsequence
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.host.files import folder_state
 
@@ -43,7 +43,7 @@ class Asked:
 
 
 class Placed(Rows[Asked]):
-    """All prompts of a run."""
+    """The prompts of all sources, each with its place."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
@@ -61,7 +61,7 @@ class Placed(Rows[Asked]):
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring prompts that are generated, scored and written together. They are read when they are needed."""
+    """Neighbouring prompts whose responses are generated, scored and written together. Prompts are read when needed."""
 
     number: int
     asked: Sequence[Asked]
@@ -133,7 +133,7 @@ def blocks_of(plan: Plan, sources: Sequence[Source]) -> list[Block]:
     """Return all blocks, in the order of the data."""
     placed = Placed(sources)
     edges = [*range(0, plan.prompts, plan.block_prompts), plan.prompts]
-    return [Block(number, Span(placed, start, end)) for number, (start, end) in enumerate(pairwise(edges))]
+    return [Block(number, Subsequence(placed, start, end)) for number, (start, end) in enumerate(pairwise(edges))]
 
 
 def seeds_of(block: Block, plan: Plan) -> list[int]:

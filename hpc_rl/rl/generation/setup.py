@@ -13,7 +13,7 @@ from hpc_rl.config.generate import EvalConfig, GenerateConfig
 from hpc_rl.config.pools import pool_of, pool_spec
 from hpc_rl.config.rollout import engine_name
 from hpc_rl.data.chat import chat_template
-from hpc_rl.data.lazy import Span
+from hpc_rl.data.lazy import Subsequence
 from hpc_rl.rewards.scorer import open_scorer
 from hpc_rl.rl.calls import MODEL_LIMIT, wait_for_all
 from hpc_rl.rl.conversations import Conversations, Environment
@@ -58,7 +58,7 @@ def load_sources(
     sources, split = [], "test" if isinstance(config, EvalConfig) else "train"
     for name in config.data.files:
         prompts, counts = load_prompts([name], split, config, tokenizer, tools, run, stopping)
-        kept = Span(prompts, 0, config.data.max_prompts)
+        kept = Subsequence(prompts, 0, config.data.max_prompts)
         limit = f"; the first {len(kept):,} are used" if len(kept) < len(prompts) else ""
         print(f"{name}: {counts}{limit}", flush=True)
         replaced = sorted(COLUMNS & kept[0].row.keys() - {config.data.prompt_key, config.data.answer_key})

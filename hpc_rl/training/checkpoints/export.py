@@ -25,6 +25,7 @@ from hpc_rl.config.training import ModelConfig, TrainingConfig
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host import peft_folder
 from hpc_rl.host.disk import explained
+from hpc_rl.host.files import refuse_occupied
 from hpc_rl.host.model_kind import is_classifier
 from hpc_rl.host.ownership import own_folders
 from hpc_rl.host.scratch import held, remove_abandoned
@@ -32,7 +33,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.training.checkpoints import adapter_weights, checkpoint, folders, model_state
 from hpc_rl.training.checkpoints.adapter_weights import Weights
 from hpc_rl.training.checkpoints.model_state import UnreadableError
-from hpc_rl.training.distributed import World
+from hpc_rl.training.distributed import ONE_PROCESS, World
 from hpc_rl.training.models import safetensors_files
 from hpc_rl.training.models.loading import changes_weights, weights_of
 from hpc_rl.training.models.pretrained import parameters_on_meta
@@ -40,7 +41,6 @@ from hpc_rl.training.models.pretrained import parameters_on_meta
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 _FILE_BYTES = 2 * 10**9
 """Largest size of a file with several weights. Files are the unit of parallel writing."""
 
@@ -51,7 +51,7 @@ def export(
     dtype: str | None = None,
     merge: bool | None = None,
     replace: bool = False,
-    world: World = ALONE,
+    world: World = ONE_PROCESS,
 ) -> Path:
     """Write weights (safetensors), configuration and tokenizer of a checkpoint into the folder `out`.
 
@@ -98,8 +98,8 @@ def new_folder(
     The arguments and errors are those of `export`. What killed exports of `out` left is removed.
     """
     path = checkpoint.find(source, RunDir(source).checkpoints)
-    if out.exists() and not replace and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not empty: choose another folder")
+    if not replace:
+        refuse_occupied(out)
     partial = out.with_name(f".{out.name}.tmp{os.getpid()}")
     try:
         with _explained(out):
