@@ -31,7 +31,7 @@ from hpc_rl.config.compose import compose
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.prompts import Prompt, prompt_tokenizer
 from hpc_rl.data.sources import all_rows
-from hpc_rl.rl.prompt_data import load_prompts
+from hpc_rl.rl.prompt_data import PromptLoader
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.stopping import open_stopping
 
@@ -97,7 +97,7 @@ def as_driver(folder: Path, way: str) -> None:
         if way == MEMORY:
             loaded, _ = prompt_tokenizer(config.data, tokenizer)(all_rows(files, "train"))
         else:
-            loaded, _ = load_prompts(files, "train", config, tokenizer, (), run, stopping)  # type: ignore[assignment]
+            loaded, _ = PromptLoader(config, tokenizer, (), run, stopping).load(files, "train")  # type: ignore[assignment]
 
     before = resident()
     took = seconds(load)

@@ -42,19 +42,20 @@ def key_of(
     files: Sequence[str],
     split: str,
     data: FinetuneDataConfig | PromptConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: str,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Return a text for everything but the contents of the files: their paths, tokenizer, template and settings.
 
     Args:
         data: the options. For prompts, only those of PromptConfig count, so that all kinds of jobs can share them.
-        tokenizer: one with a fast version, and with the template that is used.
+        tokenizer: see `tokenizer_of`.
         tools: JSON schemas of the tools that the chat template describes.
     """
     kind = PromptConfig if isinstance(data, PromptConfig) else type(data)
     settings = data.model_dump(mode="json", include=kind.model_fields.keys() - _NOT_IN_TOKENS)
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    # Templates write tables in their own order.
+    in_order = json.dumps([list(tools), settings.pop("chat_template_kwargs", None)])
     return _digest(
         FORMAT,
         [_text(Path(__file__).with_name(f"{module}.py")) for module in _CODE],
@@ -63,7 +64,19 @@ def key_of(
         split,
         kind.__name__,
         settings,
-        tools,
+        in_order,
+        tokenizer,
+    )
+
+
+def tokenizer_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a text for a tokenizer and its chat template. It takes a second if the vocabulary is large.
+
+    Args:
+        tokenizer: one with a fast version, and with the template that is used.
+    """
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    return _digest(
         tokenizer.get_chat_template(),
         type(tokenizer).__name__,
         list(_remote_code(type(tokenizer))),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -59,12 +61,16 @@ class PromptBlock(ItemBlock[Prompt]):
 
 def _as_json(row: Row) -> bytes:
     """Return a row as JSON. Raises Unstorable if JSON cannot represent a value."""
+    with contextlib.suppress(TypeError, ValueError):
+        text = json.dumps(row)
+        if json.loads(text) == row:
+            return text.encode()
+    name = next((name for name, value in row.items() if not _is_json(value)), None)
+    raise Unstorable(f"column {name!r} has a value that JSON cannot represent")
+
+
+def _is_json(value: Any) -> bool:
     try:
-        return json.dumps(row).encode()
-    except TypeError:
-        for name, value in row.items():
-            try:
-                json.dumps(value)
-            except TypeError as error:
-                raise Unstorable(f"column {name!r} has a value that JSON cannot represent ({error})") from None
-        raise
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False

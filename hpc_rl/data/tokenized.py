@@ -133,10 +133,11 @@ class Tokenized(Rows[T]):
             start = end
 
     def _block(self, number: int) -> ItemBlock[T]:
-        if self._last is None or self._last[0] != number:
+        last = self._last
+        if last is None or last[0] != number:
             file = self._files[number % len(self._files)]
-            self._last = number, self._form.block(file.get_batch(number // len(self._files)))
-        return self._last[1]
+            self._last = last = number, self._form.block(file.get_batch(number // len(self._files)))
+        return last[1]  # another thread may have read another block meanwhile
 
 
 class Lists:

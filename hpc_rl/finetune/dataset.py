@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_rl.data.identity import contents_of, key_of, state_of
+from hpc_rl.data.identity import contents_of, key_of, state_of, tokenizer_of
 from hpc_rl.data.lazy import Joined, Rows
 from hpc_rl.data.mixture import Mixture
 from hpc_rl.errors import AgreedError
 from hpc_rl.finetune.training_data import Epochs, TrainingData
 from hpc_rl.finetune.windows import Windows
 from hpc_rl.run_dir import RunDir, trusted_group
-from hpc_rl.token_cache.cache import open_tokenized
+from hpc_rl.token_cache.cache import folder_of, open_tokenized
 from hpc_rl.token_cache.entry import Files, Request
 from hpc_rl.training.distributed import World
 from hpc_rl.training.stopping import Stopping
@@ -31,7 +30,7 @@ def load_training(
     config = objective.config
     files = config.data.train_files
     if config.data.stream_rows is not None:
-        return Windows(objective, tokenizer, _root(objective, run), run, world, stopping)
+        return Windows(objective, tokenizer, folder_of(config, run), run, world, stopping)
     if not isinstance(files, dict):
         return Epochs(load_items(objective, files, tokenizer, "train", run, world, stopping), config)
     parts = [_rows(objective, [file], tokenizer, "train", run, world, stopping) for file in files]
@@ -75,12 +74,12 @@ def _rows(
     tokenize = world.together(lambda: objective.tokenizer(tokenizer))
     state = world.together(lambda: state_of(files))
     contents = world.together(lambda: contents_of(files, split, tokenizer.get_chat_template()))
-    key = world.together(lambda: key_of(files, split, config.data, tokenizer) if world.is_main else None)
+    key = world.together(lambda: key_of(files, split, config.data, tokenizer_of(tokenizer)) if world.is_main else None)
     key, contents = world.broadcast([key, contents])  # copies of the files on other nodes have other times
     source = Files(files, split, state, config.data.columns)
     request = Request(source, tokenize, objective.form, key, contents)
     group = trusted_group(run.path, config.slurm.group)
-    rows, counts = open_tokenized(request, _root(objective, run), group, world, stopping)
+    rows, counts = open_tokenized(request, folder_of(config, run), group, world, stopping)
     if not len(rows):
         raise AgreedError(
             f"{', '.join(files)}: no row has a target token within data.max_length ({counts}): raise data.max_length"
@@ -89,9 +88,3 @@ def _rows(
         named = f", {files[0]}" if isinstance(config.data.train_files, dict) and split == "train" else ""
         print(f"{'training' if split == 'train' else 'validation'} data{named}: {counts}", flush=True)
     return rows
-
-
-def _root(objective: Objective, run: RunDir) -> Path:
-    """Return the folder for tokenized data."""
-    chosen = objective.config.cache.data_dir
-    return Path(chosen).absolute() if chosen else run.tokenized

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from hpc_rl.data.formats import Row
-from hpc_rl.data.identity import key_of, window_of, windows_of
+from hpc_rl.data.identity import key_of, tokenizer_of, window_of, windows_of
 from hpc_rl.data.lazy import sizes_of
 from hpc_rl.data.order import Position, steps_per_epoch
 from hpc_rl.data.row_checks import refuse_local, refuse_offline
@@ -153,7 +153,7 @@ class Windows(TrainingData):
 
         def prepare() -> list[int]:
             newest = checkpoint.expected(run.checkpoints)
-            self._tokens = key_of([self._name], "train", config.data, tokenizer)
+            self._tokens = key_of([self._name], "train", config.data, tokenizer_of(tokenizer))
             log = read_log(run.stream, self._name, self._rows, resumes=newest is not None)
             self._reader = WindowReader(run.stream, log, "train", config.data.columns)
             return [0, 0, 0] if newest is None else [newest.epoch, newest.index, newest.step]

@@ -43,7 +43,10 @@ def main(argv: list[str]) -> int:
         asked_to_end = forward_termination(child, ASKED_GRACE_S / 2)
         code = shell_code(wait(child))
         ended = RankExit(rank, node_rank, code, asked_to_end.is_set(), time.monotonic())
-    record_exit(attempt_dir, ended)
+    try:
+        record_exit(attempt_dir, ended)
+    except OSError as error:
+        print(f"hpc-rl: the end of rank {rank} (exit code {code}) cannot be recorded: {error}", file=sys.stderr)
     # torchrun treats both codes as failures and would end the other ranks, which may still be saving, or rank 0, which
     # prints a mistake that all ranks have found.
     if ended.exit_code == EXIT_STOPPED:

@@ -2,8 +2,7 @@
 
 Train with reinforcement learning on the Ray cluster in RAY_ADDRESS, as `hpc-rl submit ppo` does, or on a cluster that
 is started on this machine. Without a run directory, a new one is made in runs/. A run that is started again in its run
-directory resumes from its newest checkpoint. Exit codes: 0 finished, 75 stopped with a checkpoint, 2 bad input, 1 any
-other error.
+directory resumes from its newest checkpoint. Exit codes: 0 finished, 75 stopped, 2 bad input, 1 any other error.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from hpc_rl.rl.dealing import mini_batches
 from hpc_rl.rl.endpoint.agents import Agents
 from hpc_rl.rl.environment_hosts import open_environments
 from hpc_rl.rl.pools import Pool, create_pools
-from hpc_rl.rl.prompt_data import load_prompts
+from hpc_rl.rl.prompt_data import PromptLoader
 from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.rollout.respondent import Respondent
 from hpc_rl.rl.rollout.rollout import InProcessRollout, Rollout, SeparateRollout
@@ -194,9 +194,10 @@ def load_data(
         Stopped: the run stops before the data is tokenized.
     """
     files, batch_size = config.data.train_files, config.data.train_batch_size
+    loader = PromptLoader(config, tokenizer, tools, run, stopping)
     parts = []
     for some in [[file] for file in files] if isinstance(files, dict) else [files]:
-        prompts, counts = load_prompts(some, "train", config, tokenizer, tools, run, stopping)
+        prompts, counts = loader.load(some, "train")
         print(f"training data{f', {some[0]}' if isinstance(files, dict) else ''}: {counts}", flush=True)
         parts.append(prompts)
     train = Joined(*parts)
@@ -211,7 +212,7 @@ def load_data(
         print(mixture.describe(files), flush=True)
     if not config.data.val_files:
         return train, [], mixture
-    val, counts = load_prompts(config.data.val_files, "test", config, tokenizer, tools, run, stopping)
+    val, counts = loader.load(config.data.val_files, "test")
     print(f"validation data: {counts}", flush=True)
     return train, val, mixture
 

@@ -18,27 +18,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from hpc_rl.config.job import JobConfig
 from hpc_rl.data.tokenized import Tokenized
 from hpc_rl.errors import AgreedRunError, UserError
 from hpc_rl.host import entries
 from hpc_rl.host.disk import explained
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.host.scratch import local_folder, remove_tree
+from hpc_rl.run_dir import RunDir
 from hpc_rl.token_cache.entry import Part, Request, complete, opened, problem_of, wrong_contents
 from hpc_rl.training.distributed import World
-from hpc_rl.training.stopping import IN_VAIN, Stopped, Stopping
+from hpc_rl.training.stopping import Stopped, Stopping
 
 MOST_PARTS = 64
 """Largest number of ranks that write at the same time; each writes a file, which every rank opens."""
 _ROUND_S = 10.0
 """Time between two exchanges of the ranks while they tokenize."""
 _POLL_S = 1.0
+_IN_VAIN = (
+    "the walltime ends before the data is tokenized, and another attempt would not change that: raise --time, or use "
+    "more ranks"
+)
 _STALLED_S = 600.0
 """Time after which another run that writes the entry and does not advance is not waited for any longer."""
 
 
 class Unwritable(Exception):
-    """Files cannot be written, for the reason in the message. All ranks raise it."""
+    """A folder cannot be used, or files in it cannot be written, for the reason in the message. All ranks raise it."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +84,11 @@ def open_tokenized(
     Raises:
         AgreedError: a row is not valid, or no folder can be written.
         Stopped: the run stops before the data is tokenized.
-        Unstorable: the files cannot hold one of the values.
     """
-    problem = next(filter(None, world.gather(entries.unusable(root, group))), None)
-    if problem is None:
-        try:
-            return _obtained(request, root, _team(world, _sees_all(world, root)), world, stopping)
-        except Unwritable as error:
-            problem = str(error)
+    try:
+        return open_kept(request, root, group, world, stopping)
+    except Unwritable as error:
+        problem = str(error)
     if world.is_main:
         print(
             f"{request.what} is in a temporary folder of each node, and not kept: {root} cannot be used ({problem}); "
@@ -101,6 +104,29 @@ def open_tokenized(
                 f"{request.what} cannot be written, neither to {root} ({problem}) nor to a temporary folder ({error}): "
                 "free space, or set cache.data_dir to a folder with space that only you can write to"
             ) from error
+
+
+def open_kept(
+    request: Request, root: Path, group: int | None, world: World, stopping: Stopping
+) -> tuple[Tokenized[Any], Any]:
+    """Return the same as `open_tokenized`, but from files in `root`, and nowhere else.
+
+    Raises:
+        AgreedError: a row is not valid.
+        Stopped: the run stops before the data is tokenized.
+        Unwritable: `root` cannot be used.
+        Unstorable: the files cannot hold one of the values. Only this rank raises it.
+    """
+    problem = next(filter(None, world.gather(entries.unusable(root, group))), None)
+    if problem is not None:
+        raise Unwritable(problem)
+    return _obtained(request, root, _team(world, _sees_all(world, root)), world, stopping)
+
+
+def folder_of(config: JobConfig, run: RunDir) -> Path:
+    """Return the folder for the entries of a run."""
+    chosen = config.cache.data_dir
+    return Path(chosen).absolute() if chosen else run.tokenized
 
 
 def _sees_all(world: World, root: Path) -> bool:
@@ -318,6 +344,18 @@ def _write(
     """
     place = None if folder is None else team.part()
     part = None if folder is None or place is None else Part(request, folder, *place)
+    with contextlib.ExitStack() as stack:
+        if part is not None:
+            stack.callback(part.close)
+        _tokenize(part, seat, world, stopping)
+    world.together(request.source.refuse_changed)
+    summaries = world.gather(None if part is None else part.summary())
+    own = [summaries[rank] for rank in team.ranks if summaries[rank] is not None]
+    _refuse_unwritable(world.gather(None if seat is None else seat.finish(own)))
+
+
+def _tokenize(part: Part | None, seat: Seat | None, world: World, stopping: Stopping) -> None:
+    """Write all parts; see `_write`."""
     while True:
         problem = world.together(lambda: None if part is None else part.advance(_ROUND_S))
         heart.beat()
@@ -327,13 +365,9 @@ def _write(
         done, problems, stops = zip(*world.gather(state), strict=True)
         _refuse_unwritable(problems)
         if all(done):
-            break
+            return
         if stops[0]:
             stop(stopping, world)
-    world.together(request.source.refuse_changed)
-    summaries = world.gather(None if part is None else part.summary())
-    own = [summaries[rank] for rank in team.ranks if summaries[rank] is not None]
-    _refuse_unwritable(world.gather(None if seat is None else seat.finish(own)))
 
 
 def _refuse_unwritable(problems: Sequence[str | None]) -> None:
@@ -351,8 +385,8 @@ def is_due(world: World, stopping: Stopping) -> bool:
 def stop(stopping: Stopping, world: World) -> NoReturn:
     """Stop the run. What has been tokenized is lost."""
     if world.broadcast(stopping.is_in_vain()):
-        raise AgreedRunError(IN_VAIN)
-    raise Stopped("stopped before the first step: the data is not tokenized yet; submit again to start")
+        raise AgreedRunError(_IN_VAIN)
+    raise Stopped("stopped before the data was tokenized: submit again to continue")
 
 
 def forget(key: str, root: Path, world: World) -> None:

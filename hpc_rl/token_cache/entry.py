@@ -123,11 +123,14 @@ class Part:
         except OSError as error:
             if error.errno not in UNWRITABLE:
                 raise
-            if self._file is not None:
-                with contextlib.suppress(OSError):  # what it has not written yet does not matter any more
-                    self._file.close()
             return explained(error, self._path)
         return None
+
+    def close(self) -> None:
+        """Close the file. If not everything has been written, that is lost."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
 
     def summary(self) -> dict[str, Any]:
         """Return what the leader has to know, as JSON can write it."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from hpc_rl.config.preferences import PreferenceDataConfig, RewardDataConfig
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.data import identity
-from hpc_rl.data.identity import contents_of, key_of, window_of, windows_of
+from hpc_rl.data.identity import contents_of, key_of, tokenizer_of, window_of, windows_of
 from tests.data.conftest import CHATML, MARKED
 
 
@@ -38,7 +38,7 @@ def test_the_key_depends_on_what_the_tokens_depend_on(
     tokenizer: PreTrainedTokenizerFast, data: DataConfig, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def key(split: str = "train", files: tuple[str, ...] = (file,), **options: Any) -> str:
-        return key_of(files, split, data.model_copy(update=options), tokenizer)
+        return key_of(files, split, data.model_copy(update=options), tokenizer_of(tokenizer))
 
     first = key()
     assert first == key() == key(train_batch_size=8, shuffle=False, val_files=["b"], train_files=["c"])
@@ -76,7 +76,7 @@ def test_the_key_depends_on_what_the_tokens_depend_on(
 
 def test_the_kind_of_data_counts(tokenizer: PreTrainedTokenizerFast, file: str) -> None:
     kinds = [kind(train_files=[file]) for kind in (DataConfig, PreferenceDataConfig, RewardDataConfig)]
-    assert len({key_of([file], "train", kind, tokenizer) for kind in kinds}) == 3
+    assert len({key_of([file], "train", kind, tokenizer_of(tokenizer)) for kind in kinds}) == 3
 
 
 def test_a_template_with_the_date_is_of_a_day(
@@ -90,19 +90,21 @@ def test_a_template_with_the_date_is_of_a_day(
     template = "{{ strftime_now('%d') }}" + CHATML
     plain, dated = contents_of([file], "train", CHATML), contents_of([file], "train", template)
     tokenizer.chat_template = template
-    key = key_of([file], "train", data, tokenizer)
+    key = key_of([file], "train", data, tokenizer_of(tokenizer))
     monkeypatch.setattr(identity, "datetime", Later)
     assert contents_of([file], "train", CHATML) == plain and contents_of([file], "train", template) != dated
-    assert key_of([file], "train", data, tokenizer) == key, "the entry of the day before is found, and replaced"
+    assert key_of([file], "train", data, tokenizer_of(tokenizer)) == key, (
+        "the entry of the day before is found, and replaced"
+    )
 
 
 def test_the_key_stays_after_a_call(tokenizer: PreTrainedTokenizerFast, data: DataConfig, file: str) -> None:
     tokenizer.backend_tokenizer.enable_truncation(16)
     tokenizer.backend_tokenizer.enable_padding()
-    before = key_of([file], "train", data, tokenizer)
+    before = key_of([file], "train", data, tokenizer_of(tokenizer))
     tokenizer("some text")
     assert tokenizer.backend_tokenizer.truncation is None
-    assert key_of([file], "train", data, tokenizer) == before
+    assert key_of([file], "train", data, tokenizer_of(tokenizer)) == before
 
 
 def test_folders_with_the_same_name_are_different(
@@ -112,7 +114,10 @@ def test_folders_with_the_same_name_are_different(
     for project in ("a", "b"):
         (tmp_path / project / "data").mkdir(parents=True)
         monkeypatch.chdir(tmp_path / project)
-        keys |= {key_of(["data"], "train", data, tokenizer), key_of(["hub/data"], "train", data, tokenizer)}
+        keys |= {
+            key_of(["data"], "train", data, tokenizer_of(tokenizer)),
+            key_of(["hub/data"], "train", data, tokenizer_of(tokenizer)),
+        }
     assert len(keys) == 3
 
 
@@ -126,10 +131,10 @@ def test_the_code_of_a_tokenizer_counts(
     source.write_text("import transformers\nclass Own(transformers.PreTrainedTokenizerFast):\n    pass\n")
     own = importlib.import_module("transformers_modules.own").Own(tokenizer_object=trained)
     own.chat_template = CHATML
-    before = key_of([file], "train", data, own)
-    assert before == key_of([file], "train", data, own)
+    before = key_of([file], "train", data, tokenizer_of(own))
+    assert before == key_of([file], "train", data, tokenizer_of(own))
     source.write_text(f"{source.read_text()}# other\n")
-    assert key_of([file], "train", data, own) != before
+    assert key_of([file], "train", data, tokenizer_of(own)) != before
 
 
 def test_the_contents_are_another_part(file: str) -> None:

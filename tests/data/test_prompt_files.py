@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import math
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,12 @@ def test_without_a_column_of_answers(tmp_path: Path) -> None:
     assert found.answer is None and found.row == {"a": 1}
 
 
-@pytest.mark.parametrize("value", [datetime.date(2020, 1, 2), decimal.Decimal(1), b"x", [{"deep": b"x"}]])
+@pytest.mark.parametrize(
+    "value", [datetime.date(2020, 1, 2), decimal.Decimal(1), b"x", [{"deep": b"x"}], [("a", 1)], {1: 2}, math.nan]
+)
 def test_a_value_that_json_does_not_have(value: Any) -> None:
     row = {"a": 1, "b": value}
-    with pytest.raises(Unstorable, match=r"^column 'b' has a value that JSON cannot represent \(.* is not JSON"):
+    with pytest.raises(Unstorable, match=r"^column 'b' has a value that JSON cannot represent$"):
         Prompts("a").columns([Prompt(np.array([1], np.int32), 1, row, "x")])
 
 

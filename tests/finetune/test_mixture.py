@@ -63,6 +63,7 @@ def objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for file, numbers in files.items():
         Path(file).write_text("".join(f'{{"n": {number}}}\n' for number in numbers))
     monkeypatch.setattr(dataset, "key_of", lambda files, *_: Path(files[0]).stem)
+    monkeypatch.setattr(dataset, "tokenizer_of", lambda _: "")
     config = SimpleNamespace(
         data=SimpleNamespace(
             train_files=dict.fromkeys(files, 1.0), stream_rows=None, columns=[], train_batch_size=4, shuffle=True

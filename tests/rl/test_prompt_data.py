@@ -55,7 +55,7 @@ class Loader:
         names = [str(path) for path in files or [self.file]]
         run = RunDir(self.folder / "run")
         found = config or ppo_config(*overrides)
-        return prompt_data.load_prompts(names, split, found, self.tokenizer, tools, run, stopping or Stopping())
+        return prompt_data.PromptLoader(found, self.tokenizer, tools, run, stopping or Stopping()).load(names, split)
 
     @property
     def entries(self) -> list[str]:
@@ -109,22 +109,32 @@ def test_ppo_and_generate_share_the_files(load: Loader, tokenized: list[int]) ->
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("first", "other"),
     [
-        {"overrides": ("data.answer_key=more",)},
-        {"overrides": ("data.answer_key=null",)},
-        {"overrides": ("data.max_prompt_length=500",)},
-        {"overrides": ("data.overlong_prompts=truncate",)},
-        {"overrides": ("data.chat_template_kwargs={a: 1}",)},
-        {"split": "test"},
-        {"tools": (TOOL,)},
+        ({}, {"overrides": ("data.answer_key=more",)}),
+        ({}, {"overrides": ("data.answer_key=null",)}),
+        ({}, {"overrides": ("data.max_prompt_length=500",)}),
+        ({}, {"overrides": ("data.overlong_prompts=truncate",)}),
+        (
+            {"overrides": ("data.chat_template_kwargs={a: 1, b: 2}",)},
+            {"overrides": ("data.chat_template_kwargs={b: 2, a: 1}",)},
+        ),
+        ({}, {"split": "test"}),
+        ({}, {"tools": (TOOL,)}),
+        ({"tools": (TOOL,)}, {"tools": (dict(reversed(TOOL.items())),)}),
     ],
 )
-def test_what_the_prompts_depend_on(load: Loader, tokenized: list[int], changed: dict[str, Any]) -> None:
-    first, _ = load()
-    other, _ = load(*changed.pop("overrides", ()), **changed)
-    assert len(tokenized) == 6 and len(load.entries) == 2
-    assert contents(load()[0]) == contents(first) and len(other) == ROWS and len(tokenized) == 6
+def test_what_the_prompts_depend_on(
+    load: Loader, tokenized: list[int], first: dict[str, Any], other: dict[str, Any]
+) -> None:
+    def loaded(options: dict[str, Any]) -> list[Any]:
+        return contents(
+            load(*options.get("overrides", ()), **{k: v for k, v in options.items() if k != "overrides"})[0]
+        )
+
+    before = loaded(first)
+    assert len(loaded(other)) == ROWS and len(tokenized) == 6 and len(load.entries) == 2
+    assert loaded(first) == before and len(tokenized) == 6
 
 
 def test_changed_data_is_tokenized_again(load: Loader, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,6 +187,15 @@ def test_a_slow_tokenizer_has_no_files(load: Loader, capsys: pytest.CaptureFixtu
     assert "kept in memory: the tokenizer has no fast version" in capsys.readouterr().out
 
 
+def test_a_folder_that_others_can_write_to_is_not_used(load: Loader, capsys: pytest.CaptureFixture[str]) -> None:
+    (load.folder / "shared").mkdir()
+    (load.folder / "shared").chmod(0o777)
+    prompts, _ = load(f"cache.data_dir={load.folder}/shared")
+    assert len(prompts) == ROWS and isinstance(prompts, list) and not list((load.folder / "shared").iterdir())
+    said = capsys.readouterr().out
+    assert f"kept in memory: {load.folder}/shared cannot be used (" in said and "set cache.data_dir to a folder" in said
+
+
 def test_a_folder_takes_the_split(load: Loader) -> None:
     (load.folder / "data").mkdir()
     for name, count in (("train", 3), ("test", 2)):
@@ -194,6 +213,6 @@ def test_a_bad_row_leaves_nothing(load: Loader) -> None:
 
 def test_a_run_stops_between_blocks(load: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_ROUND_S", 0)
-    with pytest.raises(Stopped, match=r"^stopped before the first step: the data is not tokenized yet; submit again"):
+    with pytest.raises(Stopped, match=r"^stopped before the data was tokenized: submit again to continue$"):
         load(stopping=Stopping(at=2))
     assert not load.entries and len(load()[0]) == ROWS

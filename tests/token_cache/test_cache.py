@@ -35,7 +35,7 @@ from hpc_rl.token_cache.cache import Team, open_tokenized
 from hpc_rl.token_cache.entry import Files, Request
 from hpc_rl.training import distributed
 from hpc_rl.training.distributed import World
-from hpc_rl.training.stopping import IN_VAIN, Stopped
+from hpc_rl.training.stopping import Stopped
 from tests.finetune.forked import SETTINGS, Forked
 from tests.finetune.jobs import ALONE, spawn
 from tests.small_disk import needs_root, small_disk
@@ -271,7 +271,7 @@ def test_a_run_can_be_stopped_while_it_waits(
     file: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "_POLL_S", 0.05)
-    with waiting(file, root, tmp_path / "first"), pytest.raises(Stopped, match="the data is not tokenized yet"):
+    with waiting(file, root, tmp_path / "first"), pytest.raises(Stopped, match="before the data was tokenized"):
         load(file, root, not_again, Stopping(at=3))
 
 
@@ -361,7 +361,7 @@ def test_a_key_that_cannot_be_computed_is_an_error_of_all_ranks(
 
     objective: Any = SimpleNamespace(config=SimpleNamespace(data=None), tokenizer=lambda _: tokenize)
     tokenizer: Any = SimpleNamespace(get_chat_template=lambda: "")
-    monkeypatch.setattr(dataset, "key_of", fail)
+    monkeypatch.setattr(dataset, "tokenizer_of", fail)
     with pytest.raises(AgreedError, match="no key"):
         dataset.load_items(objective, [str(file)], tokenizer, "train", RunDir(tmp_path), ALONE, Stopping())  # type: ignore[arg-type]
 
@@ -463,12 +463,12 @@ def test_a_disk_that_is_really_full(
 
 def test_a_run_stops_while_it_tokenizes(file: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_ROUND_S", 0)
-    with pytest.raises(Stopped, match="stopped before the first step: the data is not tokenized yet; submit again"):
+    with pytest.raises(Stopped, match=r"^stopped before the data was tokenized: submit again to continue$"):
         load(file, root, stopping=Stopping(at=2))
     assert not any(root.iterdir())
     with pytest.raises(AgreedRunError) as found:
         load(file, root, stopping=Stopping(at=2, in_vain=True))
-    assert str(found.value) == IN_VAIN
+    assert "the walltime ends before the data is tokenized" in str(found.value)
     stopping = Stopping()
     load(file, root, stopping=stopping)
     assert stopping.asked == 5, "after each of four blocks, and after the end of the data"

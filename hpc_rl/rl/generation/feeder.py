@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpc_rl.rl.generation.plan import Block, Plan, seeds_of
 from hpc_rl.rl.rollout.engine import Completion, Sampling
@@ -50,6 +50,7 @@ class Feeder:
 
     def feed(self, block: Block) -> None:
         """Request the responses of a block. Earlier blocks go first."""
+        block = replace(block, asked=list(block.asked))  # so that rows are read once
         n, seeds = self._plan.n, seeds_of(block, self._plan)
         asked = [
             self._queue.ask(

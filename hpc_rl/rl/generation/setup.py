@@ -23,7 +23,7 @@ from hpc_rl.rl.generation.generate import Generation
 from hpc_rl.rl.generation.plan import Plan, Source, blocks_of, make_plan
 from hpc_rl.rl.generation.responses import COLUMNS, Parts
 from hpc_rl.rl.pools import create_pools
-from hpc_rl.rl.prompt_data import load_prompts
+from hpc_rl.rl.prompt_data import PromptLoader
 from hpc_rl.rl.rollout.engine import Placement, Sampling
 from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.rollout.rollout import Fleet
@@ -55,9 +55,10 @@ def load_sources(
         UserError: the data is not valid.
         Stopped: the run stops before the data is tokenized.
     """
+    loader = PromptLoader(config, tokenizer, tools, run, stopping)
     sources, split = [], "test" if isinstance(config, EvalConfig) else "train"
     for name in config.data.files:
-        prompts, counts = load_prompts([name], split, config, tokenizer, tools, run, stopping)
+        prompts, counts = loader.load([name], split)
         kept = Subsequence(prompts, 0, config.data.max_prompts)
         limit = f"; the first {len(kept):,} are used" if len(kept) < len(prompts) else ""
         print(f"{name}: {counts}{limit}", flush=True)
