@@ -21,6 +21,7 @@ from hpc_rl.host.accelerators import collective_defaults
 from hpc_rl.host.deaths import remember_oom_kills
 from hpc_rl.host.environment import tokenizer_defaults
 from hpc_rl.host.files import Follower, write_atomically
+from hpc_rl.host.ray_python import quoted_python
 from hpc_rl.host.ray_token import make_token
 from hpc_rl.rl.fates import Actor, died
 from hpc_rl.rl.pools import release_pools
@@ -118,6 +119,7 @@ def connect(config: DriverConfig, logs: Path) -> bool:
             options.setdefault("num_cpus", max(slots, len(os.sched_getaffinity(0))))
         # Without an address, Ray joins the cluster that a file in /tmp names, which any user can write.
         options = {"address": "local"} | options | {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        options["runtime_env"] = quoted_python() | options.get("runtime_env", {})
     try:
         start_ray(**options)
     except (ConnectionError, TypeError, ValueError) as error:

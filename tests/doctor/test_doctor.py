@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -247,7 +248,7 @@ def test_another_python_answers_for_itself_or_is_a_problem(tmp_path: Path) -> No
     (absent,) = python_checks(str(tmp_path / "python"))
     assert absent.level == "problem" and "No such file" in absent.found
     link = tmp_path / "python"
-    link.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    link.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     link.chmod(0o755)
     assert [check.name for check in python_checks(str(link))] == ["Python", "packages", "Ray"]
     (other,) = python_checks("/bin/echo")

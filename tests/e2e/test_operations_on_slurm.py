@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import uuid
@@ -174,7 +175,7 @@ def test_a_running_job_saves_and_is_queued_again(workspace: Workspace, slurm_clu
 def test_a_job_in_an_allocation_waits_for_nothing(workspace: Workspace) -> None:
     outside = workspace.hpc_rl("submit", "sft", "--in-allocation", *QUICK)
     assert outside.returncode == 2 and "no allocation found" in outside.stderr
-    command = f"{sys.executable} -m hpc_rl.cli submit {' '.join(SFT)} --in-allocation"
+    command = f"{shlex.quote(sys.executable)} -m hpc_rl.cli submit {' '.join(SFT)} --in-allocation"
     script = f"{command} --nodes 3; {command} --nodes 2 --job-name inside; {command} {FAILS!r} --job-name fails"
     done = subprocess.run(
         ["salloc", "--nodes=2", "--ntasks=4", "--time=60", "bash", "-c", f"{script}; echo last $?"], timeout=DEADLINE_S,
@@ -192,7 +193,8 @@ def test_a_job_in_an_allocation_waits_for_nothing(workspace: Workspace) -> None:
 
 
 def test_a_job_in_an_allocation_is_cancelled_and_the_allocation_stays(workspace: Workspace) -> None:
-    command = f"{sys.executable} -m hpc_rl.cli submit torchrun --in-allocation --job-name held {' '.join(WAITING)}"
+    python = shlex.quote(sys.executable)
+    command = f"{python} -m hpc_rl.cli submit torchrun --in-allocation --job-name held {' '.join(WAITING)}"
     with subprocess.Popen(
         ["salloc", "--nodes=1", "--ntasks=2", "bash", "-c", f"{command}; echo left $?; squeue -h -s"],
         cwd=workspace.folder, env=dict(workspace.environ), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,

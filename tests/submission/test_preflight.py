@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shlex
 import shutil
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -141,7 +142,7 @@ def no_version(name: str) -> str:
 
 def test_transfer_queue_is_looked_for_in_the_python_of_the_job(folder: Path) -> None:
     python = folder / "python-without-packages"
-    python.write_text(f'#!/bin/bash\nexec {sys.executable} -S -E "$@"\n')
+    python.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} -S -E "$@"\n')
     python.chmod(0o755)
     with pytest.raises(UserError, match=r"(?m)^transfer_queue\.enable=true needs TransferQueue >= .* has none"):
         check_ppo(transfer_queue__enable=True, slurm__python=str(python))

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from hpc_rl.host.processes import die_with_parent
+from hpc_rl.host.ray_python import without_spaces
 from hpc_rl.node.ray_cluster.ports import AGENT_PORTS
 
 POLL_S = 0.1
@@ -102,6 +103,7 @@ def start_node(options: StartOptions, answers: TextIO) -> Any:
             if options.dashboard:
                 super().start_api_server(**settings)
 
+    sys.executable = without_spaces(Path(options.temp_dir))
     parameters = RayParams(
         gcs_address=None if options.head else options.gcs_address,
         gcs_server_port=int(options.gcs_address.rpartition(":")[2]) if options.head else None,
