@@ -191,7 +191,7 @@ def test_a_dead_rank_ends_the_job_and_is_named(workspace: Workspace, slurm_clust
     workspace.ok("submit", "sft", "--nodes", "2", "--job-name", "dead", *QUICK, *workspace.hold_at(2))
     workspace.wait_for_step("dead", 2)
     slurm_cluster.exec_on(
-        "node2", ["pkill", "-KILL", "-f", "^[^ ]*python[^ ]* -u -P -m hpc_rl.finetune.train"], check=True
+        "node2", ["pkill", "-KILL", "-f", "python[^ ]* -u -P -m hpc_rl.finetune.train"], check=True
     )
     followed = workspace.hpc_rl("logs", "-f", "dead")
     assert followed.returncode == 137, followed.stdout

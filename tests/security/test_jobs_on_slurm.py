@@ -120,7 +120,7 @@ def test_a_running_job_is_out_of_reach_and_leaves_nothing(workspace: Workspace, 
     attempt = run / "attempt-1"
     scratch = (attempt / ".node0.scratch").read_text()
     assert re.fullmatch(rf"/tmp/0\.{job}\.[0-9a-f]{{6}}", scratch) and run.stat().st_mode & 0o777 == 0o700
-    rank = on_node(slurm_cluster, "pgrep -f '^[^ ]*python[^ ]* -u -P -m hpc_rl.finetune.train'").split()[0]
+    rank = on_node(slurm_cluster, "pgrep -f 'python[^ ]* -u -P -m hpc_rl.finetune.train'").split()[0]
     limits = on_node(slurm_cluster, f"cat /proc/{rank}/limits")
     assert re.search(r"^Max core file size +0 ", limits, re.MULTILINE), limits
     assert f"TMPDIR={scratch}" in on_node(slurm_cluster, f"tr '\\0' '\\n' < /proc/{rank}/environ").splitlines()
