@@ -177,12 +177,28 @@ def timeline(state: PpoState, clock: Clock) -> Timeline:
     seconds = time.perf_counter() - clock.began
     own = {phase: spans for phase, spans in clock.spans.take().items() if phase in OF_DRIVER}
     pending = [group.take_spans() for group in state.groups]
-    parts = [own, state.rollout.queue.spans.take(), state.scoring.take_spans(), *(one.wait() for one in pending)]
+    parts = [own, state.rollout.queue.spans.take(), state.scoring.take_spans()]
+    for one in pending:
+        found = one.wait()
+        parts.append(not_before(-seconds, found, time.perf_counter() - clock.began - seconds))
     phases: dict[str, list[Span]] = {}
     for part in parts:
         for phase, spans in part.items():
             phases.setdefault(phase, []).extend((seconds + start, seconds + end) for start, end in spans)
     return new_timeline(state.step, seconds, phases)
+
+
+def not_before(began: float, phases: dict[str, list[Span]], late_s: float) -> dict[str, list[Span]]:
+    """Return a worker's spans, later if they begin before the step: on a busy machine, the worker takes them some time
+    after it is asked, and they are relative to this time.
+
+    Args:
+        began: start of the step, in seconds as the spans have them.
+        late_s: the longest time that this may have been.
+    """
+    earliest = min((start for spans in phases.values() for start, _ in spans), default=began)
+    shift = min(late_s, max(0.0, began - earliest))
+    return {phase: [(start + shift, end + shift) for start, end in spans] for phase, spans in phases.items()}
 
 
 def has_signal(experience: TensorDict, algorithm: AlgorithmConfig) -> bool:

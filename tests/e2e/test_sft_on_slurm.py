@@ -190,9 +190,7 @@ def test_a_run_continues_without_its_follower_and_is_resumed_after_it_is_cancell
 def test_a_dead_rank_ends_the_job_and_is_named(workspace: Workspace, slurm_cluster: Cluster) -> None:
     workspace.ok("submit", "sft", "--nodes", "2", "--job-name", "dead", *QUICK, *workspace.hold_at(2))
     workspace.wait_for_step("dead", 2)
-    slurm_cluster.exec_on(
-        "node2", ["pkill", "-KILL", "-f", "python[^ ]* -u -P -m hpc_rl.finetune.train"], check=True
-    )
+    slurm_cluster.exec_on("node2", ["pkill", "-KILL", "-f", "python[^ ]* -u -P -m hpc_rl.finetune.train"], check=True)
     followed = workspace.hpc_rl("logs", "-f", "dead")
     assert followed.returncode == 137, followed.stdout
     assert "rank 1 on node node2 failed with exit code 137 (killed (signal 9) by a user or" in followed.stdout

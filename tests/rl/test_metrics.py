@@ -20,6 +20,7 @@ from hpc_rl.rl.metrics import (
     experience_metrics,
     has_signal,
     no_signal_warning,
+    not_before,
     probs_diff_warning,
     reward_metrics,
     timeline,
@@ -191,3 +192,21 @@ def test_the_timeline_of_a_step_has_what_all_parts_did_since_its_start() -> None
     assert (found.phases["reward"][0][0], found.phases["reward"][-1][1]) == exact((2, 10))
     assert list(found.phases) == ["gen", "reward", "update_actor", "update_weights"]
     assert list(timeline(state, clock).phases) == []  # nothing is counted twice
+
+
+@pytest.mark.parametrize(
+    ("late_s", "shift"),
+    [(0.0, 0.0), (0.2, 0.2), (0.5, 0.5), (3.0, 0.5)],
+)
+def test_spans_of_a_worker_that_answers_late_stay_in_the_step(late_s: float, shift: float) -> None:
+    """The step began 2 s ago; the first span would have begun 2.5 s ago."""
+    found = not_before(-2.0, {"values": [(-2.5, -2.25)], "update_actor": [(-2.0, -1.0), (-0.75, -0.5)]}, late_s)
+    assert found == {
+        "values": [(-2.5 + shift, -2.25 + shift)],
+        "update_actor": [(-2.0 + shift, -1.0 + shift), (-0.75 + shift, -0.5 + shift)],
+    }
+
+
+def test_spans_within_the_step_stay_as_they_are() -> None:
+    inside = {"values": [(-2.0, -1.0)]}
+    assert not_before(-2.0, inside, 5.0) == inside and not_before(-2.0, {}, 5.0) == {}
