@@ -19,7 +19,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -90,14 +90,14 @@ def as_driver(folder: Path, way: str) -> None:
     assert isinstance(config, PpoConfig)
     tokenizer, run = AutoTokenizer.from_pretrained(config.model.path), RunDir(folder / "runs" / "run")
     stopping, files = open_stopping(run, 0, []), list(config.data.train_files)
-    loaded: list[Prompt] = []
+    loaded: Sequence[Prompt] = []
 
     def load() -> None:
         nonlocal loaded
         if way == MEMORY:
             loaded, _ = prompt_tokenizer(config.data, tokenizer)(all_rows(files, "train"))
         else:
-            loaded, _ = PromptLoader(config, tokenizer, (), run, stopping).load(files, "train")  # type: ignore[assignment]
+            loaded, _ = PromptLoader(config, tokenizer, (), run, stopping).load(files, "train")
 
     before = resident()
     took = seconds(load)

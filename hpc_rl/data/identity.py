@@ -70,7 +70,7 @@ def key_of(
 
 
 def tokenizer_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a text for a tokenizer and its chat template. It takes a second if the vocabulary is large.
+    """Return a text for a tokenizer and its chat template. It takes long if the vocabulary is large.
 
     Args:
         tokenizer: one with a fast version, and with the template that is used.

@@ -101,9 +101,11 @@ class SampleBlock(ItemBlock[T]):
 class TokenizedSamples(Tokenized[T]):
     """Items whose numbers of tokens are read without the tokens."""
 
+    _form: Samples[T]
+
     def sizes(self) -> Sizes:
         """See `Rows.sizes`."""
-        shape = (len(self), self._form.samples)  # type: ignore[attr-defined]
+        shape = (len(self), self._form.samples)
         found = Sizes(np.empty(shape, np.int64), np.empty(shape, np.int64))
         for start, block in self.blocks():
             heart.beat()
