@@ -13,7 +13,7 @@
 # make test-liger   Liger's kernels in Triton's interpreter, which are downloaded for the test
 # make bench   the measurements of docs/benchmarks.md
 # make bench-scale   the measurements of docs/scale.md, with stand-ins for many nodes
-# make test-gpu   every part of training once on the GPUs of this machine, in an environment of its own
+# make test-gpu   every part of training, and every kind of job, once on the GPUs of this machine, in an environment of its own
 # make docs    the documentation as a site, in build/docs; fails on any broken link
 
 PYTHON ?= python3
@@ -108,14 +108,15 @@ test-liger: .venv/test
 	$(BIN)/pip install --quiet --no-deps --upgrade --target build/liger 'liger-kernel>=0.8' triton
 	TRITON_INTERPRET=1 PYTHONPATH=build/liger $(BIN)/python -m pytest tests/training/models/test_liger.py
 
-# It needs a driver and several gigabytes: pip's default builds of torch and vLLM are for CUDA. The report is printed, and
-# the exit code is 1 if a check failed. Fewer GPUs: CUDA_VISIBLE_DEVICES=0,1 make test-gpu.
+# It needs a driver and several gigabytes: pip's default builds of torch and vLLM are for CUDA. The results are printed, and
+# the exit code is not 0 if a check failed. Fewer GPUs: CUDA_VISIBLE_DEVICES=0,1 make test-gpu.
 test-gpu: .venv-gpu
 	.venv-gpu/bin/hpc-rl doctor --local --on-nodes 1 --train trainer.device=cuda
+	.venv-gpu/bin/python -m tests.gpu_jobs
 
 .venv-gpu: setup.cfg
 	$(PYTHON) -m venv $@
-	$@/bin/pip install --quiet --editable '.[rl]'
+	$@/bin/pip install --quiet --editable '.[rl,qlora,torchao,liger]'
 	touch $@
 
 bench: .venv/test

@@ -8,13 +8,14 @@ The goals are at least 35 % MFU for 0.6B and 50 % for 4B, with less memory than 
 
 It needs the `train` extra, but no data and no network. `HPC_RL_GROUP_DIR=$(mktemp -d) torchrun --nproc-per-node 8 -m
 benchmarks.sft_gpu` uses several devices. `--recompute` turns on activation checkpointing, for devices that cannot hold
-64 GB of weights, gradients and optimizer state of the 4B model in addition to its activations. `--device cpu --shape
-tiny` tests the benchmark itself and only prints.
+64 GB of weights, gradients and optimizer state of the 4B model in addition to its activations; `--compile` compiles the
+layers. `--device cpu --shape tiny` tests the benchmark itself and only prints.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -66,13 +67,15 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SETTINGS), nargs="+", default=list(SHAPES))
     parser.add_argument("--lengths", choices=LENGTHS, nargs="+", default=list(LENGTHS), help="lengths of the samples")
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing")
+    parser.add_argument("--compile", action="store_true", help="layers compiled by torch.compile")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         sys.exit("benchmarks.sft_gpu: torch does not find a CUDA device")
     world = distributed.start(arguments.device, 60)
+    model = {"enable_gradient_checkpointing": arguments.recompute, "use_torch_compile": arguments.compile}
     results = {
-        f"{shape}, {lengths}": measure(shape, lengths, world, arguments.recompute)
+        f"{shape}, {lengths}": measure(shape, lengths, world, **model)
         for shape in arguments.shape
         for lengths in arguments.lengths
     }
@@ -98,8 +101,12 @@ def rows(results: dict[str, dict[str, float]]) -> list[list[str]]:
     return made
 
 
-def measure(shape: str, lengths: str, world: World, recompute: bool) -> dict[str, float]:
-    """Return the medians of the trainer's own metrics over STEPS optimizer steps."""
+def measure(shape: str, lengths: str, world: World, **model: bool) -> dict[str, float]:
+    """Return the medians of the trainer's own metrics over STEPS optimizer steps.
+
+    Args:
+        model: options of `model`.
+    """
     micro_tokens = SETTINGS[shape].micro_tokens
     of_one_rank = micro_tokens * MICRO_BATCHES // (MEAN_LENGTH if lengths == "GSM8K" else micro_tokens)
     batch = of_one_rank * world.size
@@ -114,9 +121,10 @@ def measure(shape: str, lengths: str, world: World, recompute: bool) -> dict[str
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
-        state = trainer_state(config, data, sft_config(batch, trainer, recompute), world, Path(folder))
+        state = trainer_state(config, data, sft_config(batch, trainer, **model), world, Path(folder))
         measured = [step(state, Clock()) for _ in range(WARM_UP + STEPS)][WARM_UP:]
     del state
+    gc.collect()  # what refers to itself would be in the peak of the next measurement
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
     keys = [key for key in ("perf/throughput", "perf/mfu", "perf/max_memory_gb") if key in measured[0]]

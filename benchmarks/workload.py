@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -102,9 +102,9 @@ def random_classifier(config: PretrainedConfig, attention: str) -> PreTrainedMod
     return cast(PreTrainedModel, AutoModelForSequenceClassification.from_config(own, attn_implementation=attention))
 
 
-def sft_config(batch_size: int, trainer: FinetuneTrainerConfig, recompute: bool = False) -> SftConfig:
+def sft_config(batch_size: int, trainer: FinetuneTrainerConfig, **model: Any) -> SftConfig:
     return SftConfig(
-        model=ModelConfig(path="random", enable_gradient_checkpointing=recompute),
+        model=ModelConfig(path="random", **model),
         data=DataConfig(train_files=["random.jsonl"], train_batch_size=batch_size),
         trainer=trainer,
     )
@@ -118,9 +118,8 @@ def trainer_state(
     is_scalar = isinstance(settings, RmConfig)
     with world.device:
         hf = (random_classifier if is_scalar else random_model)(config, packed_attention.ATTENTION).train()
-    if settings.model.enable_gradient_checkpointing:
-        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model: PackedModel = (ScalarModel if is_scalar else CausalLM)(hf)
+    model.prepare_training(settings.model)
     flops = count_flops(model)
     model = sharding.shard(model, world, settings.trainer)
     run = RunDir(folder)

@@ -20,9 +20,11 @@ from benchmarks import (
     scale_meeting,
     scale_report,
     scale_runs,
+    sft_gpu,
 )
 from benchmarks.common import median, median_ratio
 from benchmarks.rollout_simulation import Outcome
+from tests import gpu_jobs
 
 ROOT = Path(__file__).parents[1]
 PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("benchmarks", "scale")}
@@ -132,6 +134,20 @@ def simulation() -> Iterator[str]:
         yield from map(line, rollout_simulation.rows_of(int(count), found))
 
 
+def jobs_on_a_gpu() -> Iterator[str]:
+    results = {}
+    for name, metrics in result("gpu_jobs").items():
+        job, device = name.split(", ")
+        results[job, device] = gpu_jobs.Result(0, metrics, "")
+    for job, device in results:
+        if device == "cuda":
+            yield line([job, *gpu_jobs.row(job, results)])
+
+
+def fine_tuning_on_a_gpu() -> Iterator[str]:
+    yield from map(line, sft_gpu.rows({name: row for name, row in result("sft_gpu").items() if name != "devices"}))
+
+
 TABLES = (
     fine_tuning,
     preferences,
@@ -147,6 +163,8 @@ TABLES = (
     asynchronous,
     carriers,
     simulation,
+    jobs_on_a_gpu,
+    fine_tuning_on_a_gpu,
 )
 
 

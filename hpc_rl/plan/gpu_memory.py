@@ -183,12 +183,14 @@ class Held:
 
     def _attention(self) -> int:
         """Return the width of what attention keeps for one token: its inputs and its result. Ranks that share rows have
-        the result twice, before and after they exchange it, and repeated keys and values."""
+        the result twice, before and after they exchange it, and repeated keys and values. A norm of queries and keys
+        keeps its input in float32 and, for the gradient of its weight, its result."""
         shape = self.shape
+        normed = (2 if self.adapters else 3) * (shape.queries + shape.keys) if shape.has_qk_norm else 0
         if self.split == 1:
-            return 2 * shape.queries + 2 * shape.keys
+            return 2 * shape.queries + 2 * shape.keys + normed
         times = math.lcm(shape.key_heads, self.split) // shape.key_heads
-        return 3 * shape.queries + 2 * times * shape.keys
+        return 3 * shape.queries + 2 * times * shape.keys + normed
 
     def _chunk(self, tokens: int) -> float:
         """Return the bytes of a chunk of logits."""

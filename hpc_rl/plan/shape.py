@@ -75,6 +75,8 @@ class Shape:
     """Layers of a mixture of experts that have a usual MLP."""
     vectors: int = 0
     """Parameters of the norms, biases and sinks of a layer."""
+    has_qk_norm: bool = False
+    """Whether attention normalises queries and keys, so that training keeps more of them."""
     has_window: bool = False
     """Whether some layers attend to a window of tokens only, so that engines cache less for them."""
     has_scores: bool = False
@@ -236,6 +238,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         experts=experts,
         dense_layers=_dense_layers(found, layers) if experts is not None else 0,
         vectors=_vectors(found, special, hidden, heads * head_size, key_heads * head_size, head_size),
+        has_qk_norm="qk_norm" in special,
         has_window=_has_window(found),
         has_scores=bool(special.get("scored") or found.get("attention_dropout")),
         has_cap=bool(found.get("final_logit_softcapping", special.get("capped"))),

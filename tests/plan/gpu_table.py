@@ -12,12 +12,13 @@ from hpc_rl.config.compose import compose
 from hpc_rl.plan.advice import advise
 from hpc_rl.plan.plan import fits
 from hpc_rl.plan.shape import Shape, shape_of
-from tests.simulated_gpu.shapes import SHAPES
+from tests.simulated_gpu import shapes as simulated
 
 GPUS = (80, 40, 24)
 """Memory of the GPUs of a column's three numbers, in 10^9 bytes."""
 COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of GPUs that are tried: parts of a node with 8, and several nodes."""
+SIZES: tuple[simulated.Shape, ...] = ("0.5B", "1.5B", "7B", "14B", "32B")
 TRAINED = ("data.train_files=x.jsonl", "model.enable_gradient_checkpointing=true", "trainer.micro_tokens=8192")
 RL = (*TRAINED, "reward.function=exact", "data.max_prompt_length=1024", "data.max_response_length=3072")
 GRPO = ("algorithm.advantage=grpo", "rollout.n=8", "algorithm.kl.where=loss", "algorithm.kl.estimator=k3")
@@ -35,10 +36,8 @@ METHODS: dict[str, tuple[str, ...]] = {
 def table() -> list[str]:
     """Return the lines of the table in Markdown."""
     lines = [f"| model | {' | '.join(METHODS)} |", f"| --- |{' --- |' * len(METHODS)}"]
-    for name, sizes in SHAPES.items():
-        if name == "tiny":
-            continue
-        shape = shape_of({"model_type": "qwen2", **sizes}, name)
+    for name in SIZES:
+        shape = shape_of(simulated.sizes(name), name)
         cells = [" / ".join(_fewest(shape, words, gpu) for gpu in GPUS) for words in METHODS.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines

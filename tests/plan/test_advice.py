@@ -149,7 +149,7 @@ def test_moments_in_8_bits_if_exact_settings_are_not_enough() -> None:
     for exact in (advise(job, SHAPES, 20e9), advise(job, SHAPES, 20e9, change_training=False)):
         assert exact is not None and exact.settings == offload
     assert advise(job, SHAPES, 20e9, change_training=False, host=60e9) is None
-    small = {"/7b": shape_of({"model_type": "qwen2", **sizes("1.5B")}, "1.5B")}
+    small = {"/7b": shape_of(sizes("1.5B"), "1.5B")}
     alone = job.updated("trainer.n_gpus_per_node", 1)
     both = advise(alone, small, 18e9)
     assert both is not None and both.settings == offload | eight
@@ -206,7 +206,7 @@ def test_few_gpus() -> None:
     assert plan.verdict == "fits"
     assert plan.offloaded == pytest.approx(4 * (12 * 7.6e9 + 12 * 7.1e9 + 2 * 7.6e9) / 4, rel=0.01)
 
-    small = {"/7b": shape_of({"model_type": "qwen2", **sizes("1.5B")}, "1.5B")}
+    small = {"/7b": shape_of(sizes("1.5B"), "1.5B")}
     kl = ("algorithm.kl.where=loss", "algorithm.kl.estimator=k3", "algorithm.advantage=grpo")
     grpo = config("ppo", *RL, *kl).updated("trainer.n_gpus_per_node", 1)
     assert not fits(grpo, small, 24e9)

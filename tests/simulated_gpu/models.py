@@ -14,7 +14,7 @@ from hpc_rl.rl.workers import critic, reward_model
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models import loading, pretrained
 from hpc_rl.training.models.pretrained import Pretrained
-from tests.simulated_gpu.shapes import SHAPES, Shape, sizes
+from tests.simulated_gpu.shapes import Shape, sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,10 +26,10 @@ REWARD_MODEL = "/reward"
 @contextlib.contextmanager
 def loading_without_files(shape: Shape, layers: int | None = None) -> Iterator[None]:
     """Let every load of a model return an untrained one of this shape, and let all ranks agree with this one."""
-    from transformers import Qwen2Config
+    from transformers import AutoConfig
 
     with (
-        untrained(Qwen2Config(**sizes(shape, layers))),
+        untrained(AutoConfig.for_model(**sizes(shape, layers))),
         mock.patch.object(critic, "refuse_other_vocabulary", lambda *_: None),
         mock.patch.object(reward_model, "refuse_other_vocabulary", lambda *_: None),
     ):
@@ -75,7 +75,9 @@ def untrained(config: PretrainedConfig) -> Iterator[None]:
 
 def parameters(shape: Shape) -> int:
     """Return the number of parameters of a causal model of this shape."""
-    from transformers import AutoModelForCausalLM, Qwen2Config
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        return sum(p.numel() for p in AutoModelForCausalLM.from_config(Qwen2Config(**SHAPES[shape])).parameters())
+        return sum(
+            p.numel() for p in AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes(shape))).parameters()
+        )

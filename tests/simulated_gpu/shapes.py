@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-Shape = Literal["tiny", "0.5B", "1.5B", "7B", "14B", "32B"]
+Shape = Literal["tiny", "0.5B", "Qwen3-0.6B", "1.5B", "7B", "14B", "32B"]
 
 SHAPES: dict[Shape, dict[str, Any]] = {
     "tiny": {
@@ -22,6 +22,17 @@ SHAPES: dict[Shape, dict[str, Any]] = {
         "num_hidden_layers": 24,
         "num_attention_heads": 14,
         "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3-0.6B": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
         "tie_word_embeddings": True,
     },
     "1.5B": {
@@ -58,9 +69,10 @@ SHAPES: dict[Shape, dict[str, Any]] = {
         "num_key_value_heads": 8,
     },
 }
-"""Qwen2.5's shapes, and a small one."""
+"""Qwen2.5's shapes, one of Qwen3, whose attention normalises queries and keys, and a small one."""
 
 
 def sizes(shape: Shape, layers: int | None = None) -> dict[str, Any]:
-    """Return the sizes of a shape, perhaps with another number of layers."""
-    return {**SHAPES[shape], "num_hidden_layers": layers or SHAPES[shape]["num_hidden_layers"]}
+    """Return the configuration of a shape, perhaps with another number of layers."""
+    found = {"model_type": "qwen2", **SHAPES[shape]}
+    return {**found, "num_hidden_layers": layers or found["num_hidden_layers"]}

@@ -57,6 +57,9 @@ CASES = [
     case("sft", "0.5B", 2, 4096, "model.dtype=bfloat16"),
     case("sft", "0.5B", 8, 2048, KEEP),
     case("sft", "0.5B", 4, 8192, *LORA),
+    case("sft", "Qwen3-0.6B", 1, 8192, KEEP, small=True),
+    case("sft", "Qwen3-0.6B", 8, 8192, small=True),
+    case("sft", "Qwen3-0.6B", 4, 8192, *LORA, KEEP, small=True),
     case("sft", "1.5B", 8, 16384),
     case("sft", "1.5B", 4, 8192, "trainer.sharding=none"),
     case("sft", "1.5B", 4, 8192, *LORA, KEEP, small=True),
@@ -153,7 +156,7 @@ def plan(kind: str, job: Job) -> dict[str, float]:
     """Return the planned peak of each phase, without an engine."""
     config: Any = config_of(job, kind)
     assert isinstance(config, Section)
-    shapes = {"/model": shape_of({"model_type": "qwen2", **sizes(job.shape, job.layers)}, job.shape)}
+    shapes = {"/model": shape_of(sizes(job.shape, job.layers), job.shape)}
     return {
         phase.name: phase.peak - phase.resident.get("sleeping engine", 0.0)
         for phase in phases(config, shapes, GPU_BYTES)

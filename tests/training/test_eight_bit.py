@@ -48,7 +48,7 @@ def test_without_the_library_the_message_says_what_to_install(monkeypatch: pytes
 @pytest.mark.parametrize(("rank", "dtype"), [(None, "float32"), (None, "bfloat16"), (16, "bfloat16"), (8, "float32")])
 def test_the_plan_counts_the_bytes_of_the_state(rank: int | None, dtype: str) -> None:
     """Of a model of 0.5B parameters: codes and scales, and what has no 8 bits."""
-    kind: dict[str, Any] = {"model_type": "qwen2", **sizes("0.5B")}
+    kind: dict[str, Any] = sizes("0.5B")
     options = [f"model.dtype={dtype}", EIGHT, *([f"model.lora.rank={rank}"] if rank else [])]
     shapes = {"/7b": shape_of(kind, "/7b")}
     held = placed_models(planned("sft", *options), shapes, 80e9)[0].held

@@ -1,0 +1,75 @@
+"""The table of jobs that run on a GPU and on CPUs: its options, and what it concludes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests import gpu_jobs
+from tests.commands import understand
+from tests.gpu_jobs import AGREEMENT, JOBS, LOSS, Result, difference, row, verdict
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_job_has_options_that_exist(name: str) -> None:
+    understand(f"hpc-rl submit {JOBS[name].options} model.path=model")
+
+
+def result(*losses: float, code: int | None = 0, agreement: float | None = None, output: str = "") -> Result:
+    extra = {} if agreement is None else {AGREEMENT: agreement}
+    return Result(code, [{LOSS: loss, **extra} for loss in losses], output)
+
+
+def test_losses_are_compared_in_every_step() -> None:
+    assert difference([2.0, 1.0, 0.5], [2.0, 1.01, 0.5]) == pytest.approx(0.005)
+    assert difference([], [1.0]) is None and difference([1.0], []) is None
+    assert difference([2.0], [2.0, 1.0]) == math.inf
+
+
+def test_a_row_has_the_last_losses_and_their_difference() -> None:
+    results = {("sft", "cuda"): result(4.0, 2.02), ("sft", "cpu"): result(4.0, 2.0)}
+    assert row("sft", results) == ["2.0200", "2.0000", "0.50%", "", "passed"]
+    results["sft", "cuda"] = result(4.0, 2.05)
+    assert row("sft", results)[-1] == "losses differ by more than 1%"
+
+
+def test_a_job_that_cannot_run_on_cpus_is_compared_with_plain_training() -> None:
+    results = {("sft-liger", "cuda"): result(4.0, 2.0), ("sft", "cpu"): result(4.0, 3.0)}
+    assert row("sft-liger", results)[-1] == "losses differ by more than 1%"
+
+
+def test_weights_in_4_bits_are_compared_with_adapters_on_whole_weights() -> None:
+    others = {("sft", "cpu"): result(4.0, 3.0), ("sft-lora", "cpu"): result(4.0, 2.0)}
+    assert row("sft-qlora", {("sft-qlora", "cuda"): result(4.02, 2.01), **others})[-1] == "passed"
+
+
+def test_engine_and_trainer_have_to_agree() -> None:
+    assert row("grpo-hf", {("grpo-hf", "cuda"): result(agreement=1e-5)})[-1] == "passed"
+    found = {("grpo-hf", "cuda"): result(1.0, agreement=2e-4)}
+    assert row("grpo-hf", found)[3:] == ["2.0e-04", "probabilities differ by more than 0.0001"]
+
+
+@pytest.mark.parametrize(
+    ("ended", "expected"),
+    [
+        (result(code=None), "longer than 600 s on cuda"),
+        (result(code=2, output="first\nhpc-rl: no GPU\n\n"), "exit code 2 on cuda: hpc-rl: no GPU"),
+        (result(code=1), "exit code 1 on cuda: no output"),
+    ],
+)
+def test_a_job_that_does_not_end_well_has_its_last_line(ended: Result, expected: str) -> None:
+    assert verdict({"cuda": ended}, None, None) == expected
+
+
+def test_a_loss_that_is_not_a_number_fails() -> None:
+    assert verdict({"cuda": result(1.0)}, math.nan, None) == "losses differ by more than 1%"
+
+
+def test_the_data_fits_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_jobs, "STEPS", 1)
+    gpu_jobs.prepare(tmp_path)
+    ended = gpu_jobs.run(tmp_path, "dpo", "cpu")
+    assert ended.code == 0, ended.output
+    assert ended.series(LOSS) == pytest.approx([math.log(2)], abs=1e-4)
