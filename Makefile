@@ -111,8 +111,10 @@ test-liger: .venv/test
 # It needs a driver and several gigabytes: pip's default builds of torch and vLLM are for CUDA. The results are printed, and
 # the exit code is not 0 if a check failed. Fewer GPUs: CUDA_VISIBLE_DEVICES=0,1 make test-gpu.
 test-gpu: .venv-gpu
-	.venv-gpu/bin/hpc-rl doctor --local --on-nodes 1 --train trainer.device=cuda
-	.venv-gpu/bin/python -m tests.gpu_jobs
+	@failed=0; \
+	.venv-gpu/bin/python -m benchmarks.gpu_jobs || failed=1; \
+	.venv-gpu/bin/hpc-rl doctor --local --on-nodes 1 --train trainer.device=cuda || failed=1; \
+	exit $$failed
 
 .venv-gpu: setup.cfg
 	$(PYTHON) -m venv $@

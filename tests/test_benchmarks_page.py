@@ -13,6 +13,7 @@ from benchmarks import (
     data_cache,
     driver,
     generate,
+    gpu_jobs,
     prompt_cache,
     ray_up,
     rollout,
@@ -24,7 +25,6 @@ from benchmarks import (
 )
 from benchmarks.common import median, median_ratio
 from benchmarks.rollout_simulation import Outcome
-from tests import gpu_jobs
 
 ROOT = Path(__file__).parents[1]
 PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("benchmarks", "scale")}
@@ -136,9 +136,9 @@ def simulation() -> Iterator[str]:
 
 def jobs_on_a_gpu() -> Iterator[str]:
     results = {}
-    for name, metrics in result("gpu_jobs").items():
+    for name, found in result("gpu_jobs").items():
         job, device = name.split(", ")
-        results[job, device] = gpu_jobs.Result(0, metrics, "")
+        results[job, device] = gpu_jobs.Result(**found)
     for job, device in results:
         if device == "cuda":
             yield line([job, *gpu_jobs.row(job, results)])

@@ -121,7 +121,7 @@ def test_the_range_of_a_step() -> None:
     found = step_seconds(config("sft"), SHAPES, GPU, 80e9)
     assert found is not None
     at_peak = operations_of("sft")[0] / (8 * 1e15)
-    assert found == (pytest.approx(at_peak / 0.4), pytest.approx(at_peak / 0.15))
+    assert found == (pytest.approx(at_peak / 0.4), pytest.approx(at_peak / 0.12))
 
 
 def test_pools_work_one_after_the_other_unless_responses_may_be_older() -> None:

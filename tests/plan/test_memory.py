@@ -107,18 +107,6 @@ def test_reward_model_has_no_logits() -> None:
     assert "logits" not in found.working
 
 
-@pytest.mark.parametrize(("words", "numbers"), [((), 3), (("model.lora.rank=8",), 2)])
-def test_normalised_queries_and_keys_are_kept(words: tuple[str, ...], numbers: int) -> None:
-    """The norm's input in float32, and its result if its weight is trained."""
-    job = config("sft", "model.enable_gradient_checkpointing=false", "trainer.micro_tokens=8192", *words)
-    plain, shape = SHAPES["/7b"], replace(SHAPES["/7b"], has_qk_norm=True)
-    kept = [
-        {phase.name: phase for phase in phases(job, {"/7b": one}, GPU)}["update"].working["saved activations"]
-        for one in (plain, shape)
-    ]
-    assert kept[1] - kept[0] == 28 * 2 * 8192 * numbers * (shape.queries + shape.keys)
-
-
 def test_distillation_holds_the_teacher() -> None:
     job = config("distill", "teacher.path=/other")
     assert planned(job)["update"].resident["teacher"] == 2 * SHAPES["/other"].total / 8

@@ -122,6 +122,11 @@ def test_sizes_of_attention() -> None:
     assert sum(rows * columns for rows, columns in shape.linears.values()) == shape.layer - shape.vectors
 
 
+@pytest.mark.parametrize(("family", "expected"), [("qwen2", False), ("qwen3", True), ("olmo2", True), ("llama", False)])
+def test_norms_of_queries_and_keys(family: str, expected: bool) -> None:
+    assert shape_of({"model_type": family, **SIZES}, "/model").has_qk_norm is expected
+
+
 def test_text_model_of_a_larger_one() -> None:
     config = {"model_type": "mistral3", "text_config": {**SIZES, "model_type": "mistral"}}
     assert shape_of(config, "m").total == count("AutoModelForCausalLM", config_of("Mistral"))

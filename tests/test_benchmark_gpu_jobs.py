@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import gpu_jobs
+from benchmarks import gpu_jobs
+from benchmarks.gpu_jobs import AGREEMENT, JOBS, LOSS, Result, difference, last_line, row, verdict
 from tests.commands import understand
-from tests.gpu_jobs import AGREEMENT, JOBS, LOSS, Result, difference, row, verdict
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -17,9 +17,12 @@ def test_every_job_has_options_that_exist(name: str) -> None:
     understand(f"hpc-rl submit {JOBS[name].options} model.path=model")
 
 
-def result(*losses: float, code: int | None = 0, agreement: float | None = None, output: str = "") -> Result:
-    extra = {} if agreement is None else {AGREEMENT: agreement}
-    return Result(code, [{LOSS: loss, **extra} for loss in losses], output)
+def result(*losses: float, code: int | None = 0, last: str = "") -> Result:
+    return Result(code, [{LOSS: loss} for loss in losses], last)
+
+
+def sampled(agreement: float) -> Result:
+    return Result(0, [{AGREEMENT: 0.0}, {AGREEMENT: agreement}])
 
 
 def test_losses_are_compared_in_every_step() -> None:
@@ -46,30 +49,42 @@ def test_weights_in_4_bits_are_compared_with_adapters_on_whole_weights() -> None
 
 
 def test_engine_and_trainer_have_to_agree() -> None:
-    assert row("grpo-hf", {("grpo-hf", "cuda"): result(agreement=1e-5)})[-1] == "passed"
-    found = {("grpo-hf", "cuda"): result(1.0, agreement=2e-4)}
-    assert row("grpo-hf", found)[3:] == ["2.0e-04", "probabilities differ by more than 0.0001"]
+    assert row("grpo-hf", {("grpo-hf", "cuda"): sampled(1e-5)}) == ["", "", "", "1.0e-05", "passed"]
+    assert row("grpo-hf", {("grpo-hf", "cuda"): sampled(3e-5)})[-1] == "probabilities differ by more than 2e-05"
+
+
+def test_what_was_not_compared_has_not_passed() -> None:
+    nothing = "nothing to compare with"
+    assert row("sft", {("sft", "cuda"): result(4.0)})[-1] == nothing
+    assert row("sft", {("sft", "cuda"): result(), ("sft", "cpu"): result(4.0)})[-1] == nothing
+    assert row("grpo-vllm", {("grpo-vllm", "cuda"): result()})[-1] == nothing
+    assert row("sft-liger", {})[-1] == "left out: no liger_kernel"
+    assert row("generate-vllm", {("generate-vllm", "cuda"): result()})[-1] == "passed"
 
 
 @pytest.mark.parametrize(
     ("ended", "expected"),
     [
         (result(code=None), "longer than 600 s on cuda"),
-        (result(code=2, output="first\nhpc-rl: no GPU\n\n"), "exit code 2 on cuda: hpc-rl: no GPU"),
-        (result(code=1), "exit code 1 on cuda: no output"),
+        (result(code=2, last="hpc-rl: no GPU"), "exit code 2 on cuda: hpc-rl: no GPU"),
     ],
 )
 def test_a_job_that_does_not_end_well_has_its_last_line(ended: Result, expected: str) -> None:
-    assert verdict({"cuda": ended}, None, None) == expected
+    assert verdict("sft", {"cuda": ended}, None, None) == expected
+
+
+def test_the_last_line_of_an_output() -> None:
+    assert last_line("first\nlast\n\n") == "last"
+    assert last_line("\n") == "no output"
 
 
 def test_a_loss_that_is_not_a_number_fails() -> None:
-    assert verdict({"cuda": result(1.0)}, math.nan, None) == "losses differ by more than 1%"
+    assert verdict("sft", {"cuda": result(1.0)}, math.nan, None) == "losses differ by more than 1%"
 
 
 def test_the_data_fits_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_jobs, "STEPS", 1)
     gpu_jobs.prepare(tmp_path)
     ended = gpu_jobs.run(tmp_path, "dpo", "cpu")
-    assert ended.code == 0, ended.output
+    assert ended.code == 0, ended.last_line
     assert ended.series(LOSS) == pytest.approx([math.log(2)], abs=1e-4)
