@@ -46,7 +46,7 @@ def to_messages(row: Row, data: DataConfig, where: str) -> list[Message]:
             better = f"data.prompt_key={prompt} data.response_key={pair[0]}"
         raise UserError(
             f"{where}: found a pair of responses (columns {' and '.join(pair)}) where a chat is needed; pairs are for "
-            f"hpc-rl submit dpo and rm; to learn from the better response of each, set {better}"
+            f"hpc-rl submit dpo and rm (data check --kind dpo); to learn from the better response of each, set {better}"
         )
     messages = as_chat(
         column(row, "messages_key", data.messages_key, where, _suggest_columns(row)), data.messages_key, where

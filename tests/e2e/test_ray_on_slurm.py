@@ -141,7 +141,7 @@ BREAKS = {
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("what", ["raylet", long("gcs"), "driver", long("entry")])
+@pytest.mark.parametrize("what", [long("raylet"), long("gcs"), "driver", long("entry")])
 def test_what_dies_ends_the_job_on_all_nodes(workspace: Workspace, slurm_cluster: Cluster, what: str) -> None:
     node, pattern, reason, code = BREAKS[what]
     start_waiting(workspace, what)

@@ -162,9 +162,7 @@ def test_slurm_warns_before_the_walltime_by_itself(workspace: Workspace) -> None
     assert "saved before the walltime; job" in workspace.ok("logs", "warned")
 
 
-def test_a_run_continues_without_its_follower_and_is_resumed_after_it_is_cancelled(
-    workspace: Workspace, uninterrupted: dict[int, float]
-) -> None:
+def test_a_run_continues_without_its_follower_until_it_is_cancelled(workspace: Workspace) -> None:
     arguments = ["sft", "--nodes", "2", "--job-name", "cancelled", *QUICK, STEPS, "trainer.save_freq=2"]
     command = [sys.executable, "-m", "hpc_rl.cli", "submit", *arguments, "--follow", *workspace.hold_at(5)]
     with subprocess.Popen(
@@ -182,9 +180,6 @@ def test_a_run_continues_without_its_follower_and_is_resumed_after_it_is_cancell
     assert workspace.status("cancelled")["state"] == "CANCELLED"
     assert max(workspace.losses("cancelled")) < 24
     assert not (workspace.folder / "runs/cancelled/model").exists()
-    workspace.ok("submit", *arguments, "--wait")
-    assert "resuming after step" in workspace.ok("logs", "cancelled")
-    assert same_losses(workspace.losses("cancelled"), uninterrupted)
 
 
 def test_a_dead_rank_ends_the_job_and_is_named(workspace: Workspace, slurm_cluster: Cluster) -> None:

@@ -125,6 +125,7 @@ def test_several_nodes(base: list[str], tmp_path: Path) -> None:
         same(tmp_path / "alone", tmp_path / name, tolerance=1e-4)
 
 
+@pytest.mark.long
 def test_more_ranks_of_the_teacher_than_of_the_student(base: list[str], tmp_path: Path) -> None:
     assert run_here(base, tmp_path / "alone") == 0
     more = ["teacher.ranks_per_node=2", "trainer.sharding=gradients"]

@@ -78,7 +78,7 @@ def compiled() -> Iterator[CompileCounterWithBackend]:
         long("gemma2", True),
         long("qwen3_moe", True),
         long("mixtral", False),
-        ("gpt_oss", False),
+        long("gpt_oss", False),
     ],
 )
 def test_layers_are_whole_graphs_for_any_number_of_samples(
