@@ -23,6 +23,8 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export WANDB_MODE ?= offline
+# Hundreds of processes start, and each would compile its modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-pipeline demo-tools test test-long test-large test-faults test-pipelines test-lowest test-slurm-new test-vllm-api test-sglang-api test-peft test-qlora test-torchao test-liger test-gpu lint bench bench-scale docs clean
 

@@ -29,9 +29,7 @@ MAX_PATH_BYTES = 4095
 class Section(BaseModel):
     """A group of options. Unknown keys, non-finite numbers, and booleans in place of numbers are errors."""
 
-    model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, allow_inf_nan=False)
 
     def problems(self) -> Iterator[str]:
         """Yield one message for each combination of values that cannot work. Sections with such rules override it."""

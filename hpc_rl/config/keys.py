@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -18,13 +22,38 @@ MISSING = "???"
 
 def documented_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
     """Yield (dotted key, type, default, meaning) of every option, in the order of the schema."""
+    meanings = _meanings(schema)
     for name, field in schema.model_fields.items():
         annotation = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             yield from documented_keys(annotation, f"{prefix}{name}.")
             continue
         default = "required" if field.is_required() else _yaml_value(field.default)
-        yield f"{prefix}{name}", _type_name(annotation), default, " ".join((field.description or "").split())
+        yield f"{prefix}{name}", _type_name(annotation), default, meanings.get(name, "")
+
+
+def _meanings(schema: type[BaseModel]) -> dict[str, str]:
+    """Return the text below each option in the source, of the class and of those that it extends.
+
+    pydantic can do this too (use_attribute_docstrings), but at each start of each process, which takes longer than the
+    rest of a schema.
+    """
+    found: dict[str, str] = {}
+    for owner in reversed(schema.__mro__):
+        if issubclass(owner, BaseModel) and owner is not BaseModel:
+            (definition,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+            assert isinstance(definition, ast.ClassDef)
+            found |= _texts_below(definition.body)
+    return found
+
+
+def _texts_below(statements: Sequence[ast.stmt]) -> dict[str, str]:
+    found = {}
+    for option, text in pairwise(statements):
+        match option, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                found[name] = " ".join(words.split())
+    return found
 
 
 def find_annotation(schema: type[BaseModel], key: str) -> Any:

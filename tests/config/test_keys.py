@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hpc_rl.config.base import Section
 from hpc_rl.config.keys import documented_keys, nearest, select
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.errors import UserError
@@ -39,3 +40,29 @@ def test_sections_and_keys_are_selected() -> None:
     assert select(tables, ["optim.lr", "trainer"]) == {"optim": {"lr": 1}, "trainer": {"seed": 3}}
     with pytest.raises(UserError, match=r"optim\.lrr: there is no section or key of .* did you mean optim\.lr\?"):
         select(tables, ["optim.lrr"])
+
+
+class Base(Section):
+    first: int = 1
+    """What the base
+    says."""
+    silent: str = ""
+    second: bool = False
+    """Of the base."""
+
+
+class Extended(Base):
+    second: bool = True
+    """Of the extension."""
+    third: float | None = None
+    """Last."""
+
+
+def test_the_meaning_of_an_option_is_the_text_below_it() -> None:
+    meanings = {name: meaning for name, _, _, meaning in documented_keys(Extended)}
+    assert meanings == {"first": "What the base says.", "silent": "", "second": "Of the extension.", "third": "Last."}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_option_has_a_meaning(kind: str) -> None:
+    assert not [name for name, _, _, meaning in documented_keys(KINDS[kind].schema) if not meaning]
