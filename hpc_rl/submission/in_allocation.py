@@ -11,12 +11,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.processes import GRACE_S, adopt_orphans, end_descendants, shell_code, start
+from hpc_rl.host.processes import adopt_orphans, end_descendants, shell_code, start
 from hpc_rl.runs.status import job_log, process_start_time
 from hpc_rl.submission import queue
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import POLL_S, count_interrupts
 
+END_S = 60.0
+"""Between SIGTERM and SIGKILL. srun waits for its step for 2 s longer than KillWait, which is 30 s by default, and the
+script's clean-up takes up to 20 s."""
 _SIZES = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES", "SLURM_CPUS_PER_TASK")
 """The size requested from salloc. srun would use it as the size of the step (srun(1), INPUT ENVIRONMENT)."""
 
@@ -69,16 +72,18 @@ def run_in_allocation(job: Job, script: str, on_poll: Callable[[], None]) -> int
 
 
 def _end(shell: subprocess.Popen[bytes]) -> None:
-    """End the script and its srun, which ends the step on the nodes."""
-    deadline = time.monotonic() + GRACE_S
+    """End the script and its srun, which ends the step on the nodes. Afterwards the script's exit code is known."""
+    deadline = time.monotonic() + END_S
     if shell.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(shell.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            shell.wait(GRACE_S)
+        try:
+            shell.wait(END_S)
+        except subprocess.TimeoutExpired:
+            shell.kill()
+            shell.wait()  # the waits below would take its exit code
     with suppress(ChildProcessError):  # an srun that the script left behind is now a child of this process
         while time.monotonic() < deadline:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
                 time.sleep(POLL_S)
     end_descendants()
-    shell.wait()

@@ -1,6 +1,9 @@
+import subprocess
+
 import pytest
 
 from hpc_rl.errors import UserError
+from hpc_rl.submission import in_allocation
 from hpc_rl.submission.in_allocation import step_environment
 
 # What `salloc --nodes=2 --ntasks=2` set on Slurm 22.05.
@@ -30,3 +33,19 @@ def test_what_is_no_allocation_or_too_small_is_refused() -> None:
         step_environment({"HOME": "/root"}, 1)
     with pytest.raises(UserError, match="requests 3 nodes, but allocation 6 has 2"):
         step_environment(SALLOC, 3)
+
+
+@pytest.mark.parametrize(
+    ("answer", "patience_s", "expected"),
+    [("exit 143", 60.0, 143), (":", 0.2, -9)],
+    ids=["it ends", "it does not end"],
+)
+def test_a_script_that_is_ended_has_not_succeeded(
+    monkeypatch: pytest.MonkeyPatch, answer: str, patience_s: float, expected: int
+) -> None:
+    monkeypatch.setattr(in_allocation, "END_S", patience_s)
+    script = f"trap '{answer}' TERM; echo ready; while :; do sleep 0.05; done"
+    with subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, start_new_session=True) as shell:
+        assert shell.stdout is not None and shell.stdout.readline() == b"ready\n"
+        in_allocation._end(shell)
+    assert shell.returncode == expected
