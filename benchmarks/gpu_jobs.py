@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.common import publish, table
+from hpc_rl.host.files import write_jsonl
 from hpc_rl.probes.tiny_model import chats, make_tiny_model, write_chats
 from hpc_rl.run_dir import RunDir
 
@@ -148,12 +149,8 @@ def prepare(folder: Path) -> None:
     for (*prompt, better), (*_, other) in zip(rows, [*rows[1:], rows[0]], strict=True):
         worse = {"role": "assistant", "content": other["content"] + " no"}
         pairs.append({"prompt": prompt, "chosen": [better], "rejected": [worse]})
-    write_rows(folder / "pairs.jsonl", pairs)
-    write_rows(folder / "prompts.jsonl", [{"prompt": pair["prompt"]} for pair in pairs])
-
-
-def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(folder / "pairs.jsonl", pairs)
+    write_jsonl(folder / "prompts.jsonl", ({"prompt": pair["prompt"]} for pair in pairs))
 
 
 def run(folder: Path, name: str, device: str) -> Result:

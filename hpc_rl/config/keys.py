@@ -8,6 +8,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -32,6 +33,7 @@ def documented_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple
         yield f"{prefix}{name}", _type_name(annotation), default, meanings.get(name, "")
 
 
+@cache
 def _meanings(schema: type[BaseModel]) -> dict[str, str]:
     """Return the text below each option in the source, of the class and of those that it extends.
 

@@ -17,9 +17,9 @@ from hpc_rl.submission import queue
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import POLL_S, count_interrupts
 
-END_S = 60.0
+END_S = 90.0
 """Between SIGTERM and SIGKILL. srun waits for its step for 2 s longer than KillWait, which is 30 s by default, and the
-script's clean-up takes up to 20 s."""
+script's clean-up takes up to 20 s; the rest is for a busy machine."""
 _SIZES = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES", "SLURM_CPUS_PER_TASK")
 """The size requested from salloc. srun would use it as the size of the step (srun(1), INPUT ENVIRONMENT)."""
 

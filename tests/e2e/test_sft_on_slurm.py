@@ -163,7 +163,7 @@ def test_slurm_warns_before_the_walltime_by_itself(workspace: Workspace) -> None
 
 
 def test_a_run_continues_without_its_follower_until_it_is_cancelled(workspace: Workspace) -> None:
-    arguments = ["sft", "--nodes", "2", "--job-name", "cancelled", *QUICK, STEPS, "trainer.save_freq=2"]
+    arguments = ["sft", "--nodes", "2", "--job-name", "cancelled", *QUICK, STEPS]
     command = [sys.executable, "-m", "hpc_rl.cli", "submit", *arguments, "--follow", *workspace.hold_at(5)]
     with subprocess.Popen(
         command,

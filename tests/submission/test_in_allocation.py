@@ -37,7 +37,7 @@ def test_what_is_no_allocation_or_too_small_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "patience_s", "expected"),
-    [("exit 143", 60.0, 143), (":", 0.2, -9)],
+    [("exit 143", 600.0, 143), (":", 0.2, -9)],
     ids=["it ends", "it does not end"],
 )
 def test_a_script_that_is_ended_has_not_succeeded(
