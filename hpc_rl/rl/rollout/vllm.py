@@ -24,6 +24,7 @@ from hpc_rl.config.rollout import OWN_GPU, SHARED_GPU, EngineConfig, EngineJob, 
 from hpc_rl.config.training import ModelSource
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.heartbeat import heart
+from hpc_rl.host.imports import large_imports
 from hpc_rl.rl.rollout.engine import Completion, Placement, Request, Span
 from hpc_rl.rl.rollout.vllm_adapters import VllmAdapters, engine_rank
 from hpc_rl.rl.weights.buckets import pack
@@ -86,7 +87,9 @@ class VllmEngine:
         if placement.bundles:
             _spread_over(placement)
         from transformers import AutoConfig
-        from vllm import LLM
+
+        with large_imports():
+            from vllm import LLM
 
         self._placement = placement
         self._running: dict[int, _Running] = {}
