@@ -69,21 +69,31 @@ def workspace(slurm_cluster: Cluster) -> Workspace:
     return found
 
 
+def has_three_steps(run: Path) -> bool:
+    metrics = run / "metrics.jsonl"
+    return metrics.exists() and metrics.read_text().count("\n") >= 3
+
+
 def submit(
-    workspace: Workspace, job: Literal["sft", "ppo"], name: str, *options: str, steps: str = ENDLESS, limit: str = LIMIT
+    workspace: Workspace,
+    job: Literal["sft", "ppo"],
+    name: str,
+    *options: str,
+    steps: str = ENDLESS,
+    limit: str = LIMIT,
+    is_ready: Callable[[Path], bool] = has_three_steps,
 ) -> Path:
-    """Start a run on two nodes, and wait for its third step."""
+    """Start a run on two nodes, and wait until it is ready."""
     own = [*QUICK] if job == "sft" else [*SMALL_PPO, "reward.timeout_s=5", "model.path=ppo-model", "slurm.mem=4G"]
     where = ["--nodes", "2", "--sbatch", "nodelist=node[1-2]"]
     workspace.ok("submit", job, *where, "--job-name", name, *own, *EVERY, steps, limit, *options)
     run = workspace.folder / "runs" / name
-    metrics = run / "metrics.jsonl"
 
     def has_begun() -> bool:
         assert not (run / "attempt-1" / ".hang").exists(), workspace.ok("logs", name)
-        return metrics.exists() and metrics.read_text().count("\n") >= 3
+        return is_ready(run)
 
-    workspace.wait_until(has_begun, "3 steps")
+    workspace.wait_until(has_begun, "the run to begin")
     return run
 
 
@@ -200,9 +210,14 @@ def test_a_rank_that_sleeps_is_found(
 def test_the_walltime_of_a_run_that_hangs(
     workspace: Workspace, slurm_cluster: Cluster, observed: Callable[[Outcome], None]
 ) -> None:
-    """It is found before its time limit, because it has not stopped when it was asked to."""
-    options = ["--time", "3", "slurm.warning_s=60", "slurm.requeue=false"]
-    run = submit(workspace, "sft", "late", *options, limit="trainer.hang_timeout_s=3600")
+    """It is found before its time limit, because it has not stopped when it was asked to.
+
+    It pauses in its first step, and not when it is asked to stop, so it may start as late as its time limit permits.
+    """
+    pauses = pause_in(workspace, "hpc_rl.finetune.trainer:decisions", node="node2", until="go")
+    options = ["--time", "4", "slurm.warning_s=60", "slurm.requeue=false", *pauses]
+    limit = "trainer.hang_timeout_s=3600"
+    run = submit(workspace, "sft", "late", *options, limit=limit, is_ready=lambda run: (run / "paused").exists())
     freeze(slurm_cluster, "node2", RANK)
     named = (
         r"the walltime ends in \d+ s, and the run has not stopped: rank 1 on node node2 is stopped|rank 1 on node node2"
