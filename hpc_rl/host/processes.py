@@ -23,6 +23,7 @@ _SIGNAL_S = 60.0
 """Time limit of one wait. Python wakes up much more often in a wait with a limit (subprocess: every 0.05 s)."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_TERMINATION = (signal.SIGTERM, signal.SIGINT)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
@@ -81,9 +82,24 @@ def start(
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
-        preexec_fn=partial(die_with_parent, death),
+        preexec_fn=partial(_begin, death),
         start_new_session=new_session,
     )
+
+
+def _begin(death: signal.Signals) -> None:
+    die_with_parent(death)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERMINATION)
+
+
+@contextlib.contextmanager
+def held_termination() -> Iterator[None]:
+    """Defer SIGTERM and SIGINT to the end of the block, but not those of a child that is started in it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINATION)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERMINATION)
 
 
 def forward_termination(child: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> threading.Event:
@@ -102,8 +118,8 @@ def forward_termination(child: subprocess.Popen[bytes], grace_s: float = GRACE_S
             kill_later.daemon = True
             kill_later.start()
 
-    signal.signal(signal.SIGTERM, forward)
-    signal.signal(signal.SIGINT, forward)
+    for number in _TERMINATION:
+        signal.signal(number, forward)
     return asked
 
 

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.host.processes import descendants, end, held_interrupts, python_with, shell_code, start
+from hpc_rl.host.processes import (
+    descendants,
+    end,
+    held_interrupts,
+    held_termination,
+    python_with,
+    shell_code,
+    start,
+)
 
 WAIT = "import signal, sys, time; print('ready', flush=True); time.sleep(600)"
 IGNORE = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {WAIT}"
@@ -104,3 +112,17 @@ def test_a_python_with_a_package() -> None:
     assert python_with("json", "other") == sys.executable
     assert python_with("no_such_package", "other") == "other"
     assert python_with("no_such_package", None) is None
+
+
+def test_termination_is_held_for_this_process_only(tmp_path: Path) -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        with held_termination(), (tmp_path / "out").open("wb") as out:
+            signal.raise_signal(signal.SIGTERM)
+            assert not received
+            start(["grep", "SigBlk", "/proc/self/status"], os.environ, out).wait(600)
+        assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert int((tmp_path / "out").read_text().split()[1], 16) == 0
