@@ -215,7 +215,7 @@ def test_the_walltime_of_a_run_that_hangs(
     It pauses in its first step, and not when it is asked to stop, so it may start as late as its time limit permits.
     """
     pauses = pause_in(workspace, "hpc_rl.finetune.trainer:decisions", node="node2", until="go")
-    options = ["--time", "4", "slurm.warning_s=60", "slurm.requeue=false", *pauses]
+    options = ["--time", "6", "slurm.warning_s=60", "slurm.requeue=false", *pauses]
     limit = "trainer.hang_timeout_s=3600"
     run = submit(workspace, "sft", "late", *options, limit=limit, is_ready=lambda run: (run / "paused").exists())
     freeze(slurm_cluster, "node2", RANK)
