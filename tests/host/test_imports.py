@@ -1,4 +1,6 @@
 import gc
+import subprocess
+import sys
 
 import pytest
 
@@ -25,3 +27,31 @@ def test_who_collects_by_hand_continues_to() -> None:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+FIRST_LIBRARY = """
+import gc, importlib, sys
+
+class Finder:
+    def find_spec(name, path, target=None):
+        if name in ("ray", "tensordict", "torch", "transformers"):
+            print(name, "with" if gc.isenabled() else "without")
+            sys.exit()
+
+sys.meta_path.insert(0, Finder)
+importlib.import_module(sys.argv[1])
+"""
+"""Ends at the import of the first large library, and prints whether it would be with garbage collection."""
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        ("hpc_rl.rl.workers.worker", "tensordict without"),
+        ("hpc_rl.rl.rollout.engine_process", "torch without"),
+    ],
+)
+def test_processes_that_ray_starts_import_their_libraries_without_collections(module: str, expected: str) -> None:
+    arguments = [sys.executable, "-c", FIRST_LIBRARY, module]
+    found = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.strip() == expected
