@@ -63,9 +63,14 @@ def find_builder() -> Builder:
     program = find_program(programs)
     if program is None:
         raise UserError(f"{missing(programs)}: load its module, or ask the cluster's staff to install it")
-    done = subprocess.run(
-        [program, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=False
-    )
+    try:
+        done = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=False
+        )
+    except OSError as error:
+        raise UserError(f"{program} does not start: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"{program} --version did not end within {VERSION_TIMEOUT_S} s") from error
     if done.returncode != 0:
         raise UserError(f"{program} --version fails: {done.stderr.strip() or done.returncode}")
     return Builder(program, done.stdout.strip())

@@ -215,6 +215,11 @@ def test_what_cannot_be_built_is_refused_at_once(bench: Bench, monkeypatch: pyte
     assert "no folder" in bench.run(*BUILD[:-1], "nowhere/x.sif").stderr
     assert "--definition none.def: no such file" in bench.run(*BUILD, "--definition", "none.def").stderr
     assert "no apptainer and no singularity on PATH" in bench.run(*BUILD, PATH="/nowhere").stderr
+    (bench.tmp / "apptainer").write_text("#!/nowhere/python\n")
+    (bench.tmp / "apptainer").chmod(0o755)
+    refused = bench.run(*BUILD, PATH=str(bench.tmp))
+    assert refused.returncode == 2
+    assert f"{bench.tmp}/apptainer does not start: No such file or directory" in refused.stderr
     (bench.tmp / "cut.sif").write_bytes(sif_bytes(size=1000)[:900])
     assert "is incomplete" in bench.run("unpack", "cut.sif", "box").stderr
     assert bench.left() == []
