@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_TEXT = """#!{python} -SE
+from tests.helpers import write_python_program
+
+_TEXT = """\
 import json, os, signal, sys, time
 words = [word for word in sys.argv[1:] if word != "--silent"]
 if words == ["--version"]:
@@ -58,9 +59,7 @@ class FakeApptainer:
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
         folder.mkdir()
         self.log = folder / "log"
-        program = folder / "apptainer"
-        program.write_text(_TEXT.format(python=sys.executable, log=str(self.log), sif=sif_bytes()))
-        program.chmod(0o755)
+        write_python_program(folder / "apptainer", _TEXT.format(log=str(self.log), sif=sif_bytes()), "-SE")
         self.environ = {**environ, "PATH": f"{folder}:{environ['PATH']}"}
 
     @property

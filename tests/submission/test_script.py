@@ -18,6 +18,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.script import bash_word, directive_word, render
+from tests.helpers import write_python_program
 from tests.small_disk import needs_root, small_disk
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -28,12 +29,12 @@ anything = st.text(st.characters(exclude_categories=("Cs",), exclude_characters=
 one_line = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1)
 
 # In place of Slurm: a step that writes down what it was given; bash and what it is to do runs as it stands.
-FAKE_SRUN = """#!{python}
+FAKE_SRUN = """\
 import json, os, sys
 if "bash" in sys.argv:
     os.execvp("bash", sys.argv[sys.argv.index("bash"):])
 keys = [key for key in os.environ if key.startswith(("HPC_RL", "MY_"))]
-seen = {{"argv": sys.argv[1:], "env": {{key: os.environ[key] for key in keys}}, "cwd": os.getcwd()}}
+seen = {"argv": sys.argv[1:], "env": {key: os.environ[key] for key in keys}, "cwd": os.getcwd()}
 json.dump(seen, open(os.environ["SEEN"], "w"))
 os.environ["STEP"] and os.execvp("bash", ["bash", "-c", os.environ["STEP"]])
 sys.exit(int(os.environ.get("STEP_EXITS", 0)))
@@ -69,13 +70,13 @@ def run_script(
     programs = tmp / "bin"
     programs.mkdir(exist_ok=True)
     commands = {
-        "srun": FAKE_SRUN.format(python=shutil.which("python3")),
         "scontrol": SCONTROL,
         "squeue": '#!/bin/sh\n[ "$SLURM_TIME_FORMAT $*" = "%s --noheader --jobs=7 --format=%e" ] && echo 1795290000\n',
     }
     for name, text in commands.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
+    write_python_program(programs / "srun", FAKE_SRUN, "-SE")
     job.run_dir.path.mkdir(parents=True, exist_ok=True)
     environ = {
         "PATH": f"{programs}:{os.environ['PATH']}",
