@@ -24,6 +24,7 @@ PPO = [
     *("data.max_prompt_length=64", "data.max_response_length=4", "reward.function=reward.py:score"),
     *("data.train_batch_size=32", "rollout.n=4", "actor.mini_batch_size=64", "trainer.micro_tokens=2048"),
     *("actor.optim.lr=3e-3", "critic.optim.lr=3e-3", "actor.optim.lr_scheduler=constant"),
+    *("actor.optim.warmup_ratio=0", "critic.optim.warmup_ratio=0"),  # the same steps, however many are requested
 ]
 
 
