@@ -93,9 +93,8 @@ def begin(found: Site, job: Job, partition: str, run: str) -> None:
     workspace.wait_until(lambda: len(found.measured(run)) >= step, f"{run} at step {step}")
 
 
-def is_preempted(found: Site, job: Job, partition: str, fault: str, message: str) -> Outcome:
+def is_preempted(found: Site, run: str, job: Job, partition: str, fault: str, message: str) -> Outcome:
     """Preempt a run, check that it resumes without a lost step, and return what was observed."""
-    run = f"{partition}-{job}"
     begin(found, job, partition, run)
     found.preempt()
     found.workspace.ok("logs", "-f", run)
@@ -118,13 +117,14 @@ def resumed(found: Site, job: Job, run: str, fault: str, message: str) -> Outcom
 
 def test_a_preempted_run_saves_and_resumes(preempting: Site) -> None:
     message = "saved before the preemption; job"
-    assert is_preempted(preempting, "sft", "graceful", "preemption", message).steps_lost == 0
+    assert is_preempted(preempting, "selected", "sft", "graceful", "preemption", message).steps_lost == 0
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("job", "partition", "fault", "message"),
     [
+        ("sft", "graceful", "preemption, REQUEUE with GraceTime", "saved before the preemption; job"),
         ("ppo", "graceful", "preemption, REQUEUE with GraceTime", "saved before the preemption; job"),
         ("sft", "cancelling", "preemption, CANCEL with GraceTime", "saved before the preemption; job"),
         ("ppo", "cancelling", "preemption, CANCEL with GraceTime", "saved before the preemption; job"),
@@ -135,14 +135,15 @@ def test_a_preempted_run_saves_and_resumes(preempting: Site) -> None:
 def test_modes(
     preempting: Site, job: Job, partition: str, fault: str, message: str, observed: Callable[[Outcome], None]
 ) -> None:
-    observed(is_preempted(preempting, job, partition, fault, message))
+    observed(is_preempted(preempting, f"{partition}-{job}", job, partition, fault, message))
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("job", ["sft", "ppo"])
 def test_the_jobs_own_signal(signalling: Site, job: Job, observed: Callable[[Outcome], None]) -> None:
     message = "saved before the preemption; job"
-    observed(is_preempted(signalling, job, "graceful", "preemption, preempt_send_user_signal", message))
+    fault = "preemption, preempt_send_user_signal"
+    observed(is_preempted(signalling, f"signalled-{job}", job, "graceful", fault, message))
 
 
 @pytest.mark.faults
