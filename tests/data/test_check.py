@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -116,7 +117,7 @@ def test_without_transformers_the_text_is_shown(folder: Path, monkeypatch: pytes
     for label in ("loss", "no loss"):
         assert parts(printed, label) == parts(with_tokens, label)
     assert printed[-2] == f"The tokens are not shown, because {sys.executable} has no transformers. To install it:"
-    assert printed[-1].startswith(f"{sys.executable} -m pip install ")
+    assert printed[-1].startswith(f"{shlex.quote(sys.executable)} -m pip install ")
     (folder / "model" / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match="has no chat template: set data"):
         lines(folder, SFT)

@@ -18,11 +18,8 @@ def test_this_checkout_is_installed_again_with_the_extra() -> None:
 
 
 def test_pip_accepts_the_command() -> None:
-    words = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--no-index", "--no-build-isolation"]
-    command = install_command("train").removeprefix("pip install ")
-    done = subprocess.run(
-        f"{' '.join(words)} {command}", shell=True, capture_output=True, text=True, timeout=600, check=False
-    )
+    command = f"{install_command('train', sys.executable)} --dry-run --no-deps --no-index --no-build-isolation"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert "Would install hpc-rl" in done.stdout or "already satisfied" in done.stdout
 
