@@ -10,8 +10,8 @@ from hpc_rl.config.job import JobConfig
 
 class RayConfig(Section):
     start_timeout_s: int = Field(300, ge=1)
-    """Deadline in seconds for all nodes to join the Ray cluster, for Ray to reserve their GPUs, and for each of Ray's
-    workers to start."""
+    """Deadline in seconds for all nodes to join the Ray cluster, and again for Ray to reserve their GPUs. In a job,
+    each worker of Ray has the same time to start."""
     dashboard: bool = False
     """Start Ray's dashboard on the loopback interface of the first node. The log shows how to connect to it."""
     object_store_gb: float | None = Field(None, gt=0)

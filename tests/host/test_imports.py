@@ -53,5 +53,5 @@ importlib.import_module(sys.argv[1])
 )
 def test_processes_that_ray_starts_import_their_libraries_without_collections(module: str, expected: str) -> None:
     arguments = [sys.executable, "-c", FIRST_LIBRARY, module]
-    found = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=True)
+    found = subprocess.run(arguments, capture_output=True, text=True, timeout=600, check=True)
     assert found.stdout.strip() == expected

@@ -220,6 +220,11 @@ def test_what_cannot_be_built_is_refused_at_once(bench: Bench, monkeypatch: pyte
     refused = bench.run(*BUILD, PATH=str(bench.tmp))
     assert refused.returncode == 2
     assert f"{bench.tmp}/apptainer does not start: No such file or directory" in refused.stderr
+    (bench.tmp / "apptainer").write_text("#!/bin/sh\nexec sleep 3600\n")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"--version did not end within 0\.1 s"):
+        patch.setenv("PATH", f"{bench.tmp}:{os.environ['PATH']}")
+        patch.setattr(build, "VERSION_TIMEOUT_S", 0.1)
+        build.find_builder()
     (bench.tmp / "cut.sif").write_bytes(sif_bytes(size=1000)[:900])
     assert "is incomplete" in bench.run("unpack", "cut.sif", "box").stderr
     assert bench.left() == []
