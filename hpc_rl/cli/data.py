@@ -9,6 +9,7 @@ import typer
 
 from hpc_rl.cli.app import RunArgument, SiteOption, app, leave, one_of
 from hpc_rl.errors import UserError
+from hpc_rl.host.counted import counted
 
 data_app = typer.Typer(
     help="Prepare and check data sets.\n\nExample: hpc-rl data arithmetic --out data/sums",
@@ -173,7 +174,7 @@ def select_rows(
 
 def _print_counts(out: Path, counts: dict[str, int]) -> None:
     for name, rows in counts.items():
-        print(f"{out / name}.jsonl: {rows} rows")
+        print(f"{out / name}.jsonl: {counted(rows, 'row')}")
 
 
 wandb_app = typer.Typer(

@@ -13,6 +13,7 @@ from hpc_rl.cli.app import JsonOption, KindArgument, app
 from hpc_rl.cli.submit import OverridesArgument, SlurmFlags, with_slurm_flags
 from hpc_rl.cli.text import aligned
 from hpc_rl.errors import UserError
+from hpc_rl.host.counted import counted
 
 if TYPE_CHECKING:
     from hpc_rl.plan.duration import Duration
@@ -89,8 +90,8 @@ def _lines(
         active = f", {shape.active / 1e9:.3g} of them for each token" if shape.experts else ""
         yield f"{path}: {shape.total / 1e9:.3g} x 10^9 parameters{active}"
         yield from (f"  {note}" for note in shape.notes)
-    nodes = f"{trainer.nnodes} node{'s' if trainer.nnodes > 1 else ''}"
-    gpus = f"{trainer.n_gpus_per_node} GPU{'s' if trainer.n_gpus_per_node > 1 else ''}"
+    nodes = counted(trainer.nnodes, "node")
+    gpus = counted(trainer.n_gpus_per_node, "GPU")
     yield f"{nodes} x {gpus} of {gigabytes(plan.gpu)} GB; sizes in GB (10^9 bytes) for each GPU"
     if memory.run is not None:
         yield f"the memory of a GPU is that which the run {memory.run} recorded"

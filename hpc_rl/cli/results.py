@@ -14,6 +14,7 @@ from hpc_rl.cli.app import RunArgument, app, leave, note
 from hpc_rl.cli.completion import run_names
 from hpc_rl.cli.text import aligned, explanation_text, short_path, size_text
 from hpc_rl.errors import UserError
+from hpc_rl.host.counted import counted
 from hpc_rl.host.files import refuse_occupied
 from hpc_rl.host.installation import install_command
 from hpc_rl.run_dir import RunDir
@@ -234,5 +235,5 @@ def _table(found: Sequence[Usage]) -> str:
     rows = [["run", "state", "checkpoints", "model", "total", "unchanged for"]]
     for one in sorted(found, key=lambda one: -one.total):
         sizes = [size_text(one.checkpoints), size_text(one.model), size_text(one.total)]
-        rows.append([one.run.name, one.state, *sizes, f"{one.age_s / 86_400:.0f} days"])
+        rows.append([one.run.name, one.state, *sizes, counted(round(one.age_s / 86_400), "day")])
     return aligned(rows, right={2, 3, 4, 5})

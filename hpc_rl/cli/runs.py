@@ -21,6 +21,7 @@ from hpc_rl.cli.app import (
 from hpc_rl.cli.text import explanation_text, runs_table, short_path, size_text, status_text
 from hpc_rl.cli.waiting import wait_for
 from hpc_rl.errors import UserError
+from hpc_rl.host.counted import counted
 from hpc_rl.run_dir import ENV_RUN_DIR
 
 
@@ -206,8 +207,8 @@ def _verify(target: str | None, as_json: bool) -> int:
         note("no checkpoints")
     elif damaged:
         note(
-            f"{damaged} of {count} checkpoints are damaged: runs skip them when they resume, and hpc-rl clean "
-            "--checkpoints lists them"
+            f"damaged: {damaged} of {counted(count, 'checkpoint')}; runs skip damaged ones when they resume, and "
+            "hpc-rl clean --checkpoints lists them"
         )
     return int(damaged > 0)
 

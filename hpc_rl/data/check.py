@@ -27,6 +27,7 @@ from hpc_rl.data.row_checks import AnyData, check_row
 from hpc_rl.data.rows import Message, to_messages, to_prompt
 from hpc_rl.data.sources import all_rows
 from hpc_rl.errors import UserError
+from hpc_rl.host.counted import counted
 from hpc_rl.host.hub import loading_problem
 from hpc_rl.host.installation import install_command
 
@@ -63,7 +64,7 @@ def check_data(file: str, number: int, data: AnyData, model: ModelConfig, folder
     rows, row = _checked(file, number, data)
     yield _count(file, rows, data)
     if row is None:
-        raise UserError(f"{file} has {rows:,} rows: choose --row from 1 to {rows}")
+        raise UserError(f"{file} has {counted(rows, 'row')}: choose --row from 1 to {rows}")
     where = f"{file}, row {number}"
     try:
         tokenizer = _load_tokenizer(model, folder)
@@ -94,7 +95,7 @@ def check_rows(file: str, data: AnyData) -> str:
 
 
 def _count(file: str, rows: int, data: AnyData) -> str:
-    return f"{file}: {rows:,} rows, all valid {_kind_of_rows(data)}"
+    return f"{file}: {counted(rows, 'row')}, all valid {_kind_of_rows(data)}"
 
 
 def _kind_of_rows(data: AnyData) -> str:
@@ -135,7 +136,7 @@ def _describe_tokens(
 
     if isinstance(data, PromptConfig):
         prompts, prompt_counts = prompt_tokenizer(data, tokenizer)([(row, where)])
-        length = f"{prompt_counts.shortest:,} tokens"
+        length = counted(prompt_counts.shortest, "token")
         if not prompts:
             yield f"row {number} is dropped: it has {length}, over data.max_prompt_length {data.max_prompt_length:,}"
             return
@@ -154,7 +155,7 @@ def _describe_tokens(
         yield f"row {number} is dropped: {reason}"
         return
     cut = f"; cut to {limit}" if counts.truncated else ""
-    yield f"row {number} ({counts.tokens:,} tokens, {counts.target_tokens:,} of them carry loss{cut}):"
+    yield f"row {number} ({counted(counts.tokens, 'token')}, {counts.target_tokens:,} of them carry loss{cut}):"
     yield from _layout(_token_parts(sample, tokenizer))
 
 
@@ -175,7 +176,7 @@ def _describe_preference(
     names = ("chosen", "rejected") if len(found.samples) == 2 else (f"response with {_labels(found.values)}",)
     for name, sample in zip(names, found.samples, strict=True):
         targets = int(sample.loss_mask.sum())
-        yield f"row {number}, {name} ({len(sample.input_ids):,} tokens, {targets:,} of them the response):"
+        yield f"row {number}, {name} ({counted(len(sample.input_ids), 'token')}, {targets:,} of them the response):"
         yield from _layout(_token_parts(sample, tokenizer))
 
 

@@ -15,6 +15,7 @@ from hpc_rl.data.formats import Row
 from hpc_rl.data.rows import to_prompt
 from hpc_rl.data.sources import BLOCK_ROWS, chunks
 from hpc_rl.errors import UserError
+from hpc_rl.host.counted import counted
 from hpc_rl.host.heartbeat import heart
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class PromptCounts:
         )
 
     def __str__(self) -> str:
-        text = f"{self.rows:,} prompts, {self.tokens:,} tokens"
+        text = f"{counted(self.rows, 'prompt')}, {counted(self.tokens, 'token')}"
         lost = {"truncated": self.truncated, "too long, dropped": self.dropped}
         return "; ".join([text, *(f"{count:,} {what}" for what, count in lost.items() if count)])
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from hpc_rl.data.formats import Row, read_rows
 from hpc_rl.data.rows import Message
 from hpc_rl.errors import UserError
+from hpc_rl.host.counted import counted
 from hpc_rl.host.files import write_jsonl
 
 
@@ -43,7 +44,10 @@ class Counts:
     """Rows that were selected."""
 
     def __str__(self) -> str:
-        text = f"{self.rows:,} rows from {self.responses:,} responses to {self.prompts:,} prompts"
+        text = (
+            f"{counted(self.rows, 'row')} from {counted(self.responses, 'response')} "
+            f"to {counted(self.prompts, 'prompt')}"
+        )
         lost = {
             "responses without a score": self.failed,
             "prompts without enough scores": self.unscored,

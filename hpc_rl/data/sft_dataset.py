@@ -18,6 +18,7 @@ from hpc_rl.data.rows import Message, to_messages
 from hpc_rl.data.sources import BLOCK_ROWS, chunks
 from hpc_rl.data.template import marks_generation
 from hpc_rl.errors import UserError
+from hpc_rl.host.counted import counted
 from hpc_rl.host.heartbeat import heart
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Counts:
         return Counts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Counts)})
 
     def __str__(self) -> str:
-        text = f"{self.rows:,} rows, {self.tokens:,} tokens, {self.target_tokens:,} of them targets"
+        text = f"{counted(self.rows, 'row')}, {counted(self.tokens, 'token')}, {self.target_tokens:,} of them targets"
         lost = {
             "truncated": self.truncated,
             "too long, dropped": self.dropped,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.counted import counted
 
 
 def shares(weights: Mapping[str, float], epoch: int) -> list[int]:
@@ -48,7 +49,7 @@ def describe(files: Iterable[str], sizes: Sequence[int], counts: Sequence[int]) 
         counts: the shares.
     """
     return "; ".join(
-        f"{count:,} {'sample' if count == 1 else 'samples'} of {file} ({count / sum(counts):.1%}; "
+        f"{counted(count, 'sample')} of {file} ({count / sum(counts):.1%}; "
         f"each of its {size:,} is used {count / size:.3g} times)"
         for file, size, count in zip(files, sizes, counts, strict=True)
     )

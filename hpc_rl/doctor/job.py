@@ -17,6 +17,7 @@ from hpc_rl.doctor.nodes import judge
 from hpc_rl.doctor.training import report, training_checks
 from hpc_rl.errors import UserError
 from hpc_rl.host import acceptance
+from hpc_rl.host.counted import counted
 from hpc_rl.host.node_report import NodeReport
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.run_dir import RunDir
@@ -120,7 +121,7 @@ def run_on_nodes(job: Job, local: bool, note: Callable[[str], None]) -> Findings
             run_local(job, render(job), lambda: None)
         else:
             job_id = queue.submit(job, render(job))
-            note(f"submitted job {job_id} on {job.config.trainer.nnodes} nodes; Ctrl-C cancels it")
+            note(f"submitted job {job_id} on {counted(job.config.trainer.nnodes, 'node')}; Ctrl-C cancels it")
             control.wait(run, Patience(run, note).poll)
     except KeyboardInterrupt:
         submitted = current_job(run)

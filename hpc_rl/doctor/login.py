@@ -15,6 +15,7 @@ from hpc_rl.config.slurm import SlurmConfig, walltime_s
 from hpc_rl.doctor.checks import Check, ok, problem, warning
 from hpc_rl.doctor.packages import package_checks
 from hpc_rl.errors import UserError
+from hpc_rl.host.counted import counted
 from hpc_rl.host.disk import file_system
 from hpc_rl.host.machine import PythonFacts, file_latency_s, internet_addresses, python_facts, reach
 from hpc_rl.host.processes import GRACE_S
@@ -96,7 +97,8 @@ def limit_checks(slurm: SlurmConfig, config: Mapping[str, str], partitions: list
 
 def _limits(slurm: SlurmConfig, found: Partition) -> Check:
     limits = (
-        f"{found.name} is {found.state}, at most {found.max_time}, by default {found.default_time}, {found.nodes} nodes"
+        f"{found.name} is {found.state}, at most {found.max_time}, by default {found.default_time}, "
+        f"{counted(found.nodes, 'node')}"
     )
     if found.state != "UP":
         return problem("partition", limits, "jobs in it wait; set another --partition")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from hpc_rl.doctor.checks import Check, merged, ok, problem, warning
 from hpc_rl.doctor.diagnosis import LogText, findings
 from hpc_rl.doctor.packages import driver_check, package_checks
+from hpc_rl.host.counted import counted
 from hpc_rl.host.installation import install_command
 from hpc_rl.host.locks import REMEDY
 from hpc_rl.host.node_report import NodeReport, Trial
@@ -38,7 +39,7 @@ def _of_all(reports: Sequence[NodeReport]) -> list[Check]:
     first = min(reports, key=lambda report: report.rank)
     absent = first.missing or sorted(f"{rank}" for rank in set(range(first.nodes)) - {one.rank for one in reports})
     if absent:
-        reason = f"of {first.nodes} nodes, {', '.join(absent)} wrote no report"
+        reason = f"of {counted(first.nodes, 'node')}, {', '.join(absent)} wrote no report"
         return [problem("shared folder", reason, "see the job's log and `sinfo -R`")]
     return [_shared(first), _locks(reports), _folder(reports), _addresses(reports), _all_reduce(first), _ray(first)]
 
@@ -98,7 +99,7 @@ def _all_reduce(first: NodeReport) -> Check:
         )
     result = trial.result
     speed = f"{result['bandwidth_gb_s']:.2f} GB/s, {1e6 * result['latency_s']:.0f} us latency"
-    found = f"{result['backend']}, {result['ranks']} ranks on {first.nodes} nodes: {speed}"
+    found = f"{result['backend']}, {counted(result['ranks'], 'rank')} on {counted(first.nodes, 'node')}: {speed}"
     if result["backend"] == "gloo" and first.device == "cuda":
         return problem("all-reduce", f"{found}; torch sees no GPU", "install a build of torch for GPUs")
     if result["backend"] == "nccl" and first.nodes > 1 and result["bandwidth_gb_s"] < LEAST_NCCL_GB_S:
@@ -119,8 +120,10 @@ def _ray(first: NodeReport) -> Check:
         return warning("Ray cluster", "not tested: no Ray with token authentication", remedy)
     if not trial.result:
         return _failed("Ray cluster", trial, "only reinforcement learning needs it")
-    hosts, resources = trial.result["hosts"], f"{trial.result['cpus']:.0f} CPUs and {trial.result['gpus']:.0f} GPUs"
-    return ok("Ray cluster", f"started and stopped on {len(hosts)} nodes with {resources} in {trial.seconds:.0f} s")
+    hosts, cpus, gpus = len(trial.result["hosts"]), round(trial.result["cpus"]), round(trial.result["gpus"])
+    resources = f"{counted(cpus, 'CPU')} and {counted(gpus, 'GPU')}"
+    found = f"started and stopped on {counted(hosts, 'node')} with {resources} in {trial.seconds:.0f} s"
+    return ok("Ray cluster", found)
 
 
 def _failed(name: str, trial: Trial, remedy: str) -> Check:
@@ -160,7 +163,7 @@ def _visible(report: NodeReport) -> Check | None:
     if not visible:
         return warning(
             "visible GPUs",
-            f"Slurm grants {granted} GPUs, but the step has no CUDA_VISIBLE_DEVICES",
+            f"Slurm grants {counted(granted, 'GPU')}, but the step has no CUDA_VISIBLE_DEVICES",
             "jobs on a shared node may use each other's GPUs: request whole nodes (--sbatch exclusive)",
         )
     if min(len(value.split(",")) for value in visible.values()) != granted:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hpc_rl.doctor.checks import Check, as_text, ok, problem, skipped
 from hpc_rl.host.acceptance import Line
+from hpc_rl.host.counted import counted
 from hpc_rl.host.machine import PACKAGES
 from hpc_rl.host.node_report import NodeReport
 
@@ -58,7 +59,7 @@ def _versions(reports: Sequence[NodeReport]) -> list[str]:
     versions = ", ".join(f"{name} {first.python.versions[name]}" for name in PACKAGES if name in first.python.versions)
     cuda = f", torch for CUDA {first.python.torch_cuda}" if first.python.torch_cuda else ""
     hardware = dict.fromkeys(map(_hardware, reports))
-    count = f"{first.nodes} node{'s' if first.nodes > 1 else ''} x {first.processes} processes on {first.device}"
+    count = f"{counted(first.nodes, 'node')} x {counted(first.processes, 'process')} on {first.device}"
     network = f"interface {first.interface or 'none'} of {', '.join(first.interfaces)}"
     inside = ", in a container" if any("CONTAINER" in name for name in first.environ) else ""
     return [
@@ -71,4 +72,4 @@ def _versions(reports: Sequence[NodeReport]) -> list[str]:
 def _hardware(report: NodeReport) -> str:
     gpus = " + ".join(f"{report.gpus.count(name)} x {name}" for name in dict.fromkeys(report.gpus)) or "no GPUs"
     driver = f", driver {report.gpu_driver}" if report.gpu_driver else ""
-    return f"{gpus}{driver}, {report.cpus} CPUs, {report.memory / 2**30:.0f} GiB memory"
+    return f"{gpus}{driver}, {counted(report.cpus, 'CPU')}, {report.memory / 2**30:.0f} GiB memory"

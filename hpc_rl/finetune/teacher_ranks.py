@@ -30,6 +30,7 @@ import torch.distributed as dist
 from hpc_rl.config.distill import DistillConfig
 from hpc_rl.errors import AgreedError
 from hpc_rl.finetune.teacher import Teacher
+from hpc_rl.host.counted import counted
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.training import guards
 from hpc_rl.training.distributed import World
@@ -85,7 +86,7 @@ def split(world: World, ranks_per_node: int) -> Teams:
     """
     there = world.ranks_per_node
     if there is None or ranks_per_node >= there:
-        found = "different numbers of ranks" if there is None else f"{there} rank{'s' if there > 1 else ''} each"
+        found = "different numbers of ranks" if there is None else f"{counted(there, 'rank')} each"
         raise AgreedError(
             f"teacher.ranks_per_node={ranks_per_node} needs more ranks than that on each node, and the same number on "
             f"all nodes; the nodes have {found}: lower it, or start more ranks"

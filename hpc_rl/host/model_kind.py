@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.counted import counted
 from hpc_rl.host.files import read_json
 from hpc_rl.host.safetensors_header import shapes
 
@@ -77,7 +78,7 @@ def refuse_other_outputs(key: str, path: str, files: Iterable[Path], needed: int
     """
     found = outputs_of(files)
     if found not in (None, needed):
-        raise UserError(f"{key} {path} has {found} output{'' if found == 1 else 's'}, not {needed}: {_REMEDIES[key]}")
+        raise UserError(f"{key} {path} has {counted(found, 'output')}, not {needed}: {_REMEDIES[key]}")
 
 
 def refuse_capped_logits(key: str, path: str, settings: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hpc_rl.host.counted import counted
 from hpc_rl.plan.advice import Advice, words
 from hpc_rl.plan.duration import PROMPTS, Duration
 from hpc_rl.plan.plan import Plan
@@ -61,7 +62,7 @@ def time_text(time: Duration, generates_only: bool) -> list[str]:
     lines = [f"{_range([_seconds(seconds) for seconds in time.step])} {unit} ({time.basis})"]
     if time.run is None or time.node_hours is None:
         return lines
-    count = "" if generates_only else f" for {time.steps:,.0f} step{'' if time.steps == 1 else 's'}"
+    count = "" if generates_only else f" for {counted(round(time.steps), 'step')}"
     hours = _range([_two_digits(hours) for hours in time.node_hours])
     whole, plural = _range([_seconds(seconds) for seconds in time.run]), "" if hours == "1" else "s"
     return [*lines, f"{whole}{count}: {hours} node hour{plural}"]

@@ -18,6 +18,7 @@ from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import UserError
 from hpc_rl.host.accelerators import collective_defaults
+from hpc_rl.host.counted import counted
 from hpc_rl.host.deaths import remember_oom_kills
 from hpc_rl.host.environment import tokenizer_defaults
 from hpc_rl.host.files import Follower, write_atomically
@@ -144,7 +145,7 @@ def start_ray(**options: Any) -> None:
                 load, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
                 raise UserError(
                     f"Ray's processes did not start within 30 s, {_STARTS} times. This machine has a load of "
-                    f"{load:.0f} on {cpus} CPUs: run on a machine with less load"
+                    f"{load:.0f} on {counted(cpus, 'CPU')}: run on a machine with less load"
                 ) from error
 
 

@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.accelerators import ACCELERATORS, ray_resource
+from hpc_rl.host.counted import counted
 
 
 @dataclass(frozen=True)
@@ -175,18 +176,15 @@ def _slots(groups: Sequence[PlacementGroup], nodes: Mapping[str, Node]) -> list[
 
 def _entries(sizes: Sequence[int], device: str) -> str:
     """Return `2 nodes x 8 GPUs`, or `8 + 4 GPUs, each on one node` if the entries differ."""
-    unit = "CPUs" if device == "cpu" else "GPUs"
+    unit = "CPU" if device == "cpu" else "GPU"
     if len(set(sizes)) == 1:
-        return f"{len(sizes)} node{'s' if len(sizes) > 1 else ''} x {sizes[0]} {unit}"
-    return f"{' + '.join(map(str, sizes))} {unit}, each on one node"
+        return f"{counted(len(sizes), 'node')} x {counted(sizes[0], unit)}"
+    return f"{' + '.join(map(str, sizes))} {unit}s, each on one node"
 
 
 def _inventory(nodes: Sequence[Node], device: str) -> str:
     """Return the resources of all nodes. CPUs are included because each GPU of a pool needs one."""
-    if device == "cpu":
-        return " + ".join(_counted([f"{node.cpus} CPUs" for node in nodes])) or "no nodes"
-    return " + ".join(_counted([f"{node.gpus} GPUs and {node.cpus} CPUs" for node in nodes])) or "no nodes"
-
-
-def _counted(texts: Sequence[str]) -> list[str]:
-    return [f"{texts.count(text)} x {text}" for text in dict.fromkeys(texts)]
+    texts = [counted(node.cpus, "CPU") for node in nodes]
+    if device != "cpu":
+        texts = [f"{counted(node.gpus, 'GPU')} and {text}" for node, text in zip(nodes, texts, strict=True)]
+    return " + ".join(f"{texts.count(text)} x {text}" for text in dict.fromkeys(texts)) or "no nodes"

@@ -19,6 +19,7 @@ from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.data.shares import whole_batches
 from hpc_rl.errors import UserError
+from hpc_rl.host.counted import counted
 from hpc_rl.rewards.scorer import open_scorer
 from hpc_rl.rl import checkpoints
 from hpc_rl.rl.adapter_check import AdapterCheck
@@ -203,8 +204,8 @@ def load_data(
     train = Joined(*parts)
     if len(train) < batch_size:
         raise UserError(
-            f"data.train_batch_size is {batch_size}, but the training data has only {len(train)} prompts: lower "
-            "data.train_batch_size, or add data"
+            f"data.train_batch_size is {batch_size}, but the training data has only {counted(len(train), 'prompt')}: "
+            "lower data.train_batch_size, or add data"
         )
     mixture = None
     if isinstance(files, dict):
@@ -355,7 +356,7 @@ def describe_step(config: PpoConfig) -> str:
     batches = f"{count} mini-batches of {size:,}" if count > 1 else "1 mini-batch"
     updates = updates_per_step(config)
     return (
-        f"each step: {prompts:,} prompts x {n} = {responses:,} responses = {batches}, "
-        f"x {epochs} epoch{'s' if epochs > 1 else ''} = {updates} update{'s' if updates > 1 else ''}; "
+        f"each step: {counted(prompts, 'prompt')} x {n} = {counted(responses, 'response')} = {batches}, "
+        f"x {counted(epochs, 'epoch')} = {counted(updates, 'update')}; "
         f"micro-batches of at most {config.trainer.row_tokens:,} tokens"
     )

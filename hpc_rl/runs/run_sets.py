@@ -12,6 +12,7 @@ from typing import Any
 
 from hpc_rl.config.pipeline import ROUND
 from hpc_rl.errors import EXIT_STOPPED
+from hpc_rl.host.counted import counted
 from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import PIPELINE_MARK, SWEEP_MARK, RunDir
 from hpc_rl.runs import control
@@ -135,7 +136,7 @@ def cancel(runs: RunSet) -> str:
     if not active:
         return f"{runs.noun} {runs.name} has no job to cancel: {states(found)}"
     control.cancel_jobs(active)
-    return f"cancelled {_jobs(active)} of {runs.noun} {runs.name} (previous states: {states(active)})"
+    return f"cancelled {counted(len(active), 'job')} of {runs.noun} {runs.name} (previous states: {states(active)})"
 
 
 def stop(runs: RunSet) -> str:
@@ -155,8 +156,8 @@ def stop(runs: RunSet) -> str:
     for now in running:
         control.ask_to_stop(run_of(now))
     return (
-        f"{len(running)} running jobs of {runs.noun} {runs.name} will save as soon as they can and exit with code "
-        f"{EXIT_STOPPED}; {len(waiting)} waiting jobs were removed from the queue"
+        f"{counted(len(running), 'running job')} of {runs.noun} {runs.name} will save as soon as possible and exit "
+        f"with code {EXIT_STOPPED}; removed from the queue: {counted(len(waiting), 'waiting job')}"
     )
 
 
@@ -172,7 +173,3 @@ def states(found: Iterable[RunStatus]) -> str:
 
 def run_of(now: RunStatus) -> RunDir:
     return RunDir(Path(now.run_dir))
-
-
-def _jobs(found: list[RunStatus]) -> str:
-    return "1 job" if len(found) == 1 else f"{len(found)} jobs"

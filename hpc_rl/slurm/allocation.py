@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hpc_rl.host.counted import counted
+
 
 @dataclass(frozen=True)
 class Allocation:
@@ -48,7 +50,7 @@ def read_allocation(environ: Mapping[str, str], affinity: int) -> Allocation:
     nodes = expand_hostlist(_required(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
     rank = int(_required(environ, "SLURM_NODEID"))
     if not 0 <= rank < len(nodes):
-        raise ValueError(f"SLURM_NODEID is {rank}, but the step has {len(nodes)} nodes")
+        raise ValueError(f"SLURM_NODEID is {rank}, but the step has {counted(len(nodes), 'node')}")
     granted = int(environ.get("SLURM_CPUS_ON_NODE") or affinity)
     return Allocation(
         job_id=_required(environ, "SLURM_JOB_ID"),

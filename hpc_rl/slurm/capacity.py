@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hpc_rl.host.counted import counted
 from hpc_rl.slurm.cluster import NodeGroup
 
 _FLAGS = "--nodes, --gpus-per-node, --cpus-per-task, --mem"
@@ -55,9 +56,9 @@ def shapes(groups: Sequence[NodeGroup]) -> list[NodeGroup]:
 
 def describe(group: NodeGroup) -> str:
     """Return a description such as `2 nodes with 8 a100 (128 CPUs, 500000 MB)`."""
-    gpus = " and ".join(f"{count} {kind or 'GPUs'}" for kind, count in group.gpus.items()) or "no GPUs"
+    gpus = " and ".join(_gpus(count, kind) for kind, count in group.gpus.items()) or "no GPUs"
     memory = f", {group.memory_mb} MB" if group.memory_mb > 1 else ""
-    return f"{group.nodes} {'node' if group.nodes == 1 else 'nodes'} with {gpus} ({group.cpus} CPUs{memory})"
+    return f"{counted(group.nodes, 'node')} with {gpus} ({counted(group.cpus, 'CPU')}{memory})"
 
 
 def _provides(groups: Sequence[NodeGroup], partition: str, need: Need) -> bool:
@@ -72,7 +73,11 @@ def _fits(group: NodeGroup, need: Need) -> bool:
 
 
 def _words(need: Need) -> str:
-    parts = [f"{need.gpus} {need.gpu_type or 'GPUs'}"] if need.gpus else []
-    parts += [f"{need.cpus} CPUs"] + ([f"{need.memory_mb} MB"] if need.memory_mb else [])
+    parts = [_gpus(need.gpus, need.gpu_type)] if need.gpus else []
+    parts += [counted(need.cpus, "CPU")] + ([f"{need.memory_mb} MB"] if need.memory_mb else [])
     listed = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
-    return f"{need.nodes} {'node' if need.nodes == 1 else 'nodes'} with {listed}{' each' if need.nodes > 1 else ''}"
+    return f"{counted(need.nodes, 'node')} with {listed}{' each' if need.nodes > 1 else ''}"
+
+
+def _gpus(count: int, kind: str | None) -> str:
+    return f"{count} {kind}" if kind else counted(count, "GPU")

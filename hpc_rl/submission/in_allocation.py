@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.counted import counted
 from hpc_rl.host.processes import adopt_orphans, end_descendants, shell_code, start
 from hpc_rl.runs.status import job_log, process_start_time
 from hpc_rl.submission import queue
@@ -36,7 +37,8 @@ def step_environment(environ: Mapping[str, str], nodes: int) -> dict[str, str]:
     granted = int(environ.get("SLURM_JOB_NUM_NODES") or 1)
     if nodes > granted:
         raise UserError(
-            f"--in-allocation: the job requests {nodes} nodes, but allocation {job_id} has {granted}: lower --nodes"
+            f"--in-allocation: the job requests {counted(nodes, 'node')}, but allocation {job_id} has {granted}: "
+            "lower --nodes"
         )
     found = {name: value for name, value in environ.items() if name not in _SIZES}
     cpus = [int(count) for count in re.findall(r"(?:^|,)(\d+)", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.kinds import KINDS, JobKind
+from hpc_rl.host.counted import counted
 from hpc_rl.run_dir import RunDir
 from hpc_rl.slurm.commands import NodeListing
 
@@ -54,10 +55,8 @@ class Job:
     def size(self) -> str:
         """The size of the job, such as `2 nodes x 4 GPUs`."""
         trainer = self.config.trainer
-        nodes = "1 node" if trainer.nnodes == 1 else f"{trainer.nnodes} nodes"
         unit = "GPU" if trainer.uses_gpus else "CPU process"
-        plural = "" if trainer.n_gpus_per_node == 1 else ("s" if unit == "GPU" else "es")
-        return f"{nodes} x {trainer.n_gpus_per_node} {unit}{plural}"
+        return f"{counted(trainer.nnodes, 'node')} x {counted(trainer.n_gpus_per_node, unit)}"
 
     @property
     def row(self) -> JobKind:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from hpc_rl.host.counted import counted
 from hpc_rl.tracking.formatting import duration, hours, number
 from hpc_rl.tracking.history import KILLED, Attempt, History
 from hpc_rl.tracking.plot import Point
@@ -83,7 +84,7 @@ def run_summary(run: Recorded) -> RunSummary:
     history = run.history
     last = run.records[-1] if run.records else {"step": 0, "total_steps": 0}
     state, tone = _state(run)
-    attempts = "1 attempt" if len(history.attempts) == 1 else f"{len(history.attempts)} attempts"
+    attempts = counted(len(history.attempts), "attempt")
     requeued = f", {history.requeues} by requeue" if history.requeues else ""
     return RunSummary(
         name=run.name,
@@ -117,7 +118,7 @@ def _facts(run: Recorded) -> list[str]:
     if not run.records:
         return _job_facts(run.history)
     last = run.records[-1]
-    facts = [f"{last['step']:,} steps"] if last["step"] >= last["total_steps"] else []
+    facts = [counted(last["step"], "step")] if last["step"] >= last["total_steps"] else []
     computed = sum(value for _, value in run.points("timing_s/step"))
     if run.every > 1:  # saves and tests are at few steps, which are hardly ever among these
         facts.append(f"plots of one step in {run.every}")

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from hpc_rl.errors import AgreedError, AgreedRunError, RunError, UserError
 from hpc_rl.host.accelerators import DEVICES, extension_of
+from hpc_rl.host.counted import counted
 from hpc_rl.run_dir import ENV_GROUP_DIR
 from hpc_rl.training import plain_pickles, rendezvous
 
@@ -244,7 +245,7 @@ def choose_device(kind: str, local_rank: int) -> torch.device:
     count = torch.accelerator.device_count() if there is not None and there.type == kind else 0
     if count <= local_rank:
         raise UserError(
-            f"trainer.device is {kind} and this process needs GPU {local_rank}, but {count} GPUs are visible to it on "
+            f"trainer.device is {kind} and this process needs GPU {local_rank}, but it sees {counted(count, 'GPU')} on "
             f"{socket.gethostname()}: lower trainer.n_gpus_per_node, or set trainer.device=cpu"
         )
     torch.accelerator.set_device_index(local_rank)

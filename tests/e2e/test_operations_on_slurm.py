@@ -104,7 +104,7 @@ def test_a_sweep_is_stopped_attached_to_queued_again_and_cancelled(workspace: Wo
     assert seen.split()[1:] == [str(sweep / "wait_1"), "0"]
     refused = workspace.hpc_rl("attach", "--node", "1", "wait_1")
     assert refused.returncode == 2 and "has no node 1: its nodes are 0 to 0" in refused.stderr
-    assert "1 running jobs of sweep wait" in workspace.ok("stop", "wait")
+    assert "1 running job of sweep wait" in workspace.ok("stop", "wait")
     wait_for_states(workspace, "wait", "STOPPED", "CANCELLED", "CANCELLED")
     array = str(workspace.status("wait_3")["job_id"]).partition("_")[0]
 

@@ -36,7 +36,7 @@ def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
     done = verify(tmp_path)
     assert done.returncode == 1
     assert "runs/a/checkpoints/step-00000002: model/__0_0.distcp does not match its checksum" in done.stdout
-    assert "1 of 3 checkpoints are damaged" in done.stderr
+    assert "damaged: 1 of 3 checkpoints;" in done.stderr
     (line,) = [json.loads(line) for line in verify(tmp_path, "--json", "b").stdout.splitlines()]
     assert (line["state"], line["problem"]) == ("intact", "") and line["bytes"] > 100
 

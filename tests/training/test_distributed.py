@@ -40,9 +40,9 @@ def test_a_rank_takes_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "xpu")
-    with pytest.raises(UserError, match=r"is xpu and this process needs GPU 2, but 2 GPUs are visible"):
+    with pytest.raises(UserError, match=r"is xpu and this process needs GPU 2, but it sees 2 GPUs"):
         distributed.choose_device("xpu", 2)
-    with pytest.raises(UserError, match=r"is cuda and this process needs GPU 0, but 0 GPUs are visible"):
+    with pytest.raises(UserError, match=r"is cuda and this process needs GPU 0, but it sees 0 GPUs"):
         distributed.choose_device("cuda", 0)
 
 
@@ -52,5 +52,5 @@ def test_a_device_that_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"trainer\.device=npu needs the package torch_npu"):
         distributed.choose_device("npu", 0)
     monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
-    with pytest.raises(UserError, match=r"trainer\.device is npu and this process needs GPU 0, but 0 GPUs are visible"):
+    with pytest.raises(UserError, match=r"trainer\.device is npu and this process needs GPU 0, but it sees 0 GPUs"):
         distributed.choose_device("npu", 0)

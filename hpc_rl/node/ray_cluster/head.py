@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED
+from hpc_rl.host.counted import counted
 from hpc_rl.host.deaths import meaning_of, ran_out_of_memory
 from hpc_rl.host.processes import end, shell_code, start
 from hpc_rl.host.ray_token import make_token
@@ -94,8 +95,8 @@ class Head:
         self._watch.until(self._watch.ray.is_up, check, deadline, self._not_up)
         self._watch.meeting.publish(gcs_address)
         self._watch.until(lambda: self._company.up == everyone, check, deadline, self._not_up)
-        count = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
-        print(f"hpc-rl: Ray is up on {count} after {time.monotonic() - self._began:.1f} s", flush=True)
+        up_s = time.monotonic() - self._began
+        print(f"hpc-rl: Ray is up on {counted(len(nodes), 'node')} after {up_s:.1f} s", flush=True)
         if self._driver.dashboard:
             print(f"hpc-rl: {self._dashboard_instructions()}", flush=True)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from hpc_rl.errors import UserError
 from hpc_rl.host.accelerators import visible_devices
 from hpc_rl.host.cgroups import own_cgroups
+from hpc_rl.host.counted import counted
 from hpc_rl.slurm.allocation import Allocation
 
 OBJECT_STORE_SHARE = 0.3
@@ -134,7 +135,7 @@ def _gpus(allocation: Allocation, environ: Mapping[str, str], device: str, wante
     granted = min(found, default=wanted)
     if granted < wanted:
         raise UserError(
-            f"node {allocation.node} grants {granted} GPUs, and trainer.n_gpus_per_node is {wanted}: "
+            f"node {allocation.node} grants {counted(granted, 'GPU')}, and trainer.n_gpus_per_node is {wanted}: "
             "lower it, ask for more, or use trainer.device=cpu"
         )
     return granted

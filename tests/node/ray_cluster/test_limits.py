@@ -72,5 +72,5 @@ def test_gpus_are_those_that_slurm_granted(machine: Path) -> None:
     assert grant(machine, environ={"SLURM_GPUS_ON_NODE": "4"}, gpus=2)[1] == 4
     assert grant(machine, environ={"CUDA_VISIBLE_DEVICES": "4,5"}, gpus=2)[1] == 2
     assert grant(machine, gpus=2)[1] == 2
-    with pytest.raises(UserError, match=r"node a grants 1 GPUs, and trainer\.n_gpus_per_node is 2"):
+    with pytest.raises(UserError, match=r"node a grants 1 GPU, and trainer\.n_gpus_per_node is 2"):
         grant(machine, environ={"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0"}, gpus=2)

@@ -172,7 +172,7 @@ def is_entry_of_node_1(environ: Path, folder: Path) -> bool:
         (["--object-store-bytes", "5"], {}, "set ray.object_store_gb"),
         (["--interface", "ib7"], {}, "interface ib7 has no IPv4 address"),
         ([], {"PYTHONPATH": "HERE"}, r"has Ray 2\.51\.0, which anybody on the network could use"),
-        (["--device", "cuda"], {"CUDA_VISIBLE_DEVICES": "0"}, r"grants 1 GPUs, and trainer\.n_gpus_per_node is 2"),
+        (["--device", "cuda"], {"CUDA_VISIBLE_DEVICES": "0"}, r"grants 1 GPU, and trainer\.n_gpus_per_node is 2"),
     ],
 )
 def test_what_cannot_work_is_one_line_and_exit_code_2(
