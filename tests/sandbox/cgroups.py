@@ -5,7 +5,9 @@ from pathlib import Path
 from tests.sandbox.processes import DEADLINE_S, wait_until
 
 ROOT = Path("/sys/fs/cgroup")
-CONTROLLERS = {"cpuset", "memory", "freezer", "devices", "cpu", "cpuacct"}
+CONTROLLERS = {"cpuset", "memory", "freezer", "devices", "cpuacct"}
+"""What Slurm uses. Without `cpu`, each job step has as much weight as any other session of this machine. In groups of
+that hierarchy, all nodes of a cluster together would have the weight of one."""
 NEEDED = {"cpuset", "memory", "freezer"}
 
 
