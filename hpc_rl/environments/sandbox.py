@@ -54,8 +54,8 @@ _PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 class Limits:
     """What a program may use."""
 
-    time_s: float = 10.0
-    """Wall-clock time."""
+    time_s: float = 30.0
+    """Wall-clock time, from the start of the container. Ends a program that waits; `cpu_s` ends one that computes."""
     cpu_s: int = 10
     """CPU time of each process."""
     memory_mb: int = 1024
