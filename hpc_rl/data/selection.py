@@ -48,15 +48,15 @@ class Counts:
             f"{counted(self.rows, 'row')} from {counted(self.responses, 'response')} "
             f"to {counted(self.prompts, 'prompt')}"
         )
-        lost = {
-            "responses without a score": self.failed,
-            "prompts without enough scores": self.unscored,
-            "prompts with equal scores": self.equal,
-            "pairs that do not differ first in a turn of the assistant": self.unlike,
-            "responses below the threshold": self.below,
-            "duplicates": self.duplicates,
-        }
-        return "; ".join([text, *(f"{count:,} {what}" for what, count in lost.items() if count)])
+        lost = [
+            (self.failed, "response", " without a score"),
+            (self.unscored, "prompt", " without enough scores"),
+            (self.equal, "prompt", " with equal scores"),
+            (self.unlike, "pair", " whose first difference is not in a turn of the assistant"),
+            (self.below, "response", " below the threshold"),
+            (self.duplicates, "duplicate", ""),
+        ]
+        return "; ".join([text, *(counted(count, noun) + what for count, noun, what in lost if count)])
 
 
 class Response(NamedTuple):

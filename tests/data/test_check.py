@@ -161,7 +161,7 @@ def test_the_command_on_a_light_installation(folder: Path) -> None:
     assert done.stdout.splitlines()[-1] == 'reference answer (data.answer_key=answer): "12"', done.stderr
     done = command("check", "rows.csv", *pair)
     (counted, hint) = done.stdout.splitlines()
-    assert "rows, all valid chats" in counted and "--model FOLDER_OR_NAME" in hint and done.returncode == 0
+    assert "1 row, all valid chats" in counted and "--model FOLDER_OR_NAME" in hint and done.returncode == 0
     for arguments, message in (
         (("check", "rows.csv", "--model", "model"), "set data.prompt_key=question data.response_key=answer"),
         (("check", "rows.csv"), "set data.prompt_key=question data.response_key=answer"),

@@ -55,7 +55,7 @@ def test_best_of_n_as_chats(tmp_path: Path) -> None:
 def test_pairs_leave_out_equal_scores(tmp_path: Path) -> None:
     found, counts = run(tmp_path, rows_of([[0.0, 1.0, 0.5], [1.0, 1.0]]), "pairs")
     assert found == [{"prompt": "p0", "chosen": "r0-1", "rejected": "r0-0", "margin": 1.0}]
-    assert str(counts) == "1 rows from 5 responses to 2 prompts; 1 prompts with equal scores"
+    assert str(counts) == "1 row from 5 responses to 2 prompts; 1 prompt with equal scores"
 
 
 def test_conversations_stay_whole(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_pairs_of_conversations_that_differ_first_in_an_observation_are_left_out
     found, counts = run(tmp_path, rows, "all-pairs")
     kept = [(talks.index(pair["chosen"]), talks.index(pair["rejected"])) for pair in found]
     assert kept == [(2, 0), (2, 1), (2, 3)] and counts.unlike == 4
-    assert "; 4 pairs that do not differ first in a turn of the assistant" in str(counts)
+    assert "; 4 pairs whose first difference is not in a turn of the assistant" in str(counts)
     found, counts = run(tmp_path, [rows[0], rows[1], {**rows[2], "index": 1}, {**rows[3], "index": 1}], "pairs")
     assert [pair["chosen"] for pair in found] == [talks[2]] and counts.unlike == 1
 
@@ -144,7 +144,7 @@ def test_what_is_selected_follows_from_the_scores(tmp_path_factory: pytest.TempP
         (rows_of([[None, None]]), "best-of-n", "none of 2 responses has a score"),
         (rows_of([["1", 0.0]]), "pairs", "column 'score' has '1'; a number or null is needed"),  # type: ignore[list-item]
         ([{"messages": []}], "pairs", "row 1: no column 'index', so this is not a response"),
-        (rows_of([[1.0, 1.0]]), "pairs", "nothing was selected: 0 rows from 2 responses to 1 prompts; 1 prompts with"),
+        (rows_of([[1.0, 1.0]]), "pairs", "nothing was selected: 0 rows from 2 responses to 1 prompt; 1 prompt with"),
     ],
 )
 def test_what_is_refused_leaves_the_output(tmp_path: Path, rows: Any, method: str, message: str) -> None:

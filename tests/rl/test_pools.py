@@ -56,7 +56,7 @@ def test_pools_that_fit() -> None:
         ),
         # A GPU of a pool takes a CPU too.
         ({"train": [8]}, [(8, 4)], "pool train needs 1 node x 8 GPUs; the cluster has 1 x 8 GPUs and 4 CPUs"),
-        ({"train": [1]}, [], "pool train needs 1 node x 1 GPUs; the cluster has no nodes"),
+        ({"train": [1]}, [], "pool train needs 1 node x 1 GPU; the cluster has no nodes"),
     ],
 )
 def test_pools_that_do_not_fit(spec: dict[str, list[int]], sizes: list[tuple[int, int]], message: str) -> None:
