@@ -60,7 +60,7 @@ def time_text(time: Duration, generates_only: bool) -> list[str]:
     """
     unit = f"for {PROMPTS:,} prompts" if generates_only else "for a step"
     lines = [f"{_range([_seconds(seconds) for seconds in time.step])} {unit} ({time.basis})"]
-    if time.run is None or time.node_hours is None:
+    if time.steps is None or time.run is None or time.node_hours is None:
         return lines
     count = "" if generates_only else f" for {counted(round(time.steps), 'step')}"
     hours = _range([_two_digits(hours) for hours in time.node_hours])
