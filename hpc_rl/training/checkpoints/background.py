@@ -52,7 +52,8 @@ class BackgroundWriter:
         """
         self.wait()
         if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, "background-writer", initializer=self._use_device)
+            # Nothing in the thread refers to this object, so that the thread ends when the object is gone.
+            self._executor = ThreadPoolExecutor(1, "background-writer", _use_device, (self._world,))
             if self._world.size > 1:
                 timeout = timedelta(seconds=DEADLINE_S)
                 group = self._world.new_group(range(self._world.size), backend="gloo", timeout=timeout)
@@ -78,11 +79,6 @@ class BackgroundWriter:
         seconds, self._seconds = self._seconds, None
         return seconds
 
-    def _use_device(self) -> None:
-        """Choose the rank's device for the thread. torch's current device belongs to a thread, and a new one has 0."""
-        if self._world.on_accelerator:
-            torch.accelerator.set_device_index(self._world.device)
-
     def _run(self, work: Callable[[World], None]) -> None:
         began = time.monotonic()
         try:
@@ -93,3 +89,9 @@ class BackgroundWriter:
                 print(f"warning: {self._what}: {error}", file=sys.stderr, flush=True)
             raise
         self._seconds = time.monotonic() - began
+
+
+def _use_device(world: World) -> None:
+    """Choose the rank's device for a thread. torch's current device belongs to a thread, and a new one has 0."""
+    if world.on_accelerator:
+        torch.accelerator.set_device_index(world.device)

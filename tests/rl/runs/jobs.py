@@ -7,6 +7,7 @@ of start and end.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import shutil
@@ -30,7 +31,7 @@ from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import read_metrics
 from hpc_rl.tracking.tracker import Tracker
-from hpc_rl.training import distributed
+from hpc_rl.training import distributed, sharding
 
 TIMEOUT_S = 600
 
@@ -69,7 +70,10 @@ class Hosts:
 
 
 def begin_anew(worker: Worker, *arguments: Any) -> None:
+    """Take over a process. What is left of the run before goes, since each thread of gloo wakes up every 10 ms."""
     distributed.finish()
+    sharding._mesh.cache_clear()
+    gc.collect()
     worker.__init__(*arguments)  # type: ignore[misc]
 
 

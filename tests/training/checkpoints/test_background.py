@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 from collections.abc import Callable
@@ -199,6 +200,19 @@ def test_all_ranks_fail_if_one_does() -> None:
         assert code == 0, errors
         found = json.loads(out.rpartition("found ")[2])
         assert found == ["rank 1: disk full", 1, "written"]
+
+
+def test_the_thread_ends_with_the_writer() -> None:
+    """And the process group of the thread, which the work refers to."""
+    writer, threads = BackgroundWriter(ALONE), []
+    writer.start("a part", lambda _: threads.append(threading.current_thread()))
+    writer.wait()
+    (thread,) = threads
+    assert thread.is_alive()
+    del writer
+    gc.collect()
+    thread.join(SOON_S)
+    assert not thread.is_alive()
 
 
 def main() -> None:
