@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hpc_rl.host.counted import counted
+
 ROLES = ("bos_token", "eos_token", "unk_token")
 """Special tokens that a text can contain or end with. Padding is not among them: training pads nothing."""
 
@@ -15,9 +17,10 @@ def vocabulary_difference(theirs: Mapping[str, int], ours: Mapping[str, int]) ->
     if not different:
         return None
     token = different[0][1]
+    differ = "differs" if len(different) == 1 else "differ"
     return (
-        f"{len(different):,} tokens differ, for example {token!r}, which is {theirs.get(token, 'missing')} and "
-        f"{ours.get(token, 'missing')}"
+        f"{counted(len(different), 'token')} {differ}, for example {token!r}, which is "
+        f"{theirs.get(token, 'missing')} and {ours.get(token, 'missing')}"
     )
 
 

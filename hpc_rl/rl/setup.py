@@ -45,6 +45,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import has_validation, read_metrics
 from hpc_rl.tracking.tracker import open_tracker
 from hpc_rl.training.checkpoints import checkpoint
+from hpc_rl.training.checkpoints.folders import Progress
 from hpc_rl.training.models.causal_lm import load_tokenizer
 from hpc_rl.training.stopping import Stopping, open_stopping
 
@@ -85,25 +86,24 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     rollout.wait_until_ready(model_s)
 
     actor, critic = of_role["actor"], of_role.get("critic")
-    progress = checkpoints.load_latest(run, actor, critic)
-    if progress is not None:
-        checkpoint.refuse_other_data(run.checkpoints, progress, len(train))
-        checkpoint.refuse_other_quantize(run.checkpoints, progress, config.model.lora.quantize)
+    total_steps = config.trainer.total_training_steps or (
+        config.trainer.total_epochs * (len(train) // config.data.train_batch_size)
+    )
+    progress = load_progress(config, run, actor, critic, len(train), total_steps)
     lora = config.model.lora
     if progress is not None or lora.is_used:
         rollout.sync()
     flops, peak = actor.flops().wait()
-    kl = config.algorithm.kl
-    steps = config.trainer.total_epochs * (len(train) // config.data.train_batch_size)
-    total_steps = config.trainer.total_training_steps or steps
-    if progress is not None:
-        left = "" if progress.step < total_steps else f", the last of {total_steps}: only the export remains"
-        print(f"resuming after step {progress.step}{left}; from {run.checkpoints}", flush=True)
     step, records = progress.step if progress else 0, read_metrics(run.metrics)
     stopping.remember(records)
+    kl = config.algorithm.kl
     coef = progress.kl_coef if progress and progress.kl_coef is not None else kl.coef
     check = AdapterCheck(progress is None and lora.path is None) if lora.is_used else None
     computed = computed_columns(config, of_role)
+    start = checkpoints.position_of(progress)
+    batches = open_batches(
+        config, train, rollout.queue, queue, scoring, start, step, total_steps, check, computed, mixture
+    )
     return PpoState(
         config=config,
         run=run,
@@ -118,19 +118,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
         rollout=rollout,
         queue=queue,
         scoring=scoring,
-        batches=open_batches(
-            config,
-            train,
-            rollout.queue,
-            queue,
-            scoring,
-            checkpoints.position_of(progress),
-            step,
-            total_steps,
-            check,
-            computed,
-            mixture,
-        ),
+        batches=batches,
         old_logprobs=old_logprobs(config),
         adapter_check=check,
         gpus=sum(len(pool.slots) for pool in pools.values()),
@@ -216,6 +204,24 @@ def load_data(
     val, counts = loader.load(config.data.val_files, "test")
     print(f"validation data: {counts}", flush=True)
     return train, val, mixture
+
+
+def load_progress(
+    config: PpoConfig, run: RunDir, actor: WorkerGroup, critic: WorkerGroup | None, prompts: int, total_steps: int
+) -> Progress | None:
+    """Load the newest checkpoint into the workers, and say what is left; None if the run has no checkpoint.
+
+    Raises:
+        UserError: no checkpoint can be used, or the newest one was trained with other data or other quantization.
+    """
+    progress = checkpoints.load_latest(run, actor, critic)
+    if progress is None:
+        return None
+    checkpoint.refuse_other_data(run.checkpoints, progress, prompts)
+    checkpoint.refuse_other_quantize(run.checkpoints, progress, config.model.lora.quantize)
+    left = "" if progress.step < total_steps else f", the last of {total_steps}: only the export remains"
+    print(f"resuming after step {progress.step}{left}; from {run.checkpoints}", flush=True)
+    return progress
 
 
 def open_agents(

@@ -12,8 +12,8 @@ def test_the_first_token_that_differs_is_named_with_both_numbers() -> None:
     assert vocabulary_difference(dict(ours), ours) is None
     found = vocabulary_difference({"a": 0, "b": 2, "c": 1}, ours)
     assert found == "2 tokens differ, for example 'b', which is 2 and 1"
-    assert vocabulary_difference({"a": 0, "b": 1}, ours) == "1 tokens differ, for example 'c', which is missing and 2"
-    assert vocabulary_difference({**ours, "d": 3}, ours) == "1 tokens differ, for example 'd', which is 3 and missing"
+    assert vocabulary_difference({"a": 0, "b": 1}, ours) == "1 token differs, for example 'c', which is missing and 2"
+    assert vocabulary_difference({**ours, "d": 3}, ours) == "1 token differs, for example 'd', which is 3 and missing"
 
 
 @pytest.mark.parametrize("role", ["bos_token", "eos_token", "unk_token"])
