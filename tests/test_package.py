@@ -9,10 +9,30 @@ CONFIG = configparser.ConfigParser()
 CONFIG.read(ROOT / "setup.cfg")
 
 
+def _pairs(option: str) -> dict[str, str]:
+    """Return the lines `key = value` of an option."""
+    lines = (line.split("=") for line in CONFIG["options"][option].strip().splitlines())
+    return {key.strip(): value.strip() for key, value in lines}
+
+
 def test_every_package_is_installed() -> None:
     listed = set(CONFIG["options"]["packages"].split())
     there = {".".join(init.parent.relative_to(ROOT).parts) for init in (ROOT / "hpc_rl").rglob("__init__.py")}
     assert {name for name in listed if not name.startswith("hpc_rl.shipped")} == there
+
+
+def test_every_shipped_folder_is_installed() -> None:
+    folders = {name: ROOT / path for name, path in _pairs("package_dir").items()}
+    there = {
+        ".".join((name, *found.parent.relative_to(folder).parts)): found.suffix
+        for name, folder in folders.items()
+        for found in folder.rglob("*")
+        if found.is_file()
+    }
+    listed = set(CONFIG["options"]["packages"].split())
+    assert {name for name in listed if name.startswith("hpc_rl.shipped")} == there.keys()
+    patterns = {name: CONFIG["options.package_data"].get(name) for name in there}
+    assert patterns == {name: f"*{suffix}" for name, suffix in there.items()}
 
 
 def test_every_file_beside_the_code_is_installed() -> None:
