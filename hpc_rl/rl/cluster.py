@@ -1,12 +1,14 @@
 """What a job script provides, for a run that is started without one: a run directory, an attempt and a Ray cluster.
 
-In a job, `connect` finds the job's cluster in RAY_ADDRESS.
+In a job, `connected` finds the job's cluster in RAY_ADDRESS.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +26,7 @@ from hpc_rl.host.environment import tokenizer_defaults
 from hpc_rl.host.files import Follower, write_atomically
 from hpc_rl.host.ray_python import quoted_python
 from hpc_rl.host.ray_token import make_token
+from hpc_rl.host.scratch import held_scratch
 from hpc_rl.rl.fates import Actor, died
 from hpc_rl.rl.pools import release_pools
 from hpc_rl.run_dir import RunDir
@@ -77,28 +80,39 @@ def run_driver(config: DriverConfig, runner_class: type[Runner], run: RunDir, lo
         UserError: the run cannot work as requested.
         RunError: the driver died.
     """
-    was_connected = ray.is_initialized()
-    started_here = not was_connected and connect(config, logs)
+    if not ray.is_initialized():
+        with connected(config, logs) as started_here:
+            _, ref = _start_driver(config, runner_class, run, logs, started_here)
+            code = _follow(ref, driver_log(logs))
+            if started_here and config.ray_kwargs.timeline_json_file:  # in a job, the node entry writes the timeline
+                ray.timeline(config.ray_kwargs.timeline_json_file)
+            return code
+    runner, ref = _start_driver(config, runner_class, run, logs, started_here=False)
+    try:
+        return _follow(ref, driver_log(logs))
+    finally:  # with the driver, Ray ends its workers but not its placement groups
+        ray.kill(runner)
+        release_pools(str(logs))
+
+
+def _start_driver(
+    config: DriverConfig, runner_class: type[Runner], run: RunDir, logs: Path, started_here: bool
+) -> tuple[Any, Any]:
+    """Start the driver's actor on this node; return it and the reference to its exit code."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # Actors inherit the environment of the actor that starts them. A cluster started here inherits this process's.
     runtime = {} if started_here else {"runtime_env": {"env_vars": worker_environment(config)}}
     # The driver computes almost nothing, so it takes none of the workers' CPUs.
     runner = ray.remote(runner_class).options(num_cpus=0, scheduling_strategy=here, **runtime).remote()
-    try:
-        code = _follow(runner.run.remote(config, run, logs), driver_log(logs))
-        if started_here and config.ray_kwargs.timeline_json_file:  # in a job, the node entry writes the timeline
-            ray.timeline(config.ray_kwargs.timeline_json_file)
-    finally:
-        if was_connected:  # with the driver, Ray ends its workers but not its placement groups
-            ray.kill(runner)
-            release_pools(str(logs))
-        else:
-            ray.shutdown()
-    return code
+    return runner, runner.run.remote(config, run, logs)
 
 
-def connect(config: DriverConfig, logs: Path) -> bool:
-    """Connect to the cluster in RAY_ADDRESS, or start one on this machine that ends with this process.
+@contextlib.contextmanager
+def connected(config: DriverConfig, logs: Path) -> Iterator[bool]:
+    """Connect to the cluster in RAY_ADDRESS, or start one on this machine that ends with the block.
+
+    Its files are in a private folder in /tmp, where the paths of Ray's sockets are short enough: Ray makes its own
+    folder accessible to everyone.
 
     Returns:
         whether a cluster was started.
@@ -106,11 +120,19 @@ def connect(config: DriverConfig, logs: Path) -> bool:
     Raises:
         UserError: Ray does not start, or the cluster does not answer.
     """
-    address = os.environ.get("RAY_ADDRESS")
+    with contextlib.ExitStack() as stack:
+        starts = "RAY_ADDRESS" not in os.environ
+        scratch = stack.enter_context(held_scratch({}, "ray", logs, 0)) if starts else None
+        stack.callback(ray.shutdown)
+        _connect(config, logs, scratch)
+        yield starts
+
+
+def _connect(config: DriverConfig, logs: Path, scratch: Path | None) -> None:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning", **config.ray_kwargs.ray_init}
-    if address:
+    if scratch is None:
         options.pop("num_cpus", None)  # Ray accepts this option only if it starts the cluster
-        options["address"] = address
+        options["address"] = os.environ["RAY_ADDRESS"]
     else:
         os.environ.update(worker_environment(config))
         remember_oom_kills(os.environ)
@@ -119,14 +141,17 @@ def connect(config: DriverConfig, logs: Path) -> bool:
         if config.trainer.computes_on == "cpu":
             options.setdefault("num_cpus", max(slots, len(os.sched_getaffinity(0))))
         # Without an address, Ray joins the cluster that a file in /tmp names, which any user can write.
-        options = {"address": "local"} | options | {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        options = (
+            {"address": "local", "_temp_dir": str(scratch / "ray")}
+            | options
+            | {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        )
         options["runtime_env"] = quoted_python() | options.get("runtime_env", {})
     try:
         start_ray(**options)
-    except (ConnectionError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise UserError(f"Ray does not start or answer (RAY_ADDRESS, ray_kwargs.ray_init): {first}") from error
-    return not address
 
 
 def start_ray(**options: Any) -> None:
@@ -168,7 +193,7 @@ def new_attempt(run: RunDir, config: DriverConfig) -> Path:
     text = dump(config)
     write_atomically(run.config, text)
     run.stop.unlink(missing_ok=True)
-    attempt = run.path / f"attempt-{len(run.attempts()) + 1}"
+    attempt = run.next_attempt()
     attempt.mkdir(parents=True, mode=0o700)
     (attempt / run.config.name).write_text(text)  # what this attempt ran with
     return attempt

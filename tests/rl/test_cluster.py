@@ -22,15 +22,23 @@ HANDSHAKE = ("MAX_RETRIES", "RETRY_INTERVAL", "TIMEOUT")
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The options with which Ray is started."""
     options: dict[str, Any] = {}
-    monkeypatch.setattr(cluster.ray, "init", lambda **given: options.update(given))
+
+    def init(**given: Any) -> None:
+        options.update(given)
+        if "_temp_dir" in given:
+            options["private"] = Path(given["_temp_dir"]).parent.stat()
+
+    monkeypatch.setattr(cluster.ray, "init", init)
     monkeypatch.setattr(cluster, "_authenticate", lambda _: None)
     return options
 
 
 def connect(folder: Path, *options: str) -> bool:
+    """Connect and disconnect; return whether a cluster was started."""
     config = compose("ppo", [*REQUIRED, *options])
     assert isinstance(config, PpoConfig)
-    return cluster.connect(config, folder)
+    with cluster.connected(config, folder) as started_here:
+        return started_here
 
 
 def environment(*options: str) -> dict[str, str]:
@@ -64,6 +72,20 @@ def test_a_cluster_of_this_machine_that_others_may_have_started_is_never_joined(
     assert connect(tmp_path)
     assert (asked["address"], asked["_node_ip_address"]) == ("local", "127.0.0.1")
     assert {"RAY_worker_niceness": "0"}.items() <= os.environ.items()
+
+
+def test_the_files_of_a_cluster_of_this_machine_are_private(
+    asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray makes its own folder accessible to everyone. The paths of its sockets have to be short."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert connect(tmp_path)
+    folder = Path(asked["_temp_dir"]).parent
+    assert folder.parent == Path("/tmp") and not folder.exists()
+    assert asked["private"].st_mode & 0o777 == 0o700 and asked["private"].st_uid == os.getuid()
+    assert connect(tmp_path, f"+ray_kwargs.ray_init._temp_dir={tmp_path}/ray")
+    assert asked["_temp_dir"] == f"{tmp_path}/ray"
 
 
 def test_the_jobs_cluster_is_joined(asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
