@@ -27,6 +27,7 @@ from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.finetune.objectives import objective_of
 from hpc_rl.finetune.trainer import TrainerState
 from hpc_rl.finetune.training_data import Epochs
+from hpc_rl.host.walltime import unlimited
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training import sharding
@@ -142,7 +143,7 @@ def trainer_state(
             run, {}, loggers=[], project="", name="", wandb_mode="", wandb_proxy=None, wandb_id=None, is_main=False
         ),
         saver=Saver(run.checkpoints, world, keep=1),
-        stopping=Stopping(run, settings.slurm.warning_s, job_end=None),
+        stopping=Stopping(run, settings.slurm.warning_s, job_end=unlimited),
         step=0,
         position=Position(),
         total_tokens=0,

@@ -218,6 +218,15 @@ class RunDir:
         found = sorted((int(match[1]), name) for name in names if (match := re.fullmatch(r"attempt-(\d+)", name)))
         return [self.path / name for _, name in found]
 
+    def next_attempt(self) -> Path:
+        """Return the folder of the next attempt. It replaces no deleted one: the newest has the highest number."""
+        return self.path / f"attempt-{self.last_attempt() + 1}"
+
+    def last_attempt(self) -> int:
+        """Return the number of the newest attempt, or 0 if there is none."""
+        found = self.attempts()
+        return int(found[-1].name.removeprefix("attempt-")) if found else 0
+
     def edited_since(self) -> Path | None:
         """Return the folder of the newest attempt with settings if config.yaml was changed after it, or None."""
         attempt = next((path for path in reversed(self.attempts()) if (path / self.config.name).is_file()), None)
@@ -287,6 +296,11 @@ def read_outcome(attempt_dir: Path) -> int | None:
 def lost_file(attempt_dir: Path) -> Path:
     """Return the file with the names of the nodes that an attempt lost, one per line."""
     return attempt_dir / ".lost"
+
+
+def moved_end_file(attempt_dir: Path) -> Path:
+    """Return the file with the end of the walltime in Unix time, if it moved because the job was suspended."""
+    return attempt_dir / ".job-end"
 
 
 def terminated_file(attempt_dir: Path) -> Path:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 ENV_JOB_END = "HPC_RL_JOB_END"
 """Unix time at which the walltime ends; set by the job script, and empty if Slurm did not answer."""
@@ -12,7 +14,25 @@ EARLY_S = 90
 """Slurm may send its warning a minute early (sbatch(1), --signal); a warning before that is a preemption."""
 
 
-def job_end(environ: Mapping[str, str]) -> float | None:
-    """Return the Unix time at which the job's walltime ends, or None if it is not known or not limited."""
-    text = environ.get(ENV_JOB_END, "").strip()
-    return float(text) if text.isdecimal() else None
+WalltimeEnd = Callable[[], float | None]
+"""Returns the Unix time at which the job's walltime ends, or None if it is not known or not limited."""
+
+
+def unlimited() -> None:
+    """Return that no end of the walltime is known."""
+
+
+def job_end(environ: Mapping[str, str], moved: Path) -> WalltimeEnd:
+    """Return what tells when the job's walltime ends.
+
+    Args:
+        moved: the file to which the job script writes a later end: Slurm has moved it, because the job was suspended.
+    """
+
+    def end() -> float | None:
+        text = environ.get(ENV_JOB_END, "")
+        with contextlib.suppress(OSError):
+            text = moved.read_text()
+        return float(text) if text.strip().isdecimal() else None
+
+    return end

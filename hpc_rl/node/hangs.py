@@ -22,10 +22,11 @@ from pathlib import Path
 from hpc_rl.host.files import write_atomically
 from hpc_rl.host.heartbeat import SUFFIX, Beat, read_beat
 from hpc_rl.host.processes import descendants
-from hpc_rl.host.walltime import RESERVE_S, job_end
+from hpc_rl.host.walltime import RESERVE_S, WalltimeEnd, job_end, unlimited
 from hpc_rl.node import silence, stack_files
 from hpc_rl.node.pulses import EXCHANGE_S, Pulse, Pulses
 from hpc_rl.node.silence import Sight, Vigil
+from hpc_rl.run_dir import moved_end_file
 
 LONGEST_LOOK_S = 5.0
 """Longest interval between two looks."""
@@ -61,10 +62,9 @@ class HangWatch:
 
     Args:
         hang_timeout_s: trainer.hang_timeout_s.
-        job_end: Unix time at which the walltime ends; None if it is not known or not limited.
     """
 
-    def __init__(self, place: Place, hang_timeout_s: float, job_end: float | None) -> None:
+    def __init__(self, place: Place, hang_timeout_s: float, job_end: WalltimeEnd) -> None:
         self._place = place
         self._hang_timeout_s = hang_timeout_s
         self._walltime = Walltime(place.attempt_dir.parent / "stop", job_end)
@@ -187,17 +187,17 @@ class Walltime:
 
     Args:
         stop: the stop file.
-        job_end: Unix time.
         now: returns the Unix time.
     """
 
     MARK = "the walltime ends"
 
-    def __init__(self, stop: Path, job_end: float | None, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, stop: Path, job_end: WalltimeEnd, now: Callable[[], float] = time.time) -> None:
         self._stop = stop
         self._now = now
         self._job_end = job_end
-        self._latest_end: float | None = None
+        self._end: float | None = None
+        self._latest_end = 0.0
 
     def finding(self, elapsed_s: float) -> str:
         """Return what is wrong if the run has not stopped in time, or an empty text.
@@ -205,13 +205,14 @@ class Walltime:
         Args:
             elapsed_s: time since the last call, before which the stop file did not exist.
         """
-        if self._job_end is None or not self._stop.exists():
+        end = self._job_end()
+        if end is None or not self._stop.exists():
             return ""
-        left_s = self._job_end - self._now()
+        left_s = end - self._now()
         if left_s <= 0:  # Slurm has moved the end: the job was suspended
             return ""
-        if self._latest_end is None:  # a late warning leaves the trainers half of the time
-            self._latest_end = self._job_end - min(RESERVE_S / 2, (left_s + elapsed_s) / 2)
+        if end != self._end:  # a late warning leaves the trainers half of the time
+            self._end, self._latest_end = end, end - min(RESERVE_S / 2, (left_s + elapsed_s) / 2)
         if self._now() < self._latest_end:
             return ""
         return f"{self.MARK} in {left_s:.0f} s, and the run has not stopped"
@@ -222,7 +223,8 @@ def watching(place: Place, hang_timeout_s: float) -> Iterator[HangWatch]:
     """Watch while the block runs; without a time limit (0), the watch finds nothing."""
     place.beats.mkdir(mode=0o700, exist_ok=True)
     # The end of the walltime is known by the clock of node 0.
-    watch = HangWatch(place, hang_timeout_s, job_end(os.environ) if place.node_rank == 0 else None)
+    end = job_end(os.environ, moved_end_file(place.attempt_dir)) if place.node_rank == 0 else unlimited
+    watch = HangWatch(place, hang_timeout_s, end)
     if not hang_timeout_s:
         yield watch
         return

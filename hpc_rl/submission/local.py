@@ -50,7 +50,7 @@ def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
         queue.prepare(job, script)
         host, began = os.uname().nodename, process_start_time(os.getpid())
         queue.record(job, job_id, host=host, pid=os.getpid(), start_time=began)
-    attempt = job.run_dir.path / f"attempt-{len(job.run_dir.attempts()) + 1}"
+    attempt = job.run_dir.next_attempt()
     attempt.mkdir(mode=0o700)
     job.run_dir.stop.unlink(missing_ok=True)
     if job.row.trainer is not None:
@@ -226,4 +226,4 @@ def count_interrupts(job: Job) -> Callable[[], int]:
 def _report(job: Job, job_id: str, state: str, exit_code: int | None) -> None:
     """Record the state, unless the disk is full: that must not replace the outcome."""
     with contextlib.suppress(OSError):
-        job.run_dir.write_status(job_id, len(job.run_dir.attempts()), state, exit_code)
+        job.run_dir.write_status(job_id, job.run_dir.last_attempt(), state, exit_code)

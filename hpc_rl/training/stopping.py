@@ -7,14 +7,16 @@ discards the step in progress; the run continues with the same step when it is s
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from hpc_rl.host.walltime import EARLY_S, RESERVE_S, job_end
-from hpc_rl.run_dir import WALLTIME, RunDir
+from hpc_rl.host.walltime import EARLY_S, RESERVE_S, WalltimeEnd, job_end
+from hpc_rl.run_dir import WALLTIME, RunDir, current_attempt_dir, moved_end_file
 
 MARGIN = 1.25
 """Factor by which a step or a checkpoint may take longer than the longest of the latest ones."""
@@ -22,6 +24,8 @@ WINDOW = 10
 """Number of latest steps whose times count."""
 FEW = 3
 """Number of latest checkpoints and validations whose times count."""
+SETTLE_S = 5.0
+"""How long the end of the walltime has to look near before the run stops."""
 
 IN_VAIN = (
     "the walltime ends before the first step of this attempt is done, and another attempt would not change that: raise "
@@ -46,13 +50,10 @@ class Stopping:
     Args:
         run: its stop file is read, and written if the walltime ends too soon.
         warning_s: shortest time before the end of the walltime at which to save (slurm.warning_s).
-        job_end: Unix time at which the walltime ends; None if it is not known or not limited.
         now: returns the Unix time.
     """
 
-    def __init__(
-        self, run: RunDir, warning_s: int, job_end: float | None, now: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, run: RunDir, warning_s: int, job_end: WalltimeEnd, now: Callable[[], float] = time.time) -> None:
         self._run = run
         self._warning_s = warning_s
         self._job_end = job_end
@@ -107,12 +108,14 @@ class Stopping:
         """
         if self._run.stop.exists():
             return True
-        if self._job_end is None or not self.made_a_step:
+        if not self.made_a_step:
             return False
-        left_s, needed_s = self._job_end - self._now(), self._needed_s(work_s)
+        needed_s = self._needed_s(work_s)
+        left_s = self._settled_left_s(needed_s)
         if left_s >= needed_s:
             return False
-        self._run.stop.write_text(f"{WALLTIME}\n")
+        with contextlib.suppress(FileExistsError), self._run.stop.open("x") as stop:  # a user's request stays
+            stop.write(f"{WALLTIME}\n")
         print(
             f"stopping: the walltime ends in {left_s:.0f} s; continuing and then saving may take {needed_s:.0f} s",
             flush=True,
@@ -121,10 +124,22 @@ class Stopping:
 
     def is_in_vain(self) -> bool:
         """Return whether the walltime ends before the first step of this attempt is done."""
-        if self.made_a_step or self._job_end is None or not self._run.stop.exists():
+        if self.made_a_step or not self._run.stop.exists():
             return False
-        is_near = self._job_end - self._now() <= self._warning_s + EARLY_S
+        is_near = self._left_s() <= self._warning_s + EARLY_S
         return is_near and self._run.stop.read_text().strip() == WALLTIME
+
+    def _left_s(self) -> float:
+        end = self._job_end()
+        return math.inf if end is None else end - self._now()
+
+    def _settled_left_s(self, needed_s: float) -> float:
+        """Return the time that is left. Less than is needed is believed when it has been so for SETTLE_S: after a
+        suspension, the job script has to learn the new end first."""
+        deadline = time.monotonic() + SETTLE_S
+        while (left_s := self._left_s()) < needed_s and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return left_s
 
     def _needed_s(self, work_s: float) -> float:
         # A stop may have to wait for a checkpoint that is being written, before it writes another one.
@@ -144,7 +159,8 @@ def open_stopping(run: RunDir, warning_s: int, records: Sequence[Mapping[str, An
     Args:
         records: what metrics.jsonl contains so far.
     """
-    stopping = Stopping(run, warning_s, job_end(os.environ))
+    end = job_end(os.environ, moved_end_file(current_attempt_dir() or run.path))
+    stopping = Stopping(run, warning_s, end)
     stopping.remember(records)
     return stopping
 

@@ -1,5 +1,6 @@
 """The way into an image: options of the runtime, and the script that each node's task runs."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -233,6 +234,38 @@ def test_the_command_runs_with_a_tmp_of_its_own_and_named_variables_only(tmp_pat
     assert {name: found[name] for name in wanted} == wanted
     assert found["SLURM_JOB_NODELIST"] == "node[1-2],gpu1"
     assert not {"SECRET", "EMPTY_", "TMPDIR", "HOME"} & found.keys()
+
+
+def test_what_killed_jobs_left_is_removed_and_no_other_folder(tmp_path: Path) -> None:
+    inside = Inside(tmp_path)
+    local = tmp_path / "local"
+    names = ("abandoned", "held", "new")
+    abandoned, held, new = (local / f"{os.getuid()}.5.image.{name}" for name in names)
+    for folder in (abandoned, held, new):
+        (folder / "image").mkdir(parents=True)
+    (abandoned / "image").chmod(0o500)
+    (abandoned / ".hpc-rl").touch()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / ".hpc-rl").touch()
+    link = local / f"{os.getuid()}.5.image.link"
+    link.symlink_to(elsewhere)
+    with (held / ".hpc-rl").open("w") as mark:
+        fcntl.flock(mark, fcntl.LOCK_EX)
+        done = subprocess.run(inside.command, env=inside.environ, capture_output=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in local.iterdir()} == {held.name, new.name, link.name, KEPT}
+    assert (elsewhere / ".hpc-rl").exists() and not (new / ".hpc-rl").exists()
+
+
+def test_a_request_to_save_while_the_image_is_unpacked_ends_nothing(tmp_path: Path) -> None:
+    inside = Inside(tmp_path, **{"container.unpack": "always"})
+    programs = tmp_path / "signals"
+    programs.mkdir()
+    (programs / "df").write_text('#!/bin/bash\nkill -USR2 "$PPID" "$$"\nexec /bin/df "$@"\n')
+    (programs / "df").chmod(0o755)
+    done = inside.run(PATH=f"{programs}:{inside.environ['PATH']}")
+    assert done.returncode == 0 and inside.fake.calls("exec"), done.stderr
 
 
 def test_the_folder_of_tokenized_data_is_created_and_bound(tmp_path: Path) -> None:

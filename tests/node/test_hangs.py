@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpc_rl.host.walltime import unlimited
 from hpc_rl.node import hangs, stack_files
 from hpc_rl.node.hangs import HangWatch, Place, Walltime, process_states, read_beats, verdict, watching
 from hpc_rl.node.pulses import Pulse, Pulses
@@ -77,7 +78,7 @@ def test_a_stopped_process_is_found_and_named(place: Place, capsys: pytest.Captu
 
 def test_a_process_that_works_is_not_found(place: Place) -> None:
     with worker(place):
-        watch = HangWatch(place, 10.0, job_end=None)
+        watch = HangWatch(place, 10.0, job_end=unlimited)
         for _ in range(3):
             before = read_beats(place.beats)
             until(lambda: read_beats(place.beats) != before)  # noqa: B023
@@ -88,7 +89,7 @@ def test_a_process_that_works_is_not_found(place: Place) -> None:
 def test_the_time_in_which_the_watch_does_not_run_is_not_counted(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when Slurm has suspended the job for an hour."""
     clock, counted = iter([0.0, 2.0, 3602.0, 3604.0]), list[float]()
-    watch = HangWatch(place, 10.0, job_end=None)
+    watch = HangWatch(place, 10.0, job_end=unlimited)
     monkeypatch.setattr(hangs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(watch._closed, "wait", lambda _look_s: len(counted) == 3)
     monkeypatch.setattr(watch, "_look", counted.append)
@@ -106,7 +107,7 @@ def test_the_end_of_a_node_is_no_hang(tmp_path: Path) -> None:
     first, second = (Place(tmp_path, ("n1", "n2"), rank, tmp_path / f"beats{rank}") for rank in (0, 1))
     with watching(second, 60):
         pass
-    watch = HangWatch(first, 60.0, job_end=None)
+    watch = HangWatch(first, 60.0, job_end=unlimited)
     first.beats.mkdir()
     assert not any(watch._look(100.0) for _ in range(4))
 
@@ -116,7 +117,7 @@ def test_another_node_entry_that_stops_is_found(tmp_path: Path, monkeypatch: pyt
     place = Place(tmp_path, ("n1", "n2"), 0, tmp_path / "beats")
     place.beats.mkdir()
     Pulses(tmp_path, place.nodes, 1).publish(Pulse())
-    watch = HangWatch(place, 30.0, job_end=None)
+    watch = HangWatch(place, 30.0, job_end=unlimited)
     assert [watch._look(elapsed) for elapsed in (1.0, 20.0, 20.0)] == [False, False, False]
     assert watch._look(21.0)
     assert (tmp_path / ".hang").read_text() == "the node entry on node n2: no sign of life for 61 s\n"
@@ -127,20 +128,20 @@ def test_the_nodes_come_to_one_conclusion(tmp_path: Path, capsys: pytest.Capture
     stopped = Sight("rank 1", "n2", 1, 70, 60, "T", "data", 3)
     first, second = (Place(tmp_path, ("n1", "n2"), rank, tmp_path / f"beats{rank}") for rank in (0, 1))
     Pulses(tmp_path, first.nodes, 1).publish(Pulse(finds_hang=True, has_collected=True, sights=(stopped,)))
-    watch = HangWatch(first, 60.0, job_end=None)
+    watch = HangWatch(first, 60.0, job_end=unlimited)
     first.beats.mkdir()
     assert watch._look(1.0)
     assert (
         (tmp_path / ".hang").read_text().startswith("rank 1 on node n2 is stopped (SIGSTOP): no sign of life for 70 s")
     )
     second.beats.mkdir()
-    assert HangWatch(second, 60.0, job_end=None)._look(1.0)
+    assert HangWatch(second, 60.0, job_end=unlimited)._look(1.0)
     assert capsys.readouterr().out.count("hang: ") == 1  # of the first
 
 
 def test_a_job_in_which_everybody_waits(tmp_path: Path) -> None:
     place = Place(tmp_path, ("n1",), 0, tmp_path / "beats")
-    watch = HangWatch(place, 60.0, job_end=None)
+    watch = HangWatch(place, 60.0, job_end=unlimited)
     driver = Sight("the driver", "n1", 1, 61, 60, phase="gen", step=3, waits=True)
     idle = Sight("rank 0", "n1", 2, 500, 60, phase="run", waits=True)
     assert watch._others_finding([driver, idle]) == (
@@ -149,7 +150,7 @@ def test_a_job_in_which_everybody_waits(tmp_path: Path) -> None:
     )
     assert watch._others_finding([driver, Sight("rank 0", "n1", 2, 1, 60, phase="update")]) == ""
     other = Place(tmp_path, ("n1", "n2"), 1, tmp_path / "beats")
-    assert HangWatch(other, 60.0, job_end=None)._others_finding([driver, idle]) == ""  # node 0 knows all nodes
+    assert HangWatch(other, 60.0, job_end=unlimited)._others_finding([driver, idle]) == ""  # node 0 knows all nodes
 
 
 SLOW = Sight("rank 0", "n1", 1, 50, 60, phase="data", step=3)
@@ -186,7 +187,8 @@ def test_the_verdict(pulses: list[Pulse], line: str) -> None:
 
 def test_a_run_has_to_stop_before_the_walltime(tmp_path: Path) -> None:
     stop, now = tmp_path / "stop", 1000.0
-    walltime = Walltime(stop, job_end=now + 300, now=lambda: now)
+    end = now + 300
+    walltime = Walltime(stop, job_end=lambda: end, now=lambda: now)
     assert walltime.finding(5) == ""
     now += 280
     assert walltime.finding(5) == ""  # nobody has asked it to stop
@@ -196,16 +198,20 @@ def test_a_run_has_to_stop_before_the_walltime(tmp_path: Path) -> None:
     assert walltime.finding(5) == ""
     now += 1
     assert walltime.finding(5) == "the walltime ends in 12 s, and the run has not stopped"
-    early = Walltime(stop, job_end=now + 31, now=lambda: now - 100)
+    end += 50  # the job was suspended
+    assert walltime.finding(5) == ""
+    now += 55
+    assert walltime.finding(5) == "the walltime ends in 7 s, and the run has not stopped"
+    early = Walltime(stop, job_end=lambda: now + 31, now=lambda: now - 100)
     assert early.finding(5) == ""
-    assert Walltime(stop, job_end=None, now=lambda: now).finding(5) == ""
+    assert Walltime(stop, job_end=unlimited, now=lambda: now).finding(5) == ""
 
 
 @pytest.mark.parametrize(("left_s", "is_due"), [(15.5, False), (14.5, True), (-0.5, False)])
 def test_an_early_warning_leaves_time_until_the_reserve(tmp_path: Path, left_s: float, is_due: bool) -> None:
     (tmp_path / "stop").write_text("walltime\n")
     now = 0.0
-    walltime = Walltime(tmp_path / "stop", job_end=600.0, now=lambda: now)
+    walltime = Walltime(tmp_path / "stop", job_end=lambda: 600.0, now=lambda: now)
     assert walltime.finding(5) == ""
     now = 600 - left_s
     assert bool(walltime.finding(5)) is is_due  # an end that has passed is not the end: the job was suspended

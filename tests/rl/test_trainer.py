@@ -50,6 +50,7 @@ class Loop:
     """A run of four steps that validates after the second, and records what it does."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, job_end: float | None = None) -> None:
+        patch.setattr("hpc_rl.training.stopping.SETTLE_S", 0.0)
         self.did: list[str] = []
         self.timelines: list[Timeline] = []
         self.stop_in: Callable[[int], bool] = lambda step: False
@@ -57,7 +58,7 @@ class Loop:
         self.state: Any = SimpleNamespace(
             config=ppo_config("trainer.test_freq=2", "trainer.save_minutes=0", "trainer.export=false"),
             run=run,
-            stopping=Stopping(run, 180, job_end),
+            stopping=Stopping(run, 180, lambda: job_end),
             batches=Batches(),
             carrier=RayCarrier(),
             rollout=SimpleNamespace(

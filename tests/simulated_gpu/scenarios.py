@@ -212,6 +212,7 @@ def _trainer_state(job: Job, config: FinetuneConfig, world: World, model: Any, o
     from hpc_rl.finetune.objectives import objective_of
     from hpc_rl.finetune.trainer import TrainerState
     from hpc_rl.finetune.training_data import Epochs
+    from hpc_rl.host.walltime import unlimited
     from hpc_rl.run_dir import RunDir
     from hpc_rl.training.checkpoints.checkpoint import Saver
     from hpc_rl.training.offload import ModelOffload
@@ -240,7 +241,7 @@ def _trainer_state(job: Job, config: FinetuneConfig, world: World, model: Any, o
         total_steps=10,
         tracker=None,  # type: ignore[arg-type]
         saver=Saver(run.checkpoints, world, keep=1),
-        stopping=Stopping(run, config.slurm.warning_s, job_end=None),
+        stopping=Stopping(run, config.slurm.warning_s, job_end=unlimited),
         step=0,
         position=Position(0, 0),
         total_tokens=0,

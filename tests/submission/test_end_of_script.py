@@ -82,6 +82,24 @@ def test_a_job_that_was_suspended_is_not_queued_again_for_that(tmp_path: Path) -
     assert end(tmp_path, stops("user"), job=suspended)[1]["state"] == "STOPPED"
 
 
+def test_a_job_whose_end_has_moved_is_cancelled_and_has_no_timeout(tmp_path: Path) -> None:
+    over = "export SLURM_JOB_END_TIME=1795270000\n"
+    moved = 'echo 9795270000 > "$HPC_RL_ATTEMPT_DIR/.job-end"; '
+    assert end(tmp_path, moved + TERM + LATER + "exit 1", first=over)[1]["state"] == "CANCELLED"
+
+
+def test_a_controller_that_is_away_is_asked_again(tmp_path: Path) -> None:
+    away = """
+scontrol() { [ -e "$SEEN.away" ] || command scontrol "$@"; }
+timeout() { while [[ $1 == --* ]]; do shift; done; shift; "$@"; }
+sleep() { [ "$1" != 10 ] || rm -f "$SEEN.away"; command sleep 0.1; }
+"""
+    step = f'touch "$SEEN.away"; {stops("walltime")}'
+    silent = away.replace("|| command", "&& return 1 || command")
+    _, recorded, said = end(tmp_path, step, first=silent)
+    assert recorded["state"] == "REQUEUED" and said.startswith("requeue 7\n"), said
+
+
 def test_one_task_of_an_array_is_queued_again_and_not_all(tmp_path: Path) -> None:
     task = "export SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=3\n"
     _, recorded, said = end(tmp_path, stops("walltime"), first=task)

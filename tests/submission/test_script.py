@@ -270,7 +270,12 @@ def test_the_exit_code_is_the_one_on_which_the_nodes_agreed(tmp_path: Path, job:
 @pytest.mark.parametrize(
     ("step", "code", "said"),
     [
-        ("kill -KILL $$", 137, "hpc-rl: srun was ended by signal 9 before the nodes of the job had agreed on its end"),
+        (
+            "kill -KILL $$",
+            137,
+            "hpc-rl: srun, or a node entry that it started, was ended by signal 9 before the nodes of the job had "
+            "agreed on its end",
+        ),
         ("exit 127", 127, "hpc-rl: srun ended with exit code 127 before the nodes of the job had agreed on its end"),
         ("exit 2", 2, ""),
     ],
@@ -280,6 +285,29 @@ def test_how_srun_ended_is_reported_without_an_outcome(tmp_path: Path, step: str
     assert done.returncode == code and [line for line in done.stderr.splitlines() if "hpc-rl" in line] == [said] * bool(
         said
     )
+
+
+def test_a_deleted_attempt_is_not_replaced(tmp_path: Path) -> None:
+    job = torchrun_job(tmp_path / "run")
+    for name in ("attempt-2", "attempt-9", "attempt-10", "attempt-old", "attempt-08"):
+        (job.run_dir.path / name).mkdir(parents=True)
+    run_script(job, tmp_path)
+    assert json.loads(job.run_dir.status.read_text())["attempt"] == 11
+    assert job.run_dir.next_attempt().name == "attempt-12"
+
+
+def test_the_end_of_the_walltime_moves_if_the_job_was_suspended(tmp_path: Path) -> None:
+    """The clock jumps while the script waits for its step."""
+    end = tmp_path / "run/attempt-1/.job-end"
+    step = f"for i in {{1..600}}; do [ -e {end} ] && break; sleep 0.1; done"
+    first = "export SLURM_JOB_END_TIME=1795280099 CONTROLLER_TIME=$(date +%s)\n"
+    jumps = "sleep() { command sleep 0.1; SECONDS=$((SECONDS + 11)); }\n"
+    run_script(torchrun_job(tmp_path / "run"), tmp_path, step=step, first=first + jumps)
+    assert abs(int(end.read_text()) - 1795290000) <= 2
+    end.unlink()
+    steady = jumps.replace("11", "5")
+    run_script(torchrun_job(tmp_path / "other"), tmp_path, step="sleep 1", first=first + steady)
+    assert not (tmp_path / "other/attempt-1/.job-end").exists()
 
 
 def test_each_start_is_an_attempt_and_forgets_an_old_warning(tmp_path: Path) -> None:

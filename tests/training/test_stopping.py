@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.run_dir import RunDir
+from hpc_rl.training import stopping as stopping_module
 from hpc_rl.training.stopping import SAVING, WAITING, WRITING, Stopping, open_stopping, stopped_line
 
 END = 10_000.0
@@ -21,13 +22,14 @@ class Time:
         return END - self.left_s
 
 
-@pytest.fixture
-def time() -> Time:
+@pytest.fixture(autouse=True)
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    monkeypatch.setattr(stopping_module, "SETTLE_S", 0.0)
     return Time()
 
 
 def stopping(folder: Path, time: Time, warning_s: int = 180, end: float | None = END) -> Stopping:
-    return Stopping(RunDir(folder), warning_s, end, time)
+    return Stopping(RunDir(folder), warning_s, lambda: end, time)
 
 
 def latest(stopping: Stopping, time: Time, run: Path, work_s: float) -> float:
@@ -132,6 +134,28 @@ def test_the_environment_and_the_records_are_read(tmp_path: Path, monkeypatch: p
     assert found.rest_s() == 2
     found.made_a_step = True
     assert found.due(0)
+
+
+def test_a_later_end_of_the_walltime_is_read(tmp_path: Path, time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job was suspended. The script of the job learns the new end after the trainer goes on."""
+    monkeypatch.setattr(stopping_module, "SETTLE_S", 60.0)
+    ends = iter([END, END, END + 1000])
+    found = Stopping(RunDir(tmp_path), 180, lambda: next(ends), time)
+    found.made_a_step = True
+    time.left_s = -20
+    assert not found.due(5) and not (tmp_path / "stop").exists()
+    assert next(ends, None) is None
+
+
+def test_a_request_of_the_user_is_not_replaced(tmp_path: Path, time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a network file system, a new file may be seen late."""
+    found = stopping(tmp_path, time)
+    found.made_a_step = True
+    time.left_s = 20
+    (tmp_path / "stop").write_text("user\n")
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    assert found.due(5)
+    assert (tmp_path / "stop").read_text() == "user\n"
 
 
 def test_the_last_line_states_what_is_saved() -> None:
