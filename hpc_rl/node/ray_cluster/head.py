@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -69,7 +70,8 @@ class Head:
         self._gather(gcs_address)
         end = self._run_driver(gcs_address)
         if self._driver.timeline is not None:
-            self._write_timeline(self._driver.timeline)
+            with contextlib.suppress(JobEnd):  # the run has its outcome
+                self._write_timeline(self._driver.timeline)
         return end
 
     def show_end(self, cause: End | None) -> None:

@@ -6,18 +6,23 @@ import socket
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.proxies import proxies
 from hpc_rl.node import network
+from hpc_rl.node.causes import End
 from hpc_rl.node.entry import worker_defaults
 from hpc_rl.node.ray_cluster.environment import driver_environment, ray_environment, shared_environment
+from hpc_rl.node.ray_cluster.head import Driver, Head
 from hpc_rl.node.ray_cluster.layout import SOCKET_BYTES, node_address, socket_bytes, with_room_for_sockets
 from hpc_rl.node.ray_cluster.node import LOG_FILE_BYTES, copy_logs
 from hpc_rl.node.ray_cluster.ports import BLOCK_SIZE, BLOCKS, RayPorts, reserve
 from hpc_rl.node.ray_cluster.processes import last_words
+from hpc_rl.node.ray_cluster.watch import JobEnd
 from hpc_rl.slurm.allocation import Allocation
 
 
@@ -208,3 +213,17 @@ def test_ends_of_text_logs_are_copied(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "copy").iterdir()} == {"raylet.out", "worker-1.err"}
     assert (tmp_path / "copy/worker-1.err").read_text().startswith("[the first 7 bytes are left out]\nx")
     assert (tmp_path / "copy").stat().st_mode & 0o077 == 0
+
+
+def test_what_happens_during_the_timeline_does_not_replace_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_head: Head, _path: Path) -> None:
+        raise JobEnd(1, "the GCS ended")
+
+    monkeypatch.setattr(Head, "_gather", lambda *_: None)
+    monkeypatch.setattr(Head, "_run_driver", lambda *_: End(0, 0))
+    monkeypatch.setattr(Head, "_write_timeline", fail)
+    head: Any = object.__new__(Head)
+    head._watch = SimpleNamespace(ray=SimpleNamespace(begin=lambda _: None))
+    head._layout = SimpleNamespace(address="a", ports=SimpleNamespace(gcs=1), start_options=lambda *_: None)
+    head._driver = Driver((), {}, Path("timeline.json"), dashboard=False)
+    assert head.run() == End(0, 0)
