@@ -65,6 +65,14 @@ def wait(run: RunDir, on_poll: Callable[[], None] = lambda: None) -> int:
         time.sleep(0.2)
 
 
+def settled_status(run: RunDir) -> RunStatus:
+    """Return the run's status. A job that has queued itself again gets SETTLED_S to look so; see `Ending`."""
+    ending = Ending()
+    while not ending.seen(now := status_of(run, commands.TIMEOUT_S), time.monotonic()) and now.may_return:
+        time.sleep(STATE_POLL_S[0])
+    return now
+
+
 def exit_code(ended: RunStatus) -> int:
     """Return the exit code for an ended run: 0 only if it completed."""
     if ended.state == "COMPLETED":

@@ -19,8 +19,9 @@ from hpc_rl.host.files import read_json, write_atomically
 from hpc_rl.host.ownership import open_own
 from hpc_rl.host.processes import held_interrupts
 from hpc_rl.run_dir import SHARED_MODE, RunDir
+from hpc_rl.runs import control
 from hpc_rl.runs.folders import remember
-from hpc_rl.runs.status import ROOT, is_run, status_of
+from hpc_rl.runs.status import ROOT, is_run
 from hpc_rl.slurm import commands
 from hpc_rl.submission.job import Job
 
@@ -45,7 +46,7 @@ def check_free(run: RunDir, kind: str) -> None:
             f"{run.path} is a run of the kind {earlier}, and {kind} was requested: choose another --job-name or "
             "--run-dir"
         )
-    now = status_of(run, commands.TIMEOUT_S)
+    now = control.settled_status(run)
     if now.active:
         raise UserError(
             f"run {run.name} is {now.state} as job {now.job_id} in {run.path}: "

@@ -13,8 +13,9 @@ from hpc_rl.host.ownership import open_own
 from hpc_rl.run_dir import REQUEUE, RunDir
 from hpc_rl.runs import control
 from hpc_rl.runs.run_sets import RunSet, SweepDir, run_of, run_set_in, states
-from hpc_rl.runs.status import RunStatus, in_slurm, status_of, statuses_of
+from hpc_rl.runs.status import STOPPED, RunStatus, in_slurm, statuses_of
 from hpc_rl.slurm import commands
+from hpc_rl.slurm.states import ENDED
 from hpc_rl.submission import queue
 from hpc_rl.submission.after import afterok, find_after_again
 from hpc_rl.submission.directives import environment_notes
@@ -35,7 +36,7 @@ def requeue(run: RunDir) -> str:
 
 
 def _requeue(run: RunDir) -> str:
-    now = status_of(run, commands.TIMEOUT_S)
+    now = control.settled_status(run)
     if now.state == "COMPLETED":
         return f"run {run.name} has nothing to resume: its state is {now.state}"
     if now.state == "PENDING":
@@ -85,6 +86,12 @@ def _from_within(run: RunDir, now: RunStatus, script: str) -> str:
         raise UserError(
             f"job {now.job_id} of run {run.name} was submitted with slurm.requeue=false: "
             f"run hpc-rl stop {run.name} first, then hpc-rl requeue {run.name}"
+        )
+    said = read_json(run.status)
+    if now.state == "COMPLETING" or (said.get("job_id") == now.job_id and said.get("state") in (*ENDED, STOPPED)):
+        raise UserError(
+            f"job {now.job_id} of run {run.name} is ending: wait until it has ended (hpc-rl status {run.name}), and "
+            f"requeue {run.name} then"
         )
     control.ask_to_stop(run, REQUEUE)
     return f"job {now.job_id} of run {run.name} will save as soon as it can and then be requeued"
@@ -253,6 +260,7 @@ def _requeue_sweep(sweep: SweepDir) -> str:
     script = _own_script(sweep.script)
     for now in again.values():  # the array runs these scripts
         run_of(now).check_owner()
+        refuse_edited_settings(run_of(now))
         _own_script(run_of(now).script)
     limit = re.search(r"^#SBATCH --array=\S*?(%\d+)$", script, re.MULTILINE)
     after = find_after_again(sweep.runs())

@@ -92,6 +92,21 @@ def test_waiting_goes_on_while_slurm_queues_a_job_again(tmp_path: Path, monkeypa
     assert job.now >= 1000
 
 
+@pytest.mark.parametrize(("returns_at", "state", "until"), [(20, "COMPLETED", 21), (1e9, "NODE_FAIL", 61)])
+def test_the_status_of_a_job_that_has_queued_itself_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returns_at: float, state: str, until: float
+) -> None:
+    job = Job(RunDir(tmp_path), writes_at=0, ends_at=0)
+
+    def status_of(run: RunDir, within_s: float) -> RunStatus:
+        return LOOKS_ENDED if job.now < returns_at else job.status_of(run, within_s)
+
+    monkeypatch.setattr(control, "time", job)
+    monkeypatch.setattr(control, "status_of", status_of)
+    assert control.settled_status(job.run).state == state
+    assert until - 1 <= job.now <= until
+
+
 def test_a_silent_controller_does_not_end_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`submit --wait` and `logs -f` wait so."""
     run = RunDir(tmp_path)

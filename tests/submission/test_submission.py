@@ -12,11 +12,12 @@ import pytest
 
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
+from hpc_rl.runs.run_sets import SweepDir
 from hpc_rl.submission import chain
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.preflight.checks import partition
 from hpc_rl.submission.request import Request
-from hpc_rl.submission.requeue import requeue
+from hpc_rl.submission.requeue import requeue, requeue_all
 from tests.fake_slurm import calls, fake_slurm
 from tests.small_disk import needs_root, small_disk
 
@@ -114,6 +115,34 @@ def test_a_script_that_never_queues_itself_again_is_not_asked_to(tmp_path: Path,
     with pytest.raises(UserError, match="was submitted with slurm"):
         requeue(mine)
     assert not mine.stop.exists()
+
+
+@pytest.mark.parametrize(("in_slurm", "recorded"), [("COMPLETING", "RUNNING"), ("RUNNING", "FAILED")])
+def test_a_job_that_is_ending_is_not_asked_to_save(tmp_path: Path, slurm: Path, in_slurm: str, recorded: str) -> None:
+    mine = run(tmp_path, job={"job_id": "5"}, status={"job_id": "5", "attempt": 1, "state": recorded})
+    (slurm / "squeue.text").write_text(f"5|{in_slurm}|node1|None|\n")
+    with pytest.raises(UserError, match="job 5 of run mine is ending: wait until it has ended"):
+        requeue(mine)
+    assert not mine.stop.exists()
+    mine.status.write_text(json.dumps({"job_id": "5", "attempt": 1, "state": "REQUEUED"}))
+    (slurm / "squeue.text").write_text("5|RUNNING|node1|None|\n")
+    assert "will save as soon as it can" in requeue(mine)
+
+
+def test_a_sweep_with_edited_settings_is_not_requeued(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "hpc_rl.cli", "sweep", "torchrun", "slurm.env.LR=1,2", *PROGRAM], check=True, timeout=600
+    )
+    (sweep,) = (tmp_path / "runs").iterdir()
+    first = RunDir(sweep / f"{sweep.name}_1")
+    first.write_status("7_1", 1, "FAILED", 1)
+    attempt = first.path / "attempt-1"
+    attempt.mkdir()
+    (attempt / "config.yaml").write_text("lr: 1\n")
+    first.config.write_text("lr: 2\n")
+    with pytest.raises(UserError, match=r"config\.yaml was edited after attempt-1"):
+        requeue_all(SweepDir(sweep))
+    assert [call.split()[0] for call in calls(tmp_path)].count("sbatch") == 1
 
 
 def test_a_run_with_edited_settings_is_not_requeued(tmp_path: Path) -> None:
