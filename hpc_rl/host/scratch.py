@@ -78,7 +78,11 @@ def held_scratch(environ: Mapping[str, str], job_id: str, attempt_dir: Path, nod
             yield folder
         finally:
             removed = remove_scratch(folder)
-    if not removed:  # not an error: the job script removes it, or the user's next job on this node
+    if (
+        not removed
+    ):  # not an error: the job script removes it, or the user's next job on this node, which finds the mark
+        with contextlib.suppress(OSError):
+            (folder / _MARK).touch(mode=0o600)
         print(
             f"warning: temporary folder {folder} is still in use on {os.uname().nodename}", file=sys.stderr, flush=True
         )

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ FOLDER = "stacks"
 ANSWER_S = 10.0
 """How long processes may take to write their stacks."""
 PY_SPY_S = 10.0
+COMMAND_S = 2.0
 _POLL_S = 0.1
 _MAIN_THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _DISTRIBUTED = re.compile(r'File ".*/torch/distributed/')
@@ -77,8 +79,16 @@ def facts(pid: int, name: str, state: str) -> str:
 
 
 def command(pid: int) -> str:
-    """Return the command line of a process."""
-    return _text(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
+    """Return the command line of a process; an empty text if the kernel does not give it within COMMAND_S.
+
+    It is in the memory of the process. Reading that waits for a thread of the process that changes its memory map,
+    which may itself wait for a page of a file system that hangs.
+    """
+    found: list[str] = []
+    reader = threading.Thread(target=lambda: found.append(_text(Path(f"/proc/{pid}/cmdline"))), daemon=True)
+    reader.start()
+    reader.join(COMMAND_S)
+    return "".join(found).replace("\0", " ").strip()
 
 
 def name_of(pid: int) -> str:

@@ -45,7 +45,9 @@ RANK = "-u -P -m hpc_rl.finetune.train"
 SRUN = "^srun .*--ntasks-per-node=1"
 SCRIPT = "slurm_script"
 STEP = r"^slurmstepd: \[[0-9]+\.0\]"
-BY_SRUN = "srun was ended by signal 9 before the nodes of the job had agreed on its end"
+BY_SRUN = (
+    "srun, or a node entry that it started, was ended by signal 9 before the nodes of the job had agreed on its end"
+)
 BY_SCRIPT = "the job's script was killed before it could record how the job ended"
 PARTS = [
     Part("a rank", "sft", "node2", RANK, r"rank 1 on node node2 failed with exit code 137 \("),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.errors import UserError
+from hpc_rl.host import scratch
 from hpc_rl.host.disk import file_system
 from hpc_rl.host.scratch import (
     held,
@@ -51,6 +52,19 @@ def test_folders_of_killed_jobs_are_removed_and_no_others(tmp_path: Path) -> Non
     own.mkdir()
     with held_scratch(environ, "2", tmp_path, 0) as living, held_scratch(environ, "3", tmp_path, 0):
         assert living.is_dir() and own.is_dir() and not killed.exists()
+
+
+def test_a_folder_that_is_still_in_use_is_left_to_the_next_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environ = {"TMPDIR": str(tmp_path)}
+    monkeypatch.setattr(scratch, "remove_scratch", lambda folder: bool((folder / ".hpc-rl").unlink()))
+    with held_scratch(environ, "1", tmp_path, 0) as left:
+        pass
+    assert left.is_dir() and "is still in use" in capsys.readouterr().err
+    monkeypatch.undo()
+    with held_scratch(environ, "2", tmp_path, 0):
+        assert not left.exists()
 
 
 def test_what_a_killed_node_entry_left_is_found_by_its_record(tmp_path: Path) -> None:
