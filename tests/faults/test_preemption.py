@@ -11,6 +11,7 @@ from typing import Literal
 
 import pytest
 
+from hpc_rl.run_dir import moved_end_file
 from tests.conftest import sandbox_cluster
 from tests.e2e.workspace import QUICK, Workspace
 from tests.faults.jobs import SMALL_PPO, left_behind, measured, steps_lost, workspace_on
@@ -183,6 +184,10 @@ def test_a_suspended_job_goes_on(suspending: Site, job: Job, observed: Callable[
     start(run, "suspended")
     workspace.wait_until(lambda: len(suspending.measured(run)) >= 3, f"{run} at step 3")
     suspending.preempt(f"sleep {SUSPENDED_S}")
+    attempt = workspace.folder / "runs" / run / "attempt-1"
+    workspace.wait_until(lambda: moved_end_file(attempt).exists(), "the later end of the walltime")
+    walltime_s = float(moved_end_file(attempt).read_text()) - (attempt / "config.yaml").stat().st_mtime
+    assert walltime_s > 3600 + HANG_S
     losses = stopped_after(run, len(suspending.measured(run)) + 3)
     assert workspace.status(run)["attempt"] == 1, workspace.ok("logs", run)
     assert longest_pause_s(workspace.folder / "runs" / run) > HANG_S  # Slurm takes some seconds to stop it
