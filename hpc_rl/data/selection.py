@@ -254,4 +254,4 @@ def _responses(file: str) -> Iterator[Response]:
 def _text(row: Row) -> bytes:
     """Return what makes two selected rows the same: all but their scores."""
     kept = {name: value for name, value in row.items() if name not in ("score", "margin")}
-    return json.dumps(kept, sort_keys=True).encode()
+    return json.dumps(kept, sort_keys=True, default=str).encode()

@@ -210,7 +210,7 @@ def replace_synced(path: Path, text: str) -> None:
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> int:
-    """Write one JSON object per line, atomically.
+    """Write one JSON object per line, atomically. Values that JSON lacks, such as dates, are written as text.
 
     Returns:
         the number of rows.
@@ -223,7 +223,7 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as partial, partial.open("x", encoding="utf-8") as lines:
             for row in rows:
-                lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+                lines.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
                 count += 1
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error

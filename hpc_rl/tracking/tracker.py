@@ -116,12 +116,13 @@ class Tracker:
         """Record prompts and responses: append them to samples.jsonl, and to a table in wandb; see samples.py.
 
         Args:
-            samples: rows with the same columns.
+            samples: rows with the same columns. Values that JSON lacks, such as dates, are written as text.
             split: "train" or "val".
         """
         if self._samples is None or not samples:
             return
-        self._samples.write(*(json.dumps({"step": step, "split": split, **row}, ensure_ascii=False) for row in samples))
+        rows = ({"step": step, "split": split, **row} for row in samples)
+        self._samples.write(*(json.dumps(row, ensure_ascii=False, default=str) for row in rows))
         if self._wandb is not None:
             self._wandb.log_table(step, f"{split}/generations", samples)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from hpc_rl.config.preferences import PreferenceDataConfig
 from hpc_rl.data.formats import read_rows
@@ -154,6 +157,14 @@ def test_what_is_refused_leaves_the_output(tmp_path: Path, rows: Any, method: st
     assert message in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "responses.jsonl"]
     assert (tmp_path / "out.jsonl").read_text() == "before"
+
+
+def test_messages_with_values_that_json_lacks(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "q", "at": date(2025, 1, 2)}]
+    file, out = tmp_path / "responses.parquet", tmp_path / "out.jsonl"
+    parquet.write_table(pyarrow.Table.from_pylist(rows_of([[0.0, 1.0]], prompt=chat)), file)
+    assert select([str(file)], "best-of-n", None, out).rows == 1
+    assert next(read_rows(out))["messages"][0]["at"] == "2025-01-02"
 
 
 def test_files_are_kept_apart(tmp_path: Path) -> None:

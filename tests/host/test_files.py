@@ -1,4 +1,7 @@
+import json
 import os
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -66,6 +69,13 @@ def test_rows_are_lines(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=f"cannot write {tmp_path}"):
         write_jsonl(tmp_path / "file" / "x.jsonl", [])
+
+
+def test_values_that_json_lacks_are_written_as_text(tmp_path: Path) -> None:
+    """Rows of parquet files have them."""
+    row = {"day": date(2025, 1, 2), "price": Decimal("1.50"), "image": b"x"}
+    write_jsonl(tmp_path / "x.jsonl", [row])
+    assert json.loads((tmp_path / "x.jsonl").read_text()) == {"day": "2025-01-02", "price": "1.50", "image": "b'x'"}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking import wandb_run
 from hpc_rl.tracking.metrics import read_metrics
+from hpc_rl.tracking.samples import read_samples
 from hpc_rl.tracking.timeline import new_timeline, read_timeline
 from hpc_rl.tracking.tracker import Tracker
 
@@ -110,6 +112,13 @@ def test_wandb_without_a_network_warns_and_goes_on(
     assert asked and asked[0].startswith(b"CONNECT")
     assert not any(proxy in value for value in os.environ.values())
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_answers_that_json_lacks_are_recorded_as_text(tmp_path: Path) -> None:
+    made = tracker(tmp_path)
+    made.log_samples(1, [{"prompt": "p", "response": "r", "answer": date(2025, 1, 2), "score": 1.0}], "train")
+    (sample,) = read_samples(RunDir(tmp_path).samples)
+    assert sample.answer == "2025-01-02"
 
 
 def test_the_timeline_is_that_of_the_latest_step(tmp_path: Path) -> None:
