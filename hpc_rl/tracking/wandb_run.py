@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpc_rl.errors import UserError
@@ -63,7 +63,6 @@ class WandbRun:
                 settings=settings,
             )
 
-        self._error = wandb.Error
         self._run_dir = run_dir.path
         try:
             self._run = start(mode)
@@ -82,36 +81,32 @@ class WandbRun:
         return str(self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if not self._works:
-            return
-        try:
-            self._run.log({"step": step, **metrics})
-        except self._error as error:
-            self._stop_logging(error)
-
-    def _stop_logging(self, error: Exception) -> None:
-        self._works = False
-        _warn(f"wandb failed; training continues without it: {_first_line(error)}")
+        self._log(step, lambda: metrics)
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log a table with the columns of the first row."""
         import wandb
 
+        columns = list(rows[0])
+        data = [[str(row[column]) for column in columns] for row in rows]
+        self._log(step, lambda: {name: wandb.Table(columns=columns, data=data)})
+
+    def _log(self, step: int, values: Callable[[], Mapping[str, Any]]) -> None:
+        """Log values, which are created here: a table is written to a file. After an error nothing more is logged."""
         if not self._works:
             return
-        columns = list(rows[0])
-        table = wandb.Table(columns=columns, data=[[str(row[column]) for column in columns] for row in rows])
         try:
-            self._run.log({"step": step, name: table})
-        except self._error as error:
-            self._stop_logging(error)
+            self._run.log({"step": step, **values()})
+        except Exception as error:  # noqa: BLE001 - wandb passes on errors of the system, such as those of a full disk
+            self._works = False
+            _warn(f"wandb failed; training continues without it: {_first_line(error)}")
 
     def finish(self, exit_code: int) -> None:
         """Upload the rest within two minutes, and print how to upload anything that remains."""
         folder = self._run.settings.sync_dir
         try:
             self._run.finish(exit_code=exit_code)
-        except (self._error, TimeoutError) as error:
+        except Exception as error:  # noqa: BLE001 - as in _log
             _warn(f"wandb could not finish: {_first_line(error)}")
             if not self._offline:
                 _print_upload_command(f"wandb sync --include-online {shlex.quote(str(folder))}")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking import wandb_run
@@ -119,6 +121,26 @@ def test_answers_that_json_lacks_are_recorded_as_text(tmp_path: Path) -> None:
     made.log_samples(1, [{"prompt": "p", "response": "r", "answer": date(2025, 1, 2), "score": 1.0}], "train")
     (sample,) = read_samples(RunDir(tmp_path).samples)
     assert sample.answer == "2025-01-02"
+
+
+@pytest.mark.parametrize("method", ["log", "log_table", "finish"])
+def test_a_full_disk_ends_wandb_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_key: None, method: str
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = wandb_run.WandbRun(RunDir(tmp_path), {}, project="p", name="n", mode="offline", proxy=None, run_id="abc123")
+    failing = {"log": (run._run, "log"), "log_table": (wandb, "Table"), "finish": (run._run, "finish")}
+    with monkeypatch.context() as patch:
+        patch.setattr(*failing[method], full)
+        run.log(1, {"train/loss": 1.0})
+        run.log_table(1, "val/generations", [{"prompt": "p"}])
+        run.log_table(2, "val/generations", [{"prompt": "p"}])
+        run.finish(0)
+    run._run.finish()
+    errors = capsys.readouterr().err
+    assert errors.count("No space left on device") == 1 and errors.startswith("warning: wandb ")
 
 
 def test_the_timeline_is_that_of_the_latest_step(tmp_path: Path) -> None:
