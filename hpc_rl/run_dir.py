@@ -12,12 +12,17 @@ import json
 import os
 import re
 import stat
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import open_regular, read_json, write_atomically
-from hpc_rl.host.ownership import weakness
+from hpc_rl.host.ownership import open_own, weakness
 
 ENV_RUN_DIR = "HPC_RL_RUN_DIR"
 ENV_ATTEMPT_DIR = "HPC_RL_ATTEMPT_DIR"
@@ -37,6 +42,11 @@ TOKENIZED = f".tokenized-{os.getuid()}"
 _CONFIG, _SCRIPT, _JOB, _STATUS = "config.yaml", "job.sbatch", "job.json", "status.json"
 MARKS = (_SCRIPT, _JOB, _STATUS, _CONFIG)
 """A folder with one of these files is a run."""
+SUBMISSION = ".submission"
+"""File in the folder of a run, sweep or pipeline, which is locked while a command submits or removes it."""
+LOCK_TIMEOUT_S = 2.0
+"""A command such as `status` holds the lock of a run for a moment to see whether a job has it."""
+_LOCK_POLL_S = 0.1
 _UNFINISHED = ("RUNNING", "REQUEUED")
 """States in status.json of a job that has not ended."""
 
@@ -187,6 +197,37 @@ class RunDir:
             return None
         return None
 
+    def take_lock(self, job_id: str = "") -> IO[str]:
+        """Lock the directory, as the job script does, so that it holds one job at a time. Closing the file unlocks it.
+
+        Args:
+            job_id: id of the job that holds it from now on; empty if none does.
+
+        Raises:
+            UserError: another job holds it, or it cannot be locked.
+        """
+        try:
+            lock = open_own(self.path.resolve() / self.lock.name, "a+")
+        except OSError as error:
+            raise UserError(f"cannot lock {self.path}: {self.lock.name} {error.strerror}") from error
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        try:
+            while not _locked(lock):
+                if time.monotonic() > deadline:
+                    lock.seek(0)
+                    owner = lock.read().split()[-1:] or ["?"]
+                    lock.close()
+                    raise UserError(
+                        f"job {' '.join(owner)} is running in {self.path}: wait for it, or choose another run directory"
+                    )
+                time.sleep(_LOCK_POLL_S)
+        except OSError as error:  # a file system without locks; a submission has already checked for a running job
+            print(f"hpc-rl: no file lock in {self.path}: {error.strerror}", file=sys.stderr)
+        if job_id:
+            lock.write(job_id + "\n")
+            lock.flush()
+        return lock
+
     def check_owner(self, group: str | None = None) -> None:
         """Check that this user owns the directory, if it exists, and that nobody else can write to it or replace it.
 
@@ -243,6 +284,40 @@ class RunDir:
         """
         status = {"job_id": job_id, "attempt": attempt, "state": state, "exit_code": exit_code}
         write_atomically(self.status, json.dumps(status) + "\n")
+
+
+@contextmanager
+def submitting(folder: Path) -> Iterator[None]:
+    """Hold the folder of a run or sweep, so that no other command submits or removes it at the same time.
+
+    Raises:
+        UserError: another command holds it.
+    """
+    try:
+        lock = open_own(folder.resolve() / SUBMISSION, "a+")
+    except OSError as error:
+        raise UserError(f"cannot lock {folder.name}: {folder}: {error.strerror}") from error
+    with lock:
+        try:
+            is_there = _locked(lock) and os.path.samestat(os.fstat(lock.fileno()), (folder / SUBMISSION).stat())
+        except FileNotFoundError:  # the other one may just have failed and removed the folder
+            is_there = False
+        except OSError:  # a file system without locks
+            is_there = True
+        if not is_there:
+            raise UserError(
+                f"run {folder.name} is being submitted or removed by another command: wait for it (hpc-rl status)"
+            )
+        yield
+
+
+def _locked(lock: IO[str]) -> bool:
+    """Take the lock of a file and return True, or return False if another process has it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def ended_at(path: str) -> float | None:

@@ -189,7 +189,6 @@ def new_run(kind: str) -> RunDir:
 
 def new_attempt(run: RunDir, config: DriverConfig) -> Path:
     """Create the folder of the next attempt, and write the files of the run directory that a job script writes."""
-    run.path.mkdir(parents=True, exist_ok=True, mode=0o700)
     text = dump(config)
     write_atomically(run.config, text)
     run.stop.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -27,8 +28,11 @@ def run_in_driver(kind: str, config: DriverConfig, runner_class: type[Runner], r
     from hpc_rl.rl.cluster import new_attempt, new_run, run_driver
 
     run = run or current_run_dir() or new_run(kind)
-    logs = current_attempt_dir() or new_attempt(run, config)
-    return run_driver(config, runner_class, run, logs)
+    if logs := current_attempt_dir():
+        return run_driver(config, runner_class, run, logs)
+    run.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with run.take_lock(f"local-{os.getpid()}"):  # as a job does, so that no other one starts, and no file is removed
+        return run_driver(config, runner_class, run, new_attempt(run, config))
 
 
 def run_main(command: Callable[[], int]) -> int:

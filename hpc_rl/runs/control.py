@@ -91,7 +91,7 @@ def cancel(run: RunDir) -> str:
     if not now.active or now.job_id is None:
         return f"run {run.name} has no job to cancel: its state is {now.state}"
     if not in_slurm(run):
-        _end_process(run)
+        _end_process(run, now)
     else:
         cancel_jobs([now])
     saved = newest_checkpoint(run)
@@ -152,8 +152,13 @@ def check_own(run: RunDir) -> None:
         raise UserError(f"run {run.name} belongs to another user, who may have written any job's id: {run.path}")
 
 
-def _end_process(run: RunDir) -> None:
+def _end_process(run: RunDir, now: RunStatus) -> None:
     job = read_json(run.job)
+    if job.get("job_id") != now.job_id:
+        raise UserError(
+            f"run {run.name} was started without a job: end it where it runs, or let it save and exit "
+            f"(hpc-rl stop {run.name})"
+        )
     if job["host"] != os.uname().nodename:
         raise UserError(f"run {run.name} is a process on {job['host']}: cancel it there")
     pid = int(job["pid"])

@@ -133,12 +133,12 @@ def is_local(job_id: str) -> bool:
 
 
 def in_slurm(run: RunDir) -> bool:
-    """Return whether Slurm queued the run's newest job; False for --local and --in-allocation."""
+    """Return whether Slurm queued the run's newest job; False for --local, --in-allocation and runs without a job."""
     return _in_slurm(read_json(run.job), current_job(run))
 
 
 def _in_slurm(job: Mapping[str, Any], job_id: str | None) -> bool:
-    return "pid" not in job or job.get("job_id") != job_id
+    return not is_local(job_id or "") and ("pid" not in job or job.get("job_id") != job_id)
 
 
 def status_of(run: RunDir, within_s: float = commands.LOOK_S) -> RunStatus:
@@ -236,6 +236,8 @@ def _job_fields(run: RunDir, job_id: str | None, job: Mapping[str, Any], ask: As
     own_fields = {"state": own.get("state", UNKNOWN), "exit_code": own.get("exit_code")}
     requeued = own_fields["state"] == "REQUEUED"
     unfinished = requeued or own_fields["state"] in ("RUNNING", UNKNOWN)
+    if is_local(job_id) and job.get("job_id") != job_id:  # no job: what was started by hand only holds the lock
+        return {"state": own.get("state", "RUNNING")}
     if not _in_slurm(job, job_id):
         here = job.get("host") == os.uname().nodename
         if here and unfinished and not process_alive(int(job.get("pid", 0)), int(job.get("start_time", 0))):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
@@ -12,13 +11,11 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
 from hpc_rl.config.compose import dump
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.host.accelerators import visible_devices, visible_variable
 from hpc_rl.host.files import write_atomically
-from hpc_rl.host.ownership import open_own
 from hpc_rl.host.processes import adopt_orphans, end, end_descendants, shell_code, start
 from hpc_rl.host.ray_token import TOKEN
 from hpc_rl.host.scratch import job_folders, remove_scratch
@@ -33,8 +30,6 @@ from hpc_rl.submission.resources import cpus_per_node
 from hpc_rl.submission.script import job_python, node_options, render_container
 
 POLL_S = 0.1
-LOCK_TIMEOUT_S = 2.0
-"""A command such as `status` holds the lock for a moment to see whether a job has it."""
 _CANCELLED = 128 + signal.SIGTERM
 _CONTAINER = "container.sh"
 
@@ -46,7 +41,7 @@ def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
     """
     job_id = f"local-{os.getpid()}"
     with queue.reserved(job):
-        lock = _lock(job, job_id)
+        lock = job.run_dir.take_lock(job_id)
         queue.prepare(job, script)
         host, began = os.uname().nodename, process_start_time(os.getpid())
         queue.record(job, job_id, host=host, pid=os.getpid(), start_time=began)
@@ -89,37 +84,6 @@ def check_local(job: Job) -> None:
     programs = runtime_of(settings).programs
     if find_program(programs) is None:
         raise UserError(f"--local in an image: {missing(programs)}; load its module")
-
-
-def _lock(job: Job, job_id: str) -> IO[str]:
-    """Lock a run directory, as the job script does, so that it holds one job at a time. Closing the file unlocks it."""
-    try:
-        lock = open_own(job.run_dir.path.resolve() / job.run_dir.lock.name, "a+")
-    except OSError as error:
-        raise UserError(f"cannot lock {job.run_dir.path}: {job.run_dir.lock.name} {error.strerror}") from error
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    try:
-        while not _locked(lock):
-            if time.monotonic() > deadline:
-                lock.seek(0)
-                owner = lock.read().split()[-1:]
-                lock.close()
-                raise UserError(f"job {' '.join(owner)} is running in {job.run_dir.path}: choose another --job-name")
-            time.sleep(POLL_S)
-    except OSError as error:  # a file system without locks; the submission has already checked for a running job
-        print(f"hpc-rl: no file lock in {job.run_dir.path}: {error.strerror}", file=sys.stderr)
-    lock.write(job_id + "\n")
-    lock.flush()
-    return lock
-
-
-def _locked(lock: IO[str]) -> bool:
-    """Take the lock and return True, or return False if another process has it."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def node_environment(

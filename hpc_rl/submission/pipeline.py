@@ -19,6 +19,7 @@ from hpc_rl.config.training import TrainingConfig
 from hpc_rl.config.tree import read_options
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import write_atomically
+from hpc_rl.run_dir import submitting
 from hpc_rl.runs.run_sets import PipelineDir
 from hpc_rl.runs.status import ROOT, is_pipeline, status_of
 from hpc_rl.slurm import commands
@@ -115,7 +116,7 @@ def submit(planned: Plan) -> list[str]:
     if not queue.reserve(folder.path):
         raise UserError(f"{folder.path} has just been created by another process: choose another --job-name")
     try:
-        with queue.submitting(folder.path):
+        with submitting(folder.path):
             prepare(planned)
             for job, script in zip(planned.jobs, planned.scripts, strict=True):
                 if job_ids and job.after:

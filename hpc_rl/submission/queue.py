@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
 import stat
 import subprocess
@@ -16,9 +14,8 @@ from pathlib import Path
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json, write_atomically
-from hpc_rl.host.ownership import open_own
 from hpc_rl.host.processes import held_interrupts
-from hpc_rl.run_dir import SHARED_MODE, RunDir
+from hpc_rl.run_dir import SHARED_MODE, SUBMISSION, RunDir, submitting
 from hpc_rl.runs import control
 from hpc_rl.runs.folders import remember
 from hpc_rl.runs.status import ROOT, is_run
@@ -27,8 +24,6 @@ from hpc_rl.submission.job import Job
 
 GIT_MAX_BYTES = 1_000_000
 GIT_TIMEOUT_S = 20
-_SUBMISSION = ".submission"
-"""Locked while a job of the folder is being submitted."""
 
 
 def check_free(run: RunDir, kind: str) -> None:
@@ -39,7 +34,7 @@ def check_free(run: RunDir, kind: str) -> None:
     """
     if not run.path.is_dir():
         return  # the preflight checks report a folder that cannot be created
-    if not is_run(run.path) and any(path.name != _SUBMISSION for path in run.path.iterdir()):
+    if not is_run(run.path) and any(path.name != SUBMISSION for path in run.path.iterdir()):
         raise UserError(f"{run.path} is neither empty nor a run directory; choose another --run-dir or --job-name")
     if (earlier := read_json(run.job).get("kind", kind)) != kind:
         raise UserError(
@@ -81,30 +76,6 @@ def reserved(job: Job) -> Iterator[bool]:
     with submitting(run.path):
         check_free(run, job.kind)
         yield not is_run(run.path)
-
-
-@contextmanager
-def submitting(folder: Path) -> Iterator[None]:
-    """Hold the folder of a run or sweep, so that no other command submits it at the same time.
-
-    Raises:
-        UserError: another command holds it.
-    """
-    try:
-        lock = open_own(folder.resolve() / _SUBMISSION, "a+")
-    except OSError as error:
-        raise UserError(f"cannot submit {folder.name}: {folder}: {error.strerror}") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_there = os.path.samestat(os.fstat(lock.fileno()), (folder / _SUBMISSION).stat())
-        except (BlockingIOError, FileNotFoundError):  # the other one may just have failed and removed the folder
-            is_there = False
-        except OSError:  # a file system without locks
-            is_there = True
-        if not is_there:
-            raise UserError(f"run {folder.name} is being submitted by another command: wait for it (hpc-rl status)")
-        yield
 
 
 def prepare(job: Job, script: str, code: str | None = None) -> None:

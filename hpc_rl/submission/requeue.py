@@ -10,7 +10,7 @@ from pathlib import Path
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.host.ownership import open_own
-from hpc_rl.run_dir import REQUEUE, RunDir
+from hpc_rl.run_dir import REQUEUE, RunDir, submitting
 from hpc_rl.runs import control
 from hpc_rl.runs.run_sets import RunSet, SweepDir, run_of, run_set_in, states
 from hpc_rl.runs.status import STOPPED, RunStatus, in_slurm, statuses_of
@@ -31,7 +31,7 @@ def requeue(run: RunDir) -> str:
         UserError: the run was not a Slurm job, it has no script, or its job was submitted without requeueing.
     """
     run.check_owner()
-    with queue.submitting(run.path):
+    with submitting(run.path):
         return _requeue(run)
 
 
@@ -135,7 +135,7 @@ def requeue_pipeline(pipeline: RunSet) -> str:
             it; or sbatch refused one. Then no stage is queued again.
     """
     RunDir(pipeline.path).check_owner()
-    with queue.submitting(pipeline.path):
+    with submitting(pipeline.path):
         return _requeue_pipeline(pipeline)
 
 
@@ -242,7 +242,7 @@ def requeue_sweep(sweep: SweepDir) -> str:
         UserError: the sweep has no script.
     """
     RunDir(sweep.path).check_owner()
-    with queue.submitting(sweep.path):
+    with submitting(sweep.path):
         return _requeue_sweep(sweep)
 
 

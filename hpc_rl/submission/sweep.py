@@ -12,6 +12,7 @@ from hpc_rl import __version__
 from hpc_rl.config.compose import compose_each
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import write_atomically
+from hpc_rl.run_dir import submitting
 from hpc_rl.runs.run_sets import SweepDir
 from hpc_rl.runs.status import ROOT
 from hpc_rl.sites.profile import load_profile
@@ -108,7 +109,7 @@ def submit(planned: Plan) -> str:
     sweep = planned.sweep
     if not queue.reserve(sweep.path):
         raise UserError(f"{sweep.path} has just been created by another process: choose another --job-name")
-    with queue.submitting(sweep.path):
+    with submitting(sweep.path):
         return _submit(planned)
 
 

@@ -47,6 +47,29 @@ def test_the_job_that_holds_the_lock_counts_not_the_one_submitted_last(tmp_path:
         assert current_job(run) == "13"
 
 
+def test_a_run_that_was_started_by_hand_is_running_while_it_holds_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "_output", pytest.fail)  # Slurm has no such job
+    run = RunDir(tmp_path / "by-hand")
+    run.path.mkdir()
+    run.config.write_text("a: 1\n")
+    for earlier in ({}, {"job_id": "local-1", "host": os.uname().nodename, "pid": 1, "start_time": 1}):
+        if earlier:
+            run.job.write_text(json.dumps(earlier))
+            run.write_status("local-1", 1, "COMPLETED", 0)
+        before = status_of(run).state
+        with run.take_lock("local-2"):
+            now = status_of(run)
+            assert (now.state, now.job_id, now.active) == ("RUNNING", "local-2", True)
+            assert statuses_of([run])[0].state == "RUNNING"
+            with pytest.raises(UserError, match=r"by-hand was started without a job: .* \(hpc-rl stop by-hand\)"):
+                control.cancel(run)
+            assert "will save as soon as it can" in control.stop(run) and run.stop.exists()
+        assert status_of(run).state == before
+    assert before == "COMPLETED"
+
+
 def test_looking_at_the_lock_leaves_it_free(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert run.holder() is None

@@ -26,10 +26,9 @@ from hpc_rl.host.files import read_json, tail, write_atomically
 from hpc_rl.host.jit_caches import kept_folder
 from hpc_rl.host.scratch import held_scratch, job_folders, local_folder, remove_recorded, remove_scratch
 from hpc_rl.images.build import _workplace
-from hpc_rl.run_dir import RunDir
+from hpc_rl.run_dir import RunDir, submitting
 from hpc_rl.runs import control
 from hpc_rl.runs.status import process_start_time, status_of
-from hpc_rl.submission import queue
 from hpc_rl.submission.preflight.checks import check_run_dir
 from hpc_rl.submission.requeue import requeue
 from tests.fake_slurm import calls, fake_slurm
@@ -221,15 +220,15 @@ def writes_no_links_target(place: Place) -> None:
 
 def locks_stay_free(place: Place) -> None:
     """The intruder could not open the locks, and both can be taken."""
-    with queue.submitting(place.run.path):
-        refused(lambda: requeue(place.run), "is being submitted by another command")
-    with queue.submitting(place.run.path):
+    with submitting(place.run.path):
+        refused(lambda: requeue(place.run), "is being submitted or removed by another command")
+    with submitting(place.run.path):
         assert place.run.holder() is None
 
 
 def refuses_the_lock(place: Place) -> None:
     place.run.path.chmod(0o755)
-    refused(lambda: requeue(place.run), "cannot submit mine")
+    refused(lambda: requeue(place.run), "cannot lock mine")
     is_untouched(place)
 
 
