@@ -168,9 +168,8 @@ def clean(
 
     Example: hpc-rl clean --checkpoints --older-than 30
     """
-    from hpc_rl.run_dir import TOKENIZED, RunDir
-    from hpc_rl.runs import cleaning
-    from hpc_rl.runs.status import ROOT, find_run, is_run, runs_below, statuses_of
+    from hpc_rl.run_dir import TOKENIZED
+    from hpc_rl.runs.status import ROOT
 
     if checkpoints + whole + tokenized > 1:
         raise UserError("--checkpoints, --whole and --tokenized exclude each other: use only one of them")
@@ -179,28 +178,39 @@ def clean(
         return
     if whole and not names and older_than is None:
         raise UserError("--whole without a name would remove every run: name runs, or give --older-than DAYS")
-    runs = [find_run(name) for name in names or []] or [
-        RunDir(path.absolute()) for path in runs_below(ROOT) if is_run(path)
-    ]
+    _clean_runs(names or [], checkpoints, keep, whole, older_than, yes)
+
+
+def _clean_runs(
+    names: Sequence[str], checkpoints: bool, keep: int, whole: bool, older_than: float | None, yes: bool
+) -> None:
+    from hpc_rl.runs import cleaning
+    from hpc_rl.runs.status import ROOT, find_run, is_run, runs_below, statuses_of
+
+    runs = [find_run(name) for name in names] or [RunDir(path.absolute()) for path in runs_below(ROOT) if is_run(path)]
     found = [cleaning.usage_of(run, now) for run, now in zip(runs, statuses_of(runs), strict=True)]
     if older_than is not None:
         found = cleaning.older_than(found, older_than)
-    if not found:
+    removals = cleaning.leftovers(ROOT, runs) if checkpoints or whole else []
+    if not found and not removals:
         note(
             f"no runs in {ROOT.absolute()}" + (f" unchanged for {older_than:g} days" if older_than is not None else "")
         )
         return
-    if not checkpoints and not whole:
+    if whole:
+        removals += cleaning.whole_runs(found)
+    elif checkpoints:
+        removals += cleaning.old_checkpoints(found, keep, note if yes else None)
+    else:
         print(_table(found))
         return
-    removals = cleaning.whole_runs(found) if whole else cleaning.old_checkpoints(found, keep)
     if not removals:
         note("nothing to remove")
         return
     for removal in removals:
         print(f"{size_text(removal.size):>9}  {short_path(removal.path)}")
     if yes:
-        print(f"removed {size_text(cleaning.remove(removals))}")
+        print(f"removed {size_text(cleaning.remove(removals, note))}")
     else:
         note(f"this would free {size_text(sum(one.size for one in removals))}; add --yes to remove the folders")
 

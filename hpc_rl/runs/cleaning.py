@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import re
 import shutil
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 from hpc_rl.errors import UserError
 from hpc_rl.host import entries
 from hpc_rl.host.files import read_json
-from hpc_rl.run_dir import RunDir
-from hpc_rl.runs.status import RunStatus
+from hpc_rl.host.ownership import is_own_folder
+from hpc_rl.run_dir import RunDir, submitting
+from hpc_rl.runs.status import RunStatus, is_pipeline, is_sweep, status_of
 from hpc_rl.training.checkpoints import folders
 
 DAY_S = 86_400
+_REMOVED = ".removed"
+_DOOMED = re.compile(rf"\..+\.\d+{re.escape(_REMOVED)}")
+"""Name of a folder that is being removed: that of the run or checkpoint, and the id of the process."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,8 @@ class Removal:
 
     path: Path
     size: int
+    run: RunDir | None = None
+    """The run that it belongs to; None for what an interrupted removal left."""
 
 
 def usage_of(run: RunDir, status: RunStatus, now: float | None = None) -> Usage:
@@ -68,10 +76,14 @@ def usage_of(run: RunDir, status: RunStatus, now: float | None = None) -> Usage:
     )
 
 
-def old_checkpoints(found: Iterable[Usage], keep: int) -> list[Removal]:
+def old_checkpoints(found: Iterable[Usage], keep: int, on_damage: Callable[[str], None] | None = None) -> list[Removal]:
     """Return the checkpoints of ended runs, except the newest `keep` complete ones of each run.
 
     Unfinished ones are among them, and those that were set aside when the run resumed from an earlier step.
+
+    Args:
+        on_damage: called with a line for each damaged checkpoint, which is not kept if there is an intact one. Those
+            that are kept are read for that. None: they are judged by the sizes of their files.
     """
     removals = []
     for usage in found:
@@ -79,15 +91,37 @@ def old_checkpoints(found: Iterable[Usage], keep: int) -> list[Removal]:
             continue
         every = sorted(path for path in usage.run.checkpoints.glob("step-*") if path.is_dir())
         finished = [path for _, path in folders.numbered(usage.run.checkpoints)]
-        complete = [path for path in finished if folders.problem_of(path) is None]
-        kept = (complete or finished)[:keep]
-        removals += [Removal(path, _measure(path)[1]) for path in every if path not in kept]
+        kept = _complete(finished, keep, on_damage) or finished[:keep]
+        removals += [Removal(path, _measure(path)[1], usage.run) for path in every if path not in kept]
     return removals
+
+
+def _complete(finished: Iterable[Path], most: int, on_damage: Callable[[str], None] | None) -> list[Path]:
+    """Return the first complete checkpoints; see `old_checkpoints`."""
+    found: list[Path] = []
+    for path in finished:
+        if len(found) == most:
+            break
+        problem = folders.problem_of(path)
+        if problem is None and on_damage and (problem := folders.damage_of(path)):
+            on_damage(f"{path} is damaged ({problem}), so it does not count as a checkpoint to keep")
+        if problem is None:
+            found.append(path)
+    return found
 
 
 def whole_runs(found: Iterable[Usage]) -> list[Removal]:
     """Return the directories of ended runs."""
-    return [Removal(usage.run.path, usage.total) for usage in found if not usage.active]
+    return [Removal(usage.run.path, usage.total, usage.run) for usage in found if not usage.active]
+
+
+def leftovers(root: Path, runs: Iterable[RunDir]) -> list[Removal]:
+    """Return what interrupted removals left beside runs, in a folder of runs and its sets, and beside checkpoints."""
+    beside = [folder for run in runs for folder in (run.path.parent, run.checkpoints)]
+    places = [folder.absolute() for folder in (root, *root.glob("[!.]*"), *beside)]
+    hidden = {path for folder in places for path in folder.glob(f".*{_REMOVED}")}
+    doomed = sorted(path for path in hidden if _DOOMED.fullmatch(path.name) and is_own_folder(path))
+    return [Removal(path, _measure(path)[1]) for path in doomed]
 
 
 def older_than(found: Iterable[Usage], days: float) -> list[Usage]:
@@ -105,7 +139,7 @@ def tokenized_data(root: Path, now: float | None = None) -> list[TokenizedData]:
         raise UserError(f"{root}: no such folder of tokenized data; if your jobs set cache.data_dir, name that folder")
     found = []
     for path in root.glob("[!.]*"):
-        with contextlib.suppress(OSError):  # it is gone, is no folder, or belongs to another user
+        with suppress(OSError):  # it is gone, is no folder, or belongs to another user
             files = read_json(path / entries.DESCRIPTION).get("files")
             used = (path / entries.LOCK).stat().st_mtime
             if isinstance(files, list):
@@ -122,24 +156,69 @@ def remove_tokenized(found: Sequence[TokenizedData], folders: Iterable[Path]) ->
     return used
 
 
-def remove(removals: Sequence[Removal]) -> int:
+def remove(removals: Sequence[Removal], on_used: Callable[[str], None]) -> int:
     """Remove folders and return the number of freed bytes.
 
     Each folder is renamed first, so that a partly removed one is never read.
+
+    Args:
+        on_used: called with a line for each run that is in use by now; its folders stay.
 
     Raises:
         UserError: a folder cannot be removed; those before it have been removed.
     """
     freed = 0
-    for removal in removals:
-        doomed = removal.path.with_name(f".{removal.path.name}.{os.getpid()}.removed")
-        try:
-            removal.path.rename(doomed)
-            shutil.rmtree(doomed)
-        except OSError as error:
-            raise UserError(f"cannot remove {removal.path}: {error.strerror or error}") from error
-        freed += removal.size
+    for run, group in groupby(removals, key=lambda removal: removal.run):
+        for doomed in group if run is None else _take_names(run, group, on_used):
+            _remove_tree(doomed.path)
+            freed += doomed.size
     return freed
+
+
+def _take_names(run: RunDir, removals: Iterable[Removal], on_used: Callable[[str], None]) -> list[Removal]:
+    """Rename folders of a run, and return them with their new paths; none if the run is in use."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(_unused(run))
+        except UserError as error:
+            on_used(f"nothing of run {run.name} was removed: {error}")
+            return []
+        return [replace(removal, path=_take_name(removal.path)) for removal in removals]
+
+
+@contextmanager
+def _unused(run: RunDir) -> Iterator[None]:
+    """Hold a run that no job uses: meanwhile none is submitted, and none starts.
+
+    Raises:
+        UserError: a job uses it.
+    """
+    parent = run.path.parent
+    with ExitStack() as held:
+        for folder in ([parent] if is_sweep(parent) or is_pipeline(parent) else []) + [run.path]:
+            held.enter_context(submitting(folder))
+        now = status_of(run)
+        if now.active:
+            raise UserError(f"it is {now.state} as job {now.job_id}")
+        held.enter_context(run.take_lock())  # last, because a job that starts waits for it only for a moment
+        yield
+
+
+def _take_name(folder: Path) -> Path:
+    doomed = folder.with_name(f".{folder.name}.{os.getpid()}{_REMOVED}")
+    try:
+        return folder.rename(doomed)
+    except OSError as error:
+        raise UserError(f"cannot remove {folder}: {error.strerror or error}") from error
+
+
+def _remove_tree(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # another command may be removing it too
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+    except OSError as error:
+        raise UserError(f"cannot remove {folder}: {error.strerror or error}") from error
 
 
 def _measure(folder: Path) -> tuple[float, int]:

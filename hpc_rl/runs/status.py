@@ -316,7 +316,7 @@ def _paths_below(root: Path) -> Iterator[str]:
     for path in _folders(str(root)) if root.is_dir() else ():
         if _has_any(path, (SWEEP_MARK, PIPELINE_MARK)):
             yield from _folders(path)
-        elif not path.rpartition("/")[2].startswith("."):
+        else:
             yield path
 
 
@@ -325,8 +325,9 @@ def _has_any(path: str, names: Sequence[str]) -> bool:
 
 
 def _folders(path: str) -> Iterator[str]:
+    """Return the folders in a folder, without hidden ones, such as those that are being removed."""
     with os.scandir(path) as entries:
-        yield from (entry.path for entry in entries if entry.is_dir())
+        yield from (entry.path for entry in entries if not entry.name.startswith(".") and entry.is_dir())
 
 
 def _age_s(path: Path) -> float | None:

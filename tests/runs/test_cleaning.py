@@ -6,14 +6,17 @@ from pathlib import Path
 import pytest
 import typer
 
+from hpc_rl import run_dir
 from hpc_rl.cli import app
 from hpc_rl.cli.text import size_text
 from hpc_rl.errors import UserError
 from hpc_rl.host import entries
-from hpc_rl.run_dir import TOKENIZED, RunDir
+from hpc_rl.run_dir import SWEEP_MARK, TOKENIZED, RunDir, submitting
+from hpc_rl.runs import cleaning
 from hpc_rl.runs.cleaning import (
     DAY_S,
     Usage,
+    leftovers,
     old_checkpoints,
     older_than,
     remove,
@@ -22,8 +25,8 @@ from hpc_rl.runs.cleaning import (
     usage_of,
     whole_runs,
 )
-from hpc_rl.runs.status import RunStatus, status_of
-from hpc_rl.training.checkpoints import folders
+from hpc_rl.runs.status import RunStatus, runs_below, status_of
+from hpc_rl.training.checkpoints import checksums, folders
 from hpc_rl.training.checkpoints.folders import Progress
 
 
@@ -90,10 +93,99 @@ def test_only_runs_that_are_old_enough(tmp_path: Path) -> None:
 def test_removal_frees_what_it_says(tmp_path: Path) -> None:
     run = make_run(tmp_path, "a")
     removals = old_checkpoints([usage(run)], 1)
-    assert remove(removals) == 19_000
+    assert remove(removals, pytest.fail) == 19_000
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000020"]
     with pytest.raises(UserError, match="cannot remove"):
-        remove(removals)
+        remove(removals, pytest.fail)
+
+
+def test_what_is_in_use_by_the_time_of_its_removal_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes of all runs are measured before, which takes minutes on a slow file system."""
+    monkeypatch.setattr(run_dir, "LOCK_TIMEOUT_S", 0.0)
+    folder = tmp_path / "runs" / "many"
+    runs = [make_run(tmp_path, name) for name in ("again", "submitting", "starting", "by-hand", "many/many_1")]
+    again, submitted, starting, by_hand = runs[:4]
+    found = [usage(run) for run in runs]
+    again.write_status("local-1", 2, "RUNNING", None)
+    (folder / SWEEP_MARK).touch()
+    by_hand.job.unlink()
+    by_hand.status.unlink()
+    lines: list[str] = []
+    with submitting(submitted.path), starting.take_lock(), by_hand.take_lock("local-2"), submitting(folder):
+        assert remove(old_checkpoints(found, 1), lines.append) == remove(whole_runs(found), lines.append) == 0
+    assert [line.partition("was removed: ")[2][:33] for line in lines[5:]] == [
+        "it is RUNNING as job local-1",
+        "run submitting is being submitted",
+        "job ? is running in " + str(starting.path)[:13],
+        "it is RUNNING as job local-2",
+        "run many is being submitted or re",
+    ]
+    assert all(len(list(run.checkpoints.iterdir())) == 3 for run in runs)
+    assert remove(whole_runs(found[1:]), pytest.fail) == 4 * 77
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_a_damaged_checkpoint_is_not_kept_instead_of_an_intact_one(tmp_path: Path, read: bool) -> None:
+    run = make_run(tmp_path, "a", steps=())
+    for step in (1, 2, 3):
+        part = folders.begin(run.checkpoints, step) / "model"
+        part.mkdir()
+        (part / "weights").write_bytes(b"good")
+        checksums.write(part, {"weights": checksums.of_file(part / "weights")})
+        folders.commit(run.checkpoints, Progress(samples=1, dtype="float32", step=step), keep=5)
+    newest = run.checkpoints / "step-00000003"
+    (newest / "model" / "weights").write_bytes(b"gooe")
+    lines: list[str] = []
+    kept = "step-00000002" if read else "step-00000003"
+    old = [one.path.name for one in old_checkpoints([usage(run)], 1, lines.append if read else None)]
+    assert old == sorted({f"step-0000000{step}" for step in (1, 2, 3)} - {kept})
+    reason = "model/weights does not match its checksum"
+    assert lines == [f"{newest} is damaged ({reason}), so it does not count as a checkpoint to keep"] * read
+    for step in (1, 2):
+        (run.checkpoints / f"step-0000000{step}" / "model" / "weights").write_bytes(b"gooe")
+    old = [one.path.name for one in old_checkpoints([usage(run)], 1, lines.append)]
+    assert old == ["step-00000001", "step-00000002"], "without an intact one, the newest stays"
+
+
+def test_an_interrupted_removal_is_finished_by_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [make_run(tmp_path, name, steps=(10, 20)) for name in ("a", "many/many_1", "b")]
+    (tmp_path / "runs" / "many" / SWEEP_MARK).touch()
+    (tmp_path / "runs" / ".cache.removed").mkdir()  # of something else
+    removals = whole_runs([usage(run) for run in runs[:2]]) + old_checkpoints([usage(runs[2])], 1)
+    doomed = [one.path.with_name(f".{one.path.name}.{os.getpid()}.removed") for one in removals]
+    with monkeypatch.context() as patch:
+
+        def fail(path: Path, ignore_errors: bool = False) -> None:
+            if not ignore_errors:
+                raise PermissionError(13, "Permission denied")
+
+        patch.setattr(cleaning.shutil, "rmtree", fail)
+        for removal, left in zip(removals, doomed, strict=True):
+            with pytest.raises(UserError, match=f"cannot remove {left}: Permission denied") as caught:
+                remove([removal], pytest.fail)
+            assert left.is_dir(), caught
+    root = tmp_path / "runs"
+    assert {path.name for path in runs_below(root)} == {"b"}
+    found = leftovers(root, [runs[2]])
+    assert [one.path for one in found] == sorted(doomed) and all(one.size >= 10_000 for one in found)
+    assert remove(found, pytest.fail) == sum(one.size for one in found)
+    assert not leftovers(root, runs) and (root / ".cache.removed").exists()
+
+
+def test_the_command_finishes_a_removal_without_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def clean(*words: str) -> list[str]:
+        typer.main.get_command(app).main(["clean", *words], standalone_mode=False)
+        return capsys.readouterr().out.splitlines()
+
+    monkeypatch.chdir(tmp_path)
+    left = tmp_path / "runs" / ".a.1.removed"
+    left.mkdir(parents=True)
+    (left / "weights").write_bytes(bytes(1000))
+    assert clean("--checkpoints") == [f"{'1 kB':>9}  runs/.a.1.removed"]
+    assert clean("--whole", "--older-than", "1", "--yes")[1:] == ["removed 1 kB"] and not left.exists()
+    assert clean("--checkpoints") == []
 
 
 @pytest.mark.parametrize(
