@@ -146,7 +146,6 @@ def _connect(config: DriverConfig, logs: Path, scratch: Path | None) -> None:
             | options
             | {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         )
-        options["runtime_env"] = quoted_python() | options.get("runtime_env", {})
     try:
         start_ray(**options)
     except (OSError, TypeError, ValueError) as error:
@@ -159,6 +158,8 @@ def start_ray(**options: Any) -> None:
 
     The processes of a failed start end with this process.
     """
+    if options.get("address", "local") == "local":  # the nodes of a job start their workers with a path without spaces
+        options["runtime_env"] = quoted_python() | options.get("runtime_env", {})
     for tries in range(1, _STARTS + 1):
         try:
             ray.init(**options)
