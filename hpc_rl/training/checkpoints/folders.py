@@ -17,7 +17,8 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,8 @@ def begin(folder: Path, step: int) -> Path:
     """
     partial = partial_folder(folder, step)
     try:
+        if partial.exists():
+            shutil.rmtree(partial)
         _remove_unfinished(folder)
         partial.mkdir(parents=True)
     except OSError as error:
@@ -130,10 +133,8 @@ def remove_old(folder: Path, keep: int) -> None:
     kept = 0
     for step, path in numbered(folder):
         if kept >= keep:
-            try:
+            with _warned(path):
                 shutil.rmtree(path.rename(partial_folder(folder, step)))
-            except OSError as error:
-                print(f"warning: {path} could not be removed: {error}", file=sys.stderr, flush=True)
         elif problem_of(path) is None:
             kept += 1
 
@@ -146,8 +147,8 @@ def resume_after(folder: Path, step: int) -> None:
     Raises:
         RunError: the folder cannot be written.
     """
+    _remove_unfinished(folder)
     try:
-        _remove_unfinished(folder)
         later = [(path, _set_aside(path)) for number, path in numbered(folder) if number > step]
     except OSError as error:
         raise RunError(f"{folder} could not be written: {explained(error, folder)}") from error
@@ -160,8 +161,19 @@ def resume_after(folder: Path, step: int) -> None:
 
 
 def _remove_unfinished(folder: Path) -> None:
+    """Remove what killed processes left. What cannot be removed stays, because nothing ever reads it."""
     for leftover in folder.glob("step-*.tmp"):
-        shutil.rmtree(leftover)
+        with _warned(leftover):
+            shutil.rmtree(leftover)
+
+
+@contextmanager
+def _warned(path: Path) -> Iterator[None]:
+    """Warn if the block, which removes a folder, cannot."""
+    try:
+        yield
+    except OSError as error:
+        print(f"warning: {path} could not be removed: {error}", file=sys.stderr, flush=True)
 
 
 def _set_aside(path: Path) -> Path:

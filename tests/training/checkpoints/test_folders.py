@@ -152,6 +152,29 @@ def test_an_old_one_that_cannot_be_removed_is_no_failure(
     assert "warning: " in (errors := capsys.readouterr().err) and "could not be removed" in errors
 
 
+def test_a_leftover_that_cannot_be_removed_is_in_the_way_of_its_own_step_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of a removed checkpoint is still open elsewhere, and NFS keeps it."""
+    busy = tmp_path / "step-00000001.tmp"
+    busy.mkdir()
+    (tmp_path / "step-00000007.tmp").mkdir()
+    rmtree = shutil.rmtree
+
+    def refuse(path: Path) -> None:
+        if path == busy:
+            raise OSError(16, "Device or resource busy")
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    save(tmp_path, 2)
+    folders.resume_after(tmp_path, 2)
+    assert names(tmp_path) == ["step-00000001.tmp", "step-00000002"]
+    assert capsys.readouterr().err.count(f"warning: {busy} could not be removed: [Errno 16] Device or") == 2
+    with pytest.raises(RunError, match=r"step-00000001.tmp could not be written: Device or resource busy"):
+        folders.begin(tmp_path, 1)
+
+
 def test_one_that_is_partly_removed_is_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1, keep=1)
 
