@@ -15,6 +15,7 @@ from hpc_rl.rl import saving as saving_module
 from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.saving import Saving
 from hpc_rl.training.checkpoints import checksums, folders, model_state
+from hpc_rl.training.checkpoints.background import DEADLINE_S
 from hpc_rl.training.checkpoints.folders import ACTOR, CRITIC, Progress
 
 SOON_S = 600
@@ -46,11 +47,17 @@ def test_it_is_named_when_both_parts_are_there(tmp_path: Path) -> None:
 def test_a_file_of_another_node_may_be_visible_later_than_its_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks, is_reported = iter([False, False, True]), threading.Event()
+    looks, is_reported = iter([False, None, False, True]), threading.Event()
     monkeypatch.setattr(saving_module, "_POLL_S", 0.01)
-    monkeypatch.setattr(
-        model_state, "is_written", lambda part: is_reported.is_set() and (part.name == CRITIC or next(looks))
-    )
+
+    def is_written(part: Path) -> bool:
+        if not is_reported.is_set() or part.name == CRITIC:
+            return is_reported.is_set()
+        if (found := next(looks)) is None:
+            raise OSError(116, "Stale file handle")
+        return found
+
+    monkeypatch.setattr(model_state, "is_written", is_written)
     partial, saving = begin(tmp_path)
     write(partial / ACTOR)
     write(partial / CRITIC)
@@ -80,6 +87,115 @@ def test_a_failure_has_its_cause(tmp_path: Path) -> None:
     second = Saving(tmp_path / "absent", tmp_path / "step-00000006.tmp", Progress(1, "float32", (ACTOR,), 6), keep=2)
     with pytest.raises(RunError, match=r"step-00000006 could not be written: No such file or directory"):
         second.wait(SOON_S)
+
+
+def test_a_checkpoint_is_complete_although_old_ones_are_removed_slowly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(folders, "remove_old", lambda *_: goes_on.wait(SOON_S))
+    monkeypatch.setattr(saving_module, "_REMOVAL_S", 0.01)
+    partial, saving = begin(tmp_path)
+    for part in (ACTOR, CRITIC):
+        write(partial / part)
+    saving.finish()
+    assert saving.is_done and [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
+    goes_on.set()
+
+
+def test_a_save_waits_for_the_removal_of_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_awaited, removed = threading.Event(), []
+
+    def remove(*how: Any) -> None:
+        is_awaited.wait(SOON_S)
+        removed.append(how)
+
+    monkeypatch.setattr(folders, "remove_old", remove)
+    partial, saving = begin(tmp_path)
+    for part in (ACTOR, CRITIC):
+        write(partial / part)
+    join = saving._thread.join
+    monkeypatch.setattr(saving._thread, "join", lambda seconds: is_awaited.set() or join(seconds))
+    saving.finish()
+    is_awaited.set()
+    assert removed == [(tmp_path, 2)]
+
+
+def test_naming_has_as_much_time_as_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(Saving, "wait", lambda self, seconds: waited.append(seconds))
+    monkeypatch.setattr(saving_module, "_POLL_S", 0.01)
+    monkeypatch.setattr(saving_module, "_REMOVAL_S", 0)
+    _, saving = begin(tmp_path)
+    saving.finish()
+    saving.discard()
+    assert waited == [DEADLINE_S]
+
+
+def test_what_is_being_named_is_not_discarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file system does not answer in time, and then goes on."""
+    began, goes_on, name = threading.Event(), threading.Event(), folders.name
+
+    def stalled(*how: Any) -> Path:
+        began.set()
+        goes_on.wait(SOON_S)
+        return name(*how)
+
+    monkeypatch.setattr(folders, "name", stalled)
+    partial, saving = begin(tmp_path)
+    for part in (ACTOR, CRITIC):
+        write(partial / part)
+    assert began.wait(SOON_S)
+    saving.discard()
+    goes_on.set()
+    saving.wait(SOON_S)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
+
+
+def test_what_is_complete_is_not_discarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker fails after its part is complete, and before the driver has looked."""
+    monkeypatch.setattr(saving_module, "_POLL_S", SOON_S)
+    partial, saving = begin(tmp_path)
+    for part in (ACTOR, CRITIC):
+        write(partial / part)
+    saving.discard()
+    saving.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
+
+
+def test_what_is_discarded_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last look for parts lasts until they have been discarded."""
+    looks, is_discarded = threading.Event(), threading.Event()
+
+    def is_written(part: Path) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            return False
+        looks.set()
+        return is_discarded.wait(SOON_S)
+
+    monkeypatch.setattr(model_state, "is_written", is_written)
+    partial, saving = begin(tmp_path)
+    for part in (ACTOR, CRITIC):
+        write(partial / part)
+    assert looks.wait(SOON_S)
+    saving.discard()
+    is_discarded.set()
+    saving._thread.join(SOON_S)
+    assert not saving.is_done and list(tmp_path.iterdir()) == []
+
+
+def test_what_could_not_be_named_is_discarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folders, "write_synced", refuse)
+    partial, saving = begin(tmp_path)
+    for part in (ACTOR, CRITIC):
+        write(partial / part)
+    with pytest.raises(RunError, match="No space left on device"):
+        saving.finish()
+    saving.discard()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("is_done", "died", "seconds"), [(True, True, 120), (False, True, 30), (False, False, 120)])

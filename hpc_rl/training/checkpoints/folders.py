@@ -110,18 +110,28 @@ def commit(folder: Path, progress: Progress, keep: int) -> Path:
     Raises:
         RunError: the folder cannot be written.
     """
+    final = name(folder, progress)
+    remove_old(folder, keep)
+    return final
+
+
+def name(folder: Path, progress: Progress) -> Path:
+    """Name a checkpoint whose parts are all written.
+
+    Raises:
+        RunError: the folder cannot be written.
+    """
     partial, final = partial_folder(folder, progress.step), step_folder(folder, progress.step)
     try:
         write_synced(partial / TRAINER, json.dumps(asdict(progress), indent=1))
-        names = [TRAINER, *(f"{part}/{checksums.NAME}" for part in progress.parts)]
-        checksums.write(partial, {name: checksums.of_file(partial / name) for name in names})
+        files = [TRAINER, *(f"{part}/{checksums.NAME}" for part in progress.parts)]
+        checksums.write(partial, {file: checksums.of_file(partial / file) for file in files})
         if final.exists():
             _set_aside(final)
         partial.rename(final)
         sync_folder(folder)
     except OSError as error:
         raise RunError(f"{final} could not be written: {explained(error, final)}") from error
-    remove_old(folder, keep)
     return final
 
 
