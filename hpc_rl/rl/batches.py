@@ -40,7 +40,8 @@ class BatchSource(Protocol):
             the batch; None if the run stops.
 
         Raises:
-            RunError: algorithm.filter_groups is set, and too few prompts have responses with different scores.
+            NoBatchError: algorithm.filter_groups is set, and too few prompts have responses with different scores, or
+                none of the responses could be scored.
         """
         ...
 

@@ -23,13 +23,12 @@ from hpc_rl.data.mixture import Mixture
 from hpc_rl.data.order import Position, epoch_order
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.data.shares import whole_batches
-from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.experience import new_experience
 from hpc_rl.rl.rollout.engine import Completion, Sampling
 from hpc_rl.rl.rollout.respondent import Respondent, Responses
-from hpc_rl.rl.scoring import Scoring, refuse_no_scores
+from hpc_rl.rl.scoring import NoBatchError, Scoring, refuse_no_scores
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class Draws:
             batches: how many.
 
         Raises:
-            RunError: algorithm.max_gen_batches does not allow enough for a batch.
+            NoBatchError: algorithm.max_gen_batches does not allow enough for a batch.
         """
         self._step = step
         most = self._desk.config.algorithm.max_gen_batches * self._size if self._filters else self._size
@@ -251,11 +250,11 @@ class Draws:
         self._unscored = [group for group in self._unscored if group.scored is None]
 
     def _refuse_too_many(self, first: Sequence[Group], most: int) -> None:
-        """Raise RunError if these groups, as many as a batch may draw, are judged and do not suffice for it."""
+        """Raise NoBatchError if these groups, as many as a batch may draw, are judged and do not suffice for it."""
         found = self._kept(first)
         if len(first) < most or found >= self._size or not all(map(self._is_judged, first)):
             return
-        raise RunError(
+        raise NoBatchError(
             f"algorithm.filter_groups: of {most} prompts "
             f"({self._desk.config.algorithm.max_gen_batches} batches of {self._size}, algorithm.max_gen_batches), only "
             f"{found} had responses with different scores. The task is too easy or too hard for this "

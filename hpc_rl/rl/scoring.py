@@ -237,7 +237,11 @@ class NoScoring:
         """Close nothing."""
 
 
-class NoScoresError(RunError):
+class NoBatchError(RunError):
+    """The responses of a step give no batch to train on. The step has changed nothing, so the run can still save."""
+
+
+class NoScoresError(NoBatchError):
     """The reward failed for every response of a step."""
 
 

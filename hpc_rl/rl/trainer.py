@@ -41,7 +41,7 @@ from hpc_rl.rl.metrics import (
     rollout_metrics,
     timeline,
 )
-from hpc_rl.rl.scoring import NoScoresError, refuse_no_baselines, refuse_no_scores
+from hpc_rl.rl.scoring import NoBatchError, NoScoresError, refuse_no_baselines, refuse_no_scores
 from hpc_rl.rl.setup import validation_is_due
 from hpc_rl.rl.staleness import staleness_metrics, token_ages
 from hpc_rl.rl.state import PpoState
@@ -116,7 +116,7 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
         state.rollout.wake()
         try:
             batch = state.batches.draw(state.step, lambda: stops(state, ["timing_s/gen"]))
-        except NoScoresError as error:
+        except NoBatchError as error:
             raise saved_first(state, error) from error
         state.rollout.sleep()
         experience = None if batch is None else batch.experience()
@@ -338,13 +338,14 @@ def save(state: PpoState) -> None:
         state.saved_step = state.step
 
 
-def saved_first(state: PpoState, error: NoScoresError) -> RunError:
+def saved_first(state: PpoState, error: NoBatchError) -> RunError:
     """Save the weights, which the failed step has not changed; return the error for the user."""
     if state.step == 0:
         return error
     save(state)
     checkpoints.wait(state)
-    return RunError(f"{error}; saved after step {state.step}: repair the reward and start the run again to resume")
+    repair = "repair the reward and " if isinstance(error, NoScoresError) else ""
+    return RunError(f"{error}; saved after step {state.step}: {repair}start the run again to resume")
 
 
 def work_s(state: PpoState, tests: bool) -> float:

@@ -25,7 +25,7 @@ from hpc_rl.rl.computed import ComputedColumns
 from hpc_rl.rl.draws import Batch, joined_scores, part_of
 from hpc_rl.rl.rollout.engine import Completion, Request, Sampling
 from hpc_rl.rl.rollout.request_queue import Asked
-from hpc_rl.rl.scoring import ModelScoring
+from hpc_rl.rl.scoring import ModelScoring, NoBatchError
 from hpc_rl.rl.trainer import greedy_scores
 from tests.rl.ppo_config import ppo_config
 
@@ -245,7 +245,7 @@ def test_a_stop_does_not_wait_for_agents(options: tuple[str, ...]) -> None:
 
 def test_dynamic_sampling_gives_up() -> None:
     drawing, queue = source(ppo_config(*FILTER, "algorithm.max_gen_batches=3"), lambda *_: 1)
-    with pytest.raises(RunError) as caught:
+    with pytest.raises(NoBatchError) as caught:
         drawn(drawing, 0)
     assert str(caught.value) == (
         "algorithm.filter_groups: of 12 prompts (3 batches of 4, algorithm.max_gen_batches), only 0 had responses with "

@@ -24,7 +24,7 @@ from hpc_rl.rl.carriers.through_ray import RayCarrier
 from hpc_rl.rl.computed import ComputedColumns
 from hpc_rl.rl.draws import Batch, Greedy
 from hpc_rl.rl.rollout.engine import Completion
-from hpc_rl.rl.scoring import NoScoresError
+from hpc_rl.rl.scoring import NoBatchError, NoScoresError
 from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.timeline import Timeline
@@ -76,6 +76,7 @@ class Loop:
             **{"step": 0, "total_steps": 4, "saved_step": 0, "saved_at": 0.0, "val": ["prompt"]},
             **{"validates_first": False, "saving": None, "write_s": None, "adapter_check": None},
         )
+        self.whole_step = trainer.step
         patch.setattr(trainer, "step", self.step)
         patch.setattr(trainer, "test", lambda state: self.did.append(f"test {state.step}") or {"val/score": 1.0})
         patch.setattr(checkpoints, "save", lambda state: self.did.append(f"save {state.step}"))
@@ -217,6 +218,22 @@ def test_a_step_stops_while_dynamic_sampling_draws(tmp_path: Path, monkeypatch: 
     step, state = trainer.step, Loop(tmp_path, monkeypatch).state
     state.batches.draw = lambda number, stops: None
     assert step(state, Clock()) == {}
+
+
+@pytest.mark.parametrize(
+    "error, repair", [(NoBatchError("only 0"), ""), (NoScoresError("none"), "repair the reward and ")]
+)
+@pytest.mark.parametrize("trained", [0, 3])
+def test_a_step_without_a_batch_saves_those_before_it(loop: Loop, error: RunError, repair: str, trained: int) -> None:
+    def draw(*_: Any) -> None:
+        raise error
+
+    loop.state.batches.draw = draw
+    loop.state.step, loop.state.saved_step = trained, 0
+    saved = f"; saved after step 3: {repair}start the run again to resume" if trained else ""
+    with pytest.raises(RunError, match=f"^{error}{saved}$"):
+        loop.whole_step(loop.state, Clock())
+    assert loop.did == (["save 3"] if trained else [])
 
 
 def test_a_worker_traces_what_lies_between_two_calls(tmp_path: Path) -> None:
