@@ -26,8 +26,8 @@ from hpc_rl.tracking.report import report_end
 from hpc_rl.tracking.tracker import Tracker, open_tracker
 from hpc_rl.training import guards, sharding
 from hpc_rl.training.checkpoints import checkpoint
-from hpc_rl.training.checkpoints.export import export, export_dtype
-from hpc_rl.training.checkpoints.folders import Progress
+from hpc_rl.training.checkpoints.export import export, export_dtype, is_exported
+from hpc_rl.training.checkpoints.folders import Progress, step_folder
 from hpc_rl.training.checkpoints.model_state import Tensors, random_state, set_random_state
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import Flops, PackedModel, count_flops, load_tokenizer
@@ -397,7 +397,7 @@ def finish(state: TrainerState, finished_before: bool) -> int:
         if state.world.broadcast(state.stopping.is_in_vain()):
             raise AgreedRunError(IN_VAIN)
         print_once(state.world, stopped_line(state.step, state.total_steps))
-    elif state.config.trainer.export and not (finished_before and exists_for_all(state)):
+    elif state.config.trainer.export and not (finished_before and has_model(state)):
         with heart.phase("export"):
             export(state.run.path, state.run.model, replace=True, world=state.world)
         print_once(state.world, f"model: {state.run.model}")
@@ -408,9 +408,10 @@ def finish(state: TrainerState, finished_before: bool) -> int:
     return code
 
 
-def exists_for_all(state: TrainerState) -> bool:
-    """Return whether the run has been exported, as rank 0 sees it."""
-    return bool(state.world.broadcast(state.run.model.exists()))
+def has_model(state: TrainerState) -> bool:
+    """Return whether the last step has been exported, as rank 0 sees it."""
+    last = step_folder(state.run.checkpoints, state.step)
+    return bool(state.world.broadcast(state.world.is_main and is_exported(last, state.run.model)))
 
 
 def print_once(world: World, text: str) -> None:

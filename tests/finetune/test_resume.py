@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hpc_rl.errors import EXIT_STOPPED, RunError, UserError
+from hpc_rl.finetune import trainer
 from hpc_rl.finetune.base import Found
 from hpc_rl.finetune.sft import Sft
 from hpc_rl.run_dir import RunDir
@@ -289,6 +290,29 @@ def test_a_finished_run_is_reported(sft_config: list[str], copy: Path, capsys: p
     assert run_here(sft_config, copy) == 0
     assert "has already finished after 8 steps" in capsys.readouterr().out
     assert len(series(copy, "train/loss")) == 8
+
+
+def test_an_export_that_failed_is_made_up_for(
+    sft_config: list[str], copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model of an earlier end of the run does not count."""
+    exports, weights = "trainer.export=true", copy / "model" / "model.safetensors"
+    assert run_here(sft_config, copy, exports) == 0
+    first, written = weights.read_bytes(), weights.stat().st_mtime_ns
+    assert run_here(sft_config, copy, exports) == 0
+    assert weights.stat().st_mtime_ns == written
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RunError("the disk is full")
+
+    more = "trainer.total_epochs=3"
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "export", fail)
+        with pytest.raises(RunError, match="the disk is full"):
+            run_here(sft_config, copy, exports, more)
+    assert weights.read_bytes() == first
+    assert run_here(sft_config, copy, exports, more) == 0
+    assert weights.read_bytes() != first
 
 
 def test_other_data_is_refused(sft_config: list[str], copy: Path) -> None:

@@ -84,6 +84,14 @@ def export(
     return path
 
 
+def is_exported(path: Path, out: Path) -> bool:
+    """Return whether the model in the folder `out` is at least as new as the checkpoint `path`. If an export fails, the
+    model of an earlier step is still there."""
+    saved = (path / folders.TRAINER).stat().st_mtime_ns
+    written = [file.stat().st_mtime_ns for file in out.glob("*") if file.is_file()]
+    return min(written, default=0) >= saved
+
+
 def export_dtype(model: ModelConfig, trainer: TrainingConfig) -> str:
     """Return the type of the exported weights."""
     return trainer.export_dtype or ("bfloat16" if trainer.uses_gpus else model.dtype)
