@@ -176,11 +176,12 @@ def measure(folder: str, algorithm: Algorithm, work: str, output: str) -> None:
     """Train with hpc-rl, and write the metrics of each step."""
     from hpc_rl.rl.main_ppo import run_ppo
     from hpc_rl.run_dir import RunDir
+    from hpc_rl.tracking.metrics import read_metrics
 
     run = RunDir(Path(folder) / "run")
     run.path.mkdir(mode=0o700)
     run_ppo(configuration(Path(folder), algorithm, Work(**json.loads(work))), run=run)
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    lines = read_metrics(run.metrics)
     kept = (SECONDS, "perf/")
     steps = [{name: value for name, value in line.items() if name.startswith(kept)} for line in lines]
     common = set.intersection(*(set(step) for step in steps))

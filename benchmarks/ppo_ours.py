@@ -43,7 +43,7 @@ class PacedTracker:
         self._tracker.log(step, metrics, total_steps)
         prefix = "timing_s/"
         phases = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
-        if not self._pace.step_done(phases):
+        if phases and not self._pace.step_done(phases):
             self._run.stop.touch()
 
 

@@ -116,18 +116,24 @@ def loop(state: TrainerState) -> int:
         with clock("step"):
             with traced(profile_path(state)):
                 metrics = step(state, clock)
-            last = state.step == state.total_steps
-            if last or state.stop or state.save:
+            last, completed = state.step == state.total_steps, bool(metrics)  # else the step was discarded
+            saves = last or state.stop or state.save
+            due = last or (not state.stop and checkpoint.due(state.step, config.trainer.test_freq))
+            tests = bool(state.val) and due
+            if completed and (saves or tests):  # now: an attempt after this one resumes after the step
+                state.tracker.log(state.step, metrics, state.total_steps)
+                metrics = {}
+            if saves:
                 with clock("save_checkpoint"):
                     save(state)
-            if state.val and (last or (not state.stop and checkpoint.due(state.step, config.trainer.test_freq))):
+            if tests:
                 with clock("testing"):
                     metrics |= validate(state)
         if (seconds := state.saver.take_seconds()) is not None:
             clock.seconds[WRITING] = seconds
         state.stopping.note_save(clock.seconds)
         state.stopping.note_test(clock.seconds.get(TESTING))
-        if metrics:  # else the step was discarded
+        if completed:
             state.tracker.log(state.step, {**metrics, **clock.seconds}, state.total_steps)
     return finish(state, finished_before)
 

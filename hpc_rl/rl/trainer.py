@@ -82,9 +82,13 @@ def train(state: PpoState) -> int:
             with clock("carry"):
                 state.carrier.clear()
             tests = bool(state.val) and validation_is_due(config, state.step, state.total_steps)
-            last = state.step == state.total_steps
-            stop = not metrics or (not last and stopping.due(work_s(state, tests)))
-            if last or stop or checkpoint.save_is_due(config.trainer, state.step, state.saved_at):
+            last, completed = state.step == state.total_steps, bool(metrics)  # else the step was discarded
+            stop = not completed or (not last and stopping.due(work_s(state, tests)))
+            saves = last or stop or checkpoint.save_is_due(config.trainer, state.step, state.saved_at)
+            if completed and (saves or tests):  # now: an attempt after this one resumes after the step
+                state.tracker.log(state.step, metrics, state.total_steps)
+                metrics = {}
+            if saves:
                 with clock("save_checkpoint"):
                     save(state)
             if tests and not stop:
@@ -94,7 +98,7 @@ def train(state: PpoState) -> int:
             clock.seconds[WRITING] = seconds
         stopping.note_save(clock.seconds)
         stopping.note_test(clock.seconds.get(TESTING))
-        if metrics:  # else the step was discarded
+        if completed:
             state.tracker.log(state.step, {**metrics, **clock.seconds}, state.total_steps)
             state.tracker.log_timeline(timeline(state, clock))
     return finish(state)

@@ -12,7 +12,7 @@ from rich.console import Console
 from hpc_rl.host.files import Follower
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import current_job, job_log
-from hpc_rl.tracking.metrics import parse_line
+from hpc_rl.tracking.metrics import Record, parse_line
 from hpc_rl.tracking.progress import ProgressView
 
 
@@ -28,6 +28,7 @@ class RunView:
         self._progress = ProgressView(self._console)
         self._log: Follower | None = None
         self._metrics = Follower.at_end(run.metrics)
+        self._latest: Record = {}
         self._half_line = ""
 
     def __enter__(self) -> Self:
@@ -47,8 +48,10 @@ class RunView:
         for line in self._new_lines():
             self._console.out(line)
         records = [record for text in self._metrics.new_text().splitlines() if (record := parse_line(text))]
+        for record in records:  # a step may have several
+            self._latest = {**self._latest, **record} if self._latest.get("step") == record["step"] else record
         if records:
-            self._progress.update(records[-1])
+            self._progress.update(self._latest)
 
     def _new_lines(self) -> list[str]:
         if self._log is None:

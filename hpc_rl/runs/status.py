@@ -339,11 +339,16 @@ def _age_s(path: Path) -> float | None:
 
 
 def _last_metrics(path: Path) -> dict[str, Any]:
-    """Return the last complete record; the last line may be half-written."""
+    """Return the record of the last step, which may have several lines; the last line may be half-written."""
     try:
         with open_regular(path) as file:
             file.seek(max(0, path.stat().st_size - 65536))
             lines = file.read().decode(errors="replace").splitlines()
     except FileNotFoundError:
         return {}
-    return next((record for line in reversed(lines) if (record := parse_line(line))), {})
+    latest: dict[str, Any] = {}
+    for record in filter(None, map(parse_line, reversed(lines))):
+        if latest and record["step"] != latest["step"]:
+            break
+        latest = {**record, **latest}
+    return latest

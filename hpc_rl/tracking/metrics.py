@@ -8,8 +8,8 @@ Keys of a line: `step`, `total_steps`, `time` (unix seconds), and metrics by gro
     critic/score/mean  actor/entropy  val/score  response_length/mean  ... (docs/rl.md)
     timing_s/step, and the phases of a step: timing_s/<phase>
 
-Several lines may belong to one step (training, then validation). A resumed run appends to the same file: a line
-discards all lines of later steps before it.
+Several lines may belong to one step: what it measured, before it is saved; then validation and times. A resumed run
+appends to the same file: a line discards all lines of later steps before it.
 """
 
 from __future__ import annotations

@@ -84,6 +84,7 @@ class Tracker:
         self._wandb: WandbRun | None = None
         self._first: tuple[int, float] | None = None
         self._last_line = float("-inf")
+        self._step: int | None = None
         if is_main and "wandb" in loggers:
             self._wandb = WandbRun(
                 run_dir, config, project=project, name=name, mode=wandb_mode, proxy=wandb_proxy, run_id=wandb_id
@@ -98,15 +99,17 @@ class Tracker:
     def log(self, step: int, metrics: Mapping[str, float], total_steps: int) -> None:
         """Record the metrics of one step, and add perf/eta_s; see metrics.py for the names.
 
-        May be called several times for one step (training, then validation).
+        May be called several times for one step (training, then validation and times). The console shows a step once,
+        and its validation.
         """
         if self._file is None:
             return
         eta_s = self._eta_s(step, total_steps, metrics)
         metrics = metrics if eta_s is None else {**metrics, "perf/eta_s": eta_s}
         record = self._file.write(step, total_steps, metrics)
-        prints = step == total_steps or any(key.startswith("val/") for key in metrics)
-        if self._console and (prints or time.monotonic() - self._last_line >= _CONSOLE_EVERY_S):
+        is_validation, is_new, self._step = any(key.startswith("val/") for key in metrics), step != self._step, step
+        is_due = step == total_steps or time.monotonic() - self._last_line >= _CONSOLE_EVERY_S
+        if self._console and (is_validation or (is_new and is_due)):
             self._last_line = time.monotonic()
             print(step_line(record), flush=True)
         if self._wandb is not None:

@@ -17,10 +17,11 @@ def hold_at(step):
     log = Tracker.log
     run = pathlib.Path(os.environ["HPC_RL_RUN_DIR"])
 
-    def log_and_hold(self, number, *arguments):
-        log(self, number, *arguments)
+    def log_and_hold(self, number, metrics, *arguments):
+        log(self, number, metrics, *arguments)
         deadline = time.monotonic() + DEADLINE_S
-        while number == step and not (run / "stop").exists() and not (run / "go").exists():
+        is_end = number == step and "timing_s/step" in metrics  # its last line, after it was saved
+        while is_end and not (run / "stop").exists() and not (run / "go").exists():
             if time.monotonic() > deadline:
                 raise SystemExit(f"held at step {step} for {DEADLINE_S} s")
             time.sleep(0.05)

@@ -79,9 +79,9 @@ def attempt(start: Callable[..., NoReturn], run: RunDir, options: Sequence[str],
     logs = run.path / f"attempt-{number}"
     logs.mkdir()
     leader = forked(lambda: start(run, logs, options), logs / "output.log", new_session=True)
-    began, lines = time.monotonic(), lines_of(run)
+    began, steps = time.monotonic(), steps_of(run)
     kill_at = began + chance.random() if chance and chance.random() < _STARTUPS else None
-    wanted = lines + (chance.randrange(1, 4) if chance else 10**9)
+    wanted = steps + (chance.randrange(1, 4) if chance else 10**9)
     while True:
         ended, status = os.waitpid(leader, os.WNOHANG)
         now = time.monotonic()
@@ -90,7 +90,7 @@ def attempt(start: Callable[..., NoReturn], run: RunDir, options: Sequence[str],
             if os.waitstatus_to_exitcode(status) == 0:
                 return True
             sys.exit(f"attempt {number} failed with exit code {os.waitstatus_to_exitcode(status)}{log_ends(logs)}")
-        if kill_at is None and lines_of(run) >= wanted:
+        if kill_at is None and steps_of(run) >= wanted:
             kill_at = now + chance.random() / 3 if chance else None
         if kill_at is not None and now > kill_at and chance:
             kill(leader, chance)
@@ -127,9 +127,9 @@ def log_ends(logs: Path) -> str:
     return "".join(f"\n--- {log.name}\n{log.read_text()[-4000:]}" for log in sorted(logs.glob("*.log")))
 
 
-def lines_of(run: RunDir) -> int:
-    """Return the number of steps that a run has recorded."""
-    return run.metrics.read_bytes().count(b"\n") if run.metrics.exists() else 0
+def steps_of(run: RunDir) -> int:
+    """Return the number of steps that a run has recorded to their end."""
+    return run.metrics.read_bytes().count(b'"timing_s/step"') if run.metrics.exists() else 0
 
 
 def forked(work: Callable[[], None], log: Path | None = None, new_session: bool = False) -> int:

@@ -77,7 +77,9 @@ def begin(workspace: Workspace, job: Job, name: str, *options: str) -> Path:
     workspace.ok("submit", job, "--nodes", "2", "--job-name", name, *own, *ENDLESS, *options)
     run = workspace.folder / "runs" / name
     metrics = run / "metrics.jsonl"
-    workspace.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, f"2 steps of {name}")
+    workspace.wait_until(
+        lambda: metrics.exists() and metrics.read_text().count('"timing_s/step"') >= 2, f"2 steps of {name}"
+    )
     return run
 
 

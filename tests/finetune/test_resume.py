@@ -128,6 +128,22 @@ def test_a_validation_that_a_stop_left_out_is_made_up_for(
     same_as(uninterrupted, tmp_path)
 
 
+def test_a_run_that_ends_in_a_validation_keeps_what_its_last_step_measured(
+    sft_config: list[str], tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(state: trainer.TrainerState) -> None:
+        raise RunError("killed")
+
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="killed"):
+        patch.setattr(trainer, "validate", die)
+        run_here(sft_config, tmp_path, "trainer.save_freq=3")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
+    assert run_here(sft_config, tmp_path) == 0
+    same_as(uninterrupted, tmp_path)
+    times = series(tmp_path, "timing_s/forward_backward")
+    assert len(times) == 7  # without the step that did not end
+
+
 def test_a_run_stops_by_itself_before_the_walltime_and_is_resumed(
     sft_config: list[str], tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

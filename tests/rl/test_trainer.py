@@ -52,6 +52,7 @@ class Loop:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, job_end: float | None = None) -> None:
         patch.setattr("hpc_rl.training.stopping.SETTLE_S", 0.0)
         self.did: list[str] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
         self.timelines: list[Timeline] = []
         self.stop_in: Callable[[int], bool] = lambda step: False
         run = RunDir(folder)
@@ -69,7 +70,7 @@ class Loop:
             scoring=SimpleNamespace(take_spans=dict),
             groups=[],
             tracker=SimpleNamespace(
-                log=lambda step, *_: self.did.append(f"log {step}"),
+                log=self.log,
                 log_timeline=self.timelines.append,
                 finish=lambda _: None,
             ),
@@ -89,6 +90,10 @@ class Loop:
         state.stopping.note_step(clock.seconds)
         return {"loss": 1.0}
 
+    def log(self, step: int, metrics: dict[str, float], total_steps: int) -> None:
+        self.did.append(f"log {step}")
+        self.logged.append((step, metrics))
+
     def run(self) -> int:
         return trainer.train(self.state)
 
@@ -100,14 +105,27 @@ def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loop:
 
 def test_a_whole_run(loop: Loop) -> None:
     assert loop.run() == 0
-    assert loop.did == ["log 1", "test 2", "log 2", "log 3", "save 4", "test 4", "log 4"]
+    assert loop.did == ["log 1", "log 2", "test 2", "log 2", "log 3", "log 4", "save 4", "test 4", "log 4"]
     assert [timeline.step for timeline in loop.timelines] == [1, 2, 3, 4]
+
+
+def test_what_a_step_measured_is_recorded_before_it_is_saved(loop: Loop) -> None:
+    loop.run()
+    by_step = [[metrics for number, metrics in loop.logged if number == step] for step in (1, 2, 4)]
+    assert [[sorted(metrics) for metrics in found] for found in by_step] == [
+        [["loss", "timing_s/carry", "timing_s/gen", "timing_s/step"]],
+        [["loss"], ["timing_s/carry", "timing_s/gen", "timing_s/step", "timing_s/testing", "val/score"]],
+        [
+            ["loss"],
+            [*(f"timing_s/{name}" for name in ("carry", "gen", "save_checkpoint", "step", "testing")), "val/score"],
+        ],
+    ]
 
 
 def test_a_stop_saves_and_leaves_out_the_validation(loop: Loop, capsys: pytest.CaptureFixture[str]) -> None:
     loop.stop_in = lambda step: step == 2
     assert loop.run() == EXIT_STOPPED
-    assert loop.did == ["log 1", "save 2", "log 2"]
+    assert loop.did == ["log 1", "log 2", "save 2", "log 2"]
     assert "stopped after step 2 of 4: checkpoint saved" in capsys.readouterr().out
 
 
@@ -115,7 +133,7 @@ def test_a_validation_that_was_left_out_comes_first(loop: Loop) -> None:
     loop.state.step = loop.state.saved_step = 2
     loop.state.validates_first = True
     assert loop.run() == 0
-    assert loop.did == ["test 2", "log 2", "log 3", "save 4", "test 4", "log 4"]
+    assert loop.did == ["test 2", "log 2", "log 3", "log 4", "save 4", "test 4", "log 4"]
 
 
 def test_a_stop_before_the_first_step_saves_nothing(loop: Loop, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +146,7 @@ def test_a_stop_before_the_first_step_saves_nothing(loop: Loop, capsys: pytest.C
 def test_a_stop_in_the_last_step_changes_nothing(loop: Loop) -> None:
     loop.stop_in = lambda step: step == 4
     assert loop.run() == 0
-    assert loop.did[-3:] == ["save 4", "test 4", "log 4"]
+    assert loop.did[-4:] == ["log 4", "save 4", "test 4", "log 4"]
 
 
 def test_a_discarded_step_is_not_recorded_and_the_one_before_is_saved_once(
@@ -137,14 +155,14 @@ def test_a_discarded_step_is_not_recorded_and_the_one_before_is_saved_once(
     made = loop.step
     monkeypatch.setattr(trainer, "step", lambda state, clock: made(state, clock) if state.step < 3 else {})
     assert loop.run() == EXIT_STOPPED
-    assert loop.did == ["log 1", "test 2", "log 2", "log 3", "save 3"]
+    assert loop.did == ["log 1", "log 2", "test 2", "log 2", "log 3", "save 3"]
     assert [timeline.step for timeline in loop.timelines] == [1, 2, 3]
 
 
 def test_the_walltime_ends_too_soon_for_a_second_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(tmp_path, monkeypatch, job_end=time.time() + 170)
     assert loop.run() == EXIT_STOPPED
-    assert loop.did == ["save 1", "log 1"]
+    assert loop.did == ["log 1", "save 1", "log 1"]
     assert loop.state.run.stop.read_text() == "walltime\n"
 
 

@@ -76,6 +76,21 @@ def test_console_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert made.wandb_id is None
 
 
+def test_the_console_shows_a_step_and_its_validation_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = tracker(tmp_path)
+    for step in (1, 2):
+        made.log(step, {"train/loss": 2.0}, total_steps=2)
+        made.log(step, {"val/loss": 3.0, "timing_s/step": 1.0} if step == 1 else {"timing_s/step": 1.0}, total_steps=2)
+    made.finish()
+    shown = [line.split(" | ETA")[0] for line in capsys.readouterr().out.splitlines()]
+    assert shown == ["step 1/2 | loss 2.0000", "step 1/2 | val loss 3.0000", "step 2/2 | loss 2.0000"]
+    first, last = read_metrics(tmp_path / "metrics.jsonl")
+    assert {"train/loss", "val/loss", "timing_s/step"} <= first.keys() and {
+        "train/loss",
+        "timing_s/step",
+    } <= last.keys()
+
+
 def test_other_ranks_do_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = tracker(tmp_path, loggers=["console", "wandb"], is_main=False, wandb_id="kept")
     made.log(1, {"train/loss": 2.0}, total_steps=2)
