@@ -115,7 +115,12 @@ def test_a_save_waits_for_the_removal_of_old_ones(tmp_path: Path, monkeypatch: p
     for part in (ACTOR, CRITIC):
         write(partial / part)
     join = saving._thread.join
-    monkeypatch.setattr(saving._thread, "join", lambda seconds: is_awaited.set() or join(seconds))
+
+    def await_removal(seconds: float) -> None:
+        is_awaited.set()
+        join(seconds)
+
+    monkeypatch.setattr(saving._thread, "join", await_removal)
     saving.finish()
     is_awaited.set()
     assert removed == [(tmp_path, 2)]

@@ -229,7 +229,11 @@ def test_the_numbers_of_the_last_step_are_those_of_all_its_lines(
     fake_slurm(tmp_path, monkeypatch)
     run = RunDir(tmp_path / "sft-1")
     run.path.mkdir()
-    lines = [{"step": 2, "old": 1}, {"step": 3, "train/loss": 2.0, "perf/eta_s": 9}, {"step": 3, "perf/eta_s": 8}]
+    lines: list[dict[str, float]] = [
+        {"step": 2, "old": 1},
+        {"step": 3, "train/loss": 2.0, "perf/eta_s": 9},
+        {"step": 3, "perf/eta_s": 8},
+    ]
     run.metrics.write_text("".join(json.dumps({**line, "total_steps": 9}) + "\n" for line in lines) + '{"step": 4')
     now = status_of(run)
     assert (now.step, now.metrics) == (3, {"train/loss": 2.0, "perf/eta_s": 8})
