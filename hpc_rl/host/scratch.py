@@ -67,6 +67,7 @@ def held_scratch(environ: Mapping[str, str], job_id: str, attempt_dir: Path, nod
     remove_abandoned(own_folders(parent, f"{os.getuid()}.*"))
     folder = parent / new_name(job_id)
     with contextlib.ExitStack() as stack:
+        stack.callback(_leave_to_others, folder)  # after the lock is released
         try:
             folder.mkdir(mode=0o700)
             stack.enter_context(held(folder))
@@ -77,15 +78,17 @@ def held_scratch(environ: Mapping[str, str], job_id: str, attempt_dir: Path, nod
         try:
             yield folder
         finally:
-            removed = remove_scratch(folder)
-    if (
-        not removed
-    ):  # not an error: the job script removes it, or the user's next job on this node, which finds the mark
-        with contextlib.suppress(OSError):
-            (folder / _MARK).touch(mode=0o600)
-        print(
-            f"warning: temporary folder {folder} is still in use on {os.uname().nodename}", file=sys.stderr, flush=True
-        )
+            remove_scratch(folder)
+
+
+def _leave_to_others(folder: Path) -> None:
+    """Warn if a folder is still there. It is no error: the job script removes it, or the user's next job on this node,
+    which finds the mark."""
+    if not is_own_folder(folder):
+        return
+    with contextlib.suppress(OSError):
+        (folder / _MARK).touch(mode=0o600)
+    print(f"warning: temporary folder {folder} is still in use on {os.uname().nodename}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

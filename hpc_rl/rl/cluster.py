@@ -121,7 +121,7 @@ def connected(config: DriverConfig, logs: Path) -> Iterator[bool]:
         UserError: Ray does not start, or the cluster does not answer.
     """
     with contextlib.ExitStack() as stack:
-        starts = "RAY_ADDRESS" not in os.environ
+        starts = not os.environ.get("RAY_ADDRESS")
         scratch = stack.enter_context(held_scratch({}, "ray", logs, 0)) if starts else None
         stack.callback(ray.shutdown)
         _connect(config, logs, scratch)

@@ -17,7 +17,8 @@ from hpc_rl.host import entries
 from hpc_rl.host.files import read_json
 from hpc_rl.host.ownership import is_own_folder
 from hpc_rl.run_dir import RunDir, submitting
-from hpc_rl.runs.status import RunStatus, is_pipeline, is_sweep, status_of
+from hpc_rl.runs.control import settled_status
+from hpc_rl.runs.status import RunStatus, is_pipeline, is_sweep
 from hpc_rl.training.checkpoints import folders
 
 DAY_S = 86_400
@@ -91,7 +92,7 @@ def old_checkpoints(found: Iterable[Usage], keep: int, on_damage: Callable[[str]
             continue
         every = sorted(path for path in usage.run.checkpoints.glob("step-*") if path.is_dir())
         finished = [path for _, path in folders.numbered(usage.run.checkpoints)]
-        kept = _complete(finished, keep, on_damage) or finished[:keep]
+        kept = _complete(finished, keep, on_damage if len(every) > 1 else None) or finished[:keep]
         removals += [Removal(path, _measure(path)[1], usage.run) for path in every if path not in kept]
     return removals
 
@@ -197,7 +198,7 @@ def _unused(run: RunDir) -> Iterator[None]:
     with ExitStack() as held:
         for folder in ([parent] if is_sweep(parent) or is_pipeline(parent) else []) + [run.path]:
             held.enter_context(submitting(folder))
-        now = status_of(run)
+        now = settled_status(run)
         if now.active:
             raise UserError(f"it is {now.state} as job {now.job_id}")
         held.enter_context(run.take_lock())  # last, because a job that starts waits for it only for a moment

@@ -12,7 +12,7 @@ from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.host.files import read_json, write_atomically
 from hpc_rl.host.ownership import is_own_folder
 from hpc_rl.run_dir import RunDir
-from hpc_rl.runs.status import RunStatus, in_slurm, process_alive, status_of
+from hpc_rl.runs.status import RunStatus, in_slurm, process_alive, status_of, statuses_of
 from hpc_rl.slurm import commands
 
 STATE_POLL_S = (1.0, 15.0)
@@ -66,11 +66,20 @@ def wait(run: RunDir, on_poll: Callable[[], None] = lambda: None) -> int:
 
 
 def settled_status(run: RunDir) -> RunStatus:
-    """Return the run's status. A job that has queued itself again gets SETTLED_S to look so; see `Ending`."""
-    ending = Ending()
-    while not ending.seen(now := status_of(run, commands.TIMEOUT_S), time.monotonic()) and now.may_return:
-        time.sleep(STATE_POLL_S[0])
+    """Return the run's status. A job that has queued itself again within SETTLED_S gets the rest of it to look so."""
+    (interval, most), deadline = STATE_POLL_S, time.monotonic() + SETTLED_S
+    while (now := status_of(run, commands.TIMEOUT_S)).may_return and time.monotonic() < deadline:
+        if time.time() - run.status.stat().st_mtime > SETTLED_S:
+            break
+        time.sleep(interval)
+        interval = min(interval * 1.3, most)
     return now
+
+
+def settled_statuses(several: Sequence[RunDir]) -> list[RunStatus]:
+    """Return the statuses of some runs, as `settled_status` does."""
+    found = statuses_of(several)
+    return [settled_status(run) if now.may_return else now for run, now in zip(several, found, strict=True)]
 
 
 def exit_code(ended: RunStatus) -> int:

@@ -174,14 +174,13 @@ def statuses_of(found: Sequence[RunDir], within_s: float = commands.LOOK_S) -> l
 
 def _status(run: RunDir, job_id: str | None, job: Mapping[str, Any], ask: Ask, disk: str) -> RunStatus:
     latest = _last_metrics(run.metrics)
-    attempts = run.attempts()
     fields = _job_fields(run, job_id, job, ask)
     return RunStatus(
         run=run.name,
         run_dir=str(run.path),
         job_id=job_id,
         **fields,
-        attempt=len(attempts),
+        attempt=run.last_attempt(),
         step=latest.pop("step", None),
         total_steps=latest.pop("total_steps", None),
         step_age_s=_age_s(run.metrics) if fields["state"] == "RUNNING" else None,

@@ -13,7 +13,7 @@ from hpc_rl.host.ownership import open_own
 from hpc_rl.run_dir import REQUEUE, RunDir, submitting
 from hpc_rl.runs import control
 from hpc_rl.runs.run_sets import RunSet, SweepDir, run_of, run_set_in, states
-from hpc_rl.runs.status import STOPPED, RunStatus, in_slurm, statuses_of
+from hpc_rl.runs.status import STOPPED, RunStatus, in_slurm
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.states import ENDED
 from hpc_rl.submission import queue
@@ -140,7 +140,7 @@ def requeue_pipeline(pipeline: RunSet) -> str:
 
 
 def _requeue_pipeline(pipeline: RunSet) -> str:
-    found = statuses_of(pipeline.runs())
+    found = control.settled_statuses(pipeline.runs())
     first = next((k for k, now in enumerate(found) if not now.active and now.state != "COMPLETED"), None)
     if first is None:
         return f"pipeline {pipeline.name} has nothing to resume: {states(found)}"
@@ -247,7 +247,7 @@ def requeue_sweep(sweep: SweepDir) -> str:
 
 
 def _requeue_sweep(sweep: SweepDir) -> str:
-    found = statuses_of(sweep.runs())
+    found = control.settled_statuses(sweep.runs())
     again = {
         number: now
         for number, now in enumerate(found, 1)

@@ -59,8 +59,8 @@ def test_a_folder_that_is_still_in_use_is_left_to_the_next_job(
 ) -> None:
     environ = {"TMPDIR": str(tmp_path)}
     monkeypatch.setattr(scratch, "remove_scratch", lambda folder: bool((folder / ".hpc-rl").unlink()))
-    with held_scratch(environ, "1", tmp_path, 0) as left:
-        pass
+    with pytest.raises(KeyError), held_scratch(environ, "1", tmp_path, 0) as left:
+        raise KeyError
     assert left.is_dir() and "is still in use" in capsys.readouterr().err
     monkeypatch.undo()
     with held_scratch(environ, "2", tmp_path, 0):

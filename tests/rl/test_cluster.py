@@ -78,7 +78,7 @@ def test_the_files_of_a_cluster_of_this_machine_are_private(
     asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray makes its own folder accessible to everyone. The paths of its sockets have to be short."""
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert connect(tmp_path)
     folder = Path(asked["_temp_dir"]).parent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -25,6 +26,9 @@ class Job:
 
     def monotonic(self) -> float:
         return self.now
+
+    def time(self) -> float:
+        return 10_000 + self.now
 
     def sleep(self, seconds: float) -> None:
         if self.now < self.writes_at <= self.now + seconds:
@@ -92,19 +96,35 @@ def test_waiting_goes_on_while_slurm_queues_a_job_again(tmp_path: Path, monkeypa
     assert job.now >= 1000
 
 
-@pytest.mark.parametrize(("returns_at", "state", "until"), [(20, "COMPLETED", 21), (1e9, "NODE_FAIL", 61)])
+@pytest.mark.parametrize(
+    ("written_at", "returns_at", "state", "until"),
+    [
+        (0, 20, "COMPLETED", (20, 28)),
+        (0, 1e9, "NODE_FAIL", (60, 75)),
+        (-50, 1e9, "NODE_FAIL", (10, 16)),
+        (-61, 20, "NODE_FAIL", (0, 0)),  # Slurm has had its time
+        (5000, 1e9, "NODE_FAIL", (60, 75)),  # on another clock
+    ],
+)
 def test_the_status_of_a_job_that_has_queued_itself_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returns_at: float, state: str, until: float
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    written_at: float,
+    returns_at: float,
+    state: str,
+    until: tuple[float, float],
 ) -> None:
     job = Job(RunDir(tmp_path), writes_at=0, ends_at=0)
+    os.utime(job.run.status, (10_000 + written_at, 10_000 + written_at))
 
     def status_of(run: RunDir, within_s: float) -> RunStatus:
         return LOOKS_ENDED if job.now < returns_at else job.status_of(run, within_s)
 
     monkeypatch.setattr(control, "time", job)
     monkeypatch.setattr(control, "status_of", status_of)
-    assert control.settled_status(job.run).state == state
-    assert until - 1 <= job.now <= until
+    monkeypatch.setattr(control, "statuses_of", lambda runs: [status_of(run, 9) for run in runs])
+    assert [now.state for now in control.settled_statuses([job.run])] == [state]
+    assert until[0] <= job.now <= until[1]
 
 
 def test_a_silent_controller_does_not_end_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,16 +88,27 @@ def test_a_job_whose_end_has_moved_is_cancelled_and_has_no_timeout(tmp_path: Pat
     assert end(tmp_path, moved + TERM + LATER + "exit 1", first=over)[1]["state"] == "CANCELLED"
 
 
-def test_a_controller_that_is_away_is_asked_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("back_at", ["sleep", "show"])
+def test_a_controller_that_is_away_is_asked_again(tmp_path: Path, back_at: str) -> None:
+    """It comes back between two requests, or between a request and the question whether it was granted."""
     away = """
-scontrol() { [ -e "$SEEN.away" ] || command scontrol "$@"; }
-timeout() { while [[ $1 == --* ]]; do shift; done; shift; "$@"; }
-sleep() { [ "$1" != 10 ] || rm -f "$SEEN.away"; command sleep 0.1; }
+scontrol() {
+  [ -e "$SEEN.away" ] || { command scontrol "$@"; return; }
+  [ "$1" != requeue ] || touch "$SEEN.asked"
+  return 1
+}
+timeout() {
+  while [[ $1 == --* ]]; do shift; done; shift
+  [ ! -e "$SEEN.asked" ] || [ "$2$BACK_AT" != showshow ] || rm -f "$SEEN.away"
+  "$@"
+}
+sleep() { [ "$1$BACK_AT" != 10sleep ] || rm -f "$SEEN.away"; command sleep 0.1; }
 """
-    step = f'touch "$SEEN.away"; {stops("walltime")}'
-    silent = away.replace("|| command", "&& return 1 || command")
-    _, recorded, said = end(tmp_path, step, first=silent)
-    assert recorded["state"] == "REQUEUED" and said.startswith("requeue 7\n"), said
+    step = 'touch "$SEEN.away"; echo node2 > "$HPC_RL_ATTEMPT_DIR/.lost"; exit 1'
+    first = f"export BACK_AT={back_at}\n{away}"
+    _, recorded, said = end(tmp_path, step, job=RUNS.replace("(null)", "bad"), first=first)
+    assert recorded["state"] == "REQUEUED"
+    assert said.startswith("requeue 7\nupdate JobId=7 ExcNodeList=node2,bad\n"), said
 
 
 def test_one_task_of_an_array_is_queued_again_and_not_all(tmp_path: Path) -> None:
