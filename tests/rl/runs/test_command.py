@@ -33,6 +33,8 @@ def test_the_command_starts_a_ray_of_its_own_and_ends_it(base: list[str], tmp_pa
     assert (attempt / "config.yaml").read_text() == (tmp_path / "config.yaml").read_text()
     modes = {path.name: path.stat().st_mode & 0o777 for path in attempt.iterdir() if path.suffix != ".yaml"}
     assert [modes.pop(name) for name in list(modes) if name.startswith(".group-")] == [0o700]
+    scratch = attempt / ".node0.scratch"
+    assert modes.pop(scratch.name) and not Path(scratch.read_text()).exists()
     assert modes == {
         "driver.log": 0o600,
         "node0-global_pool-rank0.log": 0o600,
