@@ -47,6 +47,7 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.host.allocator import keep_freed_memory
+from hpc_rl.host.walltime import unlimited
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl import setup, trainer
 from hpc_rl.rl.batches import SynchronousBatches
@@ -300,7 +301,7 @@ def state_of(config: PpoConfig, ranks: int, prompts: int, lengths: NDArray[np.in
         peak=1.0,
         total_steps=10**6,
         tracker=cast(Any, tracker),
-        stopping=Stopping(run, 180, None),
+        stopping=Stopping(run, 180, unlimited),
         validates_first=False,
         kl=AdaptiveKl(config.algorithm.kl.coef, None, 1),
         step=1,
