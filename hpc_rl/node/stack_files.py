@@ -21,6 +21,7 @@ ANSWER_S = 10.0
 """How long processes may take to write their stacks."""
 PY_SPY_S = 10.0
 COMMAND_S = 2.0
+"""How long the kernel may take to give the command line of a process."""
 _POLL_S = 0.1
 _MAIN_THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _DISTRIBUTED = re.compile(r'File ".*/torch/distributed/')
@@ -81,8 +82,8 @@ def facts(pid: int, name: str, state: str) -> str:
 def command(pid: int) -> str:
     """Return the command line of a process; an empty text if the kernel does not give it within COMMAND_S.
 
-    It is in the memory of the process. Reading that waits for a thread of the process that changes its memory map,
-    which may itself wait for a page of a file system that hangs.
+    The kernel reads it from the memory of the process. That can wait for a thread of the process that waits for a file
+    system which hangs.
     """
     found: list[str] = []
     reader = threading.Thread(target=lambda: found.append(_text(Path(f"/proc/{pid}/cmdline"))), daemon=True)

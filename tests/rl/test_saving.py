@@ -27,6 +27,14 @@ def begin(folder: Path) -> tuple[Path, Saving]:
     return partial, Saving(folder, partial, progress, keep=2)
 
 
+def begin_written(folder: Path) -> Saving:
+    """Begin a checkpoint whose parts are all written."""
+    partial, saving = begin(folder)
+    for part in (ACTOR, CRITIC):
+        write(partial / part)
+    return saving
+
+
 def write(part: Path) -> None:
     part.mkdir(parents=True)
     checksums.write(part, {})
@@ -79,9 +87,7 @@ def test_a_part_that_is_missing_after_the_report(tmp_path: Path, monkeypatch: py
 
 
 def test_a_failure_has_its_cause(tmp_path: Path) -> None:
-    partial, saving = begin(tmp_path)
-    for part in (ACTOR, CRITIC):
-        write(partial / part)
+    saving = begin_written(tmp_path)
     saving.wait(SOON_S)
     (tmp_path / "step-00000007").rename(tmp_path / "step-00000006.tmp")
     second = Saving(tmp_path / "absent", tmp_path / "step-00000006.tmp", Progress(1, "float32", (ACTOR,), 6), keep=2)
@@ -95,9 +101,7 @@ def test_a_checkpoint_is_complete_although_old_ones_are_removed_slowly(
     goes_on = threading.Event()
     monkeypatch.setattr(folders, "remove_old", lambda *_: goes_on.wait(SOON_S))
     monkeypatch.setattr(saving_module, "_REMOVAL_S", 0.01)
-    partial, saving = begin(tmp_path)
-    for part in (ACTOR, CRITIC):
-        write(partial / part)
+    saving = begin_written(tmp_path)
     saving.finish()
     assert saving.is_done and [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
     goes_on.set()
@@ -111,9 +115,7 @@ def test_a_save_waits_for_the_removal_of_old_ones(tmp_path: Path, monkeypatch: p
         removed.append(how)
 
     monkeypatch.setattr(folders, "remove_old", remove)
-    partial, saving = begin(tmp_path)
-    for part in (ACTOR, CRITIC):
-        write(partial / part)
+    saving = begin_written(tmp_path)
     join = saving._thread.join
 
     def await_removal(seconds: float) -> None:
@@ -147,9 +149,7 @@ def test_what_is_being_named_is_not_discarded(tmp_path: Path, monkeypatch: pytes
         return name(*how)
 
     monkeypatch.setattr(folders, "name", stalled)
-    partial, saving = begin(tmp_path)
-    for part in (ACTOR, CRITIC):
-        write(partial / part)
+    saving = begin_written(tmp_path)
     assert began.wait(SOON_S)
     saving.discard()
     goes_on.set()
@@ -160,9 +160,7 @@ def test_what_is_being_named_is_not_discarded(tmp_path: Path, monkeypatch: pytes
 def test_what_is_complete_is_not_discarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker fails after its part is complete, and before the driver has looked."""
     monkeypatch.setattr(saving_module, "_POLL_S", SOON_S)
-    partial, saving = begin(tmp_path)
-    for part in (ACTOR, CRITIC):
-        write(partial / part)
+    saving = begin_written(tmp_path)
     saving.discard()
     saving.finish()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
@@ -179,9 +177,7 @@ def test_what_is_discarded_is_not_named(tmp_path: Path, monkeypatch: pytest.Monk
         return is_discarded.wait(SOON_S)
 
     monkeypatch.setattr(model_state, "is_written", is_written)
-    partial, saving = begin(tmp_path)
-    for part in (ACTOR, CRITIC):
-        write(partial / part)
+    saving = begin_written(tmp_path)
     assert looks.wait(SOON_S)
     saving.discard()
     is_discarded.set()
@@ -194,9 +190,7 @@ def test_what_could_not_be_named_is_discarded(tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(folders, "write_synced", refuse)
-    partial, saving = begin(tmp_path)
-    for part in (ACTOR, CRITIC):
-        write(partial / part)
+    saving = begin_written(tmp_path)
     with pytest.raises(RunError, match="No space left on device"):
         saving.finish()
     saving.discard()
