@@ -39,7 +39,7 @@ from hpc_rl.training.perf import Clock
 
 MICRO_BATCHES = 4
 MEAN_LENGTH = 173
-WARM_UP, STEPS = 3, 10
+WARM_UP = 3
 VOCABULARY = 151_936
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--lengths", choices=LENGTHS, nargs="+", default=list(LENGTHS), help="lengths of the samples")
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing")
     parser.add_argument("--compile", action="store_true", help="layers compiled by torch.compile")
+    parser.add_argument("--steps", type=int, default=10, help="steps that count, after the warm-up")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -77,7 +78,7 @@ def main() -> None:
     world = distributed.start(arguments.device, 60)
     model = {"enable_gradient_checkpointing": arguments.recompute, "use_torch_compile": arguments.compile}
     results = {
-        f"{shape}, {lengths}": measure(shape, lengths, world, **model)
+        f"{shape}, {lengths}": measure(shape, lengths, world, arguments.steps, **model)
         for shape in arguments.shape
         for lengths in arguments.lengths
     }
@@ -103,17 +104,18 @@ def rows(results: dict[str, dict[str, float]]) -> list[list[str]]:
     return made
 
 
-def measure(shape: str, lengths: str, world: World, **model: bool) -> dict[str, float]:
-    """Return the medians of the trainer's own metrics over STEPS optimizer steps.
+def measure(shape: str, lengths: str, world: World, steps: int, **model: bool) -> dict[str, float]:
+    """Return the medians of the trainer's own metrics over optimizer steps.
 
     Args:
+        steps: how many of them count, after the warm-up.
         model: options of `model`.
     """
     micro_tokens = SETTINGS[shape].micro_tokens
     of_one_rank = micro_tokens * MICRO_BATCHES // (MEAN_LENGTH if lengths == "GSM8K" else micro_tokens)
     batch = of_one_rank * world.size
     config = shape_config(shape)
-    count = batch * (WARM_UP + STEPS)
+    count = batch * (WARM_UP + steps)
     data = (
         samples(count, config.vocab_size, all_targets=True)
         if lengths == "GSM8K"
@@ -124,7 +126,7 @@ def measure(shape: str, lengths: str, world: World, **model: bool) -> dict[str, 
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         state = trainer_state(config, data, sft_config(batch, trainer, **model), world, Path(folder))
-        measured = [step(state, Clock()) for _ in range(WARM_UP + STEPS)][WARM_UP:]
+        measured = [step(state, Clock()) for _ in range(WARM_UP + steps)][WARM_UP:]
     del state
     gc.collect()  # reference cycles would keep memory until the next measurement
     if world.device.type == "cuda":

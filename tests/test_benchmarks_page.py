@@ -145,7 +145,8 @@ def jobs_on_a_gpu() -> Iterator[str]:
 
 
 def fine_tuning_on_a_gpu() -> Iterator[str]:
-    yield from map(line, sft_gpu.rows({name: row for name, row in result("sft_gpu").items() if name != "devices"}))
+    for file in ("sft_gpu_h200", "sft_gpu"):
+        yield from map(line, sft_gpu.rows({name: row for name, row in result(file).items() if name != "devices"}))
 
 
 TABLES = (

@@ -22,9 +22,9 @@ from hpc_rl.host.gpu_models import GpuModel
 from hpc_rl.plan.memory import Planned, Shapes, cache_tokens, models_of, sequence_of, weights_of_engine
 from hpc_rl.plan.shape import Shape
 
-MFU = (0.12, 0.4)
-"""The part of a GPU's peak that training reaches. Measured: 12 to 26 % for 0.6B parameters on one H100
-(benchmarks/sft_gpu.py). Published: 36 to 41 % for 8B on eight
+MFU = (0.12, 0.55)
+"""The part of a GPU's peak that training reaches. Measured: 12 % for 0.6B parameters and short samples, 55 % for 4B and
+compiled layers, on one H200 (benchmarks/sft_gpu.py). Published: 36 to 41 % for 8B on eight H100
 (https://github.com/pytorch/torchtitan/tree/main/benchmarks)."""
 BANDWIDTH = (0.2, 0.75)
 """The part of the memory's bandwidth that generation reaches. Published: 77 % for single requests to 8B on an A100

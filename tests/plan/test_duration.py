@@ -121,7 +121,7 @@ def test_the_range_of_a_step() -> None:
     found = step_seconds(config("sft"), SHAPES, GPU, 80e9)
     assert found is not None
     at_peak = operations_of("sft")[0] / (8 * 1e15)
-    assert found == (pytest.approx(at_peak / 0.4), pytest.approx(at_peak / 0.12))
+    assert found == (pytest.approx(at_peak / 0.55), pytest.approx(at_peak / 0.12))
 
 
 def test_pools_work_one_after_the_other_unless_responses_may_be_older() -> None:
@@ -132,8 +132,8 @@ def test_pools_work_one_after_the_other_unless_responses_may_be_older() -> None:
     assert found is not None
     assert older is not None
     parts = list(work_of(config("ppo", *pools, *algorithm), SHAPES, 80e9))
-    trained = sum(work.seconds(GPU, 0.4, 0.75) for work in parts if work.pool == "a")
-    generated = sum(work.seconds(GPU, 0.4, 0.75) for work in parts if work.pool == "b")
+    trained = sum(work.seconds(GPU, 0.55, 0.75) for work in parts if work.pool == "a")
+    generated = sum(work.seconds(GPU, 0.55, 0.75) for work in parts if work.pool == "b")
     assert found[0] == pytest.approx(trained + generated)
     assert older[0] == pytest.approx(max(trained, generated))
 

@@ -112,7 +112,7 @@ def test_what_a_run_like_it_is_compared_by() -> None:
     assert facts["parameters"] == pytest.approx(7.6e9, rel=0.01)
     named = expected(request("slurm.gpu_type=h100"))
     assert named["gpu"] == "h100"
-    assert named["step_s"] == [pytest.approx(0.9, abs=0.1), pytest.approx(3.0, abs=0.2)]
+    assert named["step_s"] == [pytest.approx(0.66, abs=0.01), pytest.approx(3.0, abs=0.2)]
 
 
 def host(*words: str, force: bool = False) -> list[str]:
@@ -298,8 +298,8 @@ def test_plan_prints_the_disk_of_streamed_data() -> None:
 def test_plan_prints_the_time_of_a_step_and_of_the_run(folder: Path) -> None:
     named = output(*PLAN, "slurm.gpu_type=h100", "data.train_files=train.jsonl")
     *_, step, run = named.splitlines()
-    assert step.startswith("time         0.9 to 3 s for a step (at 12 to 40 % of 989 TFLOPS, all at their full length")
-    assert run == "             0.9 to 3 s for 1 step: 0.00025 to 0.00084 node hours"
+    assert step.startswith("time         0.66 to 3 s for a step (at 12 to 55 % of 989 TFLOPS, all at their full length")
+    assert run == "             0.66 to 3 s for 1 step: 0.00018 to 0.00084 node hours"
 
 
 def test_plan_is_as_fast_as_an_earlier_run(folder: Path) -> None:
