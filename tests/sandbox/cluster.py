@@ -182,10 +182,14 @@ class Cluster:
 
     def job_state(self, job_id: int | str) -> str:
         """Return Slurm's JobState, such as PENDING. Slurm keeps it until MinJobAge (300 s) after the job's end."""
-        answer = self.run(["scontrol", "show", "job", "--oneliner", str(job_id)], timeout=300)
+        for _ in range(3):  # once, on a busy machine, it ended without an answer
+            answer = self.run(["scontrol", "show", "job", "--oneliner", str(job_id)], timeout=300)
+            if answer.stdout or answer.stderr:
+                break
         found = re.search(r"\bJobState=(\S+)", answer.stdout)
         if not found:
-            raise SandboxError(f"job {job_id}: {answer.stderr.strip() or answer.stdout.strip()}")
+            said = answer.stderr.strip() or answer.stdout.strip() or f"no answer, exit code {answer.returncode}"
+            raise SandboxError(f"job {job_id}: {said}")
         return found[1]
 
     def wait_job(self, job_id: int | str, timeout: float = DEADLINE_S, states: Collection[str] = FINAL_STATES) -> str:

@@ -47,6 +47,8 @@ from tests.security.network_intruder import (
 
 ROOT = Path(__file__).parents[2]
 INTRUDER = [sys.executable, "-m", "tests.security.network_intruder"]
+SLOW_REWARD = "import time\n\n" + REWARD.replace("    text =", "    time.sleep(0.2)\n    text =")
+"""The processors are for the intruder, except when a step begins or ends."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ def workspace(slurm_cluster: Cluster) -> Workspace:
     workspace = make_workspace(folder, slurm_cluster.env)
     make_tiny_model(folder / "policy", hidden=64, layers=2)
     workspace.ok("data", "arithmetic", "--out", "sums", "--train", "400", "--val", "40")
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "reward.py").write_text(SLOW_REWARD)
     return workspace
 
 

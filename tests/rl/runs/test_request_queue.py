@@ -110,7 +110,7 @@ def test_the_requests_of_an_engine_that_dies_are_repeated(cluster: None, starts:
     assert engines.deaths == [1] and queue.repeated > 0
 
 
-@pytest.mark.parametrize("ends", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+@pytest.mark.parametrize("ends", [long(signal.SIGKILL), signal.SIGSTOP], ids=["dies", "hangs"])
 def test_an_engine_that_ended_without_a_request_is_replaced(cluster: None, ends: signal.Signals) -> None:
     engines = Engines(2)
     queue = queue_of(engines)
@@ -163,6 +163,7 @@ def test_engines_that_cannot_start_in_the_place_of_another_are_counted(cluster: 
     assert engines.deaths == [0] * (MOST_DEATHS + 1)
 
 
+@pytest.mark.long
 def test_engines_that_die_at_their_start_are_counted(cluster: None) -> None:
     engines = Engines(1, "dies")
     queue = queue_of(engines)

@@ -59,7 +59,7 @@ def client(server: Server) -> Iterator[Client]:
     [
         long(("algorithm.advantage=grpo", *KL, TWO_RANKS)),
         long(("algorithm.advantage=grpo", *KL, TWO_RANKS, "actor.shuffle=true")),
-        ("algorithm.advantage=gae", "algorithm.kl.where=reward", "algorithm.kl.coef=0.1", TWO_RANKS),
+        long(("algorithm.advantage=gae", "algorithm.kl.where=reward", "algorithm.kl.coef=0.1", TWO_RANKS)),
         (
             *("algorithm.advantage=gae", *KL, "trainer.n_gpus_per_node=4", "pools.spec={one: [2], two: [2]}"),
             *("pools.roles.actor=one", "pools.roles.rollout=one", "pools.roles.critic=two", "pools.roles.ref=two"),
