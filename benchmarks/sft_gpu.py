@@ -77,8 +77,9 @@ def main() -> None:
         sys.exit("benchmarks.sft_gpu: torch does not find a CUDA device")
     world = distributed.start(arguments.device, 60)
     model = {"enable_gradient_checkpointing": arguments.recompute, "use_torch_compile": arguments.compile}
+    compiled = ", compiled" if arguments.compile else ""
     results = {
-        f"{shape}, {lengths}": measure(shape, lengths, world, arguments.steps, **model)
+        f"{shape}, {lengths}{compiled}": measure(shape, lengths, world, arguments.steps, **model)
         for shape in arguments.shape
         for lengths in arguments.lengths
     }

@@ -1,4 +1,4 @@
-"""The time of a job: as fast as an earlier run of this project if there is one like it, otherwise a published range."""
+"""The time of a job: as fast as an earlier run of this project if there is one like it, otherwise a range."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ class Cluster:
 
     def job_state(self, job_id: int | str) -> str:
         """Return Slurm's JobState, such as PENDING. Slurm keeps it until MinJobAge (300 s) after the job's end."""
-        for _ in range(3):  # once, on a busy machine, it ended without an answer
+        for _ in range(3):  # on a busy machine, scontrol may end without an answer
             answer = self.run(["scontrol", "show", "job", "--oneliner", str(job_id)], timeout=300)
             if answer.stdout or answer.stderr:
                 break

@@ -48,7 +48,7 @@ from tests.security.network_intruder import (
 ROOT = Path(__file__).parents[2]
 INTRUDER = [sys.executable, "-m", "tests.security.network_intruder"]
 SLOW_REWARD = "import time\n\n" + REWARD.replace("    text =", "    time.sleep(0.2)\n    text =")
-"""The processors are for the intruder, except when a step begins or ends."""
+"""Slow, so that the intruder gets processor time while the job waits for rewards."""
 
 
 @pytest.fixture(scope="module")

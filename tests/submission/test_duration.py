@@ -20,7 +20,7 @@ def test_as_fast_as_an_earlier_run() -> None:
     assert found == Duration((16.0, 16.0), 2, 2, "as fast as run sft-1: 2,000 tokens/s/GPU, samples of 500 tokens")
 
 
-def test_a_published_range() -> None:
+def test_a_range() -> None:
     found = duration_of(config("sft", "slurm.gpu_type=h100"), SHAPES, 80e9, None)
     assert isinstance(found, Duration)
     assert found.basis == "at 12 to 55 % of 989 TFLOPS, all at their full length of 1,024 tokens"

@@ -163,7 +163,6 @@ def test_engines_that_cannot_start_in_the_place_of_another_are_counted(cluster: 
     assert engines.deaths == [0] * (MOST_DEATHS + 1)
 
 
-@pytest.mark.long
 def test_engines_that_die_at_their_start_are_counted(cluster: None) -> None:
     engines = Engines(1, "dies")
     queue = queue_of(engines)

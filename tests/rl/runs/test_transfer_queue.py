@@ -65,7 +65,10 @@ def client(server: Server) -> Iterator[Client]:
             *("pools.roles.actor=one", "pools.roles.rollout=one", "pools.roles.critic=two", "pools.roles.ref=two"),
         ),
         long(("algorithm.advantage=grpo", *KL, TWO_RANKS, "model.lora.rank=4", "model.lora.alpha=8")),
-        ("algorithm.advantage=gae", *KL, "trainer.n_gpus_per_node=4", "trainer.sequence_parallel=2"),
+        (
+            *("algorithm.advantage=gae", "algorithm.kl.where=reward", "algorithm.kl.coef=0.1"),
+            *("trainer.n_gpus_per_node=4", "trainer.sequence_parallel=2"),
+        ),
     ],
     ids=["grpo", "shuffle", "gae", "pools", "lora", "sequence parallel"],
 )
